@@ -1,0 +1,94 @@
+"""polyamp: one `Policy` / `LossScaler` API for mixed-precision training in PyTorch, TensorFlow and JAX.
+
+Importing it imports no framework. What is heavy is imported at its first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from polyamp import schedules
+from polyamp._version import __version__
+from polyamp.backend import Backend, BackendInfo, Gradients, State, StepResult
+from polyamp.errors import (
+    BackendError,
+    BackendNotInstalledError,
+    BatchError,
+    CheckpointError,
+    GradientError,
+    LossError,
+    LossScaleError,
+    LossScaleStuckError,
+    ModelError,
+    PolicyError,
+    PolyampError,
+    RecipeError,
+    UnsupportedError,
+)
+from polyamp.loss_scale import LossScaler, LossScaleState
+from polyamp.optimizers import adagrad, adam, adamw, lion, rmsprop, sgd
+from polyamp.policy import Policy
+from polyamp.recipe import Recipe
+from polyamp.registry import BackendStatus, backends
+from polyamp.step import apply_gradients, init, train_step, value_and_grad
+
+if TYPE_CHECKING:
+    from polyamp import losses
+    from polyamp.checkpoint import restore, save
+
+_LAZY = {"losses": ("polyamp.losses", None), "save": ("polyamp.checkpoint", "save"),
+         "restore": ("polyamp.checkpoint", "restore")}  # fmt: skip
+
+__all__ = [
+    "Backend",
+    "BackendError",
+    "BackendInfo",
+    "BackendNotInstalledError",
+    "BackendStatus",
+    "BatchError",
+    "CheckpointError",
+    "GradientError",
+    "Gradients",
+    "LossError",
+    "LossScaleError",
+    "LossScaleState",
+    "LossScaleStuckError",
+    "LossScaler",
+    "ModelError",
+    "Policy",
+    "PolicyError",
+    "PolyampError",
+    "Recipe",
+    "RecipeError",
+    "State",
+    "StepResult",
+    "UnsupportedError",
+    "__version__",
+    "adagrad",
+    "adam",
+    "adamw",
+    "apply_gradients",
+    "backends",
+    "init",
+    "lion",
+    "losses",
+    "restore",
+    "rmsprop",
+    "save",
+    "schedules",
+    "sgd",
+    "train_step",
+    "value_and_grad",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'polyamp' has no attribute {name!r}")
+    import importlib
+
+    module, attribute = _LAZY[name]
+    loaded = importlib.import_module(module)
+    value = loaded if attribute is None else getattr(loaded, attribute)
+    globals()[name] = value
+    return value

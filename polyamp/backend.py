@@ -1,0 +1,193 @@
+"""The contract between polyamp and a framework: the `Backend` and `State` protocols and what passes between them.
+
+A backend is one object of this shape, registered under the entry-point group `polyamp.backends`. In a backend's
+own package the line `BACKEND: Final[Backend] = TorchBackend()` makes the type checkers prove the contract, and
+`polyamp.testing.conformance` holds its behaviour to the semantics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from polyamp.arrays import ArrayNamespace
+from polyamp.loss_scale import LossScaleState
+from polyamp.policy import Mode, Policy
+from polyamp.recipe import Recipe
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from polyamp.testing.harness import Harness
+
+Skip = Literal["all", "each"]
+
+
+class StepResult(NamedTuple):
+    """What one step reports; device scalars, so reading one synchronises and the step itself does not.
+
+    Attributes:
+        loss: the unscaled loss, float32 scalar; the mean over micro-batches. None from `apply_gradients`.
+        aux: what `loss_fn` returned beside the loss, or None; stacked along a new leading axis when accumulating.
+        grad_norm: global L2 norm of the unscaled gradients before clipping (S11), float32 scalar.
+        scale: the loss scale after this step's adjustment, float32 scalar.
+        skipped: True when the gradients were not finite and nothing was applied (S12), boolean scalar.
+        step: number of updates applied so far (S13), int32 scalar.
+    """
+
+    loss: Any
+    aux: Any
+    grad_norm: Any
+    scale: Any
+    skipped: Any
+    step: Any
+
+
+class Gradients(NamedTuple):
+    """What `value_and_grad` hands to `apply_gradients`; a pytree in every framework.
+
+    Attributes:
+        values: gradients of the *unscaled* loss, in the parameters' dtype and structure (S7); inf or NaN where the
+            scaled gradient overflowed. Replace them with `gradients._replace(values=...)`.
+        running: the model's running statistics after this forward pass. They become the model's when the
+            update is applied and are dropped when it is skipped (S12).
+    """
+
+    values: Any
+    running: Any
+
+
+class BackendInfo(NamedTuple):
+    """What a loaded backend says of itself.
+
+    Attributes:
+        framework: name of the framework's distribution ("torch").
+        version: its version.
+        devices: names of the devices it can compute on, the default one first.
+    """
+
+    framework: str
+    version: str
+    devices: tuple[str, ...]
+
+
+class State(Protocol):
+    """A model under training. In JAX a pytree; in torch and Keras it holds the user's own module."""
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that made it."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe it was made with."""
+
+    @property
+    def model(self) -> Any:
+        """The current model in its native form."""
+
+    @property
+    def scale_state(self) -> LossScaleState:
+        """The loss-scale state."""
+
+    @property
+    def step(self) -> Any:
+        """Number of applied updates, int32 scalar."""
+
+
+LossFunction = Callable[[Any, Any], Any]
+"""`loss_fn(model, batch) -> loss` or `(loss, aux)`."""
+StepFunction = Callable[[Any, Any], tuple[Any, StepResult]]
+"""`(state, batch) -> (state, result)`."""
+ValueAndGrad = Callable[[Sequence[Any], Any], tuple[Any, list[Gradients]]]
+"""`(states, batch) -> (value, one Gradients per state)`; `value` is what `loss_fn` returned, the loss in float32."""
+
+
+class LossFunctions(Protocol):
+    """Losses on the framework's arrays, computed in float32; see `polyamp.losses` for the meaning."""
+
+    def mean_squared_error(self, predictions: Any, targets: Any) -> Any:
+        """Elementwise squared error, float32."""
+
+    def softmax_cross_entropy(self, logits: Any, labels: Any) -> Any:
+        """Cross-entropy per example with integer labels, float32."""
+
+    def sigmoid_cross_entropy(self, logits: Any, targets: Any) -> Any:
+        """Elementwise binary cross-entropy, float32."""
+
+    def huber(self, predictions: Any, targets: Any, delta: float) -> Any:
+        """Elementwise Huber loss, float32."""
+
+    def mean(self, values: Any) -> Any:
+        """Mean of all elements, float32 scalar."""
+
+
+class Backend(Protocol):
+    """What polyamp needs of a framework."""
+
+    @property
+    def name(self) -> str:
+        """Short name, as a user writes it: "torch"."""
+
+    @property
+    def default_mode(self) -> Mode:
+        """The mode (S3) of a policy that names none."""
+
+    @property
+    def xp(self) -> ArrayNamespace:
+        """Array namespace for the formulas that polyamp writes once."""
+
+    @property
+    def losses(self) -> LossFunctions:
+        """Loss functions."""
+
+    def info(self) -> BackendInfo:
+        """Framework, version and devices."""
+
+    def scalar(self, value: float, dtype: str, *, like: Any = None) -> Any:
+        """A new 0-dim array, on the device of `like` or on the default one."""
+
+    def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
+        """A copy on the host; bfloat16 arrives as `ml_dtypes.bfloat16`."""
+
+    def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
+        """A tree with its floating leaves cast (S2); float64 leaves only if `float64`."""
+
+    def native_policy(self, policy: Policy) -> Any:
+        """The framework's own object for a policy."""
+
+    def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
+        """A function or a model as a callable that runs under the policy."""
+
+    def scale_loss(self, loss: Any, scale: Any | None) -> Any:
+        """The scalar loss in float32, times `scale` unless that is None (S6). Raises `LossError`."""
+
+    def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
+        """Float32 gradients divided by `scale`, and the flag over the quotients (S10). Raises `GradientError`."""
+
+    def init(self, model: Any, recipe: Recipe, **options: Any) -> State:
+        """A fresh state. Raises what S20 asks for, before the first step."""
+
+    def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
+        """The whole step: S6 to S14 without host synchronisation."""
+
+    def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
+        """The first half: `loss_fn` sees one model, or a tuple of models when there are several states."""
+
+    def apply_gradients(
+        self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip
+    ) -> tuple[list[Any], list[StepResult]]:
+        """The second half for one or several states that share a scaler (S14): flag, clip, optimizer, scale."""
+
+    def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
+        """(parameter path, gradient) pairs, for reports."""
+
+    def export_state(self, state: Any) -> dict[str, np.ndarray[Any, Any]]:
+        """Every array of the state by a `/`-separated name, on the host. The loss scale lies under `loss_scale/`."""
+
+    def import_state(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> State:
+        """`state` with its arrays replaced. The names, shapes and dtypes are already checked to be those of
+        `export_state(state)`."""
+
+    def testing(self) -> Harness:
+        """Models of this framework for the conformance suite, the demo and the parity runner."""

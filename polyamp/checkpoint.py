@@ -1,0 +1,174 @@
+"""`save` and `restore`: one safetensors file holding every array of a state and a JSON header (S22).
+
+The file is written beside its target, flushed to disk and renamed over it, so a save that dies half-way leaves the
+previous checkpoint as it was. A SHA-256 digest over names, dtypes, shapes, contents and metadata lies in the header.
+Loading parses JSON and copies bytes; it runs no code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from polyamp._version import __version__
+from polyamp.backend import Backend
+from polyamp.errors import CheckpointError, RecipeError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Arrays = Mapping[str, np.ndarray[Any, Any]]
+
+FORMAT: Final = "polyamp-checkpoint-1"
+_State = TypeVar("_State")
+
+
+def save(state: Any, path: str | os.PathLike[str]) -> None:
+    """Write a state to one file, atomically.
+
+    Args:
+        state: a training state.
+        path: the file; its folder must exist. An older checkpoint there is replaced only once the new one is whole.
+
+    Raises:
+        OSError: the folder is missing or full; the older checkpoint is intact.
+    """
+    from safetensors.numpy import save as to_bytes
+
+    arrays = _contiguous(state.backend.export_state(state))
+    meta = {"format": FORMAT, "backend": state.backend.name, "polyamp": __version__, "recipe": _recipe_text(state)}
+    content = to_bytes(dict(arrays), metadata={**meta, "digest": _digest(arrays, meta)})
+    _write_atomically(Path(path), content)
+
+
+def restore(state: _State, path: str | os.PathLike[str]) -> _State:
+    """The state with everything replaced by what a checkpoint holds; training continues bit-identically (S22).
+
+    Args:
+        state: a state made by `init` from the same model and recipe. It says which arrays are expected.
+        path: a file written by `save`.
+
+    Returns:
+        The restored state. In torch and Keras the model and optimizer inside are updated in place.
+
+    Raises:
+        CheckpointError: the file is damaged, or of another model or backend. The given state is then unchanged.
+        FileNotFoundError: there is no such file.
+    """
+    backend: Backend = state.backend  # type: ignore[attr-defined]  # a State; the type variable keeps the caller's type
+    meta, arrays = read(path)
+    if meta["backend"] != backend.name:
+        raise CheckpointError(
+            f"{os.fspath(path)} was saved by the {meta['backend']} backend and cannot be restored into a "
+            f"{backend.name} state: layouts of parameters differ between frameworks."
+        )
+    _check_fit(backend.export_state(state), arrays, os.fspath(path))
+    result: _State = backend.import_state(state, arrays)  # type: ignore[assignment]  # the same State type comes back
+    return result
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, np.ndarray[Any, Any]]]:
+    """A checkpoint's metadata and arrays, after checking its digest. For inspection; `restore` uses it.
+
+    Raises:
+        CheckpointError: the file is truncated, damaged, or not a polyamp checkpoint.
+    """
+    from safetensors import SafetensorError, deserialize
+
+    content = Path(path).read_bytes()
+    try:
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        meta: dict[str, str] = header.pop("__metadata__")
+        arrays = {name: _array(info) for name, info in deserialize(content)}
+        stored = meta.pop("digest")
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+        raise CheckpointError(
+            f"{os.fspath(path)} is not a whole polyamp checkpoint ({type(error).__name__}: {error}). It is truncated or "
+            "damaged; restore an older one."
+        ) from error
+    if meta.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{os.fspath(path)} has format {meta.get('format')!r}; this version of polyamp reads {FORMAT!r}."
+        )
+    if stored != _digest(arrays, meta):
+        raise CheckpointError(
+            f"{os.fspath(path)} is damaged: its contents do not match its digest. Restore an older one."
+        )
+    return meta, arrays
+
+
+def _check_fit(expected: Arrays, found: Arrays, path: str) -> None:
+    problems = [f"missing: {name}" for name in expected if name not in found]
+    problems += [f"not in this state: {name}" for name in found if name not in expected]
+    problems += [
+        f"{name}: {_kind(found[name])} in the file, {_kind(expected[name])} in the state"
+        for name in expected
+        if name in found and _kind(found[name]) != _kind(expected[name])
+    ]
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise CheckpointError(
+            f"{path} belongs to another model, optimizer or scaler. {shown}. Build the state from the model and recipe "
+            "that were saved."
+        )
+
+
+def _kind(array: Any) -> str:
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def _contiguous(arrays: Arrays) -> dict[str, np.ndarray[Any, Any]]:
+    import numpy as np
+
+    return {name: np.asarray(arrays[name], order="C") for name in sorted(arrays)}
+
+
+def _digest(arrays: Arrays, meta: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(dict(sorted(meta.items()))).encode())
+    for name in sorted(arrays):
+        digest.update(f"\0{name}\0{_kind(arrays[name])}\0".encode())
+        digest.update(arrays[name].tobytes())
+    return digest.hexdigest()
+
+
+def _array(info: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    import ml_dtypes
+    import numpy as np
+
+    names = {"BF16": ml_dtypes.bfloat16, "BOOL": np.bool_, "F16": np.float16, "F32": np.float32, "F64": np.float64}
+    letter = info["dtype"]
+    dtype = np.dtype(names[letter] if letter in names else f"{letter[0].lower()}{int(letter[1:]) // 8}")
+    return np.frombuffer(info["data"], dtype).reshape(info["shape"]).copy()
+
+
+def _recipe_text(state: Any) -> str:
+    try:
+        return str(state.recipe.to_json())
+    except RecipeError:
+        return ""  # a native optimizer has no file form; the arrays still describe it wholly
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

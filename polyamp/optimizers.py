@@ -1,0 +1,272 @@
+"""Optimizer specs: sgd, adam, adamw, rmsprop, adagrad and lion, with PyTorch's defaults and PyTorch's formulas (S21).
+
+A spec is frozen data that a recipe file can hold. `spec.update` is its formula, written once over an array
+namespace: the reference and TensorFlow backends run it as it stands; torch and JAX use `torch.optim` and optax, whose
+results the conformance suite holds to it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import msgspec
+
+from polyamp.arrays import ArrayNamespace
+from polyamp.errors import RecipeError
+from polyamp.schedules import Schedule
+
+Slots = dict[str, Any]
+
+
+class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """What every spec shares. `slots` names the per-parameter arrays, of the parameter's shape, float32."""
+
+    learning_rate: float | Schedule
+
+    def __post_init__(self) -> None:
+        if not callable(self.learning_rate):
+            _number("learning_rate", self.learning_rate, low=0.0)
+        for name in self.__struct_fields__[1:]:
+            value = getattr(self, name)
+            if isinstance(value, bool):
+                continue
+            if name == "betas":
+                if not isinstance(value, tuple) or len(value) != 2:
+                    raise RecipeError(f"betas must be a pair of numbers. Received: betas={value!r}.")
+                for beta in value:
+                    _number("betas", beta, low=0.0, below=1.0)
+            else:
+                _number(name, value, low=0.0, below=1.0 if name in ("momentum", "alpha") else math.inf)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the per-parameter state arrays."""
+        raise NotImplementedError
+
+    def initial(self, slot: str) -> float:
+        """The value a slot is filled with at the start."""
+        return 0.0
+
+    def rate(self, count: Any, xp: ArrayNamespace) -> Any:
+        """The learning rate of the update that follows `count` applied ones, as a scalar of `count`'s framework."""
+        rate = self.learning_rate
+        return rate(count, xp) if callable(rate) else xp.asarray(rate, count * 1.0)
+
+    def update(
+        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any
+    ) -> tuple[Any, Slots]:
+        """One update of one parameter.
+
+        Args:
+            xp: the framework's array namespace.
+            param: the parameter, float32.
+            grad: its gradient, float32, same shape.
+            slots: this spec's state arrays for the parameter.
+            rate: learning rate, float32 scalar.
+            count: number of this update, starting at 1, as a float32 scalar.
+
+        Returns:
+            The new parameter and the new slots.
+        """
+        raise NotImplementedError
+
+
+class SGD(_Spec, frozen=True, tag="sgd"):
+    """Stochastic gradient descent (docs.pytorch.org, torch.optim.SGD). `weight_decay` is L2, added to the gradient.
+
+    >>> sgd(0.1, momentum=0.9).slots
+    ('momentum',)
+    """
+
+    learning_rate: float | Schedule = 1e-3
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and not self.momentum:
+            raise RecipeError("nesterov=True needs a momentum above 0. Received: momentum=0.0.")
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("momentum",) if self.momentum else ()
+
+    def update(
+        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any
+    ) -> tuple[Any, Slots]:
+        if self.weight_decay:
+            grad = grad + self.weight_decay * param
+        if not self.momentum:
+            return param - rate * grad, {}
+        momentum = self.momentum * slots["momentum"] + grad
+        step = grad + self.momentum * momentum if self.nesterov else momentum
+        return param - rate * step, {"momentum": momentum}
+
+
+class _AdamFormula(_Spec, frozen=True):
+    """The moments shared by Adam and AdamW; epsilon is added to the bias-corrected root."""
+
+    learning_rate: float | Schedule = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    _decoupled: ClassVar[bool]
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def update(
+        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any
+    ) -> tuple[Any, Slots]:
+        beta1, beta2 = self.betas
+        if self.weight_decay and self._decoupled:
+            param = param * (1.0 - rate * self.weight_decay)
+        elif self.weight_decay:
+            grad = grad + self.weight_decay * param
+        mean = beta1 * slots["exp_avg"] + (1.0 - beta1) * grad
+        square = beta2 * slots["exp_avg_sq"] + (1.0 - beta2) * (grad * grad)
+        root = xp.sqrt(square) / xp.sqrt(_one_minus_power(beta2, count, xp)) + self.eps
+        param = param - (rate / _one_minus_power(beta1, count, xp)) * (mean / root)
+        return param, {"exp_avg": mean, "exp_avg_sq": square}
+
+
+class Adam(_AdamFormula, frozen=True, tag="adam"):
+    """Adam (arxiv.org/abs/1412.6980; torch.optim.Adam). `weight_decay` is L2, added to the gradient.
+
+    >>> adam().betas
+    (0.9, 0.999)
+    """
+
+    _decoupled: ClassVar[bool] = False
+
+
+class AdamW(_AdamFormula, frozen=True, tag="adamw"):
+    """Adam with decoupled weight decay (arxiv.org/abs/1711.05101; torch.optim.AdamW).
+
+    >>> adamw().weight_decay
+    0.01
+    """
+
+    weight_decay: float = 1e-2
+    _decoupled: ClassVar[bool] = True
+
+
+class RMSprop(_Spec, frozen=True, tag="rmsprop"):
+    """RMSprop (torch.optim.RMSprop): epsilon outside the root, the learning rate outside the momentum.
+
+    >>> rmsprop(centered=True).slots
+    ('square_avg', 'grad_avg')
+    """
+
+    learning_rate: float | Schedule = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    centered: bool = False
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("square_avg", *(("grad_avg",) if self.centered else ()), *(("momentum",) if self.momentum else ()))
+
+    def update(
+        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any
+    ) -> tuple[Any, Slots]:
+        if self.weight_decay:
+            grad = grad + self.weight_decay * param
+        new: Slots = {"square_avg": self.alpha * slots["square_avg"] + (1.0 - self.alpha) * (grad * grad)}
+        variance = new["square_avg"]
+        if self.centered:
+            new["grad_avg"] = self.alpha * slots["grad_avg"] + (1.0 - self.alpha) * grad
+            variance = variance - new["grad_avg"] * new["grad_avg"]
+        step = grad / (xp.sqrt(variance) + self.eps)
+        if self.momentum:
+            new["momentum"] = step = self.momentum * slots["momentum"] + step
+        return param - rate * step, new
+
+
+class Adagrad(_Spec, frozen=True, tag="adagrad"):
+    """Adagrad (jmlr.org/papers/v12/duchi11a.html; torch.optim.Adagrad): epsilon outside the root.
+
+    >>> adagrad().learning_rate
+    0.01
+    """
+
+    learning_rate: float | Schedule = 1e-2
+    lr_decay: float = 0.0
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("sum",)
+
+    def initial(self, slot: str) -> float:
+        return self.initial_accumulator_value
+
+    def update(
+        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any
+    ) -> tuple[Any, Slots]:
+        if self.weight_decay:
+            grad = grad + self.weight_decay * param
+        total = slots["sum"] + grad * grad
+        rate = rate / (1.0 + (count - 1.0) * self.lr_decay)
+        return param - rate * (grad / (xp.sqrt(total) + self.eps)), {"sum": total}
+
+
+class Lion(_Spec, frozen=True, tag="lion"):
+    """Lion, the sign of an interpolated momentum, with decoupled decay (arxiv.org/abs/2302.06675).
+
+    >>> lion().betas
+    (0.9, 0.99)
+    """
+
+    learning_rate: float | Schedule = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def update(
+        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any
+    ) -> tuple[Any, Slots]:
+        beta1, beta2 = self.betas
+        direction = xp.sign(beta1 * slots["exp_avg"] + (1.0 - beta1) * grad)
+        if self.weight_decay:
+            param = param * (1.0 - rate * self.weight_decay)
+        return param - rate * direction, {"exp_avg": beta2 * slots["exp_avg"] + (1.0 - beta2) * grad}
+
+
+OptimizerSpec = SGD | Adam | AdamW | RMSprop | Adagrad | Lion
+"""Any optimizer spec; in a recipe file a table with `type = "adamw"` and so on."""
+SPECS: tuple[type[OptimizerSpec], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, Lion)
+
+sgd = SGD
+adam = Adam
+adamw = AdamW
+rmsprop = RMSprop
+adagrad = Adagrad
+lion = Lion
+
+
+def is_spec(value: Any) -> bool:
+    """True for one of polyamp's specs, False for a framework's own optimizer."""
+    return isinstance(value, _Spec)
+
+
+def _one_minus_power(beta: float, count: Any, xp: ArrayNamespace) -> Any:
+    """1 - beta**count in float32 without cancellation (at beta=0.999, count=1 the plain form loses 4 digits)."""
+    return -xp.expm1(count * math.log(beta)) if beta > 0.0 else 1.0
+
+
+def _number(name: str, value: Any, *, low: float, below: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < below:
+        limit = f"of at least {low:g}" + (f" and below {below:g}" if below < math.inf else "")
+        schedule = " or a polyamp.schedules schedule" if name == "learning_rate" else ""
+        raise RecipeError(f"{name} must be a finite number {limit}{schedule}. Received: {name}={value!r}.")

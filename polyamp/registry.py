@@ -1,0 +1,239 @@
+"""Finds the backend for an object or a name: entry points of the group `polyamp.backends`, loaded when needed.
+
+An entry's name is the root module of a framework's objects ("torch", "flax"); its value is a `Backend`. An object is
+dispatched on the root modules along its type's MRO, so no framework is imported to recognise another's object.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from polyamp.backend import Backend, BackendInfo
+from polyamp.errors import BackendError, BackendNotInstalledError, did_you_mean
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from polyamp.policy import Policy
+
+GROUP: Final = "polyamp.backends"
+
+
+class BackendStatus(NamedTuple):
+    """One line of `polyamp.backends()`.
+
+    Attributes:
+        name: the backend's name.
+        usable: True when its framework is installed and, if `probe` was asked for, imports.
+        version: the framework's version, or None.
+        devices: devices, where the framework is already imported (or was probed); else empty.
+        problem: why it is not usable, with what to do; None if it is.
+    """
+
+    name: str
+    usable: bool
+    version: str | None
+    devices: tuple[str, ...]
+    problem: str | None
+
+
+@functools.cache
+def entries() -> Mapping[str, EntryPoint]:
+    """Entry name -> entry point of every registered backend.
+
+    Raises:
+        BackendError: two distributions claim one name.
+    """
+    from importlib.metadata import entry_points
+
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=GROUP):
+        other = found.get(entry.name)
+        if other is not None and other.value != entry.value:
+            raise BackendError(
+                f"two distributions claim the backend {entry.name!r}: {_distribution(other)} ({other.value}) and "
+                f"{_distribution(entry)} ({entry.value}). Uninstall one of them."
+            )
+        found[entry.name] = entry
+    if not found:
+        raise BackendError(
+            "no backend is registered, so polyamp is imported from a source tree that is not installed. Run "
+            "`pip install -e .` in it."
+        )
+    return found
+
+
+@functools.cache
+def get(name: str) -> Backend:
+    """The backend registered under `name`, imported now if it was not.
+
+    Raises:
+        BackendNotInstalledError: its framework is missing; holds the install command.
+        BackendError: no such name, or its import fails.
+    """
+    known = entries()
+    if name not in known:
+        raise BackendError(
+            f"backend must be one of {', '.join(sorted(names()))}. Received: {name!r}.{did_you_mean(name, known)}"
+        )
+    entry = known[name]
+    try:
+        backend: Backend = entry.load()
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing and missing != entry.module.partition(".")[0]:
+            raise BackendNotInstalledError(
+                f"backend {name!r} needs {missing}, which is not installed. Run: {install_command(entry)}"
+            ) from error
+        raise _broken(entry, error) from error
+    except Exception as error:
+        raise _broken(entry, error) from error
+    return backend
+
+
+def backend_for(*objects: Any) -> Backend:
+    """The backend of the first recognised leaf among `objects` (states, models, arrays, or trees of them).
+
+    Raises:
+        BackendError: none of them belongs to a registered framework.
+    """
+    known = entries()
+    for leaf in _leaves(objects):
+        own = getattr(type(leaf), "backend", None)
+        if own is not None and hasattr(leaf, "scale_state"):
+            backend: Backend = leaf.backend
+            return backend
+        root = _root(type(leaf), known)
+        if root is not None:
+            return get(root)
+    shown = ", ".join(f"{type(item).__module__}.{type(item).__qualname__}" for item in objects)
+    raise BackendError(
+        f"no backend recognises {shown}. Registered: {', '.join(sorted(names()))}. Pass a model or array of one of "
+        "these frameworks, or name it: backend='jax'."
+    )
+
+
+def names() -> dict[str, str]:
+    """Backend name -> the entry it is loaded from; one per backend, however many root modules it answers to."""
+    by_value: dict[str, list[str]] = {}
+    for name, entry in entries().items():
+        by_value.setdefault(entry.value, []).append(name)
+    chosen = {}
+    for value, aliases in by_value.items():
+        module = value.partition(":")[0].replace(".", "_")
+        own = [alias for alias in aliases if module.endswith(f"_{alias}")]
+        chosen[(own or sorted(aliases))[0]] = value
+    return chosen
+
+
+def backends(*, probe: bool = False) -> dict[str, BackendStatus]:
+    """Every registered backend: whether it is usable, its version and devices, or why not.
+
+    Args:
+        probe: import each backend in an interpreter of its own, which finds broken installations and lists devices.
+            Without it nothing is imported.
+
+    >>> backends()["reference"].usable
+    True
+    """
+    return {name: _probe(name) if probe else _look(name) for name in sorted(names())}
+
+
+def install_command(entry: EntryPoint) -> str:
+    """The command that installs what a backend needs.
+
+    polyamp's own backends are extras of one distribution; a third party's is a distribution of its own.
+    """
+    distribution = _distribution(entry)
+    if distribution != "polyamp":
+        return f"pip install --upgrade {distribution}"
+    extra = next((name for name, value in names().items() if value == entry.value), entry.name)
+    return f'pip install "polyamp[{extra}]"'
+
+
+def autocast(target: Any, policy: Policy, backend: str | None) -> Callable[..., Any]:
+    """`Policy.autocast`: at once for a model or a named backend, at the first call for a plain function."""
+    if backend is not None:
+        return get(backend).autocast(target, policy)
+    try:
+        return backend_for(target).autocast(target, policy)
+    except BackendNotInstalledError:
+        raise
+    except BackendError:
+        if not callable(target):
+            raise
+
+    @functools.wraps(target)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return backend_for(*args, *kwargs.values()).autocast(target, policy)(*args, **kwargs)
+
+    return call
+
+
+def _leaves(objects: Any) -> Iterator[Any]:
+    for item in objects:
+        if isinstance(item, Mapping):
+            yield item
+            yield from _leaves(item.values())
+        elif isinstance(item, (list, tuple)):
+            yield item
+            yield from _leaves(item)
+        else:
+            yield item
+
+
+def _root(kind: type, known: Mapping[str, Any]) -> str | None:
+    for base in kind.__mro__:
+        root = base.__module__.partition(".")[0]
+        if root in known and root in sys.modules:
+            return root
+    return None
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else "an unknown distribution"
+
+
+def _broken(entry: EntryPoint, error: BaseException) -> BackendError:
+    return BackendError(
+        f"backend {entry.name!r} (entry point {entry.value!r} of {_distribution(entry)}) fails to import: "
+        f"{type(error).__name__}: {error}. Reinstall it: {install_command(entry)}"
+    )
+
+
+def _look(name: str) -> BackendStatus:
+    import importlib.metadata
+    import importlib.util
+
+    root = name if name != "reference" else "numpy"
+    if importlib.util.find_spec(entries()[name].module.partition(".")[0]) is None:
+        return BackendStatus(name, False, None, (), f"its package is missing; {install_command(entries()[name])}")
+    if importlib.util.find_spec(root) is None:
+        return BackendStatus(name, False, None, (), f"{root} is not installed; {install_command(entries()[name])}")
+    if root in sys.modules:
+        return _status(name, get(name).info())
+    try:
+        version: str | None = importlib.metadata.version(root)
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    return BackendStatus(name, True, version, (), None)
+
+
+def _status(name: str, info: BackendInfo) -> BackendStatus:
+    return BackendStatus(name, True, info.version, info.devices, None)
+
+
+def _probe(name: str) -> BackendStatus:
+    import json
+    import subprocess
+
+    code = f"import json, polyamp.registry as r; i = r.get({name!r}).info(); print(json.dumps(list(i)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode == 0:
+        framework, version, devices = json.loads(done.stdout.strip().splitlines()[-1])
+        return _status(name, BackendInfo(framework, version, tuple(devices)))
+    lines = done.stderr.strip().splitlines() or [f"the interpreter ended with status {done.returncode}"]
+    return BackendStatus(name, False, None, (), lines[-1])

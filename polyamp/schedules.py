@@ -1,0 +1,190 @@
+"""Learning-rate schedules: frozen, pure functions of the number of applied updates (S13).
+
+`schedule(count)` is the learning rate of the update that follows `count` applied ones, so the first update uses
+`schedule(0)`. The formulas run on Python numbers and, given a namespace, on any framework's scalars.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from polyamp.arrays import PYTHON, ArrayNamespace
+from polyamp.errors import RecipeError
+
+
+class _Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """What every schedule shares: a call over an array namespace."""
+
+    def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
+        """The learning rate after `count` applied updates: a float, or a float32 scalar of `count`'s framework."""
+        raise NotImplementedError
+
+
+class Constant(_Schedule, frozen=True, tag="constant"):
+    """The same rate for ever.
+
+    >>> constant(0.1)(7)
+    0.1
+    """
+
+    value: float
+
+    def __post_init__(self) -> None:
+        _rate("value", self.value)
+
+    def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
+        return xp.asarray(self.value, count * 1.0)
+
+
+class LinearWarmup(_Schedule, frozen=True, tag="linear_warmup"):
+    """A straight line from `start` to `peak` over `steps` updates, then `peak`.
+
+    >>> linear_warmup(1.0, 4)(2)
+    0.5
+    """
+
+    peak: float
+    steps: int
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        _rate("peak", self.peak)
+        _rate("start", self.start)
+        _steps("steps", self.steps)
+
+    def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
+        return self.start + (self.peak - self.start) * _progress(count, self.steps, xp)
+
+
+class Cosine(_Schedule, frozen=True, tag="cosine"):
+    """Half a cosine from `peak` to `end` over `steps` updates, then `end` (arxiv.org/abs/1608.03983).
+
+    >>> round(cosine(1.0, 10)(5), 6)
+    0.5
+    """
+
+    peak: float
+    steps: int
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        _rate("peak", self.peak)
+        _rate("end", self.end)
+        _steps("steps", self.steps)
+
+    def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
+        return _half_cosine(self.peak, self.end, _progress(count, self.steps, xp), xp)
+
+
+class WarmupCosine(_Schedule, frozen=True, tag="warmup_cosine"):
+    """`linear_warmup` to `peak` over `warmup_steps`, then `cosine` to `end` at `total_steps`.
+
+    >>> warmup_cosine(1.0, warmup_steps=2, total_steps=4)(1)
+    0.5
+    """
+
+    peak: float
+    warmup_steps: int
+    total_steps: int
+    start: float = 0.0
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("peak", "start", "end"):
+            _rate(name, getattr(self, name))
+        _steps("warmup_steps", self.warmup_steps)
+        _steps("total_steps", self.total_steps)
+        if self.total_steps <= self.warmup_steps:
+            raise RecipeError(
+                f"total_steps must exceed warmup_steps={self.warmup_steps}. Received: total_steps={self.total_steps}."
+            )
+
+    def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
+        count = count * 1.0
+        rising = self.start + (self.peak - self.start) * _progress(count, self.warmup_steps, xp)
+        after = _progress(count - self.warmup_steps, self.total_steps - self.warmup_steps, xp)
+        return xp.where(count < self.warmup_steps, rising, _half_cosine(self.peak, self.end, after, xp))
+
+
+class Step(_Schedule, frozen=True, tag="step"):
+    """`initial`, multiplied by `factor` after every `every` updates (torch's `StepLR`).
+
+    >>> step(1.0, every=10, factor=0.5)(25)
+    0.25
+    """
+
+    initial: float
+    every: int
+    factor: float = 0.1
+
+    def __post_init__(self) -> None:
+        _rate("initial", self.initial)
+        _rate("factor", self.factor)
+        _steps("every", self.every)
+
+    def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
+        drops = xp.floor((count * 1.0) / self.every)
+        return self.initial * xp.power(xp.asarray(self.factor, drops * 1.0), drops)
+
+
+class Piecewise(_Schedule, frozen=True, tag="piecewise"):
+    """`values[i]` from `boundaries[i-1]` updates on; one more value than boundaries.
+
+    >>> piecewise((1.0, 0.5, 0.1), boundaries=(10, 20))(10)
+    0.5
+    """
+
+    values: tuple[float, ...]
+    boundaries: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for value in self.values:
+            _rate("values", value)
+        for boundary in self.boundaries:
+            _steps("boundaries", boundary)
+        if len(self.values) != len(self.boundaries) + 1 or list(self.boundaries) != sorted(set(self.boundaries)):
+            raise RecipeError(
+                "piecewise needs strictly increasing boundaries and one more value than boundaries. Received: "
+                f"values={self.values}, boundaries={self.boundaries}."
+            )
+
+    def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
+        count = count * 1.0
+        rate = xp.asarray(self.values[0], count)
+        for boundary, value in zip(self.boundaries, self.values[1:], strict=True):
+            rate = xp.where(count < boundary, rate, xp.asarray(value, count))
+        return rate
+
+
+Schedule = Constant | LinearWarmup | Cosine | WarmupCosine | Step | Piecewise
+"""Any schedule; in a recipe file a table with `type = "warmup_cosine"` and so on."""
+
+constant = Constant
+linear_warmup = LinearWarmup
+cosine = Cosine
+warmup_cosine = WarmupCosine
+step = Step
+piecewise = Piecewise
+
+
+def _progress(count: Any, steps: int, xp: ArrayNamespace) -> Any:
+    """`count / steps`, held between 0 and 1."""
+    share = (count * 1.0) / steps
+    return xp.minimum(xp.maximum(share, xp.asarray(0.0, share)), xp.asarray(1.0, share))
+
+
+def _half_cosine(peak: float, end: float, progress: Any, xp: ArrayNamespace) -> Any:
+    return end + (peak - end) * 0.5 * (1.0 + xp.cos(progress * math.pi))
+
+
+def _rate(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
+        raise RecipeError(f"{name} must be a finite number of at least 0. Received: {name}={value!r}.")
+
+
+def _steps(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RecipeError(f"{name} must be an integer of at least 1. Received: {name}={value!r}.")

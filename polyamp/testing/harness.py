@@ -1,0 +1,65 @@
+"""`Harness`: the few models and functions that a backend offers so that one suite can test every framework.
+
+A backend's `testing()` returns one. All weights are given as NumPy arrays in one layout, dense kernels as (in, out), so
+that the same numbers reach every framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+Observe = Callable[[str], None]
+"""Called with the canonical dtype name of an inner result while the model runs (or is traced)."""
+
+
+class Layer(NamedTuple):
+    """A dense layer's weights.
+
+    Attributes:
+        kernel: float32, shape (in, out).
+        bias: float32, shape (out,).
+    """
+
+    kernel: Array
+    bias: Array
+
+
+class Harness(Protocol):
+    """What the conformance suite, the parity runner and the demo need of a backend beyond `Backend` itself."""
+
+    def array(self, value: Array) -> Any:
+        """A NumPy array as the framework's own, same dtype."""
+
+    def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> Any:
+        """dense -> relu -> ... -> dense, as the framework's customary model class.
+
+        The layers' module paths end in `dense0`, `dense1`, ...; `observe` gets the dtype of each dense result.
+        """
+
+    def normalized_mlp(self, layers: Sequence[Layer]) -> Any:
+        """dense -> batch normalisation with running statistics -> relu -> dense, in training mode (two layers)."""
+
+    def digits(self, weights: Mapping[str, Array]) -> Any:
+        """The transformer of `polyamp.testing.digits` with these weights."""
+
+    def weights(self, state: Any) -> list[Layer]:
+        """The current weights of a state made from `mlp`, in its layout."""
+
+    def sensitive(self) -> Mapping[str, Callable[[Any], Any]]:
+        """Name -> function of one floating array, for the operations that S4 lists and the framework has."""
+
+    def matmul(self, left: Any, right: Any) -> Any:
+        """Matrix product of two framework arrays."""
+
+    def unusable(self, kind: str) -> Any:
+        """A model that must be refused: `kind` is "empty" (no parameters), "integer" or "complex" (parameters), or
+        "float16" (parameters stored in 16 bits)."""
+
+    def native_optimizer(self, model: Any, learning_rate: float) -> Any:
+        """The framework's own plain SGD, as a user would put it into a recipe for this model."""
