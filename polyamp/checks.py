@@ -149,9 +149,7 @@ def check_micro_batches(batches: Sequence[Sequence[tuple[str, Shape]]], count: i
             )
 
 
-def check_gradients(
-    expected: Sequence[tuple[str, Shape]], received: Sequence[tuple[str, Shape | None]]
-) -> None:
+def check_gradients(expected: Sequence[tuple[str, Shape]], received: Sequence[tuple[str, Shape | None]]) -> None:
     """Refuse gradients that do not fit the parameters.
 
     Args:

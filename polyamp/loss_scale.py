@@ -16,8 +16,6 @@ Source of the technique: Micikevicius et al., "Mixed Precision Training", 2018 (
 
 from __future__ import annotations
 
-import math
-import weakref
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -29,8 +27,10 @@ from polyamp.policy import Policy
 OnStuck = Literal["raise", "warn", "ignore"]
 _NO_CEILING: Final = 2.0**127
 """The largest power of two in float32: the ceiling of presets whose source has none (S17 still holds)."""
+_LARGEST_PRODUCT: Final = 1.5 * _NO_CEILING
+"""Above every ceiling and finite in float32: a growth held to it never overflows, and NumPy never warns."""
 
-_SCALED: Final[weakref.WeakKeyDictionary[LossScaler, bool]] = weakref.WeakKeyDictionary()
+_SCALED: Final[set[LossScaler]] = set()
 """Scalers whose `scale` was called in this process; `unscale` without it means that `scale` was forgotten."""
 
 
@@ -52,7 +52,7 @@ class LossScaleState(NamedTuple):
     stuck: Any
 
 
-class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, weakref=True):
+class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A frozen description of how the loss is scaled; its methods are pure and take the framework's own arrays.
 
     Args:
@@ -190,7 +190,7 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """
         from polyamp import registry
 
-        _SCALED[self] = True
+        _SCALED.add(self)
         return registry.backend_for(state.scale).scale_loss(loss, state.scale if self.scales else None)
 
     def unscale(self, grads: Any, state: LossScaleState) -> tuple[Any, Any]:
@@ -237,7 +237,8 @@ def update(scaler: LossScaler, state: LossScaleState, finite: Any, xp: ArrayName
     left = xp.maximum(state.hysteresis - number(1, count), number(-1, count))
     refill = finite if scaler.consecutive_hysteresis else grow
     hysteresis = xp.where(refill, full, xp.where(finite, state.hysteresis, left))
-    grown = xp.minimum(scale * number(scaler.growth_factor, scale), number(scaler.max_scale, scale))
+    held = xp.minimum(scale, number(_LARGEST_PRODUCT / scaler.growth_factor, scale))
+    grown = xp.minimum(held * number(scaler.growth_factor, scale), number(scaler.max_scale, scale))
     backed = xp.maximum(scale * number(scaler.backoff_factor, scale), number(scaler.min_scale, scale))
     overflowed = xp.where(left <= zero, backed, scale)
     new_scale = xp.where(finite, xp.where(grow, grown, scale), overflowed)
@@ -254,10 +255,9 @@ def update(scaler: LossScaler, state: LossScaleState, finite: Any, xp: ArrayName
 def _positive(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise LossScaleError(f"{name} must be a number. Received: {name}={value!r}.")
-    number = float(value)
-    if not (math.isfinite(number) and 2.0**-126 <= number <= _NO_CEILING):
+    if not 2.0**-126 <= value <= _NO_CEILING:
         raise LossScaleError(f"{name} must be a positive float32 number, 2^-126 to 2^127. Received: {name}={value!r}.")
-    return number
+    return float(value)
 
 
 PRESETS: Final[dict[str, dict[str, Any]]] = {

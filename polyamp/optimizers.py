@@ -14,7 +14,7 @@ import msgspec
 
 from polyamp.arrays import ArrayNamespace
 from polyamp.errors import RecipeError
-from polyamp.schedules import Schedule
+from polyamp.schedules import Schedule, is_schedule
 
 Slots = dict[str, Any]
 
@@ -25,13 +25,14 @@ class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     learning_rate: float | Schedule
 
     def __post_init__(self) -> None:
-        if not callable(self.learning_rate):
+        if not is_schedule(self.learning_rate):
             _number("learning_rate", self.learning_rate, low=0.0)
         for name in self.__struct_fields__[1:]:
             value = getattr(self, name)
-            if isinstance(value, bool):
-                continue
-            if name == "betas":
+            if name in ("nesterov", "centered"):
+                if not isinstance(value, bool):
+                    raise RecipeError(f"{name} must be True or False. Received: {name}={value!r}.")
+            elif name == "betas":
                 if not isinstance(value, tuple) or len(value) != 2:
                     raise RecipeError(f"betas must be a pair of numbers. Received: betas={value!r}.")
                 for beta in value:

@@ -38,7 +38,7 @@ class Policy:
             model's boundary), or None for the backend's own default.
         overrides: module-path glob -> dtype, `/`-separated in every framework; `*` stays inside one path segment,
             `**` crosses segments, and a glob that matches a module covers what is inside it. The longest matching
-            glob wins.
+            glob wins (of two equally long ones, the last in alphabetical order).
         float32_matmul: precision of float32 matrix multiplications where the device has a faster one (TF32):
             "highest", "high", "medium", or None to leave the framework's setting alone.
         op_list: "polyamp" keeps sensitive operations in float32 in autocast mode (S4); "native" keeps the
@@ -201,7 +201,7 @@ class Policy:
         'float32'
         """
         matching = [glob for glob in self.overrides if glob_covers(glob, path)]
-        return self.overrides[max(matching, key=len)] if matching else None
+        return self.overrides[max(matching, key=lambda glob: (len(glob), glob))] if matching else None
 
     def resolve_overrides(self, paths: Iterable[str]) -> dict[str, str]:
         """Module path -> dtype for every path that an override covers.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,6 +12,14 @@ from polyamp.errors import PolyampError, RecipeError
 from polyamp.loss_scale import LossScaler
 from polyamp.optimizers import SPECS, AdamW, OptimizerSpec, is_spec
 from polyamp.policy import Policy
+
+if TYPE_CHECKING:
+    AnyOptimizer = Any  # a spec, or whatever the framework calls an optimizer
+else:
+    AnyOptimizer = OptimizerSpec  # what a file can hold
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -40,15 +47,27 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     policy: Policy = msgspec.field(default_factory=lambda: Policy("float32"))
     scaler: LossScaler | str | None = None
-    optimizer: OptimizerSpec = msgspec.field(default_factory=AdamW)
+    optimizer: AnyOptimizer = msgspec.field(default_factory=AdamW)
     clip_norm: float | None = None
     accumulate_steps: int = 1
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            policy: Policy | str = ...,
+            scaler: LossScaler | str | None = None,
+            optimizer: AnyOptimizer = ...,
+            clip_norm: float | None = None,
+            accumulate_steps: int = 1,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, str):
             msgspec.structs.force_setattr(self, "policy", Policy(self.policy))
         if not isinstance(self.policy, Policy):
-            raise RecipeError(f"policy must be a polyamp.Policy or a spelling of one. Received: policy={self.policy!r}.")
+            raise RecipeError(f"policy must be a polyamp.Policy or its spelling. Received: policy={self.policy!r}.")
         if isinstance(self.scaler, str):
             msgspec.structs.force_setattr(self, "scaler", _named_scaler(self.scaler))
         if not isinstance(self.scaler, LossScaler | None):
@@ -57,10 +76,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"the loss a second time. Received: scaler={type(self.scaler).__module__}."
                 f"{type(self.scaler).__qualname__}."
             )
-        if self.optimizer is None or isinstance(self.optimizer, str | Mapping):
+        optimizer: Any = self.optimizer
+        if optimizer is None or isinstance(optimizer, str | Mapping) or optimizer in SPECS:
             raise RecipeError(
                 f"optimizer must be one of polyamp's specs ({', '.join(s.__name__.lower() for s in SPECS)}) or a "
-                f"framework's own optimizer. Received: optimizer={self.optimizer!r}."
+                f"framework's own optimizer. Received: optimizer={optimizer!r}."
             )
         clip, steps = self.clip_norm, self.accumulate_steps
         if clip is not None and (
@@ -103,17 +123,23 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Raises:
             RecipeError: an unknown key, a wrong type or an impossible value; names the file and the path in it.
         """
+        from pathlib import Path
+
         path = Path(path)
+        parse = _format(path)[0]
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise RecipeError(f"{path} is not UTF-8 text: {error}.") from error
-        return _FORMATS[_suffix(path)][0](text, source=str(path))
+        return parse(text, source=str(path))
 
     def dump(self, path: str | Path) -> None:
         """Write the recipe as a `.toml` or `.json` file that `load` reads back as an equal recipe."""
+        from pathlib import Path
+
         path = Path(path)
-        path.write_text(_FORMATS[_suffix(path)][1](self), encoding="utf-8")
+        text = _format(path)[1](self)
+        path.write_text(text, encoding="utf-8")
 
     @classmethod
     def from_toml(cls, text: str, *, source: str = "TOML text") -> Recipe:
@@ -140,7 +166,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 "polyamp's specs, such as polyamp.adamw(...)."
             )
         policy = {name: value for name, value in self.policy.to_dict().items() if value not in (None, {}, "polyamp")}
-        plain: dict[str, Any] = msgspec.to_builtins(self, enc_hook=lambda value: policy)
+        plain: dict[str, Any] = msgspec.to_builtins(self, enc_hook=lambda _: policy)
         return {"policy": policy, **plain}
 
 
@@ -151,7 +177,7 @@ def _decode(parse: Any, source: str) -> Recipe:
         raise RecipeError(f"{source}: {error}") from error
 
 
-def _policy_hook(kind: type[Any], value: Any) -> Any:
+def _policy_hook(_: type[Any], value: Any) -> Any:
     if isinstance(value, str):
         return Policy(value)
     if isinstance(value, dict):
@@ -169,13 +195,13 @@ def _named_scaler(name: str) -> LossScaler:
     return LossScaler.off() if name == "off" else LossScaler.like(name)
 
 
-def _suffix(path: Path) -> str:
+def _format(path: Path) -> tuple[Callable[..., Recipe], Callable[[Recipe], str]]:
     if path.suffix not in _FORMATS:
         raise RecipeError(f"a recipe file ends in .toml or .json. Received: {path.name!r}.")
-    return path.suffix
+    return _FORMATS[path.suffix]
 
 
-_FORMATS: dict[str, tuple[Any, Any]] = {
+_FORMATS: dict[str, tuple[Callable[..., Recipe], Callable[[Recipe], str]]] = {
     ".toml": (Recipe.from_toml, Recipe.to_toml),
     ".json": (Recipe.from_json, Recipe.to_json),
 }

@@ -214,7 +214,10 @@ def _look(name: str) -> BackendStatus:
     if importlib.util.find_spec(root) is None:
         return BackendStatus(name, False, None, (), f"{root} is not installed; {install_command(entries()[name])}")
     if root in sys.modules:
-        return _status(name, get(name).info())
+        try:
+            return _status(name, get(name).info())
+        except BackendError as error:
+            return BackendStatus(name, False, None, (), str(error))
     try:
         version: str | None = importlib.metadata.version(root)
     except importlib.metadata.PackageNotFoundError:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -141,6 +141,11 @@ class Piecewise(_Schedule, frozen=True, tag="piecewise"):
     boundaries: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        for name in ("values", "boundaries"):
+            given = getattr(self, name)
+            if not isinstance(given, list | tuple):
+                raise RecipeError(f"{name} must be a tuple of numbers. Received: {name}={given!r}.")
+            msgspec.structs.force_setattr(self, name, tuple(given))
         for value in self.values:
             _rate("values", value)
         for boundary in self.boundaries:
@@ -168,6 +173,11 @@ cosine = Cosine
 warmup_cosine = WarmupCosine
 step = Step
 piecewise = Piecewise
+
+
+def is_schedule(value: Any) -> TypeGuard[Schedule]:
+    """True for one of polyamp's schedules, False for a number or another library's schedule."""
+    return isinstance(value, _Schedule)
 
 
 def _progress(count: Any, steps: int, xp: ArrayNamespace) -> Any:

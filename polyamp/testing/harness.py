@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
+    from polyamp.backend import LossFunction, StepResult
+    from polyamp.recipe import Recipe
+
     Array = np.ndarray[Any, Any]
 
 Observe = Callable[[str], None]
@@ -60,6 +63,14 @@ class Harness(Protocol):
     def unusable(self, kind: str) -> Any:
         """A model that must be refused: `kind` is "empty" (no parameters), "integer" or "complex" (parameters), or
         "float16" (parameters stored in 16 bits)."""
+
+    def replicate(
+        self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
+    ) -> list[tuple[Any, StepResult]]:
+        """(state, last result) of each replica after training an MLP data-parallel; `batches[r]` is replica r's.
+
+        Raises `UnsupportedError` where the backend does not run replicas; S9's second test is then a deviation.
+        """
 
     def native_optimizer(self, model: Any, learning_rate: float) -> Any:
         """The framework's own plain SGD, as a user would put it into a recipe for this model."""

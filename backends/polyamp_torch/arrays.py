@@ -1,0 +1,129 @@
+"""torch as an array namespace: dtype names, trees, casting, and the way between NumPy and a device.
+
+Called by every other module of this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from polyamp.arrays import ArrayNamespace
+
+DTYPES: Final[dict[str, torch.dtype]] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+class TorchNamespace:
+    """`ArrayNamespace` over torch; scalars stay on their device."""
+
+    def where(self, condition: Any, x: Any, y: Any, /) -> Any:
+        return torch.where(condition, x, y)
+
+    def minimum(self, x: Any, y: Any, /) -> Any:
+        return torch.minimum(x, y)
+
+    def maximum(self, x: Any, y: Any, /) -> Any:
+        return torch.maximum(x, y)
+
+    def asarray(self, value: Any, like: Any, /) -> Any:
+        return torch.full((), value, dtype=like.dtype, device=like.device)
+
+    def sqrt(self, x: Any, /) -> Any:
+        return torch.sqrt(x)
+
+    def sign(self, x: Any, /) -> Any:
+        return torch.sign(x)
+
+    def cos(self, x: Any, /) -> Any:
+        return torch.cos(x)
+
+    def floor(self, x: Any, /) -> Any:
+        return torch.floor(x)
+
+    def power(self, x: Any, y: Any, /) -> Any:
+        return torch.pow(x, y)
+
+    def expm1(self, x: Any, /) -> Any:
+        return torch.expm1(x)
+
+
+XP: Final[ArrayNamespace] = TorchNamespace()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The canonical name of a torch dtype: "float16", "int32", ..."""
+    return str(dtype).removeprefix("torch.")
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`function` over the leaves of nested dicts, lists and (named) tuples; the containers are built anew."""
+    if isinstance(tree, dict):
+        return type(tree)((key, map_tree(function, value)) for key, value in tree.items())
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tree(function, value) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tree(function, value) for value in tree)
+    return function(tree)
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of nested dicts, lists and tuples, with paths such as "['x']" and "[0]"."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from leaves(value, f"{path}[{key!r}]")
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            yield from leaves(value, f"{path}[{index}]")
+    else:
+        yield path, tree
+
+
+def is_castable(leaf: Any, *, float64: bool) -> bool:
+    """True for a real floating tensor; for a float64 one only if the policy names float64 (S2)."""
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and (float64 or leaf.dtype != torch.float64)
+
+
+def cast_tree(tree: Any, dtype: str, *, float64: bool = False) -> Any:
+    """A tree with its floating leaves in `dtype`, differentiably; everything else untouched (S2)."""
+    target = DTYPES[dtype]
+    return map_tree(lambda leaf: leaf.to(target) if is_castable(leaf, float64=float64) else leaf, tree)
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """A batch with NumPy leaves turned into tensors, and every tensor on `device`."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, (np.ndarray, np.generic)):
+            return from_numpy(np.asarray(leaf)).to(device, non_blocking=True)
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    return map_tree(move, tree)
+
+
+def from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A NumPy array as a CPU tensor of the same dtype, `ml_dtypes.bfloat16` included; shares memory where it may."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if array.flags.writeable and array.ndim:
+        return torch.from_numpy(array)
+    return torch.from_numpy(np.array(array))  # a copy: torch warns of memory that it must not write to
+
+
+def to_numpy(tensor: Any) -> np.ndarray[Any, Any]:
+    """A copy of a tensor on the host."""
+    if not isinstance(tensor, torch.Tensor):
+        return np.array(tensor)
+    host = tensor.detach().to("cpu", copy=True)
+    if host.dtype == torch.bfloat16:
+        return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    result: np.ndarray[Any, Any] = host.resolve_conj().resolve_neg().numpy()
+    return result

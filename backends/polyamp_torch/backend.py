@@ -1,0 +1,142 @@
+"""The torch backend: `Backend` over PyTorch. The work is done in `step`, `state`, `optimizers` and `autocast`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from polyamp import checks
+from polyamp.arrays import ArrayNamespace
+from polyamp.backend import (
+    Backend,
+    BackendInfo,
+    Gradients,
+    LossFunction,
+    LossFunctions,
+    Skip,
+    StepFunction,
+    StepResult,
+    ValueAndGrad,
+)
+from polyamp.errors import GradientError, LossError, UnsupportedError
+from polyamp.policy import Mode, Policy
+from polyamp.recipe import Recipe
+from polyamp.testing.harness import Harness
+from polyamp_torch import step
+from polyamp_torch.arrays import XP, cast_tree, dtype_name, map_tree, to_numpy
+from polyamp_torch.autocast import BoundModule, autocast, device_of, run_under
+from polyamp_torch.losses import TorchLosses
+from polyamp_torch.state import TorchState
+
+
+class TorchBackend:
+    """`Backend` over PyTorch."""
+
+    name = "torch"
+    default_mode: Mode = "autocast"
+
+    @property
+    def xp(self) -> ArrayNamespace:
+        return XP
+
+    @property
+    def losses(self) -> LossFunctions:
+        return TorchLosses()
+
+    def info(self) -> BackendInfo:
+        cuda = tuple(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count()))
+        return BackendInfo("torch", torch.__version__, (*cuda, "cpu"))
+
+    def scalar(self, value: float, dtype: str, *, like: Any = None) -> Any:
+        device = like.device if isinstance(like, torch.Tensor) else None
+        return torch.full((), value, dtype=getattr(torch, dtype), device=device)
+
+    def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
+        return to_numpy(array)
+
+    def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
+        return cast_tree(tree, dtype, float64=float64)
+
+    def native_policy(self, policy: Policy) -> Any:
+        """A `torch.autocast` region for the default device; use `polyamp_torch.autocast` to name another."""
+        return autocast(policy, "cuda" if torch.cuda.is_available() else "cpu")
+
+    def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
+        if isinstance(target, nn.Module):
+            return BoundModule(target, policy, device_of(target))
+        return run_under(target, policy)
+
+    def scale_loss(self, loss: Any, scale: Any | None) -> Any:
+        if not isinstance(loss, torch.Tensor):
+            raise LossError(f"scale() needs a tensor. Received: {type(loss).__name__}.")
+        checks.check_loss(tuple(loss.shape), dtype_name(loss.dtype), what="scale()")
+        return loss.float() if scale is None else loss.float() * scale
+
+    def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
+        factor = None if scale is None else step.reciprocal(scale)
+        collected: list[torch.Tensor] = []
+
+        def one(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+                raise GradientError(f"gradients must be floating tensors. Received: {leaf!r}.")
+            wide = leaf.detach().float()
+            collected.append(wide if factor is None else wide * factor)
+            return collected[-1]
+
+        unscaled = map_tree(one, grads)
+        if not collected:
+            raise GradientError("unscale() got no gradients.")
+        return unscaled, torch.isfinite(step.global_norm(collected))
+
+    def init(self, model: Any, recipe: Recipe, **options: Any) -> TorchState:
+        checks.check_options(options, (), function="init", backend=self.name)
+        state = TorchState(model, recipe)
+        if state.device.type == "cuda" and "bfloat16" in (recipe.policy.compute, *recipe.policy.overrides.values()):
+            _require_bfloat16()
+        return state
+
+    def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
+        checks.check_options(options, (), function="train_step", backend=self.name)
+        return lambda state, batch: (state, step.train_step(loss_fn, recipe, state, batch))
+
+    def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
+        checks.check_options(options, (), function="value_and_grad", backend=self.name)
+        return lambda states, batch: step.value_and_grad(loss_fn, states, batch)
+
+    def apply_gradients(
+        self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip
+    ) -> tuple[list[Any], list[StepResult]]:
+        return list(states), step.apply_gradients(states, grads, skip)
+
+    def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
+        return list(gradients.values.items())
+
+    def export_state(self, state: Any) -> dict[str, np.ndarray[Any, Any]]:
+        exported: dict[str, np.ndarray[Any, Any]] = state.export()
+        return exported
+
+    def import_state(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> TorchState:
+        restored: TorchState = state
+        restored.load(arrays)
+        return restored
+
+    def testing(self) -> Harness:
+        from polyamp_torch.testing import TorchHarness
+
+        return TorchHarness()
+
+
+BACKEND: Final[Backend] = TorchBackend()
+
+
+def _require_bfloat16() -> None:
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UnsupportedError(
+            f"this GPU ({torch.cuda.get_device_name()}) cannot compute in bfloat16. Use Policy('mixed_float16')."
+        )

@@ -1,0 +1,98 @@
+"""`TorchState`: the user's own module with its optimizer, loss-scale state and counters on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from polyamp import checks
+from polyamp.backend import Backend
+from polyamp.errors import ModelError
+from polyamp.loss_scale import LossScaleState
+from polyamp.recipe import Recipe
+from polyamp_torch import optimizers
+from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
+from polyamp_torch.autocast import BoundModule, device_of
+
+Array = np.ndarray[Any, Any]
+
+
+class TorchState:
+    """A torch model under training. The step updates it, the module and the optimizer in place.
+
+    Attributes:
+        model: the user's module.
+        recipe: what it is trained with.
+        optimizer: the `torch.optim.Optimizer` in use.
+        scale_state: the loss-scale state, tensors on the module's device.
+        step: number of applied updates, int32 tensor.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"the torch backend trains an nn.Module. Received: {type(model).__name__}.")
+        named = [(name.replace(".", "/"), p) for name, p in model.named_parameters() if p.requires_grad]
+        checks.check_parameters([(name, dtype_name(p.dtype)) for name, p in named], recipe)
+        self.device = device_of(model)
+        self.model = model
+        self.recipe = recipe
+        self.bound = BoundModule(model, recipe.policy, self.device)
+        self.parameters = dict(named)
+        self.optimizer = optimizers.build(recipe.optimizer, list(self.parameters.values()))
+        self.scale_state = recipe.loss_scaler.init(like=torch.zeros((), device=self.device))
+        self.step = torch.zeros((), dtype=torch.int32, device=self.device)
+
+    @property
+    def backend(self) -> Backend:
+        from polyamp_torch.backend import BACKEND
+
+        return BACKEND
+
+    def __repr__(self) -> str:
+        count = sum(p.numel() for p in self.parameters.values())
+        return (
+            f"TorchState(backend='torch', device={str(self.device)!r}, parameters={count:,}, "
+            f"policy={self.recipe.policy}, scale={float(self.scale_state.scale):g}, step={int(self.step)})"
+        )
+
+    def running(self) -> list[torch.Tensor]:
+        """The module's buffers: running statistics and the like."""
+        return list(self.model.buffers())
+
+    def _optimizer_names(self) -> list[str]:
+        by_id = {id(p): name for name, p in self.parameters.items()}
+        return [by_id[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+
+    def export(self) -> dict[str, Array]:
+        """Every array by name; torch's random-number states included, so that dropout resumes where it was."""
+        arrays = {f"model/{name.replace('.', '/')}": to_numpy(p) for name, p in self.model.named_parameters()}
+        arrays |= {f"running/{name.replace('.', '/')}": to_numpy(b) for name, b in self.model.named_buffers()}
+        native = self.optimizer is self.recipe.optimizer
+        exported = optimizers.export(self.optimizer, self._optimizer_names(), native=native)
+        arrays |= {f"optimizer/{name}": value for name, value in exported.items()}
+        arrays |= {f"loss_scale/{name}": to_numpy(value) for name, value in self.scale_state._asdict().items()}
+        arrays["rng/cpu"] = to_numpy(torch.get_rng_state())
+        if self.device.type == "cuda":
+            arrays["rng/cuda"] = to_numpy(torch.cuda.get_rng_state(self.device))
+        return {**arrays, "step": to_numpy(self.step)}
+
+    def load(self, arrays: Mapping[str, Array]) -> None:
+        """Put exported arrays back, in place."""
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(from_numpy(arrays[f"model/{name.replace('.', '/')}"]))
+            for name, b in self.model.named_buffers():
+                b.copy_(from_numpy(arrays[f"running/{name.replace('.', '/')}"]))
+        prefix = "optimizer/"
+        exported = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
+        optimizers.load(self.optimizer, self._optimizer_names(), exported)
+        fields = (from_numpy(arrays[f"loss_scale/{name}"]).to(self.device) for name in LossScaleState._fields)
+        self.scale_state = LossScaleState(*fields)
+        self.step = from_numpy(arrays["step"]).to(self.device)
+        torch.set_rng_state(from_numpy(arrays["rng/cpu"]))
+        if "rng/cuda" in arrays:
+            torch.cuda.set_rng_state(from_numpy(arrays["rng/cuda"]), self.device)

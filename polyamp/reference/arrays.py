@@ -1,0 +1,101 @@
+"""NumPy as an array namespace, and casting of trees of NumPy arrays. Called by the reference backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+
+from polyamp.arrays import ArrayNamespace
+
+Array = np.ndarray[Any, Any]
+DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+
+
+class NumpyNamespace:
+    """`ArrayNamespace` over NumPy."""
+
+    def where(self, condition: Any, x: Any, y: Any, /) -> Any:
+        return np.where(condition, x, y)
+
+    def minimum(self, x: Any, y: Any, /) -> Any:
+        return np.minimum(x, y)
+
+    def maximum(self, x: Any, y: Any, /) -> Any:
+        return np.maximum(x, y)
+
+    def asarray(self, value: Any, like: Any, /) -> Any:
+        return np.asarray(value, np.asarray(like).dtype)
+
+    def sqrt(self, x: Any, /) -> Any:
+        return np.sqrt(x)
+
+    def sign(self, x: Any, /) -> Any:
+        return np.sign(x)
+
+    def cos(self, x: Any, /) -> Any:
+        return np.cos(x)
+
+    def floor(self, x: Any, /) -> Any:
+        return np.floor(x)
+
+    def power(self, x: Any, y: Any, /) -> Any:
+        return np.power(x, y)
+
+    def expm1(self, x: Any, /) -> Any:
+        return np.expm1(x)
+
+
+XP: Final[ArrayNamespace] = NumpyNamespace()
+
+
+def dtype_name(dtype: Any) -> str:
+    """The canonical name of a NumPy dtype, `ml_dtypes` included."""
+    return str(np.dtype(dtype).name)
+
+
+def is_floating(value: Any) -> bool:
+    """True for a NumPy array or scalar of a real floating dtype."""
+    return isinstance(value, (np.ndarray, np.generic)) and dtype_name(value.dtype) in DTYPES
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`function` over the leaves of nested dicts, lists and (named) tuples; the containers are built anew."""
+    if isinstance(tree, dict):
+        return {key: map_tree(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tree(function, value) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tree(function, value) for value in tree)
+    return function(tree)
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of nested dicts, lists and tuples, with paths such as "['x']" and "[0]"."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from leaves(value, f"{path}[{key!r}]")
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            yield from leaves(value, f"{path}[{index}]")
+    else:
+        yield path, tree
+
+
+def cast_tree(tree: Any, dtype: str, *, float64: bool = False) -> Any:
+    """A tree with its floating leaves in `dtype`; everything else, and float64 unless named, untouched (S2)."""
+
+    def cast(leaf: Any) -> Any:
+        if not is_floating(leaf) or (leaf.dtype == np.float64 and not float64):
+            return leaf
+        with np.errstate(over="ignore"):
+            return leaf.astype(DTYPES[dtype])
+
+    return map_tree(cast, tree)

@@ -1,0 +1,325 @@
+"""The reference backend: `semantics.md` in NumPy, one function per stage of the step."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from polyamp import checks
+from polyamp.arrays import ArrayNamespace
+from polyamp.backend import (
+    Backend,
+    BackendInfo,
+    Gradients,
+    LossFunction,
+    LossFunctions,
+    Skip,
+    StepFunction,
+    StepResult,
+    ValueAndGrad,
+)
+from polyamp.errors import BatchError, GradientError, ModelError, UnsupportedError
+from polyamp.loss_scale import LossScaler, LossScaleState, update
+from polyamp.policy import Mode, Policy
+from polyamp.recipe import Recipe
+from polyamp.reference import tensor as ops
+from polyamp.reference.arrays import XP, Array, cast_tree, dtype_name, is_floating, leaves, map_tree
+from polyamp.reference.losses import ReferenceLosses
+from polyamp.reference.models import MLP
+from polyamp.reference.tensor import Tensor
+from polyamp.testing.harness import Harness
+
+
+class ReferenceState(msgspec.Struct, frozen=True, kw_only=True):
+    """A reference model under training; every step returns a new one."""
+
+    model: MLP
+    recipe: Recipe
+    slots: dict[str, dict[str, Array]]
+    scale_state: LossScaleState
+    step: Array
+
+    @property
+    def backend(self) -> Backend:
+        return BACKEND
+
+    def __repr__(self) -> str:
+        count = sum(value.size for value in self.model.parameters.values())
+        return (
+            f"ReferenceState(backend='reference', device='cpu', parameters={count:,}, policy={self.recipe.policy}, "
+            f"scale={float(self.scale_state.scale):g}, step={int(self.step)})"
+        )
+
+
+class ReferenceBackend:
+    """`Backend` over NumPy."""
+
+    name = "reference"
+    default_mode: Mode = "autocast"
+
+    @property
+    def xp(self) -> ArrayNamespace:
+        return XP
+
+    @property
+    def losses(self) -> LossFunctions:
+        return ReferenceLosses()
+
+    def info(self) -> BackendInfo:
+        return BackendInfo("numpy", np.__version__, ("cpu",))
+
+    def scalar(self, value: float, dtype: str, *, like: Any = None) -> Any:
+        return np.asarray(value, dtype)
+
+    def to_numpy(self, array: Any) -> Array:
+        return np.array(array.data if isinstance(array, Tensor) else array)
+
+    def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
+        return cast_tree(tree, dtype, float64=float64)
+
+    def native_policy(self, policy: Policy) -> Any:
+        return ops.under_policy(policy.compute, sensitive=policy.op_list == "polyamp")
+
+    def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
+        if isinstance(target, MLP):
+            return lambda x: target(x, policy)
+        sensitive = policy.mode != "cast" and policy.op_list == "polyamp"
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if policy.mode == "cast":
+                args, kwargs = cast_tree((args, kwargs), policy.compute)
+            with ops.under_policy(policy.compute, sensitive=sensitive), np.errstate(all="ignore"):
+                result = target(*args, **kwargs)
+            return map_tree(lambda leaf: ops.cast(leaf, policy.output) if isinstance(leaf, Tensor) else leaf, result)
+
+        return call
+
+    def scale_loss(self, loss: Any, scale: Any | None) -> Any:
+        source = ops.tensor(loss)
+        checks.check_loss(source.shape, dtype_name(source.dtype), what="scale()")
+        wide = ops.cast(source, "float32")
+        scaled = wide if scale is None else wide * scale
+        return scaled if isinstance(loss, Tensor) else scaled.data
+
+    def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
+        finite = [True]
+
+        def one(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            if not is_floating(leaf):
+                raise GradientError(f"gradients must be floating arrays. Received: {leaf!r}.")
+            wide = np.asarray(leaf, np.float32)
+            result = wide if scale is None else wide / scale
+            finite.append(bool(np.isfinite(result).all()))
+            return result
+
+        with np.errstate(all="ignore"):
+            unscaled = map_tree(one, grads)
+        if len(finite) == 1:
+            raise GradientError("unscale() got no gradients.")
+        return unscaled, np.asarray(all(finite))
+
+    def init(self, model: Any, recipe: Recipe, **options: Any) -> ReferenceState:
+        checks.check_options(options, (), function="init", backend=self.name)
+        if not isinstance(model, MLP):
+            raise ModelError(f"the reference backend trains polyamp.reference.MLP. Received: {type(model).__name__}.")
+        parameters = [(name, dtype_name(value.dtype)) for name, value in model.parameters.items()]
+        checks.check_parameters(parameters, recipe)
+        recipe.policy.resolve_overrides(model.module_paths())
+        spec = recipe.optimizer
+        if not hasattr(spec, "slots"):
+            raise UnsupportedError("NumPy has no optimizers of its own; use one of polyamp's specs.")
+        slots = {
+            name: {slot: np.full_like(value, spec.initial(slot)) for slot in spec.slots}
+            for name, value in model.parameters.items()
+        }
+        fresh = model.with_arrays(map_tree(np.array, model.parameters), map_tree(np.array, model.running))
+        scale_state = recipe.loss_scaler.init(self.name)
+        return ReferenceState(
+            model=fresh, recipe=recipe, slots=slots, scale_state=scale_state, step=np.asarray(0, np.int32)
+        )
+
+    def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
+        checks.check_options(options, (), function="train_step", backend=self.name)
+
+        def step(state: Any, batch: Any) -> tuple[Any, StepResult]:
+            with np.errstate(all="ignore"):
+                loss, aux, grads = _accumulated(loss_fn, state, _micro_batches(batch, recipe.accumulate_steps))
+                (state,), (result,) = self.apply_gradients([state], [grads], "all")
+            return state, result._replace(loss=loss, aux=aux)
+
+        return step
+
+    def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
+        checks.check_options(options, (), function="value_and_grad", backend=self.name)
+
+        def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:
+            with np.errstate(all="ignore"):
+                loss, aux, scaled = _scaled_gradients(loss_fn, states, batch)
+                grads = [_unscaled(item, state) for item, state in zip(scaled, states, strict=True)]
+            return (loss if aux is None else (loss, aux)), grads
+
+        return run
+
+    def apply_gradients(
+        self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip
+    ) -> tuple[list[Any], list[StepResult]]:
+        for state, item in zip(states, grads, strict=True):
+            checks.check_gradients(
+                [(name, value.shape) for name, value in state.model.parameters.items()],
+                [(name, None if value is None else value.shape) for name, value in item.values.items()],
+            )
+        flags = [all(np.isfinite(value).all() for value in item.values.values()) for item in grads]
+        outcomes = [
+            _applied(state, item, all(flags) if skip == "all" else own, all(flags))
+            for state, item, own in zip(states, grads, flags, strict=True)
+        ]
+        return [state for state, _ in outcomes], [result for _, result in outcomes]
+
+    def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
+        return list(gradients.values.items())
+
+    def export_state(self, state: Any) -> dict[str, Array]:
+        arrays = {f"model/{name}": value for name, value in state.model.parameters.items()}
+        arrays |= {f"running/{name}": value for name, value in state.model.running.items()}
+        arrays |= {f"optimizer/{name}/{slot}": v for name, group in state.slots.items() for slot, v in group.items()}
+        arrays |= {f"loss_scale/{name}": value for name, value in state.scale_state._asdict().items()}
+        return {**arrays, "step": state.step}
+
+    def import_state(self, state: Any, arrays: Mapping[str, Array]) -> ReferenceState:
+        model = state.model.with_arrays(
+            {name: arrays[f"model/{name}"] for name in state.model.parameters},
+            {name: arrays[f"running/{name}"] for name in state.model.running},
+        )
+        slots = {
+            name: {slot: arrays[f"optimizer/{name}/{slot}"] for slot in group} for name, group in state.slots.items()
+        }
+        scale_state = LossScaleState(*(arrays[f"loss_scale/{name}"] for name in LossScaleState._fields))
+        return ReferenceState(
+            model=model, recipe=state.recipe, slots=slots, scale_state=scale_state, step=arrays["step"]
+        )
+
+    def testing(self) -> Harness:
+        from polyamp.reference.testing import ReferenceHarness
+
+        return ReferenceHarness()
+
+
+BACKEND: Final[Backend] = ReferenceBackend()
+
+
+def _micro_batches(batch: Any, count: int) -> list[Any]:
+    """The batch as a list of `count` equal micro-batches (S8)."""
+    if count == 1:
+        return [batch]
+    if isinstance(batch, list):
+        checks.check_micro_batches([[(p, np.shape(x)) for p, x in leaves(part)] for part in batch], count)
+        return batch
+    size = checks.micro_batch_size([(path, np.shape(leaf)) for path, leaf in leaves(batch)], count)
+    return [map_tree(operator.itemgetter(slice(i * size, (i + 1) * size)), batch) for i in range(count)]
+
+
+def _scaled_gradients(loss_fn: LossFunction, states: Sequence[Any], batch: Any) -> tuple[Any, Any, list[Gradients]]:
+    """Float32 loss, aux, and per state the scaled gradients in float32 with the new running statistics (S6)."""
+    models, inputs = [], []
+    for state in states:
+        tensors = {name: Tensor(value) for name, value in state.model.parameters.items()}
+        models.append(state.model.with_arrays(tensors, state.model.running))
+        inputs.append(tensors)
+    bound = tuple(
+        (lambda x, model=model, policy=state.recipe.policy: model(x, policy))
+        for model, state in zip(models, states, strict=True)
+    )
+    loss, aux = checks.split_result(loss_fn(bound[0] if len(bound) == 1 else bound, batch))
+    if not isinstance(loss, Tensor):
+        raise GradientError("loss_fn returned a loss that does not depend on the model.")
+    checks.check_loss(loss.shape, dtype_name(loss.dtype))
+    wide = ops.cast(loss, "float32")
+    scaler: LossScaler = states[0].recipe.loss_scaler
+    scaled = wide * states[0].scale_state.scale if scaler.scales else wide
+    flat = ops.gradients(scaled, [value for tensors in inputs for value in tensors.values()])
+    results, rest = [], iter(flat)
+    for model, tensors in zip(models, inputs, strict=True):
+        results.append(Gradients({name: next(rest) for name in tensors}, model.running))
+    return wide.data.reshape(()), map_tree(_value, aux), results
+
+
+def _accumulated(loss_fn: LossFunction, state: Any, batches: list[Any]) -> tuple[Any, Any, Gradients]:
+    """Mean loss, stacked aux and unscaled gradients over micro-batches (S8)."""
+    losses, auxes, total = [], [], None
+    for batch in batches:
+        loss, aux, (scaled,) = _scaled_gradients(loss_fn, [state], batch)
+        losses.append(loss)
+        auxes.append(aux)
+        _require_gradients(scaled)
+        summed = scaled.values if total is None else {k: total[k] + v for k, v in scaled.values.items()}
+        total = summed
+        state = msgspec.structs.replace(state, model=state.model.with_arrays(state.model.parameters, scaled.running))
+    assert total is not None
+    if len(batches) == 1:
+        return losses[0], auxes[0], _unscaled(Gradients(total, scaled.running), state)
+    mean = {name: value / np.float32(len(batches)) for name, value in total.items()}
+    stacked = None if auxes[0] is None else _stack(auxes)
+    loss = np.mean(np.stack(losses), dtype=np.float32)
+    return np.asarray(loss), stacked, _unscaled(Gradients(mean, scaled.running), state)
+
+
+def _unscaled(scaled: Gradients, state: Any) -> Gradients:
+    """Gradients divided by the scale that produced them, float32 (S7)."""
+    if not state.recipe.loss_scaler.scales:
+        return scaled
+    scale = state.scale_state.scale
+    return scaled._replace(values={k: None if v is None else v / scale for k, v in scaled.values.items()})
+
+
+def _applied(state: ReferenceState, grads: Gradients, own: bool, every: bool) -> tuple[ReferenceState, StepResult]:
+    """Clip, optimizer and scale adjustment; `own` decides about this state, `every` about the scale (S14)."""
+    recipe, scaler, count = state.recipe, state.recipe.loss_scaler, state.step
+    norm = np.float32(np.sqrt(sum(float(np.sum(np.square(v, dtype=np.float64))) for v in grads.values.values())))
+    skipped = scaler.checks and not own
+    if scaler.checks:
+        state = msgspec.structs.replace(state, scale_state=update(scaler, state.scale_state, np.asarray(every), XP))
+    if not skipped:
+        factor = np.float32(1.0) if recipe.clip_norm is None else checks.clip_factor(norm, recipe.clip_norm, XP)
+        rate = recipe.optimizer.rate(count, XP)
+        parameters, slots = {}, {}
+        for name, value in state.model.parameters.items():
+            grad = grads.values[name].astype(np.float32) * factor
+            new, slots[name] = recipe.optimizer.update(
+                XP, value, grad, state.slots[name], np.float32(rate), np.float32(count + 1)
+            )
+            parameters[name] = np.asarray(new, value.dtype)
+        state = msgspec.structs.replace(
+            state,
+            model=state.model.with_arrays(parameters, grads.running),
+            slots=slots,
+            step=np.asarray(count + 1, np.int32),
+        )
+    result = StepResult(None, None, np.asarray(norm), state.scale_state.scale, np.asarray(skipped), state.step)
+    return state, result
+
+
+def _require_gradients(grads: Gradients) -> None:
+    shapes = [(name, None if value is None else value.shape) for name, value in grads.values.items()]
+    checks.check_gradients([(name, shape or ()) for name, shape in shapes], shapes)
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.data if isinstance(leaf, Tensor) else leaf
+
+
+def _stack(trees: list[Any]) -> Any:
+    first = trees[0]
+    if isinstance(first, dict):
+        return {key: _stack([tree[key] for tree in trees]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return type(first)(_stack([tree[i] for tree in trees]) for i in range(len(first)))
+    try:
+        return np.stack([np.asarray(tree) for tree in trees])
+    except ValueError as error:
+        raise BatchError("aux must have one shape in every micro-batch, so that it can be stacked.") from error

@@ -1,0 +1,107 @@
+"""`MLP`: the model family that the reference backend trains, with optional batch normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+
+from polyamp.policy import Policy
+from polyamp.reference import tensor as ops
+from polyamp.reference.arrays import Array, dtype_name
+from polyamp.reference.tensor import Tensor
+
+MOMENTUM: Final = 0.9
+EPSILON: Final = 1e-5
+
+
+class MLP:
+    """dense -> [batch normalisation] -> relu -> ... -> dense.
+
+    Args:
+        parameters: "dense0/kernel" (in, out), "dense0/bias" (out,), ...; with normalisation also "norm0/scale" and
+            "norm0/bias".
+        running: "norm0/mean" and "norm0/variance" for each normalised layer; empty without normalisation.
+        observe: called with the dtype name of every dense layer's result.
+
+    Example:
+        >>> model = MLP.random([2, 3, 1], seed=0)
+        >>> model(np.ones((4, 2), np.float32)).shape
+        (4, 1)
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Any],
+        running: Mapping[str, Any] | None = None,
+        observe: Callable[[str], None] | None = None,
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.running = dict(running or {})
+        self.observe = observe
+
+    @classmethod
+    def random(cls, sizes: Sequence[int], *, seed: int) -> MLP:
+        """An MLP with layers of these sizes, kernels uniform in +-sqrt(3 / inputs) and biases 0."""
+        rng = np.random.default_rng(seed)
+        parameters: dict[str, Array] = {}
+        for number, (inputs, outputs) in enumerate(pairwise(sizes)):
+            limit = (3.0 / inputs) ** 0.5
+            parameters[f"dense{number}/kernel"] = rng.uniform(-limit, limit, (inputs, outputs)).astype(np.float32)
+            parameters[f"dense{number}/bias"] = np.zeros(outputs, np.float32)
+        return cls(parameters)
+
+    def with_arrays(self, parameters: Mapping[str, Any], running: Mapping[str, Any]) -> MLP:
+        """The same network around other parameters and running statistics."""
+        return MLP(parameters, running, self.observe)
+
+    @property
+    def depth(self) -> int:
+        """Number of dense layers."""
+        return sum(name.startswith("dense") and name.endswith("/kernel") for name in self.parameters)
+
+    def module_paths(self) -> list[str]:
+        """Paths of the modules, as a policy's overrides see them."""
+        return sorted({name.partition("/")[0] for name in self.parameters})
+
+    def __call__(self, x: Any, policy: Policy | None = None) -> Tensor:
+        """The network's output for x, shape (batch, in); under a policy if one is given."""
+        mode = None if policy is None else (policy.mode or "autocast")
+        h: Any = ops.tensor(x)
+        if policy is not None and mode == "cast":
+            h = ops.cast(h, policy.compute)
+        for number in range(self.depth):
+            h = self._dense(f"dense{number}", h, policy, mode)
+            if number < self.depth - 1:
+                if f"norm{number}/scale" in self.parameters:
+                    h = self._normalize(f"norm{number}", h, policy, mode)
+                h = ops.relu(h)
+        return ops.cast(h, policy.output) if policy is not None else ops.tensor(h)
+
+    def _dense(self, path: str, h: Tensor, policy: Policy | None, mode: str | None) -> Tensor:
+        kernel, bias = self.parameters[f"{path}/kernel"], self.parameters[f"{path}/bias"]
+        if policy is None:
+            result: Tensor = ops.matmul(h, kernel) + bias
+        else:
+            dtype = policy.dtype_at(path) or policy.compute
+            with ops.under_policy(dtype, sensitive=mode == "autocast" and policy.op_list == "polyamp"):
+                result = ops.matmul(h, kernel) + ops.cast(bias, dtype)
+        if self.observe is not None:
+            self.observe(dtype_name(result.dtype))
+        return result
+
+    def _normalize(self, path: str, h: Tensor, policy: Policy | None, mode: str | None) -> Tensor:
+        if policy is not None:
+            h = ops.cast(h, policy.dtype_at(path) or ("float32" if mode == "autocast" else policy.compute))
+        transposed = Tensor(h.data.T, [(h, lambda g: g.T)])
+        normal = ops.normalize(transposed, EPSILON)
+        back = Tensor(normal.data.T, [(normal, lambda g: g.T)])
+        wide = h.data.astype(np.float32)
+        for name, now in (("mean", wide.mean(axis=0)), ("variance", wide.var(axis=0))):
+            old = self.running[f"{path}/{name}"]
+            self.running[f"{path}/{name}"] = (MOMENTUM * old + (1.0 - MOMENTUM) * now).astype(np.float32)
+        dtype = dtype_name(h.dtype)
+        scale, bias = self.parameters[f"{path}/scale"], self.parameters[f"{path}/bias"]
+        return back * ops.cast(scale, dtype) + ops.cast(bias, dtype)

@@ -1,0 +1,118 @@
+"""Rules S12 to S14: what a skipped step leaves alone, what counts as a step, several optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyamp
+from polyamp.backend import Backend
+from polyamp.errors import RecipeError
+from polyamp.testing.conformance.problems import batch, flat, layers, loss_fn, number, recipe, train, unmoved
+from polyamp.testing.harness import Harness
+
+OPTIMIZERS = [
+    polyamp.sgd(polyamp.schedules.cosine(0.1, steps=20), momentum=0.9, nesterov=True, weight_decay=1e-3),
+    polyamp.adam(polyamp.schedules.linear_warmup(1e-2, 5), weight_decay=1e-3),
+    polyamp.adamw(polyamp.schedules.warmup_cosine(1e-2, 2, 20)),
+    polyamp.rmsprop(polyamp.schedules.step(1e-2, every=2), momentum=0.9, centered=True),
+    polyamp.adagrad(1e-2, lr_decay=0.1),
+    polyamp.lion(polyamp.schedules.piecewise((1e-3, 1e-4), (2,)), weight_decay=0.1),
+]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+def test_s12_skip_leaves_everything_unchanged(backend: Backend, harness: Harness, optimizer: Any, first: bool) -> None:
+    made = recipe(optimizer=optimizer, clip_norm=1.0, scaler=polyamp.LossScaler(init_scale=16.0))
+    state = polyamp.init(harness.mlp(layers()), made)
+    step = polyamp.train_step(loss_fn, made)
+    for i in range(0 if first else 3):
+        state, _ = step(state, batch(i))
+    before = backend.export_state(state)
+    state, result = step(state, batch(9, gain=np.inf))
+    after = backend.export_state(state)
+    assert bool(backend.to_numpy(result.skipped))
+    shared = {name: value for name, value in after.items() if name in before}
+    assert unmoved({name: before[name] for name in shared}, shared) == []
+    assert set(before) <= set(after)
+    assert number(backend, result.step) == (0 if first else 3)
+    assert [int(after[f"loss_scale/{n}"]) for n in ("scale", "skipped", "good_steps")] == [8, 1, 0]
+
+
+def test_s12_skip_leaves_running_statistics_unchanged(backend: Backend, harness: Harness) -> None:
+    made = recipe("mixed_bfloat16", scaler=polyamp.LossScaler(init_scale=16.0))
+    state = polyamp.init(harness.normalized_mlp(layers()), made)
+    step = polyamp.train_step(loss_fn, made)
+    start = backend.export_state(state)
+    state, _ = step(state, batch(0))
+    before = backend.export_state(state)
+    assert any(n.startswith("running/") and not np.array_equal(start[n], before[n]) for n in start), (
+        "running statistics must move on an applied step"
+    )
+    state, result = step(state, batch(1, gain=np.inf))
+    assert bool(backend.to_numpy(result.skipped))
+    assert unmoved(before, backend.export_state(state)) == []
+
+
+def test_s12_the_two_halves_keep_running_statistics_until_applied(backend: Backend, harness: Harness) -> None:
+    made = recipe(scaler=polyamp.LossScaler(init_scale=16.0))
+    state = polyamp.init(harness.normalized_mlp(layers()), made)
+    before = backend.export_state(state)
+    run = polyamp.value_and_grad(loss_fn)
+    _, gradients = run(state, batch())
+    assert unmoved(before, backend.export_state(state)) == [], "value_and_grad must change nothing"
+    state, result = polyamp.apply_gradients(state, run(state, batch(gain=np.inf))[1])
+    assert bool(backend.to_numpy(result.skipped))
+    assert unmoved(before, backend.export_state(state)) == []
+    state, _ = polyamp.apply_gradients(state, gradients)
+    assert any(name.startswith("running/") for name in unmoved(before, backend.export_state(state)))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+def test_s13_only_applied_updates_count(backend: Backend, harness: Harness, optimizer: Any) -> None:
+    """Overflows in between change nothing: the same weights, bit for bit, as without those batches."""
+    made = recipe(optimizer=optimizer, scaler=polyamp.LossScaler.static(4.0))
+    clean = [batch(i) for i in range(5)]
+    bad = batch(9, gain=np.nan)
+    undisturbed, _ = train(harness, made, clean)
+    disturbed, results = train(harness, made, [bad, *clean[:2], bad, bad, *clean[2:]])
+    assert [bool(backend.to_numpy(r.skipped)) for r in results] == [True, False, False, True, True, *[False] * 3]
+    assert number(backend, results[-1].step) == 5
+    assert np.array_equal(flat(harness, undisturbed), flat(harness, disturbed))
+
+
+def two_losses(models: Any, batch: Any) -> Any:
+    """Each model learns its own target; `gain` touches the first alone."""
+    first, second = models
+    return loss_fn(first, batch) + polyamp.losses.mean_squared_error(second(batch["x"]), batch["y"])
+
+
+@pytest.mark.parametrize("skip", ["all", "each"])
+def test_s14_several_optimizers_share_one_scaler(backend: Backend, harness: Harness, skip: Any) -> None:
+    scaler = polyamp.LossScaler(init_scale=16.0)
+    made = [recipe(scaler=scaler), recipe(scaler=scaler, optimizer=polyamp.adam(1e-2))]
+    states = [polyamp.init(harness.mlp(layers(seed=i)), r) for i, r in enumerate(made)]
+    before = [flat(harness, state) for state in states]
+    bad = batch(gain=np.inf)
+    bad["y"] = np.zeros_like(bad["y"])
+    _, gradients = polyamp.value_and_grad(two_losses)(states, bad)
+    states, results = polyamp.apply_gradients(states, gradients, skip=skip)
+    assert [bool(backend.to_numpy(r.skipped)) for r in results] == [True, skip == "all"]
+    same = [np.array_equal(old, flat(harness, state)) for old, state in zip(before, states, strict=True)]
+    assert same == [True, skip == "all"]
+    assert [number(backend, r.scale) for r in results] == [8.0, 8.0], "one adjustment, on the OR of the flags"
+    _, gradients = polyamp.value_and_grad(two_losses)(states, batch())
+    states, results = polyamp.apply_gradients(states, gradients, skip=skip)
+    assert [bool(backend.to_numpy(r.skipped)) for r in results] == [False, False]
+    assert [number(backend, r.scale) for r in results] == [8.0, 8.0]
+
+
+def test_s14_states_with_different_scalers_are_refused(harness: Harness) -> None:
+    made = [recipe(scaler=polyamp.LossScaler.static(scale)) for scale in (2.0, 4.0)]
+    states = [polyamp.init(harness.mlp(layers()), r) for r in made]
+    _, gradients = polyamp.value_and_grad(loss_fn)(states[0], batch())
+    with pytest.raises(RecipeError, match="must share one scaler"):
+        polyamp.apply_gradients(states, [gradients, gradients])
