@@ -14,7 +14,7 @@ import torch
 
 from polyamp import checks
 from polyamp.backend import Gradients, LossFunction, Skip, StepResult
-from polyamp.errors import BatchError, LossError
+from polyamp.errors import BatchError, LossError, UnsupportedError
 from polyamp.loss_scale import update
 from polyamp.recipe import Recipe
 from polyamp_torch import optimizers
@@ -81,7 +81,10 @@ def scaled_gradients(
     scaled = wide * state.scale_state.scale if scaler.scales else wide
     parameters = [p for item in states for p in item.parameters.values()]
     rest = iter(torch.autograd.grad(scaled, parameters, allow_unused=True))
-    return wide.detach(), _detached(aux), [{name: next(rest) for name in item.parameters} for item in states]
+    grads: list[Values] = [{name: next(rest) for name in item.parameters} for item in states]
+    for values in grads:
+        _require_dense(values)
+    return wide.detach(), _detached(aux), grads
 
 
 def unscale_(values: Values, state: TorchState, *, count: int) -> None:
@@ -142,6 +145,7 @@ def _apply(
         optimizers.apply(state.optimizer, recipe.optimizer, state.step, finite)
         for parameter in state.parameters.values():
             parameter.grad = None
+        torch.clear_autocast_cache()  # a caller's open region would serve the old weights to the next step
         for buffer, new in zip(state.running(), grads.running, strict=True):
             buffer.copy_(new if finite is None else torch.where(finite, new, buffer))
         state.step = state.step + (1 if finite is None else finite.to(torch.int32))
@@ -171,6 +175,15 @@ def _require(state: TorchState, values: Values) -> None:
         [(name, tuple(p.shape)) for name, p in state.parameters.items()],
         [(name, None if value is None else tuple(value.shape)) for name, value in values.items()],
     )
+
+
+def _require_dense(values: Values) -> None:
+    for name, value in values.items():
+        if value is not None and value.layout != torch.strided:
+            raise UnsupportedError(
+                f"the gradient of {name!r} is sparse, which the torch backend cannot clip and check yet. Build the layer "
+                "with sparse=False."
+            )
 
 
 def _added(total: Values, values: Values) -> Values:

@@ -50,7 +50,7 @@ class ReferenceState(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         count = sum(value.size for value in self.model.parameters.values())
         return (
-            f"ReferenceState(backend='reference', device='cpu', parameters={count:,}, policy={self.recipe.policy}, "
+            f"{type(self).__name__}(backend={self.backend.name!r}, device='cpu', parameters={count:,}, policy={self.recipe.policy}, "
             f"scale={float(self.scale_state.scale):g}, step={int(self.step)})"
         )
 
@@ -60,6 +60,7 @@ class ReferenceBackend:
 
     name = "reference"
     default_mode: Mode = "autocast"
+    state_type: type[ReferenceState] = ReferenceState
 
     @property
     def xp(self) -> ArrayNamespace:
@@ -140,7 +141,7 @@ class ReferenceBackend:
         }
         fresh = model.with_arrays(map_tree(np.array, model.parameters), map_tree(np.array, model.running))
         scale_state = recipe.loss_scaler.init(self.name)
-        return ReferenceState(
+        return self.state_type(
             model=fresh, recipe=recipe, slots=slots, scale_state=scale_state, step=np.asarray(0, np.int32)
         )
 
@@ -200,7 +201,7 @@ class ReferenceBackend:
             name: {slot: arrays[f"optimizer/{name}/{slot}"] for slot in group} for name, group in state.slots.items()
         }
         scale_state = LossScaleState(*(arrays[f"loss_scale/{name}"] for name in LossScaleState._fields))
-        return ReferenceState(
+        return type(state)(
             model=model, recipe=state.recipe, slots=slots, scale_state=scale_state, step=arrays["step"]
         )
 

@@ -1,0 +1,288 @@
+"""The torch step where only torch has the problem: fused kernels, the autocast cache, native optimizers, buffers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import polyamp
+from polyamp.errors import GradientError, LossError, ModelError, UnsupportedError
+
+SCALER = polyamp.LossScaler(init_scale=16.0, on_stuck="ignore")
+
+
+def linear(seed: int = 0, size: int = 6) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(size, 2)
+
+
+def batch(gain: float = 1.0, seed: int = 0, size: int = 6) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(4, size)).astype(np.float32)
+    return {"x": x, "y": rng.normal(size=(4, 2)).astype(np.float32), "gain": np.full((4, 2), gain, np.float32)}
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    return polyamp.losses.mean_squared_error(model(batch["x"]) * batch["gain"], batch["y"])
+
+
+def trained(model: nn.Module, recipe: polyamp.Recipe, gains: list[float]) -> Any:
+    state = polyamp.init(model, recipe)
+    step = polyamp.train_step(loss_fn, recipe)
+    for i, gain in enumerate(gains):
+        state, _ = step(state, batch(gain, seed=i))
+    return state
+
+
+def test_trap_plain_torch_falls_to_scale_zero_and_writes_nan() -> None:
+    """What happens without polyamp; the conformance suite's s17 shows that it does not happen here."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for gain in [float("inf")] * 200 + [1.0]:
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(torch.ones(1, 6)) * gain, torch.zeros(1, 2))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 0.0
+    assert torch.isnan(model.weight).all()
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_trap_fused_sgd_skipped_first_step_keeps_momentum_clean(native: bool) -> None:
+    """torch's fused SGD allocates its momentum without filling it when its very first step is skipped."""
+    clean, skipped = linear(), linear()
+    made: list[torch.Tensor] = []
+    for model, gains in ((clean, [1.0, 1.0]), (skipped, [float("inf"), 1.0, 1.0])):
+        optimizer: Any = polyamp.sgd(0.1, momentum=0.9)
+        if native:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)
+        recipe = polyamp.Recipe(optimizer=optimizer, scaler=polyamp.LossScaler.static(4.0))
+        state = polyamp.init(model, recipe)
+        step = polyamp.train_step(loss_fn, recipe)
+        for gain in gains:
+            state, _ = step(state, batch(gain))
+        made.append(model.weight.detach().clone())
+    assert torch.equal(*made)
+
+
+def test_trap_an_open_autocast_region_does_not_serve_stale_weights() -> None:
+    recipe = polyamp.Recipe(policy="mixed_bfloat16", optimizer=polyamp.sgd(0.5))
+    outside, inside = linear(), linear()
+    trained(outside, recipe, [1.0] * 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        trained(inside, recipe, [1.0] * 4)
+    assert torch.equal(outside.weight, inside.weight)
+
+
+class Tied(nn.Module):
+    """One weight used by two submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(6, 2)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        k = self.second(h)
+        self.seen += [h.dtype, k.dtype]
+        out: torch.Tensor = self.head(k)
+        return out
+
+
+def test_trap_nested_dtypes_on_one_tied_weight() -> None:
+    """The weight cache is keyed by the tensor alone, so plain nested regions raise or reuse the wrong dtype."""
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        functional.linear(x, weight)
+        with torch.autocast("cpu", dtype=torch.float16), pytest.raises(RuntimeError, match="same dtype"):
+            functional.linear(x, weight)
+    model = Tied()
+    policy = polyamp.Policy("mixed_bfloat16", overrides={"second": "float16", "head": "float32"})
+    trained(model, polyamp.Recipe(policy=policy, optimizer=polyamp.sgd(0.1), scaler=SCALER), [1.0])
+    assert model.seen == [torch.bfloat16, torch.float16]
+
+
+def test_overrides_leave_no_hooks_behind() -> None:
+    model = nn.Sequential(nn.Linear(6, 2))
+    policy = polyamp.Policy("mixed_bfloat16", overrides={"0": "float32"})
+    bound = policy.autocast(model)
+    bound(torch.ones(1, 6))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        bound(torch.ones(1, 5))
+    assert not model[0]._forward_pre_hooks
+    assert not model[0]._forward_hooks
+    assert not torch.is_autocast_enabled("cpu")
+    assert bound(torch.ones(1, 6)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_cast_mode_casts_parameters_once_and_keeps_batch_norm(policy: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+    seen: list[torch.dtype] = []
+    model[0].register_forward_hook(lambda m, a, out: seen.append(out.dtype))
+    model[1].register_forward_hook(lambda m, a, out: seen.append(m.weight.dtype))
+    recipe = polyamp.Recipe(policy=polyamp.Policy(policy, mode="cast"), optimizer=polyamp.sgd(0.1), scaler=SCALER)
+    state = trained(model, recipe, [1.0, 1.0])
+    assert seen[:2] == [getattr(torch, recipe.policy.compute), torch.float32]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {b.dtype for b in model.buffers()} == {torch.float32, torch.int64}
+    assert (int(state.step), int(model[1].num_batches_tracked)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+        lambda p: torch.optim.RMSprop(p, 1e-2),
+        lambda p: torch.optim.NAdam(p, 1e-2),
+    ],
+    ids=["SGD", "AdamW-fused", "RMSprop", "NAdam"],
+)
+def test_native_optimizers_step_only_when_finite(make: Any) -> None:
+    weights, exported = [], []
+    for gains in ([1.0, 1.0, 1.0], [float("nan"), 1.0, 1.0, float("inf"), 1.0]):
+        model = linear()
+        optimizer = make(model.parameters())
+        recipe = polyamp.Recipe(optimizer=optimizer, scaler=polyamp.LossScaler.static(4.0))
+        state = polyamp.init(model, recipe)
+        step = polyamp.train_step(loss_fn, recipe)
+        for gain in gains:
+            state, _ = step(state, batch(gain))
+        assert int(state.step) == 3
+        weights.append(model.weight.detach().clone())
+        exported.append(state.backend.export_state(state))
+    assert torch.equal(*weights)
+    slots = [name for name in exported[0] if name.startswith("optimizer/")]
+    assert all(np.array_equal(exported[0][name], exported[1][name]) for name in slots)
+
+
+def test_native_optimizer_matches_torchs_own_loop() -> None:
+    """AdamW with clipping: the step equals the loop written by hand."""
+    model, plain = linear(), linear()
+    recipe = polyamp.Recipe(optimizer=polyamp.adamw(1e-2), clip_norm=0.1)
+    trained(model, recipe, [1.0] * 10)
+    optimizer = torch.optim.AdamW(plain.parameters(), 1e-2)
+    for i in range(10):
+        item = {name: torch.from_numpy(value) for name, value in batch(seed=i).items()}
+        optimizer.zero_grad()
+        functional.mse_loss(plain(item["x"]), item["y"]).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+    torch.testing.assert_close(model.weight, plain.weight, rtol=2e-5, atol=1e-7)
+
+
+def test_optimizers_that_do_not_fit_are_refused() -> None:
+    model = linear()
+    with pytest.raises(UnsupportedError, match="exactly the model's trainable parameters"):
+        polyamp.init(model, polyamp.Recipe(optimizer=torch.optim.SGD([model.weight], 0.1)))
+    with pytest.raises(UnsupportedError, match="LBFGS evaluates the loss several times"):
+        polyamp.init(model, polyamp.Recipe(optimizer=torch.optim.LBFGS(model.parameters())))
+    with pytest.raises(UnsupportedError, match=r"Received: torch\.nn\.modules\.linear\.Linear"):
+        polyamp.init(model, polyamp.Recipe(optimizer=model))
+
+
+def test_frozen_parameters_and_parameters_without_a_gradient() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    model[0].requires_grad_(False)
+    frozen = model[0].weight.clone()
+    trained(model, polyamp.Recipe(optimizer=polyamp.adamw(0.1)), [1.0, 1.0])
+    assert torch.equal(frozen, model[0].weight)
+    unused = linear()
+    unused.register_parameter("spare", nn.Parameter(torch.ones(3)))
+    with pytest.raises(GradientError, match="'spare' is None: loss_fn does not depend on it"):
+        trained(unused, polyamp.Recipe(), [1.0])
+
+
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    recipe = polyamp.Recipe()
+    state = polyamp.init(linear(), recipe)
+    step = polyamp.train_step(lambda model, batch: loss_fn(model, batch).detach(), recipe)
+    with pytest.raises(LossError, match="Is it detached"):
+        step(state, batch())
+
+
+def test_a_one_element_float16_loss_is_upcast() -> None:
+    """torch's own scaler gives inf for a float16 loss of shape (1,)."""
+    loss = torch.full((1,), 3.0, dtype=torch.float16)
+    assert torch.isinf(torch.amp.GradScaler("cpu", init_scale=2.0**15).scale(loss)).all()
+    scaler = polyamp.LossScaler()
+    assert scaler.scale(loss, scaler.init("torch")).item() == 3.0 * 2.0**15
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
+    recipe = polyamp.Recipe()
+    state = polyamp.init(model, recipe)
+    step = polyamp.train_step(lambda m, b: m(b["i"]).square().mean(), recipe)
+    with pytest.raises(UnsupportedError, match="'0/weight' is sparse"):
+        step(state, {"i": np.array([1, 2])})
+
+
+def test_models_on_meta_are_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(UnsupportedError, match="on one device that holds data. Received: meta"):
+        polyamp.init(model, polyamp.Recipe())
+    with pytest.raises(ModelError, match="stored as bfloat16"):
+        polyamp.init(linear().bfloat16(), polyamp.Recipe())
+
+
+def test_pure_bfloat16_trains_in_bfloat16() -> None:
+    model = linear().bfloat16()
+    recipe = polyamp.Recipe(policy="bf16-true", optimizer=polyamp.sgd(0.1, momentum=0.9))
+    before = model.weight.clone()
+    state = trained(model, recipe, [1.0] * 3)
+    assert model.weight.dtype == torch.bfloat16
+    assert (model.weight != before).all(), "fused SGD would leave whole SIMD blocks of 16-bit parameters as they were"
+    assert int(state.step) == 3
+
+
+def test_the_modes_and_requires_grad_of_the_user_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)).eval()
+    trained(model, polyamp.Recipe(scaler=SCALER), [1.0])
+    assert not model.training
+    assert int(model[1].num_batches_tracked) == 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_batches_in_every_form() -> None:
+    """Read-only NumPy, tensors, a DataLoader's dict, a tuple and bfloat16 arrays, without a warning."""
+    import ml_dtypes
+
+    recipe = polyamp.Recipe(policy="mixed_bfloat16")
+    state = polyamp.init(linear(), recipe)
+    x = np.ones((4, 6), np.float32)
+    x.flags.writeable = False
+    step = polyamp.train_step(lambda m, b: m(b[0]).float().square().mean(), recipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for form in ((x,), (torch.ones(4, 6),), (x.astype(ml_dtypes.bfloat16),)):
+            state, _ = step(state, form)
+    loader = torch.utils.data.DataLoader([{"x": torch.ones(6), "y": torch.ones(2), "gain": torch.ones(2)}] * 8, 4)
+    step = polyamp.train_step(loss_fn, recipe)
+    for item in loader:
+        state, _ = step(state, item)
+    assert int(state.step) == 5
+
+
+def test_float32_matmul_is_scoped() -> None:
+    before = torch.get_float32_matmul_precision()
+    inner: list[str] = []
+    policy = polyamp.Policy("float32", float32_matmul="medium")
+    policy.autocast(lambda x: inner.append(torch.get_float32_matmul_precision()) or x)(torch.ones(1))
+    assert inner == ["medium"]
+    assert torch.get_float32_matmul_precision() == before

@@ -1,0 +1,50 @@
+"""Every example runs in a process of its own, learns, and reports what it promises."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROMISES = {
+    "basic_loop.py": r"skipped steps \d+, scale \d+",
+    "clip_gradients.py": r"gradient norm 0\.\d+",
+    "accumulation.py": r"updates 60, aux shape \(4,\)",
+    "gradient_penalty.py": r"penalty 0\.\d+",
+    "two_models.py": r"updates \[(\d+), \1\], scales \[(\d+\.0), \2\]",
+    "hand_written_step.py": r"$",
+    "save_and_resume.py": r"bit identical True",
+}
+"""What follows the losses on each example's last line."""
+
+
+def test_every_example_is_tested_and_listed() -> None:
+    files = {path.name for path in EXAMPLES.glob("*.py")} - {"common.py"}
+    assert files == set(PROMISES)
+    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in listed for name in files)
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_example(framework: str, name: str) -> None:
+    command = [sys.executable, str(EXAMPLES / name), "--framework", framework]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    found = re.fullmatch(r"loss (\d+\.\d+) -> (\d+\.\d+)(?:, (.*))?", last)
+    assert found, last
+    first, final, rest = float(found[1]), float(found[2]), found[3] or ""
+    assert final < 0.5 * first, last
+    assert re.search(PROMISES[name], rest), last

@@ -1,0 +1,66 @@
+"""A third party's backend, installed as a distribution of its own, is found and passes the conformance suite."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "tiny_backend"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which the fixture is installed beside polyamp."""
+    site = tmp_path_factory.mktemp("site")
+    source = tmp_path_factory.mktemp("source") / "tiny_backend"
+    subprocess.run(["cp", "-r", str(FIXTURE), str(source)], check=True)
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site)]
+    subprocess.run([*install, str(source)], check=True, timeout=300)
+    return {**os.environ, "PYTHONPATH": str(site)}
+
+
+def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_backend_is_found_by_its_entry_point(environment: dict[str, str], tmp_path: Path) -> None:
+    code = "import polyamp as p, tiny; print(p.backends()['tiny'].usable, p.registry.backend_for(tiny.Net({})).name)"
+    done = run(environment, "-c", code)
+    assert done.stdout.split() == ["True", "tiny"], done.stderr
+
+
+def test_the_backend_passes_the_suite(environment: dict[str, str], tmp_path: Path) -> None:
+    suite = ["-m", "pytest", "--pyargs", "polyamp.testing.conformance", "--polyamp-backend=tiny", "-q"]
+    done = run(environment, *suite, "-p", "no:cacheprovider", f"--rootdir={tmp_path}")
+    last = done.stdout.strip().splitlines()[-1]
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in last
+    assert "skipped" not in last
+    assert "failed" not in last
+
+
+def test_an_unlisted_deviation_and_a_stale_one_both_fail(environment: dict[str, str], tmp_path: Path) -> None:
+    stale = tmp_path / "deviations.py"
+    stale.write_text("DEVIATIONS = [('tiny', 's11_clip', 'said to be missing, but it passes')]\n")
+    suite = ["-m", "pytest", "--pyargs", "polyamp.testing.conformance", "--polyamp-backend=tiny", "-q", "-k", "s11"]
+    options = ["-p", "no:cacheprovider", f"--rootdir={tmp_path}", f"--polyamp-deviations={stale}"]
+    done = run(environment, *suite, *options)
+    assert done.returncode == 1
+    assert "[XPASS(strict)] said to be missing" in done.stdout
+
+
+def test_the_suite_needs_a_backend_and_known_rules(environment: dict[str, str], tmp_path: Path) -> None:
+    suite = ["-m", "pytest", "--pyargs", "polyamp.testing.conformance", "-q", f"--rootdir={tmp_path}"]
+    done = run(environment, *suite)
+    assert done.returncode == 4
+    assert "needs --polyamp-backend=NAME" in done.stderr + done.stdout
+    unknown = tmp_path / "deviations.py"
+    unknown.write_text("DEVIATIONS = [('tiny', 's99', 'no such rule')]\n")
+    done = run(environment, *suite, "--polyamp-backend=tiny", f"--polyamp-deviations={unknown}")
+    assert done.returncode == 4
+    assert "names no test of the suite" in done.stderr + done.stdout
