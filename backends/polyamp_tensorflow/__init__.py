@@ -1,0 +1,18 @@
+"""polyamp's TensorFlow and Keras backend; `polyamp` loads it by itself when it is given a Keras model or a tensor.
+
+What the step does, it does in one `tf.function` per state (see `step`): Keras's own loss scaling, clipping and
+accumulation stay off. `loss_fn` is traced without AutoGraph, so that its exceptions arrive as they are: what depends
+on a tensor's value is written with `tf.where` or `tf.cond`.
+
+For people who keep their own loop or use `fit`, `apply_policy` puts a built model under a policy for a while, and
+`SpecOptimizer` is a Keras optimizer with PyTorch's formulas.
+"""
+
+from __future__ import annotations
+
+from polyamp_tensorflow.backend import BACKEND, TensorFlowBackend
+from polyamp_tensorflow.optimizers import SpecOptimizer
+from polyamp_tensorflow.policy import apply_policy
+from polyamp_tensorflow.state import TensorFlowState
+
+__all__ = ["BACKEND", "SpecOptimizer", "TensorFlowBackend", "TensorFlowState", "apply_policy"]

@@ -1,0 +1,149 @@
+"""`TensorFlowBackend`: the contract of `polyamp.backend` for TensorFlow and Keras; each method is a line or two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from polyamp.arrays import ArrayNamespace
+from polyamp.backend import (
+    Backend,
+    BackendInfo,
+    Gradients,
+    LossFunction,
+    LossFunctions,
+    Skip,
+    StepFunction,
+    StepResult,
+    ValueAndGrad,
+)
+from polyamp.checks import check_options
+from polyamp.errors import UnsupportedError
+from polyamp.policy import Mode, Policy
+from polyamp.recipe import Recipe
+from polyamp.testing.harness import Harness
+from polyamp_tensorflow import arrays as conversions
+from polyamp_tensorflow import gradients as scaling
+from polyamp_tensorflow import policy as policies
+from polyamp_tensorflow import step
+from polyamp_tensorflow.arrays import Array
+from polyamp_tensorflow.losses import TensorFlowLosses
+from polyamp_tensorflow.models import check_model
+from polyamp_tensorflow.optimizers import check_optimizer
+from polyamp_tensorflow.state import TensorFlowState
+
+_STEP_OPTIONS: Final = ("compile", "jit_compile")
+
+
+class TensorFlowBackend:
+    """`Backend` over TensorFlow and Keras."""
+
+    name = "tensorflow"
+    default_mode: Mode = "autocast"
+
+    @property
+    def xp(self) -> ArrayNamespace:
+        return conversions.XP
+
+    @property
+    def losses(self) -> LossFunctions:
+        return TensorFlowLosses()
+
+    def info(self) -> BackendInfo:
+        devices = [device.name.rpartition("device:")[2] for device in tf.config.list_physical_devices()]
+        return BackendInfo("tensorflow", tf.__version__, tuple(sorted(devices, key=lambda name: "CPU" in name)))
+
+    def scalar(self, value: float, dtype: str, *, like: Any = None) -> Any:
+        return conversions.scalar(value, dtype, like=like)
+
+    def to_numpy(self, array: Any) -> Array:
+        return conversions.to_numpy(array)
+
+    def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
+        return conversions.cast(tree, dtype, float64=float64)
+
+    def native_policy(self, policy: Policy) -> Any:
+        return policies.native_policy(policy)
+
+    def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
+        return policies.autocast(target, policy)
+
+    def scale_loss(self, loss: Any, scale: Any | None) -> Any:
+        return scaling.scale_loss(loss, scale)
+
+    def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
+        return scaling.unscale(grads, scale)
+
+    def init(self, model: Any, recipe: Recipe, **options: Any) -> TensorFlowState:
+        check_options(options, (), function="init", backend=self.name)
+        policies.require_tensorflow()
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        if replicas > 1:
+            raise UnsupportedError(
+                f"the tensorflow backend trains on one replica. Received: a tf.distribute strategy with {replicas}. "
+                "Call init and the step outside of strategy.scope()."
+            )
+        check_model(model)
+        check_optimizer(recipe.optimizer)
+        return TensorFlowState(model, recipe, self)
+
+    def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
+        check_options(options, _STEP_OPTIONS, function="train_step", backend=self.name)
+        body = step.GraphFunction(
+            lambda states, batch: step.full_step(states, loss_fn, batch), **{"jit_compile": None, **options}
+        )
+        several = recipe.accumulate_steps > 1
+
+        def run(state: Any, batch: Any) -> tuple[Any, StepResult]:
+            batch = conversions.to_tensors(batch)
+            step.build_models([state], loss_fn, batch[0] if several and isinstance(batch, list) else batch)
+            return state, body([state], batch)
+
+        return run
+
+    def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
+        check_options(options, _STEP_OPTIONS, function="value_and_grad", backend=self.name)
+        body = step.GraphFunction(
+            lambda states, batch: step.differentiate(states, loss_fn, batch, 1), **{"jit_compile": None, **options}
+        )
+
+        def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:
+            batch = conversions.to_tensors(batch)
+            step.build_models(states, loss_fn, batch)
+            loss, aux, found = body(states, batch)
+            return (loss if aux is None else (loss, aux)), list(found)
+
+        return run
+
+    def apply_gradients(
+        self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip
+    ) -> tuple[list[Any], list[StepResult]]:
+        results = _UPDATES[skip](states, [conversions.to_tensors(item) for item in grads])
+        return list(states), list(results)
+
+    def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
+        return list(gradients.values.items())
+
+    def export_state(self, state: Any) -> dict[str, Array]:
+        exported: dict[str, Array] = state.export()
+        return exported
+
+    def import_state(self, state: Any, arrays: Mapping[str, Array]) -> TensorFlowState:
+        restored: TensorFlowState = state
+        restored.restore(arrays)
+        return restored
+
+    def testing(self) -> Harness:
+        from polyamp_tensorflow.testing import TensorFlowHarness
+
+        return TensorFlowHarness()
+
+
+_UPDATES: Final[dict[str, step.GraphFunction]] = {
+    "all": step.GraphFunction(lambda states, grads: step.update(states, grads, "all")),
+    "each": step.GraphFunction(lambda states, grads: step.update(states, grads, "each")),
+}
+
+BACKEND: Final[Backend] = TensorFlowBackend()

@@ -1,0 +1,175 @@
+"""`TensorFlowState`: the user's model, the optimizer and polyamp's own scalars, all in variables updated in place.
+
+Made by `TensorFlowBackend.init`; read and written by the step; exported to and imported from NumPy for checkpoints.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from polyamp import checks
+from polyamp.backend import Backend
+from polyamp.errors import ModelError
+from polyamp.loss_scale import LossScaler, LossScaleState, update
+from polyamp.recipe import Recipe
+from polyamp_tensorflow.arrays import XP, Array, dtype_name, raw, to_numpy
+from polyamp_tensorflow.models import Variables, is_built, variables_of
+from polyamp_tensorflow.optimizers import make_optimizer, optimizer_variables
+from polyamp_tensorflow.policy import check_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class _Training(NamedTuple):
+    """What exists once the model has its variables."""
+
+    variables: Variables
+    optimizer: Any
+
+
+class TensorFlowState:
+    """A model under training. The step updates the model, the optimizer and the scalars in place.
+
+    A model that is not built gets its variables, and is checked, at the first step or `value_and_grad`.
+
+    Attributes:
+        model: the user's own model.
+        recipe: the recipe it was made with.
+        programs: the graph functions traced for this state, by the object that runs them.
+    """
+
+    def __init__(self, model: Any, recipe: Recipe, backend: Backend) -> None:
+        self.model = model
+        self.recipe = recipe
+        self.programs: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
+        self._backend = backend
+        self._scale = LossScaleState(
+            *(tf.Variable(value, trainable=False, name=name) for name, value in _fresh(recipe.loss_scaler))
+        )
+        self._step = tf.Variable(0, dtype=tf.int32, trainable=False, name="step")
+        self._training: _Training | None = None
+        if is_built(model):
+            self.finish_building()
+        else:
+            check_policy(model, recipe.policy.replace(overrides={}))
+
+    @property
+    def backend(self) -> Backend:
+        return self._backend
+
+    @property
+    def scale_state(self) -> LossScaleState:
+        """The loss-scale state, as tensors that later steps do not change."""
+        return LossScaleState(*(variable.read_value() for variable in self._scale))
+
+    @property
+    def step(self) -> Any:
+        """Number of applied updates, int32 scalar."""
+        return self._step.read_value()
+
+    @property
+    def is_ready(self) -> bool:
+        """False while the model waits for its first batch to create its variables."""
+        return self._training is not None
+
+    @property
+    def variables(self) -> Variables:
+        """The model's variables by role."""
+        return self._ready().variables
+
+    @property
+    def optimizer(self) -> Any:
+        """The Keras optimizer in use."""
+        return self._ready().optimizer
+
+    def __repr__(self) -> str:
+        count, device = "not built", tf.constant(0).device
+        if self.is_ready:
+            parameters = [raw(variable) for variable in self.variables.parameters.values()]
+            count, device = f"{sum(int(np.prod(p.shape)) for p in parameters):,}", parameters[0].device
+        return (
+            f"TensorFlowState(backend={self.backend.name!r}, device={device.rpartition('device:')[2]!r}, "
+            f"parameters={count}, policy={self.recipe.policy}, scale={float(self.scale_state.scale):g}, "
+            f"step={int(self.step)})"
+        )
+
+    def finish_building(self) -> None:
+        """Check the model's variables and create the optimizer's.
+
+        Raises:
+            ModelError, UnsupportedError, PolicyError, RecipeError: what S20 asks for.
+        """
+        variables = variables_of(self.model)
+        checks.check_parameters([(n, dtype_name(v)) for n, v in variables.parameters.items()], self.recipe)
+        check_policy(self.model, self.recipe.policy)
+        self._training = _Training(variables, make_optimizer(self.recipe, variables.parameters))
+
+    def read_transient(self) -> dict[str, Any]:
+        """Values of what a forward pass changes: running statistics and random-number streams."""
+        return {name: tf.identity(raw(variable)) for name, variable in self._transient().items()}
+
+    def write_transient(self, values: Mapping[str, Any]) -> None:
+        """Put back what `read_transient` returned."""
+        for name, variable in self._transient().items():
+            raw(variable).assign(values[name])
+
+    def write_rng(self, values: Mapping[str, Any]) -> None:
+        """Move the random-number streams on; done at skipped steps too, or an unlucky mask would come back."""
+        for name, variable in self.variables.rng.items():
+            raw(variable).assign(values[name])
+
+    def commit(self, gradients: list[Any], running: Mapping[str, Any]) -> Any:
+        """Apply an update: parameters, optimizer, running statistics and the count, which is returned."""
+        self.optimizer.apply(gradients, list(self.variables.parameters.values()))
+        for name, variable in self.variables.running.items():
+            raw(variable).assign(running[name])
+        return self._step.assign_add(1)
+
+    def adjust_scale(self, finite: Any) -> None:
+        """Rule S15 on the state's variables."""
+        new = update(self.recipe.loss_scaler, self.scale_state, finite, XP)
+        for variable, value in zip(self._scale, new, strict=True):
+            variable.assign(value)
+
+    def export(self) -> dict[str, Array]:
+        """Every array by name, on the host."""
+        return {name: to_numpy(variable) for name, variable in self._everything().items()}
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Replace every array."""
+        for name, variable in self._everything().items():
+            raw(variable).assign(tf.convert_to_tensor(arrays[name]))
+
+    def _everything(self) -> dict[str, Any]:
+        parameters, frozen, running, rng = self.variables
+        groups = {
+            "model": {**parameters, **frozen},
+            "running": running,
+            "rng": rng,
+            "optimizer": optimizer_variables(self.optimizer, list(parameters)),
+            "loss_scale": self._scale._asdict(),
+        }
+        named = {f"{group}/{name}": variable for group, members in groups.items() for name, variable in members.items()}
+        return {**named, "step": self._step}
+
+    def _transient(self) -> dict[str, Any]:
+        return {**self.variables.running, **self.variables.rng}
+
+    def _ready(self) -> _Training:
+        if self._training is None:
+            raise ModelError(
+                "the model is not built, so its variables do not exist yet. Run one step or value_and_grad first, or "
+                "build the model before init: call it once, or give its first layer an Input."
+            )
+        return self._training
+
+
+def _fresh(scaler: LossScaler) -> list[tuple[str, Any]]:
+    start = LossScaleState(np.float32(scaler.init_scale), 0, scaler.hysteresis, 0, 0)
+    return [(name, v if name == "scale" else np.int32(v)) for name, v in start._asdict().items()]

@@ -1,0 +1,296 @@
+"""The training step as graph code: `differentiate` and `update`, the two halves, and the step made of both.
+
+    differentiate: loss * scale -> gradients, summed over micro-batches -> / (scale * N)          (S6 to S8)
+    update:        norm and finite flag -> clip -> optimizer under tf.cond -> scale adjustment    (S9 to S15)
+
+`GraphFunction` traces them with `tf.function`, once per state and batch shape. The decision to skip is taken inside
+the graph; Python never waits for it. Called by the backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from polyamp import checks
+from polyamp.backend import Gradients, LossFunction, Skip, StepResult
+from polyamp.errors import GradientError, UnsupportedError
+from polyamp_tensorflow.arrays import XP, dense, is_floating, leaves, raw
+from polyamp_tensorflow.gradients import norm_and_flag, scale_loss
+from polyamp_tensorflow.models import BoundModel
+from polyamp_tensorflow.policy import layer_policies, matmul_precision
+from polyamp_tensorflow.state import TensorFlowState
+
+States = Sequence[TensorFlowState]
+_XLA_WARNING: Final = (
+    "float16 on TensorFlow's CPU is about 300 times slower than float32 outside XLA, so polyamp compiles this with XLA "
+    "(jit_compile=True). The first call takes seconds. Pass jit_compile=True or False to choose, or use bfloat16."
+)
+_warned: list[bool] = []
+
+
+class _Scaled(NamedTuple):
+    """Float32 loss, aux, and the float32 gradients of the scaled loss by state and parameter."""
+
+    loss: Any
+    aux: Any
+    gradients: list[dict[str, Any]]
+
+
+class GraphFunction:
+    """`body(states, *tensors)` as a `tf.function` for each combination of states.
+
+    Args:
+        body: graph code that reads and writes the states' variables.
+        compile: False runs it eagerly, for debugging.
+        jit_compile: XLA; None chooses it for float16 on a CPU, with a warning once per process.
+
+    Raises:
+        UnsupportedError: `jit_compile=True` without compiling; a model that XLA cannot compile.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        *,
+        compile: bool = True,  # noqa: A002  # the public option's name
+        jit_compile: bool | None = False,
+    ) -> None:
+        if jit_compile and not compile:
+            raise UnsupportedError("jit_compile=True compiles with XLA. Received: compile=False as well. Drop one.")
+        self._body = body
+        self._compile = compile
+        self._jit_compile = jit_compile
+
+    def __call__(self, states: States, *tensors: Any) -> Any:
+        program = self._program(tuple(states))
+        with matmul_precision(states[0].recipe.policy):
+            try:
+                return program(*tensors)
+            except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError) as error:
+                if "unsupported operations" not in str(error):
+                    raise
+                raise UnsupportedError(
+                    f"XLA cannot compile loss_fn or the model: {error.message} Pass jit_compile=False to run without "
+                    "XLA; float16 on a CPU is then about 300 times slower than float32, bfloat16 is not."
+                ) from error
+
+    def _program(self, states: tuple[TensorFlowState, ...]) -> Callable[..., Any]:
+        # The program holds its states, so their ids stay theirs as long as the entry lives. The entry lies in the
+        # first state and holds neither this object nor anything outside the states, so all go together.
+        programs = states[0].programs.setdefault(self, {})
+        key = tuple(id(state) for state in states)
+        if key not in programs:
+            programs[key] = self._traced(states)
+        return programs[key]
+
+    def _traced(self, states: tuple[TensorFlowState, ...]) -> Callable[..., Any]:
+        body = self._body
+
+        def program(*tensors: Any) -> Any:
+            return body(states, *tensors)
+
+        if not self._compile:
+            return program
+        jit = _needs_xla(states) if self._jit_compile is None else self._jit_compile
+        # AutoGraph would rewrap exceptions raised while tracing, so that they reach the user as other ones.
+        return tf.function(program, autograph=False, jit_compile=jit)  # type: ignore[no-any-return]
+
+
+def build_models(states: States, loss_fn: LossFunction, batch: Any) -> None:
+    """Create the variables of models that are not built, by tracing `loss_fn` once and running nothing."""
+    if all(state.is_ready for state in states):
+        return
+
+    def trace(batch: Any) -> None:
+        loss_fn(_bound(states), batch)
+
+    tf.function(trace, autograph=False).get_concrete_function(batch)
+    for state in states:
+        if not state.is_ready:
+            state.finish_building()
+
+
+def full_step(states: States, loss_fn: LossFunction, batch: Any) -> StepResult:
+    """Both halves for one state."""
+    loss, aux, gradients = differentiate(states, loss_fn, batch, states[0].recipe.accumulate_steps)
+    (result,) = update(states, gradients, "all")
+    return result._replace(loss=loss, aux=aux)
+
+
+def differentiate(states: States, loss_fn: LossFunction, batch: Any, count: int) -> tuple[Any, Any, list[Gradients]]:
+    """Unscaled loss, aux and gradients over `count` micro-batches; the states' variables end as they began."""
+    before = [state.read_transient() for state in states]
+    try:
+        scaled = _accumulated(states, loss_fn, batch, count)
+        after = [state.read_transient() for state in states]
+    finally:
+        for state, values in zip(states, before, strict=True):
+            state.write_transient(values)
+    scaler = states[0].recipe.loss_scaler
+    scale = states[0].scale_state.scale if scaler.scales else None
+    found = []
+    for state, values, running in zip(states, scaled.gradients, after, strict=True):
+        unscaled = {
+            name: tf.cast(value if scale is None else value / tf.cast(scale, value.dtype), parameter.dtype)
+            for (name, value), parameter in zip(values.items(), state.variables.parameters.values(), strict=True)
+        }
+        found.append(Gradients(unscaled, running))
+    return scaled.loss, scaled.aux, found
+
+
+def update(states: States, gradients: Sequence[Gradients], skip: Skip) -> list[StepResult]:
+    """Flag, clip, optimizer and scale adjustment for states that share a scaler (S14)."""
+    values = [_fitting(state, item) for state, item in zip(states, gradients, strict=True)]
+    measured = [norm_and_flag(list(item.values())) for item in values]
+    every = tf.reduce_all(tf.stack([finite for _, finite in measured]))
+    return [
+        _updated(state, list(own.values()), item.running, norm, every if skip == "all" else finite, every)
+        for state, own, item, (norm, finite) in zip(states, values, gradients, measured, strict=True)
+    ]
+
+
+def _updated(state: TensorFlowState, values: list[Any], running: Any, norm: Any, use: Any, every: Any) -> StepResult:
+    recipe = state.recipe
+
+    def commit() -> Any:
+        if recipe.clip_norm is None:
+            return state.commit(values, running)
+        factor = checks.clip_factor(norm, recipe.clip_norm, XP)
+        return state.commit([value * tf.cast(factor, value.dtype) for value in values], running)
+
+    state.write_rng(running)
+    if recipe.loss_scaler.checks:
+        step = tf.cond(use, commit, lambda: state.step)
+        state.adjust_scale(every)
+        skipped = tf.logical_not(use)
+    else:
+        step, skipped = commit(), tf.constant(False)
+    return StepResult(None, None, norm, state.scale_state.scale, skipped, tf.identity(step))
+
+
+def _fitting(state: TensorFlowState, gradients: Gradients) -> dict[str, Any]:
+    """The gradients, dense, in the parameters' order and at least in float32.
+
+    Raises:
+        GradientError: they do not fit the state.
+    """
+    parameters, received = state.variables.parameters, gradients.values
+    if not isinstance(received, dict):
+        raise GradientError(
+            f"gradients.values must be a dict of parameter path -> tensor. Received: {type(received).__name__}."
+        )
+    _check(parameters, received)
+    found = {}
+    for name, parameter in parameters.items():
+        value = dense(received[name], parameter)
+        if not is_floating(value):
+            raise GradientError(f"the gradient of {name!r} must be floating. Received dtype: {value.dtype.name}.")
+        found[name] = tf.cast(value, tf.float64 if value.dtype == tf.float64 else tf.float32)
+    return found
+
+
+def _check(parameters: dict[str, Any], gradients: dict[str, Any]) -> None:
+    checks.check_gradients(
+        [(name, tuple(parameter.shape)) for name, parameter in parameters.items()],
+        [(name, None if value is None else tuple(value.shape)) for name, value in gradients.items()],
+    )
+
+
+def _accumulated(states: States, loss_fn: LossFunction, batch: Any, count: int) -> _Scaled:
+    """Mean loss, stacked aux and mean scaled gradients (S8): the first micro-batch, then a loop over the others.
+
+    The first one stands before the loop because it tells the loop the structure of aux; the graph holds two copies of
+    the model whatever the number of micro-batches.
+    """
+    if count == 1:
+        return _scaled(states, loss_fn, batch)
+    parts = _micro_batches(batch, count)
+
+    def part(index: Any) -> _Scaled:
+        return _scaled(states, loss_fn, keras.tree.map_structure(lambda leaf: leaf[index], parts))
+
+    first = part(0)
+    sums = [first.loss, first.gradients]
+    stacks = [
+        tf.TensorArray(leaf.dtype, count, element_shape=leaf.shape, clear_after_read=False).write(0, leaf)
+        for leaf in _present(first.aux)
+    ]
+
+    def body(index: Any, sums: Any, stacks: Any) -> Any:
+        other = part(index)
+        added = keras.tree.map_structure(tf.add, sums, [other.loss, other.gradients])
+        written = [s.write(index, leaf) for s, leaf in zip(stacks, _present(other.aux), strict=True)]
+        return index + 1, added, written
+
+    _, sums, stacks = tf.while_loop(
+        lambda index, *_: index < count, body, (tf.constant(1), sums, stacks), parallel_iterations=1
+    )
+    loss, gradients = keras.tree.map_structure(lambda total: total / tf.cast(count, total.dtype), sums)
+    stacked = iter([stack.stack() for stack in stacks])
+    return _Scaled(loss, _map_present(lambda _: next(stacked), first.aux), gradients)
+
+
+def _micro_batches(batch: Any, count: int) -> Any:
+    """The batch with every leaf shaped (count, micro-batch, ...), from a batch to split or a list of micro-batches."""
+    if isinstance(batch, list):
+        checks.check_micro_batches(
+            [[(path, tuple(leaf.shape)) for path, leaf in leaves(part)] for part in batch], count
+        )
+        return keras.tree.map_structure(lambda *members: tf.stack(members), *batch)
+    size = checks.micro_batch_size([(path, tuple(leaf.shape)) for path, leaf in leaves(batch)], count)
+    return keras.tree.map_structure(lambda leaf: tf.reshape(leaf, (count, size, *leaf.shape[1:])), batch)
+
+
+def _scaled(states: States, loss_fn: LossFunction, batch: Any) -> _Scaled:
+    """Loss and scaled gradients of one micro-batch. `loss_fn` runs with the models' layers under their policies."""
+    scaler = states[0].recipe.loss_scaler
+    parameters = [state.variables.parameters for state in states]
+    watched = [raw(variable) for own in parameters for variable in own.values()]
+    with contextlib.ExitStack() as stack:
+        for state in states:
+            stack.enter_context(layer_policies(state.model, state.recipe.policy))
+        tape = stack.enter_context(tf.GradientTape(watch_accessed_variables=False))
+        tape.watch(watched)
+        loss, aux = checks.split_result(loss_fn(_bound(states), batch))
+        loss = scale_loss(loss, None, what="loss_fn")
+        scaled = loss * states[0].scale_state.scale if scaler.scales else loss
+    flat = iter(tape.gradient(scaled, watched))
+    gradients = []
+    for own in parameters:
+        found = {name: dense(next(flat), variable) for name, variable in own.items()}
+        _check(own, found)
+        gradients.append({n: tf.cast(g, tf.float64 if g.dtype == tf.float64 else tf.float32) for n, g in found.items()})
+    return _Scaled(loss, _map_present(lambda leaf: tf.convert_to_tensor(raw(leaf)), aux), gradients)
+
+
+def _present(tree: Any) -> list[Any]:
+    return [leaf for leaf in keras.tree.flatten(tree) if leaf is not None]
+
+
+def _map_present(function: Callable[[Any], Any], tree: Any) -> Any:
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else function(leaf), tree)
+
+
+def _bound(states: States) -> Any:
+    models = tuple(BoundModel(state.model, state.recipe.policy) for state in states)
+    return models[0] if len(models) == 1 else models
+
+
+def _needs_xla(states: States) -> bool:
+    """True for float16 on a CPU; says so once per process."""
+    policies = [state.recipe.policy for state in states]
+    if not any("float16" in (policy.compute, *policy.overrides.values()) for policy in policies):
+        return False
+    parameters = [raw(variable) for state in states for variable in state.variables.parameters.values()]
+    if not any(parameter.device.rpartition("device:")[2].startswith("CPU") for parameter in parameters):
+        return False
+    if not _warned:
+        _warned.append(True)
+        warnings.warn(_XLA_WARNING, UserWarning, stacklevel=7)
+    return True

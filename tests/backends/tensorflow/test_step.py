@@ -1,0 +1,311 @@
+"""The TensorFlow step: one graph, nothing moved by a skip, errors as they are, traps of Keras's own loss scaling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import polyamp
+import polyamp_tensorflow
+from polyamp.errors import BatchError, GradientError, LossError, UnsupportedError
+from polyamp.testing.conformance.problems import batch, layers, loss_fn, recipe
+from polyamp_tensorflow import step as step_module
+
+pytestmark = pytest.mark.filterwarnings("ignore:float16 on TensorFlow's CPU")
+BACKEND = polyamp_tensorflow.BACKEND
+HARNESS = BACKEND.testing()
+TRACES = {
+    1: [8, 8, 8, 8, 16, 8, 4, 4, 2, 2, 2, 2, 4, 4, 4, 4, 8, 4],
+    2: [16, 16, 16, 16, 32, 32, 16, 16, 8, 8, 8, 8, 16, 16, 16, 16, 32, 32],
+}
+"""S16: hysteresis -> the scale after each step of OVERFLOWS."""
+OVERFLOWS = [1, 0, 0, 0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1]
+
+
+def dropout_model() -> Any:
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5, seed=3),
+            keras.layers.Dense(3),
+        ]
+    )
+
+
+def snapshot(state: Any, *but: str) -> dict[str, bytes]:
+    return {n: v.tobytes() for n, v in BACKEND.export_state(state).items() if not n.startswith(but)}
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2])
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_scale_follows_the_reference_trace(policy: str, hysteresis: int) -> None:
+    scaler = polyamp.LossScaler(init_scale=16.0, growth_interval=4, hysteresis=hysteresis)
+    made = recipe(policy, scaler=scaler)
+    state = polyamp.init(HARNESS.mlp(layers()), made)
+    step = polyamp.train_step(loss_fn, made)
+    scales = [float(step(state, batch(i, gain=np.inf if bad else 1.0))[1].scale) for i, bad in enumerate(OVERFLOWS)]
+    assert scales == TRACES[hysteresis]
+
+
+def test_scale_stops_at_its_floor_and_the_next_finite_step_trains() -> None:
+    made = recipe(scaler=polyamp.LossScaler(on_stuck="ignore"))
+    state = polyamp.init(HARNESS.mlp(layers()), made)
+    step = polyamp.train_step(loss_fn, made)
+    for _ in range(200):
+        state, result = step(state, batch(gain=np.nan))
+    assert float(result.scale) == 2.0**-14
+    assert int(state.scale_state.skipped) == 200
+    state, result = step(state, batch())
+    assert not bool(result.skipped)
+    assert all(np.isfinite(value).all() for value in BACKEND.export_state(state).values())
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_overflow_leaves_everything_but_scale_and_rng_bit_for_bit(policy: str) -> None:
+    made = recipe(policy, optimizer=polyamp.adamw(1e-2), scaler=polyamp.LossScaler(init_scale=16.0), clip_norm=1.0)
+    state = polyamp.init(dropout_model(), made)
+    step = polyamp.train_step(loss_fn, made)
+    step(state, batch(0))
+    before, seed = (
+        snapshot(state, "loss_scale/", "rng/"),
+        snapshot(state, "model", "running", "optimizer", "loss_scale"),
+    )
+    _, result = step(state, batch(1, gain=np.inf))
+    assert bool(result.skipped)
+    assert snapshot(state, "loss_scale/", "rng/") == before
+    assert {"running/batch_normalization/moving_mean", "optimizer/iteration", "step"} <= set(before)
+    assert int(state.optimizer.iterations) == int(state.step) == 1
+    after = snapshot(state, "model", "running", "optimizer", "loss_scale")
+    assert after["rng/dropout/seed_0"] != seed["rng/dropout/seed_0"], "the mask that overflowed would come back"
+
+
+def test_value_and_grad_changes_nothing_and_running_carries_both_kinds() -> None:
+    state = polyamp.init(dropout_model(), recipe())
+    before = snapshot(state)
+    run = polyamp.value_and_grad(loss_fn)
+    loss, gradients = run(state, batch())
+    again, _ = run(state, batch())
+    assert float(loss) == float(again), "the same random numbers"
+    assert snapshot(state) == before
+    assert set(gradients.running) == {
+        "batch_normalization/moving_mean",
+        "batch_normalization/moving_variance",
+        "dropout/seed_0",
+    }
+    polyamp.apply_gradients(state, gradients)
+    changed = {name for name, value in snapshot(state).items() if value != before[name]}
+    assert {f"rng/{n}" if "seed" in n else f"running/{n}" for n in gradients.running} <= changed
+
+
+def test_the_two_halves_equal_the_step() -> None:
+    made = recipe(optimizer=polyamp.adam(1e-2), scaler=polyamp.LossScaler.static(1024.0), clip_norm=0.1)
+    whole, halves = polyamp.init(HARNESS.mlp(layers()), made), polyamp.init(HARNESS.mlp(layers()), made)
+    step, run = polyamp.train_step(loss_fn, made), polyamp.value_and_grad(loss_fn)
+    for i in range(3):
+        step(whole, batch(i))
+        polyamp.apply_gradients(halves, run(halves, batch(i))[1])
+    left, right = BACKEND.export_state(whole), BACKEND.export_state(halves)
+    for name in left:
+        np.testing.assert_allclose(left[name], right[name], rtol=1e-6, err_msg=name)
+
+
+def test_one_trace_for_equal_shapes_whatever_the_values() -> None:
+    traces: list[int] = []
+
+    def counted(model: Any, item: Any) -> Any:
+        traces.append(1)
+        return loss_fn(model, item) * item["weight"]
+
+    made = recipe()
+    state = polyamp.init(HARNESS.mlp(layers()), made)
+    step = polyamp.train_step(counted, made)
+    for i in range(5):
+        step(state, {**batch(i), "weight": float(i)})
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_accumulation_does_not_unroll(count: int) -> None:
+    traces: list[int] = []
+
+    def counted(model: Any, item: Any) -> Any:
+        traces.append(1)
+        loss = loss_fn(model, item)
+        return loss, {"loss": loss, "absent": None}
+
+    made = recipe(accumulate_steps=count)
+    state = polyamp.init(HARNESS.mlp(layers()), made)
+    _, result = polyamp.train_step(counted, made)(state, batch())
+    assert len(traces) == 2
+    assert result.aux["absent"] is None
+    assert tuple(result.aux["loss"].shape) == (count,)
+
+
+def test_running_statistics_flow_through_micro_batches() -> None:
+    item = batch()
+    model = HARNESS.normalized_mlp(layers())
+    x = (item["x"] @ layers()[0].kernel + layers()[0].bias).reshape(2, 4, -1)
+    made = recipe(accumulate_steps=2)
+    polyamp.train_step(loss_fn, made)(polyamp.init(model, made), item)
+    mean = 0.9 * (0.1 * x[0].mean(0)) + 0.1 * x[1].mean(0)
+    np.testing.assert_allclose(model.get_layer("norm0").moving_mean.numpy(), mean, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("options", [{"compile": False}, {"jit_compile": True}, {"jit_compile": False}])
+def test_eager_and_xla_agree_with_the_graph(options: dict[str, Any]) -> None:
+    made = recipe(optimizer=polyamp.adam(1e-2), scaler=polyamp.LossScaler(init_scale=16.0), accumulate_steps=2)
+    flat = []
+    for chosen in ({}, options):
+        state = polyamp.init(HARNESS.mlp(layers()), made)
+        step = polyamp.train_step(loss_fn, made, **chosen)
+        for i in range(3):
+            step(state, batch(i, gain=np.inf if i == 1 else 1.0))
+        flat.append(np.concatenate([part.ravel() for layer in HARNESS.weights(state) for part in layer]))
+        assert int(state.step) == 2
+    np.testing.assert_allclose(flat[0], flat[1], rtol=1e-5, atol=1e-7)
+
+
+def jit_of(policy: str, **options: Any) -> Any:
+    made = recipe(policy)
+    state = polyamp.init(HARNESS.mlp(layers()), made)
+    step = polyamp.train_step(loss_fn, made, **options)
+    step(state, batch())
+    ((program,),) = [list(programs.values()) for programs in state.programs.values()]
+    return program._jit_compile
+
+
+@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="XLA is chosen for float16 on a CPU")
+def test_float16_on_a_cpu_goes_through_xla_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_module, "_warned", [])
+    assert jit_of("mixed_bfloat16") is False
+    assert jit_of("float32") is False
+    with pytest.warns(UserWarning, match="compiles this with XLA") as caught:
+        chosen = [jit_of("mixed_float16"), jit_of("mixed_float16")]
+    assert chosen == [True, True]
+    assert len(caught) == 1
+    assert jit_of("mixed_float16", jit_compile=False) is False
+
+
+def test_a_model_that_xla_cannot_compile_is_refused_with_the_way_out() -> None:
+    def strange(model: Any, item: Any) -> Any:
+        return loss_fn(model, item) + tf.strings.to_number(tf.strings.as_string(item["y"][0, 0]))
+
+    made = recipe("mixed_bfloat16")
+    state = polyamp.init(HARNESS.mlp(layers()), made)
+    with pytest.raises(UnsupportedError, match="Pass jit_compile=False"):
+        polyamp.train_step(strange, made, jit_compile=True)(state, batch())
+
+
+def test_contradictory_options_are_refused() -> None:
+    made = recipe()
+    state = polyamp.init(HARNESS.mlp(layers()), made)
+    with pytest.raises(UnsupportedError, match="compile=False as well"):
+        polyamp.train_step(loss_fn, made, compile=False, jit_compile=True)(state, batch())
+
+
+def test_clip_comes_after_unscaling() -> None:
+    flat = []
+    for scale in (1.0, 2.0**14):
+        made = recipe(optimizer=polyamp.sgd(1.0), scaler=polyamp.LossScaler.static(scale), clip_norm=0.1)
+        state = polyamp.init(HARNESS.mlp(layers()), made)
+        _, result = polyamp.train_step(loss_fn, made)(state, batch())
+        flat.append(np.concatenate([part.ravel() for layer in HARNESS.weights(state) for part in layer]))
+        assert float(result.grad_norm) > 0.1
+    start = np.concatenate([part.ravel() for layer in layers() for part in layer])
+    assert np.array_equal(flat[0], flat[1])
+    np.testing.assert_allclose(np.linalg.norm(flat[0] - start), 0.1, rtol=1e-5)
+
+
+def test_indexed_slices_of_an_embedding() -> None:
+    table = np.arange(12, dtype=np.float32).reshape(6, 2)
+
+    def mean_output(model: Any, item: Any) -> Any:
+        return tf.reduce_sum(model(item))
+
+    flat = []
+    for policy in ("float32", "mixed_bfloat16"):
+        made = recipe(policy, optimizer=polyamp.sgd(1.0), accumulate_steps=2)
+        embedding = keras.layers.Embedding(6, 2, embeddings_initializer=keras.initializers.Constant(table))
+        state = polyamp.init(keras.Sequential([keras.Input((3,)), embedding]), made)
+        polyamp.train_step(mean_output, made)(state, np.array([[1, 1, 4], [1, 0, 4]], np.int32))
+        flat.append(table - embedding.embeddings.numpy())
+    assert np.array_equal(flat[0][:, 0], [0.5, 1.5, 0, 0, 1, 0])
+    assert np.array_equal(flat[0], flat[1])
+
+
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    inputs = keras.Input((4,))
+    outputs = [keras.layers.Dense(3, name=name)(inputs) for name in ("used", "unused")]
+    made = recipe()
+    state = polyamp.init(keras.Model(inputs, outputs), made)
+
+    def first_only(model: Any, item: Any) -> Any:
+        return tf.reduce_mean(model(item["x"])[0])
+
+    with pytest.raises(GradientError, match="the gradient of 'unused/kernel' is None"):
+        polyamp.train_step(first_only, made)(state, batch())
+
+
+def test_errors_of_loss_fn_arrive_as_they_are() -> None:
+    class OwnError(Exception):
+        def __init__(self, code: int) -> None:
+            super().__init__(f"code {code}")
+            self.code = code
+
+    def failing(model: Any, item: Any) -> Any:
+        model(item["x"])
+        raise OwnError(7)
+
+    for options in ({}, {"compile": False}):
+        made = recipe()
+        state = polyamp.init(dropout_model(), made)
+        before = snapshot(state)
+        with pytest.raises(OwnError) as caught:
+            polyamp.train_step(failing, made, **options)(state, batch())
+        assert (type(caught.value), caught.value.code, str(caught.value)) == (OwnError, 7, "code 7")
+        assert snapshot(state) == before
+    with pytest.raises(LossError, match=r"^loss_fn must return a scalar loss. Received shape: \(8, 3\)"):
+        polyamp.train_step(lambda model, item: model(item["x"]), recipe())(state, batch())
+
+
+def test_a_leaf_that_is_no_array_is_refused() -> None:
+    made = recipe()
+    state = polyamp.init(HARNESS.mlp(layers()), made)
+    with pytest.raises(BatchError, match="Received a leaf of type object"):
+        polyamp.train_step(loss_fn, made)(state, {**batch(), "extra": object()})
+
+
+def test_programs_go_with_their_step() -> None:
+    import gc
+
+    made = recipe()
+    state = polyamp.init(HARNESS.mlp(layers()), made)
+    step = polyamp.train_step(loss_fn, made)
+    step(state, batch())
+    assert len(state.programs) == 1
+    del step
+    gc.collect()
+    assert len(state.programs) == 0
+
+
+def test_a_16_bit_loss_is_upcast_before_scaling() -> None:
+    made = recipe(polyamp.Policy(compute="float16", output="float16"), scaler=polyamp.LossScaler.static(2.0**15))
+    state = polyamp.init(HARNESS.mlp(layers()), made)
+    seen: list[Any] = []
+
+    def narrow_loss(model: Any, item: Any) -> Any:
+        loss = tf.reduce_mean(model(item["x"])) + 4.0
+        seen.append(loss.dtype)
+        return loss
+
+    _, result = polyamp.train_step(narrow_loss, made)(state, batch())
+    assert seen == [tf.float16]
+    assert not bool(result.skipped)
+    assert result.loss.dtype == tf.float32
+    assert float(result.loss) > 2.0, "times 2^15 that is inf in float16"
