@@ -24,6 +24,6 @@ clean:
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt hatchling \
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \
 	    --editable ".[torch,tensorflow,jax,cli,examples,dev]"
 	touch $(STAMP)

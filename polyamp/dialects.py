@@ -102,10 +102,11 @@ def _parse_jmp(word: str) -> Spelling:
         key, _, value = (piece.strip() for piece in part.partition("="))
         name = _JMP_KEYS.get(key)
         if name is None or name in fields or value not in ALIASES:
+            hint = did_you_mean(key, _JMP_KEYS) if name is None else ""
+            hint = did_you_mean(value, ALIASES) if value not in ALIASES else hint
             raise PolicyError(
                 f"a jmp policy is 'params=DTYPE,compute=DTYPE,output=DTYPE' (or p=, c=, o=), each once, with DTYPE one "
-                f"of {', '.join(ALIASES)}. Received: {part.strip()!r} in {word!r}."
-                + did_you_mean(value or key, [*ALIASES, *_JMP_KEYS])
+                f"of {', '.join(ALIASES)}. Received: {part.strip()!r} in {word!r}.{hint}"
             )
         fields[name] = canonical(value, argument=key)
     missing = [name for name in ("param", "compute", "output") if name not in fields]

@@ -7,6 +7,7 @@ dispatched on the root modules along its type's MRO, so no framework is imported
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -234,9 +235,13 @@ def _probe(name: str) -> BackendStatus:
     import subprocess
 
     code = f"import json, polyamp.registry as r; i = r.get({name!r}).info(); print(json.dumps(list(i)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    except subprocess.TimeoutExpired:
+        return BackendStatus(name, False, None, (), "its import did not end within 300 s")
     if done.returncode == 0:
         framework, version, devices = json.loads(done.stdout.strip().splitlines()[-1])
         return _status(name, BackendInfo(framework, version, tuple(devices)))
     lines = done.stderr.strip().splitlines() or [f"the interpreter ended with status {done.returncode}"]
-    return BackendStatus(name, False, None, (), lines[-1])
+    problem = re.sub(r"^polyamp\.errors\.\w+: ", "", lines[-1])  # the exception's class says nothing to a reader
+    return BackendStatus(name, False, None, (), problem)

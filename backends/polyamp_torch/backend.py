@@ -49,7 +49,7 @@ class TorchBackend:
 
     def info(self) -> BackendInfo:
         cuda = tuple(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count()))
-        return BackendInfo("torch", torch.__version__, (*cuda, "cpu"))
+        return BackendInfo("torch", str(torch.__version__), (*cuda, "cpu"))
 
     def scalar(self, value: float, dtype: str, *, like: Any = None) -> Any:
         device = like.device if isinstance(like, torch.Tensor) else None

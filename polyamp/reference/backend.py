@@ -201,9 +201,7 @@ class ReferenceBackend:
             name: {slot: arrays[f"optimizer/{name}/{slot}"] for slot in group} for name, group in state.slots.items()
         }
         scale_state = LossScaleState(*(arrays[f"loss_scale/{name}"] for name in LossScaleState._fields))
-        return type(state)(
-            model=model, recipe=state.recipe, slots=slots, scale_state=scale_state, step=arrays["step"]
-        )
+        return type(state)(model=model, recipe=state.recipe, slots=slots, scale_state=scale_state, step=arrays["step"])
 
     def testing(self) -> Harness:
         from polyamp.reference.testing import ReferenceHarness

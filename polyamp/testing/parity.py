@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 import msgspec
 
@@ -34,11 +34,11 @@ from polyamp.loss_scale import LossScaler
 from polyamp.policy import Policy
 from polyamp.recipe import Recipe
 from polyamp.testing.parity_report import Comparison, Failure, Pair, Report, Run, compare, distance
-from polyamp.testing.parity_worker import Event, Failed, Finished, Job, Missing, Progress, Started
+from polyamp.testing.parity_worker import Event, Failed, Finished, Job, Missing, Progress, Started, Starting
 
 __all__ = [
     "POLICIES", "STEPS", "Comparison", "Event", "Failed", "Failure", "Finished", "Missing", "Pair", "Progress",
-    "Report", "Run", "Started", "available", "compare", "demo_recipe", "distance", "recipe_for", "run",
+    "Report", "Run", "Started", "Starting", "available", "compare", "demo_recipe", "distance", "recipe_for", "run",
 ]  # fmt: skip
 
 POLICIES: Final = ("float32", "mixed_bfloat16", "mixed_float16")
@@ -171,7 +171,11 @@ def _recipes(recipe: Recipe, policies: Sequence[str]) -> tuple[dict[str, Recipe]
 
 def _checked_backends(backends: Sequence[str] | None, interpreters: Mapping[str, str | Path]) -> list[str]:
     known = available()
-    chosen = list(dict.fromkeys(backends)) if backends is not None else [*known, *(set(interpreters) - set(known))]
+    chosen = (
+        list(dict.fromkeys(backends))
+        if backends is not None
+        else [*known, *(name for name in interpreters if name not in known)]
+    )
     if not chosen:
         raise BackendError(f"backends must name at least one of {', '.join(known)}. Received: none.")
     for name in chosen:
@@ -206,21 +210,16 @@ def _write_problem(path: Path, *, steps: int, batch_size: int, seed: int) -> Non
 
     data = digits.load(seed)
     batches = list(digits.batches(data, size=batch_size, steps=steps, seed=seed))
-    weights = {f"weights/{name}": value for name, value in digits.initial_weights(seed).items()}
-    np.savez(
-        path,
-        batches_x=np.stack([batch["x"] for batch in batches]),
-        batches_y=np.stack([batch["y"] for batch in batches]),
-        test_x=data.test_x,
-        test_y=data.test_y,
-        **weights,
-    )
+    arrays: dict[str, Any] = {f"weights/{name}": value for name, value in digits.initial_weights(seed).items()}
+    arrays |= {f"batches_{key}": np.stack([batch[key] for batch in batches]) for key in ("x", "y")}
+    np.savez(path, test_x=data.test_x, test_y=data.test_y, **arrays)
 
 
 def _worker_events(job: Job, python: str, timeout: float) -> Iterator[Event]:
     """Start one worker, pass its events on, and turn its death into a `Failed` event with the end of its stderr."""
     command = [python, "-P", "-m", "polyamp.testing.parity_worker"]
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
+    yield Starting(backend=job.backend)
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr:
         try:
             process = subprocess.Popen(
@@ -240,6 +239,9 @@ def _worker_events(job: Job, python: str, timeout: float) -> Iterator[Event]:
         try:
             yield from _talk(process, job)
             process.wait()
+        except msgspec.DecodeError:
+            yield _failed(job, f"{python} sent what polyamp {__version__} cannot read. Install this version there.")
+            return
         finally:
             timer.cancel()
             process.kill()

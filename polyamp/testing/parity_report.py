@@ -6,14 +6,16 @@ The distance of two loss curves over their first n steps is the largest relative
 
     max over t < n of |a_t - b_t| / max(|a_t|, |b_t|, LOSS_FLOOR)
 
-and S21 says how large it may be: see `TOLERANCE` and `MIXED_FACTOR`.
+and S21 says how large it may be: see `TOLERANCE` and `MIXED_FACTOR`. Two frameworks that skip different steps (a
+gradient at the very edge of float16's range, rounded up in one and down in the other) train on with different updates,
+so they are compared up to the first such step; see `LEAST_SHARED`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -24,6 +26,8 @@ MIXED_FACTOR: Final = 2.0
 """Under another policy: at most this many times the larger of the two frameworks' own distances from float32 (S21)."""
 COMPARED_STEPS: Final = 100
 """The rule holds for this many steps: rounding differences grow with every update, as in any optimisation."""
+LEAST_SHARED: Final = 20
+"""Two frameworks whose skipped steps differ before this step are outside the tolerance whatever their distance."""
 LOSS_FLOOR: Final = 1e-2
 """Losses below this many nats are compared absolutely: the relative error of a loss near 0 says nothing."""
 
@@ -80,18 +84,20 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         backends: the two.
-        distance: between their loss curves over the compared steps; None where only one of them is finite.
+        steps: how many first steps are compared.
+        distance: between their loss curves over these; None where only one of them is finite.
         whole_run: the same over all steps, for information.
         limit: the largest distance that S21 allows them.
-        same_skips: whether they skipped the same steps.
+        parted: the first step that one skipped and the other did not; None if there is none.
     """
 
     backends: tuple[str, str]
+    steps: int
     distance: float | None
     whole_run: float | None
     limit: float
     within: bool
-    same_skips: bool
+    parted: int | None
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,13 +105,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         policy: the policy.
-        steps: how many first steps are compared.
         from_float32: framework -> distance of its curve from its own float32 curve; None where not finite.
         pairs: the pairs, the one that decides the verdict first.
     """
 
     policy: str
-    steps: int
     from_float32: dict[str, float | None]
     pairs: list[Pair]
 
@@ -181,28 +185,28 @@ def compare(runs: Sequence[Run], baseline: str) -> list[Comparison]:
 
 
 def _compared(peers: Sequence[Run], baselines: Sequence[Run], policy: str, baseline: str) -> Comparison:
-    steps = min(COMPARED_STEPS, len(peers[0].losses))
-    own: dict[str, float | None] = {}
-    if policy != baseline:
-        plain = {run.backend: run.losses for run in baselines}
-        own = {
-            run.backend: distance(run.losses, run.twin_losses or plain[run.backend], steps)
-            for run in peers
-            if run.twin_losses or run.backend in plain
-        }
-    pairs = [_pair(a, b, own, steps) for a, b in itertools.combinations(peers, 2)]
+    plain = {} if policy == baseline else {run.backend: run.losses for run in baselines}
+    plain |= {run.backend: run.twin_losses for run in peers if run.twin_losses is not None}
+    own = {
+        run.backend: distance(run.losses, plain[run.backend], COMPARED_STEPS) for run in peers if run.backend in plain
+    }
+    pairs = [_pair(a, b, plain) for a, b in itertools.combinations(peers, 2)]
     pairs.sort(key=lambda pair: (pair.within, -math.inf if pair.distance is None else -pair.distance))
-    return Comparison(policy=policy, steps=steps, from_float32=own, pairs=pairs)
+    return Comparison(policy=policy, from_float32=own, pairs=pairs)
 
 
-def _pair(a: Run, b: Run, own: dict[str, float | None], steps: int) -> Pair:
+def _pair(a: Run, b: Run, plain: Mapping[str, Curve]) -> Pair:
+    parted = next((step for step, (x, y) in enumerate(zip(a.skips, b.skips, strict=True)) if x != y), None)
+    steps = min(COMPARED_STEPS, len(a.losses) if parted is None else parted + 1)
     apart = distance(a.losses, b.losses, steps)
-    limit = max(TOLERANCE, *(MIXED_FACTOR * (own.get(run.backend) or 0.0) for run in (a, b)))
+    own = [distance(run.losses, plain[run.backend], steps) for run in (a, b) if run.backend in plain]
+    limit = max(TOLERANCE, *(MIXED_FACTOR * (value or 0.0) for value in [*own, 0.0]))
     return Pair(
         backends=(a.backend, b.backend),
+        steps=steps,
         distance=apart,
         whole_run=distance(a.losses, b.losses),
         limit=limit,
-        within=apart is not None and apart <= limit,
-        same_skips=a.skips == b.skips,
+        within=apart is not None and apart <= limit and (parted is None or parted >= LEAST_SHARED),
+        parted=parted,
     )

@@ -47,6 +47,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     report_every: int
 
 
+class Starting(msgspec.Struct, frozen=True, kw_only=True, tag="starting"):
+    """The process is about to start and to import its framework; the only event that a worker does not send itself."""
+
+    backend: str
+
+
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     """The framework is imported."""
 
@@ -86,7 +92,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     failure: Failure
 
 
-Event = Started | Progress | Finished | Missing | Failed
+Event = Starting | Started | Progress | Finished | Missing | Failed
 Emit = Callable[[Event], None]
 
 
@@ -117,7 +123,7 @@ def work(job: Job, problem: Arrays, emit: Emit) -> None:
         emit(Failed(failure=Failure(backend=job.backend, policy=None, message=str(error))))
         return
     info = backend.info()
-    emit(Started(backend=job.backend, version=info.version, device=info.devices[0]))
+    emit(Started(backend=job.backend, version=str(info.version), device=info.devices[0]))
     for policy in job.recipes:
         try:
             emit(Finished(run=train(job, policy, backend, problem, emit)))
@@ -159,7 +165,7 @@ def train(job: Job, policy: str, backend: Backend, problem: Arrays, emit: Emit) 
     return Run(
         backend=job.backend,
         policy=policy,
-        version=info.version,
+        version=str(info.version),
         device=info.devices[0],
         losses=curve,
         grad_norms=norms,

@@ -1,0 +1,170 @@
+"""The commands `demo`, `parity` and `doctor`: they read arguments, call polyamp, print and set the exit status.
+
+Exit status: 0 all fine; 1 a framework failed or a distance is outside the tolerance; 2 a wrong argument or recipe.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import polyamp
+from polyamp.cli import tables
+from polyamp.cli.progress import show_progress
+from polyamp.errors import PolyampError
+from polyamp.recipe import Recipe
+from polyamp.testing import parity as runner
+
+app = typer.Typer(
+    help="One Policy / LossScaler API for mixed-precision training in PyTorch, TensorFlow and JAX.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Backends = Annotated[str | None, typer.Option("--backends", metavar="A,B", help="Frameworks to run (default: all).")]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policies",
+        metavar="A,B",
+        help="Policies, in any spelling; float32 is always among them. Repeat the option for one that holds commas. "
+        f"(default: {','.join(runner.POLICIES)}).",
+    ),
+]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
+Interpreters = Annotated[
+    list[str] | None,
+    typer.Option("--python", metavar="NAME=PATH", help="Python that a framework is installed in. Repeatable."),
+]
+Out = Annotated[Path, typer.Option("--out", file_okay=False, help="Folder for the picture, the report and the table.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that one framework may take.")]
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version and exit.")] = False,
+) -> None:
+    """One Policy / LossScaler API for mixed-precision training in PyTorch, TensorFlow and JAX."""
+    if show:
+        typer.echo(f"polyamp {polyamp.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    backends: Backends = None,
+    steps: Steps = runner.STEPS,
+    python: Interpreters = None,
+    out: Out = Path("out"),
+    timeout: Timeout = runner.TIMEOUT,
+) -> None:
+    """Train one recipe on handwritten digits in every framework and policy, and compare the curves."""
+    _parity(None, backends, None, steps, python, out, timeout)
+
+
+@app.command()
+def parity(
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE.toml", exists=True, dir_okay=False, help="Recipe, .toml or .json.")
+    ],
+    backends: Backends = None,
+    policies: Policies = None,
+    steps: Steps = runner.STEPS,
+    python: Interpreters = None,
+    out: Out = Path("out"),
+    timeout: Timeout = runner.TIMEOUT,
+) -> None:
+    """The demo with a recipe of your own: does it train alike in every framework?"""
+    _parity(recipe, backends, policies, steps, python, out, timeout)
+
+
+@app.command()
+def doctor() -> None:
+    """Show every framework: usable, version, devices, or what is wrong with it."""
+    console = _console()
+    with console.status("Starting each framework in a process of its own"):
+        found = polyamp.backends()
+        probed = polyamp.backends(probe=True)
+    installed = {name: probed[name] for name, status in found.items() if status.usable}
+    console.print(f"polyamp {polyamp.__version__}, Python {platform.python_version()}, {platform.platform()}")
+    console.print(tables.doctor_table({**found, **installed}, broken=_broken(installed)))
+    raise typer.Exit(1 if _broken(installed) else 0)
+
+
+def _broken(installed: dict[str, polyamp.BackendStatus]) -> set[str]:
+    return {name for name, status in installed.items() if not status.usable}
+
+
+def _parity(
+    recipe: Path | None,
+    backends: str | None,
+    policies: list[str] | None,
+    steps: int,
+    python: list[str] | None,
+    out: Path,
+    timeout: float,
+) -> None:
+    console = _console()
+    interpreters = dict(_interpreter(item) for item in python or ())
+    try:
+        loaded = Recipe.load(recipe) if recipe is not None else runner.demo_recipe()
+        with show_progress(console) as on_event:
+            report = runner.run(
+                loaded,
+                backends=_words(backends) if backends is not None else None,
+                policies=[word for item in policies for word in _words(item)] if policies else runner.POLICIES,
+                steps=steps,
+                interpreters=interpreters,
+                timeout=timeout,
+                on_event=on_event,
+            )
+    except PolyampError as error:
+        Console(stderr=True).print(f"[red]error:[/] {tables.plain(error)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    tables.print_report(console, report)
+    for path in _write(report, out):
+        console.print(f"wrote {path}", soft_wrap=True)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _write(report: runner.Report, out: Path) -> list[Path]:
+    """The report as JSON and, if anything ran, the picture and the table."""
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [out / "report.json"]
+    paths[0].write_text(report.to_json() + "\n", encoding="utf-8")
+    if report.runs:
+        from polyamp.cli.picture import draw
+
+        paths += [out / "digits.png", out / "table.md"]
+        draw(report, paths[1])
+        paths[2].write_text(tables.markdown(report), encoding="utf-8")
+    return paths
+
+
+def _words(item: str) -> list[str]:
+    """The words of a comma-separated list; a policy in jmp's spelling holds commas itself, and `=`."""
+    return [item] if "=" in item else [word.strip() for word in item.split(",") if word.strip()]
+
+
+def _interpreter(item: str) -> tuple[str, str]:
+    name, equals, path = item.partition("=")
+    found = shutil.which(str(Path(path).expanduser())) if equals else None
+    if not name or found is None:
+        raise typer.BadParameter(
+            f"must be NAME=PATH with the path of a Python interpreter, such as torch=~/torch-env/bin/python. "
+            f"Received: {item!r}.",
+            param_hint="--python",
+        )
+    return name, found
+
+
+def _console() -> Console:
+    """Standard output; lines of 100 columns where it is not a terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=100)

@@ -1,0 +1,241 @@
+"""The command line: exit status, messages, tables and files; no framework is needed."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import polyamp
+from polyamp import BackendStatus, cli
+from polyamp.cli import tables
+from polyamp.cli.app import app
+from polyamp.cli.progress import show_progress
+from polyamp.testing import parity
+from polyamp.testing.parity_report import Failure, Report, Run, compare
+
+
+def make_report(**changes: Any) -> Report:
+    """Two frameworks, two policies; float16 skips its first two steps."""
+    steps = 40
+    runs = []
+    for backend, shift in (("tensorflow", 0.0), ("torch", 1e-6)):
+        curve: list[float | None] = [2.0 / (step + 1) + shift for step in range(steps)]
+        scales = [2.0**14, 2.0**13] + [2.0**13] * (steps - 2)
+        shared: dict[str, Any] = {"backend": backend, "version": "2.21.0+cpu", "device": "cpu", "losses": curve}
+        runs.append(Run(policy="float32", grad_norms=curve, scales=[1.0] * steps, skips=[False] * steps,
+                        accuracy=0.975, applied=steps, ms_per_step=1.25, **shared))  # fmt: skip
+        runs.append(Run(policy="mixed_float16", grad_norms=[None, None, *curve[2:]], scales=scales,
+                        skips=[step < 2 for step in range(steps)], accuracy=0.961, applied=steps - 2, ms_per_step=12.5,
+                        twin_losses=curve, **shared))  # fmt: skip
+    report = Report(polyamp="0.1.0", recipes={}, baseline="float32", steps=steps, batch_size=64, seed=0, runs=runs,
+                    comparisons=compare(runs, "float32"), missing={}, failures=[], seconds=12.3, ok=True)  # fmt: skip
+    return msgspec.structs.replace(report, **changes)
+
+
+@pytest.fixture
+def runner_returns(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the runner return a given report; collects what it was called with."""
+    calls: list[dict[str, Any]] = []
+
+    def prepare(report: Report) -> list[dict[str, Any]]:
+        def run(recipe: polyamp.Recipe, **settings: Any) -> Report:
+            calls.append({"recipe": recipe, **settings})
+            return report
+
+        monkeypatch.setattr(parity, "run", run)
+        return calls
+
+    return prepare
+
+
+def invoke(*arguments: str | int | Path) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_demo_writes_its_files_and_ends_with_0(runner_returns: Any, tmp_path: Path) -> None:
+    calls = runner_returns(make_report())
+    result = invoke("demo", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert calls[0]["recipe"] == parity.demo_recipe()
+    assert calls[0]["policies"] == ("float32", "mixed_bfloat16", "mixed_float16")
+    assert json.loads((tmp_path / "report.json").read_text())["steps"] == 40
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+    assert "| torch | mixed_float16 | 0.0500 | 96.1% | 38 | 2 | 2^13 | 12.5 |" in (tmp_path / "table.md").read_text()
+    for name in ("report.json", "digits.png", "table.md"):
+        assert f"wrote {tmp_path / name}" in result.output
+
+
+def test_a_distance_outside_the_tolerance_ends_with_1(runner_returns: Any, tmp_path: Path) -> None:
+    report = make_report()
+    report.runs[2].losses[3] = 9.0
+    runner_returns(msgspec.structs.replace(report, comparisons=compare(report.runs, "float32"), ok=False))
+    result = invoke("demo", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "OUTSIDE" in result.output
+    assert "not ok after 12 s" in result.output
+
+
+def test_missing_and_failed_frameworks_are_named(runner_returns: Any, tmp_path: Path) -> None:
+    failure = Failure(backend="torch", policy="mixed_float16", message="the device has [no] float16")
+    install = 'needs jax, which is not installed. Run: pip install "polyamp[jax]"'
+    runner_returns(make_report(missing={"jax": install}, failures=[failure], ok=False))
+    result = invoke("demo", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert f"jax left out: {install}" in result.output
+    assert "torch, mixed_float16 failed: the device has [no] float16" in result.output
+
+
+def test_nothing_that_runs_ends_with_1_and_writes_no_picture(runner_returns: Any, tmp_path: Path) -> None:
+    runner_returns(make_report(runs=[], comparisons=[], ok=False))
+    result = invoke("demo", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "No framework could be run." in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_options_reach_the_runner(runner_returns: Any, tmp_path: Path) -> None:
+    calls = runner_returns(make_report())
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('clip_norm = 2.0\n[optimizer]\ntype = "sgd"\nlearning_rate = 0.1\n')
+    jmp = "params=float32,compute=bf16,output=f32"
+    result = invoke("parity", recipe, "--backends", "torch, jax", "--policies", "fp16,bf16", "--policies", jmp,
+                    "--steps", 7, "--python", "jax=/bin/sh", "--timeout", 5, "--out", tmp_path)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (call,) = calls
+    assert call["recipe"].clip_norm == 2.0
+    assert call["backends"] == ["torch", "jax"]
+    assert call["policies"] == ["fp16", "bf16", jmp]
+    assert (call["steps"], call["timeout"], call["interpreters"]) == (7, 5.0, {"jax": "/bin/sh"})
+
+
+def test_a_broken_recipe_ends_with_2_and_one_message(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("clip_norm = -1.0\n")
+    result = invoke("parity", recipe)
+    assert result.exit_code == 2
+    assert "error: " in result.stderr
+    assert "clip_norm must be None or a finite number above 0. Received: clip_norm=-1.0." in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--backends", "torhc"], "Did you mean 'torch'?"),
+        (["demo", "--steps", "0"], "--steps"),
+        (["demo", "--python", "torch"], "NAME=PATH"),
+        (["demo", "--python", "torch=/no/such/python"], "NAME=PATH"),
+        (["parity", "no_such_recipe.toml"], "no_such_recipe.toml"),
+    ],
+)
+def test_wrong_arguments_end_with_2(arguments: list[str], message: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_an_unknown_policy_ends_with_2(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    parity.demo_recipe().dump(recipe)
+    result = invoke("parity", recipe, "--policies", "mixed_flot16")
+    assert result.exit_code == 2
+    assert "mixed_flot16" in result.stderr
+
+
+def test_version() -> None:
+    assert invoke("--version").output == f"polyamp {polyamp.__version__}\n"
+
+
+def test_without_the_extra_the_command_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name in ("rich", "sklearn") else object())
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    expected = 'polyamp: the command line needs rich, scikit-learn. Run: pip install "polyamp[cli]"\n'
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(("works", "code"), [(True, 0), (False, 1)])
+def test_doctor_fails_only_for_what_is_installed_and_broken(
+    monkeypatch: pytest.MonkeyPatch, works: bool, code: int
+) -> None:
+    absent = BackendStatus("jax", False, None, (), 'jax is not installed; pip install "polyamp[jax]"')
+    seen = BackendStatus("torch", True, "2.13.0", (), None)
+    good = BackendStatus("torch", True, "2.13.0", ("cpu", "cuda:0"), None)
+    broken = BackendStatus("torch", False, None, (), "OSError: libtorch.so [cut]")
+
+    def backends(*, probe: bool = False) -> dict[str, BackendStatus]:
+        return {"jax": absent, "torch": (good if works else broken) if probe else seen}
+
+    monkeypatch.setattr(polyamp, "backends", backends)
+    result = invoke("doctor")
+    assert result.exit_code == code
+    assert 'pip install "polyamp[jax]"' in result.output
+    assert ("cpu, cuda:0" if works else "libtorch.so [cut]") in result.output
+    assert ("broken" in result.output) is not works
+
+
+def render(report: Report, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    tables.print_report(console, report)
+    return str(console.file.getvalue())  # type: ignore[attr-defined]  # a StringIO
+
+
+def test_the_tables_fit_80_columns_and_carry_no_colour_when_piped() -> None:
+    shown = render(make_report(), 80)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "\x1b" not in shown
+    assert "tensorflow  mixed_float16  0.0500     96.1%       38        2   2^13     12.5" in shown
+    assert "float32        tensorflow - torch" in shown
+
+
+def test_a_single_framework_is_said_to_have_no_peer() -> None:
+    assert "nothing to compare it with" in render(make_report(comparisons=[]), 80)
+
+
+def test_frameworks_that_skip_different_steps_are_said_to() -> None:
+    report = make_report()
+    report.runs[3].skips[30] = True
+    shown = render(msgspec.structs.replace(report, comparisons=compare(report.runs, "float32")), 300)
+    assert "mixed_float16: tensorflow and torch skipped different steps from step 30 on; their distance is" in shown
+
+
+def test_curves_that_are_not_finite_are_shown_and_drawn(tmp_path: Path) -> None:
+    from polyamp.cli.picture import draw
+
+    report = make_report()
+    report.runs[1].losses[-1] = None
+    report = msgspec.structs.replace(report, comparisons=compare(report.runs, "float32"))
+    assert "not finite" in render(report, 100)
+    draw(report, tmp_path / "digits.png")
+    assert (tmp_path / "digits.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_tells_what_happens(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), width=110, force_terminal=terminal, color_system=None)
+    with show_progress(console) as on_event:
+        on_event(parity.Starting(backend="torch"))
+        on_event(parity.Started(backend="torch", version="2.13.0", device="cpu"))
+        for step in range(10, 41, 10):
+            on_event(parity.Progress(backend="torch", policy="mixed_float16", step=step, steps=40, loss=0.5,
+                                     scale=2.0**13, skipped=2))  # fmt: skip
+        on_event(parity.Starting(backend="jax"))
+        on_event(parity.Missing(backend="jax", message="long"))
+        on_event(parity.Failed(failure=Failure(backend="keras", policy="fp16", message="long")))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+    assert "torch 2.13.0 on cpu" in shown
+    assert "loss 0.5000   scale 2^13   skipped 2" in shown
+    assert "jax left out: not installed" in shown
+    assert "keras fp16 failed" in shown
+    if not terminal:
+        assert shown.count("mixed_float16") == 4

@@ -1,0 +1,86 @@
+"""What `import polyamp` brings with it, in a fresh interpreter."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import polyamp
+
+FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "optax", "equinox", "haiku"}
+HEAVY = {
+    *("numpy", "ml_dtypes", "safetensors", "importlib.metadata", "tomllib", "tomli_w", "json", "difflib", "subprocess"),
+    *("matplotlib", "rich", "typer", "jinja2", "sklearn", "pytest", "pathlib", "unittest", "asyncio", "logging"),
+}
+
+
+def modules_after(code: str) -> set[str]:
+    """Names in sys.modules after `code` in a new interpreter, less those that are there without it."""
+    script = f"import sys; bare = set(sys.modules); {code}; found = set(sys.modules) - bare; import json; "
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script + "print(json.dumps(sorted(found)))"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def imported() -> set[str]:
+    return modules_after("import polyamp")
+
+
+def test_no_framework_and_nothing_heavy_is_imported(imported: set[str]) -> None:
+    assert "polyamp.policy" in imported
+    assert imported & (FRAMEWORKS | HEAVY) == set()
+    late = re.compile(r"polyamp_|polyamp\.(testing|cli|reference|checkpoint|losses)")
+    assert [name for name in imported if late.match(name)] == []
+
+
+def test_the_only_distribution_it_needs_is_msgspec(imported: set[str]) -> None:
+    roots = {name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names)
+    assert roots <= {"polyamp", "msgspec", "typing_extensions"}, "typing_extensions is msgspec's, where it is installed"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from polyamp import *",
+        "import polyamp; polyamp.losses.huber; polyamp.save; polyamp.restore",
+        "import polyamp; polyamp.Recipe(policy='mixed_float16', scaler='megatron').to_toml()",
+        "import polyamp; polyamp.backends()",
+        "import polyamp; hash(polyamp.Policy('O2', overrides={'a/*': 'f32'}).spelled)",
+        "import polyamp.testing, polyamp.testing.harness, polyamp.testing.digits",
+        "import polyamp.cli",
+    ],
+)
+def test_no_framework_is_imported_by_using_the_core(code: str) -> None:
+    assert modules_after(code) & FRAMEWORKS == set()
+
+
+def test_recipes_policies_and_scalers_need_no_numpy() -> None:
+    code = "import polyamp; polyamp.Recipe(policy='fp16').replace(clip_norm=1.0); polyamp.schedules.cosine(1.0, 10)(3)"
+    assert "numpy" not in modules_after(code)
+
+
+def test_public_names() -> None:
+    assert sorted(polyamp.__all__) == list(polyamp.__all__)
+    for name in polyamp.__all__:
+        assert getattr(polyamp, name) is not None
+    with pytest.raises(AttributeError, match="module 'polyamp' has no attribute 'nonesuch'"):
+        polyamp.nonesuch  # noqa: B018  # the access is the test
+
+
+def test_version_is_written_once() -> None:
+    from importlib.metadata import version
+
+    assert version("polyamp") == polyamp.__version__
+    source = (Path(polyamp.__file__).parent / "_version.py").read_text()
+    assert f'__version__ = "{polyamp.__version__}"' in source
