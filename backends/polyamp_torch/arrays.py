@@ -5,7 +5,6 @@ Called by every other module of this package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import ml_dtypes
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from polyamp.arrays import ArrayNamespace
+from polyamp.trees import map_tree
 
 DTYPES: Final[dict[str, torch.dtype]] = {
     "float16": torch.float16,
@@ -62,29 +62,6 @@ XP: Final[ArrayNamespace] = TorchNamespace()
 def dtype_name(dtype: torch.dtype) -> str:
     """The canonical name of a torch dtype: "float16", "int32", ..."""
     return str(dtype).removeprefix("torch.")
-
-
-def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`function` over the leaves of nested dicts, lists and (named) tuples; the containers are built anew."""
-    if isinstance(tree, dict):
-        return type(tree)((key, map_tree(function, value)) for key, value in tree.items())
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tree(function, value) for value in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map_tree(function, value) for value in tree)
-    return function(tree)
-
-
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of nested dicts, lists and tuples, with paths such as "['x']" and "[0]"."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from leaves(value, f"{path}[{key!r}]")
-    elif isinstance(tree, (list, tuple)):
-        for index, value in enumerate(tree):
-            yield from leaves(value, f"{path}[{index}]")
-    else:
-        yield path, tree
 
 
 def is_castable(leaf: Any, *, float64: bool) -> bool:

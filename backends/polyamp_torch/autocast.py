@@ -15,7 +15,8 @@ from torch import nn
 
 from polyamp.errors import UnsupportedError
 from polyamp.policy import Policy
-from polyamp_torch.arrays import DTYPES, cast_tree, is_castable, map_tree
+from polyamp.trees import leaves
+from polyamp_torch.arrays import DTYPES, cast_tree, is_castable
 
 
 @contextlib.contextmanager
@@ -151,11 +152,8 @@ def run_under(target: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
 
     @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
-        found: list[str] = []
-        map_tree(
-            lambda leaf: found.append(leaf.device.type) if isinstance(leaf, torch.Tensor) else None, (args, kwargs)
-        )
-        with autocast(policy, found[0] if found else "cpu"):
+        device = next((x.device.type for _, x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)), "cpu")
+        with autocast(policy, device):
             if policy.mode == "cast":
                 args, kwargs = cast_tree((args, kwargs), policy.compute, float64=policy.casts_float64)
             result = target(*args, **kwargs)

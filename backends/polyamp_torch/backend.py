@@ -26,8 +26,9 @@ from polyamp.errors import GradientError, LossError, UnsupportedError
 from polyamp.policy import Mode, Policy
 from polyamp.recipe import Recipe
 from polyamp.testing.harness import Harness
+from polyamp.trees import map_tree
 from polyamp_torch import step
-from polyamp_torch.arrays import XP, cast_tree, dtype_name, map_tree, to_numpy
+from polyamp_torch.arrays import XP, cast_tree, dtype_name, to_numpy
 from polyamp_torch.autocast import BoundModule, autocast, device_of, run_under
 from polyamp_torch.losses import TorchLosses
 from polyamp_torch.state import TorchState

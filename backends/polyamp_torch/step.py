@@ -6,7 +6,6 @@ reads a value on the host; see `optimizers.apply` for the optimizers that must.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +16,9 @@ from polyamp.backend import Gradients, LossFunction, Skip, StepResult
 from polyamp.errors import BatchError, LossError, UnsupportedError
 from polyamp.loss_scale import update
 from polyamp.recipe import Recipe
+from polyamp.trees import map_tree, map_trees, micro_batches
 from polyamp_torch import optimizers
-from polyamp_torch.arrays import XP, dtype_name, leaves, map_tree, to_device
+from polyamp_torch.arrays import XP, dtype_name, to_device
 from polyamp_torch.autocast import autocast
 from polyamp_torch.state import TorchState
 
@@ -45,7 +45,7 @@ def train_step(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: 
     (result,) = apply_gradients([state], [Gradients(total, after)], "all")
     if len(batches) == 1:
         return result._replace(loss=losses[0], aux=auxes[0])
-    return result._replace(loss=torch.stack(losses).mean(), aux=None if auxes[0] is None else _stack(auxes))
+    return result._replace(loss=torch.stack(losses).mean(), aux=None if auxes[0] is None else map_trees(_stack, auxes))
 
 
 def value_and_grad(loss_fn: LossFunction, states: Sequence[TorchState], batch: Any) -> tuple[Any, list[Gradients]]:
@@ -155,21 +155,6 @@ def _apply(
     return StepResult(None, None, narrow, state.scale_state.scale, skipped, state.step)
 
 
-def micro_batches(batch: Any, count: int) -> list[Any]:
-    """The batch as a list of `count` equal micro-batches (S8)."""
-    if count == 1:
-        return [batch]
-    if isinstance(batch, list):
-        checks.check_micro_batches([_shapes(part) for part in batch], count)
-        return batch
-    size = checks.micro_batch_size(_shapes(batch), count)
-    return [map_tree(operator.itemgetter(slice(i * size, (i + 1) * size)), batch) for i in range(count)]
-
-
-def _shapes(batch: Any) -> list[tuple[str, tuple[int, ...]]]:
-    return [(path, tuple(getattr(leaf, "shape", ()))) for path, leaf in leaves(batch)]
-
-
 def _require(state: TorchState, values: Values) -> None:
     checks.check_gradients(
         [(name, tuple(p.shape)) for name, p in state.parameters.items()],
@@ -181,8 +166,8 @@ def _require_dense(values: Values) -> None:
     for name, value in values.items():
         if value is not None and value.layout != torch.strided:
             raise UnsupportedError(
-                f"the gradient of {name!r} is sparse, which the torch backend cannot clip and check yet. Build the layer "
-                "with sparse=False."
+                f"the gradient of {name!r} is sparse, which the torch backend cannot clip and check yet. Build the "
+                "layer with sparse=False."
             )
 
 
@@ -205,13 +190,8 @@ def _detached(aux: Any) -> Any:
     return map_tree(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, aux)
 
 
-def _stack(trees: list[Any]) -> Any:
-    first = trees[0]
-    if isinstance(first, dict):
-        return type(first)((key, _stack([tree[key] for tree in trees])) for key in first)
-    if isinstance(first, (list, tuple)):
-        return type(first)(_stack([tree[i] for tree in trees]) for i in range(len(first)))
+def _stack(leaves: list[Any]) -> torch.Tensor:
     try:
-        return torch.stack([torch.as_tensor(tree) for tree in trees])
+        return torch.stack([torch.as_tensor(leaf) for leaf in leaves])
     except (RuntimeError, TypeError) as error:
         raise BatchError("aux must be tensors or numbers of one shape in every micro-batch, to be stacked.") from error

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
 
 from polyamp.arrays import ArrayNamespace
+from polyamp.trees import map_tree
 
 Array = np.ndarray[Any, Any]
 DTYPES: Final[dict[str, np.dtype[Any]]] = {
@@ -64,29 +64,6 @@ def dtype_name(dtype: Any) -> str:
 def is_floating(value: Any) -> bool:
     """True for a NumPy array or scalar of a real floating dtype."""
     return isinstance(value, (np.ndarray, np.generic)) and dtype_name(value.dtype) in DTYPES
-
-
-def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`function` over the leaves of nested dicts, lists and (named) tuples; the containers are built anew."""
-    if isinstance(tree, dict):
-        return {key: map_tree(function, value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tree(function, value) for value in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map_tree(function, value) for value in tree)
-    return function(tree)
-
-
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of nested dicts, lists and tuples, with paths such as "['x']" and "[0]"."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from leaves(value, f"{path}[{key!r}]")
-    elif isinstance(tree, (list, tuple)):
-        for index, value in enumerate(tree):
-            yield from leaves(value, f"{path}[{index}]")
-    else:
-        yield path, tree
 
 
 def cast_tree(tree: Any, dtype: str, *, float64: bool = False) -> Any:

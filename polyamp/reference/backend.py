@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -27,11 +26,12 @@ from polyamp.loss_scale import LossScaler, LossScaleState, update
 from polyamp.policy import Mode, Policy
 from polyamp.recipe import Recipe
 from polyamp.reference import tensor as ops
-from polyamp.reference.arrays import XP, Array, cast_tree, dtype_name, is_floating, leaves, map_tree
+from polyamp.reference.arrays import XP, Array, cast_tree, dtype_name, is_floating
 from polyamp.reference.losses import ReferenceLosses
 from polyamp.reference.models import MLP
 from polyamp.reference.tensor import Tensor
 from polyamp.testing.harness import Harness
+from polyamp.trees import map_tree, map_trees, micro_batches
 
 
 class ReferenceState(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +50,8 @@ class ReferenceState(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         count = sum(value.size for value in self.model.parameters.values())
         return (
-            f"{type(self).__name__}(backend={self.backend.name!r}, device='cpu', parameters={count:,}, policy={self.recipe.policy}, "
-            f"scale={float(self.scale_state.scale):g}, step={int(self.step)})"
+            f"{type(self).__name__}(backend={self.backend.name!r}, device='cpu', parameters={count:,}, "
+            f"policy={self.recipe.policy}, scale={float(self.scale_state.scale):g}, step={int(self.step)})"
         )
 
 
@@ -150,7 +150,7 @@ class ReferenceBackend:
 
         def step(state: Any, batch: Any) -> tuple[Any, StepResult]:
             with np.errstate(all="ignore"):
-                loss, aux, grads = _accumulated(loss_fn, state, _micro_batches(batch, recipe.accumulate_steps))
+                loss, aux, grads = _accumulated(loss_fn, state, micro_batches(batch, recipe.accumulate_steps))
                 (state,), (result,) = self.apply_gradients([state], [grads], "all")
             return state, result._replace(loss=loss, aux=aux)
 
@@ -201,7 +201,9 @@ class ReferenceBackend:
             name: {slot: arrays[f"optimizer/{name}/{slot}"] for slot in group} for name, group in state.slots.items()
         }
         scale_state = LossScaleState(*(arrays[f"loss_scale/{name}"] for name in LossScaleState._fields))
-        return type(state)(model=model, recipe=state.recipe, slots=slots, scale_state=scale_state, step=arrays["step"])
+        return self.state_type(
+            model=model, recipe=state.recipe, slots=slots, scale_state=scale_state, step=arrays["step"]
+        )
 
     def testing(self) -> Harness:
         from polyamp.reference.testing import ReferenceHarness
@@ -210,17 +212,6 @@ class ReferenceBackend:
 
 
 BACKEND: Final[Backend] = ReferenceBackend()
-
-
-def _micro_batches(batch: Any, count: int) -> list[Any]:
-    """The batch as a list of `count` equal micro-batches (S8)."""
-    if count == 1:
-        return [batch]
-    if isinstance(batch, list):
-        checks.check_micro_batches([[(p, np.shape(x)) for p, x in leaves(part)] for part in batch], count)
-        return batch
-    size = checks.micro_batch_size([(path, np.shape(leaf)) for path, leaf in leaves(batch)], count)
-    return [map_tree(operator.itemgetter(slice(i * size, (i + 1) * size)), batch) for i in range(count)]
 
 
 def _scaled_gradients(loss_fn: LossFunction, states: Sequence[Any], batch: Any) -> tuple[Any, Any, list[Gradients]]:
@@ -263,7 +254,7 @@ def _accumulated(loss_fn: LossFunction, state: Any, batches: list[Any]) -> tuple
     if len(batches) == 1:
         return losses[0], auxes[0], _unscaled(Gradients(total, scaled.running), state)
     mean = {name: value / np.float32(len(batches)) for name, value in total.items()}
-    stacked = None if auxes[0] is None else _stack(auxes)
+    stacked = None if auxes[0] is None else map_trees(_stack, auxes)
     loss = np.mean(np.stack(losses), dtype=np.float32)
     return np.asarray(loss), stacked, _unscaled(Gradients(mean, scaled.running), state)
 
@@ -312,13 +303,8 @@ def _value(leaf: Any) -> Any:
     return leaf.data if isinstance(leaf, Tensor) else leaf
 
 
-def _stack(trees: list[Any]) -> Any:
-    first = trees[0]
-    if isinstance(first, dict):
-        return {key: _stack([tree[key] for tree in trees]) for key in first}
-    if isinstance(first, (list, tuple)):
-        return type(first)(_stack([tree[i] for tree in trees]) for i in range(len(first)))
+def _stack(leaves: list[Any]) -> Array:
     try:
-        return np.stack([np.asarray(tree) for tree in trees])
+        return np.stack([np.asarray(leaf) for leaf in leaves])
     except ValueError as error:
         raise BatchError("aux must have one shape in every micro-batch, so that it can be stacked.") from error
