@@ -97,7 +97,7 @@ class TorchBackend:
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TorchState:
         checks.check_options(options, (), function="init", backend=self.name)
-        state = TorchState(model, recipe)
+        state = TorchState(model, recipe, self)
         if state.device.type == "cuda" and "bfloat16" in (recipe.policy.compute, *recipe.policy.overrides.values()):
             _require_bfloat16()
         return state

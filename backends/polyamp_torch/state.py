@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -32,11 +32,12 @@ class TorchState:
         step: number of applied updates, int32 tensor.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, backend: Backend) -> None:
         if not isinstance(model, nn.Module):
             raise ModelError(f"the torch backend trains an nn.Module. Received: {type(model).__name__}.")
         named = [(name.replace(".", "/"), p) for name, p in model.named_parameters() if p.requires_grad]
         checks.check_parameters([(name, dtype_name(p.dtype)) for name, p in named], recipe)
+        self.backend: Final = backend
         self.device = device_of(model)
         self.model = model
         self.recipe = recipe
@@ -45,12 +46,6 @@ class TorchState:
         self.optimizer = optimizers.build(recipe.optimizer, list(self.parameters.values()))
         self.scale_state = recipe.loss_scaler.init(like=torch.zeros((), device=self.device))
         self.step = torch.zeros((), dtype=torch.int32, device=self.device)
-
-    @property
-    def backend(self) -> Backend:
-        from polyamp_torch.backend import BACKEND
-
-        return BACKEND
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.parameters.values())

@@ -33,7 +33,8 @@ def train_step(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: 
     try:
         for part in batches:
             loss, aux, (values,) = scaled_gradients(loss_fn, [state], part)
-            _require(state, values)
+            if any(value is None for value in values.values()):
+                _require(state, values)
             losses.append(loss)
             auxes.append(aux)
             total = values if total is None else _added(total, values)
@@ -42,7 +43,7 @@ def train_step(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: 
     finally:
         _restore(state, before)
     unscale_(total, state, count=len(batches))
-    (result,) = apply_gradients([state], [Gradients(total, after)], "all")
+    (result,) = _applied([state], [Gradients(total, after)], "all")
     if len(batches) == 1:
         return result._replace(loss=losses[0], aux=auxes[0])
     return result._replace(loss=torch.stack(losses).mean(), aux=None if auxes[0] is None else map_trees(_stack, auxes))
@@ -119,6 +120,10 @@ def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], sk
     """Flag, clip, optimizer and one scale adjustment, in place (S9 to S15)."""
     for state, item in zip(states, grads, strict=True):
         _require(state, item.values)
+    return _applied(states, grads, skip)
+
+
+def _applied(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
     norms = [global_norm(list(item.values.values())) for item in grads]
     flags = [torch.isfinite(norm) for norm in norms]
     every = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
@@ -156,6 +161,7 @@ def _apply(
 
 
 def _require(state: TorchState, values: Values) -> None:
+    """Refuse gradients that do not fit the parameters, `None` included."""
     checks.check_gradients(
         [(name, tuple(p.shape)) for name, p in state.parameters.items()],
         [(name, None if value is None else tuple(value.shape)) for name, value in values.items()],
