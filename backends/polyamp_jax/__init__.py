@@ -1,0 +1,23 @@
+"""polyamp's JAX backend: training state as a pytree, steps compiled with `jax.jit`.
+
+It trains flax linen, flax nnx, equinox and haiku models and plain `(apply_fn, params)` pairs, and imports none of these
+libraries itself: each is recognised only if the user's program has imported it.
+
+Example:
+    >>> import jax.numpy as jnp, polyamp
+    >>> recipe = polyamp.Recipe(policy="mixed_float16", optimizer=polyamp.sgd(0.1))
+    >>> def apply_fn(params, x):
+    ...     return x @ params["linear"]["kernel"]
+    >>> def loss_fn(model, batch):
+    ...     return polyamp.losses.mean_squared_error(model(batch["x"]), batch["y"])
+    >>> state = polyamp.init((apply_fn, {"linear": {"kernel": jnp.ones((2, 1))}}), recipe)
+    >>> step = polyamp.train_step(loss_fn, recipe)
+    >>> state, result = step(state, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))})
+    >>> float(result.loss), state.params["linear"]["kernel"].dtype.name
+    (1.0, 'float32')
+"""
+
+from polyamp_jax.backend import BACKEND, JaxBackend
+from polyamp_jax.state import JaxState
+
+__all__ = ["BACKEND", "JaxBackend", "JaxState"]

@@ -1,0 +1,176 @@
+"""`JaxBackend`: the `Backend` contract over JAX. Its parts live in the modules beside this one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyamp import checks
+from polyamp.arrays import ArrayNamespace
+from polyamp.backend import (
+    Backend,
+    BackendInfo,
+    Gradients,
+    LossFunction,
+    LossFunctions,
+    Skip,
+    StepFunction,
+    StepResult,
+    ValueAndGrad,
+)
+from polyamp.errors import GradientError, PolicyError
+from polyamp.policy import Mode, Policy
+from polyamp.recipe import Recipe
+from polyamp.testing.harness import Harness
+from polyamp_jax import state as states_
+from polyamp_jax import step as steps
+from polyamp_jax.arrays import XP, cast, check_policy, dtype_name, named_leaves, to_numpy
+from polyamp_jax.binding import autocast_function, autocast_model
+from polyamp_jax.losses import JaxLosses
+from polyamp_jax.models import adapt, is_model, random_keys
+
+
+class JaxBackend:
+    """`Backend` over JAX."""
+
+    name = "jax"
+    default_mode: Mode = "cast"
+
+    @property
+    def xp(self) -> ArrayNamespace:
+        return XP
+
+    @property
+    def losses(self) -> LossFunctions:
+        return JaxLosses()
+
+    def info(self) -> BackendInfo:
+        return BackendInfo("jax", jax.__version__, tuple(f"{d.platform}:{d.id}" for d in jax.devices()))
+
+    def scalar(self, value: float, dtype: str, *, like: Any = None) -> Any:
+        scalar = jnp.array(value, dtype)
+        if isinstance(like, jax.Array) and not isinstance(like, jax.core.Tracer) and like.committed:
+            return jax.device_put(scalar, states_.scalar_placement(like))
+        return scalar
+
+    def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
+        return to_numpy(array)
+
+    def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
+        return cast(tree, dtype, float64=float64)
+
+    def native_policy(self, policy: Policy) -> Any:
+        """A function transform: `policy.native("jax")(fn_or_model)` is `policy.autocast(fn_or_model)`.
+
+        >>> import jax.numpy as jnp, polyamp
+        >>> cast = polyamp.Policy(compute="bfloat16", output="float32").native("jax")
+        >>> float(cast(lambda x: x + 0.001)(jnp.ones(())))
+        1.0
+        """
+        check_policy(policy)
+        return functools.partial(self.autocast, policy=policy)
+
+    def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
+        check_policy(policy)
+        if is_model(target):
+            return autocast_model(target, policy)
+        if policy.overrides:
+            raise PolicyError(
+                "overrides name modules, and a plain function has none. Pass the model to policy.autocast, or use a "
+                f"policy without overrides. Received: overrides={dict(policy.overrides)}."
+            )
+        return functools.wraps(target)(autocast_function(target, policy))
+
+    def scale_loss(self, loss: Any, scale: Any | None) -> Any:
+        return steps.scaled_loss(loss, scale, what="scale()")[0]
+
+    def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
+        leaves, structure = jax.tree.flatten(grads)
+        if not leaves:
+            raise GradientError("unscale() got no gradients.")
+        for leaf in leaves:
+            if dtype_name(leaf) not in checks.FLOATING:
+                raise GradientError(f"gradients must be floating arrays. Received: {dtype_name(leaf)}.")
+        unscaled, finite = _unscale(leaves, scale)
+        return jax.tree.unflatten(structure, unscaled), finite
+
+    def init(self, model: Any, recipe: Recipe, **options: Any) -> states_.JaxState:
+        """A fresh state.
+
+        Args:
+            model: see `polyamp_jax.models.ACCEPTED`. Its arrays are copied.
+            recipe: the recipe.
+            **options: `rngs`, the seeds or keys of the model's random streams: by name for linen and for functions
+                (as keyword arguments), a single one for haiku (`rng`) and equinox (`key`); nnx has its own.
+                `axis_name`: map an equinox module over the batch axis.
+        """
+        checks.check_options(options, ("rngs", "axis_name"), function="init", backend=self.name)
+        check_policy(recipe.policy)
+        parts = adapt(model, axis_name=options.get("axis_name"))
+        rngs = random_keys(options.get("rngs"), parts.adapter)
+        return states_.create(parts, recipe, rngs, recipe.loss_scaler.init(self.name))
+
+    def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
+        """The whole step as one function.
+
+        Args:
+            loss_fn: the loss.
+            recipe: the recipe.
+            **options: `compile` (True): wrap in `jax.jit`. `donate` (True): the step consumes the state it is given,
+                so that new arrays take the place of the old; False keeps both.
+        """
+        checks.check_options(options, ("compile", "donate"), function="train_step", backend=self.name)
+
+        def step(state: Any, batch: Any) -> tuple[Any, StepResult]:
+            loss, aux, gradients = steps.accumulated(loss_fn, state, batch)
+            (state,), (result,) = steps.applied([state], [gradients], "all")
+            return state, result._replace(loss=loss, aux=aux)
+
+        if not options.get("compile", True):
+            return step
+        return jax.jit(step, donate_argnums=(0,) if options.get("donate", True) else ())
+
+    def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
+        """The first half; `compile=False` leaves it to the caller's own `jax.jit`."""
+        checks.check_options(options, ("compile",), function="value_and_grad", backend=self.name)
+
+        def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:
+            return steps.separate(loss_fn, states, batch)
+
+        return jax.jit(run) if options.get("compile", True) else run
+
+    def apply_gradients(
+        self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip
+    ) -> tuple[list[Any], list[StepResult]]:
+        new_states, results = _applied(list(states), list(grads), skip)
+        return new_states, results
+
+    def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
+        return list(named_leaves(gradients.values).items())
+
+    def export_state(self, state: Any) -> dict[str, np.ndarray[Any, Any]]:
+        return states_.export(state)
+
+    def import_state(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> states_.JaxState:
+        return states_.replaced(state, arrays)
+
+    def testing(self) -> Harness:
+        from polyamp_jax.testing import JaxHarness
+
+        return JaxHarness()
+
+
+BACKEND: Final[Backend] = JaxBackend()
+
+_applied = jax.jit(steps.applied, static_argnums=2)
+
+
+@jax.jit
+def _unscale(leaves: list[Any], scale: Any | None) -> tuple[list[Any], Any]:
+    unscaled = [steps.unscaled_leaf(leaf, scale) for leaf in leaves]
+    return unscaled, steps.norm_and_finite(unscaled)[1]

@@ -1,0 +1,36 @@
+"""Loss functions on JAX arrays, computed in float32. Called by `polyamp.losses`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class JaxLosses:
+    """`LossFunctions` over jax.numpy; the formulas are the stable ones of optax and torch."""
+
+    def mean_squared_error(self, predictions: Any, targets: Any) -> Any:
+        return jnp.square(_wide(predictions) - _wide(targets))
+
+    def softmax_cross_entropy(self, logits: Any, labels: Any) -> Any:
+        log_probabilities = jax.nn.log_softmax(_wide(logits), axis=-1)
+        index = jnp.asarray(labels)[..., None]
+        return -jnp.take_along_axis(log_probabilities, index, axis=-1)[..., 0]
+
+    def sigmoid_cross_entropy(self, logits: Any, targets: Any) -> Any:
+        x, z = _wide(logits), _wide(targets)
+        return jnp.maximum(x, 0.0) - x * z + jnp.log1p(jnp.exp(-jnp.abs(x)))
+
+    def huber(self, predictions: Any, targets: Any, delta: float) -> Any:
+        magnitude = jnp.abs(_wide(predictions) - _wide(targets))
+        within = jnp.minimum(magnitude, delta)
+        return 0.5 * within * within + delta * (magnitude - within)
+
+    def mean(self, values: Any) -> Any:
+        return jnp.mean(_wide(values))
+
+
+def _wide(x: Any) -> jax.Array:
+    return jnp.asarray(x, jnp.float32)

@@ -1,0 +1,243 @@
+"""The training step: scaled gradients, accumulation, and the update, in the order of S9. Called by `backend`.
+
+`train_step` is the two halves one after the other: `accumulated` (or `separate`, for several states) makes gradients of
+the unscaled loss, `applied` decides, clips, updates and adjusts the scale. All of it is traceable and never waits for
+the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from polyamp import checks
+from polyamp.backend import Gradients, LossFunction, Skip, StepResult
+from polyamp.errors import GradientError
+from polyamp.loss_scale import update
+from polyamp_jax.arrays import XP, dtype_name, is_array, is_key, matmul_precision, named_leaves, path_name
+from polyamp_jax.binding import BoundModel, compute_params, conform
+from polyamp_jax.models import Keys, Running
+from polyamp_jax.optimizers import transformation, widened
+from polyamp_jax.state import JaxState
+
+
+class Pass(NamedTuple):
+    """What one forward and backward pass over several models gives.
+
+    Attributes:
+        loss: unscaled loss, float32 scalar.
+        aux: what `loss_fn` returned beside it.
+        values: per model, gradients of the scaled loss in the dtypes of the computation.
+        running: per model, its running state afterwards.
+    """
+
+    loss: Any
+    aux: Any
+    values: list[Any]
+    running: list[Running]
+
+
+def separate(loss_fn: LossFunction, states: Sequence[JaxState], batch: Any) -> tuple[Any, list[Gradients]]:
+    """The first half for one or several states: what `loss_fn` returned, and unscaled gradients (S6, S7)."""
+    done = _differentiated(loss_fn, states, [_compute(s) for s in states], [s.running for s in states], 0, batch)
+    scale = _scale(states[0])
+    gradients = [
+        Gradients(_unscaled(values, scale, state.params), running)
+        for values, running, state in zip(done.values, done.running, states, strict=True)
+    ]
+    return (done.loss if done.aux is None else (done.loss, done.aux)), gradients
+
+
+def accumulated(loss_fn: LossFunction, state: JaxState, batch: Any) -> tuple[Any, Any, Gradients]:
+    """The first half for one state over its micro-batches (S8): mean loss, stacked aux, unscaled mean gradients.
+
+    The parameters are cast once for all micro-batches; running state flows from one to the next.
+    """
+    count = state.recipe.accumulate_steps
+    if count == 1:
+        value, (gradients,) = separate(loss_fn, [state], batch)
+        return *(value if isinstance(value, tuple) else (value, None)), gradients
+    params = _compute(state)
+
+    def one(carry: tuple[Running, Any], item: tuple[Any, Any]) -> tuple[tuple[Running, Any], tuple[Any, Any]]:
+        running, total = carry
+        done = _differentiated(loss_fn, [state], [params], [running], *item)
+        total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, done.values[0])
+        return (done.running[0], total), (done.loss, done.aux)
+
+    start = (state.running, jax.tree.map(jnp.zeros_like, widened(state.params)))
+    (running, total), (losses, aux) = jax.lax.scan(one, start, (jnp.arange(count), _micro_batches(batch, count)))
+    mean = jax.tree.map(lambda t: t / count, total)
+    return jnp.mean(losses), aux, Gradients(_unscaled(mean, _scale(state), state.params), running)
+
+
+def applied(
+    states: Sequence[JaxState], grads: Sequence[Gradients], skip: Skip
+) -> tuple[list[JaxState], list[StepResult]]:
+    """The second half (S9 to S15): flags, clip, optimizer, and one scale adjustment on the AND of the flags (S14)."""
+    values = [_fitted(state, item) for state, item in zip(states, grads, strict=True)]
+    measured = [norm_and_finite(jax.tree.leaves(tree)) for tree in values]
+    every = jnp.stack([finite for _, finite in measured]).all()
+    outcomes = [
+        _updated(state, tree, item.running, norm, every if skip == "all" else finite, every)
+        for state, tree, item, (norm, finite) in zip(states, values, grads, measured, strict=True)
+    ]
+    return [state for state, _ in outcomes], [result for _, result in outcomes]
+
+
+def scaled_loss(loss: Any, scale: Any | None, *, what: str = "loss_fn") -> tuple[jax.Array, jax.Array]:
+    """(scaled loss, loss), both float32 scalars (S6).
+
+    Raises:
+        LossError: not a floating scalar.
+    """
+    checks.check_loss(jnp.shape(loss) if is_array(loss) else (), dtype_name(loss), what=what)
+    wide = jnp.asarray(loss, jnp.float32).reshape(())
+    return (wide if scale is None else wide * scale), wide
+
+
+def norm_and_finite(leaves: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    """Global L2 norm (float32) and finite flag (S10, S11) of float32 gradients, in two quick passes over them.
+
+    A sum of squares overflows from 2^64 on and loses what is below 2^-63. So the first sum picks a power of two for the
+    second, which is finite exactly when every gradient is: sums carry NaN on, a maximum under XLA does not. (Scaling
+    by max |g| takes twice as long on a CPU, where maxima are not vectorised.) The power has to depend on the data:
+    with a constant c, XLA turns (g * c) * (g * c) into (g * g) * (c * c), and c * c into 0 or inf.
+    """
+
+    def squares(factor: Any) -> jax.Array:
+        return jnp.stack([jnp.sum(jnp.square(g * jnp.asarray(factor, g.dtype))) for g in leaves]).sum()
+
+    plain = squares(1.0)
+    shrinking = jnp.where(jnp.isfinite(plain), 1.0, 2.0**-80)
+    factor = jnp.where(plain < 2.0**-60, 2.0**63, shrinking)
+    total = squares(factor)
+    return (jnp.sqrt(total) / factor).astype(jnp.float32), jnp.isfinite(total)
+
+
+def unscaled_leaf(leaf: Any, scale: Any | None, dtype: Any = jnp.float32) -> jax.Array:
+    """A gradient in float32, divided by the scale (S7); converted first, or small quotients would be lost."""
+    wide: jax.Array = leaf.astype(dtype)
+    return wide if scale is None else wide / scale.astype(dtype)
+
+
+def _differentiated(
+    loss_fn: LossFunction,
+    states: Sequence[JaxState],
+    params: Sequence[Any],
+    running: Sequence[Running],
+    micro: Any,
+    batch: Any,
+) -> Pass:
+    keys = [_keys(state, micro) for state in states]
+    scale = _scale(states[0])
+
+    def loss_of(params: Sequence[Any]) -> tuple[Any, Any]:
+        models = tuple(
+            BoundModel(state.plan.adapter, state.recipe.policy, *parts)
+            for state, *parts in zip(states, params, running, keys, strict=True)
+        )
+        with matmul_precision(states[0].recipe.policy):
+            loss, aux = checks.split_result(loss_fn(models[0] if len(models) == 1 else models, batch))
+        scaled, wide = scaled_loss(loss, scale)
+        return scaled, (wide, aux, [model.running for model in models])
+
+    values, (loss, aux, after) = jax.grad(loss_of, has_aux=True)(list(params))
+    return Pass(loss, aux, values, after)
+
+
+def _compute(state: JaxState) -> Any:
+    return compute_params(state.params, state.plan.adapter, state.recipe.policy)
+
+
+def _scale(state: JaxState) -> Any | None:
+    return state.scale_state.scale if state.recipe.loss_scaler.scales else None
+
+
+def _keys(state: JaxState, micro: Any) -> Keys:
+    """The random keys of one micro-batch of one attempt: skipped steps and micro-batches all have others."""
+    return {
+        name: jax.random.fold_in(jax.random.fold_in(key, state.attempts), micro) for name, key in state.rngs.items()
+    }
+
+
+def _unscaled(values: Any, scale: Any | None, params: Any) -> Any:
+    return jax.tree.map(lambda g, p: unscaled_leaf(g, scale, jnp.promote_types(p.dtype, jnp.float32)), values, params)
+
+
+def _micro_batches(batch: Any, count: int) -> Any:
+    """The batch with a leading axis of `count` micro-batches (S8)."""
+    if isinstance(batch, list):
+        checks.check_micro_batches([_shapes(part) for part in batch], count)
+        return jax.tree.map(lambda *parts: jnp.stack(parts), *batch)
+    size = checks.micro_batch_size(_shapes(batch), count)
+    return jax.tree.map(lambda leaf: jnp.reshape(leaf, (count, size, *jnp.shape(leaf)[1:])), batch)
+
+
+def _shapes(batch: Any) -> list[tuple[str, tuple[int, ...]]]:
+    return [(jax.tree_util.keystr(path), jnp.shape(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)]
+
+
+def _fitted(state: JaxState, grads: Gradients) -> Any:
+    """The gradients in the parameters' structure, at least float32.
+
+    Raises:
+        GradientError: they do not fit the parameters.
+    """
+    params, received = named_leaves(state.params), {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads.values, is_leaf=lambda x: x is None):
+        name = path_name(path)
+        if leaf is not None or name in params:  # equinox keeps None where a module has no such parameter
+            received[name] = leaf
+    checks.check_gradients(
+        [(name, jnp.shape(leaf)) for name, leaf in params.items()],
+        [(name, None if leaf is None else jnp.shape(leaf)) for name, leaf in received.items()],
+    )
+    for name, leaf in received.items():
+        if dtype_name(leaf) not in checks.FLOATING:
+            raise GradientError(f"the gradient of {name!r} must be a floating array. Received: {dtype_name(leaf)}.")
+    leaves = [
+        unscaled_leaf(jnp.asarray(received[name]), None, jnp.promote_types(leaf.dtype, jnp.float32))
+        for name, leaf in params.items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(state.params), leaves)
+
+
+def _updated(
+    state: JaxState, values: Any, running: Running, norm: Any, finite: Any, every: Any
+) -> tuple[JaxState, StepResult]:
+    """Clip, update and, where `finite`, commit; `every` moves the scale.
+
+    Old and new are chosen by elementwise select, not by a conditional: XLA fuses it into the update's own loop, which
+    reads the old values anyway, while a conditional would make a GPU's host wait for the flag.
+    """
+    recipe, scaler = state.recipe, state.recipe.loss_scaler
+    if recipe.clip_norm is not None:
+        factor = checks.clip_factor(norm, recipe.clip_norm, XP)
+        values = jax.tree.map(lambda g: g * factor.astype(g.dtype), values)
+    wide = widened(state.params)
+    updates, opt_state = transformation(recipe.optimizer).update(values, state.opt_state, wide)
+    params = jax.tree.map(lambda old, w, u: (w + u).astype(old.dtype), state.params, wide, updates)
+    old = (state.params, state.opt_state, state.running.statistics, state.step)
+    opt_state = conform(opt_state, state.opt_state, what="the optimizer's state")
+    new = (params, opt_state, running.statistics, state.step + 1)
+    scale_state, skipped = state.scale_state, jnp.asarray(False)
+    if scaler.checks:
+        new = jax.tree.map(
+            lambda after, before: after if is_key(before) else jnp.where(finite, after, before), new, old
+        )
+        scale_state, skipped = update(scaler, state.scale_state, every, XP), ~finite
+    params, opt_state, statistics, step = new
+    state = dataclasses.replace(
+        state,
+        params=params,
+        opt_state=opt_state,
+        scale_state=scale_state,
+        running=Running(statistics, running.streams),
+        step=step,
+    )
+    return state, StepResult(None, None, norm, scale_state.scale, skipped, step)

@@ -1,0 +1,148 @@
+"""The JAX backend's harness: flax linen models for the conformance suite, the demo and the parity runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen
+
+from polyamp.backend import LossFunction, StepResult
+from polyamp.errors import UnsupportedError
+from polyamp.recipe import Recipe
+from polyamp.testing import digits
+from polyamp.testing.harness import Layer, Observe
+from polyamp_jax.arrays import to_numpy
+
+Array = np.ndarray[Any, Any]
+
+
+class MLP(linen.Module):  # type: ignore[misc]  # flax is not typed
+    """dense -> [batch normalisation] -> relu -> ... -> dense."""
+
+    widths: tuple[int, ...]
+    normalize: bool = False
+    observe: Observe | None = None
+
+    @linen.compact  # type: ignore[untyped-decorator]
+    def __call__(self, x: Any) -> Any:
+        for number, width in enumerate(self.widths):
+            x = linen.Dense(width, name=f"dense{number}")(x)
+            if self.observe is not None:
+                self.observe(str(x.dtype))
+            if number < len(self.widths) - 1:
+                if self.normalize:
+                    x = linen.BatchNorm(use_running_average=False, momentum=0.9, epsilon=1e-5, name=f"norm{number}")(x)
+                x = linen.relu(x)
+        return x
+
+
+class Transformer(linen.Module):  # type: ignore[misc]  # flax is not typed
+    """The one-block transformer of `polyamp.testing.digits`, every layer written out."""
+
+    @linen.compact  # type: ignore[untyped-decorator]
+    def __call__(self, x: Any) -> Any:
+        h = _dense("embed")(x)
+        h = h + self._attention(_norm("norm1")(h))
+        h = h + _dense("mlp2")(linen.relu(_dense("mlp1")(_norm("norm2")(h))))
+        h = _norm("norm3")(h)
+        return _dense("head")(h.reshape(h.shape[0], -1))
+
+    def _attention(self, x: Any) -> Any:
+        size = digits.WIDTH // digits.HEADS
+
+        def heads(name: str) -> Any:
+            return _dense(name)(x).reshape(*x.shape[:2], digits.HEADS, size)
+
+        query, key, value = heads("query"), heads("key"), heads("value")
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / size**0.5
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), value)
+        return _dense("out")(mixed.reshape(x.shape))
+
+
+class JaxHarness:
+    """`Harness` over flax linen."""
+
+    def array(self, value: Array) -> Any:
+        return jnp.array(value)
+
+    def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> Any:
+        return MLP(_widths(layers), observe=observe), {"params": _dense_params(layers)}
+
+    def normalized_mlp(self, layers: Sequence[Layer]) -> Any:
+        width = layers[0].bias.shape
+        norm = {"scale": jnp.ones(width, jnp.float32), "bias": jnp.zeros(width, jnp.float32)}
+        running = {"mean": jnp.zeros(width, jnp.float32), "var": jnp.ones(width, jnp.float32)}
+        variables = {"params": {**_dense_params(layers), "norm0": norm}, "batch_stats": {"norm0": running}}
+        return MLP(_widths(layers), normalize=True), variables
+
+    def digits(self, weights: Mapping[str, Array]) -> Any:
+        params: dict[str, dict[str, Any]] = {}
+        for path, value in weights.items():
+            module, _, name = path.partition("/")
+            params.setdefault(module, {})[name] = jnp.array(value)
+        return Transformer(), {"params": params}
+
+    def weights(self, state: Any) -> list[Layer]:
+        params = state.params
+        return [
+            Layer(to_numpy(params[f"dense{n}"]["kernel"]), to_numpy(params[f"dense{n}"]["bias"]))
+            for n in range(sum(name.startswith("dense") for name in params))
+        ]
+
+    def sensitive(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {
+            "exp": jnp.exp,
+            "log": jnp.log,
+            "pow": lambda x: jnp.power(x, 3.0),
+            "rsqrt": jax.lax.rsqrt,
+            "sum": jnp.sum,
+            "mean": jnp.mean,
+            "cumsum": jnp.cumsum,
+            "softmax": jax.nn.softmax,
+            "log_softmax": jax.nn.log_softmax,
+            "logsumexp": jax.nn.logsumexp,
+            "layer_norm": lambda x: jax.nn.standardize(x, epsilon=digits.EPSILON),
+        }
+
+    def matmul(self, left: Any, right: Any) -> Any:
+        return jnp.matmul(left, right)
+
+    def unusable(self, kind: str) -> Any:
+        if kind == "empty":
+            return MLP(()), {"params": {}}
+        dtype = {"integer": jnp.int32, "complex": jnp.complex64, "float16": jnp.float16}[kind]
+        layer = {"kernel": jnp.ones((2, 2), dtype), "bias": jnp.ones(2, dtype)}
+        return MLP((2,)), {"params": {"dense0": layer}}
+
+    def replicate(
+        self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
+    ) -> list[tuple[Any, StepResult]]:
+        raise UnsupportedError("the jax backend does not run replicas yet.")
+
+    def native_optimizer(self, model: Any, learning_rate: float) -> Any:
+        return optax.sgd(learning_rate)
+
+
+def _dense(name: str) -> Any:
+    return linen.Dense(digits.DENSE[name][1], name=name)
+
+
+def _norm(name: str) -> Any:
+    # flax's fast variance, E[x^2] - E[x]^2, loses digits that the other frameworks keep
+    return linen.LayerNorm(epsilon=digits.EPSILON, use_fast_variance=False, name=name)
+
+
+def _widths(layers: Sequence[Layer]) -> tuple[int, ...]:
+    return tuple(layer.bias.shape[0] for layer in layers)
+
+
+def _dense_params(layers: Sequence[Layer]) -> dict[str, Any]:
+    return {
+        f"dense{n}": {"kernel": jnp.array(layer.kernel), "bias": jnp.array(layer.bias)}
+        for n, layer in enumerate(layers)
+    }

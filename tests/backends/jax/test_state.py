@@ -1,0 +1,250 @@
+"""The state as a pytree: under jit, donation and tree maps, traced once, saved and restored bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import polyamp
+from polyamp.loss_scale import LossScaleState
+from polyamp_jax import BACKEND, JaxState
+
+
+def test_repr_shows_what_matters_in_every_condition(make_kind: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
+    state = polyamp.init(make_kind("linen").model, recipe())
+    policy = "policy=Policy(param='float32', compute='float16', output='float32')"
+    assert repr(state) == f"JaxState(backend='jax', device='cpu:0', parameters=139, {policy}, scale=32768, step=0)"
+    seen: list[str] = []
+    jax.jit(lambda s: seen.append(repr(s)) or s)(state)
+    assert "device='traced'" in seen[0]
+    assert "scale=traced, step=traced" in seen[0]
+    assert "device='ndarray'" in repr(jax.tree.map(np.asarray, state))
+    polyamp.train_step(loss_fn, recipe())(state, batch())
+    assert "scale=donated, step=donated" in repr(state)
+
+
+def test_it_goes_through_tree_map_and_jit_whole(make: Any, recipe: Any) -> None:
+    made = make(dropout=True)
+    state = polyamp.init(made.model, recipe(), **made.options)
+    for other in (jax.tree.map(lambda leaf: leaf, state), jax.jit(lambda s: s)(state)):
+        assert isinstance(other, JaxState)
+        assert jax.tree.structure(other) == jax.tree.structure(state)
+        assert other.recipe == state.recipe
+        mine, theirs = BACKEND.export_state(state), BACKEND.export_state(other)
+        assert {k: v.tobytes() for k, v in mine.items()} == {k: v.tobytes() for k, v in theirs.items()}
+    marked = jax.tree.unflatten(jax.tree.structure(state), [object()] * len(jax.tree.leaves(state)))
+    assert isinstance(marked, JaxState), "unflattening must not look at the leaves"
+
+
+def test_two_states_of_one_model_have_one_structure(make_kind: Any, recipe: Any) -> None:
+    for kind in ("linen", "nnx", "haiku", "function"):
+        made = make_kind(kind)
+        first, second = (polyamp.init(made.model, recipe(), **made.options) for _ in range(2))
+        assert jax.tree.structure(first) == jax.tree.structure(second)
+        other = polyamp.init(made.model, recipe(clip_norm=1.0), **made.options)
+        assert jax.tree.structure(first) != jax.tree.structure(other)
+
+
+def test_no_leaf_is_weakly_typed(make: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
+    made = make(dropout=True)
+    for policy in ("float32", "mixed_float16"):
+        state = polyamp.init(made.model, recipe(policy, optimizer=polyamp.adamw(1e-3)), **made.options)
+        assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(state))
+        step = polyamp.train_step(loss_fn, state.recipe)
+        after, _ = step(state, batch())
+        assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(after))
+
+
+OPTIMIZERS = {
+    "adamw": polyamp.adamw(polyamp.schedules.warmup_cosine(1e-3, 2, 9)),
+    "adagrad": polyamp.adagrad(1e-2),
+    "native": optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "bf16-true"])
+def test_one_trace_for_all_steps(make_kind: Any, recipe: Any, batch: Any, loss_fn: Any, policy: str, name: str) -> None:
+    traces = []
+
+    def counted(model: Any, batch: Any) -> Any:
+        traces.append(1)
+        return loss_fn(model, batch)
+
+    made = make_kind("linen", norm=policy != "bf16-true", dropout=True)
+    model = made.model
+    if policy == "bf16-true":
+        model = (model[0], jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model[1]))
+    chosen = recipe(policy, optimizer=OPTIMIZERS[name], clip_norm=1.0)
+    state = polyamp.init(model, chosen, **made.options)
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(state)]
+    step = polyamp.train_step(counted, chosen)
+    for i in range(5):
+        state, _ = step(state, batch(i, gain=np.inf if i == 2 else 1.0))
+    assert len(traces) == 1
+    assert [leaf.dtype for leaf in jax.tree.leaves(state)] == dtypes
+    other = polyamp.init(model, chosen, **made.options)
+    step(other, batch())
+    assert len(traces) == 1, "a second state of the same model and recipe is the same program"
+
+
+def test_one_trace_and_one_compilation_when_the_parameters_are_committed(
+    make_kind: Any, recipe: Any, batch: Any, loss_fn: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, variables = make_kind("linen", norm=True).model
+    state = polyamp.init((module, jax.device_put(variables, jax.devices()[0])), recipe(optimizer=polyamp.adam(1e-3)))
+    assert all(leaf.committed for leaf in jax.tree.leaves(state))
+    step = polyamp.train_step(loss_fn, state.recipe)
+    state, _ = step(state, batch())
+    with caplog.at_level("WARNING"), jax.log_compiles():
+        state, _ = step(state, batch())
+    assert not [record for record in caplog.records if "Compiling" in record.message]
+
+
+def test_no_two_leaves_share_a_buffer(make: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
+    made = make()
+    state = polyamp.init(made.model, recipe(optimizer=polyamp.adam(1e-3)), **made.options)
+    step = polyamp.train_step(loss_fn, state.recipe)
+
+    def pointers(tree: Any) -> list[int]:
+        return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
+
+    assert len(set(pointers(state))) == len(pointers(state))
+    state, result = step(state, batch())
+    assert len(set(pointers((state, result)))) == len(pointers((state, result)))
+
+
+def test_two_scale_states_can_be_donated_together() -> None:
+    scaler = polyamp.LossScaler()
+    both = (scaler.init("jax"), scaler.init("jax"))
+    new = jax.jit(lambda a, b: (scaler.update(a, True), scaler.update(b, False)), donate_argnums=(0, 1))(*both)
+    assert [float(s.scale) for s in new] == [32768.0, 16384.0]
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(both))
+    assert float(scaler.init("jax").scale) == 32768.0, "a later default must not be a deleted array"
+
+
+def test_results_outlive_the_donation_of_their_state(make_kind: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
+    for chosen in (recipe(), recipe("float32")):
+        state = polyamp.init(make_kind("linen").model, chosen)
+        step = polyamp.train_step(loss_fn, chosen)
+        results = []
+        for i in range(4):
+            state, result = step(state, batch(i))
+            results.append(result)
+        assert [int(r.step) for r in results] == [1, 2, 3, 4]
+        assert all(np.isfinite([float(r.scale), float(r.loss), float(r.grad_norm)]).all() for r in results)
+
+
+def test_donation_can_be_turned_off(make_kind: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
+    state = polyamp.init(make_kind("linen").model, recipe())
+    step = polyamp.train_step(loss_fn, recipe(), donate=False)
+    (_, first), (_, second) = step(state, batch()), step(state, batch())
+    assert float(first.loss) == float(second.loss)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_a_state_whose_optimizer_keeps_the_parameters_can_be_donated(
+    make_kind: Any, recipe: Any, batch: Any, loss_fn: Any
+) -> None:
+    keeper = optax.GradientTransformation(
+        lambda params: params, lambda g, s, p: (jax.tree.map(lambda x: -0.1 * x, g), s)
+    )
+    chosen = recipe(optimizer=keeper)
+    state = polyamp.init(make_kind("linen").model, chosen)
+    state, result = polyamp.train_step(loss_fn, chosen)(state, batch())
+    assert int(result.step) == 1
+
+
+def test_every_field_of_the_scaler_survives_jit(backend: Any) -> None:
+    """jmp's pytree loses its floor under jit: 64 became 1."""
+    scaler = polyamp.LossScaler(init_scale=128.0, min_scale=64.0, hysteresis=2)
+    state = scaler.init("jax")
+    update = jax.jit(scaler.update)
+    for _ in range(5):
+        state = update(state, jnp.asarray(False))
+    assert [backend.to_numpy(x).item() for x in state] == [64.0, 0, -1, 5, 4]
+    assert [leaf.dtype.name for leaf in state] == ["float32"] + ["int32"] * 4
+    assert not any(leaf.weak_type for leaf in state)
+    assert isinstance(state, LossScaleState)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx", "equinox", "haiku", "function"])
+def test_resuming_is_bit_identical_with_statistics_and_dropout(
+    make_kind: Any, recipe: Any, batch: Any, loss_fn: Any, backend: Any, tmp_path: Path, kind: str
+) -> None:
+    made = make_kind(kind, norm=kind != "function", dropout=True)
+    scaler = polyamp.LossScaler(init_scale=64.0, growth_interval=2)
+    chosen = recipe(optimizer=polyamp.adamw(1e-2), accumulate_steps=2, scaler=scaler)
+
+    def run(state: Any, first: int, last: int) -> Any:
+        step = polyamp.train_step(loss_fn, chosen)
+        for i in range(first, last):
+            state, _ = step(state, batch(i, gain=np.inf if i == 1 else 1.0))
+        return state
+
+    def fresh() -> Any:
+        return polyamp.init(made.model, chosen, **made.options)
+
+    state = run(fresh(), 0, 3)
+    polyamp.save(state, tmp_path / "checkpoint")
+    straight = backend.export_state(run(state, 3, 6))
+    assert {"step", "loss_scale/scale", "loss_scale/stuck"} <= set(straight)
+    assert any(name.startswith("rng/") for name in straight)
+    restored = polyamp.restore(fresh(), tmp_path / "checkpoint")
+    assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(restored))
+    resumed = backend.export_state(run(restored, 3, 6))
+    assert {k: v.tobytes() for k, v in straight.items()} == {k: v.tobytes() for k, v in resumed.items()}
+
+
+def test_restoring_keeps_the_placement(make_kind: Any, recipe: Any) -> None:
+    module, variables = make_kind("linen").model
+    for placed in (variables, jax.device_put(variables, jax.devices()[0])):
+        state = polyamp.init((module, placed), recipe())
+        again = BACKEND.import_state(state, BACKEND.export_state(state))
+        assert [x.committed for x in jax.tree.leaves(again)] == [x.committed for x in jax.tree.leaves(state)]
+
+
+SHARDED = """
+import jax, numpy as np, polyamp
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
+recipe = polyamp.Recipe(policy="mixed_float16", optimizer=polyamp.adam(1e-2), clip_norm=1.0)
+loss_fn = lambda m, b: polyamp.losses.mean_squared_error(m(b["x"]) * b["g"], b["y"])
+rng = np.random.default_rng(0)
+params = {"w": rng.normal(size=(4, 2)).astype("f4")}
+batches = [{"x": rng.normal(size=(8, 4)).astype("f4"), "y": np.ones((8, 2), "f4"), "g": np.ones((8, 2), "f4")}
+           for _ in range(4)]
+batches[2]["g"][7] = np.inf
+apply_fn = lambda p, x: x @ p["w"]
+results = []
+for place in (lambda tree, spec: tree, put):
+    state = polyamp.init((apply_fn, place(params, P())), recipe, backend="jax")
+    step = polyamp.train_step(loss_fn, recipe)
+    skips = []
+    for batch in batches:
+        state, result = step(state, place(batch, P("data")))
+        skips.append(bool(result.skipped))
+    results.append((skips, float(result.scale), np.asarray(state.params["w"])))
+assert results[0][0] == results[1][0] == [False, False, True, False], results
+assert results[0][1] == results[1][1]
+np.testing.assert_allclose(results[0][2], results[1][2], rtol=1e-3)
+assert all(len(leaf.sharding.device_set) == 2 for leaf in jax.tree.leaves(state))
+print("ok")
+"""
+
+
+def test_a_batch_sharded_over_two_devices_takes_one_decision() -> None:
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "error", "-c", SHARDED]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **flags})
+    assert done.stdout.strip() == "ok", done.stderr
