@@ -43,7 +43,7 @@ class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     @property
     def slots(self) -> tuple[str, ...]:
         """Names of the per-parameter state arrays."""
-        raise NotImplementedError
+        raise NotImplementedError  # every spec defines its own
 
     def initial(self, slot: str) -> float:
         """The value a slot is filled with at the start."""
@@ -70,7 +70,7 @@ class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
         Returns:
             The new parameter and the new slots.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # every spec defines its own
 
 
 class SGD(_Spec, frozen=True, tag="sgd"):

@@ -20,7 +20,7 @@ class _Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
         """The learning rate after `count` applied updates: a float, or a float32 scalar of `count`'s framework."""
-        raise NotImplementedError
+        raise NotImplementedError  # every schedule defines its own
 
 
 class Constant(_Schedule, frozen=True, tag="constant"):

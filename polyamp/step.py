@@ -45,6 +45,7 @@ class TrainStep:
         self.recipe: Final = recipe
         self._options = options
         self._run: dict[str, StepFunction] = {}
+        self._accepted: Recipe | None = None
         self._calls = 0
 
     def __repr__(self) -> str:
@@ -53,13 +54,10 @@ class TrainStep:
     def __call__(self, state: Any, batch: Any) -> tuple[Any, StepResult]:
         """One step: scaled loss, gradients, finite flag, clip, optimizer, scale adjustment (S6 to S15)."""
         backend = state.backend
+        if state.recipe is not self._accepted:
+            self._accept(state.recipe)
         run = self._run.get(backend.name)
         if run is None:
-            if state.recipe != self.recipe:
-                raise RecipeError(
-                    "state and step were made with different recipes; call init and train_step with the same one. "
-                    f"State: {state.recipe}. Step: {self.recipe}."
-                )
             run = self._run[backend.name] = backend.train_step(self.loss_fn, self.recipe, **self._options)
         state, result = run(state, batch)
         self._calls += 1
@@ -67,6 +65,14 @@ class TrainStep:
         if scaler.checks and scaler.on_stuck != "ignore" and self._calls % scaler.patience == 0:
             self._look_if_stuck(state, batch)
         return state, result
+
+    def _accept(self, recipe: Recipe) -> None:
+        if recipe != self.recipe:
+            raise RecipeError(
+                "state and step were made with different recipes; call init and train_step with the same one. "
+                f"State: {recipe}. Step: {self.recipe}."
+            )
+        self._accepted = recipe
 
     def _look_if_stuck(self, state: State, batch: Any) -> None:
         """Read the state on the host, once every `patience` calls (S17)."""

@@ -82,11 +82,15 @@ def test_s20_a_step_with_another_recipe_is_refused(harness: Harness) -> None:
     state = polyamp.init(harness.mlp(layers()), recipe())
     with pytest.raises(RecipeError, match="different recipes"):
         polyamp.train_step(loss_fn, recipe(clip_norm=1.0))(state, batch())
+    step = polyamp.train_step(loss_fn, recipe())
+    state, _ = step(state, batch())
+    with pytest.raises(RecipeError, match="different recipes"):
+        step(polyamp.init(harness.mlp(layers()), recipe(clip_norm=1.0)), batch())
 
 
 def test_s20_every_error_is_a_polyamp_error(harness: Harness) -> None:
     with pytest.raises(PolyampError, match=r"recipe must be a polyamp\.Recipe"):
-        polyamp.init(harness.mlp(layers()), {"policy": "float32"})  # type: ignore[arg-type]
+        polyamp.init(harness.mlp(layers()), {"policy": "float32"})  # type: ignore[arg-type]  # on purpose
 
 
 def test_s20_state_describes_itself(backend: Backend, harness: Harness) -> None:

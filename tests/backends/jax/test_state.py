@@ -22,9 +22,15 @@ from polyamp_jax import BACKEND, JaxState
 def test_repr_shows_what_matters_in_every_condition(make_kind: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
     state = polyamp.init(make_kind("linen").model, recipe())
     policy = "policy=Policy(param='float32', compute='float16', output='float32')"
-    assert repr(state) == f"JaxState(backend='jax', device='cpu:0', parameters=139, {policy}, scale=32768, step=0)"
+    device = BACKEND.info().devices[0]
+    assert repr(state) == f"JaxState(backend='jax', device='{device}', parameters=139, {policy}, scale=32768, step=0)"
     seen: list[str] = []
-    jax.jit(lambda s: seen.append(repr(s)) or s)(state)
+
+    def look(state: Any) -> Any:
+        seen.append(repr(state))
+        return state
+
+    jax.jit(look)(state)
     assert "device='traced'" in seen[0]
     assert "scale=traced, step=traced" in seen[0]
     assert "device='ndarray'" in repr(jax.tree.map(np.asarray, state))

@@ -48,7 +48,8 @@ def test_the_norm_of_gradients_that_are_constants() -> None:
     """A loss that ignores its parameters: with constant factors XLA would fold the norm to 0 * inf."""
     for value in (0.0, 1.0):
         norm, finite = jax.jit(lambda value=value: norm_and_finite([jnp.full((2, 2), value), jnp.full(1, value)]))()
-        assert (float(norm), bool(finite)) == (value * np.float32(np.sqrt(5.0)), True)
+        np.testing.assert_allclose(float(norm), value * 5.0**0.5, rtol=1e-6)
+        assert bool(finite)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
@@ -260,7 +261,8 @@ def test_several_states_share_one_scale(make_kind: Any, recipe: Any, batch: Any)
 
     scaler = polyamp.LossScaler(init_scale=16.0)
     chosen = [recipe("mixed_float16", scaler=scaler), recipe("mixed_bfloat16", scaler=scaler)]
-    for skip, steps in (("all", [0, 0]), ("each", [1, 0])):
+    cases: list[tuple[Any, list[int]]] = [("all", [0, 0]), ("each", [1, 0])]
+    for skip, steps in cases:
         states = [polyamp.init(make_kind(kind).model, r) for kind, r in zip(("linen", "nnx"), chosen, strict=True)]
         _, gradients = polyamp.value_and_grad(loss)(states, batch(gain=np.inf))
         states, results = polyamp.apply_gradients(states, gradients, skip=skip)
@@ -332,7 +334,7 @@ def test_autocast_of_a_function_casts_its_boundary() -> None:
 
 
 def test_only_floating_leaves_are_cast(backend: Any) -> None:
-    leaves = {
+    leaves: dict[str, Any] = {
         "typed": jax.random.key(0),
         "raw": jax.random.PRNGKey(0),
         "int": jnp.arange(2),

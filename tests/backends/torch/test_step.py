@@ -279,6 +279,15 @@ def test_batches_in_every_form() -> None:
     assert int(state.step) == 5
 
 
+def test_the_native_object_is_a_region_of_torch_autocast() -> None:
+    x = torch.ones(2, 2)
+    with polyamp.Policy("mixed_bfloat16").native("torch"):
+        assert (x @ x).dtype == torch.bfloat16
+        with polyamp.Policy("float32").native("torch"):
+            assert (x @ x).dtype == torch.float32
+    assert (x @ x).dtype == torch.float32
+
+
 def test_float32_matmul_is_scoped() -> None:
     before = torch.get_float32_matmul_precision()
     inner: list[str] = []

@@ -1,0 +1,29 @@
+"""The conformance suite covers the written semantics: every rule S1 to S22 has a test that carries its number."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import polyamp.testing.conformance
+
+SUITE = Path(polyamp.testing.conformance.__file__).parent
+SEMANTICS = Path(__file__).parents[2] / "docs" / "semantics.md"
+
+
+def rules_tested() -> set[int]:
+    """Rule numbers in the names of the suite's test functions."""
+    names = [
+        node.name
+        for path in SUITE.glob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    return {int(found[1]) for name in names if (found := re.match(r"test_s(\d\d)_", name))}
+
+
+def test_every_rule_has_a_test() -> None:
+    written = {int(number) for number in re.findall(r"\*\*S(\d+)\b", SEMANTICS.read_text(encoding="utf-8"))}
+    assert written == set(range(1, 23))
+    assert rules_tested() == written
