@@ -58,8 +58,8 @@ def value_and_grad(loss_fn: LossFunction, states: Sequence[TorchState], batch: A
     finally:
         for state, saved in zip(states, before, strict=True):
             _restore(state, saved)
-    for state, values in zip(states, scaled, strict=True):
-        unscale_(values, state, count=1)
+    for values in scaled:
+        unscale_(values, states[0], count=1)  # the loss was multiplied by the first's scale
     grads = [Gradients(values, running) for values, running in zip(scaled, after, strict=True)]
     return (loss if aux is None else (loss, aux)), grads
 

@@ -162,7 +162,7 @@ class ReferenceBackend:
         def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:
             with np.errstate(all="ignore"):
                 loss, aux, scaled = _scaled_gradients(loss_fn, states, batch)
-                grads = [_unscaled(item, state) for item, state in zip(scaled, states, strict=True)]
+                grads = [_unscaled(item, states[0]) for item in scaled]  # the loss was multiplied by the first's scale
             return (loss if aux is None else (loss, aux)), grads
 
         return run

@@ -110,6 +110,23 @@ def test_s14_several_optimizers_share_one_scaler(backend: Backend, harness: Harn
     assert [number(backend, r.scale) for r in results] == [8.0, 8.0]
 
 
+def test_s14_states_whose_scales_have_drifted_apart(backend: Backend, harness: Harness) -> None:
+    """One loss is multiplied by one scale, so all its gradients are unscaled with that one."""
+    made = recipe(scaler=polyamp.LossScaler(init_scale=16.0, growth_interval=1))
+    states = [polyamp.init(harness.mlp(layers(seed=i)), made) for i in range(2)]
+    _, want = polyamp.value_and_grad(two_losses)(states, batch())
+    stepped, _ = polyamp.apply_gradients(states[1], want[1]._replace(values=_zeros(want[1].values)))
+    assert number(backend, stepped.scale_state.scale) == 32.0
+    _, got = polyamp.value_and_grad(two_losses)([states[0], stepped], batch())
+    for a, b in zip(want, got, strict=True):
+        for (name, x), (_, y) in zip(backend.named_gradients(a), backend.named_gradients(b), strict=True):
+            assert np.array_equal(backend.to_numpy(x), backend.to_numpy(y)), name
+
+
+def _zeros(tree: Any) -> Any:
+    return {key: _zeros(value) for key, value in tree.items()} if isinstance(tree, dict) else tree * 0.0
+
+
 def test_s14_states_with_different_scalers_are_refused(harness: Harness) -> None:
     made = [recipe(scaler=polyamp.LossScaler.static(scale)) for scale in (2.0, 4.0)]
     states = [polyamp.init(harness.mlp(layers()), r) for r in made]
