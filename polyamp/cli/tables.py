@@ -22,12 +22,10 @@ _TEXT = ("framework", "policy", "farthest apart", "verdict")
 def print_report(console: Console, report: Report) -> None:
     """The results, the distances, and what has to be said beside them."""
     if report.runs:
-        console.print()
-        console.print(_table(title(report), _RUN_COLUMNS, [_run_row(run) for run in report.runs]))
+        _print_table(console, title(report), _RUN_COLUMNS, [_run_row(run) for run in report.runs])
     if report.comparisons:
         rows = [_distance_row(comparison) for comparison in report.comparisons]
-        console.print()
-        console.print(_table("Largest distance between the frameworks' loss curves", _DISTANCE_COLUMNS, rows))
+        _print_table(console, "Largest distance between the frameworks' loss curves", _DISTANCE_COLUMNS, rows)
     for remark in remarks(report):
         console.print(f"\n{escape(remark)}")
     for problem in problems(report):
@@ -140,15 +138,13 @@ def _distance(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.1e}"
 
 
-def _table(heading: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-    table = Table(
-        title=heading,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-    )
+def _print_table(console: Console, heading: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    console.print(f"\n[bold]{escape(heading)}[/]", soft_wrap=True)  # a table's own title wraps at the table's width
+    console.print(_table(columns, rows))
+
+
+def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in columns:
         table.add_column(column, justify="left" if column in _TEXT else "right", overflow="fold")
     for number, row in enumerate(rows):
