@@ -4,8 +4,8 @@ The file is written beside its target, flushed to disk and renamed over it, so a
 previous checkpoint as it was. A SHA-256 digest over every byte of the file, its own field blanked, lies in the header.
 Loading parses JSON and copies bytes; it runs no code.
 
-A backend whose native optimizer makes its arrays at the first step exports `optimizer/*`, an empty array: it says that
-whatever lies under `optimizer/` in the file is accepted.
+A backend whose native optimizer makes its arrays at the first step exports `optimizer/state/*`, an empty array: it says
+that whatever lies under `optimizer/state/` on the other side is accepted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from polyamp._version import __version__
 from polyamp.backend import Backend
 from polyamp.errors import CheckpointError, RecipeError
+from polyamp.loss_scale import LossScaler
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,6 +76,7 @@ def restore(state: _State, path: str | os.PathLike[str]) -> _State:
             f"{backend.name} state: layouts of parameters differ between frameworks."
         )
     _check_fit(backend.export_state(state), arrays, os.fspath(path))
+    _check_scale(state.recipe.loss_scaler, arrays, os.fspath(path))  # type: ignore[attr-defined]  # a State, as above
     result: _State = backend.import_state(state, arrays)  # type: ignore[assignment]  # the same State type comes back
     return result
 
@@ -111,8 +113,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, np.nda
 
 
 def _check_fit(expected: Arrays, found: Arrays, path: str) -> None:
-    late = tuple(name[:-1] for name in expected if name.endswith("/*"))
-    problems = [f"missing: {name}" for name in expected if name not in found and not name.endswith("/*")]
+    late = tuple(name[:-1] for name in (*expected, *found) if name.endswith("/*"))
+    problems = [f"missing: {name}" for name in expected if name not in found and not name.startswith(late)]
     problems += [f"not in this state: {name}" for name in found if name not in expected and not name.startswith(late)]
     problems += [
         f"{name}: {_kind(found[name])} in the file, {_kind(expected[name])} in the state"
@@ -124,6 +126,15 @@ def _check_fit(expected: Arrays, found: Arrays, path: str) -> None:
         raise CheckpointError(
             f"{path} belongs to another model, optimizer or scaler. {shown}. Build the state from the model and recipe "
             "that were saved."
+        )
+
+
+def _check_scale(scaler: LossScaler, arrays: Arrays, path: str) -> None:
+    scale = arrays.get("loss_scale/scale")
+    if scale is not None and not scaler.min_scale <= float(scale) <= scaler.max_scale:
+        raise CheckpointError(
+            f"{path} holds a loss scale of {float(scale):g}, which the state's scaler (kind={scaler.kind!r}, "
+            f"{scaler.min_scale:g} to {scaler.max_scale:g}) never has. Restore with the scaler that was saved."
         )
 
 

@@ -140,6 +140,11 @@ def check_micro_batches(batches: Sequence[Sequence[tuple[str, Shape]]], count: i
             f"a list of micro-batches must have accumulate_steps={count} members. Received: {len(batches)}. (A batch "
             "that is itself a sequence of arrays is a tuple or a dict, not a list.)"
         )
+    if any(path == "" for path, _ in batches[0]):
+        raise BatchError(
+            f"a list of {count} arrays could be {count} micro-batches or one batch of {count} arrays. Pass the arrays "
+            "of one batch as a tuple or a dict, and a micro-batch that is a single array as a tuple of one."
+        )
     first = list(batches[0])
     for number, other in enumerate(batches[1:], start=1):
         if list(other) != first:

@@ -226,7 +226,8 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def update(scaler: LossScaler, state: LossScaleState, finite: Any, xp: ArrayNamespace) -> LossScaleState:
     """Rule S15 over an array namespace; branch-free, so that it runs on the device and under every compiler."""
     scale, count = state.scale, state.good_steps
-    finite = finite if hasattr(finite, "dtype") else xp.asarray(finite, scale > 0)
+    if type(finite).__module__ in ("builtins", "numpy"):
+        finite = xp.asarray(bool(finite), scale > 0)
 
     def number(value: float, like: Any) -> Any:
         return xp.asarray(value, like)

@@ -62,7 +62,9 @@ class TrainStep:
         state, result = run(state, batch)
         self._calls += 1
         scaler = self.recipe.loss_scaler
-        if scaler.checks and scaler.on_stuck != "ignore" and self._calls % scaler.patience == 0:
+        # two periods without a common divisor: of states that take turns, none is always passed over
+        look = self._calls % scaler.patience == 0 or self._calls % (scaler.patience + 1) == 0
+        if look and scaler.checks and scaler.on_stuck != "ignore":
             self._look_if_stuck(state, batch)
         return state, result
 

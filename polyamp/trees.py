@@ -1,12 +1,14 @@
-"""Trees of nested dicts, lists and tuples: mapping, paths, micro-batches. For backends whose framework has no trees.
+"""Trees of nested mappings, sequences and dataclasses: mapping, paths, micro-batches. For backends whose framework has
+no trees; JAX and Keras bring their own, which their backends use.
 
-A leaf is whatever is not one of these containers. JAX and Keras bring their own trees, which their backends use.
+A leaf is whatever is not one of these containers. Subclasses keep their type: `defaultdict`, `UserDict`, named tuples.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from polyamp.checks import check_micro_batches, micro_batch_size
@@ -28,11 +30,21 @@ def map_trees(function: Callable[[list[Any]], Any], trees: Sequence[Any]) -> Any
     {'a': 3}
     """
     first = trees[0]
-    if isinstance(first, dict):
-        return type(first)((key, map_trees(function, [tree[key] for tree in trees])) for key in first)
+    if isinstance(first, Mapping):
+        mapped = {key: map_trees(function, [tree[key] for tree in trees]) for key in first}
+        if not isinstance(first, MutableMapping):
+            return mapped
+        new = copy.copy(first)  # a subclass's own __init__ may take other arguments
+        for key, value in mapped.items():
+            new[key] = value
+        return new
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first) if field.init]
+        parts = {name: map_trees(function, [getattr(tree, name) for tree in trees]) for name in names}
+        return dataclasses.replace(first, **parts)
     if isinstance(first, (list, tuple)):
-        parts = [map_trees(function, list(items)) for items in zip(*trees, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+        items = [map_trees(function, list(row)) for row in zip(*trees, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     return function(list(trees))
 
 
@@ -42,9 +54,12 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     >>> list(leaves({"x": [10, 20]}))
     [("['x'][0]", 10), ("['x'][1]", 20)]
     """
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from leaves(value, f"{path}[{key!r}]")
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from leaves(getattr(tree, field.name), f"{path}.{field.name}")
     elif isinstance(tree, (list, tuple)):
         for index, value in enumerate(tree):
             yield from leaves(value, f"{path}[{index}]")
@@ -64,8 +79,13 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
         check_micro_batches([_shapes(part) for part in batch], count)
         return batch
     size = micro_batch_size(_shapes(batch), count)
-    return [map_tree(operator.itemgetter(slice(i * size, (i + 1) * size)), batch) for i in range(count)]
+    return [map_tree(_rows(i * size, (i + 1) * size), batch) for i in range(count)]
+
+
+def _rows(start: int, stop: int) -> Callable[[Any], Any]:
+    return lambda leaf: leaf[start:stop] if hasattr(leaf, "shape") else leaf
 
 
 def _shapes(batch: Any) -> list[tuple[str, tuple[int, ...]]]:
-    return [(path, tuple(getattr(leaf, "shape", ()))) for path, leaf in leaves(batch)]
+    """Paths and shapes of the arrays; numbers, strings and None go into every micro-batch as they are."""
+    return [(path, tuple(leaf.shape)) for path, leaf in leaves(batch) if hasattr(leaf, "shape")]

@@ -79,7 +79,7 @@ def to_device(tree: Any, device: torch.device) -> Any:
     """A batch with NumPy leaves turned into tensors, and every tensor on `device`."""
 
     def move(leaf: Any) -> Any:
-        if isinstance(leaf, (np.ndarray, np.generic)):
+        if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind not in "OUSM":  # text and objects stay
             return from_numpy(np.asarray(leaf)).to(device, non_blocking=True)
         return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
 
@@ -90,9 +90,11 @@ def from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """A NumPy array as a CPU tensor of the same dtype, `ml_dtypes.bfloat16` included; shares memory where it may."""
     if array.dtype == ml_dtypes.bfloat16:
         return from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    if array.flags.writeable and array.ndim:
+    usable = array.dtype.isnative and all(stride >= 0 for stride in array.strides)
+    if usable and array.flags.writeable and array.ndim:
         return torch.from_numpy(array)
-    return torch.from_numpy(np.array(array))  # a copy: torch warns of memory that it must not write to
+    # a copy: torch warns of memory that it must not write to, and has no reversed strides and no foreign byte order
+    return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
 
 
 def to_numpy(tensor: Any) -> np.ndarray[Any, Any]:

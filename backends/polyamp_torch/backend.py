@@ -26,10 +26,11 @@ from polyamp.errors import GradientError, LossError, UnsupportedError
 from polyamp.policy import Mode, Policy
 from polyamp.recipe import Recipe
 from polyamp.testing.harness import Harness
-from polyamp.trees import map_tree
+from polyamp.trees import leaves, map_tree
 from polyamp_torch import step
 from polyamp_torch.arrays import XP, cast_tree, dtype_name, to_numpy
-from polyamp_torch.autocast import BoundModule, autocast, device_of, run_under
+from polyamp_torch.autocast import autocast, run_under
+from polyamp_torch.binding import BoundModule, device_of
 from polyamp_torch.losses import TorchLosses
 from polyamp_torch.state import TorchState
 
@@ -78,22 +79,17 @@ class TorchBackend:
         return loss.float() if scale is None else loss.float() * scale
 
     def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
-        factor = None if scale is None else step.reciprocal(scale)
-        collected: list[torch.Tensor] = []
-
-        def one(leaf: Any) -> Any:
-            if leaf is None:
-                return None
+        found = [leaf for _, leaf in leaves(grads) if leaf is not None]
+        if not found:
+            raise GradientError("unscale() got no gradients.")
+        for leaf in found:
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
                 raise GradientError(f"gradients must be floating tensors. Received: {leaf!r}.")
-            wide = leaf.detach().float()
-            collected.append(wide if factor is None else wide * factor)
-            return collected[-1]
-
-        unscaled = map_tree(one, grads)
-        if not collected:
-            raise GradientError("unscale() got no gradients.")
-        return unscaled, torch.isfinite(step.global_norm(collected))
+        wide = [leaf.detach().float() for leaf in found]
+        unscaled = wide if scale is None else list(torch._foreach_mul(wide, step.reciprocal(scale)))
+        rest = iter(unscaled)
+        tree = map_tree(lambda leaf: None if leaf is None else next(rest), grads)
+        return tree, torch.isfinite(step.global_norm(unscaled))
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TorchState:
         checks.check_options(options, (), function="init", backend=self.name)

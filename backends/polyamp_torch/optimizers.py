@@ -7,7 +7,7 @@ native optimizers without such kernels, read the flag once a step.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from polyamp.optimizers import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, is_spec
 from polyamp_torch.arrays import XP, from_numpy, to_numpy
 
 Parameters = list[torch.nn.Parameter]
+_NUMBERS: Final[tuple[type[float], ...]] = (float, int, bool)
 
 
 class LionOptimizer(torch.optim.Optimizer):
@@ -165,22 +166,53 @@ def _set_rate(optimizer: torch.optim.Optimizer, rate: Any) -> None:
         group["lr"] = rate
 
 
-def export(optimizer: torch.optim.Optimizer, names: list[str], *, native: bool) -> dict[str, np.ndarray[Any, Any]]:
-    """State arrays by `<parameter>/<slot>`, Python numbers marked by a suffix; a native one's learning rates too."""
+def export(optimizer: torch.optim.Optimizer, names: list[str], spec: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """State arrays by `state/<parameter>/<slot>`, and the numbers in each group by `groups/<index>/<option>`.
+
+    Python numbers are marked by `#number`, those inside a tuple by their position. The learning rate of a schedule is
+    left out: it follows from the applied-update count.
+
+    Raises:
+        UnsupportedError: the optimizer keeps something else than tensors and numbers.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     for name, p in zip(names, parameters, strict=True):
         for slot, value in optimizer.state.get(p, {}).items():
-            if isinstance(value, torch.Tensor):
-                arrays[f"{name}/{slot}"] = to_numpy(value)
-            elif isinstance(value, (int, float)):
-                arrays[f"{name}/{slot}#number"] = np.asarray(value)
+            if not isinstance(value, torch.Tensor | int | float | None):
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} in its state ({slot!r}), which a "
+                    "checkpoint cannot hold: it holds tensors and numbers."
+                )
+            arrays.update(_encoded(f"state/{name}/{slot}", value))
     if not any(optimizer.state.get(p) for p in parameters) and not _stateless(optimizer):
-        arrays["*"] = np.zeros(0, np.uint8)  # made by the optimizer at its first step; see polyamp.checkpoint
-    if native:  # a spec's rate follows from the applied-update count
-        for index, group in enumerate(optimizer.param_groups):
-            arrays[f"groups/{index}/lr"] = np.asarray(float(group["lr"]), np.float64)
+        arrays["state/*"] = np.zeros(0, np.uint8)  # made by the optimizer at its first step; see polyamp.checkpoint
+    scheduled = is_spec(spec) and callable(spec.learning_rate)
+    for index, group in enumerate(optimizer.param_groups):
+        for option, value in group.items():
+            if option != "params" and not (scheduled and option == "lr"):
+                arrays.update(_encoded(f"groups/{index}/{option}", value))
     return arrays
+
+
+def _encoded(name: str, value: Any) -> dict[str, np.ndarray[Any, Any]]:
+    if isinstance(value, torch.Tensor):
+        return {name: to_numpy(value)}
+    if isinstance(value, int | float):
+        return {f"{name}#number": _boxed(value)}
+    if isinstance(value, tuple | list) and all(isinstance(item, int | float) for item in value):
+        return {f"{name}#{position}": _boxed(item) for position, item in enumerate(value)}
+    return {}
+
+
+def _boxed(value: float) -> np.ndarray[Any, Any]:
+    """A Python number with its type, in one shape and dtype whatever the type is."""
+    return np.array([_NUMBERS.index(type(value)), value], np.float64)
+
+
+def _unboxed(array: np.ndarray[Any, Any]) -> float:
+    kind, value = array.tolist()
+    return _NUMBERS[int(kind)](value)
 
 
 def _stateless(optimizer: torch.optim.Optimizer) -> bool:
@@ -188,19 +220,44 @@ def _stateless(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def load(optimizer: torch.optim.Optimizer, names: list[str], arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Put exported arrays back, each tensor on the device and in the dtype it was made with."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for name, p in zip(names, parameters, strict=True):
-        slots = {key.removeprefix(f"{name}/"): value for key, value in arrays.items() if key.startswith(f"{name}/")}
-        for slot, value in slots.items():
-            if slot.endswith("#number"):
-                optimizer.state[p][slot.removesuffix("#number")] = value.item()
-                continue
-            old = optimizer.state[p].get(slot)
-            device = old.device if old is not None else (p.device if value.ndim else torch.device("cpu"))
-            optimizer.state[p][slot] = from_numpy(value).to(device)
+    """Put exported arrays back, each tensor on the device and in the memory layout that the kernels expect."""
+    if "state/*" in arrays:
+        optimizer.state.clear()
+    by_owner: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
+    for key, array in arrays.items():
+        owner, _, slot = key.rpartition("/")
+        by_owner.setdefault(owner, {})[slot] = array
+    remaining = iter(names)
     for index, group in enumerate(optimizer.param_groups):
-        if f"groups/{index}/lr" not in arrays:
-            continue
-        rate = float(arrays[f"groups/{index}/lr"])
-        group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate
+        for p in group["params"]:
+            for slot, array in by_owner.get(f"state/{next(remaining)}", {}).items():
+                if slot.endswith("#number"):
+                    optimizer.state[p][slot.removesuffix("#number")] = _unboxed(array)
+                else:
+                    optimizer.state[p][slot] = _placed(slot, array, p, group)
+        for option, array in by_owner.get(f"groups/{index}", {}).items():
+            _set_option(group, option, array)
+
+
+def _placed(slot: str, array: np.ndarray[Any, Any], p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """A slot's tensor: laid out like its parameter if it has its shape; a step count is on the device for kernels that
+    read it there, on the CPU for the others."""
+    value = from_numpy(array)
+    if slot == "step":
+        return value.to(p.device) if group.get("fused") or group.get("capturable") else value
+    if value.shape == p.shape:
+        return torch.empty_like(p, dtype=value.dtype).copy_(value)
+    return value.to(p.device)
+
+
+def _set_option(group: dict[str, Any], option: str, array: np.ndarray[Any, Any]) -> None:
+    name, _, mark = option.partition("#")
+    if mark == "number":
+        group[name] = _unboxed(array)
+    elif mark:
+        items = list(group[name])
+        items[int(mark)] = _unboxed(array)
+        group[name] = tuple(items) if isinstance(group[name], tuple) else items
+    else:
+        old = group.get(name)
+        group[name] = from_numpy(array).to(old.device if isinstance(old, torch.Tensor) else "cpu")

@@ -16,7 +16,7 @@ from polyamp.loss_scale import LossScaleState
 from polyamp.recipe import Recipe
 from polyamp_torch import optimizers
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
-from polyamp_torch.autocast import BoundModule, device_of
+from polyamp_torch.binding import BoundModule, device_of
 
 Array = np.ndarray[Any, Any]
 
@@ -54,10 +54,6 @@ class TorchState:
             f"policy={self.recipe.policy}, scale={float(self.scale_state.scale):g}, step={int(self.step)})"
         )
 
-    def running(self) -> list[torch.Tensor]:
-        """The module's buffers: running statistics and the like."""
-        return list(self.model.buffers())
-
     def _optimizer_names(self) -> list[str]:
         by_id = {id(p): name for name, p in self.parameters.items()}
         return [by_id[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
@@ -66,8 +62,7 @@ class TorchState:
         """Every array by name; torch's random-number states included, so that dropout resumes where it was."""
         arrays = {f"model/{name.replace('.', '/')}": to_numpy(p) for name, p in self.model.named_parameters()}
         arrays |= {f"running/{name.replace('.', '/')}": to_numpy(b) for name, b in self.model.named_buffers()}
-        native = self.optimizer is self.recipe.optimizer
-        exported = optimizers.export(self.optimizer, self._optimizer_names(), native=native)
+        exported = optimizers.export(self.optimizer, self._optimizer_names(), self.recipe.optimizer)
         arrays |= {f"optimizer/{name}": value for name, value in exported.items()}
         arrays |= {f"loss_scale/{name}": to_numpy(value) for name, value in self.scale_state._asdict().items()}
         arrays["rng/cpu"] = to_numpy(torch.get_rng_state())

@@ -322,3 +322,19 @@ def test_the_worker_trains_skips_and_retraces_in_float32(flat_digits: dict[str, 
     after_skip = half.skips.index(False)
     assert distance(half.losses, half.twin_losses) < 0.01  # type: ignore[operator]  # both are finite
     assert distance(half.losses[after_skip + 1 :], plain.losses[after_skip + 1 :]) > 0.05  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("parted", "within"), [(19, False), (20, True)])
+def test_the_least_shared_step_itself_is_inside(parted: int, within: bool) -> None:
+    (comparison,) = compare([make_run(), make_run("jax", skips=[parted])], "float32")
+    assert comparison.within is within
+
+
+def test_a_pair_without_a_distance_comes_first() -> None:
+    runs = [
+        make_run("a"),
+        make_run("b", losses=[1.0] * 29 + [0.9]),
+        make_run("c", losses=[None] + [1.0] * 29),
+    ]
+    (comparison,) = compare(runs, "float32")
+    assert [pair.distance is None for pair in comparison.pairs] == [True, True, False]

@@ -62,6 +62,17 @@ def test_s07_gradients_are_those_of_the_unscaled_loss(backend: Backend, harness:
             assert np.array_equal(first, second), f"{name}: a power of two must be exact"
 
 
+def test_s07_16_bit_gradients_are_widened_before_they_are_divided(backend: Backend, harness: Harness) -> None:
+    """2^-10 / 2^15 is 0 in float16: what scaling saved would be lost again."""
+    scaler = polyamp.LossScaler.static(2.0**15)
+    state = scaler.init(backend.name)
+    scaler.scale(harness.array(np.asarray(1.0, np.float32)), state)
+    narrow = backend.cast([harness.array(np.full(3, 2.0**-10, np.float32))], "float16")
+    (grad,), finite = scaler.unscale(narrow, state)
+    wide = backend.to_numpy(grad)
+    assert (wide.dtype.name, wide.tolist(), bool(backend.to_numpy(finite))) == ("float32", [2.0**-25] * 3, True)
+
+
 def test_s07_value_and_grad_returns_what_loss_fn_returned(backend: Backend, harness: Harness) -> None:
     state = polyamp.init(harness.mlp(layers()), recipe(scaler=polyamp.LossScaler.static(8.0)))
     (loss, aux), _ = polyamp.value_and_grad(loss_and_aux)(state, batch())

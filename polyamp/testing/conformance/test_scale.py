@@ -211,3 +211,25 @@ def test_trap_weights_survive_every_scale(backend: Backend, harness: Harness) ->
     assert np.isfinite(flat(harness, state)).all()
     assert not any(bool(backend.to_numpy(r.skipped)) for r in results)
     assert loss_fn is not None
+
+
+@pytest.mark.parametrize(
+    "scaler",
+    [polyamp.LossScaler.static(4.0, patience=2), polyamp.LossScaler(kind="off", check_finite=True, patience=2)],
+    ids=["static", "off"],
+)
+def test_s17_every_kind_that_skips_can_get_stuck(harness: Harness, scaler: polyamp.LossScaler) -> None:
+    with pytest.raises(LossScaleStuckError):
+        train(harness, recipe(scaler=scaler), [batch(gain=np.nan)] * 2)
+
+
+def test_s17_stuck_looks_at_every_micro_batch_and_names_inf(harness: Harness) -> None:
+    scaler = polyamp.LossScaler(init_scale=1.0, min_scale=1.0, patience=2)
+    made = recipe(scaler=scaler, accumulate_steps=2)
+    state = polyamp.init(harness.mlp(layers()), made)
+    step = polyamp.train_step(loss_fn, made)
+    large = batch(gain=1e20)
+    large["y"] *= 0.0
+    state, _ = step(state, [batch(), large])
+    with pytest.raises(LossScaleStuckError, match=r"gradients: (?!none).*dense"):
+        step(state, [batch(), large])

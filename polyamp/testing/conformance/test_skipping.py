@@ -133,3 +133,33 @@ def test_s14_states_with_different_scalers_are_refused(harness: Harness) -> None
     _, gradients = polyamp.value_and_grad(loss_fn)(states[0], batch())
     with pytest.raises(RecipeError, match="must share one scaler"):
         polyamp.apply_gradients(states, [gradients, gradients])
+
+
+@pytest.mark.parametrize(
+    "make", [polyamp.sgd, polyamp.adam, polyamp.adamw, polyamp.rmsprop, polyamp.adagrad, polyamp.lion]
+)
+def test_s13_the_first_update_uses_the_rate_of_count_zero(harness: Harness, make: Any) -> None:
+    made = recipe(optimizer=make(polyamp.schedules.piecewise((0.1, 0.0), (1,))))
+    start, first, second = (flat(harness, train(harness, made, [batch()] * count)[0]) for count in range(3))
+    assert not np.array_equal(start, first)
+    assert np.array_equal(first, second), "the second update has rate 0"
+
+
+def test_s14_states_in_changing_company(backend: Backend, harness: Harness) -> None:
+    """A backend that caches programs must not confuse [a, b] with [a, c]."""
+    made = recipe(scaler=polyamp.LossScaler.static(4.0))
+    states = [polyamp.init(harness.mlp(layers(seed=i)), made) for i in range(3)]
+    run = polyamp.value_and_grad(loss_fn)
+    first, second, third = (run(state, batch())[1] for state in states)
+    (a, b), _ = polyamp.apply_gradients([states[0], states[1]], [first, second])
+    (a, c), _ = polyamp.apply_gradients([a, states[2]], [first, third])
+    assert [number(backend, state.step) for state in (a, b, c)] == [2, 1, 1]
+
+
+def test_s12_several_states_keep_their_running_statistics(backend: Backend, harness: Harness) -> None:
+    made = recipe(scaler=polyamp.LossScaler(init_scale=16.0))
+    states = [polyamp.init(harness.normalized_mlp(layers(seed=i)), made) for i in range(2)]
+    before = [backend.export_state(state) for state in states]
+    polyamp.value_and_grad(two_losses)(states, batch())
+    after = [backend.export_state(state) for state in states]
+    assert [unmoved(old, new) for old, new in zip(before, after, strict=True)] == [[], []]
