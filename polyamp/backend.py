@@ -151,6 +151,9 @@ class Backend(Protocol):
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """A copy on the host; bfloat16 arrives as `ml_dtypes.bfloat16`."""
 
+    def is_concrete(self, array: Any) -> bool:
+        """False for an array that has no value yet, because a compiler is tracing."""
+
     def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
         """A tree with its floating leaves cast (S2); float64 leaves only if `float64`."""
 

@@ -64,7 +64,7 @@ class TrainStep:
         scaler = self.recipe.loss_scaler
         # two periods without a common divisor: of states that take turns, none is always passed over
         look = self._calls % scaler.patience == 0 or self._calls % (scaler.patience + 1) == 0
-        if look and scaler.checks and scaler.on_stuck != "ignore":
+        if look and scaler.checks and scaler.on_stuck != "ignore" and backend.is_concrete(state.scale_state.stuck):
             self._look_if_stuck(state, batch)
         return state, result
 
@@ -109,7 +109,8 @@ def train_step(loss_fn: LossFunction, recipe: Recipe, **options: Any) -> TrainSt
         **options: what the state's backend accepts, such as `compile=` (JAX and TensorFlow compile by default).
 
     Returns:
-        A callable `(state, batch) -> (state, StepResult)`. `batch` is a pytree of NumPy or native arrays; with
+        A callable `(state, batch) -> (state, StepResult)`; inside a `jit` or `vmap` of your own it cannot look for a
+        stuck scale. `batch` is a pytree of NumPy or native arrays; with
         `accumulate_steps` of N above 1, also a list of N equal micro-batches.
 
     Raises (from the returned callable):

@@ -61,6 +61,9 @@ class JaxBackend:
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         return to_numpy(array)
 
+    def is_concrete(self, array: Any) -> bool:
+        return not isinstance(array, jax.core.Tracer)
+
     def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
         return cast(tree, dtype, float64=float64)
 

@@ -135,8 +135,12 @@ def autocast_function(function: Callable[..., Any], policy: Policy) -> Callable[
 
 
 def _module_dtypes(params: Any, adapter: Adapter, policy: Policy) -> Mapping[str, str]:
-    """Path of every module that owns parameters -> its dtype; empty without overrides."""
-    if not policy.overrides:
+    """Path of every module that owns parameters -> its dtype; empty where nothing is cast.
+
+    Every module's inputs are cast, not only the model's: one that promotes (a batch normalisation with float32
+    statistics, an embedding or a recurrent carry with a dtype of its own) would else leave all that follows in float32.
+    """
+    if not policy.overrides and policy.compute == policy.param:
         return {}
     return {path: _dtype_of(path, adapter, policy) for path in map(_module, named_leaves(params))}
 

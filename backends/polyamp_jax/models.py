@@ -45,8 +45,8 @@ class Casts(NamedTuple):
 
     Attributes:
         policy: the policy.
-        dtypes: path of a module that owns parameters -> dtype of its floating inputs. Empty without overrides: then
-            no module is touched.
+        dtypes: path of a module that owns parameters -> dtype of its floating inputs. Empty where nothing is
+            cast: then no module is touched.
     """
 
     policy: Policy

@@ -61,6 +61,9 @@ class TensorFlowBackend:
     def to_numpy(self, array: Any) -> Array:
         return conversions.to_numpy(array)
 
+    def is_concrete(self, array: Any) -> bool:
+        return hasattr(array, "numpy")
+
     def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
         return conversions.cast(tree, dtype, float64=float64)
 

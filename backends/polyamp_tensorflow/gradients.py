@@ -26,6 +26,8 @@ def scale_loss(loss: Any, scale: Any | None, *, what: str = "scale()") -> Any:
         LossError: not a floating scalar.
     """
     loss = tf.convert_to_tensor(raw(loss))
+    if loss.shape.rank is None:  # as tf.py_function returns it
+        loss = tf.ensure_shape(loss, ())
     check_loss(tuple(loss.shape), dtype_name(loss), what=what)
     wide = tf.cast(tf.reshape(loss, ()), tf.float32)
     return wide if scale is None else wide * scale

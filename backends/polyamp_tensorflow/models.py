@@ -5,6 +5,8 @@ Called by the state, the policy and the step.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -52,7 +54,8 @@ class Variables(NamedTuple):
 class BoundModel:
     """The model as `loss_fn` sees it: in training mode unless told otherwise, outputs in the policy's dtype (S1).
 
-    Attributes that it does not have are the model's own: `model.losses`, a layer.
+    Attributes that it does not have are the model's own, such as `model.losses`. A layer among them is bound likewise,
+    and a method that takes `training` gets it.
     """
 
     def __init__(self, model: Any, policy: Policy) -> None:
@@ -65,7 +68,12 @@ class BoundModel:
         return cast(self._model(*args, **kwargs), self._policy.output, float64=self._policy.casts_float64)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        value = getattr(self._model, name)
+        if is_layer(value):
+            return BoundModel(value, self._policy)
+        if inspect.ismethod(value) and "training" in inspect.signature(value).parameters:
+            return functools.partial(value, training=True)
+        return value
 
 
 def is_layer(model: Any) -> bool:
@@ -130,6 +138,10 @@ def variables_of(model: Any) -> Variables:
         seen.add(key)
         role = found.parameters if key in trainable else _role(variable, key in weights, found)
         role[_unique(names.get(key) or _own_name(variable), found)] = variable
+    for module in modules(model):  # not among a model's variables, but they are state that a forward pass leaves
+        if isinstance(module.layer, keras.layers.RNN) and module.layer.stateful:
+            for number, variable in enumerate(keras.tree.flatten(module.layer.states)):
+                found.running[f"{module.stable_path}/state_{number}"] = variable
     return found
 
 
@@ -141,8 +153,11 @@ def _names(model: Any) -> tuple[dict[int, str], set[int]]:
         prefix = f"{module.stable_path}/" if module.stable_path else ""
         layer = module.layer
         weights.update(id(raw(variable)) for variable in layer._trainable_variables)
+        siblings: Counter[str] = Counter()
         for variable in [*layer._trainable_variables, *layer._non_trainable_variables]:
-            names.setdefault(id(raw(variable)), prefix + variable.name)
+            word = re.sub(r"^variable_\d+$", "variable", variable.name)  # Keras numbers unnamed ones by the process
+            number, siblings[word] = siblings[word], siblings[word] + 1
+            names.setdefault(id(raw(variable)), prefix + (f"{word}_{number}" if number else word))
         for number, generator in enumerate(layer._seed_generators):
             names.setdefault(id(raw(generator.state)), f"{prefix}seed_{number}")
     return names, weights

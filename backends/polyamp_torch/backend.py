@@ -60,6 +60,9 @@ class TorchBackend:
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         return to_numpy(array)
 
+    def is_concrete(self, array: Any) -> bool:
+        return not torch.compiler.is_compiling()
+
     def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
         return cast_tree(tree, dtype, float64=float64)
 

@@ -79,6 +79,9 @@ class ReferenceBackend:
     def to_numpy(self, array: Any) -> Array:
         return np.array(array.data if isinstance(array, Tensor) else array)
 
+    def is_concrete(self, array: Any) -> bool:
+        return True
+
     def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
         return cast_tree(tree, dtype, float64=float64)
 
@@ -128,7 +131,10 @@ class ReferenceBackend:
     def init(self, model: Any, recipe: Recipe, **options: Any) -> ReferenceState:
         checks.check_options(options, (), function="init", backend=self.name)
         if not isinstance(model, MLP):
-            raise ModelError(f"the reference backend trains polyamp.reference.MLP. Received: {type(model).__name__}.")
+            raise ModelError(
+                f"the reference backend trains polyamp.reference.MLP. Received: {type(model).__name__}. For a model of "
+                "another framework whose parameters are NumPy arrays, name it: polyamp.init(..., backend='jax')."
+            )
         parameters = [(name, dtype_name(value.dtype)) for name, value in model.parameters.items()]
         checks.check_parameters(parameters, recipe)
         recipe.policy.resolve_overrides(model.module_paths())

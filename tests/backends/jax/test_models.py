@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import types
@@ -403,3 +404,45 @@ def test_float64_batches_from_numpy_are_computed_in_the_policys_dtype(
     step = polyamp.train_step(lambda model, x: jnp.mean(model(x)), recipe(), compile=compiled)
     step(state, batch()["x"].astype(np.float64))
     assert seen == ["float16"]
+
+
+def _products(state: Any, batch: Any, loss_fn: Any, chosen: Any, backend: Any) -> list[str]:
+    """Result dtypes of every matrix product and convolution of a step."""
+    text = str(jax.make_jaxpr(backend.train_step(loss_fn, chosen, compile=False))(state, batch))
+    return re.findall(r":(\w+)\[[^\]]*\] = (?:dot_general|conv_general_dilated)", text)
+
+
+def test_modules_that_promote_do_not_leave_the_rest_in_float32(recipe: Any, backend: Any) -> None:
+    """nnx's BatchNorm and Embed return float32 whatever they are given."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.embed = nnx.Embed(5, 4, rngs=rngs)
+            self.first = nnx.Linear(4, 8, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+            self.second = nnx.Linear(8, 3, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.second(self.norm(self.first(self.embed(x))))
+
+    chosen = recipe("mixed_bfloat16")
+    state = polyamp.init(Net(nnx.Rngs(0)), chosen)
+    batch = {"x": np.arange(4, dtype=np.int32), "y": np.ones((4, 3), np.float32)}
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return polyamp.losses.mean_squared_error(model(batch["x"]), batch["y"])
+
+    dtypes = _products(state, batch, loss_fn, chosen, backend)
+    assert len(dtypes) >= 4
+    assert set(dtypes) == {"bf16"}
+
+
+def test_a_step_inside_ones_own_vmap_never_looks_at_the_host(recipe: Any, backend: Any) -> None:
+    chosen = recipe("float32", scaler=polyamp.LossScaler(init_scale=4.0, patience=2))
+    state = polyamp.init((lambda p, x: x @ p["w"], {"w": jnp.ones((3, 1))}), chosen)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
+    step = polyamp.train_step(lambda m, b: jnp.mean(jnp.square(m(b))), chosen)
+    many = jax.vmap(step, in_axes=(0, None))
+    for _ in range(5):
+        stacked, result = many(stacked, jnp.ones((2, 3)))
+    assert result.step.tolist() == [5, 5]

@@ -199,3 +199,64 @@ def test_restore_continues_bit_for_bit(tmp_path: Path, native: bool) -> None:
     left, right = BACKEND.export_state(state), BACKEND.export_state(other)
     assert set(left) == set(right)
     assert [name for name in left if left[name].tobytes() != right[name].tobytes()] == []
+
+
+def test_a_skipped_step_leaves_the_states_of_a_stateful_rnn() -> None:
+    inputs = keras.Input(batch_shape=(8, 6, 4))
+    model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.LSTM(4, stateful=True)(inputs)))
+    recipe = polyamp.Recipe(scaler=polyamp.LossScaler(init_scale=4.0), optimizer=polyamp.sgd(0.1))
+    state = polyamp.init(model, recipe)
+    step = polyamp.train_step(lambda m, b: polyamp.losses.mean_squared_error(m(b["x"]), b["y"]), recipe)
+    good = {"x": np.ones((8, 6, 4), np.float32), "y": np.ones((8, 3), np.float32)}
+    state, _ = step(state, good)
+    before = state.export()
+    assert np.abs(before["running/lstm/state_0"]).max() > 0.0
+    state, result = step(state, {**good, "x": good["x"] * np.nan})
+    assert bool(result.skipped)
+    assert np.array_equal(before["running/lstm/state_0"], state.export()["running/lstm/state_0"])
+    state, result = step(state, good)
+    assert np.isfinite(float(result.loss))
+
+
+def test_layers_and_methods_of_the_bound_model_are_in_training_mode() -> None:
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(4)
+            self.drop = keras.layers.Dropout(0.9)
+
+        def encode(self, x: Any, training: bool = False) -> Any:
+            return self.drop(self.dense(x), training=training)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.encode(x, training=training)
+
+    model = Model()
+    model(np.ones((1, 3), np.float32))
+    recipe = polyamp.Recipe(optimizer=polyamp.sgd(0.0))
+    state = polyamp.init(model, recipe)
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        aux = [model.encode(batch), model.drop(model.dense(batch))]
+        return polyamp.losses.mean_squared_error(aux[0], aux[1]), aux
+
+    _, result = polyamp.train_step(loss_fn, recipe)(state, np.ones((64, 3), np.float32))
+    for part in result.aux:
+        assert 0.6 < float(np.mean(np.asarray(part) == 0.0)) < 1.0
+
+
+def test_unnamed_weights_have_names_of_their_own_layer() -> None:
+    class Unnamed(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.a = self.add_weight(shape=(shape[-1], 3))
+            self.b = self.add_weight(shape=(3,))
+
+        def call(self, x: Any) -> Any:
+            return x @ self.a + self.b
+
+    recipe = polyamp.Recipe()
+    names = []
+    for _ in range(2):
+        model = keras.Sequential([keras.Input((4,)), Unnamed()])
+        names.append(set(polyamp.init(model, recipe).export()))
+    assert names[0] == names[1]
