@@ -325,6 +325,10 @@ class Shared(nn.Module):
         return x * (self.a + self.b)
 
 
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
 def channels_last() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(8, 4, 3), nn.Flatten())
@@ -333,19 +337,20 @@ def channels_last() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "x"),
     [
-        (Einsum, torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))),
-        (Shared, torch.randn(4, 3, generator=torch.Generator().manual_seed(0))),
-        (channels_last, torch.randn(4, 8, 6, 6).contiguous(memory_format=torch.channels_last)),
+        (Einsum, normal(2, 4, 3)),
+        (Shared, normal(4, 3)),
+        (channels_last, normal(4, 8, 6, 6).contiguous(memory_format=torch.channels_last)),
     ],
     ids=["transposed", "shared", "channels_last"],
 )
 def test_gradients_of_any_layout_are_applied_as_torch_would(make: Any, x: torch.Tensor) -> None:
     """Fused kernels read flat memory, and unscaling works in place: neither may see a view of something else."""
     mine, plain = make(), make()
-    recipe = polyamp.Recipe(optimizer=polyamp.adamw(1e-2), scaler=polyamp.LossScaler.static(64.0), clip_norm=0.5)
+    spec = polyamp.sgd(0.1, momentum=0.9)  # Adam would divide the rounding of tiny gradients by tiny roots
+    recipe = polyamp.Recipe(optimizer=spec, scaler=polyamp.LossScaler.static(64.0), clip_norm=0.5)
     state = polyamp.init(mine, recipe)
     step = polyamp.train_step(lambda m, b: m(b[0]).square().mean(), recipe)
-    optimizer = torch.optim.AdamW(plain.parameters(), 1e-2)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
     for _ in range(10):
         step(state, (x,))
         optimizer.zero_grad()
