@@ -338,3 +338,13 @@ def test_a_pair_without_a_distance_comes_first() -> None:
     ]
     (comparison,) = compare(runs, "float32")
     assert [pair.distance is None for pair in comparison.pairs] == [True, True, False]
+
+
+def test_the_limit_comes_from_the_shared_steps_alone() -> None:
+    runs = [
+        make_run("torch"),
+        make_run("jax"),
+        make_run("torch", "fp16"),
+        make_run("jax", "fp16", losses=[1.0] * 24 + [1.01] + [9.0] * 5, skips=[24]),
+    ]
+    assert compare(runs, "float32")[1].pairs[0].limit == pytest.approx(2 * 0.01 / 1.01)
