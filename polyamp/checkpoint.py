@@ -93,7 +93,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, np.nda
     try:
         length = int.from_bytes(content[:8], "little")
         meta: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
-        arrays = {name: _array(info) for name, info in deserialize(content)}  # type: ignore[no-untyped-call]  # safetensors
+        arrays = {name: _array(info) for name, info in deserialize(content)}  # type: ignore[no-untyped-call]  # untyped
         stored = meta.pop("digest")
         intact = stored == _digest(content, stored)
     except (*_MALFORMED, SafetensorError) as error:

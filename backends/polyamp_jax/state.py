@@ -146,7 +146,7 @@ def _arrays(state: JaxState) -> dict[str, Any]:
 def scalar_placement(like: jax.Array) -> Any:
     """Where a scalar that goes with `like` lies: on the same device, or replicated over the same mesh."""
     if isinstance(like.sharding, jax.sharding.NamedSharding):
-        everywhere = jax.sharding.PartitionSpec()  # type: ignore[no-untyped-call]  # JAX
+        everywhere = jax.sharding.PartitionSpec()  # type: ignore[no-untyped-call]  # JAX does not annotate it
         return jax.sharding.NamedSharding(like.sharding.mesh, everywhere)
     return next(iter(like.devices()))
 

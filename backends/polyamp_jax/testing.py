@@ -28,7 +28,7 @@ class MLP(linen.Module):  # type: ignore[misc]  # flax is not typed
     normalize: bool = False
     observe: Observe | None = None
 
-    @linen.compact  # type: ignore[untyped-decorator]  # flax
+    @linen.compact  # type: ignore[untyped-decorator]  # flax is not typed
     def __call__(self, x: Any) -> Any:
         for number, width in enumerate(self.widths):
             x = linen.Dense(width, name=f"dense{number}")(x)
@@ -44,7 +44,7 @@ class MLP(linen.Module):  # type: ignore[misc]  # flax is not typed
 class Transformer(linen.Module):  # type: ignore[misc]  # flax is not typed
     """The one-block transformer of `polyamp.testing.digits`, every layer written out."""
 
-    @linen.compact  # type: ignore[untyped-decorator]  # flax
+    @linen.compact  # type: ignore[untyped-decorator]  # flax is not typed
     def __call__(self, x: Any) -> Any:
         h = _dense("embed")(x)
         h = h + self._attention(_norm("norm1")(h))

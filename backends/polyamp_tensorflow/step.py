@@ -99,7 +99,7 @@ class GraphFunction:
             return program
         jit = _needs_xla(states) if self._jit_compile is None else self._jit_compile
         # AutoGraph would rewrap exceptions raised while tracing, so that they reach the user as other ones.
-        return tf.function(program, autograph=False, jit_compile=jit)  # type: ignore[no-any-return]  # tf
+        return tf.function(program, autograph=False, jit_compile=jit)  # type: ignore[no-any-return]  # untyped
 
 
 def build_models(states: States, loss_fn: LossFunction, batch: Any) -> None:

@@ -106,7 +106,7 @@ def _backward(scaled: torch.Tensor, states: Sequence[TorchState]) -> list[Values
     for p in parameters:
         p.grad = None
     try:
-        scaled.backward()  # type: ignore[no-untyped-call]  # torch
+        scaled.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         grads: list[Values] = [{name: p.grad for name, p in state.parameters.items()} for state in states]
     finally:
         for p, old in zip(parameters, held, strict=True):

@@ -223,7 +223,7 @@ def test_s17_every_kind_that_skips_can_get_stuck(harness: Harness, scaler: polya
         train(harness, recipe(scaler=scaler), [batch(gain=np.nan)] * 2)
 
 
-def test_s17_stuck_looks_at_every_micro_batch_and_names_inf(harness: Harness) -> None:
+def test_s17_stuck_looks_at_every_micro_batch(harness: Harness) -> None:
     scaler = polyamp.LossScaler(init_scale=1.0, min_scale=1.0, patience=2)
     made = recipe(scaler=scaler, accumulate_steps=2)
     state = polyamp.init(harness.mlp(layers()), made)
@@ -233,3 +233,16 @@ def test_s17_stuck_looks_at_every_micro_batch_and_names_inf(harness: Harness) ->
     state, _ = step(state, [batch(), large])
     with pytest.raises(LossScaleStuckError, match=r"gradients: (?!none).*dense"):
         step(state, [batch(), large])
+
+
+def test_s17_stuck_names_parameters_whose_gradients_are_inf(backend: Backend, harness: Harness) -> None:
+    """Infinite, not NaN: the usual overflow."""
+    made = recipe(scaler=polyamp.LossScaler(init_scale=1.0, min_scale=1.0, patience=2))
+    large = batch(gain=1e20)
+    large["x"], large["y"] = np.ones_like(large["x"]), np.zeros_like(large["y"])
+    state = polyamp.init(harness.mlp(layers((4, 3))), made)
+    _, gradients = polyamp.value_and_grad(loss_fn)(state, large)
+    values = [backend.to_numpy(value) for _, value in backend.named_gradients(gradients)]
+    assert all(np.isinf(value).any() and not np.isnan(value).any() for value in values)
+    with pytest.raises(LossScaleStuckError, match=r"gradients: (?!none).*dense0"):
+        train(harness, made, [large] * 2, weights=layers((4, 3)))
