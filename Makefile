@@ -1,4 +1,5 @@
-# make demo · make test · make lint; each sets up .venv by itself.
+# make demo · make test · make lint; each sets up .venv by itself. make test-jax-oldest, test-jax-newest: the ends of the
+# supported range of JAX, in environments of their own. make bench: what is measured, not tested.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +8,7 @@ STAMP := $(VENV)/.installed
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint bench test-jax-oldest test-jax-newest clean
 
 demo: $(STAMP)
 	$(BIN)/polyamp demo
@@ -18,8 +19,27 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/python tests/run.py --only lint
 
+bench: $(STAMP)
+	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python benchmarks/jax_loss_scaling.py
+	$(BIN)/python benchmarks/jax_step.py
+
+JAX_SUITES := conformance-jax backend-jax doctest-jax
+
+test-jax-oldest:
+	$(PYTHON) -m venv .venv-jax-oldest
+	.venv-jax-oldest/bin/python -m pip install --disable-pip-version-check --quiet \
+	    --constraint constraints-jax-oldest.txt --editable ".[jax,dev]"
+	.venv-jax-oldest/bin/python tests/run.py --only $(JAX_SUITES)
+
+test-jax-newest:
+	$(PYTHON) -m venv .venv-jax-newest
+	.venv-jax-newest/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --upgrade-strategy eager \
+	    --editable ".[jax,dev]"
+	.venv-jax-newest/bin/python tests/run.py --only $(JAX_SUITES)
+
 clean:
-	rm -rf $(VENV) out build dist
+	rm -rf $(VENV) .venv-jax-oldest .venv-jax-newest out build dist
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

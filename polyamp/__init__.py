@@ -23,13 +23,15 @@ from polyamp.errors import (
     PolicyError,
     PolyampError,
     RecipeError,
+    TraceError,
     UnsupportedError,
 )
 from polyamp.loss_scale import LossScaler, LossScaleState
 from polyamp.optimizers import adagrad, adam, adamw, lion, rmsprop, sgd
 from polyamp.policy import Policy
 from polyamp.recipe import Recipe
-from polyamp.registry import BackendStatus, backends
+from polyamp.registry import BackendStatus, backends, explain
+from polyamp.report import CastingReport
 from polyamp.step import apply_gradients, init, train_step, value_and_grad
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ __all__ = [
     "BackendNotInstalledError",
     "BackendStatus",
     "BatchError",
+    "CastingReport",
     "CheckpointError",
     "GradientError",
     "Gradients",
@@ -62,6 +65,7 @@ __all__ = [
     "RecipeError",
     "State",
     "StepResult",
+    "TraceError",
     "UnsupportedError",
     "__version__",
     "adagrad",
@@ -69,6 +73,7 @@ __all__ = [
     "adamw",
     "apply_gradients",
     "backends",
+    "explain",
     "init",
     "lion",
     "losses",

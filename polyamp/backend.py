@@ -8,12 +8,13 @@ own package the line `BACKEND: Final[Backend] = TorchBackend()` makes the type c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from polyamp.arrays import ArrayNamespace
 from polyamp.loss_scale import LossScaleState
 from polyamp.policy import Mode, Policy
 from polyamp.recipe import Recipe
+from polyamp.report import CastingReport
 
 if TYPE_CHECKING:
     import numpy as np
@@ -121,6 +122,15 @@ class LossFunctions(Protocol):
 
     def mean(self, values: Any) -> Any:
         """Mean of all elements, float32 scalar."""
+
+
+@runtime_checkable
+class PerOperation(Protocol):
+    """A backend whose autocast has rules per operation that it can change (`Policy.op_rules`) and explain; not every
+    backend has."""
+
+    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+        """The casting report of `target(*inputs)`; with `strict`, an operation without a rule raises."""
 
 
 class Backend(Protocol):

@@ -50,6 +50,10 @@ class UnsupportedError(PolyampError, NotImplementedError):
     """What was asked for cannot be honoured by this backend or device; raised before the first step."""
 
 
+class TraceError(PolyampError, TypeError):
+    """A function cannot be traced: it decides in Python on an array's value, or has side effects."""
+
+
 class CheckpointError(PolyampError, ValueError):
     """A checkpoint is damaged, truncated, or belongs to another model."""
 

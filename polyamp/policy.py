@@ -21,7 +21,13 @@ _CHOICES: Final[dict[str, tuple[str | None, ...]]] = {
     "float32_matmul": (None, "highest", "high", "medium"),
     "op_list": ("polyamp", "native"),
 }
-_FIELDS: Final = ("param", "compute", "output", "mode", "overrides", "float32_matmul", "op_list")
+_FIELDS: Final = ("param", "compute", "output", "mode", "overrides", "float32_matmul", "op_list", "op_rules")
+_EXTRAS: Final[tuple[tuple[str, Any], ...]] = (
+    ("float32_matmul", None),
+    ("op_list", "polyamp"),
+    ("op_rules", MappingProxyType({})),
+)
+_RULES: Final = ("compute", "float32", "promote", "follow", "opaque")
 _Target = TypeVar("_Target")
 
 
@@ -43,6 +49,9 @@ class Policy:
             "highest", "high", "medium", or None to leave the framework's setting alone.
         op_list: "polyamp" keeps sensitive operations in float32 in autocast mode (S4); "native" keeps the
             framework's own list.
+        op_rules: name of an operation -> rule, to change an entry of the op list in autocast mode: "compute",
+            "float32", "promote" (the widest dtype among its operands), "follow" (the operand's dtype) or "opaque" (the
+            dtypes that the program declares). Names are the framework's; in JAX those of its primitives.
 
     Raises:
         PolicyError: an unknown word or dtype, or dtypes that contradict each other.
@@ -56,7 +65,7 @@ class Policy:
         'cast'
     """
 
-    __slots__ = ("__weakref__", "compute", "float32_matmul", "mode", "op_list", "output", "overrides", "param")
+    __slots__ = (*_FIELDS, "__weakref__")
 
     param: str
     compute: str
@@ -65,6 +74,7 @@ class Policy:
     overrides: Mapping[str, str]
     float32_matmul: str | None
     op_list: str
+    op_rules: Mapping[str, str]
 
     def __init__(
         self,
@@ -78,6 +88,7 @@ class Policy:
         overrides: Mapping[str, Any] | None = None,
         float32_matmul: Literal["highest", "high", "medium"] | None = None,
         op_list: Literal["polyamp", "native"] = "polyamp",
+        op_rules: Mapping[str, str] | None = None,
     ) -> None:
         dtypes = {"param": param, "compute": compute, "output": output}
         if isinstance(spelling, Policy):
@@ -108,6 +119,7 @@ class Policy:
             "compute": given.get("compute", given.get("param", "float32")),
             "output": given.get("output", given.get("param", "float32")),
             "overrides": MappingProxyType(_checked_overrides(overrides or {})),
+            "op_rules": MappingProxyType(_checked_rules(op_rules or {})),
             **settings,
         }
         for name, value in values.items():
@@ -131,7 +143,8 @@ class Policy:
 
     def _key(self) -> tuple[Any, ...]:
         return tuple(
-            tuple(sorted(self.overrides.items())) if name == "overrides" else getattr(self, name) for name in _FIELDS
+            tuple(sorted(value.items())) if isinstance(value, Mapping) else value
+            for value in (getattr(self, name) for name in _FIELDS)
         )
 
     def __eq__(self, other: object) -> bool:
@@ -148,13 +161,13 @@ class Policy:
         for name, default in (("mode", None), ("float32_matmul", None), ("op_list", "polyamp")):
             if getattr(self, name) != default:
                 shown.append(f"{name}={getattr(self, name)!r}")
-        if self.overrides:
-            shown.append(f"overrides={dict(self.overrides)!r}")
+        shown += [f"{name}={dict(getattr(self, name))!r}" for name in ("overrides", "op_rules") if getattr(self, name)]
         return f"Policy({', '.join(shown)})"
 
     def to_dict(self) -> dict[str, Any]:
         """The policy's fields as plain data: `Policy(**policy.to_dict()) == policy`."""
-        return {name: dict(self.overrides) if name == "overrides" else getattr(self, name) for name in _FIELDS}
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
 
     def replace(self, **changes: Any) -> Policy:
         """A copy with some fields changed.
@@ -186,8 +199,7 @@ class Policy:
         >>> Policy("mixed_bfloat16").spelled("lightning")
         'bf16-mixed'
         """
-        extras = [name for name, default in (("float32_matmul", None), ("op_list", "polyamp"))
-                  if getattr(self, name) != default]  # fmt: skip
+        extras = [name for name, default in _EXTRAS if getattr(self, name) != default]
         if self.overrides:
             extras.append("overrides")
         return dialects.spell(
@@ -234,7 +246,7 @@ class Policy:
         function transform."""
         from polyamp import registry
 
-        return registry.get(backend).native_policy(self)
+        return registry.supporting(registry.get(backend), self).native_policy(self)
 
     def cast_to_param(self, tree: _Target) -> _Target:
         """`tree` with its floating leaves in `param` dtype (S2: everything else passes untouched)."""
@@ -276,6 +288,17 @@ def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, str]:
             )
         checked[glob] = canonical(dtype, argument=f"overrides[{glob!r}]")
     return checked
+
+
+def _checked_rules(op_rules: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(op_rules, Mapping):
+        raise PolicyError(f"op_rules must map names of operations to rules. Received: {op_rules!r}.")
+    for name, rule in op_rules.items():
+        if rule not in _RULES:
+            raise PolicyError(
+                f"op_rules[{name!r}] must be one of {_RULES}. Received: {rule!r}." + did_you_mean(str(rule), _RULES)
+            )
+    return dict(op_rules)
 
 
 def glob_covers(glob: str, path: str) -> bool:

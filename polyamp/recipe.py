@@ -181,7 +181,7 @@ def _policy_hook(_: type[Any], value: Any) -> Any:
     if isinstance(value, str):
         return Policy(value)
     if isinstance(value, dict):
-        known = ("param", "compute", "output", "mode", "overrides", "float32_matmul", "op_list", "name")
+        known = ("param", "compute", "output", "mode", "overrides", "float32_matmul", "op_list", "op_rules", "name")
         for key in value:
             if key not in known:
                 raise RecipeError(f"policy has the keys {', '.join(known)}. Received: {key!r}")

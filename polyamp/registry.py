@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from polyamp.backend import Backend, BackendInfo
-from polyamp.errors import BackendError, BackendNotInstalledError, did_you_mean
+from polyamp.backend import Backend, BackendInfo, PerOperation
+from polyamp.errors import BackendError, BackendNotInstalledError, UnsupportedError, did_you_mean
+from polyamp.report import CastingReport
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -155,12 +156,26 @@ def install_command(entry: EntryPoint) -> str:
     return f'pip install "polyamp[{extra}]"'
 
 
+def supporting(backend: Backend, policy: Policy) -> Backend:
+    """The backend, if it has what the policy asks for beyond dtypes.
+
+    Raises:
+        UnsupportedError: `op_rules`, on a backend without rules per operation.
+    """
+    if policy.op_rules and not isinstance(backend, PerOperation):
+        raise UnsupportedError(
+            f"the {backend.name} backend of this version cannot change the rule of one operation. Received: op_rules="
+            f"{dict(policy.op_rules)}. Use policy.replace(op_rules={{}}), and overrides= to keep a module in float32."
+        )
+    return backend
+
+
 def autocast(target: Any, policy: Policy, backend: str | None) -> Callable[..., Any]:
     """`Policy.autocast`: at once for a model or a named backend, at the first call for a plain function."""
     if backend is not None:
-        return get(backend).autocast(target, policy)
+        return supporting(get(backend), policy).autocast(target, policy)
     try:
-        return backend_for(target).autocast(target, policy)
+        return supporting(backend_for(target), policy).autocast(target, policy)
     except BackendNotInstalledError:
         raise
     except BackendError:
@@ -169,9 +184,47 @@ def autocast(target: Any, policy: Policy, backend: str | None) -> Callable[..., 
 
     @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return backend_for(*args, *kwargs.values()).autocast(target, policy)(*args, **kwargs)
+        return supporting(backend_for(*args, *kwargs.values()), policy).autocast(target, policy)(*args, **kwargs)
 
     return call
+
+
+def explain(
+    target: Any, policy: Policy, *inputs: Any, strict: bool = False, backend: str | None = None
+) -> CastingReport:
+    """In which dtype each operation of `target(*inputs)` runs under a policy, and which rule decided.
+
+    Args:
+        target: a function or a model, as for `policy.autocast`.
+        policy: the policy.
+        *inputs: the arguments; arrays of the framework, or whatever it takes to describe an array's shape.
+        strict: raise at an operation that no op list names.
+        backend: its name; by default that of the target, or of the first input that has one.
+
+    Raises:
+        UnsupportedError: the backend cannot tell; or with `strict`, an operation without a rule.
+        TraceError: the target cannot be traced.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, polyamp
+        >>> layer = lambda w, x: jnp.exp(x @ w)
+        >>> print(polyamp.explain(layer, polyamp.Policy("mixed_float16"), jnp.ones((2, 3)), jnp.ones((4, 2))))
+        Policy(param='float32', compute='float16', output='float32')
+        <BLANKLINE>
+        module  operation    dtype    rule     count
+        ------  -----------  -------  -------  -----
+        .       dot_general  float16  compute      1
+        .       exp          float32  float32      1
+        <BLANKLINE>
+        casts: 1 float16 -> float32, 2 float32 -> float16
+        opaque: none
+    """
+    chosen = get(backend) if backend is not None else backend_for(target, *inputs)
+    if not isinstance(chosen, PerOperation):
+        raise UnsupportedError(
+            f"explain: the {chosen.name} backend of this version cannot say which dtype each operation runs in."
+        )
+    return chosen.explain(target, policy, *inputs, strict=strict)
 
 
 def _leaves(objects: Any) -> Iterator[Any]:

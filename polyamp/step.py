@@ -34,7 +34,7 @@ def init(model: Any, recipe: Recipe, *, backend: str | None = None, **options: A
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"recipe must be a polyamp.Recipe. Received: {type(recipe).__name__}.")
     found = registry.get(backend) if backend is not None else registry.backend_for(model)
-    return found.init(model, recipe, **options)
+    return registry.supporting(found, recipe.policy).init(model, recipe, **options)
 
 
 class TrainStep:

@@ -17,7 +17,9 @@ Example:
     (1.0, 'float32')
 """
 
+from polyamp_jax.autocast import autocast, explain, keep_precision
 from polyamp_jax.backend import BACKEND, JaxBackend
+from polyamp_jax.op_rules import register_rule
 from polyamp_jax.state import JaxState
 
-__all__ = ["BACKEND", "JaxBackend", "JaxState"]
+__all__ = ["BACKEND", "JaxBackend", "JaxState", "autocast", "explain", "keep_precision", "register_rule"]

@@ -13,6 +13,7 @@ from polyamp.arrays import ArrayNamespace
 from polyamp.checks import FLOATING
 from polyamp.errors import ModelError, UnsupportedError
 from polyamp.policy import Policy
+from polyamp_jax.op_rules import rules_for
 
 _MATMUL_PRECISION: Final = {"highest": "float32", "high": "tensorfloat32", "medium": "bfloat16"}
 """`Policy.float32_matmul` -> JAX's name; XLA picks the nearest that the device has."""
@@ -140,13 +141,10 @@ def check_policy(policy: Policy) -> None:
     """Refuse what this backend cannot compute, before the first step (S20).
 
     Raises:
-        UnsupportedError: `mode="autocast"`, or float64 without JAX's x64 mode.
+        PolicyError: `op_rules` names an operation that does not exist.
+        UnsupportedError: float64 without JAX's x64 mode.
     """
-    if policy.mode == "autocast":
-        raise UnsupportedError(
-            "the jax backend of this version has mode='cast' (parameters and inputs are cast at the model's boundary). "
-            f"Received: {policy}. Use policy.replace(mode='cast'), or leave the mode out."
-        )
+    rules_for(policy.op_rules)
     dtypes = (policy.param, policy.compute, policy.output, *policy.overrides.values())
     if "float64" in dtypes and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # set at run time
         raise UnsupportedError(

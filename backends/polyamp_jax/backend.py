@@ -23,23 +23,24 @@ from polyamp.backend import (
     StepResult,
     ValueAndGrad,
 )
-from polyamp.errors import GradientError, PolicyError
+from polyamp.errors import GradientError
 from polyamp.policy import Mode, Policy
 from polyamp.recipe import Recipe
+from polyamp.report import CastingReport
 from polyamp.testing.harness import Harness
 from polyamp_jax import state as states_
 from polyamp_jax import step as steps
 from polyamp_jax.arrays import XP, cast, check_policy, dtype_name, named_leaves, to_numpy
-from polyamp_jax.binding import autocast_function, autocast_model
+from polyamp_jax.autocast import autocast, explain
 from polyamp_jax.losses import JaxLosses
-from polyamp_jax.models import adapt, is_model, random_keys
+from polyamp_jax.models import adapt, random_keys
 
 
 class JaxBackend:
     """`Backend` over JAX."""
 
     name = "jax"
-    default_mode: Mode = "cast"
+    default_mode: Mode = "autocast"
 
     @property
     def xp(self) -> ArrayNamespace:
@@ -79,15 +80,10 @@ class JaxBackend:
         return functools.partial(self.autocast, policy=policy)
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
-        check_policy(policy)
-        if is_model(target):
-            return autocast_model(target, policy)
-        if policy.overrides:
-            raise PolicyError(
-                "overrides name modules, and a plain function has none. Pass the model to policy.autocast, or use a "
-                f"policy without overrides. Received: overrides={dict(policy.overrides)}."
-            )
-        return functools.wraps(target)(autocast_function(target, policy))
+        return autocast(target, policy)
+
+    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+        return explain(target, policy, *inputs, strict=strict)
 
     def scale_loss(self, loss: Any, scale: Any | None) -> Any:
         return steps.scaled_loss(loss, scale, what="scale()")[0]

@@ -1,11 +1,12 @@
 """`Plan` and `BoundModel`: a model's parts and a policy become the callable that `loss_fn` sees.
 
-Parameters are cast once at the model's boundary (S3, mode "cast"), inputs and outputs at every call. Called by `state`,
-`step` and `backend`.
+In mode "autocast" the interpreter runs the model on its master weights; in mode "cast" parameters are cast once at the
+model's boundary, inputs and outputs at every call (S3). Called by `state`, `step` and `backend`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,10 @@ from polyamp.errors import ModelError
 from polyamp.policy import Policy
 from polyamp.recipe import Recipe
 from polyamp_jax.arrays import cast_arguments, is_key, matmul_precision, named_leaves, path_name
-from polyamp_jax.models import Adapter, Casts, Keys, Opaque, Running, adapt
+from polyamp_jax.evaluation import evaluate, settings_for
+from polyamp_jax.interpreter import interprets, mixes
+from polyamp_jax.models import Adapter, Casts, FunctionAdapter, Keys, Opaque, Running, adapt
+from polyamp_jax.reporting import Recorder
 
 
 class Plan:
@@ -46,28 +50,66 @@ class BoundModel:
     `loss_fn` have different dropout masks.
     """
 
-    def __init__(self, adapter: Adapter, policy: Policy, params: Any, running: Running, keys: Keys) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        policy: Policy,
+        params: Any,
+        running: Running,
+        keys: Keys,
+        *,
+        recorder: Recorder | None = None,
+        strict: bool = False,
+    ) -> None:
         self._adapter = adapter
-        self._casts = Casts(policy, _module_dtypes(params, adapter, policy))
+        self._policy = policy
         self._params = params
         self._keys = keys
+        self._recorder = recorder
+        self._strict = strict
         self._calls = 0
         self.running = running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, floating leaves in the policy's output dtype."""
-        policy = self._casts.policy
+        policy = self._policy
         keys = {name: jax.random.fold_in(key, self._calls) for name, key in self._keys.items()}
         self._calls += 1
         with matmul_precision(policy):
-            args, kwargs = cast_arguments((args, kwargs), policy.compute, float64=policy.casts_float64)
-            output, running = self._adapter.call(self._params, self.running, keys, self._casts, args, kwargs)
+            if not mixes(policy) or not interprets(policy):
+                args, kwargs = cast_arguments((args, kwargs), policy.compute, float64=policy.casts_float64)
+            run = self._autocast if interprets(policy) else self._cast
+            output, running = run(keys, args, kwargs)
             self.running = conform(running, self.running, what="the model's running state")
             return cast_arguments(output, policy.output, float64=policy.casts_float64)
 
+    def _cast(self, keys: Keys, args: Any, kwargs: Any) -> tuple[Any, Running]:
+        casts = Casts(self._policy, _module_dtypes(self._params, self._adapter, self._policy))
+        return self._adapter.call(self._params, self.running, keys, casts, args, kwargs)
+
+    def _autocast(self, keys: Keys, args: Any, kwargs: Any) -> tuple[Any, Running]:
+        casts = Casts(self._policy, scoped=True)
+
+        def run(params: Any, running: Running, keys: Keys, args: Any, kwargs: Any) -> tuple[Any, Running]:
+            return self._adapter.call(params, running, keys, casts, args, dict(kwargs))
+
+        made: tuple[Any, Running] = evaluate(
+            settings_for(self._policy, self._strict),
+            run,
+            (self._params, self.running, keys, args, kwargs),
+            {},
+            modules=None if isinstance(self._adapter, FunctionAdapter) else lambda: casts.paths,
+            parameters=self._params,
+            recorder=self._recorder,
+        )
+        return made
+
 
 def compute_params(params: Any, adapter: Adapter, policy: Policy) -> Any:
-    """Parameters in the dtypes that they compute in: the policy's, or that of an override of their module (S5)."""
+    """The parameters that a pass works on: the masters in mode "autocast"; in mode "cast" in the dtypes that they
+    compute in, the policy's, or that of an override of their module (S5)."""
+    if interprets(policy):
+        return params
 
     def one(path: Any, leaf: Any) -> Any:
         return jnp.asarray(leaf, _dtype_of(_module(path_name(path)), adapter, policy))
@@ -105,7 +147,9 @@ def conform(new: Any, old: Any, *, what: str) -> Any:
     return jax.tree_util.tree_map_with_path(one, new, old)
 
 
-def autocast_model(model: Any, policy: Policy) -> Callable[..., Any]:
+def autocast_model(
+    model: Any, policy: Policy, *, recorder: Recorder | None = None, strict: bool = False
+) -> Callable[..., Any]:
     """A native model as a callable under the policy.
 
     What a call changes is put back into an nnx module, as calling it would; the other libraries' models cannot
@@ -115,7 +159,8 @@ def autocast_model(model: Any, policy: Policy) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         adapter, params, running = adapt(model)
-        bound = BoundModel(adapter, policy, compute_params(params, adapter, policy), running, {})
+        params = compute_params(params, adapter, policy)
+        bound = BoundModel(adapter, policy, params, running, {}, recorder=recorder, strict=strict)
         output = bound(*args, **kwargs)
         adapter.write_back(model, bound.running)
         return output
@@ -123,9 +168,10 @@ def autocast_model(model: Any, policy: Policy) -> Callable[..., Any]:
     return call
 
 
-def autocast_function(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+def cast_function(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     """A function with its floating array arguments in `compute` and its floating results in `output` dtype."""
 
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with matmul_precision(policy):
             args, kwargs = cast_arguments((args, kwargs), policy.compute, float64=policy.casts_float64)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -13,7 +11,7 @@ import jax
 
 from polyamp.errors import ModelError
 from polyamp_jax.arrays import path_name
-from polyamp_jax.casting import set_class
+from polyamp_jax.casting import calling, set_class
 from polyamp_jax.models import Casts, Keys, Opaque, Parts, Running
 
 
@@ -30,7 +28,6 @@ class EquinoxAdapter:
     stateful: bool
     axis_name: str | None
     pinned: frozenset[str]
-    modules: tuple[tuple[str, Any], ...]
     stream: str | None = "key"
 
     def call(
@@ -51,7 +48,8 @@ class EquinoxAdapter:
             size = jax.tree.leaves(args)[0].shape[0]
             keys = {name: jax.random.split(key, size) for name, key in keys.items()}
             one = jax.vmap(one, in_axes=(0, 0), out_axes=(0, None), axis_name=self.axis_name)
-        output, changed = one(args, keys)
+        with calling(casts):
+            output, changed = one(args, keys)
         return output, running._replace(statistics=(buffers, changed))
 
     def join(self, params: Any, running: Running) -> Any:
@@ -66,19 +64,28 @@ class EquinoxAdapter:
         """Every stream is a keyword argument, so any name will do."""
 
     def _cast(self, module: Any, casts: Casts) -> Any:
-        """The module with those inside it that have a dtype of their own replaced by casting copies."""
+        """The module with copies in place of those inside it that cast their inputs or open scopes."""
+        if not casts.scoped and not casts.dtypes and not self.pinned:
+            return module
         policy = casts.policy
-        for path, keys in self.modules:
-            pinned = path in self.pinned and policy.dtype_at(path) is None and policy.compute != policy.param
-            if not pinned and path not in casts.dtypes:
-                continue
-            inner = copy.copy(_at(module, keys))
-            if pinned:
-                set_class(inner, path, casts, inputs=policy.param, outputs=policy.compute)
-            else:
-                set_class(inner, path, casts)
-            module = inner if not keys else eqx.tree_at(functools.partial(_at, keys=keys), module, inner)
-        return module
+
+        def copied(node: Any, keys: tuple[Any, ...]) -> Any:
+            children, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda item: item is not node)
+            if jax.tree_util.treedef_is_leaf(structure) or _is_index(node):
+                return node
+            made = jax.tree.unflatten(structure, [copied(child, keys + key) for key, child in children])
+            if isinstance(node, eqx.Module):
+                path = path_name(keys)
+                if casts.scoped:
+                    casts.expect([path])
+                    set_class(made, path, casts)
+                elif path in self.pinned and policy.dtype_at(path) is None and policy.compute != policy.param:
+                    set_class(made, path, casts, inputs=policy.param, outputs=policy.compute)
+                elif path in casts.dtypes:
+                    set_class(made, path, casts)
+            return made
+
+        return copied(module, ())
 
 
 def adapt_equinox(model: Any, axis_name: str | None) -> Parts:
@@ -91,38 +98,18 @@ def adapt_equinox(model: Any, axis_name: str | None) -> Parts:
         )
     params, rest = eqx.partition(module, eqx.is_inexact_array)
     buffers, static = eqx.partition(rest, eqx.is_array)
-    modules = _modules(module)
-    # equinox's BatchNorm selects between its statistics (float32) and its input's, which must agree in dtype
-    pinned = frozenset(path for path, keys in modules if _keeps_state(_at(module, keys)))
-    adapter = EquinoxAdapter(Opaque(static), state is not None, axis_name, pinned, modules)
+    adapter = EquinoxAdapter(Opaque(static), state is not None, axis_name, _pinned(module))
     return Parts(adapter, params, Running((buffers, state), ()))
 
 
-def _modules(module: Any) -> tuple[tuple[str, Any], ...]:
-    """(path, keys) of every module that directly owns an array or a state, inner ones first."""
-    found: dict[tuple[Any, ...], str] = {}
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(module, is_leaf=_is_index):
-        if eqx.is_inexact_array(leaf) or _is_index(leaf):
-            owner = keys[:-1]
-            while not isinstance(_at(module, owner), eqx.Module):
-                owner = owner[:-1]
-            found[owner] = path_name(owner)
-    return tuple((found[keys], keys) for keys in sorted(found, key=len, reverse=True))
+def _pinned(module: Any) -> frozenset[str]:
+    """Paths of the modules that keep a state, which are equinox's BatchNorm and SpectralNorm.
 
-
-def _keeps_state(module: Any) -> bool:
-    return any(_is_index(value) for value in vars(module).values())
+    BatchNorm selects between its statistics (float32) and its input's, which must agree in dtype.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(module, is_leaf=_is_index)
+    return frozenset(path_name(keys[:-1]) for keys, leaf in leaves if _is_index(leaf))
 
 
 def _is_index(value: Any) -> bool:
     return isinstance(value, eqx.nn.StateIndex)
-
-
-def _at(tree: Any, keys: Any) -> Any:
-    for key in keys:
-        tree = getattr(tree, key.name) if isinstance(key, jax.tree_util.GetAttrKey) else tree[_index(key)]
-    return tree
-
-
-def _index(key: Any) -> Any:
-    return key.key if isinstance(key, jax.tree_util.DictKey) else key.idx

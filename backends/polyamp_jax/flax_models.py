@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 from flax import core, linen, nnx
 
 from polyamp.errors import ModelError, UnsupportedError
-from polyamp_jax.casting import set_class
-from polyamp_jax.models import Casts, Keys, Opaque, Parts, Running
+from polyamp_jax.casting import calling, set_class
+from polyamp_jax.models import Casts, Keys, Opaque, Parts, Running, owners
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,10 @@ class LinenAdapter:
         statistics = running.statistics
         rngs = {**keys, **kwargs.pop("rngs", {})}
         module: Any = self.module.value
-        with linen.intercept_methods(_interceptor(casts)):
+        casts.expect(owners(params))
+        # linen's own scopes begin with the name of the root's class; polyamp's are the paths that overrides name
+        named = linen.override_named_call(False) if casts.scoped else contextlib.nullcontext()
+        with named, linen.intercept_methods(_interceptor(casts)):
             output, changed = module.apply(
                 {"params": params, **statistics}, *args, rngs=rngs or None, mutable=sorted(statistics), **kwargs
             )
@@ -57,10 +61,11 @@ def adapt_linen(module: Any, variables: Any) -> Parts:
 
 def _interceptor(casts: Casts) -> Any:
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        if casts.dtypes and context.method_name != "setup" and context.module.scope is not None:
-            path = "/".join(context.module.path)
-            args, kwargs = casts.arguments(path, args, kwargs, getattr(context.module, "dtype", None))
-        return call(*args, **kwargs)
+        if not casts.active or context.method_name == "setup" or context.module.scope is None:
+            return call(*args, **kwargs)
+        path = "/".join(context.module.path)
+        with casts.module(path, args, kwargs, getattr(context.module, "dtype", None)) as (args, kwargs):
+            return call(*args, **kwargs)
 
     return intercept
 
@@ -77,10 +82,13 @@ class NnxAdapter:
         self, params: Any, running: Running, keys: Keys, casts: Casts, args: Any, kwargs: Any
     ) -> tuple[Any, Running]:
         model = self.join(params, running)
-        if casts.dtypes:
-            for path, module in nnx.iter_modules(model):
-                set_class(module, "/".join(map(str, path)), casts)
-        output = model(*args, **kwargs)
+        if casts.active:
+            for keys, module in _modules(model):
+                path = "/".join(map(str, keys))
+                casts.expect([path])
+                set_class(module, path, casts)
+        with calling(casts):
+            output = model(*args, **kwargs)
         return output, _split(model)[2]
 
     def join(self, params: Any, running: Running) -> Any:
@@ -97,6 +105,13 @@ def adapt_nnx(model: Any) -> Parts:
     """The parts of an nnx module."""
     graphdef, params, running = _split(model)
     return Parts(NnxAdapter(Opaque(graphdef)), params, running)
+
+
+def _modules(model: Any) -> Any:
+    """(keys, module) of the model and of every module in it, each once."""
+    if hasattr(nnx, "iter_modules"):
+        return nnx.iter_modules(model)
+    return model.iter_modules()  # until flax 0.11, and deprecated later
 
 
 def _split(model: Any) -> tuple[Any, Any, Running]:

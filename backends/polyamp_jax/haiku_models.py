@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import haiku as hk
 
 from polyamp.errors import ModelError, UnsupportedError
-from polyamp_jax.models import Casts, Keys, Opaque, Parts, Running
+from polyamp_jax.models import Casts, Keys, Opaque, Parts, Running, owners
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +29,15 @@ class HaikuAdapter:
     def call(
         self, params: Any, running: Running, keys: Keys, casts: Casts, args: Any, kwargs: Any
     ) -> tuple[Any, Running]:
-        key = next(iter(keys.values()), None)
         apply = self.transformed.value.apply
+        # hk.without_apply_rng takes the argument away
+        names = list(inspect.signature(apply).parameters)[1 + self.stateful :]
+        key = (next(iter(keys.values()), None),) if names[:1] == ["rng"] else ()
+        casts.expect(owners(params))
         with hk.intercept_methods(_interceptor(casts)):
             if not self.stateful:
-                return apply(params, key, *args, **kwargs), running
-            output, changed = apply(params, running.statistics, key, *args, **kwargs)
+                return apply(params, *key, *args, **kwargs), running
+            output, changed = apply(params, running.statistics, *key, *args, **kwargs)
         return output, running._replace(statistics=changed)
 
     def join(self, params: Any, running: Running) -> Any:
@@ -70,8 +74,9 @@ def adapt_haiku(model: Any) -> Parts:
 
 def _interceptor(casts: Casts) -> Any:
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        if casts.dtypes and context.method_name != "__init__":
-            args, kwargs = casts.arguments(context.module.module_name, args, kwargs, None)
-        return call(*args, **kwargs)
+        if not casts.active or context.method_name == "__init__":
+            return call(*args, **kwargs)
+        with casts.module(context.module.module_name, args, kwargs, None) as (args, kwargs):
+            return call(*args, **kwargs)
 
     return intercept

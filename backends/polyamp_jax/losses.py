@@ -1,4 +1,4 @@
-"""Loss functions on JAX arrays, computed in float32. Called by `polyamp.losses`."""
+"""Loss functions on JAX arrays, in float32 also inside an autocast function (S4). Called by `polyamp.losses`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from polyamp_jax.autocast import keep_precision
+
 
 class JaxLosses:
     """`LossFunctions` over jax.numpy; the formulas are the stable ones of optax and torch."""
 
+    @keep_precision
     def mean_squared_error(self, predictions: Any, targets: Any) -> Any:
         return jnp.square(_wide(predictions) - _wide(targets))
 
+    @keep_precision
     def softmax_cross_entropy(self, logits: Any, labels: Any) -> Any:
         log_probabilities = jax.nn.log_softmax(_wide(logits), axis=-1)
         index = jnp.asarray(labels)[..., None]
         return -jnp.take_along_axis(log_probabilities, index, axis=-1)[..., 0]
 
+    @keep_precision
     def sigmoid_cross_entropy(self, logits: Any, targets: Any) -> Any:
         x, z = _wide(logits), _wide(targets)
         return jnp.maximum(x, 0.0) - x * z + jnp.log1p(jnp.exp(-jnp.abs(x)))
 
+    @keep_precision
     def huber(self, predictions: Any, targets: Any, delta: float) -> Any:
         magnitude = jnp.abs(_wide(predictions) - _wide(targets))
         within = jnp.minimum(magnitude, delta)
         return 0.5 * within * within + delta * (magnitude - within)
 
+    @keep_precision
     def mean(self, values: Any) -> Any:
         return jnp.mean(_wide(values))
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
 from polyamp.backend import LossFunction, StepResult
 from polyamp.errors import UnsupportedError
@@ -17,6 +19,7 @@ from polyamp.recipe import Recipe
 from polyamp.testing import digits
 from polyamp.testing.harness import Layer, Observe
 from polyamp_jax.arrays import to_numpy
+from polyamp_jax.op_rules import register_rule
 
 Array = np.ndarray[Any, Any]
 
@@ -33,7 +36,7 @@ class MLP(linen.Module):  # type: ignore[misc]  # flax is not typed
         for number, width in enumerate(self.widths):
             x = linen.Dense(width, name=f"dense{number}")(x)
             if self.observe is not None:
-                self.observe(str(x.dtype))
+                x = _observed(x, self.observe)
             if number < len(self.widths) - 1:
                 if self.normalize:
                     x = linen.BatchNorm(use_running_average=False, momentum=0.9, epsilon=1e-5, name=f"norm{number}")(x)
@@ -126,6 +129,27 @@ class JaxHarness:
 
     def native_optimizer(self, model: Any, learning_rate: float) -> Any:
         return optax.sgd(learning_rate)
+
+
+def _observed(x: Any, observe: Observe) -> Any:
+    """`x`, whose dtype `observe` hears of when the program is lowered: what Python sees while tracing is the dtype
+    before autocast."""
+    return _observe_p.bind(x, observe=observe)
+
+
+def _lower_observed(ctx: Any, x: Any, *, observe: Observe) -> Any:
+    observe(str(ctx.avals_in[0].dtype))
+    return [x]
+
+
+_observe_p: Final[Any] = Primitive("observe")
+_observe_p.def_abstract_eval(lambda aval, *, observe: aval)
+mlir.register_lowering(_observe_p, _lower_observed)
+register_rule("observe", "follow")
+ad.primitive_jvps[_observe_p] = lambda primals, tangents, *, observe: (
+    _observe_p.bind(*primals, observe=observe),
+    *tangents,
+)
 
 
 def _dense(name: str) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 DEVIATIONS: list[tuple[str, str, str]] = [
     ("torch", "s04_sensitive_operations", "torch.autocast leaves sensitive operations in 16 bits on the CPU"),
-    ("jax", "s03_inner_dtype_and_gradient_dtype[autocast-", "JAX has mode='cast' alone so far"),
-    ("jax", "s04_sensitive", "sensitive operations are told apart in autocast mode alone, which JAX does not have yet"),
     ("jax", "s09_replicas", "the JAX backend does not run replicas yet"),
     ("tensorflow", "s04_sensitive", "Keras's finest grain is the layer; a plain function has no autocast mode yet"),
     ("tensorflow", "s09_replicas", "the TensorFlow backend does not run replicas yet"),

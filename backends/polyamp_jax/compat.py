@@ -1,0 +1,202 @@
+"""All that depends on JAX's version: reading equations, and binding those whose parameters hold functions.
+
+Everything else in the backend uses documented names only. Supported: jax 0.7 to 0.10 (`make test-jax-range`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import linear_util, source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core.primitives import add_p
+from jax.interpreters import ad, batching, mlir
+
+__all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "SymbolicZero", "Var", "jaxpr_as_fun"]
+
+_ALIASES: Final = {
+    "checkpoint": "remat",
+    "core_call": "call",
+    "mosaic_gpu_p": "mosaic_gpu",
+    "pjit": "jit",
+    "reduced_vary_cast_p": "reduced_vary_cast",
+    "remat2": "remat",
+    "remat_opt": "closed_call",  # the forward rule of a custom_vjp with optimize_remat=True
+    "vary_unreduced_cast_p": "vary_unreduced_cast",
+    **{f"scatter-{kind}": f"scatter_{kind}" for kind in ("add", "max", "min", "mul", "sub")},
+}
+
+
+def canonical(name: str) -> str:
+    """A primitive's name, the same in every version where it was renamed."""
+    return _ALIASES.get(name, name)
+
+
+def name_of(eqn: JaxprEqn) -> str:
+    """The canonical name of an equation's primitive."""
+    return canonical(eqn.primitive.name)
+
+
+def operations() -> frozenset[str]:
+    """Names of the primitives that JAX knows a derivative, a batching rule or a lowering of, those of users too."""
+    tables = (ad.primitive_jvps, ad.primitive_transposes, batching.primitive_batchers, getattr(mlir, "_lowerings", {}))
+    return frozenset(primitive.name for table in tables if isinstance(table, dict) for primitive in table)
+
+
+def scopes_of(eqn: JaxprEqn) -> tuple[str, ...]:
+    """Names of the `jax.named_scope`s that the equation was traced in, outermost first."""
+    return tuple(entry.name for entry in eqn.source_info.name_stack.stack if type(entry).__name__ == "Scope")
+
+
+def programs_of(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The jaxprs among an equation's parameters."""
+    for param in eqn.params.values():
+        for item in param if isinstance(param, tuple | list) else (param,):
+            if isinstance(item, ClosedJaxpr | Jaxpr):
+                yield item.jaxpr if isinstance(item, ClosedJaxpr) else item
+
+
+@contextlib.contextmanager
+def context_of(eqn: JaxprEqn) -> Iterator[None]:
+    """The context that the equation was traced in, so that profiles and errors name the user's own lines."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def aval(value: Any) -> Any:
+    """The abstract value of an array or tracer, sharding and varying axes included; hashable."""
+    return jax.typeof(value)
+
+
+def shape(atom: Any) -> tuple[int, ...]:
+    """Shape of a variable or literal."""
+    return tuple(atom.aval.shape)
+
+
+def dtype(atom: Any) -> Any:
+    """Dtype that the program declares for a variable or literal."""
+    return atom.aval.dtype
+
+
+def shaped(atom: Any, dtype: Any) -> Any:
+    """The shape of a variable with a dtype, to trace a function with."""
+    struct: Any = jax.ShapeDtypeStruct
+    return struct(atom.aval.shape, dtype)
+
+
+def closed(traced: ClosedJaxpr) -> Jaxpr:
+    """The jaxpr of a closed one that has no constants."""
+    if traced.consts:
+        raise AssertionError("an inner jaxpr closed over arrays; please report this with the function that did it.")
+    jaxpr: Jaxpr = traced.jaxpr
+    return jaxpr
+
+
+def bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Bind an equation's primitive to new arguments; the results as a list."""
+    functions, params = _functions(eqn, params)
+    return _bound(eqn, functions, args, params)
+
+
+def bind_custom(eqn: JaxprEqn, args: Sequence[Any], functions: Sequence[Callable[..., Any]]) -> list[Any]:
+    """Bind a custom_jvp_call or custom_vjp_call with other functions in place of its own, on flat arrays.
+
+    Args:
+        eqn: the equation.
+        args: all its arguments, constants first.
+        functions: the primal function, and the rule (custom_jvp) or the forward and backward rules (custom_vjp), in
+            JAX's own calling convention.
+    """
+    old, params = _functions(eqn, eqn.params)
+    wrapped = [
+        linear_util.wrap_init(new, debug_info=function.debug_info) for new, function in zip(functions, old, strict=True)
+    ]
+    return _bound(eqn, wrapped, args, params)
+
+
+def jvp_rule(eqn: JaxprEqn, zeros: Sequence[bool]) -> tuple[Jaxpr, Sequence[Any], Sequence[bool]]:
+    """A custom_jvp_call's rule as (jaxpr, its constants, which output tangents are zero).
+
+    The jaxpr maps primals and the nonzero tangents to output primals and nonzero output tangents. The first
+    `num_consts` arguments of the call do not take part.
+    """
+    jaxpr, consts, out_zeros = eqn.params["jvp_jaxpr_fun"].call_wrapped(*zeros)
+    return jaxpr, consts, out_zeros
+
+
+def vjp_forward(eqn: JaxprEqn, values: Sequence[Any], nonzeros: Sequence[bool]) -> tuple[Jaxpr, Sequence[Any]]:
+    """A custom_vjp_call's forward rule as (jaxpr, its constants): primals to residuals and outputs.
+
+    The first `num_consts` values do not take part; JAX's own error is raised where one of them is differentiated.
+    """
+    count = eqn.params["num_consts"]
+    if any(nonzeros[:count]):
+        functions, _ = _functions(eqn, eqn.params)
+        functions[1].call_wrapped(*(item for pair in zip(values, nonzeros, strict=True) for item in pair))
+    jaxpr, consts = eqn.params["fwd_jaxpr_thunk"].call_wrapped(*nonzeros[count:])
+    return jaxpr, consts
+
+
+def vjp_backward(eqn: JaxprEqn) -> Callable[..., Sequence[Any]]:
+    """A custom_vjp_call's backward rule: residuals and cotangents to cotangents, its constants' zeros included."""
+    functions, _ = _functions(eqn, eqn.params)
+    backward: Callable[..., Sequence[Any]] = functions[2].call_wrapped
+    return backward
+
+
+def tangent_zero(primal: Any) -> SymbolicZero:
+    """The symbolic zero tangent of a primal value."""
+    return SymbolicZero(aval(primal).to_tangent_aval())
+
+
+def is_zero(value: Any) -> bool:
+    """True for the symbolic zeros that custom rules receive and return."""
+    return isinstance(value, SymbolicZero) or type(value).__name__ == "Zero"
+
+
+def shard_map(function: Callable[..., Any], eqn: JaxprEqn) -> Callable[..., Any]:
+    """`function` under the mesh, specs and checks of a shard_map equation."""
+    params = eqn.params
+    manual = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+    mapped: Callable[..., Any] = jax.shard_map(
+        function,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(manual),
+        check_vma=params["check_vma"],
+    )
+    return mapped
+
+
+def map_axes(eqn: JaxprEqn) -> list[tuple[Any, int]]:
+    """The axis environment inside an xla_pmap equation (jax 0.7; later versions map by shard_map)."""
+    return [(eqn.params["axis_name"], eqn.params["global_axis_size"])]
+
+
+def _functions(eqn: JaxprEqn, params: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    primitive: Any = eqn.primitive
+    made = primitive.get_bind_params(params)
+    if isinstance(made, tuple):  # until jax 0.9
+        functions, params = made
+        return list(functions), params
+    params = dict(made)
+    return list(params.pop("subfuns", ())), params
+
+
+def _bound(eqn: JaxprEqn, functions: Sequence[Any], args: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    primitive: Any = eqn.primitive
+    if _SUBFUNS_IN_PARAMS:
+        out = primitive.bind(*args, **({"subfuns": tuple(functions)} if functions else {}), **params)
+    else:
+        out = primitive.bind(*functions, *args, **params)
+    return list(out) if primitive.multiple_results else [out]
+
+
+_SUBFUNS_IN_PARAMS: Final = not isinstance(add_p.get_bind_params({}), tuple)  # type: ignore[no-untyped-call]
+"""Whether functions travel in the parameters (from jax 0.10), or come before the arguments."""

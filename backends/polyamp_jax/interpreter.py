@@ -1,0 +1,387 @@
+"""Evaluates a jaxpr with each operation in the dtype that the op lists give it (S3, S4, S5).
+
+`Interpreter.run` walks the equations; operations that hold other jaxprs are in `structure`. It runs under any JAX
+transformation, so derivatives, batching and sharding apply to what it does. Called by `evaluation`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyamp.errors import UnsupportedError
+from polyamp.policy import Policy
+from polyamp_jax import compat
+from polyamp_jax.op_rules import MOVES, PRODUCTS, SHIFTS, STRUCTURES, TOWARDS_SHIFT, Rule, rules_for
+from polyamp_jax.reporting import Recorder
+from polyamp_jax.values import CASTABLE, FLOAT32, NO_TRAITS, Constant, Traits, Value, literal
+
+KEEP: Final = "keep_precision"
+"""Name of the scope in which operations run in their declared dtypes."""
+
+
+Structure = Callable[["Interpreter", compat.JaxprEqn, list[Value]], list[Value]]
+"""Rebuilds an operation that holds programs, given the interpreter for what is inside and the operands."""
+
+
+class Settings:
+    """A policy made ready for the interpreter, with the inner jaxprs that it has rewritten already.
+
+    Attributes:
+        base: dtype of the compute list outside overrides, or None where the policy mixes none.
+        structures: name of a primitive that holds programs -> what rebuilds it; see `structure`.
+        rules: primitive name -> rule.
+        strict: an operation without a rule is an error.
+        cache: inner jaxpr -> its rewritten forms.
+    """
+
+    def __init__(self, policy: Policy, structures: Mapping[str, Structure], *, strict: bool = False) -> None:
+        self.policy = policy
+        self.structures = structures
+        self.base = np.dtype(policy.compute) if mixes(policy) else None
+        self.rules: Mapping[str, Rule] = rules_for(policy.op_rules)
+        self.strict = strict
+        self.cache: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def value_of(array: Any, aval: Any, traits: Traits = NO_TRAITS) -> Value:
+    """An array as the value of a variable."""
+    if getattr(aval, "weak_type", False) and aval.shape == () and not traits.weak:
+        traits = traits._replace(weak=True)
+    return Value(array, getattr(aval, "dtype", None), traits)
+
+
+def mixes(policy: Policy) -> bool:
+    """Whether the policy computes in 16 bits under wider parameters, outside its overrides."""
+    return policy.compute in ("float16", "bfloat16") and policy.param != policy.compute
+
+
+def interprets(policy: Policy) -> bool:
+    """Whether the policy takes the interpreter: mode "autocast", and some operation in another dtype than declared."""
+    return policy.mode != "cast" and (mixes(policy) or bool(policy.overrides))
+
+
+class Interpreter:
+    """One walk over a program.
+
+    Args:
+        settings: the policy.
+        modules: paths of the model's modules; None for a plain function, whose every scope is a path segment.
+        recorder: hears of every operation, or None.
+        scopes: names of the scopes around the program.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        modules: frozenset[str] | None = None,
+        recorder: Recorder | None = None,
+        scopes: tuple[str, ...] = (),
+    ) -> None:
+        self.settings = settings
+        self.modules = modules
+        self.recorder = recorder
+        self.scopes = scopes
+
+    def within(self, eqn: compat.JaxprEqn) -> Interpreter:
+        """The interpreter of a program inside an equation."""
+        return Interpreter(self.settings, self.modules, self.recorder, self.scopes + compat.scopes_of(eqn))
+
+    @property
+    def key(self) -> Any:
+        """What a rewritten inner jaxpr depends on beside its arguments."""
+        return (self.scopes, self.modules) if self.settings.policy.overrides or KEEP in self.scopes else ()
+
+    def run(self, jaxpr: compat.Jaxpr, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
+        """The values of a jaxpr's outputs.
+
+        Args:
+            jaxpr: the program.
+            consts: arrays for its constants.
+            values: values of its inputs.
+        """
+        known: dict[compat.Var, Value] = {}
+        for var, array in zip(jaxpr.constvars, consts, strict=True):
+            known[var] = value_of(array, var.aval, Traits(leaf=True))
+        known.update(zip(jaxpr.invars, values, strict=True))
+        shifts, last = _analysis(jaxpr)
+
+        def read(atom: Any) -> Value:
+            if not isinstance(atom, compat.Literal):
+                return known[atom]
+            dtype = getattr(atom.aval, "dtype", None)
+            if np.ndim(atom.val) == 0 and (dtype in CASTABLE or _python_integer(atom.aval)):
+                return literal(atom.val, dtype)
+            return Value(atom.val, dtype)
+
+        for index, eqn in enumerate(jaxpr.eqns):
+            operands = [read(atom) for atom in eqn.invars]
+            with compat.context_of(eqn):
+                results = self._equation(eqn, operands, shift=index in shifts)
+            known.update(zip(eqn.outvars, results, strict=True))
+            for var in last[index]:
+                known.pop(var, None)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def path(self, scopes: tuple[str, ...]) -> str:
+        """The module path that scopes stand for; a scope that begins with "/" names its path from the root."""
+        if self.modules is None:
+            return "/".join(scopes)
+        path = ""
+        for scope in scopes:
+            if scope.startswith("/"):
+                path = scope[1:]
+                continue
+            inner = f"{path}/{scope}" if path else scope
+            if inner in self.modules:
+                path = inner
+        return path
+
+    def _equation(self, eqn: compat.JaxprEqn, operands: list[Value], *, shift: bool) -> list[Value]:
+        name, scopes = compat.name_of(eqn), self.scopes + compat.scopes_of(eqn)
+        rule = self.settings.rules.get(name)
+        if KEEP in scopes:
+            return self._operate(eqn, name, operands, "opaque", KEEP, scopes)
+        if name in STRUCTURES and rule is None:
+            if name == "convert_element_type":
+                return [self._convert(eqn, operands[0])]
+            return self.settings.structures[name](self.within(eqn), eqn, operands)
+        if rule is None:
+            if self.settings.strict:
+                raise UnsupportedError(
+                    f"strict=True: the operation {name!r} (at {self.path(scopes) or 'the top level'!r}) has no rule. "
+                    f"Give it one with Policy(op_rules={{{name!r}: 'follow'}}), or 'compute', 'float32', 'promote', or "
+                    "'opaque' to run it in the dtypes that the program declares."
+                )
+            return self._operate(eqn, name, operands, "opaque", "unknown", scopes)
+        chosen, reason = self._chosen(eqn, name, rule, operands, scopes, shift=shift)
+        return self._operate(eqn, name, operands, chosen, reason, scopes)
+
+    def _chosen(
+        self,
+        eqn: compat.JaxprEqn,
+        name: str,
+        rule: Rule,
+        operands: list[Value],
+        scopes: tuple[str, ...],
+        *,
+        shift: bool,
+    ) -> tuple[Any, str]:
+        """What to do with an operation, and the reason for the report: "opaque", "promote", "follow", or a dtype."""
+        if rule == "opaque" or name in MOVES:
+            return rule, rule
+        dtype, reason = self._dtype(operands, scopes)
+        if dtype is None:
+            return ("follow" if rule == "follow" else "promote"), "off"
+        if dtype == FLOAT32:
+            return FLOAT32, reason or rule
+        if name == "dot_general" and compat.shape(eqn.outvars[0]) == () and _may_compute(eqn, operands):
+            return FLOAT32, "float32 (inner product)"
+        if rule == "compute":
+            return (dtype, reason or rule) if _may_compute(eqn, operands) else ("opaque", "opaque")
+        if rule == "float32":
+            return FLOAT32, rule
+        if name == "mul" and eqn.invars[0] is eqn.invars[1]:
+            return FLOAT32, "float32 (square)"
+        if name == "sub" and shift:
+            return FLOAT32, "float32 (shift)"
+        if name == "div" and operands[0].constant is not None:
+            return FLOAT32, "float32 (reciprocal)"
+        if name in ("add", "sub") and _is_bias(operands):
+            return dtype, "compute (bias)"
+        return rule, rule
+
+    def _dtype(self, operands: list[Value], scopes: tuple[str, ...]) -> tuple[Any, str]:
+        """The dtype of the compute list at a place, and the override that gave it ("" where none did)."""
+        policy = self.settings.policy
+        if policy.overrides:
+            owners = (v.traits.owner for v in operands if v.traits.owner is not None)
+            for path in (self.path(scopes), *owners):
+                dtype = policy.dtype_at(path)
+                if dtype is not None:
+                    return np.dtype(dtype), "override"
+        return self.settings.base, ""
+
+    def _operate(
+        self, eqn: compat.JaxprEqn, name: str, operands: list[Value], chosen: Any, reason: str, scopes: tuple[str, ...]
+    ) -> list[Value]:
+        note = self.recorder.cast if self.recorder is not None else None
+        constant = _moved(eqn, name, operands)
+        if constant is not None:
+            return [constant]
+        if chosen == "promote":
+            chosen = _widest(operands)
+        if chosen == "opaque":
+            arrays = [v.array(v.declared if v.castable else None, note) for v in operands]
+        elif chosen == "follow":
+            arrays = [v.array() for v in operands]
+        else:
+            arrays = [v.array(chosen if v.castable else None, note) for v in operands]
+        out = compat.bind(eqn, arrays, _parameters(eqn, name, chosen))
+        if self.recorder is not None and name not in MOVES:
+            self.recorder.operation(self.path(scopes), name, arrays, out, reason)
+        traits = _traits(eqn, name, operands, product=self.settings.rules.get(name) == "compute", reason=reason)
+        return [value_of(array, var.aval, traits) for var, array in zip(eqn.outvars, out, strict=True)]
+
+    def _convert(self, eqn: compat.JaxprEqn, value: Value) -> Value:
+        """`convert_element_type`: the program's own casts between float dtypes are obeyed, save two kinds.
+
+        A cast that only makes a weakly typed value strong leaves the dtype that the value has; and JAX's own return to
+        16 bits after a sum that it took in float32 is not made, or the sum would be rounded again (S4).
+        """
+        new, old = np.dtype(eqn.params["new_dtype"]) if not _extended(eqn) else None, value.declared
+        if value.constant is not None and new in CASTABLE:
+            number = np.asarray(value.constant.number).astype(new)[()]
+            return Value(None, new, value.traits, value.constant._replace(number=number))
+        if new not in CASTABLE or old not in CASTABLE:
+            (array,) = compat.bind(eqn, [value.array()], eqn.params)
+            return Value(array, getattr(eqn.outvars[0].aval, "dtype", None), Traits())
+        if new == old or (value.traits.sensitive and new != FLOAT32):
+            return Value(value.array(), new, value.traits)
+        note = self.recorder.cast if self.recorder is not None else None
+        traits = Traits(weak=value.traits.weak, raised=new == FLOAT32, owner=value.traits.owner)
+        return Value(value.array(new, note), new, traits)
+
+
+_analyses: weakref.WeakKeyDictionary[Any, tuple[frozenset[int], list[list[Any]]]] = weakref.WeakKeyDictionary()
+
+
+def _analysis(jaxpr: compat.Jaxpr) -> tuple[frozenset[int], list[list[Any]]]:
+    """Indices of the subtractions that shift an exponential, and for each equation the variables last used there."""
+    found = _analyses.get(jaxpr)
+    if found is None:
+        found = _analyses[jaxpr] = (_shifts(jaxpr), _last_uses(jaxpr))
+    return found
+
+
+def _shifts(jaxpr: compat.Jaxpr) -> frozenset[int]:
+    towards: set[compat.Var] = set()
+    found = set()
+    for index in range(len(jaxpr.eqns) - 1, -1, -1):
+        eqn = jaxpr.eqns[index]
+        name = compat.name_of(eqn)
+        reaches = not towards.isdisjoint(eqn.outvars)
+        if name == "sub" and reaches:
+            found.add(index)
+        elif name in SHIFTS or (name in TOWARDS_SHIFT and reaches):
+            towards.update(v for v in eqn.invars if not isinstance(v, compat.Literal))
+    return frozenset(found)
+
+
+def _last_uses(jaxpr: compat.Jaxpr) -> list[list[Any]]:
+    kept = {v for v in jaxpr.outvars if not isinstance(v, compat.Literal)}
+    last: list[list[Any]] = [[] for _ in jaxpr.eqns]
+    for index in range(len(jaxpr.eqns) - 1, -1, -1):
+        eqn = jaxpr.eqns[index]
+        for var in (*eqn.invars, *eqn.outvars):
+            if not isinstance(var, compat.Literal) and var not in kept:
+                kept.add(var)
+                last[index].append(var)
+    return last
+
+
+def _may_compute(eqn: compat.JaxprEqn, operands: list[Value]) -> bool:
+    """Whether a product may run in 16 bits: of float operands, and without an algorithm that names their dtype."""
+    preferred = eqn.params.get("preferred_element_type")
+    algorithm = isinstance(eqn.params.get("precision"), jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
+    floats = [v for v in operands if v.dtype is not None and jnp.issubdtype(v.dtype, np.inexact)]
+    return (
+        not algorithm
+        and (len(floats) >= 2 or compat.name_of(eqn) not in PRODUCTS)
+        and all(v.castable for v in floats)
+        and (preferred is None or np.dtype(preferred) in CASTABLE)
+    )
+
+
+def _is_bias(operands: list[Value]) -> bool:
+    """A float32 parameter, or an input smaller than the result, added to a 16-bit product: the bias of a linear layer
+    or convolution, which torch adds in 16 bits within the layer."""
+    if len(operands) != 2 or not all(v.widens for v in operands):
+        return False
+    for product, bias in (operands, operands[::-1]):
+        if not (product.traits.product and product.dtype != FLOAT32 and bias.dtype == FLOAT32 and bias.traits.leaf):
+            continue
+        if bias.traits.owner is not None or bias.traits.spread or bias.array().size < product.array().size:
+            return True
+    return False
+
+
+def _widest(operands: list[Value]) -> Any:
+    """The widest dtype among the operands, or "follow" where there is no choice.
+
+    float16 and bfloat16 together give float32, as everywhere in JAX; so does a constant that the dtype cannot hold.
+    """
+    dtypes = [v.dtype for v in operands if v.widens]
+    if not dtypes:
+        return "opaque" if any(v.castable for v in operands) else "follow"
+    widest = functools.reduce(jnp.promote_types, dtypes)
+    if not all(v.constant.fits(widest) for v in operands if v.constant is not None and v.castable):
+        return FLOAT32
+    return np.dtype(widest)
+
+
+def _moved(eqn: compat.JaxprEqn, name: str, operands: list[Value]) -> Value | None:
+    """A moved constant is a constant still; None for everything else."""
+    if name not in ("broadcast_in_dim", "reshape", "stop_gradient", "squeeze") or len(operands) != 1:
+        return None
+    constant = operands[0].constant
+    if constant is None:
+        return None
+
+    def build(dtype: Any) -> Any:
+        return compat.bind(eqn, [constant.build(dtype)], eqn.params)[0]
+
+    shape = compat.shape(eqn.outvars[0])
+    traits = Traits(weak=True)
+    return Value(None, operands[0].declared, traits, Constant(constant.number, shape, build))
+
+
+def _parameters(eqn: compat.JaxprEqn, name: str, chosen: Any) -> dict[str, Any]:
+    """An equation's parameters, with the result of a product in the dtype of its operands unless a wider one was
+    asked for."""
+    if chosen in ("opaque", "follow") or "preferred_element_type" not in eqn.params:
+        return eqn.params
+    preferred = eqn.params["preferred_element_type"]
+    declared = functools.reduce(jnp.promote_types, [compat.dtype(v) for v in eqn.invars[:2]])
+    if preferred is None or np.dtype(preferred) != declared:
+        return eqn.params
+    return {**eqn.params, "preferred_element_type": chosen}
+
+
+def _traits(eqn: compat.JaxprEqn, name: str, operands: list[Value], *, product: bool, reason: str) -> Traits:
+    floats = [v for v in operands if v.castable]
+    if product or not floats or not eqn.outvars:
+        return Traits(product=product)
+    first = floats[0].traits
+    if name in MOVES and len(floats) == 1:
+        leaf = first.leaf and name != "gather"  # rows of an embedding table are not a parameter
+        spread = first.spread or _size(eqn.outvars[0]) > _size(eqn.invars[operands.index(floats[0])])
+        return first._replace(leaf=leaf, spread=leaf and spread)
+    scalar = compat.shape(eqn.outvars[0]) == ()  # a count, say, beside an array says nothing of the array
+    tensors = [v.traits for v in floats if v.constant is None and not v.traits.weak and (scalar or v.array().ndim)]
+    raised = bool(tensors) and all(traits.raised for traits in tensors)
+    sensitive = bool(tensors) and all(traits.sensitive for traits in tensors)
+    return Traits(
+        weak=not tensors and len(floats) == len(operands) and scalar,
+        raised=raised,
+        sensitive=sensitive or (raised and reason.startswith("float32")),
+    )
+
+
+def _python_integer(aval: Any) -> bool:
+    """A Python integer in the program text: it takes the dtype of what it meets, as a Python float does."""
+    return bool(getattr(aval, "weak_type", False)) and bool(jnp.issubdtype(aval.dtype, np.integer))
+
+
+def _size(atom: Any) -> int:
+    return int(np.prod(compat.shape(atom), dtype=np.int64))
+
+
+def _extended(eqn: compat.JaxprEqn) -> bool:
+    return bool(jnp.issubdtype(eqn.params["new_dtype"], jax.dtypes.extended))

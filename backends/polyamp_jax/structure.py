@@ -1,0 +1,243 @@
+"""Rules for operations that hold other programs: loops, branches, nested jit, remat, custom derivatives, shards.
+
+Each rule rebuilds the operation around the rewritten inner program. Loops keep the declared dtypes of what they carry;
+nested jit, remat, branches and custom_jvp let dtypes flow in and out; custom_vjp keeps the declared dtypes at its
+border, since its backward rule is the user's own code, written for them. Called by `interpreter`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from polyamp_jax import compat
+from polyamp_jax.interpreter import Interpreter, Structure, value_of
+from polyamp_jax.staging import staged
+from polyamp_jax.values import CASTABLE, Traits, Value
+
+
+def _jit(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
+    closed: compat.ClosedJaxpr = eqn.params["jaxpr"]
+    traced, traits = _rewritten(run, closed, operands)
+    params = {**eqn.params, "jaxpr": traced}
+    if "donated_invars" in params and _dtypes(traced) != _dtypes(closed):  # a donated buffer fits no result any more, and JAX would warn
+        params["donated_invars"] = (False,) * len(operands)
+    return _values(compat.bind(eqn, [v.array() for v in operands], params), closed.jaxpr, traits)
+
+
+def _call(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
+    program = eqn.params["call_jaxpr"] if "call_jaxpr" in eqn.params else eqn.params["fwd_jaxpr"]
+    jaxpr, consts = (program.jaxpr, program.consts) if isinstance(program, compat.ClosedJaxpr) else (program, ())
+    return run.run(jaxpr, consts, operands)
+
+
+def _remat(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
+    jaxpr = eqn.params["jaxpr"]
+    traced, traits = _rewritten(run, compat.ClosedJaxpr(jaxpr, ()), operands)
+    out = compat.bind(eqn, [v.array() for v in operands], {**eqn.params, "jaxpr": compat.closed(traced)})
+    return _values(out, jaxpr, traits)
+
+
+def _scan(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
+    params, closed = eqn.params, eqn.params["jaxpr"]
+    split = params["num_consts"] + params["num_carry"]
+    consts, carry, xs = operands[: params["num_consts"]], operands[params["num_consts"] : split], operands[split:]
+    carried = closed.jaxpr.invars[params["num_consts"] : split]
+
+    def body(carry: list[Any], items: list[Any]) -> tuple[list[Any], list[Any]]:
+        values = [v.inside(v.array()) for v in consts]
+        values += [value_of(array, var.aval) for array, var in zip(carry, carried, strict=True)]
+        values += [v.inside(item) for v, item in zip(xs, items, strict=True)]
+        out = run.run(closed.jaxpr, closed.consts, values)
+        count = params["num_carry"]
+        return _declared(out[:count], [v.aval for v in carried]), [v.array() for v in out[count:]]
+
+    extra = {"_split_transpose": True} if params.get("_split_transpose") else {}
+    final, stacked = jax.lax.scan(
+        body,
+        _declared(carry, [v.aval for v in carried]),
+        [v.array() for v in xs],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+        **extra,
+    )
+    return [value_of(array, var.aval) for array, var in zip([*final, *stacked], eqn.outvars, strict=True)]
+
+
+def _while(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
+    params = eqn.params
+    test, step = params["cond_jaxpr"], params["body_jaxpr"]
+    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    test_consts, step_consts, carry = operands[:first], operands[first:second], operands[second:]
+    avals = [v.aval for v in step.jaxpr.invars[params["body_nconsts"] :]]
+
+    def inner(program: Any, consts: list[Value], carry: Sequence[Any]) -> list[Value]:
+        values = [v.inside(v.array()) for v in consts]
+        values += [value_of(array, aval) for array, aval in zip(carry, avals, strict=True)]
+        return run.run(program.jaxpr, program.consts, values)
+
+    out = jax.lax.while_loop(
+        lambda carry: inner(test, test_consts, carry)[0].array(),
+        lambda carry: _declared(inner(step, step_consts, carry), avals),
+        _declared(carry, avals),
+    )
+    return [value_of(array, var.aval) for array, var in zip(out, eqn.outvars, strict=True)]
+
+
+def _cond(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
+    index, operands = operands[0], operands[1:]
+    arrays = [v.array() for v in operands]
+    traced = [_rewritten(run, branch, operands)[0] for branch in eqn.params["branches"]]
+    joined = [functools.reduce(_join, dtypes) for dtypes in zip(*[_dtypes(t) for t in traced], strict=True)]
+
+    def branch(program: compat.ClosedJaxpr) -> Callable[..., list[Any]]:
+        return lambda *args: [
+            array if dtype not in CASTABLE else jax.lax.convert_element_type(array, dtype)
+            for array, dtype in zip(compat.jaxpr_as_fun(program)(*args), joined, strict=True)
+        ]
+
+    out = jax.lax.switch(index.array(), [branch(program) for program in traced], *arrays)
+    return [value_of(array, var.aval) for array, var in zip(out, eqn.outvars, strict=True)]
+
+
+def _custom_jvp(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
+    closed, count = eqn.params["call_jaxpr"], eqn.params["num_consts"]
+    traced, traits = _rewritten(run, closed, operands)
+    dtypes = _dtypes(traced)
+
+    def rule(*args: Any) -> list[Any]:
+        half = len(args) // 2
+        primals, tangents = args[count:half], args[half + count :]
+        jaxpr, consts, zeros = compat.jvp_rule(eqn, [compat.is_zero(t) for t in tangents])
+        nonzero = [t for t in tangents if not compat.is_zero(t)]
+        values = [v.inside(array) for v, array in zip(operands[count:], primals, strict=True)]
+        values += [value_of(t, var.aval) for t, var in zip(nonzero, jaxpr.invars[len(values) :], strict=True)]
+        out = run.run(jaxpr, consts, values)
+        made = [_as(v, dtype) for v, dtype in zip(out, dtypes, strict=False)]
+        rest = iter(out[len(zeros) :])
+        return made + [
+            compat.tangent_zero(array) if zero else _as(next(rest), array.dtype)
+            for array, zero in zip(made, zeros, strict=True)
+        ]
+
+    arrays = [v.array() for v in operands]
+    return _values(compat.bind_custom(eqn, arrays, (compat.jaxpr_as_fun(traced), rule)), closed.jaxpr, traits)
+
+
+def _custom_vjp(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
+    closed = eqn.params["call_jaxpr"]
+    avals = [v.aval for v in closed.jaxpr.outvars]
+
+    def primal(*args: Any) -> list[Any]:
+        values = [value_of(array, v.aval) for array, v in zip(args, closed.jaxpr.invars, strict=True)]
+        return _declared(run.run(closed.jaxpr, closed.consts, values), avals)
+
+    def forward(*args: Any) -> list[Any]:
+        arrays, nonzeros = args[::2], args[1::2]
+        jaxpr, consts = compat.vjp_forward(eqn, arrays, nonzeros)
+        inputs = arrays[eqn.params["num_consts"] :]
+        values = [value_of(array, v.aval) for array, v in zip(inputs, jaxpr.invars, strict=True)]
+        return _declared(run.run(jaxpr, consts, values), [v.aval for v in jaxpr.outvars])
+
+    def backward(*args: Any) -> list[Any]:
+        program = staged(compat.vjp_backward(eqn), args, {}, opaque=compat.is_zero)
+        values = [value_of(array, v.aval) for array, v in zip(program.arrays, program.jaxpr.invars, strict=True)]
+        out = run.run(program.jaxpr, program.consts, values)
+        return list(program.result(_declared(out, [v.aval for v in program.jaxpr.outvars])))
+
+    declared = _declared(operands, [v.aval for v in closed.jaxpr.invars])
+    out = compat.bind_custom(eqn, declared, (primal, forward, backward))
+    return [value_of(array, aval) for array, aval in zip(out, avals, strict=True)]
+
+
+def _shard_map(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
+    jaxpr = eqn.params["jaxpr"]
+
+    def inner(*shards: Any) -> tuple[Any, ...]:
+        values = [v.inside(shard) for v, shard in zip(operands, shards, strict=True)]
+        return tuple(v.array() for v in run.run(jaxpr, (), values))
+
+    out = compat.shard_map(inner, eqn)(*[v.array() for v in operands])
+    return [value_of(array, var.aval) for array, var in zip(out, eqn.outvars, strict=True)]
+
+
+def _pmap(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
+    jaxpr = eqn.params["call_jaxpr"]
+    shards = [compat.shaped(v, o.array().dtype) for v, o in zip(jaxpr.invars, operands, strict=True)]
+
+    def inner(*arrays: Any) -> list[Any]:
+        values = [v.inside(array) for v, array in zip(operands, arrays, strict=True)]
+        return [v.array() for v in run.run(jaxpr, (), values)]
+
+    traced = jax.make_jaxpr(inner, axis_env=compat.map_axes(eqn))(*shards)
+    out = compat.bind(eqn, [v.array() for v in operands], {**eqn.params, "call_jaxpr": compat.closed(traced)})
+    return [value_of(array, var.aval) for array, var in zip(out, eqn.outvars, strict=True)]
+
+
+RULES: Final[Mapping[str, Structure]] = {
+    "call": _call,
+    "closed_call": _call,
+    "compute_on": _jit,
+    "cond": _cond,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+    "jit": _jit,
+    "remat": _remat,
+    "scan": _scan,
+    "shard_map": _shard_map,
+    "while": _while,
+    "xla_pmap": _pmap,
+}
+"""Primitive name, as `compat.name_of` gives it -> rule."""
+
+
+def _rewritten(
+    run: Interpreter, closed: compat.ClosedJaxpr, operands: list[Value]
+) -> tuple[compat.ClosedJaxpr, list[Traits]]:
+    """An inner program under autocast, for operands such as these, and the traits of its outputs.
+
+    It is kept: a function that is called many times is rewritten once, and JAX finds again what it compiled for it.
+    """
+    arrays = [v.array() for v in operands]
+    key = (run.key, tuple((compat.aval(a), v.key()) for a, v in zip(arrays, operands, strict=True)))
+    kept = run.settings.cache.setdefault(closed.jaxpr, {})
+    if run.recorder is None and key in kept:
+        found: tuple[compat.ClosedJaxpr, list[Traits]] = kept[key]
+        return found
+    traits: list[Traits] = []
+
+    def inner(*args: Any) -> list[Any]:
+        out = run.run(closed.jaxpr, closed.consts, [v.inside(a) for v, a in zip(operands, args, strict=True)])
+        traits.extend(v.traits._replace(leaf=False, spread=False) for v in out)
+        return [v.array() for v in out]
+
+    made = jax.make_jaxpr(inner)(*arrays), traits
+    if run.recorder is None:
+        kept[key] = made
+    return made
+
+
+def _values(out: Sequence[Any], jaxpr: compat.Jaxpr, traits: Sequence[Traits]) -> list[Value]:
+    return [value_of(a, v.aval, t) for a, v, t in zip(out, jaxpr.outvars, traits, strict=True)]
+
+
+def _as(value: Value, dtype: Any) -> Any:
+    return value.array(dtype if value.castable else None)
+
+
+def _declared(values: Sequence[Value], avals: Sequence[Any]) -> list[Any]:
+    """The arrays in the dtypes that the program declares."""
+    return [_as(v, aval.dtype if v.castable else None) for v, aval in zip(values, avals, strict=True)]
+
+
+def _dtypes(traced: compat.ClosedJaxpr) -> list[Any]:
+    return [getattr(aval, "dtype", None) for aval in traced.out_avals]
+
+
+def _join(one: Any, other: Any) -> Any:
+    return jnp.promote_types(one, other) if one in CASTABLE and other in CASTABLE else one

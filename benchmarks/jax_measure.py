@@ -1,0 +1,362 @@
+"""Measurements of jitted training steps against each other, in one process. Called by `jax_step` and `jax_peers`.
+
+Machines are noisy, so times are compared within a round, in which every variant runs once; what counts is the median
+of the rounds' ratios, with their spread.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import jax
+import msgspec
+import numpy as np
+
+_CONVERT: Final = re.compile(r"\bconvert\(")
+_LOWERED_CONVERT: Final = re.compile(r"stablehlo\.convert .* -> ")  # one that changes nothing is printed without arrow
+_INSTRUCTION: Final = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = ", re.MULTILINE)
+_DOT: Final = re.compile(r"stablehlo\.dot_general .*-> tensor<(?:\d+x)*(\w+)>")
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to train the model.
+
+    Attributes:
+        name: heading of its column.
+        state: makes a fresh state from the shared initial weights.
+        step: makes what a user calls: `state, output = step(state, batch)`.
+        read: (loss, applied) of an output, as scalars; never timed.
+        jitted: makes the `jax.jit` function inside `step`, which can be lowered; the default is `step` itself.
+    """
+
+    name: str
+    state: Callable[[], Any]
+    step: Callable[[], Callable[[Any, Any], tuple[Any, Any]]]
+    read: Callable[[Any], tuple[Any, Any]]
+    jitted: Callable[[], Any] | None = None
+
+
+class Settings(NamedTuple):
+    """How long to measure.
+
+    Attributes:
+        rounds: rounds of step times.
+        steps: steps of each variant in a round.
+        compiles: repetitions of trace + compile; if several, after one that is not counted.
+        curve: steps of the loss curve.
+    """
+
+    rounds: int = 41
+    steps: int = 3
+    compiles: int = 5
+    curve: int = 200
+
+
+QUICK: Final = Settings(rounds=7, steps=2, compiles=1, curve=10)
+
+
+class Curve(NamedTuple):
+    """Losses of the first steps from the initial weights, and how many of those steps were skipped."""
+
+    losses: list[float]
+    skipped: int
+
+
+class Program(NamedTuple):
+    """What the compiler made of a step.
+
+    Attributes:
+        converts: `convert` instructions in the optimized HLO, those inside fusions included.
+        instructions: all instructions in the optimized HLO.
+        lowered_converts: `convert` operations in the StableHLO that change the dtype; a function that is called twice
+            counts once.
+        dots: output dtype -> matrix products in the StableHLO. This is what tells that two variants compute alike.
+        bytes_accessed: XLA's estimate of bytes read and written, or None.
+        temporary_bytes: memory for intermediate results, or None.
+    """
+
+    converts: int
+    instructions: int
+    lowered_converts: int
+    dots: dict[str, int]
+    bytes_accessed: float | None
+    temporary_bytes: int | None
+
+
+class Compile(NamedTuple):
+    """Seconds of one trace (Python to StableHLO) and one compilation (StableHLO to machine code)."""
+
+    trace: float
+    compile: float
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.trace + self.compile
+
+
+class Results(NamedTuple):
+    """Everything that was measured, by variant name; lists have one entry per round or repetition."""
+
+    curves: dict[str, Curve]
+    step_seconds: dict[str, list[float]]
+    programs: dict[str, Program]
+    compiles: dict[str, list[Compile]]
+
+
+def measure(variants: Sequence[Variant], batches: Sequence[Any], settings: Settings) -> Results:
+    """All measurements. `batches` are at least `settings.curve` many."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    steps = {variant.name: variant.step() for variant in variants}
+    curves = {v.name: curve(v, steps[v.name], batches[: settings.curve]) for v in variants}
+    step_seconds = step_times(variants, steps, batches, settings)
+    compiles, programs = compile_times(variants, batches[0], settings)
+    return Results(curves, step_seconds, programs, compiles)
+
+
+def curve(variant: Variant, step: Callable[[Any, Any], tuple[Any, Any]], batches: Sequence[Any]) -> Curve:
+    """The loss curve over `batches`, one step each."""
+    state, found = variant.state(), []
+    for batch in batches:
+        state, output = step(state, batch)
+        found.append(variant.read(output))
+    return Curve([float(loss) for loss, _ in found], sum(not bool(applied) for _, applied in found))
+
+
+def step_times(
+    variants: Sequence[Variant], steps: dict[str, Any], batches: Sequence[Any], settings: Settings
+) -> dict[str, list[float]]:
+    """Seconds a step, one entry per round. `steps` are warm; within a round the variants take turns, in changing order.
+
+    The variants advance over the same batches in step, so that they compute on numbers alike (subnormal numbers are
+    slow on some CPUs).
+    """
+    states = {variant.name: variant.state() for variant in variants}
+    times: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    for number in range(settings.rounds):
+        start = number * settings.steps
+        chosen = [batches[index % len(batches)] for index in range(start, start + settings.steps)]
+        for variant in _shuffled(variants, number):
+            state, step = states[variant.name], steps[variant.name]
+            begin = time.perf_counter()
+            for batch in chosen:
+                state, _ = step(state, batch)
+            jax.block_until_ready(state)
+            times[variant.name].append((time.perf_counter() - begin) / settings.steps)
+            states[variant.name] = state
+    return times
+
+
+def compile_times(
+    variants: Sequence[Variant], batch: Any, settings: Settings
+) -> tuple[dict[str, list[Compile]], dict[str, Program]]:
+    """Trace and compile times of fresh steps with JAX's caches empty, in turns, and what they compiled to."""
+    states = {variant.name: variant.state() for variant in variants}
+    times: dict[str, list[Compile]] = {variant.name: [] for variant in variants}
+    programs: dict[str, Program] = {}
+    uncounted = int(settings.compiles > 1)
+    for number in range(settings.compiles + uncounted):
+        for variant in _shuffled(variants, number):
+            jitted: Any = (variant.jitted or variant.step)()
+            jax.clear_caches()
+            gc.collect()  # not in the middle of what is timed
+            begin = time.perf_counter()
+            lowered = jitted.lower(states[variant.name], batch)
+            middle = time.perf_counter()
+            compiled = lowered.compile()
+            end = time.perf_counter()
+            if number >= uncounted:
+                times[variant.name].append(Compile(middle - begin, end - middle))
+            if number == 0:
+                programs[variant.name] = program(lowered, compiled)
+    return times, programs
+
+
+def program(lowered: Any, compiled: Any) -> Program:
+    """The facts of `Program` from `jax.jit(f).lower(...)` and its `.compile()`."""
+    optimized, portable = compiled.as_text(), lowered.as_text()
+    dots: dict[str, int] = {}
+    for dtype in _DOT.findall(portable):
+        dots[dtype] = dots.get(dtype, 0) + 1
+    cost, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
+    return Program(
+        converts=len(_CONVERT.findall(optimized)),
+        instructions=len(_INSTRUCTION.findall(optimized)),
+        lowered_converts=len(_LOWERED_CONVERT.findall(portable)),
+        dots=dots,
+        bytes_accessed=cost.get("bytes accessed"),
+        temporary_bytes=getattr(memory, "temp_size_in_bytes", None),
+    )
+
+
+def _shuffled(variants: Sequence[Variant], number: int) -> list[Variant]:
+    """Another order every round, so that no variant always follows the same one; the same orders in every run."""
+    return [variants[index] for index in np.random.default_rng(number).permutation(len(variants))]
+
+
+# --- the report
+
+
+class Ratio(NamedTuple):
+    """Median and range of the ratios of two lists, round by round."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.2f}..{self.high:.2f})"
+
+
+def ratio(times: Sequence[float], base: Sequence[float]) -> Ratio:
+    """`times` over `base`."""
+    each = [one / other for one, other in zip(times, base, strict=True)]
+    return Ratio(statistics.median(each), min(each), max(each))
+
+
+def distance(losses: Sequence[float], base: Sequence[float]) -> float:
+    """Largest relative distance between two loss curves; NaN where either is not finite."""
+    one, other = np.asarray(losses), np.asarray(base)
+    return float(np.max(np.abs(one - other) / np.abs(other)))
+
+
+def report(results: Results, *, reference: str, bases: Sequence[str], targets: bool = True) -> str:
+    """One plain-text table: a row per measure, a column per variant.
+
+    Args:
+        results: what `measure` returned.
+        reference: the float32 variant.
+        bases: the variants to give ratios against; the targets apply to the first.
+        targets: add a column with polyamp's targets.
+    """
+    names = list(results.curves)
+    programs, compiles = results.programs, results.compiles
+    seconds = {name: [one.total for one in found] for name, found in compiles.items()}
+    rows: list[tuple[str, str, list[str]]] = []
+
+    def row(title: str, cell: Callable[[str], str], target: str = "") -> None:
+        rows.append((title, target, [cell(name) for name in names]))
+
+    row("step, ms (median)", lambda n: f"{statistics.median(results.step_seconds[n]) * 1e3:.2f}")
+    for base in bases:
+        first = base == bases[0]
+        row(
+            f"  / {base} (min..max)",
+            lambda n, b=base: str(ratio(results.step_seconds[n], results.step_seconds[b])),  # type: ignore[misc]
+            "<= 1.02" if first else "",
+        )
+    fastest = {name: min(found) for name, found in results.step_seconds.items()}
+    row(f"  fastest / fastest {bases[0]}", lambda n: f"{fastest[n] / fastest[bases[0]]:.3f}")
+    row("trace, s (median)", lambda n: f"{statistics.median(one.trace for one in compiles[n]):.3f}")
+    row("compile, s (median)", lambda n: f"{statistics.median(one.compile for one in compiles[n]):.3f}")
+    row(f"  sum / {bases[0]}", lambda n: str(ratio(seconds[n], seconds[bases[0]])), "<= 1.25")
+    row("converts, optimized HLO", lambda n: str(programs[n].converts), f"<= {programs[bases[0]].converts}")
+    row("converts, StableHLO", lambda n: str(programs[n].lowered_converts))
+    row("instructions, optimized HLO", lambda n: str(programs[n].instructions))
+    row("dots, StableHLO", lambda n: " ".join(f"{count} {d}" for d, count in sorted(programs[n].dots.items())))
+    row("bytes accessed, MB", lambda n: _mega(programs[n].bytes_accessed))
+    row("temporary memory, MB", lambda n: _mega(programs[n].temporary_bytes))
+    curves = {name: found.losses for name, found in results.curves.items()}
+    row("first loss", lambda n: f"{curves[n][0]:.5f}")
+    row(f"loss at step {len(curves[names[0]])}", lambda n: f"{curves[n][-1]:.5f}")
+    row("skipped steps", lambda n: str(results.curves[n].skipped))
+    row(
+        f"curve's distance from {bases[0]}",
+        lambda n: f"{distance(curves[n], curves[bases[0]]):.1e}",
+        f"<= {distance(curves[bases[0]], curves[reference]):.1e}",
+    )
+    for base in bases[1:]:
+        row(f"curve's distance from {base}", lambda n, b=base: f"{distance(curves[n], curves[b]):.1e}")  # type: ignore[misc]
+    row(f"curve's distance from {reference}", lambda n: f"{distance(curves[n], curves[reference]):.1e}")
+    if not targets:
+        return _table(["", *names], [[title, *cells] for title, _, cells in rows])
+    return _table(["", *names, "target"], [[title, *cells, target] for title, target, cells in rows])
+
+
+def _mega(count: float | None) -> str:
+    return "?" if count is None else f"{count / 1e6:.1f}"
+
+
+def _table(heading: list[str], rows: list[list[str]]) -> str:
+    widths = [max(len(row[place]) for row in [heading, *rows]) for place in range(len(heading))]
+    lines = [heading, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in lines
+    )
+
+
+# --- the command line
+
+
+def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Settings]:
+    """The arguments, those that the benchmarks share added, and the settings that they ask for."""
+    parser.add_argument("--quick", action="store_true", help="a short run: everything works, the times mean little")
+    for name, help_ in (
+        ("rounds", "rounds of step times"),
+        ("steps", "steps of each variant in a round"),
+        ("compiles", "counted repetitions of trace + compile"),
+        ("curve", "steps of the loss curve"),
+    ):
+        default = getattr(Settings(), name)
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{help_} (default: {default})")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured, raw")
+    arguments = parser.parse_args()
+    given = {name: value for name in Settings._fields if (value := getattr(arguments, name)) is not None}
+    return arguments, (QUICK if arguments.quick else Settings())._replace(**given)
+
+
+def heading(settings: Settings) -> str:
+    """What was measured on what, in two lines."""
+    facts = ", ".join(f"{name} {value}" for name, value in environment().items())
+    return f"{facts}\n{', '.join(f'{name} {value}' for name, value in settings._asdict().items())}\n"
+
+
+def environment() -> dict[str, Any]:
+    """Versions and devices, for the heading and the JSON file."""
+    import flax
+    import optax
+
+    return {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "optax": optax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "platform": jax.devices()[0].platform,
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+
+
+def write_json(path: Path, results: Results, settings: Settings, **facts: Any) -> None:
+    """Everything measured, raw: no ratio or median is taken yet."""
+    content = {
+        "environment": environment(),
+        "settings": settings._asdict(),
+        **facts,
+        "variants": {
+            name: {
+                "step_seconds": results.step_seconds[name],
+                "compile_seconds": [one._asdict() for one in results.compiles[name]],
+                "program": results.programs[name]._asdict(),
+                "curve": results.curves[name]._asdict(),
+            }
+            for name in results.curves
+        },
+    }
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
