@@ -25,7 +25,6 @@ _ALIASES: Final = {
     "pjit": "jit",
     "reduced_vary_cast_p": "reduced_vary_cast",
     "remat2": "remat",
-    "remat_opt": "closed_call",  # the forward rule of a custom_vjp with optimize_remat=True
     "vary_unreduced_cast_p": "vary_unreduced_cast",
     **{f"scatter-{kind}": f"scatter_{kind}" for kind in ("add", "max", "min", "mul", "sub")},
 }
@@ -39,6 +38,18 @@ def canonical(name: str) -> str:
 def name_of(eqn: JaxprEqn) -> str:
     """The canonical name of an equation's primitive."""
     return canonical(eqn.primitive.name)
+
+
+def linear_algebra(eqn: JaxprEqn) -> str | None:
+    """Name of the function of `jnp.linalg` or `jax.scipy.linalg` that a nested jit is, or None for any other program.
+
+    Those that are nothing but matrix products do not count.
+    """
+    if name_of(eqn) != "jit" or eqn.params["name"] == "matrix_power":
+        return None
+    file = str(getattr(eqn.params["jaxpr"].jaxpr.debug_info, "func_filename", None)).replace("\\", "/")
+    own = file.endswith(("/jax/_src/numpy/linalg.py", "/jax/_src/scipy/linalg.py"))
+    return eqn.params["name"].lstrip("_") if own else None
 
 
 def operations() -> frozenset[str]:

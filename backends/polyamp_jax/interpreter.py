@@ -149,6 +149,9 @@ class Interpreter:
         if KEEP in scopes:
             return self._operate(eqn, name, operands, "opaque", KEEP, scopes)
         if name in STRUCTURES and rule is None:
+            whole = compat.linear_algebra(eqn)
+            if whole is not None:  # its products too: expm multiplies numbers that float16 cannot hold
+                return self._operate(eqn, whole, operands, "opaque", "float32 (linear algebra)", scopes)
             if name == "convert_element_type":
                 return [self._convert(eqn, operands[0])]
             return self.settings.structures[name](self.within(eqn), eqn, operands)

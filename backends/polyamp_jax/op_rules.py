@@ -68,18 +68,18 @@ OPAQUE: Final = """
     lu_pivots_to_permutation maybe_set mosaic_gpu mulhi new_variable noinline not or pallas_call philox2x32 philox4x32
     pin platform_index population_count precv pure_callback random_bits random_clone random_fold_in random_seed
     random_split random_unwrap random_wrap real reduce reduce_and reduce_or reduce_precision reduce_window reduce_xor
-    remat_opt rng_bit_generator rng_uniform rnn_bwd rnn_fwd run_state scaled_dot scaled_matmul scaled_matmul_wrapper
-    scatter_add scatter_max scatter_min scatter_mul scatter_sub select_and_scatter set_variable shape_assertion
-    shift_left shift_right_arithmetic shift_right_logical spsolve threefry2x32 threefry4x32 to_edtype tpu_custom_call
-    unpin vprim xor zeros_like
+    rng_bit_generator rng_uniform rnn_bwd rnn_fwd run_state scaled_dot scaled_matmul scaled_matmul_wrapper scatter_add
+    scatter_max scatter_min scatter_mul scatter_sub select_and_scatter set_variable shape_assertion shift_left
+    shift_right_arithmetic shift_right_logical spsolve threefry2x32 threefry4x32 to_edtype tpu_custom_call unpin vprim
+    xor zeros_like
 
     addupdate empty_ref free_ref freeze get new_ref mutable_array swap
 """
 """Run in the dtypes the program declares, since their code, their types or their users' code were made for those."""
 
 STRUCTURE: Final = """
-    call closed_call compute_on cond convert_element_type custom_jvp_call custom_vjp_call jit remat scan shard_map while
-    xla_pmap
+    call closed_call compute_on cond convert_element_type custom_jvp_call custom_vjp_call jit remat remat_opt scan
+    shard_map while xla_pmap
 """
 """Rules of their own, in `structure` and `interpreter`; `op_rules` can make them opaque, and nothing else."""
 

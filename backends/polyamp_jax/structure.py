@@ -24,13 +24,14 @@ def _jit(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[
     closed: compat.ClosedJaxpr = eqn.params["jaxpr"]
     traced, traits = _rewritten(run, closed, operands)
     params = {**eqn.params, "jaxpr": traced}
-    if "donated_invars" in params and _dtypes(traced) != _dtypes(closed):  # a donated buffer fits no result any more, and JAX would warn
+    if "donated_invars" in params and _dtypes(traced) != _dtypes(closed):
+        # a donated buffer may fit no result any more, and JAX would warn of it
         params["donated_invars"] = (False,) * len(operands)
     return _values(compat.bind(eqn, [v.array() for v in operands], params), closed.jaxpr, traits)
 
 
 def _call(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
-    program = eqn.params["call_jaxpr"] if "call_jaxpr" in eqn.params else eqn.params["fwd_jaxpr"]
+    program = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "fwd_jaxpr"]  # the latter in remat_opt
     jaxpr, consts = (program.jaxpr, program.consts) if isinstance(program, compat.ClosedJaxpr) else (program, ())
     return run.run(jaxpr, consts, operands)
 
@@ -188,6 +189,7 @@ RULES: Final[Mapping[str, Structure]] = {
     "custom_vjp_call": _custom_vjp,
     "jit": _jit,
     "remat": _remat,
+    "remat_opt": _call,
     "scan": _scan,
     "shard_map": _shard_map,
     "while": _while,

@@ -15,7 +15,37 @@ import numpy as np
 import polyamp
 
 Build = Callable[[Any], Callable[..., Any]]
-Case = tuple[Build, tuple[Any, ...], dict[str, str], dict[str, Any]]
+
+_rng = np.random.default_rng(0)
+W, X = (jnp.asarray(_rng.normal(size=(4, 4)) / 2, jnp.float32) for _ in range(2))
+XS = jnp.asarray(_rng.normal(size=(5, 4, 4)) / 2, jnp.float32)
+LOW, BOTH = {"dot_general": "compute"}, {"dot_general": "compute", "exp": "float32"}
+
+
+class Table:
+    """Programs by name: the instance, as a decorator, adds one with its arguments and the options of `check`."""
+
+    def __init__(self) -> None:
+        self.programs: dict[str, Callable[[str], None]] = {}
+
+    def __call__(
+        self, args: tuple[Any, ...], inside: dict[str, str] = BOTH, **options: Any
+    ) -> Callable[[Build], Build]:
+        def add(build: Build) -> Build:
+            self.programs[build.__name__] = lambda dtype: check(build, args, inside, dtype, **options)
+            return build
+
+        return add
+
+    def parameters(self, *, every: int = 6) -> list[tuple[str, str]]:
+        """(name, dtype): every program in float16, and some in bfloat16."""
+        names = [*self.programs]
+        return [(name, DTYPES[0]) for name in names] + [(name, DTYPES[1]) for name in names[::every]]
+
+
+def layer(ops: Any) -> Callable[..., Any]:
+    """The simplest program with a product and a sensitive operation."""
+    return lambda w, x: ops.exp(ops.dot(x, w))
 
 
 class Plain:

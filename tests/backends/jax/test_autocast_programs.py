@@ -1,166 +1,34 @@
-"""Autocast over the operations that are left as they are, that move data, or that call other code."""
+"""Autocast over products of every kind, linear algebra, random numbers, windows, scatters, sorting and weak types.
+
+`check` asserts the dtypes of the inner operations, values and gradients against
+float32 and against casting by hand.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export, lax
-from jax.experimental import io_callback
-from jax.experimental import pallas as pl
+from jax import lax
 
 import polyamp
-from tests.backends.jax.autocast_cases import Build, By, Case, Plain, check, close, equations, floats
+from tests.backends.jax.autocast_cases import LOW, Table, W, X, close, equations, floats
 
-RNG = np.random.default_rng(0)
-W, X = (jnp.asarray(RNG.normal(size=(4, 4)) / 2, jnp.float32) for _ in range(2))
+case = Table()
+
+RNG = np.random.default_rng(1)
 IMAGE, KERNEL = (jnp.asarray(RNG.normal(size=s) / 2, jnp.float32) for s in ((2, 4, 4, 3), (3, 3, 3, 4)))
 SPD = X @ X.T + 2 * jnp.eye(4)
-LOW = {"dot_general": "compute"}
-CASES: dict[str, Case] = {}
 HALF = polyamp.Policy("mixed_float16")
-
-
-def case(args: tuple[Any, ...], inside: dict[str, str] = {}, **options: Any) -> Callable[[Build], Build]:  # noqa: B006
-    """Adds a program to the table, which also has a product; `options` are those of `check`."""
-
-    def add(build: Build) -> Build:
-        CASES[build.__name__] = (build, args, {**LOW, **inside}, options)
-        return build
-
-    return add
-
-
-def opaque(ops: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, in float32, of a product."""
-    return lambda w, x: function(ops.keep(ops.dot(x, w)))
-
-
-# code of others
-
-
-def kernel(x_ref: Any, w_ref: Any, out_ref: Any) -> None:
-    out_ref[...] = jnp.exp(x_ref[...] + w_ref[...])
-
-
-@case((W, X), {"pallas_call": "float32", "exp": "float32"}, grad=())
-def pallas(ops: Any) -> Any:
-    call = pl.pallas_call(kernel, jax.ShapeDtypeStruct((4, 4), jnp.float32), interpret=True)
-    return lambda w, x: call(ops.keep(ops.dot(x, w)), w)
-
-
-@case((W, X), {"pure_callback": "float32"}, grad=())
-def pure_callback(ops: Any) -> Any:
-    shape = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-    return opaque(ops, lambda y: jax.pure_callback(lambda y: np.asarray(y) * 2, shape, y))
-
-
-def seen_by(call: Callable[..., Any]) -> tuple[list[Any], Callable[..., Any]]:
-    seen: list[Any] = []
-
-    def run(w: Any, x: Any) -> Any:
-        y = x @ w
-        call(lambda y: seen.append(np.asarray(y)), y)
-        return y
-
-    return seen, run
-
-
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize(
-    ("name", "call", "dtype"),
-    [
-        ("io_callback", lambda f, y: io_callback(f, None, y), "float32"),
-        ("io_callback", lambda f, y: io_callback(f, None, y, ordered=True), "float32"),
-        ("debug_callback", lambda f, y: jax.debug.callback(f, y), "float16"),
-        ("debug_callback", lambda f, y: jax.debug.callback(f, y, ordered=True), "float16"),
-    ],
-)
-def test_callbacks(name: str, call: Any, dtype: str, jit: bool) -> None:
-    seen, program = seen_by(call)
-    run = HALF.autocast(program)
-    out = (jax.jit(run) if jit else run)(W, X)
-    jax.effects_barrier()
-    assert [y.dtype.name for y in seen] == [dtype]
-    close(seen[0], out, 1e-7)
-    assert [floats(e.invars) for e in equations(run, W, X) if e.primitive.name == name] == [{dtype}]
-    if name == "debug_callback":  # JAX does not differentiate the others
-        close(jax.grad(lambda w: jnp.sum(run(w, X)))(W), jnp.sum(X, 0)[:, None] * jnp.ones((1, 4)), 4e-3)
-
-
-def test_debug_print_shows_the_value_as_it_is(capfd: Any) -> None:
-    def program(w: Any, x: Any) -> Any:
-        y = x @ w
-        jax.debug.print("product {}", y.sum())
-        return y
-
-    out = HALF.autocast(program)(W, X)
-    jax.effects_barrier()
-    printed = float(capfd.readouterr().out.split()[1])
-    assert printed == pytest.approx(float(out.sum()), abs=1e-2)
-
-
-def test_foreign_functions_get_what_they_were_written_for() -> None:
-    target = "polyamp_test_no_such_target"
-    out = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-    run = HALF.autocast(lambda w, x: jax.ffi.ffi_call(target, out)(x @ w))
-    found = equations(run, W, X)
-    assert [floats(e.invars) for e in found if e.primitive.name == "ffi_call"] == [{"float32"}]
-    assert [floats(e.invars) for e in found if e.primitive.name == "dot_general"] == [{"float16"}]
-
-
-@case((W, X), {"custom_linear_solve": "float32", "lu": "float32"}, wide=6)
-def solve(ops: Any) -> Any:
-    return lambda w, x: jnp.linalg.solve(SPD, ops.keep(ops.dot(x, w)))
-
-
-@pytest.mark.parametrize("inside", ["around", "inside"])
-def test_conjugate_gradients_stay_in_float32(inside: str) -> None:
-    def program(w: Any, x: Any) -> Any:
-        return jax.scipy.sparse.linalg.cg(lambda v: w @ v, x[0], maxiter=8)[0]
-
-    function = program if inside == "around" else lambda w, x: jax.grad(lambda w: jnp.sum(program(w, x)))(w)
-    run = HALF.autocast(function)
-    solver = [e for e in equations(run, SPD, X) if e.primitive.name == "custom_linear_solve"]
-    assert solver
-    assert all(floats(e.invars) == {"float32"} for e in solver)
-    close(run(SPD, X), function(SPD, X), 4e-3)
-
-
-def test_custom_vmap_keeps_its_own_rule() -> None:
-    rules = []
-
-    @jax.custom_batching.custom_vmap
-    def scaled(x: Any) -> Any:
-        return jnp.exp(x)
-
-    @scaled.def_vmap
-    def rule(axis_size: int, in_batched: Any, x: Any) -> Any:
-        rules.append(axis_size)
-        return jnp.exp(x), True
-
-    run = HALF.autocast(lambda w, x: scaled(x @ w))
-    close(run(W, X), jnp.exp(X @ W), 4e-3)
-    close(jax.vmap(run, (None, 0))(W, X[:, None]), jnp.exp(X @ W)[:, None], 4e-3)
-    assert rules == [4]
-    found = [e for e in equations(run, W, X) if e.primitive.name == "exp"]
-    assert [floats(e.invars) for e in found] == [{"float32"}]
-
-
-@case((W, X), {"exp": "float32"}, grad=())
-def composite(ops: Any) -> Any:
-    double = lax.composite(lambda x: jnp.exp(x) * 2, name="my.double")
-    return opaque(ops, double)
 
 
 # products
 
 
-@case((IMAGE, KERNEL), {"conv_general_dilated": "compute", "dot_general": "compute"}, grad=(0, 1))
+@case((IMAGE, KERNEL), {**LOW, "conv_general_dilated": "compute"}, grad=(0, 1))
 def convolution(ops: Any) -> Any:
     def run(x: Any, k: Any) -> Any:
         y = lax.conv_general_dilated(
@@ -171,7 +39,7 @@ def convolution(ops: Any) -> Any:
     return run
 
 
-@case((X[:, None] * jnp.ones((4, 3, 1)), X[None] * jnp.ones((4, 1, 1))), grad=(0, 1))
+@case((X[:, None] * jnp.ones((4, 3, 1)), X[None] * jnp.ones((4, 1, 1))), LOW, grad=(0, 1))
 def einsum(ops: Any) -> Any:
     return lambda a, b: jnp.einsum("bij,bjk->bik", ops.cast(a), ops.cast(b))
 
@@ -211,42 +79,42 @@ def test_preferred_element_type(asked: str | None, result: str) -> None:
 # linear algebra, FFT, complex
 
 
-@case((SPD, X), {"cholesky": "float32"}, wide=1)
+@case((SPD, X), {**LOW, "cholesky": "float32"}, wide=1)
 def cholesky(ops: Any) -> Any:
     return lambda w, x: ops.dot(jnp.linalg.cholesky(w), x)
 
 
-@case((SPD, X), wide=2)
+@case((SPD, X), LOW, wide=2)
 def qr(ops: Any) -> Any:
     return lambda w, x: ops.dot(jnp.linalg.qr(w)[1], x)
 
 
-@case((SPD, X), {"svd": "float32"}, wide=2, hand=None)
+@case((SPD, X), {**LOW, "svd": "float32"}, wide=2, hand=None)
 def svd(ops: Any) -> Any:
     return lambda w, x: ops.dot(jnp.linalg.svd(w, compute_uv=False)[None], x)
 
 
-@case((SPD, X), {"eigh": "float32"}, wide=2, hand=None)
+@case((SPD, X), {**LOW, "eigh": "float32"}, wide=2, hand=None)
 def eigh(ops: Any) -> Any:
     return lambda w, x: ops.dot(jnp.linalg.eigh(w)[0][None], x)
 
 
-@case((SPD, X), {"lu": "float32"}, grad=())
+@case((SPD, X), {**LOW, "lu": "float32"}, grad=())
 def lu(ops: Any) -> Any:
     return lambda w, x: ops.dot(lax.linalg.lu(w)[0], x)
 
 
-@case((SPD, X), {"triangular_solve": "float32"}, wide=1)
+@case((SPD, X), {**LOW, "triangular_solve": "float32"}, wide=1)
 def triangular_solve(ops: Any) -> Any:
     return lambda w, x: lax.linalg.triangular_solve(w, ops.keep(ops.dot(x, x)), left_side=True, lower=True)
 
 
-@case((W, X), {"fft": "float32"})
+@case((W, X), {**LOW, "fft": "float32"})
 def fft(ops: Any) -> Any:
     return lambda w, x: jnp.abs(jnp.fft.rfft(ops.keep(ops.dot(x, w)))) ** 2
 
 
-@case((W, X), {"complex": "float32"})
+@case((W, X), {**LOW, "complex": "float32"})
 def complex_numbers(ops: Any) -> Any:
     def run(w: Any, x: Any) -> Any:
         z = lax.complex(ops.keep(ops.dot(x, w)), w) * (1 + 2j)
@@ -255,7 +123,7 @@ def complex_numbers(ops: Any) -> Any:
     return run
 
 
-@case((W, X), {}, hand=None)
+@case((W, X), LOW, hand=None)
 def complex_products(ops: Any) -> Any:
     def run(w: Any, x: Any) -> Any:
         z = (x + 1j * w).astype("complex64")
@@ -274,7 +142,7 @@ def test_complex_products_stay_complex() -> None:
 # random numbers, integers, weak types, float64
 
 
-@case((W, X))
+@case((W, X), LOW)
 def keys(ops: Any) -> Any:
     def run(w: Any, x: Any) -> Any:
         key = jax.random.fold_in(jax.random.key(0), 3)
@@ -363,7 +231,7 @@ def test_large_masks_do_not_become_infinite() -> None:
 # windows, scatters, sorting
 
 
-@case((W, X), hand=1e-3)  # by hand the cotangents meet in float32
+@case((W, X), LOW, hand=1e-3)  # by hand the cotangents meet in float32
 def windows(ops: Any) -> Any:
     def run(w: Any, x: Any) -> Any:
         y = ops.keep(ops.dot(x, w))
@@ -375,12 +243,15 @@ def windows(ops: Any) -> Any:
     return run
 
 
-@case((W, X), {"reduce": "float32"}, grad=())
+@case((W, X), {**LOW, "reduce": "float32"}, grad=())
 def generic_reduction(ops: Any) -> Any:
-    return opaque(ops, lambda y: lax.reduce(y, np.float32(0), lambda a, b: a * 0.5 + b, (0,)))
+    def run(w: Any, x: Any) -> Any:
+        return lax.reduce(ops.keep(ops.dot(x, w)), np.float32(0), lambda a, b: a * 0.5 + b, (0,))
+
+    return run
 
 
-@case((W, X))
+@case((W, X), LOW)
 def scatters(ops: Any) -> Any:
     def run(w: Any, x: Any) -> Any:
         y = ops.keep(ops.dot(x, w))
@@ -389,7 +260,7 @@ def scatters(ops: Any) -> Any:
     return run
 
 
-@case((W, X, jnp.asarray([0, 2])))
+@case((W, X, jnp.asarray([0, 2])), LOW)
 def gathers(ops: Any) -> Any:
     def run(w: Any, x: Any, n: Any) -> Any:
         y = ops.dot(x, w)
@@ -398,7 +269,7 @@ def gathers(ops: Any) -> Any:
     return run
 
 
-@case((W, X))
+@case((W, X), LOW)
 def slices(ops: Any) -> Any:
     def run(w: Any, x: Any) -> Any:
         y = ops.dot(x, w)
@@ -407,7 +278,7 @@ def slices(ops: Any) -> Any:
     return run
 
 
-@case((W, X))
+@case((W, X), LOW)
 def sorting(ops: Any) -> Any:
     def run(w: Any, x: Any) -> Any:
         y = ops.dot(x, w)
@@ -416,7 +287,7 @@ def sorting(ops: Any) -> Any:
     return run
 
 
-@case((W, X))
+@case((W, X), LOW)
 def sharding_constraint(ops: Any) -> Any:
     devices = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
     place = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec("d"))
@@ -438,42 +309,6 @@ def test_mutable_arrays_hold_their_declared_dtype() -> None:
     assert found == [{"float16"}] * 2
 
 
-# compilation
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_operations_inside(name: str) -> None:
-    build, args, inside, options = CASES[name]
-    check(build, args, inside, "float16", **options)
-
-
-def build_layer(ops: Any) -> Callable[..., Any]:
-    return lambda w, x: ops.exp(ops.dot(x, w))
-
-
-def test_ahead_of_time_compilation_and_donation() -> None:
-    run = HALF.autocast(build_layer(Plain()))
-    compiled = jax.jit(run, donate_argnums=1).lower(W, X).compile()
-    donated = X + 0
-    close(compiled(W, donated), build_layer(By("float16"))(W, X), 1e-6)
-    assert donated.is_deleted()
-    assert "f16[4,4]" in jax.jit(run).lower(W, X).as_text("hlo")
-
-
-def test_exported_programs_keep_the_dtypes() -> None:
-    pytest.importorskip("flatbuffers", reason="jax.export's serialisation needs it")
-
-    made = export.export(jax.jit(HALF.autocast(build_layer(Plain()))))(W, X)
-    assert "xf16>" in made.mlir_module()
-    again = export.deserialize(made.serialize(vjp_order=1))
-    close(again.call(W, X), build_layer(By("float16"))(W, X), 1e-6)
-    assert jax.grad(lambda w: jnp.sum(again.call(w, X)))(W).dtype == jnp.float32
-
-
-def test_a_call_of_an_exported_program_is_left_alone() -> None:
-
-    made = export.export(jax.jit(build_layer(Plain())))(W, X)
-    run = HALF.autocast(lambda w, x: made.call(w, x @ w))
-    found = equations(run, W, X)
-    assert [floats(e.invars) for e in found if e.primitive.name == "call_exported"] == [{"float32"}]
-    close(run(W, X), jnp.exp(X @ W @ W), 1e-2)
+@pytest.mark.parametrize(("name", "dtype"), case.parameters())
+def test_inner_operations_run_in_the_dtypes_of_the_lists(name: str, dtype: str) -> None:
+    case.programs[name](dtype)

@@ -330,3 +330,33 @@ def test_a_layer_norm_whose_float16_gradient_is_not_finite_trains() -> None:
     losses, skipped = small_steps(polyamp.Policy("mixed_float16"), 20)
     assert not any(skipped)
     assert all(after < before for before, after in itertools.pairwise(losses))
+
+
+LINEAR_ALGEBRA: dict[str, Callable[[Any], Any]] = {
+    "expm": lambda x: jax.scipy.linalg.expm(x),
+    "inv": jnp.linalg.inv,
+    "solve": lambda x: jnp.linalg.solve(x, x[0]),
+    "lstsq": lambda x: jnp.linalg.lstsq(x, x)[0],
+    "det": jnp.linalg.det,
+    "cholesky": lambda x: jnp.linalg.cholesky(x + x.T + 8 * jnp.eye(4)),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR_ALGEBRA)
+def test_linear_algebra_runs_in_float32_as_a_whole(name: str) -> None:
+    """expm among them: its coefficients are beyond float16, and its products would be NaN there."""
+    function, policy = LINEAR_ALGEBRA[name], polyamp.Policy("mixed_float16")
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)) / 2, jnp.float32)
+    np.testing.assert_array_equal(policy.autocast(function)(x), function(x))
+    assert "float16" not in str(jax.make_jaxpr(policy.autocast(function))(x))
+    rows = polyamp.explain(lambda x: function(x @ x), policy, x).operations
+    assert {row.dtype for row in rows if "linear algebra" in row.rule} == {"float32"}
+
+
+def test_a_users_function_with_a_name_of_linear_algebra_is_no_linear_algebra() -> None:
+    @jax.jit
+    def inv(x: Any) -> Any:
+        return x @ x
+
+    rows = polyamp.explain(inv, polyamp.Policy("mixed_float16"), jnp.ones((4, 4))).operations
+    assert [(row.name, row.dtype) for row in rows] == [("dot_general", "float16")]

@@ -1,4 +1,4 @@
-"""JAX's transformations around a function under autocast, and inside one: the inner dtypes, and the same numbers."""
+"""JAX's transformations, shard_map and pmap around a function under autocast, and inside one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import polyamp
-from tests.backends.jax.autocast_cases import DTYPES, By, Plain, check, close, compiled, equations, floats
+from tests.backends.jax.autocast_cases import (
+    XS,
+    By,
+    Plain,
+    Table,
+    W,
+    X,
+    check,
+    close,
+    compiled,
+    equations,
+    floats,
+    layer,
+)
 
-RNG = np.random.default_rng(0)
-W, X, DW, DX = (jnp.asarray(RNG.normal(size=(4, 4)) / 2, jnp.float32) for _ in range(4))
-XS = jnp.asarray(RNG.normal(size=(5, 4, 4)) / 2, jnp.float32)
+case = Table()
+
+RNG = np.random.default_rng(1)
+DW, DX = (jnp.asarray(RNG.normal(size=(4, 4)) / 2, jnp.float32) for _ in range(2))
 OUT = jnp.asarray(RNG.normal(size=(4, 4)), jnp.float32)
 
 
@@ -65,12 +81,12 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 TOLERANCES = {"float16": 1e-2, "bfloat16": 8e-2}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, "float16") for name in TRANSFORMS] + [(name, "bfloat16") for name in ("vmap", "grad", "hessian")],
+)
 def test_transformations(name: str, inside: bool, dtype: str) -> None:
-    if dtype == "bfloat16" and name not in ("vmap", "grad", "hessian"):
-        pytest.skip("float16 covers it")
     transform, policy = TRANSFORMS[name], polyamp.Policy(compute=dtype, output="float32")
     plain = program(Plain())
     run = policy.autocast(transform(plain)) if inside else transform(policy.autocast(plain))
@@ -135,3 +151,65 @@ def test_a_cached_jit_is_traced_once_per_policy() -> None:
     assert len(found) == 3
     assert found[0].params["jaxpr"] is found[1].params["jaxpr"], "one rewritten program for equal calls"
     check(lambda ops: jax.jit(lambda w, x: ops.dot(x, w)), (W, X), {"dot_general": "compute"}, "float16")
+
+
+# shards
+
+SUMMED = 5e-3  # by hand the gradients of the shards are summed in 16 bits, under autocast in float32
+
+
+def mesh(axes: tuple[str, ...] = ("d",)) -> Any:
+    devices = np.array(jax.devices()[: 2 if jax.device_count() > 1 else 1])
+    return jax.sharding.Mesh(devices.reshape((-1,) + (1,) * (len(axes) - 1)), axes)
+
+
+@case((W, X), grad=(0, 1), hand=SUMMED)
+def shard_map(ops: Any) -> Any:
+    return jax.shard_map(layer(ops), mesh=mesh(), in_specs=(P(), P("d")), out_specs=P("d"))
+
+
+@case((W, X), grad=(0, 1), hand=SUMMED)
+def shard_map_with_a_sum(ops: Any) -> Any:
+    def inner(w: Any, x: Any) -> Any:
+        return lax.psum(layer(ops)(w, x), "d")
+
+    return jax.shard_map(inner, mesh=mesh(), in_specs=(P(), P("d")), out_specs=P())
+
+
+@case((W, X), grad=(0, 1))
+def shard_map_without_checks(ops: Any) -> Any:
+    def inner(w: Any, x: Any) -> Any:
+        return lax.pmean(layer(ops)(w, x), "d")
+
+    return jax.shard_map(inner, mesh=mesh(), in_specs=(P(), P("d")), out_specs=P(), check_vma=False)
+
+
+@case((W, X), grad=(0, 1), hand=SUMMED)
+def shard_map_over_one_axis_of_two(ops: Any) -> Any:
+    return jax.jit(
+        jax.shard_map(layer(ops), mesh=mesh(("d", "m")), in_specs=(P(), P("d")), out_specs=P("d"), axis_names={"d"})
+    )
+
+
+@case((W, X), grad=(0, 1), hand=SUMMED, under=lambda policy, fn: sharded(policy.autocast(fn)))
+def autocast_inside_shard_map(ops: Any) -> Any:
+    return lambda w, x: ops.keep(layer(ops)(w, x))
+
+
+def sharded(function: Any) -> Any:
+    return jax.shard_map(function, mesh=mesh(), in_specs=(P(), P("d")), out_specs=P("d"))
+
+
+@case((W, X[None]), grad=(0, 1))
+def pmap(ops: Any) -> Any:
+    return jax.pmap(lambda w, x: lax.psum(layer(ops)(w, x), "d"), "d", in_axes=(None, 0))
+
+
+@case((W, X[None]), grad=(0, 1), lost=("transpose",), under=lambda p, f: jax.pmap(p.autocast(f), in_axes=(None, 0)))
+def autocast_inside_pmap(ops: Any) -> Any:
+    return lambda w, x: layer(ops)(w, x)
+
+
+@pytest.mark.parametrize(("name", "dtype"), case.parameters())
+def test_shards_run_in_the_dtypes_of_the_lists(name: str, dtype: str) -> None:
+    case.programs[name](dtype)
