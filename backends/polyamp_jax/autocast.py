@@ -17,9 +17,10 @@ from polyamp.report import CastingReport
 from polyamp_jax.arrays import cast_arguments, check_policy, matmul_precision
 from polyamp_jax.binding import autocast_model, cast_function
 from polyamp_jax.evaluation import evaluate, settings_for
-from polyamp_jax.interpreter import KEEP, interprets, mixes
+from polyamp_jax.interpreter import interprets, mixes
 from polyamp_jax.models import ACCEPTED, is_model
 from polyamp_jax.reporting import Recorder
+from polyamp_jax.staging import KEEP, settled
 
 
 def keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,14 +108,13 @@ def _under(target: Any, policy: Policy, *, strict: bool, recorder: Recorder | No
                 f"policy.autocast, or leave the mode out. Received: overrides={dict(policy.overrides)}."
             )
         return cast_function(target, policy)
-    settings = settings_for(policy, strict)
 
     @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with matmul_precision(policy):
+        with matmul_precision(policy), settled():
             if not mixes(policy):
                 args, kwargs = cast_arguments((args, kwargs), policy.compute, float64=policy.casts_float64)
-            out = evaluate(settings, target, args, kwargs, recorder=recorder)
+            out = evaluate(settings_for(policy, strict), target, args, kwargs, recorder=recorder)
             return cast_arguments(out, policy.output, float64=policy.casts_float64)
 
     return call

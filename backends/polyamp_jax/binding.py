@@ -21,6 +21,7 @@ from polyamp_jax.evaluation import evaluate, settings_for
 from polyamp_jax.interpreter import interprets, mixes
 from polyamp_jax.models import Adapter, Casts, FunctionAdapter, Keys, Opaque, Running, adapt
 from polyamp_jax.reporting import Recorder
+from polyamp_jax.staging import settled
 
 
 class Plan:
@@ -75,7 +76,7 @@ class BoundModel:
         policy = self._policy
         keys = {name: jax.random.fold_in(key, self._calls) for name, key in self._keys.items()}
         self._calls += 1
-        with matmul_precision(policy):
+        with matmul_precision(policy), settled():
             if not mixes(policy) or not interprets(policy):
                 args, kwargs = cast_arguments((args, kwargs), policy.compute, float64=policy.casts_float64)
             run = self._autocast if interprets(policy) else self._cast
@@ -173,7 +174,7 @@ def cast_function(function: Callable[..., Any], policy: Policy) -> Callable[...,
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with matmul_precision(policy):
+        with matmul_precision(policy), settled():
             args, kwargs = cast_arguments((args, kwargs), policy.compute, float64=policy.casts_float64)
             return cast_arguments(function(*args, **kwargs), policy.output, float64=policy.casts_float64)
 

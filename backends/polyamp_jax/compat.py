@@ -43,9 +43,9 @@ def name_of(eqn: JaxprEqn) -> str:
 def linear_algebra(eqn: JaxprEqn) -> str | None:
     """Name of the function of `jnp.linalg` or `jax.scipy.linalg` that a nested jit is, or None for any other program.
 
-    Those that are nothing but matrix products do not count.
+    Those that are nothing but matrix products or sums do not count: the rules of their operations do.
     """
-    if name_of(eqn) != "jit" or eqn.params["name"] == "matrix_power":
+    if name_of(eqn) != "jit" or eqn.params["name"] in ("matrix_power", "norm"):
         return None
     file = str(getattr(eqn.params["jaxpr"].jaxpr.debug_info, "func_filename", None)).replace("\\", "/")
     own = file.endswith(("/jax/_src/numpy/linalg.py", "/jax/_src/scipy/linalg.py"))

@@ -18,14 +18,19 @@ from polyamp.policy import Policy, glob_covers
 from polyamp_jax import compat, structure
 from polyamp_jax.arrays import is_array, path_name
 from polyamp_jax.interpreter import Interpreter, Settings, value_of
+from polyamp_jax.op_rules import registered
 from polyamp_jax.reporting import Recorder
 from polyamp_jax.staging import staged
 from polyamp_jax.values import Traits
 
 
-@functools.lru_cache(maxsize=64)
 def settings_for(policy: Policy, strict: bool = False) -> Settings:
     """The settings of a policy, kept so that what was rewritten once is not rewritten again."""
+    return _settings(policy, strict, registered())
+
+
+@functools.lru_cache(maxsize=64)
+def _settings(policy: Policy, strict: bool, registered: int) -> Settings:
     return Settings(policy, structure.RULES, strict=strict)
 
 
@@ -64,7 +69,7 @@ def evaluate(
     if modules is None:
         _check_scopes(program.jaxpr, settings.policy, owners)
     values = [
-        value_of(array, var.aval, Traits(leaf=True, owner=owner))
+        value_of(array, var.aval, Traits(leaf=True, rank=jnp.ndim(array), owner=owner))
         for array, var, owner in zip(
             program.arrays,
             program.jaxpr.invars,
@@ -78,7 +83,7 @@ def evaluate(
 
 
 def _numeric(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray | np.generic)
+    return isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMmV"
 
 
 def _owners(parameters: Any) -> list[str | None]:

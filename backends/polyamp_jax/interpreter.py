@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,10 @@ import numpy as np
 from polyamp.errors import UnsupportedError
 from polyamp.policy import Policy
 from polyamp_jax import compat
-from polyamp_jax.op_rules import MOVES, PRODUCTS, SHIFTS, STRUCTURES, TOWARDS_SHIFT, Rule, rules_for
+from polyamp_jax.op_rules import MOVES, PRODUCTS, SHIFTS, STRUCTURES, SUMS, TOWARDS_SHIFT, Rule, rules_for
 from polyamp_jax.reporting import Recorder
+from polyamp_jax.staging import KEEP
 from polyamp_jax.values import CASTABLE, FLOAT32, NO_TRAITS, Constant, Traits, Value, literal
-
-KEEP: Final = "keep_precision"
-"""Name of the scope in which operations run in their declared dtypes."""
-
 
 Structure = Callable[["Interpreter", compat.JaxprEqn, list[Value]], list[Value]]
 """Rebuilds an operation that holds programs, given the interpreter for what is inside and the operands."""
@@ -96,7 +94,7 @@ class Interpreter:
     @property
     def key(self) -> Any:
         """What a rewritten inner jaxpr depends on beside its arguments."""
-        return (self.scopes, self.modules) if self.settings.policy.overrides or KEEP in self.scopes else ()
+        return (self.scopes, self.modules) if self.settings.policy.overrides else ()
 
     def run(self, jaxpr: compat.Jaxpr, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
         """The values of a jaxpr's outputs.
@@ -108,22 +106,22 @@ class Interpreter:
         """
         known: dict[compat.Var, Value] = {}
         for var, array in zip(jaxpr.constvars, consts, strict=True):
-            known[var] = value_of(array, var.aval, Traits(leaf=True))
+            known[var] = value_of(array, var.aval, Traits(leaf=True, rank=np.ndim(array)))
         known.update(zip(jaxpr.invars, values, strict=True))
-        shifts, last = _analysis(jaxpr)
+        shifts, soles, last = _analysis(jaxpr)
 
         def read(atom: Any) -> Value:
             if not isinstance(atom, compat.Literal):
                 return known[atom]
             dtype = getattr(atom.aval, "dtype", None)
-            if np.ndim(atom.val) == 0 and (dtype in CASTABLE or _python_integer(atom.aval)):
+            if np.ndim(atom.val) == 0 and (dtype in CASTABLE or _python_number(atom.aval)):
                 return literal(atom.val, dtype)
             return Value(atom.val, dtype)
 
         for index, eqn in enumerate(jaxpr.eqns):
             operands = [read(atom) for atom in eqn.invars]
             with compat.context_of(eqn):
-                results = self._equation(eqn, operands, shift=index in shifts)
+                results = self._equation(eqn, operands, shift=index in shifts, sole=index in soles)
             known.update(zip(eqn.outvars, results, strict=True))
             for var in last[index]:
                 known.pop(var, None)
@@ -143,7 +141,7 @@ class Interpreter:
                 path = inner
         return path
 
-    def _equation(self, eqn: compat.JaxprEqn, operands: list[Value], *, shift: bool) -> list[Value]:
+    def _equation(self, eqn: compat.JaxprEqn, operands: list[Value], *, shift: bool, sole: bool) -> list[Value]:
         name, scopes = compat.name_of(eqn), self.scopes + compat.scopes_of(eqn)
         rule = self.settings.rules.get(name)
         if KEEP in scopes:
@@ -153,7 +151,7 @@ class Interpreter:
             if whole is not None:  # its products too: expm multiplies numbers that float16 cannot hold
                 return self._operate(eqn, whole, operands, "opaque", "float32 (linear algebra)", scopes)
             if name == "convert_element_type":
-                return [self._convert(eqn, operands[0])]
+                return [self._convert(eqn, operands[0], sole=sole)]
             return self.settings.structures[name](self.within(eqn), eqn, operands)
         if rule is None:
             if self.settings.strict:
@@ -229,14 +227,15 @@ class Interpreter:
         out = compat.bind(eqn, arrays, _parameters(eqn, name, chosen))
         if self.recorder is not None and name not in MOVES:
             self.recorder.operation(self.path(scopes), name, arrays, out, reason)
-        traits = _traits(eqn, name, operands, product=self.settings.rules.get(name) == "compute", reason=reason)
+        traits = _traits(eqn, name, operands, product=self.settings.rules.get(name) == "compute")
         return [value_of(array, var.aval, traits) for var, array in zip(eqn.outvars, out, strict=True)]
 
-    def _convert(self, eqn: compat.JaxprEqn, value: Value) -> Value:
+    def _convert(self, eqn: compat.JaxprEqn, value: Value, *, sole: bool) -> Value:
         """`convert_element_type`: the program's own casts between float dtypes are obeyed, save two kinds.
 
         A cast that only makes a weakly typed value strong leaves the dtype that the value has; and JAX's own return to
-        16 bits after a sum that it took in float32 is not made, or the sum would be rounded again (S4).
+        16 bits after a sum that it took in float32 is not made, or the sum would be rounded again (S4); `sole` says
+        that nothing else uses the sum, as there.
         """
         new, old = np.dtype(eqn.params["new_dtype"]) if not _extended(eqn) else None, value.declared
         if value.constant is not None and new in CASTABLE:
@@ -244,23 +243,34 @@ class Interpreter:
             return Value(None, new, value.traits, value.constant._replace(number=number))
         if new not in CASTABLE or old not in CASTABLE:
             (array,) = compat.bind(eqn, [value.array()], eqn.params)
-            return Value(array, getattr(eqn.outvars[0].aval, "dtype", None), Traits())
-        if new == old or (value.traits.sensitive and new != FLOAT32):
+            number = new in CASTABLE and compat.shape(eqn.outvars[0]) == () and bool(jnp.issubdtype(old, np.floating))
+            weak = value.traits.weak and number  # in x64 mode a Python float arrives as a float64
+            return value_of(array, eqn.outvars[0].aval, Traits(weak=weak))
+        if new == old or (value.traits.sensitive and sole and new != FLOAT32):
             return Value(value.array(), new, value.traits)
         note = self.recorder.cast if self.recorder is not None else None
-        traits = Traits(weak=value.traits.weak, raised=new == FLOAT32, owner=value.traits.owner)
+        traits = value.traits._replace(raised=new == FLOAT32, sensitive=False, product=False, layer=None)
         return Value(value.array(new, note), new, traits)
 
 
-_analyses: weakref.WeakKeyDictionary[Any, tuple[frozenset[int], list[list[Any]]]] = weakref.WeakKeyDictionary()
+_Analysis = tuple[frozenset[int], frozenset[int], list[list[Any]]]
+_analyses: weakref.WeakKeyDictionary[Any, _Analysis] = weakref.WeakKeyDictionary()
 
 
-def _analysis(jaxpr: compat.Jaxpr) -> tuple[frozenset[int], list[list[Any]]]:
-    """Indices of the subtractions that shift an exponential, and for each equation the variables last used there."""
+def _analysis(jaxpr: compat.Jaxpr) -> _Analysis:
+    """Indices of the subtractions that shift an exponential, indices of the casts that are the only use of their
+    operand, and for each equation the variables last used there."""
     found = _analyses.get(jaxpr)
     if found is None:
-        found = _analyses[jaxpr] = (_shifts(jaxpr), _last_uses(jaxpr))
+        found = _analyses[jaxpr] = (_shifts(jaxpr), _sole_casts(jaxpr), _last_uses(jaxpr))
     return found
+
+
+def _sole_casts(jaxpr: compat.Jaxpr) -> frozenset[int]:
+    atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
+    uses: Counter[Any] = Counter(atom for atom in atoms if not isinstance(atom, compat.Literal))
+    casts = (n for n, eqn in enumerate(jaxpr.eqns) if compat.name_of(eqn) == "convert_element_type")
+    return frozenset(n for n in casts if uses[jaxpr.eqns[n].invars[0]] == 1)
 
 
 def _shifts(jaxpr: compat.Jaxpr) -> frozenset[int]:
@@ -303,14 +313,21 @@ def _may_compute(eqn: compat.JaxprEqn, operands: list[Value]) -> bool:
 
 
 def _is_bias(operands: list[Value]) -> bool:
-    """A float32 parameter, or an input smaller than the result, added to a 16-bit product: the bias of a linear layer
-    or convolution, which torch adds in 16 bits within the layer."""
+    """A float32 parameter of the layer that made the 16-bit product it is added to, or where layers are not known, a
+    vector added to a matrix: the bias of a linear layer or convolution, which torch adds in 16 bits within the layer.
+
+    Not a mask, a position embedding or a residual: those promote, as in torch.
+    """
     if len(operands) != 2 or not all(v.widens for v in operands):
         return False
     for product, bias in (operands, operands[::-1]):
-        if not (product.traits.product and product.dtype != FLOAT32 and bias.dtype == FLOAT32 and bias.traits.leaf):
+        made, added = product.traits, bias.traits
+        if not (made.product and product.dtype != FLOAT32 and added.leaf and bias.dtype == FLOAT32):
             continue
-        if bias.traits.owner is not None or bias.traits.spread or bias.array().size < product.array().size:
+        if made.layer and added.owner == made.layer:
+            return True
+        known = made.layer and added.owner
+        if made.layer is not None and not known and added.rank == 1 and product.array().ndim > 1:
             return True
     return False
 
@@ -357,15 +374,18 @@ def _parameters(eqn: compat.JaxprEqn, name: str, chosen: Any) -> dict[str, Any]:
     return {**eqn.params, "preferred_element_type": chosen}
 
 
-def _traits(eqn: compat.JaxprEqn, name: str, operands: list[Value], *, product: bool, reason: str) -> Traits:
+def _traits(eqn: compat.JaxprEqn, name: str, operands: list[Value], *, product: bool) -> Traits:
     floats = [v for v in operands if v.castable]
-    if product or not floats or not eqn.outvars:
-        return Traits(product=product)
+    if product:
+        layers = {v.traits.owner or "" for v in floats if v.traits.leaf or v.traits.owner}
+        return Traits(product=True, layer=max(layers, default=None))
+    if not floats or not eqn.outvars:
+        return NO_TRAITS
     first = floats[0].traits
     if name in MOVES and len(floats) == 1:
         leaf = first.leaf and name != "gather"  # rows of an embedding table are not a parameter
-        spread = first.spread or _size(eqn.outvars[0]) > _size(eqn.invars[operands.index(floats[0])])
-        return first._replace(leaf=leaf, spread=leaf and spread)
+        rank = min(first.rank, len(compat.shape(eqn.outvars[0])))
+        return first._replace(leaf=leaf, rank=rank)
     scalar = compat.shape(eqn.outvars[0]) == ()  # a count, say, beside an array says nothing of the array
     tensors = [v.traits for v in floats if v.constant is None and not v.traits.weak and (scalar or v.array().ndim)]
     raised = bool(tensors) and all(traits.raised for traits in tensors)
@@ -373,17 +393,14 @@ def _traits(eqn: compat.JaxprEqn, name: str, operands: list[Value], *, product: 
     return Traits(
         weak=not tensors and len(floats) == len(operands) and scalar,
         raised=raised,
-        sensitive=sensitive or (raised and reason.startswith("float32")),
+        sensitive=sensitive or (raised and name in SUMS),
     )
 
 
-def _python_integer(aval: Any) -> bool:
-    """A Python integer in the program text: it takes the dtype of what it meets, as a Python float does."""
-    return bool(getattr(aval, "weak_type", False)) and bool(jnp.issubdtype(aval.dtype, np.integer))
-
-
-def _size(atom: Any) -> int:
-    return int(np.prod(compat.shape(atom), dtype=np.int64))
+def _python_number(aval: Any) -> bool:
+    """A Python number in the program text, an integer or in x64 mode a float64: it takes the dtype of what it meets."""
+    kinds = (np.integer, np.floating)
+    return bool(getattr(aval, "weak_type", False)) and any(jnp.issubdtype(aval.dtype, kind) for kind in kinds)
 
 
 def _extended(eqn: compat.JaxprEqn) -> bool:

@@ -106,7 +106,13 @@ SHIFTS: Final = frozenset({"exp", "exp2", "expm1"})
 """A subtraction whose result reaches one of these (through `TOWARDS_SHIFT`) runs in float32: it is the shift by the
 maximum in a softmax or logsumexp written by hand, and rounding it to 16 bits would not equal casting the input."""
 
+SUMS: Final = frozenset({"cumprod", "cumsum", "reduce_prod", "reduce_sum", "reduce_window_sum"})
+"""What JAX itself takes in float32 for 16-bit arrays, returning to 16 bits afterwards."""
+
 TOWARDS_SHIFT: Final = frozenset({"abs", "broadcast_in_dim", "mul", "neg", "reshape", "stop_gradient", "transpose"})
+
+
+_registered: list[str] = []
 
 
 def register_rule(name: str, rule: Rule) -> None:
@@ -127,7 +133,14 @@ def register_rule(name: str, rule: Rule) -> None:
             f"the primitive {name!r} has the rule {RULES.get(name, 'structure')!r} already. Rename yours, or change "
             f"the entry in one policy with Policy(op_rules={{{name!r}: {rule!r}}})."
         )
-    RULES[name] = rule
+    if name not in RULES:
+        RULES[name] = rule
+        _registered.append(name)
+
+
+def registered() -> int:
+    """How many rules have been registered."""
+    return len(_registered)
 
 
 def rules_for(changes: Mapping[str, str]) -> Mapping[str, Rule]:

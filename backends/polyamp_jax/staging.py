@@ -5,14 +5,27 @@ Called by `autocast` for the user's functions and models, and by `structure` for
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextvars import ContextVar
+from typing import Any, Final, NamedTuple
 
 import jax
 
 from polyamp.errors import TraceError
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array
+
+KEEP: Final = "keep_precision"
+"""Name of the scope in which operations run in their declared dtypes."""
+
+_tracing: ContextVar[bool] = ContextVar("polyamp_tracing", default=False)
+
+
+def settled() -> contextlib.AbstractContextManager[Any]:
+    """Around a call under a policy of its own: inside a function that is being traced for another policy, what it does
+    is settled, as the innermost `torch.autocast` wins."""
+    return jax.named_scope(KEEP) if _tracing.get() else contextlib.nullcontext()
 
 
 class Staged(NamedTuple):
@@ -51,7 +64,9 @@ def staged(
             or changes one of its arguments.
     """
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)))
-    places = [n for n, leaf in enumerate(leaves) if is_array(leaf)]
+    places = [
+        n for n, leaf in enumerate(leaves) if is_array(leaf) and getattr(leaf.dtype, "kind", "") not in [*"OSUMm"]
+    ]
     made: list[Any] = []
 
     def flat(*arrays: Any) -> list[Any]:
@@ -59,9 +74,14 @@ def staged(
         for place, array in zip(places, arrays, strict=True):
             inputs[place] = array
         given, named = jax.tree.unflatten(structure, inputs)
-        out = function(*given, **named)
+        token = _tracing.set(True)
+        try:
+            out = function(*given, **named)
+        finally:
+            _tracing.reset(token)
         _refuse_changes((given, named), structure, inputs)
-        made[:] = [*jax.tree.flatten(out)]
+        flat_out, tree = jax.tree.flatten(out)
+        made[:] = [leaf if opaque is not None and opaque(leaf) else None for leaf in flat_out], tree
         returned = []
         for path, leaf in jax.tree_util.tree_leaves_with_path(out):
             if opaque is None or not opaque(leaf):
@@ -89,9 +109,7 @@ def staged(
     def result(out: Sequence[Any]) -> Any:
         flat_out, tree = made
         values = iter(out)
-        return jax.tree.unflatten(
-            tree, [leaf if opaque is not None and opaque(leaf) else next(values) for leaf in flat_out]
-        )
+        return jax.tree.unflatten(tree, [next(values) if leaf is None else leaf for leaf in flat_out])
 
     return Staged(closed.jaxpr, closed.consts, arrays, result)
 

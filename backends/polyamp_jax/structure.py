@@ -8,7 +8,7 @@ border, since its backward rule is the user's own code, written for them. Called
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -45,78 +45,89 @@ def _remat(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> lis
 
 def _scan(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     params, closed = eqn.params, eqn.params["jaxpr"]
-    split = params["num_consts"] + params["num_carry"]
-    consts, carry, xs = operands[: params["num_consts"]], operands[params["num_consts"] : split], operands[split:]
-    carried = closed.jaxpr.invars[params["num_consts"] : split]
-
-    def body(carry: list[Any], items: list[Any]) -> tuple[list[Any], list[Any]]:
-        values = [v.inside(v.array()) for v in consts]
-        values += [value_of(array, var.aval) for array, var in zip(carry, carried, strict=True)]
-        values += [v.inside(item) for v, item in zip(xs, items, strict=True)]
-        out = run.run(closed.jaxpr, closed.consts, values)
-        count = params["num_carry"]
-        return _declared(out[:count], [v.aval for v in carried]), [v.array() for v in out[count:]]
-
+    first, split = params["num_consts"], params["num_consts"] + params["num_carry"]
+    carried = [v.aval for v in closed.jaxpr.invars[first:split]]
     extra = {"_split_transpose": True} if params.get("_split_transpose") else {}
-    final, stacked = jax.lax.scan(
-        body,
-        _declared(carry, [v.aval for v in carried]),
-        [v.array() for v in xs],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-        **extra,
-    )
-    return [value_of(array, var.aval) for array, var in zip([*final, *stacked], eqn.outvars, strict=True)]
+    how = {name: params[name] for name in ("length", "reverse", "unroll")} | extra
+
+    def loop(*arrays: Any) -> list[Any]:
+        given = [v.inside(array) for v, array in zip(operands, arrays, strict=True)]
+        consts, carry, xs = given[:first], given[first:split], given[split:]
+
+        def body(carry: list[Any], items: list[Any]) -> tuple[list[Any], list[Any]]:
+            values = [v.inside(v.array()) for v in consts]
+            values += [value_of(array, aval) for array, aval in zip(carry, carried, strict=True)]
+            values += [v.part(item) for v, item in zip(xs, items, strict=True)]
+            out = run.run(closed.jaxpr, closed.consts, values)
+            return _declared(out[: len(carried)], carried), [v.array() for v in out[len(carried) :]]
+
+        final, stacked = jax.lax.scan(body, _declared(carry, carried), [v.array() for v in xs], **how)
+        return [*final, *stacked]
+
+    return _loop(run, eqn, operands, [closed], tuple(how.items()), loop)
 
 
 def _while(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     params = eqn.params
     test, step = params["cond_jaxpr"], params["body_jaxpr"]
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    test_consts, step_consts, carry = operands[:first], operands[first:second], operands[second:]
     avals = [v.aval for v in step.jaxpr.invars[params["body_nconsts"] :]]
 
-    def inner(program: Any, consts: list[Value], carry: Sequence[Any]) -> list[Value]:
-        values = [v.inside(v.array()) for v in consts]
-        values += [value_of(array, aval) for array, aval in zip(carry, avals, strict=True)]
-        return run.run(program.jaxpr, program.consts, values)
+    def loop(*arrays: Any) -> list[Any]:
+        given = [v.inside(array) for v, array in zip(operands, arrays, strict=True)]
 
-    out = jax.lax.while_loop(
-        lambda carry: inner(test, test_consts, carry)[0].array(),
-        lambda carry: _declared(inner(step, step_consts, carry), avals),
-        _declared(carry, avals),
-    )
-    return [value_of(array, var.aval) for array, var in zip(out, eqn.outvars, strict=True)]
+        def inner(program: Any, consts: list[Value], carry: Iterable[Any]) -> list[Value]:
+            values = [v.inside(v.array()) for v in consts]
+            values += [value_of(array, aval) for array, aval in zip(carry, avals, strict=True)]
+            return run.run(program.jaxpr, program.consts, values)
+
+        def go(carry: Iterable[Any]) -> Any:
+            return inner(test, given[:first], carry)[0].array()
+
+        def body(carry: Iterable[Any]) -> list[Any]:
+            new = _declared(inner(step, given[first:second], carry), avals)
+            on = go(carry) if batched else None
+            return new if on is None else [_chosen(on, *pair) for pair in zip(new, carry, strict=True)]
+
+        # under vmap every example has its own end: the loop goes on while any does, and those that ended stay
+        batched = bool(test.out_avals[0].shape)
+        out: Iterable[Any] = jax.lax.while_loop(lambda c: jnp.any(go(c)), body, _declared(given[second:], avals))
+        return list(out)
+
+    return _loop(run, eqn, operands, [step, test], (first, second), loop)
 
 
 def _cond(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
-    index, operands = operands[0], operands[1:]
-    arrays = [v.array() for v in operands]
-    traced = [_rewritten(run, branch, operands)[0] for branch in eqn.params["branches"]]
-    joined = [functools.reduce(_join, dtypes) for dtypes in zip(*[_dtypes(t) for t in traced], strict=True)]
+    branches = eqn.params["branches"]
 
-    def branch(program: compat.ClosedJaxpr) -> Callable[..., list[Any]]:
-        return lambda *args: [
-            array if dtype not in CASTABLE else jax.lax.convert_element_type(array, dtype)
-            for array, dtype in zip(compat.jaxpr_as_fun(program)(*args), joined, strict=True)
-        ]
+    def select(index: Any, *arrays: Any) -> list[Any]:
+        given = [v.inside(array) for v, array in zip(operands[1:], arrays, strict=True)]
+        traced = [_rewritten(run, branch, given)[0] for branch in branches]
+        joined = [functools.reduce(_join, dtypes) for dtypes in zip(*[_dtypes(t) for t in traced], strict=True)]
 
-    out = jax.lax.switch(index.array(), [branch(program) for program in traced], *arrays)
-    return [value_of(array, var.aval) for array, var in zip(out, eqn.outvars, strict=True)]
+        def branch(program: compat.ClosedJaxpr) -> Callable[..., list[Any]]:
+            return lambda *args: [
+                array if dtype not in CASTABLE else jax.lax.convert_element_type(array, dtype)
+                for array, dtype in zip(compat.jaxpr_as_fun(program)(*args), joined, strict=True)
+            ]
+
+        return list(jax.lax.switch(index, [branch(program) for program in traced], *arrays))
+
+    return _loop(run, eqn, operands, branches, (), select)
 
 
 def _custom_jvp(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     closed, count = eqn.params["call_jaxpr"], eqn.params["num_consts"]
     traced, traits = _rewritten(run, closed, operands)
     dtypes = _dtypes(traced)
+    shells = [v.inside(None) for v in operands[count:]]  # JAX keeps the rule, which must not keep this trace's arrays
 
     def rule(*args: Any) -> list[Any]:
         half = len(args) // 2
         primals, tangents = args[count:half], args[half + count :]
         jaxpr, consts, zeros = compat.jvp_rule(eqn, [compat.is_zero(t) for t in tangents])
         nonzero = [t for t in tangents if not compat.is_zero(t)]
-        values = [v.inside(array) for v, array in zip(operands[count:], primals, strict=True)]
+        values = [v.inside(array) for v, array in zip(shells, primals, strict=True)]
         values += [value_of(t, var.aval) for t, var in zip(nonzero, jaxpr.invars[len(values) :], strict=True)]
         out = run.run(jaxpr, consts, values)
         made = [_as(v, dtype) for v, dtype in zip(out, dtypes, strict=False)]
@@ -160,7 +171,7 @@ def _shard_map(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) ->
     jaxpr = eqn.params["jaxpr"]
 
     def inner(*shards: Any) -> tuple[Any, ...]:
-        values = [v.inside(shard) for v, shard in zip(operands, shards, strict=True)]
+        values = [v.part(shard) for v, shard in zip(operands, shards, strict=True)]
         return tuple(v.array() for v in run.run(jaxpr, (), values))
 
     out = compat.shard_map(inner, eqn)(*[v.array() for v in operands])
@@ -172,7 +183,7 @@ def _pmap(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list
     shards = [compat.shaped(v, o.array().dtype) for v, o in zip(jaxpr.invars, operands, strict=True)]
 
     def inner(*arrays: Any) -> list[Any]:
-        values = [v.inside(array) for v, array in zip(operands, arrays, strict=True)]
+        values = [v.part(array) for v, array in zip(operands, arrays, strict=True)]
         return [v.array() for v in run.run(jaxpr, (), values)]
 
     traced = jax.make_jaxpr(inner, axis_env=compat.map_axes(eqn))(*shards)
@@ -215,13 +226,43 @@ def _rewritten(
 
     def inner(*args: Any) -> list[Any]:
         out = run.run(closed.jaxpr, closed.consts, [v.inside(a) for v, a in zip(operands, args, strict=True)])
-        traits.extend(v.traits._replace(leaf=False, spread=False) for v in out)
+        traits.extend(v.traits._replace(leaf=False) for v in out)
         return [v.array() for v in out]
 
     made = jax.make_jaxpr(inner)(*arrays), traits
     if run.recorder is None:
         kept[key] = made
     return made
+
+
+def _loop(
+    run: Interpreter,
+    eqn: compat.JaxprEqn,
+    operands: list[Value],
+    programs: Sequence[compat.ClosedJaxpr],
+    how: tuple[Any, ...],
+    build: Callable[..., list[Any]],
+) -> list[Value]:
+    """A loop or branch, rebuilt by `build` from the operands' arrays.
+
+    It is kept with its inner programs, so that an eager call finds what JAX compiled for the last one.
+    """
+    arrays = [v.array() for v in operands]
+    kinds = tuple((compat.aval(a), v.key()) for a, v in zip(arrays, operands, strict=True))
+    key = (compat.name_of(eqn), run.key, how, tuple(program.jaxpr for program in programs[1:]), kinds)
+    kept = run.settings.cache.setdefault(programs[0].jaxpr, {})
+    made = kept.get(key) if run.recorder is None else None
+    if made is None:
+        made = jax.make_jaxpr(build)(*arrays)
+        if run.recorder is None:
+            kept[key] = made
+    out = compat.jaxpr_as_fun(made)(*arrays)
+    return [value_of(array, var.aval) for array, var in zip(out, eqn.outvars, strict=True)]
+
+
+def _chosen(on: Any, new: Any, old: Any) -> Any:
+    """`new` for the examples that go on; the axes of `on` are the first of the arrays'."""
+    return jax.lax.select(jax.lax.broadcast_in_dim(on, new.shape, tuple(range(on.ndim))), new, old)
 
 
 def _values(out: Sequence[Any], jaxpr: compat.Jaxpr, traits: Sequence[Traits]) -> list[Value]:

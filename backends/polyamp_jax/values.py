@@ -24,8 +24,10 @@ class Traits(NamedTuple):
     Attributes:
         weak: a scalar that takes the dtype of what it meets, as a Python number does.
         product: made by an operation of the compute list, then perhaps moved: a bias added to it belongs to it.
+        layer: of a product, path of the module whose parameter it was made with; "" where it was made with an input or
+            constant of no known module, None where with neither.
         leaf: an input or constant of the program, then perhaps moved.
-        spread: such a leaf, broadcast to more elements.
+        rank: of a leaf, the least number of axes that it had while it was moved.
         owner: path of the module whose parameter it is.
         raised: the program itself raised it from 16 bits, as JAX's own sum and mean do.
         sensitive: raised, and then the operand of a sensitive operation: lowering it again would undo S4.
@@ -33,8 +35,9 @@ class Traits(NamedTuple):
 
     weak: bool = False
     product: bool = False
+    layer: str | None = None
     leaf: bool = False
-    spread: bool = False
+    rank: int = 0
     owner: str | None = None
     raised: bool = False
     sensitive: bool = False
@@ -114,6 +117,14 @@ class Value:
     def inside(self, array: Any) -> Value:
         """This value as an inner function sees it: `array` in place of its own, the casts made anew there."""
         return Value(array, self.declared, self.traits, self.constant)
+
+    def part(self, array: Any) -> Value:
+        """A slice or a shard of this value, as an inner function sees it: of a constant no longer the whole."""
+        if self.constant is not None:
+            weak = all(self.constant.fits(dtype) for dtype in CASTABLE) and array.ndim == 0
+            return Value(array, self.declared, Traits(weak=weak))
+        rank = self.traits.rank - (self._array.ndim - array.ndim)
+        return Value(array, self.declared, self.traits._replace(rank=rank))
 
     def key(self) -> Any:
         """What an inner function's trace depends on beside the array's type."""

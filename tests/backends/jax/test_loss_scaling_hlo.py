@@ -112,3 +112,15 @@ def test_the_compiled_step_reads_large_gradients_few_times(backend: Any, recipe:
     square = rf"f32\[(?:128,{size}|{size},128|{128 * size})\]"
     found = re.findall(rf"= {square}\S* multiply\(%?([\w.-]+), %?([\w.-]+)\)", text)
     assert len([pair for pair in found if pair[0] == pair[1]]) == 2 * len(params), "squares: two sums a gradient"
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "values",
+    [[2.0**-12] * 4, [2.0**-20] * 4, [2.0**-31], [2e19] + [0.0] * 1000],
+    ids=["above the lower bound", "near it", "below it", "one beyond 2^64 among zeros"],
+)
+def test_the_bounds_of_the_sums_cut_nothing_off(way: Callable[..., Any], values: list[float]) -> None:
+    norm, finite = jax.jit(way)([jnp.asarray(values, jnp.float32)])
+    np.testing.assert_allclose(float(norm), np.linalg.norm(values), rtol=1e-5)
+    assert bool(finite)
