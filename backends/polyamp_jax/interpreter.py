@@ -243,8 +243,9 @@ class Interpreter:
             return Value(None, new, value.traits, value.constant._replace(number=number))
         if new not in CASTABLE or old not in CASTABLE:
             (array,) = compat.bind(eqn, [value.array()], eqn.params)
-            number = new in CASTABLE and compat.shape(eqn.outvars[0]) == () and bool(jnp.issubdtype(old, np.floating))
-            weak = value.traits.weak and number  # in x64 mode a Python float arrives as a float64
+            scalar = new in CASTABLE and compat.shape(eqn.outvars[0]) == ()
+            # in x64 mode a Python float arrives as a float64
+            weak = value.traits.weak and scalar and bool(jnp.issubdtype(old, np.floating))
             return value_of(array, eqn.outvars[0].aval, Traits(weak=weak))
         if new == old or (value.traits.sensitive and sole and new != FLOAT32):
             return Value(value.array(), new, value.traits)
