@@ -73,7 +73,7 @@ class JaxBackend:
 
         >>> import jax.numpy as jnp, polyamp
         >>> cast = polyamp.Policy(compute="bfloat16", output="float32").native("jax")
-        >>> float(cast(lambda x: x + 0.001)(jnp.ones(())))
+        >>> float(cast(lambda x: x @ x)(jnp.full((1, 1), 1.001))[0, 0])
         1.0
         """
         check_policy(policy)

@@ -270,8 +270,9 @@ def _analysis(jaxpr: compat.Jaxpr) -> _Analysis:
 def _sole_casts(jaxpr: compat.Jaxpr) -> frozenset[int]:
     atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
     uses: Counter[Any] = Counter(atom for atom in atoms if not isinstance(atom, compat.Literal))
-    casts = (n for n, eqn in enumerate(jaxpr.eqns) if compat.name_of(eqn) == "convert_element_type")
-    return frozenset(n for n in casts if uses[jaxpr.eqns[n].invars[0]] == 1)
+    casts = [n for n, eqn in enumerate(jaxpr.eqns) if compat.name_of(eqn) == "convert_element_type"]
+    operands = {n: jaxpr.eqns[n].invars[0] for n in casts}
+    return frozenset(n for n, atom in operands.items() if not isinstance(atom, compat.Literal) and uses[atom] == 1)
 
 
 def _shifts(jaxpr: compat.Jaxpr) -> frozenset[int]:

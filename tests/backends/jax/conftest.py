@@ -46,7 +46,8 @@ class LinenNet(linen.Module):
 
 class NnxNet(nnx.Module):
     def __init__(self, norm: bool, dropout: bool, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(WIDTHS)])
+        layers = [nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(WIDTHS)]
+        self.layers = nnx.List(layers) if hasattr(nnx, "List") else layers  # from flax 0.12
         self.norm = nnx.BatchNorm(WIDTHS[1], momentum=0.9, rngs=rngs) if norm else None
         self.dropout = nnx.Dropout(RATE, rngs=rngs) if dropout else None
 
