@@ -23,6 +23,7 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
         ("python", "torch"),
         ("python", "tensorflow"),
         ("python", "jax"),
+        ("text", ""),
     }
 
 
@@ -36,10 +37,15 @@ def test_python_blocks_run_in_order(framework: str, tmp_path: Path) -> None:
         [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr
-    loss, scale, skipped = done.stdout.strip().splitlines()[-1].split()
+    (line,) = [line for line in done.stdout.splitlines() if line.endswith(("True", "False"))]
+    loss, scale, skipped = line.split()
     assert 0.0 < float(loss) < 10.0
     assert float(scale) in {2.0**exponent for exponent in range(12, 16)}, "three steps halve 2^15 at most three times"
     assert skipped in ("True", "False")
+    if framework == "jax":
+        printed = [text for language, _, text in BLOCKS if language == "text"]
+        assert printed
+        assert [text for text in printed if text not in done.stdout] == []
 
 
 def test_shell_commands_are_targets_of_the_makefile() -> None:
