@@ -92,8 +92,7 @@ def test_s04_sensitive_operations_run_in_float32(backend: Backend, harness: Harn
     for name, operation in harness.sensitive().items():
         got = backend.to_numpy(chosen.autocast(operation)(narrow))
         want = backend.to_numpy(operation(wide))
-        # to a few float32 digits: a compiler may fuse the two differently; 16 bits are a thousand times further off
-        if got.dtype != np.float32 or not np.allclose(got, want, rtol=1e-6, atol=1e-6):
+        if got.dtype != np.float32 or not np.array_equal(got, want):
             wrong[name] = got.dtype.name
     assert not wrong, f"not computed in float32: {wrong}"
 
