@@ -255,7 +255,7 @@ def report(results: Results, *, reference: str, bases: Sequence[str], targets: b
         first = base == bases[0]
         row(
             f"  / {base} (min..max)",
-            lambda n, b=base: str(ratio(results.step_seconds[n], results.step_seconds[b])),  # type: ignore[misc]
+            lambda n, b=base: str(ratio(results.step_seconds[n], results.step_seconds[b])),  # type: ignore[misc]  # mypy cannot infer a lambda with a default
             "<= 1.02" if first else "",
         )
     fastest = {name: min(found) for name, found in results.step_seconds.items()}
@@ -279,7 +279,7 @@ def report(results: Results, *, reference: str, bases: Sequence[str], targets: b
         f"<= {distance(curves[bases[0]], curves[reference]):.1e}",
     )
     for base in bases[1:]:
-        row(f"curve's distance from {base}", lambda n, b=base: f"{distance(curves[n], curves[b]):.1e}")  # type: ignore[misc]
+        row(f"curve's distance from {base}", lambda n, b=base: f"{distance(curves[n], curves[b]):.1e}")  # type: ignore[misc]  # mypy cannot infer a lambda with a default
     row(f"curve's distance from {reference}", lambda n: f"{distance(curves[n], curves[reference]):.1e}")
     if not targets:
         return _table(["", *names], [[title, *cells] for title, _, cells in rows])

@@ -209,5 +209,6 @@ def _bound(eqn: JaxprEqn, functions: Sequence[Any], args: Sequence[Any], params:
     return list(out) if primitive.multiple_results else [out]
 
 
-_SUBFUNS_IN_PARAMS: Final = not isinstance(add_p.get_bind_params({}), tuple)  # type: ignore[no-untyped-call]
+_add: Final[Any] = add_p  # JAX does not annotate its primitives' methods
+_SUBFUNS_IN_PARAMS: Final = not isinstance(_add.get_bind_params({}), tuple)
 """Whether functions travel in the parameters (from jax 0.10), or come before the arguments."""

@@ -161,8 +161,6 @@ def test_ahead_of_time_compilation_and_donation() -> None:
 
 
 def test_exported_programs_keep_the_dtypes() -> None:
-    pytest.importorskip("flatbuffers", reason="jax.export's serialisation needs it")
-
     made = export.export(jax.jit(HALF.autocast(layer(Plain()))))(W, X)
     assert "xf16>" in made.mlir_module()
     again = export.deserialize(made.serialize(vjp_order=1))
