@@ -19,9 +19,11 @@ class JaxLosses:
 
     @keep_precision
     def softmax_cross_entropy(self, logits: Any, labels: Any) -> Any:
-        log_probabilities = jax.nn.log_softmax(_wide(logits), axis=-1)
-        index = jnp.asarray(labels)[..., None]
-        return -jnp.take_along_axis(log_probabilities, index, axis=-1)[..., 0]
+        # log_softmax at the labels alone: all of its rows would be one more array to write and to read back
+        x = _wide(logits)
+        largest = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
+        own = jnp.take_along_axis(x, jnp.asarray(labels)[..., None], axis=-1) - largest
+        return jnp.log(jnp.sum(jnp.exp(x - largest), axis=-1)) - own[..., 0]
 
     @keep_precision
     def sigmoid_cross_entropy(self, logits: Any, targets: Any) -> Any:
