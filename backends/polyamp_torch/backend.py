@@ -31,6 +31,7 @@ from polyamp_torch import step
 from polyamp_torch.arrays import XP, cast_tree, dtype_name, to_numpy
 from polyamp_torch.autocast import autocast, run_under
 from polyamp_torch.binding import BoundModule, device_of
+from polyamp_torch.gradients import global_norm, reciprocal
 from polyamp_torch.losses import TorchLosses
 from polyamp_torch.state import TorchState
 
@@ -89,10 +90,10 @@ class TorchBackend:
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
                 raise GradientError(f"gradients must be floating tensors. Received: {leaf!r}.")
         wide = [leaf.detach().float() for leaf in found]
-        unscaled = wide if scale is None else list(torch._foreach_mul(wide, step.reciprocal(scale)))
+        unscaled = wide if scale is None else list(torch._foreach_mul(wide, reciprocal(scale)))
         rest = iter(unscaled)
         tree = map_tree(lambda leaf: None if leaf is None else next(rest), grads)
-        return tree, torch.isfinite(step.global_norm(unscaled))
+        return tree, torch.isfinite(global_norm(unscaled))
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TorchState:
         checks.check_options(options, (), function="init", backend=self.name)

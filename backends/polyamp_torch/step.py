@@ -21,6 +21,7 @@ from polyamp.trees import map_tree, map_trees, micro_batches
 from polyamp_torch import buffers, optimizers
 from polyamp_torch.arrays import XP, dtype_name, to_device
 from polyamp_torch.autocast import autocast, matmul_precision
+from polyamp_torch.gradients import global_norm, reciprocal
 from polyamp_torch.state import TorchState
 
 Values = dict[str, torch.Tensor | None]
@@ -123,25 +124,6 @@ def unscale_(values: Values, state: TorchState, *, count: int) -> None:
         torch._foreach_div_(grads, float(count))
     if state.recipe.loss_scaler.scales and grads:
         torch._foreach_mul_(grads, reciprocal(state.scale_state.scale))
-
-
-def reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """1 / scale, rounded once: exact for powers of two."""
-    return scale.double().reciprocal().float()
-
-
-def global_norm(grads: list[torch.Tensor]) -> torch.Tensor:
-    """The L2 norm of all gradients as a float64 scalar, finite exactly when every float32 gradient is.
-
-    The fast pass accumulates in float32. Where its squares leave float32's range it is taken again in float64; on the
-    CPU that is decided by looking, elsewhere the float64 pass is the only one, so that nothing waits for the device.
-    """
-    if grads[0].device.type == "cpu":
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-        if 1e-15 < norm.item() < 1e15:
-            return norm.double()
-    wide: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)))
-    return wide
 
 
 def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
