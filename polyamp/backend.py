@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from polyamp.arrays import ArrayNamespace
-from polyamp.loss_scale import LossScaleState
+from polyamp.loss_scale import LossScaler, LossScaleState
 from polyamp.policy import Mode, Policy
 from polyamp.recipe import Recipe
 from polyamp.report import CastingReport
@@ -131,6 +131,14 @@ class PerOperation(Protocol):
 
     def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
         """The casting report of `target(*inputs)`; with `strict`, an operation without a rule raises."""
+
+
+@runtime_checkable
+class OwnLoop(Protocol):
+    """A backend with a loss-scaling object in its framework's own form, for people who keep their own loop."""
+
+    def native_scaler(self, scaler: LossScaler, **options: Any) -> Any:
+        """The framework's own object for a scaler, made with its own options."""
 
 
 class Backend(Protocol):

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from polyamp.arrays import ArrayNamespace
-from polyamp.errors import LossScaleError, did_you_mean
+from polyamp.errors import LossScaleError, UnsupportedError, did_you_mean
 from polyamp.policy import Policy
 
 OnStuck = Literal["raise", "warn", "ignore"]
@@ -221,6 +221,27 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         from polyamp import registry
 
         return update(self, state, finite, registry.backend_for(state.scale).xp)
+
+    def native(self, backend: str, **options: Any) -> Any:
+        """The framework's own object for this scaler: a `torch.amp.GradScaler`, or in JAX a function transform.
+
+        Args:
+            backend: its name.
+            **options: what that object takes, such as `skip=` in torch and `has_aux=` in JAX.
+
+        Raises:
+            UnsupportedError: the backend has no such object.
+        """
+        from polyamp import registry
+        from polyamp.backend import OwnLoop
+
+        found = registry.get(backend)
+        if not isinstance(found, OwnLoop):
+            raise UnsupportedError(
+                f"the {backend} backend of this version has no loss-scaling object of its own. Use scaler.scale, "
+                "scaler.unscale and scaler.update, which take its arrays."
+            )
+        return found.native_scaler(self, **options)
 
 
 def update(scaler: LossScaler, state: LossScaleState, finite: Any, xp: ArrayNamespace) -> LossScaleState:

@@ -19,7 +19,17 @@ Example:
 
 from polyamp_jax.autocast import autocast, explain, keep_precision
 from polyamp_jax.backend import BACKEND, JaxBackend
+from polyamp_jax.loss_scale import scaled_value_and_grad
 from polyamp_jax.op_rules import register_rule
 from polyamp_jax.state import JaxState
 
-__all__ = ["BACKEND", "JaxBackend", "JaxState", "autocast", "explain", "keep_precision", "register_rule"]
+__all__ = [
+    "BACKEND",
+    "JaxBackend",
+    "JaxState",
+    "autocast",
+    "explain",
+    "keep_precision",
+    "register_rule",
+    "scaled_value_and_grad",
+]

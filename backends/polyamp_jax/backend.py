@@ -24,6 +24,7 @@ from polyamp.backend import (
     ValueAndGrad,
 )
 from polyamp.errors import GradientError
+from polyamp.loss_scale import LossScaler
 from polyamp.policy import Mode, Policy
 from polyamp.recipe import Recipe
 from polyamp.report import CastingReport
@@ -32,6 +33,7 @@ from polyamp_jax import state as states_
 from polyamp_jax import step as steps
 from polyamp_jax.arrays import XP, cast, check_policy, dtype_name, named_leaves, to_numpy
 from polyamp_jax.autocast import autocast, explain
+from polyamp_jax.loss_scale import scaled_value_and_grad
 from polyamp_jax.losses import JaxLosses
 from polyamp_jax.models import adapt, random_keys
 
@@ -78,6 +80,11 @@ class JaxBackend:
         """
         check_policy(policy)
         return functools.partial(self.autocast, policy=policy)
+
+    def native_scaler(self, scaler: LossScaler, **options: Any) -> Any:
+        """A function transform: `scaler.native("jax")(fun)` is `polyamp_jax.scaled_value_and_grad(fun, scaler)`."""
+        checks.check_options(options, ("argnums", "has_aux"), function="native", backend=self.name)
+        return functools.partial(scaled_value_and_grad, scaler=scaler, **options)
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
         return autocast(target, policy)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyamp import LossScaleError, LossScaler, LossScaleState, Policy
+from polyamp import LossScaleError, LossScaler, LossScaleState, Policy, UnsupportedError
 from polyamp.arrays import PYTHON
 from polyamp.loss_scale import PRESETS, update
 from polyamp.reference.arrays import XP
@@ -385,3 +385,8 @@ def test_the_check_survives_the_death_of_an_equal_scaler() -> None:
     del one
     gc.collect()
     assert bool(other.unscale([f32([1.0])], state)[1])
+
+
+def test_native_names_what_a_backend_without_an_object_of_its_own_has_instead() -> None:
+    with pytest.raises(UnsupportedError, match=r"reference backend .* no loss-scaling object .* Use scaler\.scale"):
+        LossScaler().native("reference")
