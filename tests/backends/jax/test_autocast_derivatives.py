@@ -248,3 +248,32 @@ def test_custom_vjp_that_optimizes_remat() -> None:
 @pytest.mark.parametrize(("name", "dtype"), case.parameters())
 def test_inner_operations_run_in_the_dtypes_of_the_lists(name: str, dtype: str) -> None:
     case.programs[name](dtype)
+
+
+@jax.custom_jvp
+def product_with_a_rule(w: Any, x: Any) -> Any:
+    return x @ w
+
+
+product_with_a_rule.defjvp(
+    lambda primals, tangents: (
+        product_with_a_rule(*primals),
+        jnp.exp(0 * (primals[1] @ primals[0])) * tangents[0].sum(),
+    )
+)
+
+
+def test_a_custom_jvp_rule_that_ends_in_float32_gives_tangents_in_the_output_dtype() -> None:
+    """JAX requires it; the rule's exp runs in float32, and so its tangent is wider than the product."""
+    w, x = jnp.ones((3, 2)), jnp.ones((4, 3))
+    policy = polyamp.Policy(param="float32", compute="float16", output="float16")
+    run = policy.autocast(lambda w: product_with_a_rule(w, x), backend="jax")
+    primal, tangent = jax.jvp(run, (w,), (2 * w,))
+    assert (primal.dtype, tangent.dtype) == ("float16", "float16")
+    np.testing.assert_array_equal(primal, np.full((4, 2), 3.0))
+    np.testing.assert_array_equal(tangent, np.full((4, 2), 12.0))
+    found = equations(lambda w: jax.jvp(run, (w,), (2 * w,)), w)
+    assert {e.primitive.name: floats(e.invars) for e in found if e.primitive.name in ("dot_general", "exp")} == {
+        "dot_general": {"float16"},
+        "exp": {"float32"},
+    }
