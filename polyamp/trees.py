@@ -32,7 +32,7 @@ def map_trees(function: Callable[[list[Any]], Any], trees: Sequence[Any]) -> Any
     first = trees[0]
     if isinstance(first, Mapping):
         mapped = {key: map_trees(function, [tree[key] for tree in trees]) for key in first}
-        if not isinstance(first, MutableMapping):
+        if type(first) is dict or not isinstance(first, MutableMapping):
             return mapped
         new = copy.copy(first)  # a subclass's own __init__ may take other arguments
         for key, value in mapped.items():

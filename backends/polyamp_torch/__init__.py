@@ -1,10 +1,13 @@
 """polyamp's PyTorch backend: recipes on `nn.Module`s, over `torch.autocast` and `torch.optim`.
 
-`polyamp.init` and `polyamp.train_step` find it by themselves when they are given a torch module.
+`polyamp.init` and `polyamp.train_step` find it by themselves when they are given a torch module. For a loop of your
+own: `autocast` and `GradScaler`. `polyamp_torch.lightning` and `polyamp_torch.accelerate` are imported by name.
 """
 
-from polyamp_torch.autocast import autocast
+from polyamp_torch.autocast import autocast, carried
 from polyamp_torch.backend import BACKEND, TorchBackend
+from polyamp_torch.functions import custom_bwd, custom_fwd
+from polyamp_torch.loss_scale import GradScaler
 from polyamp_torch.state import TorchState
 
-__all__ = ["BACKEND", "TorchBackend", "TorchState", "autocast"]
+__all__ = ["BACKEND", "GradScaler", "TorchBackend", "TorchState", "autocast", "carried", "custom_bwd", "custom_fwd"]

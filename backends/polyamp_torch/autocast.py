@@ -1,45 +1,165 @@
-"""The autocast region of a policy, for torch code of any kind (S3). Modules under a policy are in `binding`."""
+"""The autocast region of a policy, for torch code of any kind (S3, S4). Modules under a policy are in `binding`.
+
+Called by the user, the step and the backend.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import torch
+from torch import nn
 
 from polyamp.errors import UnsupportedError
 from polyamp.policy import Policy
 from polyamp.trees import leaves
 from polyamp_torch.arrays import DTYPES, cast_tree
+from polyamp_torch.islands import DEVICE_TYPES, captured, device_types, islands, restored
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-@contextlib.contextmanager
-def autocast(policy: Policy, device_type: str = "cpu") -> Iterator[None]:
-    """A region in which operations pick their dtype by the policy's compute dtype.
+class _Opened(threading.local):
+    """What is open in one thread.
 
-    It is `torch.autocast` where the policy computes in 16 bits under wider parameters, and a region with autocast off
-    otherwise. Open it for one forward pass, not around optimizer steps: torch caches the cast weights until the
-    outermost region ends.
+    Attributes:
+        regions: the regions entered through `autocast` objects, innermost last.
+        bound: the models whose casts and overrides are installed, innermost last.
+        overrides: the overridden modules that are running: whose they are, and their dtype.
+    """
+
+    def __init__(self) -> None:
+        self.regions: list[contextlib.AbstractContextManager[None]] = []
+        self.bound: list[Any] = []
+        self.overrides: list[tuple[Any, str]] = []
+
+
+OPENED: Final = _Opened()
+
+
+class autocast:  # noqa: N801  # named and used like torch.autocast
+    """A region, or decorator, in which operations pick their dtype by the policy: `torch.autocast` made whole.
+
+    Matrix products, convolutions and attention run in the policy's compute dtype; the sensitive operations of S4 in
+    float32, on every device (`op_list="native"`: torch's own list for the device). torch's cache of cast weights is
+    off. Where the policy computes in one dtype only, autocast is off inside. Regions nest; one object may be entered
+    again and again, and by several threads.
+
+    Args:
+        policy: a policy in mode="autocast" without overrides, which need a module: `policy.autocast(module)`.
+        device_type: "cpu", "cuda", "mps" or "xpu"; None for "cuda" where there is one, else "cpu".
+
+    Raises:
+        UnsupportedError: a device type that is unknown or missing, or a policy that needs a module.
 
     Example:
         >>> import torch, polyamp
-        >>> with autocast(polyamp.Policy("mixed_bfloat16")):
-        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-        torch.bfloat16
+        >>> x = torch.ones(2, 2)
+        >>> with autocast(polyamp.Policy("mixed_bfloat16"), "cpu"):
+        ...     (x @ x).dtype, (x @ x).exp().dtype
+        (torch.bfloat16, torch.float32)
     """
+
+    def __init__(self, policy: Policy, device_type: str | None = None) -> None:
+        if device_type is None:
+            device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        if device_type not in DEVICE_TYPES:
+            raise UnsupportedError(
+                f"device_type must be one of {', '.join(DEVICE_TYPES)}. Received: device_type={device_type!r}."
+            )
+        if device_type != "cpu" and device_type not in device_types():
+            raise UnsupportedError(
+                f"device_type={device_type!r}: torch finds no such device here. It finds: {', '.join(device_types())}."
+            )
+        if not OPENED.bound and (len(policy.overrides) or policy.mode == "cast"):
+            what = "overrides name module paths" if len(policy.overrides) else "mode='cast' casts a model's parameters"
+            raise UnsupportedError(f"{what}, and a region knows no model. Use policy.autocast(model).")
+        self.policy = policy
+        self.device_type = device_type
+
+    def __enter__(self) -> None:
+        region = opened(self.policy, self.device_type)
+        region.__enter__()
+        OPENED.regions.append(region)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return OPENED.regions.pop().__exit__(*error)
+
+    def __call__(self, function: _Function) -> _Function:
+        """A function that runs in the region."""
+        if isinstance(function, nn.Module):
+            raise UnsupportedError("autocast(policy) decorates functions. For a module use policy.autocast(module).")
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise UnsupportedError(
+                f"{function.__qualname__} would run after its region is closed. Open the region inside it."
+            )
+        policy, device_type = self.policy, self.device_type
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with opened(policy, device_type):
+                return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]  # wraps() keeps the signature, which mypy cannot see
+
+
+@contextlib.contextmanager
+def opened(policy: Policy, device_type: str) -> Iterator[None]:
+    """The region of a policy in its compute dtype; overrides and casts of a model are its caller's."""
     with matmul_precision(policy.float32_matmul), region(policy.compute, policy, device_type):
         yield
 
 
-def region(dtype: str, policy: Policy, device_type: str) -> Any:
-    """`torch.autocast` in `dtype`, or with autocast off where the policy does not mix dtypes by operation."""
-    mixed = dtype in ("float16", "bfloat16") and policy.param != dtype and (policy.mode or "autocast") == "autocast"
-    if not mixed:
-        return torch.autocast(device_type, enabled=False)
-    # Overrides nest dtypes on one weight, which torch's weight cache (keyed by the tensor alone) would confuse.
-    return torch.autocast(device_type, dtype=DTYPES[dtype], cache_enabled=not policy.overrides)
+@contextlib.contextmanager
+def region(dtype: str, policy: Policy, device_type: str) -> Iterator[None]:
+    """`torch.autocast` in `dtype` with the policy's op list, or with autocast off where it does not mix dtypes.
+
+    The weight cache is off: torch keys it by the tensor alone and shares it between threads, so it serves weights from
+    before an optimizer step, in another dtype, or without their gradient. See docs/torch_autocast.md for its worth.
+    """
+    if not mixes(dtype, policy):
+        with torch.autocast(device_type, enabled=False):
+            yield
+        return
+    with (
+        torch.autocast(device_type, dtype=DTYPES[dtype], cache_enabled=False),
+        islands(device_type, acting=policy.op_list == "polyamp"),
+    ):
+        yield
+
+
+def mixes(dtype: str, policy: Policy) -> bool:
+    """Whether a region in `dtype` picks dtypes operation by operation."""
+    return dtype in ("float16", "bfloat16") and policy.param != dtype and (policy.mode or "autocast") == "autocast"
+
+
+def carried(function: _Function) -> _Function:
+    """`function` as one that runs under the region open here and now, in whatever thread and whenever it is called.
+
+    torch's autocast is thread-local. The region may be polyamp's or a plain `torch.autocast`, or none.
+
+    Example:
+        >>> import threading, torch, polyamp
+        >>> x, seen = torch.ones(2, 2), []
+        >>> with autocast(polyamp.Policy("mixed_float16"), "cpu"):
+        ...     work = carried(lambda: seen.append((x @ x).dtype))
+        >>> thread = threading.Thread(target=work)
+        >>> thread.start(); thread.join(); seen
+        [torch.float16]
+    """
+    state = captured()
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with restored(state):
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]  # wraps() keeps the signature, which mypy cannot see
 
 
 @contextlib.contextmanager
@@ -64,7 +184,7 @@ def run_under(target: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
         device = next((x.device.type for _, x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)), "cpu")
-        with autocast(policy, device):
+        with opened(policy, device):
             if policy.mode == "cast":
                 args, kwargs = cast_tree((args, kwargs), policy.compute, float64=policy.casts_float64)
             result = target(*args, **kwargs)

@@ -23,6 +23,7 @@ from polyamp.backend import (
     ValueAndGrad,
 )
 from polyamp.errors import GradientError, LossError, UnsupportedError
+from polyamp.loss_scale import LossScaler
 from polyamp.policy import Mode, Policy
 from polyamp.recipe import Recipe
 from polyamp.testing.harness import Harness
@@ -32,6 +33,7 @@ from polyamp_torch.arrays import XP, cast_tree, dtype_name, to_numpy
 from polyamp_torch.autocast import autocast, run_under
 from polyamp_torch.binding import BoundModule, device_of
 from polyamp_torch.gradients import global_norm, reciprocal
+from polyamp_torch.loss_scale import GradScaler
 from polyamp_torch.losses import TorchLosses
 from polyamp_torch.state import TorchState
 
@@ -71,6 +73,11 @@ class TorchBackend:
         """A `torch.autocast` region for the default device; use `polyamp_torch.autocast` to name another."""
         return autocast(policy, "cuda" if torch.cuda.is_available() else "cpu")
 
+    def native_scaler(self, scaler: LossScaler, **options: Any) -> GradScaler:
+        """A `torch.amp.GradScaler`; `options` are those of `polyamp_torch.GradScaler`."""
+        checks.check_options(options, ("device", "enabled", "skip"), function="native", backend=self.name)
+        return GradScaler(scaler, **options)
+
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
         if isinstance(target, nn.Module):
             return BoundModule(target, policy, device_of(target))
@@ -103,8 +110,18 @@ class TorchBackend:
         return state
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
-        checks.check_options(options, (), function="train_step", backend=self.name)
-        return lambda state, batch: (state, step.train_step(loss_fn, recipe, state, batch))
+        checks.check_options(options, ("compile",), function="train_step", backend=self.name)
+        how = options.get("compile", False)
+        if not isinstance(how, bool | Mapping):
+            raise UnsupportedError(
+                f"compile must be True, False or a dict of torch.compile's options. Received: compile={how!r}."
+            )
+        if how is False:
+            return lambda state, batch: (state, step.train_step(loss_fn, recipe, state, batch))
+        from polyamp_torch.compiled import CompiledStep  # imports torch.func, which an eager step does not need
+
+        compiled = CompiledStep(loss_fn, recipe, how if isinstance(how, Mapping) else {})
+        return lambda state, batch: (state, compiled(state, batch))
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
         checks.check_options(options, (), function="value_and_grad", backend=self.name)

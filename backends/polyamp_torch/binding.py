@@ -1,48 +1,53 @@
 """`BoundModule`: the model that `loss_fn` sees, with the policy's casts and overrides installed (S1, S3, S5).
 
 What is installed stays for the backward pass too, because activation checkpointing runs the forward pass again there.
-Called by the state, the step and the backend.
+Called by the state, the step and the backend. The casts themselves are in `casts`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Final
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
-from polyamp.errors import PolicyError, UnsupportedError
+from polyamp.errors import UnsupportedError
 from polyamp.policy import Policy
-from polyamp_torch.arrays import DTYPES, cast_tree, dtype_name, is_castable
-from polyamp_torch.autocast import autocast, region
+from polyamp_torch import checkpointing
+from polyamp_torch.arrays import cast_tree
+from polyamp_torch.autocast import OPENED, carried, mixes, opened, region
+from polyamp_torch.casts import Casts
+from polyamp_torch.compiler import constant_when_compiled
+from polyamp_torch.islands import islands
 
-_BATCH_NORMS: Final = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
-"""In cast mode these keep float32 parameters and statistics: torch's kernels take 16-bit inputs beside them."""
+Replace = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes the method that stands in a module's method's place."""
 
 
 class BoundModule:
     """A module under a policy: call it like the module; everything else is the module's own.
 
     Inside the step the casts are installed around the whole of `loss_fn`, so that calling a part of the model
-    (`model.encoder(x)`) is covered too; elsewhere each call installs them for itself.
+    (`model.encoder(x)`) is covered too; elsewhere each call installs them for itself. Several threads may call it at
+    once. While one does, the module itself is under the casts and overrides for every thread.
     """
 
     _module: nn.Module
     _policy: Policy
 
     def __init__(self, module: nn.Module, policy: Policy, device: torch.device) -> None:
+        overrides = policy.resolve_overrides(module_paths(module)) if policy.overrides else {}
         own: dict[str, Any] = {
             "_module": module,
             "_policy": policy,
             "_device": device,
-            "_overrides": policy.resolve_overrides(module_paths(module)) if policy.overrides else {},
-            "_called": set(),
-            "_installed": False,
+            "_overrides": overrides,
+            "_installation": _Installation(module, policy, device.type, overrides),
+            "_acting": any(mixes(dtype, policy) for dtype in (policy.compute, *overrides.values())),
         }
         self.__dict__.update(own)
 
@@ -66,27 +71,33 @@ class BoundModule:
     def __repr__(self) -> str:
         return f"BoundModule({self._module!r}, {self._policy!r})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BoundModule, (self._module, self._policy, self._device)  # copies and pickles hold no lock
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output with floating tensors in the policy's output dtype."""
         policy, double = self._policy, self._policy.casts_float64
-        ready = contextlib.nullcontext() if self._installed else self.installed()
-        with ready, autocast(policy, self._device.type):
+        inside = any(model is self for model in OPENED.bound)
+        with contextlib.nullcontext() if inside else self.installed(), opened(policy, self._device.type):
             if policy.mode == "cast" or policy.param == policy.compute != "float32":
-                args, kwargs = cast_tree((args, kwargs), policy.compute, float64=double)
+                args = cast_tree(args, policy.compute, float64=double)
+                kwargs = {name: cast_tree(value, policy.compute, float64=double) for name, value in kwargs.items()}
             return cast_tree(self._module(*args, **kwargs), policy.output, float64=double)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Overrides and, in cast mode, cast parameters in the module's place of its own, for the time of a block."""
-        self.__dict__["_installed"] = True
-        try:
-            with (
-                _hooked(self._module, self._overrides, self._policy, self._device.type, self._called),
-                _cast_in_place(self._module, self._overrides, self._policy),
-            ):
+        """Overrides and, in cast mode, cast parameters in the module's place of its own, for the time of a block.
+
+        The float32 islands are kept open as well: they act wherever autocast is on, in a repeated forward pass too.
+        """
+        kept = self._acting and self._policy.op_list == "polyamp"
+        with self._installation.held(), islands(self._device.type) if kept else contextlib.nullcontext():
+            bound = OPENED.bound
+            bound.append(self)
+            try:
                 yield
-        finally:
-            self.__dict__["_installed"] = False
+            finally:
+                bound.remove(self)  # not pop(): a training library closes what it opened in any order
 
     def check_overrides_ran(self) -> None:
         """Refuse overrides of modules that own parameters but are never called as modules.
@@ -96,7 +107,7 @@ class BoundModule:
         """
         for path in self._overrides:
             owner = self._module.get_submodule(path.replace("/", "."))
-            if path not in self._called and any(p.requires_grad for p in owner.parameters(recurse=False)):
+            if path not in self._installation.called and any(p.requires_grad for p in owner.parameters(recurse=False)):
                 raise UnsupportedError(
                     f"overrides: the module {path!r} is never called as a module, so its dtype cannot be changed; the "
                     f"module around it uses its parameters directly. Override {path.rpartition('/')[0]!r} instead."
@@ -108,78 +119,132 @@ def module_paths(module: nn.Module) -> list[str]:
     return [name.replace(".", "/") for name, _ in module.named_modules(remove_duplicate=False) if name]
 
 
-@contextlib.contextmanager
-def _hooked(
-    module: nn.Module, overrides: dict[str, str], policy: Policy, device_type: str, called: set[str]
-) -> Iterator[None]:
-    """Run every overridden submodule in its own dtype while the block lasts; `called` collects those that ran."""
-    open_regions: list[Any] = []
-    handles = []
-    for path, dtype in overrides.items():
+class _Installation:
+    """What a bound module puts into its module: put in by the first thread that comes, taken out by the last to go.
 
-        def before(_: nn.Module, args: Any, kwargs: Any, path: str = path, dtype: str = dtype) -> Any:
-            called.add(path)
-            open_regions.append(region(dtype, policy, device_type))
-            open_regions[-1].__enter__()
-            return cast_tree((args, kwargs), dtype, float64=policy.casts_float64)
-
-        def after(_: nn.Module, args: Any, output: Any) -> Any:
-            open_regions.pop().__exit__(None, None, None)
-            if policy.mode == "cast" and not open_regions:  # what follows computes in the policy's dtype again
-                return cast_tree(output, policy.compute, float64=policy.casts_float64)
-            return None
-
-        part = module.get_submodule(path.replace("/", "."))
-        handles.append(part.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(part.register_forward_hook(after, always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextlib.contextmanager
-def _cast_in_place(module: nn.Module, overrides: dict[str, str], policy: Policy) -> Iterator[None]:
-    """In cast mode: cast copies stand where the parameters and floating buffers were; gradients flow to the masters.
-
-    A buffer that the forward pass changed in its cast form is written back to the float32 one.
+    Attributes:
+        called: paths of the overridden modules that ran.
     """
-    if policy.mode != "cast" or policy.param == policy.compute:
-        yield
-        return
-    copies: dict[int, torch.Tensor] = {}
-    places: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]] = []
-    for path, part in module.named_modules():
-        dtype = overrides.get(path.replace(".", "/"), policy.compute)
-        if isinstance(part, _BATCH_NORMS):
-            continue
-        for slots in (part._parameters, part._buffers):
-            for name, master in slots.items():
-                if master is None or not is_castable(master, float64=policy.casts_float64):
-                    continue
-                copy = copies.setdefault(id(master), master.to(DTYPES[dtype]))
-                if copy.dtype != DTYPES[dtype]:
-                    raise PolicyError(
-                        f"overrides give the tensor {path}.{name} the dtype {dtype}, and {dtype_name(copy.dtype)} "
-                        "where else the model uses it. A shared tensor has one dtype in mode='cast'."
-                    )
-                places.append((slots, name, master, copy, copy._version))
+
+    def __init__(self, module: nn.Module, policy: Policy, device_type: str, overrides: dict[str, str]) -> None:
+        self.module = module
+        self.policy = policy
+        self.device_type = device_type
+        self.called: set[str] = set()
+        self.casts = Casts(module, overrides, policy) if policy.mode == "cast" and policy.is_mixed else None
+        self.replaced = [(self._part(path), "forward", self._overridden(path, overrides)) for path in overrides]
+        self.replaced.reverse()  # of a module's several names the last one wins, which is put nearest to it
+        self.replaced += [
+            (part, "parallel_apply", _carrying) for part in module.modules() if isinstance(part, nn.DataParallel)
+        ]
+        self.made: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self.lock = threading.Lock()
+        self.count = 0
+        self.undo = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A block in which everything is in its place."""
+        if self.casts is None and not self.replaced:
+            yield
+            return
+        with self.lock:
+            if self.count == 0:
+                self._install()
+            elif self.casts is not None:
+                self.casts.refresh()
+            self.count += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.count -= 1
+                if self.count == 0:
+                    self.undo.pop_all().close()
+
+    def _install(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for number, (part, name, replace) in enumerate(self.replaced):
+                stack.enter_context(_in_place(part, name, self._replacement(number, getattr(part, name), replace)))
+                if self.casts is not None and name == "forward":
+                    stack.callback(part.register_forward_hook(self._cast_back).remove)
+            if self.casts is not None:
+                stack.enter_context(self.casts)
+            self.undo = stack.pop_all()
+
+    def _replacement(self, number: int, method: Callable[..., Any], replace: Replace) -> Callable[..., Any]:
+        """The same object each time, or torch.compile would compile again."""
+        known = self.made.get(number)
+        if known is None or known[0] != method:
+            known = self.made[number] = (method, replace(method))
+        return known[1]
+
+    def _cast_back(self, part: nn.Module, args: Any, output: Any) -> Any:
+        """In cast mode, what follows an overridden module computes in the dtype around it again."""
+        around = next((dtype for owner, dtype in reversed(OPENED.overrides) if owner is self), self.policy.compute)
+        return cast_tree(output, around, float64=self.policy.casts_float64)
+
+    def _part(self, path: str) -> nn.Module:
+        return self.module.get_submodule(path.replace("/", "."))
+
+    def _overridden(self, path: str, overrides: dict[str, str]) -> Replace:
+        """Makes, of a submodule's `forward`, one that runs in the submodule's own dtype (S5)."""
+        dtype, policy, double = overrides[path], self.policy, self.policy.casts_float64
+
+        def replace(forward: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(forward)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self._note(path)
+                OPENED.overrides.append((self, dtype))
+                try:
+                    with region(dtype, policy, self.device_type):
+                        kwargs = {name: cast_tree(value, dtype, float64=double) for name, value in kwargs.items()}
+                        return forward(*cast_tree(args, dtype, float64=double), **kwargs)
+                finally:
+                    OPENED.overrides.pop()
+
+            call.polyamp_rebound = lambda part: replace(type(part).forward.__get__(part))  # type: ignore[attr-defined]  # for _carrying
+            return call
+
+        return replace
+
+    def _note(self, path: str) -> None:
+        _noted(self.called, path)
+        if not torch.compiler.is_compiling():
+            checkpointing.carry(id(self), self.held, everywhere=True)
+
+
+@constant_when_compiled
+def _noted(called: set[str], path: str) -> None:
+    """Note that a module ran; in a compiled function while it is traced, or the note would be a reason to recompile."""
+    called.add(path)
+
+
+@contextlib.contextmanager
+def _in_place(part: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """`value` as an attribute of this one module object."""
+    before = part.__dict__.get(name, part)
+    part.__dict__[name] = value
     try:
-        for slots, name, _, copy, _ in places:
-            slots[name] = copy
         yield
     finally:
-        for slots, name, master, copy, version in places:
-            now = slots[name]
-            slots[name] = master
-            if isinstance(master, nn.Parameter) or now is None:
-                continue
-            if now is not copy:
-                slots[name] = now.to(master.dtype)
-            elif copy is not master and copy._version != version:
-                with torch.no_grad():
-                    master.copy_(copy)
+        if before is part:
+            del part.__dict__[name]
+        else:
+            part.__dict__[name] = before
+
+
+def _carrying(parallel_apply: Callable[..., Any]) -> Callable[..., Any]:
+    """`DataParallel.parallel_apply` with the region carried into its worker threads, which get `enabled` only."""
+
+    def call(replicas: list[nn.Module], *args: Any) -> Any:
+        for part in (part for replica in replicas for part in replica.modules()):
+            rebound = getattr(part.__dict__.get("forward"), "polyamp_rebound", None)
+            if rebound is not None:  # replicate() copied the attribute, which runs the original's parameters
+                part.__dict__["forward"] = rebound(part)
+        return parallel_apply([carried(replica) for replica in replicas], *args)
+
+    return call
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -14,11 +15,12 @@ from polyamp.backend import Backend
 from polyamp.errors import ModelError
 from polyamp.loss_scale import LossScaleState
 from polyamp.recipe import Recipe
-from polyamp_torch import optimizers
+from polyamp_torch import buffers, optimizers
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
 from polyamp_torch.binding import BoundModule, device_of
 
 Array = np.ndarray[Any, Any]
+_TRAINED: Final = operator.attrgetter("requires_grad")
 
 
 class TorchState:
@@ -27,9 +29,14 @@ class TorchState:
     Attributes:
         model: the user's module.
         recipe: what it is trained with.
+        scaler: the recipe's loss scaler.
         optimizer: the `torch.optim.Optimizer` in use.
+        kernels: its fused kernels, where polyamp made it.
         scale_state: the loss-scale state, tensors on the module's device.
         step: number of applied updates, int32 tensor.
+        parameters: the trainable parameters by `/`-separated path, in the model's order.
+        one_device: whether all of them are on one device; they always have one dtype, the policy's.
+        buffer_owners: where the model's buffers are, for `buffers.snapshot`.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, backend: Backend) -> None:
@@ -41,10 +48,15 @@ class TorchState:
         self.device = device_of(model)
         self.model = model
         self.recipe = recipe
+        self.scaler = recipe.loss_scaler  # a recipe without one makes it anew each time it is asked
         self.bound = BoundModule(model, recipe.policy, self.device)
         self.parameters = dict(named)
+        self._frozen = [(name.replace(".", "/"), p) for name, p in model.named_parameters() if not p.requires_grad]
+        self.one_device = len({p.device for p in self.parameters.values()}) == 1
+        self.buffer_owners = buffers.owners(model)
         self.optimizer = optimizers.build(recipe.optimizer, list(self.parameters.values()))
-        self.scale_state = recipe.loss_scaler.init(like=torch.zeros((), device=self.device))
+        self.kernels = optimizers.kernels_of(self.optimizer, recipe.optimizer)
+        self.scale_state = self.scaler.init(like=torch.zeros((), device=self.device))
         self.step = torch.zeros((), dtype=torch.int32, device=self.device)
 
     def __repr__(self) -> str:
@@ -53,6 +65,22 @@ class TorchState:
             f"TorchState(backend='torch', device={str(self.device)!r}, parameters={count:,}, "
             f"policy={self.recipe.policy}, scale={float(self.scale_state.scale):g}, step={int(self.step)})"
         )
+
+    def check_trainable(self) -> None:
+        """Refuse parameters whose `requires_grad` is not what it was at `init`.
+
+        Raises:
+            ModelError: names the first one.
+        """
+        if not all(map(_TRAINED, self.parameters.values())):
+            name = next(name for name, p in self.parameters.items() if not p.requires_grad)
+            raise ModelError(f"parameter {name!r} was frozen after init. Call polyamp.init again to train the others.")
+        for name, p in self._frozen:
+            if p.requires_grad:
+                raise ModelError(
+                    f"parameter {name!r} was unfrozen after init, so no optimizer holds it. Call polyamp.init again to "
+                    "train it too."
+                )
 
     def _optimizer_names(self) -> list[str]:
         by_id = {id(p): name for name, p in self.parameters.items()}

@@ -1,78 +1,152 @@
-"""The torch step: scaled gradients, unscale, norm and flag, clip, optimizer, scale adjustment (S6 to S15).
+"""The torch step: scaled gradients, norm and flag, unscale and clip, optimizer, scale adjustment (S6 to S15).
 
-`value_and_grad` is the first half, `apply_gradients` the second, and `train_step` is both on one state. Nothing here
-reads a value on the host of an accelerator; see `optimizers.apply` for the optimizers that must.
+`value_and_grad` is the first half, `apply_gradients` the second. `train_step` is both on one state, and unscales and
+clips in one go. Nothing here reads a value on the host of an accelerator; see `optimizers.apply` for the optimizers
+that must. On the CPU, where reading costs nothing, the flag is read and a skipped step touches nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from polyamp import checks
+from polyamp.arrays import PYTHON
 from polyamp.backend import Gradients, LossFunction, Skip, StepResult
-from polyamp.errors import BatchError, LossError, ModelError, UnsupportedError
-from polyamp.loss_scale import update
+from polyamp.errors import BatchError, GradientError, LossError, UnsupportedError
+from polyamp.loss_scale import LossScaleState, update
 from polyamp.recipe import Recipe
 from polyamp.trees import map_tree, map_trees, micro_batches
 from polyamp_torch import buffers, optimizers
 from polyamp_torch.arrays import XP, dtype_name, to_device
 from polyamp_torch.autocast import autocast, matmul_precision
-from polyamp_torch.gradients import global_norm, reciprocal
+from polyamp_torch.gradients import (
+    Measured,
+    divide_,
+    divide_in_two_steps_,
+    divisor,
+    looks,
+    measured,
+    reciprocal,
+)
+from polyamp_torch.gradients import buckets as bucketed
 from polyamp_torch.state import TorchState
 
 Values = dict[str, torch.Tensor | None]
+_ORDINARY: Final = (2.0**-100, 2.0**100)
+"""Divisors whose quotients are as exact as float32 allows."""
+_LAYOUT: Final = operator.attrgetter("layout")
+
+
+class Scaled(NamedTuple):
+    """Gradients on their way into an update.
+
+    Attributes:
+        values: one per parameter that has one, in the parameters' order.
+        scale: scalar that they are still multiplied by, or None.
+        owned: whether they may be overwritten.
+    """
+
+    values: list[torch.Tensor]
+    scale: torch.Tensor | None
+    owned: bool
 
 
 def train_step(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: Any) -> StepResult:
     """One step on one state, over `accumulate_steps` micro-batches (S8)."""
     batches = micro_batches(to_device(batch, state.device), recipe.accumulate_steps)
-    saved = buffers.snapshot(state.model)
-    losses, auxes, total = [], [], None
-    try:
-        for part in batches:
-            loss, aux, (values,) = scaled_gradients(loss_fn, [state], part)
-            if any(value is None for value in values.values()):
-                _require(state, values)
-            losses.append(loss)
-            auxes.append(aux)
-            total = values if total is None else _added(total, values)
-    finally:
-        running = buffers.taken_back(saved)
-    assert total is not None
-    loss, aux = losses[0], auxes[0]
-    if len(batches) > 1:
-        loss, aux = torch.stack(losses).mean(), None if aux is None else map_trees(_stack, auxes)
-    unscale_(total, state, count=len(batches))
-    (result,) = _applied([state], [Gradients(total, running)], "all")
+    parameters = list(state.parameters.values())
+    saved = buffers.snapshot(state.buffer_owners)
+    losses, auxes = [], []
+    with set_aside(parameters, used_up=True):
+        try:
+            for part in batches:
+                loss, aux = scaled_backward(loss_fn, [state], part)
+                losses.append(loss)
+                auxes.append(aux)
+            values = _dense([state])
+        except BaseException:
+            buffers.settle(saved, torch.zeros((), dtype=torch.bool))
+            raise
+        scale = produced_by(state.scale_state.scale if state.scaler.scales else None, len(batches), state.device)
+        settle = functools.partial(buffers.settle, saved)
+        (result,) = _applied([state], [Scaled(values, scale, owned=True)], "all", [settle])
+    loss, aux = mean_and_stack(losses, auxes)
     return result._replace(loss=loss, aux=aux)
+
+
+def produced_by(scale: torch.Tensor | None, count: int, device: torch.device) -> torch.Tensor | None:
+    """What the sum of the scaled gradients of `count` micro-batches is to be divided by."""
+    if count == 1:
+        return scale
+    return torch.full((), float(count), device=device) if scale is None else scale.double() * count
+
+
+def mean_and_stack(losses: list[torch.Tensor], auxes: list[Any]) -> tuple[torch.Tensor, Any]:
+    """The loss and aux of a window: the mean over micro-batches, and aux with a new leading axis (S8)."""
+    if len(losses) == 1:
+        return losses[0], auxes[0]
+    return torch.stack(losses).mean(), None if auxes[0] is None else map_trees(_stack, auxes)
+
+
+@contextlib.contextmanager
+def set_aside(parameters: Sequence[torch.Tensor], *, used_up: bool = False) -> Iterator[None]:
+    """A block at whose start every `.grad` is None, and after which they are what they were.
+
+    `torch.autograd.grad` would be shorter, but its gradients may share memory with each other and be laid out unlike
+    their parameters, which in-place division and the fused kernels cannot take; `.grad` keeps torch's layout contract.
+
+    Args:
+        parameters: whose gradients.
+        used_up: leave None behind instead, unless the block fails.
+    """
+    held = [p.grad for p in parameters]
+    if any(grad is not None for grad in held):
+        for p in parameters:
+            p.grad = None
+    try:
+        yield
+    except BaseException:
+        used_up = False
+        raise
+    finally:
+        for p, old in zip(parameters, held, strict=True):
+            p.grad = None if used_up else old
 
 
 def value_and_grad(loss_fn: LossFunction, states: Sequence[TorchState], batch: Any) -> tuple[Any, list[Gradients]]:
     """The value of `loss_fn` and the unscaled gradients of each state; the states stay as they are."""
-    saved = [buffers.snapshot(state.model) for state in states]
+    saved = [buffers.snapshot(state.buffer_owners) for state in states]
+    parameters = [p for state in states for p in state.parameters.values()]
     try:
-        loss, aux, scaled = scaled_gradients(loss_fn, states, to_device(batch, states[0].device))
+        with set_aside(parameters):
+            loss, aux = scaled_backward(loss_fn, states, to_device(batch, states[0].device))
+            values = _dense(states)
+            found: list[Values] = [{name: p.grad for name, p in state.parameters.items()} for state in states]
     finally:
         running = [buffers.taken_back(item) for item in saved]
-    for values in scaled:
-        unscale_(values, states[0], count=1)  # the loss was multiplied by the first's scale
-    grads = [Gradients(values, own) for values, own in zip(scaled, running, strict=True)]
+    if states[0].scaler.scales:  # the loss was multiplied by the first's scale
+        factor = reciprocal(states[0].scale_state.scale)
+        for bucket in bucketed(values):
+            torch._foreach_mul_(bucket, factor.to(bucket[0].device))
+    grads = [Gradients(values, own) for values, own in zip(found, running, strict=True)]
     return (loss if aux is None else (loss, aux)), grads
 
 
-def scaled_gradients(
-    loss_fn: LossFunction, states: Sequence[TorchState], batch: Any
-) -> tuple[torch.Tensor, Any, list[Values]]:
-    """The float32 loss, aux, and the gradients of the scaled loss per state (S6).
+def scaled_backward(loss_fn: LossFunction, states: Sequence[TorchState], batch: Any) -> tuple[torch.Tensor, Any]:
+    """The float32 loss and aux; the gradients of the scaled loss are added to the parameters' `.grad` (S6).
 
     The casts stay installed during the backward pass, in which activation checkpointing runs the model again.
     """
-    policy, scaler = states[0].recipe.policy, states[0].recipe.loss_scaler
+    policy, scaler = states[0].recipe.policy, states[0].scaler
     models = tuple(state.bound for state in states)
+    for state in states:
+        state.check_trainable()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(matmul_precision(policy.float32_matmul))
@@ -89,95 +163,155 @@ def scaled_gradients(
         for model in models:
             model.check_overrides_ran()
         wide = loss.float().reshape(())
-        grads = _backward(wide * states[0].scale_state.scale if scaler.scales else wide, states)
-    return wide.detach(), map_tree(_detached, aux), grads
+        scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
+        torch.autograd.backward(scaled)
+    return wide.detach(), map_tree(_detached, aux)
 
 
-def _backward(scaled: torch.Tensor, states: Sequence[TorchState]) -> list[Values]:
-    """`scaled.backward()` with the parameters' own `.grad` set aside meanwhile.
+def _dense(states: Sequence[TorchState]) -> list[torch.Tensor]:
+    """The gradients that the backward pass left; a parameter that the loss does not depend on has none.
 
-    `torch.autograd.grad` would be shorter, but its gradients may share memory with each other and be laid out unlike
-    their parameters, which in-place unscaling and the fused kernels cannot take; `.grad` keeps torch's layout contract.
+    Raises:
+        LossError: there is none at all.
+        UnsupportedError: a sparse one, by name.
     """
-    parameters = [p for state in states for p in state.parameters.values()]
-    if not all(p.requires_grad for p in parameters):
-        frozen = next(n for state in states for n, p in state.parameters.items() if not p.requires_grad)
-        raise ModelError(f"parameter {frozen!r} was frozen after init. Call polyamp.init again to train the others.")
-    held = [p.grad for p in parameters]
-    for p in parameters:
-        p.grad = None
-    try:
-        scaled.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        grads: list[Values] = [{name: p.grad for name, p in state.parameters.items()} for state in states]
-    finally:
-        for p, old in zip(parameters, held, strict=True):
-            p.grad = old
-    for values in grads:
-        _require_dense(values)
-    return grads
-
-
-def unscale_(values: Values, state: TorchState, *, count: int) -> None:
-    """Divide gradients in place by the scale that produced them and by the number of micro-batches (S7, S8)."""
-    grads = [value for value in values.values() if value is not None]
-    if count > 1:
-        torch._foreach_div_(grads, float(count))
-    if state.recipe.loss_scaler.scales and grads:
-        torch._foreach_mul_(grads, reciprocal(state.scale_state.scale))
+    values = [grad for state in states for p in state.parameters.values() if (grad := p.grad) is not None]
+    if not values:
+        raise LossError("loss_fn depends on none of the model's trainable parameters, so there is nothing to update.")
+    if set(map(_LAYOUT, values)) != {torch.strided}:
+        name = next(
+            name
+            for state in states
+            for name, p in state.parameters.items()
+            if p.grad is not None and p.grad.layout != torch.strided
+        )
+        raise UnsupportedError(
+            f"the gradient of {name!r} is sparse. The step's kernels take whole tensors, and fused optimizers no "
+            "sparse ones. Build the layer with sparse=False, or write the loop yourself with polyamp_torch.GradScaler."
+        )
+    return values
 
 
 def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
-    """Flag, clip, optimizer and one scale adjustment, in place (S9 to S15)."""
-    fitted = []
+    """Flag, clip, optimizer and one scale adjustment, in place (S9 to S15). A gradient of None leaves its parameter,
+    and the optimizer's state for it, as they are."""
+    ready = []
     for state, item in zip(states, grads, strict=True):
         _require(state, item.values)
-        fitted.append(item._replace(values=_fitted(state, item.values)))
-    return _applied(states, fitted, skip)
-
-
-def _applied(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
-    norms = [global_norm(list(item.values.values())) for item in grads]
-    flags = [torch.isfinite(norm) for norm in norms]
-    every = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
-    return [
-        _apply(state, item, norm, every if skip == "all" else own, every)
-        for state, item, norm, own in zip(states, grads, norms, flags, strict=True)
-    ]
+        fitted = _fitted(state, item.values)
+        for name, parameter in state.parameters.items():
+            parameter.grad = fitted.get(name)
+        ready.append(Scaled(list(fitted.values()), None, owned=False))
+    try:
+        commits = [
+            functools.partial(buffers.commit, state.model, item.running)
+            for state, item in zip(states, grads, strict=True)
+        ]
+        return _applied(states, ready, skip, commits)
+    finally:
+        for state in states:
+            for parameter in state.parameters.values():
+                parameter.grad = None
 
 
 @torch.no_grad()
-def _apply(
-    state: TorchState, grads: Gradients, norm: torch.Tensor, own: torch.Tensor, every: torch.Tensor
-) -> StepResult:
-    """One state's part: `own` decides about this state, `every` about the scale (S14)."""
-    recipe, scaler = state.recipe, state.recipe.loss_scaler
-    finite = own.to(state.device) if scaler.checks else None
-    values = list(grads.values.values())
-    if recipe.clip_norm is not None:
-        factor = checks.clip_factor(norm, recipe.clip_norm, XP).float()
-        values = list(torch._foreach_mul(values, factor))
-    for parameter, value in zip(state.parameters.values(), values, strict=True):
-        parameter.grad = value
-    try:
-        optimizers.apply(state.optimizer, recipe.optimizer, state.step, finite)
-    finally:
-        for parameter in state.parameters.values():
-            parameter.grad = None
+def _applied(
+    states: Sequence[TorchState],
+    grads: Sequence[Scaled],
+    skip: Skip,
+    commits: Sequence[Callable[[torch.Tensor | None], None]],
+) -> list[StepResult]:
+    """The update from the gradients that stand in the parameters' `.grad`; `commits` give the buffers their values."""
+    verdicts = [_judged(state, item) for state, item in zip(states, grads, strict=True)]
+    flags = [verdict.finite for verdict, _ in verdicts]
+    every = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
+    results = []
+    for state, item, (verdict, by), commit in zip(states, grads, verdicts, commits, strict=True):
+        checking = state.scaler.checks
+        finite = (every if skip == "all" else verdict.finite).to(state.device) if checking else None
+        _update(state, item, verdict.norm, by, finite)
+        commit(finite)
+        results.append(_concluded(state, verdict.norm, finite, every))
     torch.clear_autocast_cache()  # a caller's open region would serve the old weights to the next step
-    buffers.commit(state.model, grads.running, finite)
+    return results
+
+
+def _judged(state: TorchState, grads: Scaled) -> tuple[Measured, torch.Tensor | None]:
+    """The norm and the flag, and the divisor that unscales and clips.
+
+    Off the CPU, gradients that are so large that this divisor leaves float32 count as not finite: above
+    3.4e38 * clip_norm before unscaling.
+    """
+    recipe = state.recipe
+    norm, finite = measured(grads.values, grads.scale, least=state.scaler.min_scale, alike=state.one_device)
+    by = divisor(norm, grads.scale, recipe.clip_norm)
+    if by is not None and recipe.clip_norm is not None and not looks(norm.device):
+        finite = finite & torch.isfinite(by.float())
+    return Measured(norm, finite), by
+
+
+def _update(
+    state: TorchState, grads: Scaled, norm: torch.Tensor, by: torch.Tensor | None, finite: torch.Tensor | None
+) -> None:
+    """Unscale, clip and step; on the CPU not at all if the flag says so."""
+    if looks(state.device):
+        if finite is not None and not bool(finite):
+            return
+        if by is not None and by.item() == 1.0:
+            by = None
+    values = grads.values
+    if by is not None:
+        values, by = _divided_before(state, grads, norm, by)
+    spec = state.recipe.optimizer
+    optimizers.apply(state.optimizer, spec, state.step, finite, by, values, state.kernels)
+
+
+def _divided_before(
+    state: TorchState, grads: Scaled, norm: torch.Tensor, by: torch.Tensor
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Divide the gradients, unless the optimizer's kernels can: the gradients, and what is left to divide them by."""
+    clip = state.recipe.clip_norm
+    values = grads.values
+    if not grads.owned:
+        present = [p for p in state.parameters.values() if p.grad is not None]
+        values = [torch.empty_like(p).copy_(value) for p, value in zip(present, values, strict=True)]
+        for p, value in zip(present, values, strict=True):
+            p.grad = value
+    if looks(state.device) and not _ORDINARY[0] < by.item() < _ORDINARY[1] and clip is not None:
+        divide_in_two_steps_(values, grads.scale, checks.clip_factor(norm, clip, XP))
+        return values, None
+    if optimizers.takes_divisor(state.optimizer):
+        return values, by.float()
+    divide_(values, by, alike=state.one_device)
+    return values, None
+
+
+def _concluded(state: TorchState, norm: torch.Tensor, finite: torch.Tensor | None, every: torch.Tensor) -> StepResult:
+    """The counters and the scale after an update, and what to report."""
+    scaler = state.scaler
     state.step = state.step + (1 if finite is None else finite.to(torch.int32))
     if scaler.checks:
-        state.scale_state = update(scaler, state.scale_state, every.to(state.device), XP)
+        state.scale_state = _next_scale(state, every)
     skipped = torch.zeros((), dtype=torch.bool, device=state.device) if finite is None else ~finite
     return StepResult(None, None, norm.float(), state.scale_state.scale, skipped, state.step)
 
 
+def _next_scale(state: TorchState, every: torch.Tensor) -> LossScaleState:
+    """Rule S15 on the device; on the CPU over NumPy's float32 and int32 numbers, which is five times faster."""
+    scaler, old = state.scaler, state.scale_state
+    if not looks(state.device):
+        return update(scaler, old, every.to(state.device), XP)
+    new = update(scaler, LossScaleState(*(field.numpy()[()] for field in old)), bool(every), PYTHON)
+    return LossScaleState(*(torch.scalar_tensor(v.item(), dtype=o.dtype) for v, o in zip(new, old, strict=True)))
+
+
 def _fitted(state: TorchState, values: Values) -> dict[str, torch.Tensor]:
-    """Gradients that a user may have replaced: in the parameters' order, dtype and memory layout."""
+    """Gradients that a user may have replaced: in the parameters' order, dtype and memory layout, without the None."""
     fitted = {}
     for name, parameter in state.parameters.items():
         value = values[name]
-        assert value is not None
+        if value is None:
+            continue
         if value.dtype != parameter.dtype or value.stride() != parameter.stride():
             value = torch.empty_like(parameter).copy_(value)
         fitted[name] = value.detach()
@@ -185,25 +319,12 @@ def _fitted(state: TorchState, values: Values) -> dict[str, torch.Tensor]:
 
 
 def _require(state: TorchState, values: Values) -> None:
-    """Refuse gradients that do not fit the parameters, `None` included."""
-    checks.check_gradients(
-        [(name, tuple(p.shape)) for name, p in state.parameters.items()],
-        [(name, None if value is None else tuple(value.shape)) for name, value in values.items()],
-    )
-
-
-def _require_dense(values: Values) -> None:
-    for name, value in values.items():
-        if value is not None and value.layout != torch.strided:
-            raise UnsupportedError(
-                f"the gradient of {name!r} is sparse, which the torch backend cannot clip and check yet. Build the "
-                "layer with sparse=False."
-            )
-
-
-def _added(total: Values, values: Values) -> Values:
-    parts = [[value for value in item.values() if value is not None] for item in (total, values)]
-    return dict(zip(total, torch._foreach_add(*parts), strict=True))
+    """Refuse gradients that do not fit the parameters; None fits any, unless there is nothing else."""
+    shapes = {name: tuple(p.shape) for name, p in state.parameters.items()}
+    received = {name: shapes.get(name, ()) if value is None else tuple(value.shape) for name, value in values.items()}
+    checks.check_gradients(list(shapes.items()), list(received.items()))
+    if all(value is None for value in values.values()):
+        raise GradientError("every gradient is None: loss_fn depends on none of the model's trainable parameters.")
 
 
 def _detached(leaf: Any) -> Any:

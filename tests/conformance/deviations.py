@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 DEVIATIONS: list[tuple[str, str, str]] = [
-    ("torch", "s04_sensitive_operations", "torch.autocast leaves sensitive operations in 16 bits on the CPU"),
     ("jax", "s09_replicas", "the JAX backend does not run replicas yet"),
     ("tensorflow", "s04_sensitive", "Keras's finest grain is the layer; a plain function has no autocast mode yet"),
     ("tensorflow", "s09_replicas", "the TensorFlow backend does not run replicas yet"),

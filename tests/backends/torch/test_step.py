@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import polyamp
-from polyamp.errors import GradientError, LossError, ModelError, UnsupportedError
+from polyamp.errors import LossError, ModelError, UnsupportedError
 
 SCALER = polyamp.LossScaler(init_scale=16.0, on_stuck="ignore")
 
@@ -206,16 +206,12 @@ def test_optimizers_that_do_not_fit_are_refused() -> None:
         polyamp.init(model, polyamp.Recipe(optimizer=model))
 
 
-def test_frozen_parameters_and_parameters_without_a_gradient() -> None:
+def test_frozen_parameters_stay() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     model[0].requires_grad_(False)
     frozen = model[0].weight.clone()
     trained(model, polyamp.Recipe(optimizer=polyamp.adamw(0.1)), [1.0, 1.0])
     assert torch.equal(frozen, model[0].weight)
-    unused = linear()
-    unused.register_parameter("spare", nn.Parameter(torch.ones(3)))
-    with pytest.raises(GradientError, match="'spare' is None: loss_fn does not depend on it"):
-        trained(unused, polyamp.Recipe(), [1.0])
 
 
 def test_a_loss_without_a_gradient_is_refused() -> None:
@@ -239,7 +235,9 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     recipe = polyamp.Recipe()
     state = polyamp.init(model, recipe)
     step = polyamp.train_step(lambda m, b: m(b["i"]).square().mean(), recipe)
-    with pytest.raises(UnsupportedError, match="'0/weight' is sparse"):
+    with pytest.raises(
+        UnsupportedError, match=r"'0/weight' is sparse.*or write the loop yourself with polyamp_torch\.Gr"
+    ):
         step(state, {"i": np.array([1, 2])})
 
 

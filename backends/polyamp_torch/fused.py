@@ -1,0 +1,89 @@
+"""torch's fused SGD, Adam and AdamW without the walk over the parameters that `optimizer.step()` makes every time.
+
+For the optimizers that polyamp makes from its specs; called by `optimizers`. The lists that the kernels take are kept,
+and `torch.optim`'s functional form is called with them. Whoever watches `optimizer.step` (hooks, torch's learning-rate
+schedulers) is not passed over: then, and for an update that leaves parameters out, `run` declines.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+Lists = dict[str, list[Any]]
+
+
+class Kernels:
+    """One optimizer's kernel with its lists.
+
+    Args:
+        optimizer: a fused SGD, Adam or AdamW with one group, whose state arrays are made.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters: list[torch.Tensor] = optimizer.param_groups[0]["params"]
+        self._lists: Lists = {}
+
+    def run(self, grads: list[torch.Tensor], found_inf: torch.Tensor | None, by: torch.Tensor | None) -> bool:
+        """Update the parameters from gradients in their order; False if `optimizer.step()` must do it.
+
+        Args:
+            grads: one per parameter.
+            found_inf: float32 scalar, 1 to skip; or None.
+            by: float32 scalar that the gradients are divided by, in place; or None.
+        """
+        if len(grads) != len(self._parameters) or self._is_watched():
+            return False
+        if not self._are_current():
+            self._lists = self._gathered()
+        group, lists = self._optimizer.param_groups[0], self._lists
+        common = {"lr": group["lr"], "weight_decay": group["weight_decay"], "maximize": group["maximize"]}
+        amp: dict[str, Any] = {"foreach": False, "fused": True, "grad_scale": by, "found_inf": found_inf}
+        with torch.no_grad():
+            if isinstance(self._optimizer, torch.optim.SGD):
+                moments = lists.get("momentum_buffer") or [None] * len(grads)
+                rest = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
+                sgd(self._parameters, grads, moments, has_sparse_grad=False, **amp, **common, **rest)  # type: ignore[no-untyped-call, unused-ignore]  # as torch annotates it
+                return True
+            kernel = adamw if isinstance(self._optimizer, torch.optim.AdamW) else adam
+            beta1, beta2 = group["betas"]
+            kernel(
+                self._parameters,
+                grads,
+                lists["exp_avg"],
+                lists["exp_avg_sq"],
+                [],
+                lists["step"],
+                **amp,
+                **common,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+            )
+        return True
+
+    def _is_watched(self) -> bool:
+        """True if something hangs on `optimizer.step`, which torch keeps under names of its own."""
+        own, everywhere = vars(self._optimizer), vars(torch_optimizer)
+        names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        shared = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+        return "step" in own or any(own.get(name) for name in names) or any(everywhere.get(name) for name in shared)
+
+    def _gathered(self) -> Lists:
+        states = [self._optimizer.state[p] for p in self._parameters]
+        return {slot: [state[slot] for state in states] for slot in states[0]}
+
+    def _are_current(self) -> bool:
+        """False if the state arrays were replaced, as `load_state_dict` does, first and last included."""
+        ends = ((0, self._parameters[0]), (-1, self._parameters[-1]))
+        state = self._optimizer.state
+        return self._lists.keys() == state[self._parameters[0]].keys() and all(
+            items[place] is state[p].get(slot) for slot, items in self._lists.items() for place, p in ends
+        )

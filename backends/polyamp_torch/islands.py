@@ -1,0 +1,196 @@
+"""Float32 islands: inside autocast, the sensitive functions of `op_lists` run in float32 (S4).
+
+`Islands` is a `torch.overrides.TorchFunctionMode`. It acts only while autocast is enabled on its device type, so any
+region with `enabled=False` ends it. `Captured` is the state of autocast with its islands, to be opened again
+elsewhere. Called by `autocast`, `binding` and `functions`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from polyamp_torch import checkpointing
+from polyamp_torch.op_lists import ENTERED, Rule, cuda_rule, rule
+
+_AVAILABLE: Final[dict[str, Callable[[], bool]]] = {
+    "cpu": lambda: True,
+    "cuda": lambda: torch.cuda.is_available(),
+    "mps": lambda: torch.backends.mps.is_available(),
+    "xpu": lambda: torch.xpu.is_available(),
+}
+DEVICE_TYPES: Final = tuple(_AVAILABLE)
+_NARROW: Final = (torch.float16, torch.bfloat16)
+_METHODS: Final = ("forward", "setup_context", "vmap", "jvp")
+"""What runs in the forward pass of a `torch.autograd.Function`."""
+
+
+class Islands(TorchFunctionMode):
+    """Runs the sensitive functions on one device type's tensors in float32 while autocast is enabled there.
+
+    Attributes:
+        device_type: "cpu", "cuda", ...
+        acting: False while a region with torch's own op list is open inside.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.acting = True
+        self.rule_of = cuda_rule if device_type == "cuda" else rule
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every call of a torch function passes here, and most go straight on."""
+        found = self.rule_of(func)
+        if found is not None:
+            return self._ruled(found, func, types, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _ruled(self, found: Rule, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        compiling = torch.compiler.is_compiling()
+        if found not in ("widen", "isolate"):
+            return self._seen_through(found, func, types, args, kwargs, compiling=compiling)
+        if not self.acting or not torch.is_autocast_enabled(self.device_type):
+            return func(*args, **kwargs)
+        if not compiling:
+            checkpointing.carry(self._key, self._again)
+        if _chooses_dtype(args, kwargs):
+            return func(*args, **kwargs)
+        args = [self._wide(value) for value in args]
+        kwargs = {name: self._wide(value) for name, value in kwargs.items()}
+        if found == "isolate":
+            with torch.autocast(self.device_type, enabled=False):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _seen_through(
+        self, found: Rule, func: Any, types: Any, args: Any, kwargs: dict[str, Any], *, compiling: bool
+    ) -> Any:
+        """A function that is not sensitive itself, but calls what is."""
+        if found == "unflatten":
+            return torch.unflatten(*args, **kwargs)
+        if found == "grad_mode" and self.acting and not compiling and args == (False,):
+            checkpointing.carry_into_reentrant(self._key, self._again)
+        if found == "function" and not compiling:
+            return func(self._entered(args[0]), *args[1:], **kwargs)
+        plain = all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types)  # other subclasses have their own say
+        if found == "enter" and plain and not (compiling and func is torch.Tensor.backward):
+            with self:
+                return ENTERED[func](*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _wide(self, value: Any) -> Any:
+        narrow = isinstance(value, torch.Tensor) and value.dtype in _NARROW and value.device.type == self.device_type
+        return value.float() if narrow else value
+
+    def _entered(self, function: Any) -> Any:
+        """A custom autograd function like `function` whose methods run under the islands.
+
+        `torch.func` hands it to the mode as a whole, and with the mode set aside its methods would not be seen.
+        """
+
+        def under(name: str) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return getattr(function, name)(*args, **kwargs)
+
+            return staticmethod(call)
+
+        own = [name for name in _METHODS if getattr(function, name) is not getattr(torch.autograd.Function, name)]
+        return type(function.__name__, (function,), {name: under(name) for name in own})
+
+    @property
+    def _key(self) -> tuple[str, str]:
+        return ("islands", self.device_type)
+
+    def _again(self) -> contextlib.AbstractContextManager[None]:
+        return islands(self.device_type)
+
+
+def _chooses_dtype(args: Any, kwargs: dict[str, Any]) -> bool:
+    """True for a call that names the dtype of its result, or the tensor to put it in."""
+    if kwargs.get("dtype") is not None or kwargs.get("out") is not None:
+        return True
+    return any(isinstance(value, torch.dtype) for value in args)
+
+
+def current(device_type: str) -> Islands | None:
+    """The islands of a device type that are open in this thread."""
+    for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]  # torch does not annotate it
+        if isinstance(mode, Islands) and mode.device_type == device_type:
+            return mode
+    return None
+
+
+@contextlib.contextmanager
+def islands(device_type: str, *, acting: bool = True) -> Iterator[None]:
+    """A block in which the islands of a device type act, or, with `acting=False`, do not."""
+    mode = current(device_type)
+    if mode is None and acting:
+        with Islands(device_type):
+            yield
+    elif mode is None or mode.acting is acting:
+        yield
+    else:
+        mode.acting = acting
+        try:
+            yield
+        finally:
+            mode.acting = not acting
+
+
+class Region(NamedTuple):
+    """Autocast's state on one device type."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    islands: bool
+
+
+class Captured(NamedTuple):
+    """Autocast's state in one thread at one moment.
+
+    Attributes:
+        regions: the state on each device type that this machine has.
+        cache: whether torch's weight cache is on.
+    """
+
+    regions: tuple[Region, ...]
+    cache: bool
+
+
+@functools.cache
+def device_types() -> tuple[str, ...]:
+    """The device types of this machine."""
+    return tuple(kind for kind, available in _AVAILABLE.items() if available())
+
+
+def captured(kinds: tuple[str, ...] | None = None) -> Captured:
+    """The state that is open in the calling thread, on all device types or some."""
+    regions = []
+    for kind in device_types() if kinds is None else kinds:
+        mode = current(kind)
+        acting = mode is not None and mode.acting
+        regions.append(Region(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), acting))
+    return Captured(tuple(regions), torch.is_autocast_cache_enabled())
+
+
+@contextlib.contextmanager
+def restored(state: Captured) -> Iterator[None]:
+    """A block under a captured state, in any thread."""
+    if not state.regions:
+        yield
+        return
+    first, *others = state.regions
+    with (
+        torch.autocast(first.device_type, dtype=first.dtype, enabled=first.enabled, cache_enabled=state.cache),
+        islands(first.device_type, acting=first.islands),
+        restored(Captured(tuple(others), state.cache)),
+    ):
+        yield

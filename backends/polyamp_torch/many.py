@@ -1,0 +1,97 @@
+"""Lists of tensors as one array: polyamp's optimizer formulas, run over all parameters at once by multi-tensor kernels.
+
+`optimizers` calls it for RMSprop, Adagrad and Lion, for which torch has no kernel that takes the finite flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from polyamp.arrays import ArrayNamespace
+
+Operand = Any
+"""`Many`, a number, or a 0-dim tensor on the device of the lists."""
+
+
+class Many:
+    """Tensors of one device and dtype, in the operations that the formulas use; every operation makes new tensors.
+
+    >>> import torch
+    >>> pair = Many([torch.ones(2), torch.ones(3)])
+    >>> (1.0 - pair * 0.25).tensors[1]
+    tensor([0.7500, 0.7500, 0.7500])
+    """
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def __add__(self, other: Operand) -> Many:
+        if isinstance(other, torch.Tensor):  # without alpha torch reads the tensor on the host, to add a number
+            return Many(list(torch._foreach_add(self.tensors, other, alpha=1.0)))
+        return _both(torch._foreach_add, self, other)
+
+    def __sub__(self, other: Operand) -> Many:
+        if isinstance(other, torch.Tensor):
+            return self.__add__(torch.neg(other))
+        return _both(torch._foreach_sub, self, other)
+
+    def __mul__(self, other: Operand) -> Many:
+        return _both(torch._foreach_mul, self, other)
+
+    def __truediv__(self, other: Operand) -> Many:
+        return _both(torch._foreach_div, self, other)
+
+    def __neg__(self) -> Many:
+        return Many(list(torch._foreach_neg(self.tensors)))
+
+    def __rsub__(self, other: Operand) -> Many:
+        return self.__neg__().__add__(other)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+
+class ManyNamespace:
+    """`ArrayNamespace` over `Many`: what optimizer formulas ask of parameters, gradients and slots."""
+
+    def where(self, condition: Any, x: Any, y: Any, /) -> Any:
+        return Many([torch.where(condition, one, other) for one, other in zip(x.tensors, y.tensors, strict=True)])
+
+    def minimum(self, x: Any, y: Any, /) -> Any:
+        return Many(list(torch._foreach_minimum(x.tensors, y.tensors)))
+
+    def maximum(self, x: Any, y: Any, /) -> Any:
+        return Many(list(torch._foreach_maximum(x.tensors, y.tensors)))
+
+    def asarray(self, value: Any, like: Any, /) -> Any:
+        return Many([torch.full_like(tensor, value) for tensor in like.tensors])
+
+    def sqrt(self, x: Any, /) -> Any:
+        return Many(list(torch._foreach_sqrt(x.tensors)))
+
+    def sign(self, x: Any, /) -> Any:
+        return Many(list(torch._foreach_sign(x.tensors)))
+
+    def cos(self, x: Any, /) -> Any:
+        return Many(list(torch._foreach_cos(x.tensors)))
+
+    def floor(self, x: Any, /) -> Any:
+        return Many(list(torch._foreach_floor(x.tensors)))
+
+    def power(self, x: Any, y: Any, /) -> Any:
+        return _both(torch._foreach_pow, x, y)
+
+    def expm1(self, x: Any, /) -> Any:
+        return Many(list(torch._foreach_expm1(x.tensors)))
+
+
+MANY: Final[ArrayNamespace] = ManyNamespace()
+
+
+def _both(kernel: Callable[..., Any], many: Many, other: Operand) -> Many:
+    return Many(list(kernel(many.tensors, other.tensors if isinstance(other, Many) else other)))

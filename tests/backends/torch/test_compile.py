@@ -1,0 +1,310 @@
+"""`train_step(compile=True)`: one graph, compiled once, equal to the eager step; what cannot be compiled says so.
+
+Most tests use the backend "aot_eager", which traces and functionalises like the default one and generates no code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import polyamp
+from polyamp.errors import LossError, ModelError, UnsupportedError
+
+TRACED: dict[str, Any] = {"backend": "aot_eager"}
+INF, NAN = float("inf"), float("nan")
+GAINS = (INF, 1.0, 1.0, NAN, 1.0, 1.0)
+RATE = polyamp.schedules.warmup_cosine(0.1, warmup_steps=2, total_steps=20, start=0.01)
+
+
+@pytest.fixture(autouse=True)
+def compiled_once() -> Iterator[None]:
+    """A second compilation of one step is an error."""
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    torch._dynamo.reset()
+
+
+class Network(nn.Module):
+    """A tied weight, a frozen layer, an unused parameter, BatchNorm and a buffer that the forward pass writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 2)
+        self.spare = nn.Parameter(torch.ones(3))
+        self.register_buffer("average", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.second(torch.tanh(self.first(x)))
+        h = self.norm(h) + self.frozen(x)
+        self.average.mul_(0.9).add_(h.detach().float().mean(0))
+        out: torch.Tensor = self.head(h)
+        return out
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    return polyamp.losses.mean_squared_error(model(batch["x"]) * batch["gain"], batch["y"])
+
+
+def item(gain: float, seed: int) -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(8, 6)).astype(np.float32), rng.normal(size=(8, 2)).astype(np.float32)
+    return {"x": x, "y": y, "gain": np.full((8, 2), gain, np.float32)}
+
+
+def trained(recipe: polyamp.Recipe, how: Any, model: nn.Module | None = None) -> tuple[Any, list[Any]]:
+    """The state after GAINS, and (scale, skipped, step, loss, grad_norm) of every step."""
+    state = polyamp.init(model or Network(), recipe)
+    step = polyamp.train_step(loss_fn, recipe, compile=how)
+    trace = []
+    for seed, gain in enumerate(GAINS):
+        before = state.backend.export_state(state)
+        state, result = step(state, item(gain, seed))
+        trace.append((float(result.scale), bool(result.skipped), int(result.step), *map(float, result[:3:2])))
+        if gain != 1.0:
+            after = state.backend.export_state(state)
+            changed = {name for name in before if before[name].tobytes() != after[name].tobytes()}
+            assert all(name.startswith("loss_scale/") for name in changed), "S12"
+    return state, trace
+
+
+def agree(recipe: polyamp.Recipe, how: Any = TRACED, *, tolerance: float = 2e-6) -> None:
+    """Eager and compiled: the same scales, flags and counts exactly, everything else to rounding."""
+    (eager, wanted), (compiled, found) = trained(recipe, False), trained(recipe, how)
+    assert [row[:3] for row in found] == [row[:3] for row in wanted]
+    np.testing.assert_allclose([r[3:] for r in found], [r[3:] for r in wanted], rtol=max(2e-5, tolerance))
+    assert counters["stats"]["unique_graphs"] == 1
+    one, other = (state.backend.export_state(state) for state in (eager, compiled))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if not name.startswith("rng/"):
+            np.testing.assert_allclose(other[name], value, rtol=1e-5, atol=tolerance, err_msg=name)
+    assert torch.equal(compiled.model.spare, torch.ones(3)), "the loss does not depend on it"
+
+
+def recipe(optimizer: Any, policy: Any = "mixed_bfloat16", **changes: Any) -> polyamp.Recipe:
+    scaler = polyamp.LossScaler(init_scale=16.0, growth_interval=2)
+    return polyamp.Recipe(**{"policy": policy, "optimizer": optimizer, "scaler": scaler, "clip_norm": 0.5, **changes})
+
+
+SPECS = {
+    "sgd": polyamp.sgd(RATE, momentum=0.9, weight_decay=0.1),
+    "adam": polyamp.adam(0.01),
+    "adamw": polyamp.adamw(RATE),
+    "rmsprop": polyamp.rmsprop(0.01, momentum=0.5, centered=True),
+    "adagrad": polyamp.adagrad(RATE, lr_decay=0.1),
+    "lion": polyamp.lion(0.001),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_optimizer_in_one_graph(name: str) -> None:
+    """The bias in front of BatchNorm has a gradient of rounding errors, which these optimizers blow up to full size."""
+    noisy = name not in ("sgd", "adagrad")
+    model_free = recipe(SPECS[name])
+    if not noisy:
+        agree(model_free)
+        return
+    (eager, wanted), (compiled, found) = trained(model_free, False), trained(model_free, TRACED)
+    assert [row[:3] for row in found] == [row[:3] for row in wanted]
+    np.testing.assert_allclose([r[3:] for r in found], [r[3:] for r in wanted], rtol=1e-3)
+    torch.testing.assert_close(compiled.model.head.weight, eager.model.head.weight, rtol=1e-3, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "float32",
+        polyamp.Policy("mixed_float16", mode="autocast"),
+        polyamp.Policy("mixed_bfloat16", mode="autocast", op_list="native", float32_matmul="high"),
+        polyamp.Policy("mixed_bfloat16", mode="autocast", overrides={"head": "float32", "second": "float16"}),
+        polyamp.Policy("mixed_bfloat16", mode="cast"),
+    ],
+    ids=["float32", "autocast", "native", "overrides", "cast"],
+)
+def test_policies(policy: Any) -> None:
+    before = torch.get_float32_matmul_precision()
+    agree(recipe(polyamp.sgd(0.1, momentum=0.9), policy), tolerance=2e-6 if policy == "float32" else 1e-4)
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_accumulation_clips_and_steps_once_a_window() -> None:
+    agree(recipe(polyamp.sgd(0.1, momentum=0.9), "float32", accumulate_steps=2))
+
+
+def test_without_a_scaler_and_without_a_clip() -> None:
+    made = recipe(polyamp.sgd(0.1), "float32", scaler="off", clip_norm=None)
+    weights = []
+    for how in (False, TRACED):
+        state = polyamp.init(Network(), made)
+        step = polyamp.train_step(loss_fn, made, compile=how)
+        for seed in range(3):
+            state, result = step(state, item(1.0, seed))
+        assert (int(result.step), bool(result.skipped), float(result.scale)) == (3, False, 1.0)
+        weights.append(state.model.head.weight.detach())
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
+def test_the_default_compiler() -> None:
+    agree(recipe(polyamp.sgd(0.1, momentum=0.9)), True, tolerance=1e-4)
+
+
+def test_a_changed_rate_is_not_compiled_again() -> None:
+    made = recipe(polyamp.sgd(0.1), "float32")
+    weights = []
+    for how in (False, TRACED):
+        state = polyamp.init(Network(), made)
+        step = polyamp.train_step(loss_fn, made, compile=how)
+        for seed, rate in enumerate((0.1, 0.05, 0.025)):
+            state.optimizer.param_groups[0]["lr"] = rate
+            state, _ = step(state, item(1.0, seed))
+        weights.append(state.model.head.weight.detach())
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+
+
+def test_states_of_one_step_are_compiled_apart() -> None:
+    made = recipe(polyamp.sgd(0.1), "float32")
+    step = polyamp.train_step(loss_fn, made, compile=TRACED)
+    states = [polyamp.init(Network(), made) for _ in range(2)]
+    for seed in range(2):
+        for state in states:
+            step(state, item(1.0, seed))
+    assert counters["stats"]["unique_graphs"] == 2
+    assert torch.equal(states[0].model.head.weight, states[1].model.head.weight)
+
+
+def test_eager_and_compiled_steps_take_turns_and_resume(tmp_path: Any) -> None:
+    made = recipe(polyamp.adamw(RATE), "float32")
+    compiled, eager = (polyamp.train_step(loss_fn, made, compile=how) for how in (TRACED, False))
+    state = polyamp.init(nn.Linear(6, 2), made)
+    compiled(state, item(1.0, 0))
+    eager(state, item(1.0, 1))
+    polyamp.save(state, tmp_path / "checkpoint")
+    compiled(state, item(1.0, 2))
+    straight = state.model.weight.detach().clone()
+    polyamp.restore(state, tmp_path / "checkpoint")
+    _, result = compiled(state, item(1.0, 2))
+    assert torch.equal(state.model.weight, straight)
+    assert int(result.step) == 3
+
+
+def test_aux_of_every_kind() -> None:
+    def with_aux(model: Any, batch: Any) -> Any:
+        out = model(batch["x"])
+        return polyamp.losses.mean_squared_error(out, batch["y"]), {"out": (out, None), "count": 3, "note": "text"}
+
+    made = recipe(polyamp.sgd(0.1), "float32", accumulate_steps=2)
+    for changes, shape in (({}, (2, 4, 2)), ({"accumulate_steps": 1}, (8, 2))):
+        own = made.replace(**changes)
+
+        def plain(model: Any, batch: Any) -> Any:
+            loss, aux = with_aux(model, batch)
+            return loss, {"out": aux["out"][0]}
+
+        used = with_aux if own.accumulate_steps == 1 else plain
+        step = polyamp.train_step(used, own, compile=TRACED)
+        _, result = step(polyamp.init(nn.Linear(6, 2), own), item(1.0, 0))
+        out = result.aux["out"]
+        out = out[0] if isinstance(out, tuple) else out
+        assert out.shape == shape
+        assert not out.requires_grad
+        if own.accumulate_steps == 1:
+            assert (result.aux["out"][1], result.aux["count"], result.aux["note"]) == (None, 3, "text")
+
+
+def test_the_first_try_leaves_no_trace() -> None:
+    """`loss_fn` runs once without compiling before the first step: neither buffers nor random numbers nor gradients
+    show it."""
+    made = recipe(polyamp.sgd(0.0), "float32")
+    model = Network()
+    model.head.weight.grad = torch.full_like(model.head.weight, 7.0)
+    state = polyamp.init(model, made)
+    torch.manual_seed(5)
+    polyamp.train_step(loss_fn, made, compile=TRACED)(state, item(1.0, 0))
+    assert int(model.norm.num_batches_tracked) == 1
+    assert torch.equal(model.head.weight.grad, torch.full_like(model.head.weight, 7.0))
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+# --- what is refused
+
+
+def run(loss: Any, model: nn.Module, how: Any = TRACED, **changes: Any) -> None:
+    made = recipe(**{"optimizer": polyamp.sgd(0.1), "policy": "float32", **changes})
+    polyamp.train_step(loss, made, compile=how)(polyamp.init(model, made), item(1.0, 0))
+
+
+def test_options_and_recipes_that_cannot_be_compiled() -> None:
+    model = nn.Linear(6, 2)
+    with pytest.raises(UnsupportedError, match=r"compile must be True, False or a dict.*Received: compile='inductor'"):
+        run(loss_fn, model, "inductor")
+    with pytest.raises(UnsupportedError, match=r"accepts backend, mode, options, dynamic\. Received: fullgraph="):
+        run(loss_fn, model, {"fullgraph": False})
+    with pytest.raises(UnsupportedError, match=r"Received: optimizer=SGD\. Use a spec such as polyamp\.adamw"):
+        run(loss_fn, model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    cast = polyamp.Policy("mixed_bfloat16", mode="cast", overrides={"0": "float32"})
+    with pytest.raises(UnsupportedError, match="takes overrides in mode='autocast' only"):
+        run(loss_fn, nn.Sequential(model), policy=cast)
+
+
+def test_what_the_eager_step_refuses_is_refused_in_the_same_words() -> None:
+    with pytest.raises(LossError, match="Is it detached"):
+        run(lambda m, b: loss_fn(m, b).detach(), nn.Linear(6, 2))
+    with pytest.raises(LossError, match="must return a scalar loss"):
+        run(lambda m, b: m(b["x"]), nn.Linear(6, 2))
+    model = Network()
+    made = recipe(polyamp.sgd(0.1), "float32")
+    state = polyamp.init(model, made)
+    model.frozen.requires_grad_(True)
+    with pytest.raises(ModelError, match="'frozen/weight' was unfrozen after init"):
+        polyamp.train_step(loss_fn, made, compile=TRACED)(state, item(1.0, 0))
+
+
+class Replacing(nn.Module):
+    """Its forward pass puts a new tensor in the place of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.register_buffer("last", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x)
+        self.last = out.detach().mean(0)
+        return out
+
+
+def test_what_a_graph_cannot_follow_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"replaces the buffer 'last'.*buffer\.copy_\(value\)"):
+        run(loss_fn, Replacing())
+    with pytest.raises(UnsupportedError, match=r"aux must hold tensors.*Received: set"):
+        run(lambda m, b: (loss_fn(m, b), {1, 2}), nn.Linear(6, 2))
+
+    def branching(model: Any, batch: Any) -> Any:
+        loss = loss_fn(model, batch)
+        return loss * 2 if float(loss.detach()) > 0 else loss
+
+    model = nn.Linear(6, 2)
+    before = model.weight.detach().clone()
+    with pytest.raises(
+        UnsupportedError, match=r"could not compile the step into one graph\. torch says: .*compile=Fal"
+    ):
+        run(branching, model)
+    assert torch.equal(before, model.weight)
