@@ -248,16 +248,16 @@ def _carrying(parallel_apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The one device that holds all of a module's parameters.
+    """The device of a module's first parameter; the others may lie on other devices of its type.
 
     Raises:
-        UnsupportedError: they are on several devices, or on `meta`.
+        UnsupportedError: they are on devices of several types, or on `meta`.
     """
-    devices = {parameter.device for parameter in module.parameters()} or {torch.device("cpu")}
-    if len(devices) > 1 or next(iter(devices)).type == "meta":
+    devices = list(dict.fromkeys(parameter.device for parameter in module.parameters())) or [torch.device("cpu")]
+    if len({device.type for device in devices}) > 1 or devices[0].type == "meta":
         listed = ", ".join(sorted(map(str, devices)))
         raise UnsupportedError(
-            f"model must have all parameters on one device that holds data. Received: {listed}. Move it with "
+            f"model must have its parameters on devices of one type that hold data. Received: {listed}. Move it with "
             "model.to(device) first (from meta: model.to_empty(device=...) and load weights)."
         )
-    return next(iter(devices))
+    return devices[0]

@@ -617,3 +617,17 @@ def test_gradients_keep_the_scale_that_made_them() -> None:
     scaler.update(64.0)
     scaler.step(second)
     assert (p.item(), q.item()) == (1.0, 1.0)
+
+
+def test_the_scale_that_is_first_read_after_an_update_is_the_one_that_counts() -> None:
+    p = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([p], 1.0)
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    scaler.scale(-p.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    assert scaler._scale is not None
+    (-p.sum() * scaler._scale).backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    scaler.step(optimizer)
+    assert p.item() == 2.0

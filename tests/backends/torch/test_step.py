@@ -244,7 +244,7 @@ def test_sparse_gradients_are_refused_by_name() -> None:
 def test_models_on_meta_are_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
-    with pytest.raises(UnsupportedError, match=r"on one device that holds data\. Received: meta"):
+    with pytest.raises(UnsupportedError, match=r"on devices of one type that hold data\. Received: meta"):
         polyamp.init(model, polyamp.Recipe())
     with pytest.raises(ModelError, match="stored as bfloat16"):
         polyamp.init(linear().bfloat16(), polyamp.Recipe())
