@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from polyamp_torch import checkpointing
-from polyamp_torch.op_lists import ENTERED, Rule, cuda_rule, rule
+from polyamp_torch.op_lists import BACKWARD, ENTERED, Rule, cuda_rule, rule, without_dispatch
 
 _AVAILABLE: Final[dict[str, Callable[[], bool]]] = {
     "cpu": lambda: True,
@@ -53,9 +53,11 @@ class Islands(TorchFunctionMode):
 
     def _ruled(self, found: Rule, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         compiling = torch.compiler.is_compiling()
-        if found not in ("widen", "isolate"):
+        if found not in ("widen", "isolate", "lstm"):
             return self._seen_through(found, func, types, args, kwargs, compiling=compiling)
         if not self.acting or not torch.is_autocast_enabled(self.device_type):
+            return func(*args, **kwargs)
+        if found == "lstm" and (self.device_type != "cpu" or torch.get_autocast_dtype("cpu") != torch.float16):
             return func(*args, **kwargs)
         if not compiling:
             checkpointing.carry(self._key, self._again)
@@ -63,7 +65,7 @@ class Islands(TorchFunctionMode):
             return func(*args, **kwargs)
         args = [self._wide(value) for value in args]
         kwargs = {name: self._wide(value) for name, value in kwargs.items()}
-        if found == "isolate":
+        if found != "widen":
             with torch.autocast(self.device_type, enabled=False):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -79,12 +81,16 @@ class Islands(TorchFunctionMode):
         if found == "function" and not compiling:
             return func(self._entered(args[0]), *args[1:], **kwargs)
         plain = all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types)  # other subclasses have their own say
-        if found == "enter" and plain and not (compiling and func is torch.Tensor.backward):
+        if found == "enter" and plain and not (compiling and func in BACKWARD):
+            # A new copy each time, because libraries put functions of their own into torch's modules.
+            body = ENTERED[func] if compiling else without_dispatch(func)
             with self:
-                return ENTERED[func](*args, **kwargs)
+                return body(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _wide(self, value: Any) -> Any:
+        if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
+            return [self._wide(item) for item in value]
         narrow = isinstance(value, torch.Tensor) and value.dtype in _NARROW and value.device.type == self.device_type
         return value.float() if narrow else value
 

@@ -5,8 +5,9 @@ autocast to float32") and what S4 names beside it. `islands` acts on it; on CUDA
 
 Where it differs from torch's CUDA list, and why:
 
-- exp2, logaddexp, logaddexp2, logcumsumexp, logit, logsigmoid, log_ndtr, xlogy, xlog1py: exponentials, logarithms.
-- mean, nanmean, nansum, sum_to_size, std, var, cov, corrcoef: sums. torch adds in float32, but rounds to 16 bits.
+- exp2, entr, logaddexp, logaddexp2, logcumsumexp, logit, logsigmoid, log_ndtr, xlogy, xlog1py: exponentials, logarithms.
+- mean, nanmean, nansum, sum_to_size, std, var, cov, corrcoef, trapezoid: sums. torch adds in float32, but rounds to
+  16 bits.
 - batch_norm, instance_norm, local_response_norm: statistics, as layer_norm's are; the result is float32 as well.
 - ctc_loss, gaussian_nll_loss, multilabel_soft_margin_loss, pairwise_distance: losses and distances beside listed ones.
 - linear algebra and FFT: they have no 16-bit kernels, and raise in torch's regions.
@@ -29,11 +30,12 @@ from torch.nn import functional
 from polyamp_torch.compiler import constant_when_compiled
 
 Function = Callable[..., Any]
-Rule = Literal["widen", "isolate", "enter", "unflatten", "function", "grad_mode"]
+Rule = Literal["widen", "isolate", "lstm", "enter", "unflatten", "function", "grad_mode"]
 """What the islands do with a function:
 
 - "widen": cast its 16-bit floating tensors to float32, then call it;
 - "isolate": the same with autocast off inside, because it is made of matrix products too;
+- "lstm": the same, in float16 on the CPU only, where torch has no such LSTM and raises;
 - "enter": it is a Python function that calls listed ones: run its body under the islands;
 - "unflatten": `Tensor.unflatten`, which torch.compile cannot trace under any mode: call `torch.unflatten`;
 - "function": a custom autograd function under `torch.func`: run its methods under the islands;
@@ -63,7 +65,7 @@ ROWS: Final = (
     Row("exponentials", "exp expm1 cosh sinh softplus erfinv", on_cuda=True),
     Row("exponentials", "exp2"),
     Row("logarithms", "log log10 log1p log2", on_cuda=True),
-    Row("logarithms", "logaddexp logaddexp2 logit logsigmoid log_ndtr xlogy xlog1py"),
+    Row("logarithms", "entr logaddexp logaddexp2 logit logsigmoid log_ndtr xlogy xlog1py"),
     Row(
         "powers",
         "pow rsqrt reciprocal __pow__ __rpow__ __rdiv__ __rtruediv__ lp_pool1d lp_pool2d lp_pool3d",
@@ -72,8 +74,10 @@ ROWS: Final = (
     Row("steep trigonometry", "acos arccos asin arcsin tan", on_cuda=True),
     Row("sums", "sum prod cumsum cumprod", on_cuda=True),
     Row("sums", "mean nanmean nansum sum_to_size logcumsumexp std std_mean var var_mean"),
+    Row("sums", "trapezoid trapz cumulative_trapezoid _sparse_sum"),
     Row("softmax", "softmax log_softmax softmin", on_cuda=True),
     Row("softmax", "logsumexp gumbel_softmax"),
+    Row("softmax", "softmax log_softmax", (torch.sparse,)),
     Row("norms", "layer_norm native_layer_norm group_norm normalize norm renorm", on_cuda=True),
     Row("norms", "rms_norm batch_norm native_batch_norm native_group_norm instance_norm local_response_norm"),
     Row("norms", "norm vector_norm matrix_norm", (torch.linalg,), rule="isolate"),
@@ -144,17 +148,21 @@ def without_dispatch(function: Any) -> Function:
 
 
 _LINEAR_CROSS_ENTROPY = getattr(functional, "linear_cross_entropy", None)  # newer than the oldest supported torch
+BACKWARD: Final = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+"""They run hooks, custom autograd functions, and what a checkpoint repeats."""
 ENTERED: Final[dict[Function, Function]] = {
     function: without_dispatch(function)
-    for function in (functional.multi_head_attention_forward, torch.Tensor.backward, _LINEAR_CROSS_ENTROPY)
+    for function in (functional.multi_head_attention_forward, _LINEAR_CROSS_ENTROPY, *BACKWARD)
     if function is not None
 }
-"""Functions of the rule "enter" -> the copy to run; `backward` because checkpointing runs the model again in it."""
+"""Functions of the rule "enter" -> the copy that a compiler traces."""
 
 # Plain dicts: torch.compile reads no other mapping with functions as keys.
 ALL_RULES: Final[dict[Function, Rule]] = {
     **{function: row.rule for row in ROWS for _, function in functions(row)},
     **dict.fromkeys(ENTERED, "enter"),
+    torch.lstm: "lstm",
+    torch._transformer_encoder_layer_fwd: "isolate",  # fused, for inference; only a compiled layer still calls it
     torch.Tensor.unflatten: "unflatten",
     custom_function_call: "function",
     torch._C._set_grad_enabled: "grad_mode",

@@ -308,3 +308,17 @@ def test_what_a_graph_cannot_follow_is_refused() -> None:
     ):
         run(branching, model)
     assert torch.equal(before, model.weight)
+
+
+def test_trap_torchs_scaler_cannot_be_in_the_graph() -> None:
+    """What `trained` does in one graph, scale and skip included, torch's scaler breaks."""
+    model, scaler = nn.Linear(6, 2), torch.amp.GradScaler("cpu")
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def scaled(x: torch.Tensor) -> Any:
+        return scaler.scale(model(x).sum())
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"GradScaler\.scale"):
+        scaled(torch.ones(1, 6))
+    _, trace = trained(polyamp.Recipe(policy="mixed_float16", optimizer=polyamp.sgd(0.1)), TRACED)
+    assert [bool(skipped) for _, skipped, *_ in trace] == [True, False, False, True, False, False]
