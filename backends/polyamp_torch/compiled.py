@@ -73,7 +73,7 @@ class CompiledStep:
             UnsupportedError: the model or `loss_fn` does something that cannot be compiled; says what to do.
         """
         batches = micro_batches(to_device(batch, state.device), self._recipe.accumulate_steps)
-        state.check_trainable()
+        state.check_unchanged()
         graph = self._graphs.get(state)
         if graph is None:
             graph = self._graphs[state] = Graph(self._loss_fn, self._recipe, self._options, state, batches[0])

@@ -43,6 +43,9 @@ class Kernels:
         if not self._are_current():
             self._lists = self._gathered()
         group, lists = self._optimizer.param_groups[0], self._lists
+        slots = ("momentum_buffer",) if "momentum" in group else ("exp_avg", "exp_avg_sq", "step")
+        if not all(slot in lists for slot in slots) and group.get("momentum", 1.0):
+            return False
         common = {"lr": group["lr"], "weight_decay": group["weight_decay"], "maximize": group["maximize"]}
         amp: dict[str, Any] = {"foreach": False, "fused": True, "grad_scale": by, "found_inf": found_inf}
         with torch.no_grad():
@@ -81,9 +84,10 @@ class Kernels:
         return {slot: [state[slot] for state in states] for slot in states[0]}
 
     def _are_current(self) -> bool:
-        """False if the state arrays were replaced, as `load_state_dict` does, first and last included."""
-        ends = ((0, self._parameters[0]), (-1, self._parameters[-1]))
+        """False if any state array was replaced, as `load_state_dict` does, or by hand."""
         state = self._optimizer.state
         return self._lists.keys() == state[self._parameters[0]].keys() and all(
-            items[place] is state[p].get(slot) for slot, items in self._lists.items() for place, p in ends
+            item is state[p].get(slot)
+            for slot, items in self._lists.items()
+            for item, p in zip(items, self._parameters, strict=True)
         )

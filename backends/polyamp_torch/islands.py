@@ -61,7 +61,7 @@ class Islands(TorchFunctionMode):
             return func(*args, **kwargs)
         if not compiling:
             checkpointing.carry(self._key, self._again)
-        if _chooses_dtype(args, kwargs):
+        if _chooses_dtype(kwargs):
             return func(*args, **kwargs)
         args = [self._wide(value) for value in args]
         kwargs = {name: self._wide(value) for name, value in kwargs.items()}
@@ -89,10 +89,12 @@ class Islands(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _wide(self, value: Any) -> Any:
-        if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
+        if isinstance(value, torch.Tensor):
+            narrow = value.dtype in _NARROW and value.device.type == self.device_type
+            return value.float() if narrow else value
+        if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):  # an LSTM's weights
             return [self._wide(item) for item in value]
-        narrow = isinstance(value, torch.Tensor) and value.dtype in _NARROW and value.device.type == self.device_type
-        return value.float() if narrow else value
+        return value
 
     def _entered(self, function: Any) -> Any:
         """A custom autograd function like `function` whose methods run under the islands.
@@ -118,11 +120,12 @@ class Islands(TorchFunctionMode):
         return islands(self.device_type)
 
 
-def _chooses_dtype(args: Any, kwargs: dict[str, Any]) -> bool:
-    """True for a call that names the dtype of its result, or the tensor to put it in."""
-    if kwargs.get("dtype") is not None or kwargs.get("out") is not None:
-        return True
-    return any(isinstance(value, torch.dtype) for value in args)
+def _chooses_dtype(kwargs: dict[str, Any]) -> bool:
+    """True for a call that names the dtype of its result, or the tensor to put it in.
+
+    A dtype by position needs no notice: the functions that take one so cast to it, and widening first changes no bit.
+    """
+    return kwargs.get("dtype") is not None or kwargs.get("out") is not None
 
 
 def current(device_type: str) -> Islands | None:

@@ -5,12 +5,14 @@ autocast to float32") and what S4 names beside it. `islands` acts on it; on CUDA
 
 Where it differs from torch's CUDA list, and why:
 
-- exp2, entr, logaddexp, logaddexp2, logcumsumexp, logit, logsigmoid, log_ndtr, xlogy, xlog1py: exponentials, logarithms.
+- exp2, entr, logaddexp, logaddexp2, logcumsumexp, logit, logsigmoid, log_ndtr, xlogy, xlog1py: exponentials and
+  logarithms.
 - mean, nanmean, nansum, sum_to_size, std, var, cov, corrcoef, trapezoid: sums. torch adds in float32, but rounds to
   16 bits.
 - batch_norm, instance_norm, local_response_norm: statistics, as layer_norm's are; the result is float32 as well.
 - ctc_loss, gaussian_nll_loss, multilabel_soft_margin_loss, pairwise_distance: losses and distances beside listed ones.
 - linear algebra and FFT: they have no 16-bit kernels, and raise in torch's regions.
+- lstm: float16 has no kernel on the CPU, and torch raises.
 - upsampling (on CUDA's list in newer versions) is left in the dtype of its input: S4 does not name it.
 - lobpcg, pca_lowrank, svd_lowrank: torch shows modes what they call, not them; their products run in 16 bits.
 - multi_dot, chain_matmul, vecdot: matrix products, so 16-bit, as in torch.
@@ -116,6 +118,7 @@ ROWS: Final = (
         (torch.fft,),
     ),
     Row("FFT", "stft istft", (torch, torch.Tensor)),
+    Row("LSTM", "lstm", (torch,), on_cuda=True, rule="lstm"),
 )
 
 
@@ -161,17 +164,15 @@ ENTERED: Final[dict[Function, Function]] = {
 ALL_RULES: Final[dict[Function, Rule]] = {
     **{function: row.rule for row in ROWS for _, function in functions(row)},
     **dict.fromkeys(ENTERED, "enter"),
-    torch.lstm: "lstm",
-    torch._transformer_encoder_layer_fwd: "isolate",  # fused, for inference; only a compiled layer still calls it
     torch.Tensor.unflatten: "unflatten",
     custom_function_call: "function",
     torch._C._set_grad_enabled: "grad_mode",
 }
 """Every sensitive function: for the CPU, whose own list is short, and for devices whose list may be."""
 
+_ON_CUDA: Final = {function for row in ROWS if row.on_cuda for _, function in functions(row)}
 CUDA_RULES: Final[dict[Function, Rule]] = {
-    **dict.fromkeys((function for row in ROWS if not row.on_cuda for _, function in functions(row)), "widen"),
-    **{function: rule for function, rule in ALL_RULES.items() if rule != "widen"},
+    function: found for function, found in ALL_RULES.items() if function not in _ON_CUDA
 }
 """What torch's CUDA list lacks."""
 

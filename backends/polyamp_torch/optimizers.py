@@ -199,7 +199,8 @@ def apply(
         rate = _rate(spec, applied) if scheduled else None
         count = int(applied) + 1 if looks(applied.device) else applied + 1.0
         for group in optimizer.param_groups:
-            _run_formula(optimizer, group, spec, group["lr"] if rate is None else rate, count, finite)
+            own = _current(spec, group)
+            _run_formula(optimizer, group, own, group["lr"] if rate is None else rate, count, finite)
         return
     if finite is not None and not _takes_flag(optimizer, spec):
         if not bool(finite):  # the one synchronisation: this optimizer cannot be told on the device
@@ -267,6 +268,27 @@ def _run_formula(
                     torch._foreach_add_(steps, 1.0)
                 else:
                     torch._foreach_add_(steps, own.float(), alpha=1.0)  # without alpha torch reads the tensor
+
+
+def _current(spec: Any, group: dict[str, Any]) -> Any:
+    """The spec with the options that were written into the group by hand.
+
+    Raises:
+        UnsupportedError: they ask for other state arrays, or for `maximize`, which the formulas do not have.
+        RecipeError: an impossible value.
+    """
+    options = {name: group.get(name, getattr(spec, name)) for name in spec.__struct_fields__[1:]}
+    if group.get("maximize"):
+        raise UnsupportedError(f"maximize=True: {type(spec).__name__} minimises. Return the negative loss instead.")
+    if all(value == getattr(spec, name) for name, value in options.items()):
+        return spec
+    changed = type(spec)(spec.learning_rate, **options)
+    if changed.slots != spec.slots:
+        raise UnsupportedError(
+            f"the optimizer's state arrays are {', '.join(spec.slots)}; the options in its param_groups now ask for "
+            f"{', '.join(changed.slots)}. Call polyamp.init with such a recipe."
+        )
+    return changed
 
 
 def _wide(tensors: list[Any]) -> Many:

@@ -21,6 +21,7 @@ from polyamp_torch.binding import BoundModule, device_of
 
 Array = np.ndarray[Any, Any]
 _TRAINED: Final = operator.attrgetter("requires_grad")
+_FORM: Final = operator.attrgetter("shape", "dtype", "device")
 
 
 class TorchState:
@@ -52,6 +53,9 @@ class TorchState:
         self.bound = BoundModule(model, recipe.policy, self.device)
         self.parameters = dict(named)
         self._frozen = [(name.replace(".", "/"), p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._forms = list(map(_FORM, self.parameters.values()))
+        self._places = _places(model)
+        self._ids = _ids(self._places)
         self.one_device = len({p.device for p in self.parameters.values()}) == 1
         self.buffer_owners = buffers.owners(model)
         self.optimizer = optimizers.build(recipe.optimizer, list(self.parameters.values()))
@@ -66,12 +70,27 @@ class TorchState:
             f"policy={self.recipe.policy}, scale={float(self.scale_state.scale):g}, step={int(self.step)})"
         )
 
-    def check_trainable(self) -> None:
-        """Refuse parameters whose `requires_grad` is not what it was at `init`.
+    def check_unchanged(self) -> None:
+        """Refuse a model or an optimizer that does not hold the parameters of `init` as they were then.
 
         Raises:
-            ModelError: names the first one.
+            ModelError: names the first that was replaced, frozen, unfrozen, reshaped, cast or moved.
         """
+        if _ids(self._places) != self._ids:
+            self._look_again()
+        if sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.parameters):
+            raise ModelError(
+                "the optimizer's parameter groups were changed after init, so it does not hold exactly the model's "
+                "trainable parameters. Call polyamp.init again."
+            )
+        if list(map(_FORM, self.parameters.values())) != self._forms:
+            pairs = zip(self.parameters.items(), self._forms, strict=True)
+            name, p, form = next((name, p, form) for (name, p), form in pairs if _FORM(p) != form)
+            before, now = ([str(item) for item in (tuple(shape), *rest)] for shape, *rest in (form, _FORM(p)))
+            raise ModelError(
+                f"parameter {name!r} was {', '.join(before)} at init. Received: {', '.join(now)}. The optimizer's "
+                "state is that of init: change the model first, then call polyamp.init."
+            )
         if not all(map(_TRAINED, self.parameters.values())):
             name = next(name for name, p in self.parameters.items() if not p.requires_grad)
             raise ModelError(f"parameter {name!r} was frozen after init. Call polyamp.init again to train the others.")
@@ -81,6 +100,22 @@ class TorchState:
                     f"parameter {name!r} was unfrozen after init, so no optimizer holds it. Call polyamp.init again to "
                     "train it too."
                 )
+
+    def _look_again(self) -> None:
+        """Modules were put elsewhere; that is a model's own business as long as its parameters are the same."""
+        known = {id(p) for p in self.parameters.values()} | {id(p) for _, p in self._frozen}
+        now = {name.replace(".", "/"): p for name, p in self.model.named_parameters()}
+        strange = next((name for name, p in now.items() if id(p) not in known), None)
+        held = {id(p) for p in now.values()}
+        lost = next((name for name, p in self.parameters.items() if id(p) not in held), None)
+        if strange is not None or lost is not None:
+            raise ModelError(
+                f"parameter {strange or lost!r} was {'put into' if strange else 'taken out of'} the model after init, "
+                "so the optimizer does not know of it. Change the model first, then call polyamp.init."
+            )
+        self._places = _places(self.model)
+        self._ids = _ids(self._places)
+        self.buffer_owners = buffers.owners(self.model)
 
     def _optimizer_names(self) -> list[str]:
         by_id = {id(p): name for name, p in self.parameters.items()}
@@ -114,3 +149,12 @@ class TorchState:
         torch.set_rng_state(from_numpy(arrays["rng/cpu"]))
         if "rng/cuda" in arrays:
             torch.cuda.set_rng_state(from_numpy(arrays["rng/cuda"]), self.device)
+
+
+def _places(model: nn.Module) -> list[dict[str, Any]]:
+    """The dicts that hold the parameters and the children of every module."""
+    return [slots for module in model.modules() for slots in (module._parameters, module._modules)]
+
+
+def _ids(places: list[dict[str, Any]]) -> list[int]:
+    return [id(item) for slots in places for item in slots.values()]

@@ -146,7 +146,7 @@ def scaled_backward(loss_fn: LossFunction, states: Sequence[TorchState], batch: 
     policy, scaler = states[0].recipe.policy, states[0].scaler
     models = tuple(state.bound for state in states)
     for state in states:
-        state.check_trainable()
+        state.check_unchanged()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(matmul_precision(policy.float32_matmul))
@@ -197,6 +197,7 @@ def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], sk
     and the optimizer's state for it, as they are."""
     ready = []
     for state, item in zip(states, grads, strict=True):
+        state.check_unchanged()
         _require(state, item.values)
         fitted = _fitted(state, item.values)
         for name, parameter in state.parameters.items():

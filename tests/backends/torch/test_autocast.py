@@ -72,6 +72,48 @@ def test_the_native_op_list_inside_and_outside() -> None:
         assert seen() == native
 
 
+def seeded(make: Any) -> Any:
+    torch.manual_seed(0)
+    return make()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.embedding((x > 0).long().sum(-1))
+        return functional.linear(tokens, self.embedding.weight).log_softmax(-1)
+
+
+MODULES = {
+    "encoder": lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0),
+    "encoder_eval": lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval(),
+    "gru": lambda: nn.GRU(4, 3),
+    "lstm_cell": lambda: nn.LSTMCell(4, 3),
+    "convolution": lambda: nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.ReLU(), nn.ConvTranspose1d(4, 2, 2)),
+    "group_norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.Softmax(-1)),
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    "tied": Tied,
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", MODULES)
+def test_the_native_list_equals_plain_torch_bit_for_bit(name: str, grad: bool) -> None:
+    ends = []
+    for region in (torch.autocast("cpu", torch.bfloat16, cache_enabled=False), autocast(NATIVE, "cpu")):
+        model = seeded(MODULES[name])
+        with torch.set_grad_enabled(grad), region:
+            output = model(X)
+        ends.append([output] if isinstance(output, torch.Tensor) else list(output))
+        if grad:
+            ends[-1][0].float().square().sum().backward()
+            ends[-1] += [p.grad for p in model.parameters()]
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=0)
+
+
 def test_an_error_inside_closes_everything() -> None:
     with contextlib.suppress(ZeroDivisionError), autocast(BFLOAT16, "cpu"), autocast(NATIVE, "cpu"):
         raise ZeroDivisionError
@@ -190,7 +232,7 @@ def test_an_override_is_another_region() -> None:
     inner: list[tuple[torch.dtype, ...]] = []
 
     class Part(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, *, x: torch.Tensor) -> torch.Tensor:
             product = x @ X
             inner.append((x.dtype, product.dtype, product.exp().dtype))
             return product
@@ -201,7 +243,7 @@ def test_an_override_is_another_region() -> None:
             self.first, self.second, self.third = Part(), Part(), Part()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.third(self.second(self.first(x)))
+            out: torch.Tensor = self.third(x=self.second(x=self.first(x=x)))
             return out
 
     overrides = {"second": "float32", "third": "bfloat16"}
@@ -218,3 +260,12 @@ def test_float32_matmul_is_scoped() -> None:
     with autocast(BFLOAT16.replace(float32_matmul="medium"), "cpu"):
         assert torch.get_float32_matmul_precision() == "medium"
     assert torch.get_float32_matmul_precision() == before
+    with contextlib.suppress(ZeroDivisionError), autocast(BFLOAT16.replace(float32_matmul="medium"), "cpu"):
+        raise ZeroDivisionError
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_policy_in_one_dtype_turns_autocast_off() -> None:
+    with autocast(BFLOAT16, "cpu"), autocast(polyamp.Policy("bfloat16"), "cpu"):
+        assert seen() == OFF
+        assert X.bfloat16().exp().dtype == torch.bfloat16

@@ -90,6 +90,12 @@ def test_nothing_is_left_in_the_module(name: str) -> None:
     torch.testing.assert_close(copied(X), model(X))
 
 
+def test_an_rnns_own_list_of_weights_holds_the_masters_again() -> None:
+    model = seeded(Recurrent)
+    CAST.autocast(model)(X)
+    assert all(held is own for held, own in zip(model.lstm._flat_weights, model.lstm.parameters(), strict=True))
+
+
 def test_weights_are_cast_once_and_computed_with_in_16_bits() -> None:
     model = seeded(Tied)
     seen: list[tuple[int, torch.dtype]] = []

@@ -57,8 +57,9 @@ def test_trap_autocast_does_not_reach_a_users_thread() -> None:
 
 def test_carried_takes_what_is_open_where_it_is_made() -> None:
     with torch.autocast("cpu", torch.float16):
-        plain = carried(dtypes)
+        plain, cache = carried(dtypes), carried(torch.is_autocast_cache_enabled)
     with autocast(BFLOAT16, "cpu"):
+        no_cache = carried(torch.is_autocast_cache_enabled)
         mixed = carried(dtypes)
         with torch.autocast("cpu", enabled=False):
             off = carried(dtypes)
@@ -76,6 +77,7 @@ def test_carried_takes_what_is_open_where_it_is_made() -> None:
     assert in_threads(*works) == want
     with autocast(FLOAT16, "cpu"):
         assert [work() for work in works] == want
+        assert (cache(), no_cache()) == (True, False)
         assert dtypes() == (torch.float16, torch.float32)
 
 

@@ -105,6 +105,56 @@ def test_a_compiled_backward_has_the_eager_ones_numbers() -> None:
     assert torch.equal(got, want)
 
 
+class Region(nn.Module):
+    """How a region goes into tools that take modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with autocast(BFLOAT16, "cpu"):
+            return self.layer(x).softmax(-1)
+
+
+def test_a_module_with_a_region_is_exported() -> None:
+    """With strict=True torch.export raises on any cast inside a region, a plain `.float()` in torch's own included."""
+    model = Region()
+    exported = torch.export.export(model, (X,), strict=False).module()
+    assert torch.equal(exported(X), model(X))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")  # torch's own
+def test_a_region_is_traced() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model = Region()
+    want = model(X)
+    assert torch.equal(torch.jit.trace(model, X)(X), want)  # type: ignore[no-untyped-call]  # torch's
+    with torch.no_grad():
+        assert torch.equal(make_fx(model)(X)(X), want)
+
+
+def test_trap_a_compiled_encoder_layer_takes_torchs_fused_path_in_inference() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+
+    def run(x: torch.Tensor) -> Any:
+        with autocast(BFLOAT16, "cpu"):
+            return layer(x)
+
+    x = X[None]
+    with torch.no_grad():
+        want = run(x)
+        assert Compiled(run).run(x).dtype == torch.bfloat16, "torch.compile asks no mode there"
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            got = Compiled(run).run(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert torch.equal(got, want)
+
+
 def test_a_bound_model_compiles_with_its_overrides() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     bound: Any = BFLOAT16.replace(overrides={"1": "float32"}).autocast(model)

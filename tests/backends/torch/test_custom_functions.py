@@ -132,12 +132,12 @@ def test_cast_inputs_casts_containers_and_keywords() -> None:
 
     @custom_fwd(cast_inputs=torch.float32)
     def forward(ctx: Any, pair: Any, table: Any, *, flag: bool, extra: Any) -> None:
-        seen.extend([pair[0].dtype, table["a"].dtype, table["b"], flag, extra.dtype])
+        seen.extend([*(item.dtype for item in pair), table["a"].dtype, table["b"], flag, extra.dtype])
 
-    half, whole = torch.ones(2).half(), torch.ones(2, dtype=torch.int32)
+    half = torch.ones(2).half()
     with autocast(BFLOAT16, "cpu"):
-        forward(None, (half, whole), {"a": half, "b": "text"}, flag=True, extra=whole)
-    assert seen == [torch.float32, torch.float32, "text", True, torch.int32]
+        forward(None, (half, torch.arange(2)), {"a": half, "b": "text"}, flag=True, extra=half)
+    assert seen == [torch.float32, torch.int64, torch.float32, "text", True, torch.float32]
 
 
 @pytest.mark.parametrize("cast_inputs", [None, torch.float32])

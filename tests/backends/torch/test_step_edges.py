@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -242,3 +244,119 @@ def test_state_arrays_that_were_replaced_are_used() -> None:
     assert state.optimizer.state[model.weight]["exp_avg"] is fresh
     assert not torch.equal(before, fresh)
     assert float(state.optimizer.state[model.weight]["step"]) == 2.0
+
+
+def test_a_state_array_replaced_in_the_middle_is_used() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    recipe = polyamp.Recipe(optimizer=polyamp.adamw())
+    state = polyamp.init(model, recipe)
+    step = polyamp.train_step(loss_fn, recipe)
+    step(state, batch())
+    fresh = torch.zeros(4)
+    state.optimizer.state[model[0].bias]["exp_avg"] = fresh
+    step(state, batch(seed=1))
+    assert fresh.any()
+
+
+def stepped(model: nn.Module, change: Callable[[Any], Any], optimizer: Any = None) -> Any:
+    """The state after one step, a change by hand, and another step."""
+    recipe = polyamp.Recipe(optimizer=optimizer or polyamp.adamw())
+    state = polyamp.init(model, recipe)
+    step = polyamp.train_step(loss_fn, recipe)
+    step(state, batch())
+    change(state)
+    step(state, batch(seed=1))
+    return state
+
+
+def put_linear(state: Any) -> None:
+    state.model[0] = nn.Linear(6, 4)
+
+
+def put_parameter(state: Any) -> None:
+    state.model[1].bias = nn.Parameter(torch.zeros(2))
+
+
+def put_parametrization(state: Any) -> None:
+    nn.utils.parametrizations.weight_norm(state.model[0])
+
+
+def put_shape(state: Any) -> None:
+    state.model[0].weight.data = torch.zeros(5, 6)
+
+
+def put_dtype(state: Any) -> None:
+    state.model.bfloat16()
+
+
+def put_group(state: Any) -> None:
+    state.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put_linear, r"'0/weight' was put into the model after init.*then call polyamp\.init"),
+        (put_parameter, r"'1/bias' was put into the model after init"),
+        (put_parametrization, r"'0/parametrizations/weight/original0' was put into the model"),
+        (put_shape, r"'0/weight' was \(4, 6\), torch\.float32, cpu at init\. Received: \(5, 6\), torch\.float32, cpu"),
+        (put_dtype, r"'0/weight' was .* Received: \(4, 6\), torch\.bfloat16, cpu"),
+        (put_group, r"parameter groups were changed after init"),
+    ],
+)
+def test_a_model_changed_after_init_is_refused(change: Callable[[Any], Any], message: str) -> None:
+    """Otherwise what is new is never trained, and kernels write over the end of the old state arrays."""
+    with pytest.raises(ModelError, match=message):
+        stepped(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), change)
+
+
+class Rotating(nn.Module):
+    """Puts one of its own layers in another place at every call, which is its own business."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.head = nn.Linear(6, 2)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.current = self.layers[self.calls % 2]
+        self.calls += 1
+        out: torch.Tensor = self.head(self.current(x))
+        return out
+
+
+def test_a_model_may_move_its_own_modules() -> None:
+    model = Rotating()
+    before = model.layers[1].weight.detach().clone()
+    state = stepped(model, lambda state: None)
+    assert int(state.step) == 2
+    assert not torch.equal(before, model.layers[1].weight)
+
+
+@pytest.mark.parametrize(
+    ("spec", "native", "option", "value"),
+    [
+        (polyamp.rmsprop(0.01), torch.optim.RMSprop, "weight_decay", 0.1),
+        (polyamp.rmsprop(0.01), torch.optim.RMSprop, "alpha", 0.5),
+        (polyamp.adagrad(0.01), torch.optim.Adagrad, "eps", 0.1),
+    ],
+)
+def test_options_written_into_the_groups_count(spec: Any, native: Any, option: str, value: float) -> None:
+    def change(state: Any) -> None:
+        state.optimizer.param_groups[0][option] = value
+
+    torch.manual_seed(0)
+    one = nn.Linear(6, 2)
+    other = copy.deepcopy(one)
+    stepped(one, change, spec)
+    stepped(other, change, native(other.parameters(), 0.01, foreach=False))
+    torch.testing.assert_close(one.weight, other.weight, rtol=1e-5, atol=1e-7)
+
+
+def test_options_that_need_other_state_arrays_are_refused() -> None:
+    def change(state: Any) -> None:
+        state.optimizer.param_groups[0]["momentum"] = 0.9
+
+    with pytest.raises(UnsupportedError, match=r"state arrays are square_avg; .* ask for square_avg, momentum"):
+        stepped(nn.Linear(6, 2), change, polyamp.rmsprop(0.01))
