@@ -75,8 +75,9 @@ class CompiledStep:
         batches = micro_batches(to_device(batch, state.device), self._recipe.accumulate_steps)
         state.check_unchanged()
         graph = self._graphs.get(state)
-        if graph is None:
-            graph = self._graphs[state] = Graph(self._loss_fn, self._recipe, self._options, state, batches[0])
+        spec = optimizers.current(self._recipe.optimizer, state.optimizer.param_groups[0])
+        if graph is None or graph.spec != spec:  # its numbers are constants in the graph
+            graph = self._graphs[state] = Graph(self._loss_fn, self._recipe, self._options, state, batches[0], spec)
         return graph.step(state, batches)
 
 
@@ -86,13 +87,21 @@ class Graph:
     Args:
         part: a micro-batch, on which `loss_fn` is first tried without compiling and without an update: what the eager
             step refuses is then refused in the same words.
+        spec: the optimizer's spec, with the options that stand in the parameter group.
     """
 
     def __init__(
-        self, loss_fn: LossFunction, recipe: Recipe, options: Mapping[str, Any], state: TorchState, part: Any
+        self,
+        loss_fn: LossFunction,
+        recipe: Recipe,
+        options: Mapping[str, Any],
+        state: TorchState,
+        part: Any,
+        spec: Any,
     ) -> None:
         if not state.one_device:
             raise UnsupportedError("train_step(compile=...) needs all parameters on one device. Use compile=False.")
+        self.spec = spec
         self._recipe = recipe
         self._scaler = state.scaler
         self._device = state.device.type
@@ -107,7 +116,7 @@ class Graph:
     def step(self, state: TorchState, batches: list[Any]) -> StepResult:
         """One step; the state's tensors are written in place."""
         parameters = {_module_name(name): p.detach() for name, p in state.parameters.items() if name in self._used}
-        spec = self._recipe.optimizer
+        spec = self.spec
         slots = [
             {slot: state.optimizer.state[state.parameters[name]][optimizers.slot_name(slot)] for slot in spec.slots}
             for name in self._used
@@ -238,7 +247,7 @@ class Graph:
         finite: torch.Tensor | None,
     ) -> None:
         """The spec's formula for every parameter, kept where `finite` says so."""
-        spec = self._recipe.optimizer
+        spec = self.spec
         if rate is None:
             rate = spec.rate(step, XP)
         for p, grad, own in zip(parameters, grads, slots, strict=True):

@@ -199,7 +199,7 @@ def apply(
         rate = _rate(spec, applied) if scheduled else None
         count = int(applied) + 1 if looks(applied.device) else applied + 1.0
         for group in optimizer.param_groups:
-            own = _current(spec, group)
+            own = current(spec, group)
             _run_formula(optimizer, group, own, group["lr"] if rate is None else rate, count, finite)
         return
     if finite is not None and not _takes_flag(optimizer, spec):
@@ -270,7 +270,7 @@ def _run_formula(
                     torch._foreach_add_(steps, own.float(), alpha=1.0)  # without alpha torch reads the tensor
 
 
-def _current(spec: Any, group: dict[str, Any]) -> Any:
+def current(spec: Any, group: dict[str, Any]) -> Any:
     """The spec with the options that were written into the group by hand.
 
     Raises:

@@ -322,3 +322,25 @@ def test_trap_torchs_scaler_cannot_be_in_the_graph() -> None:
         scaled(torch.ones(1, 6))
     _, trace = trained(polyamp.Recipe(policy="mixed_float16", optimizer=polyamp.sgd(0.1)), TRACED)
     assert [bool(skipped) for _, skipped, *_ in trace] == [True, False, False, True, False, False]
+
+
+def test_an_option_written_into_the_group_counts() -> None:
+    """A new graph holds it: numbers of the optimizer are constants in the compiled one."""
+    weights = []
+    for how in (False, TRACED):
+        recipe = polyamp.Recipe(optimizer=polyamp.adamw(0.1))
+        state = polyamp.init(Network(), recipe)
+        step = polyamp.train_step(loss_fn, recipe, compile=how)
+        step(state, item(1.0, 0))
+        state.optimizer.param_groups[0]["weight_decay"] = 0.5
+        step(state, item(1.0, 1))
+        weights.append(state.model.first.weight.detach().clone())
+    torch.testing.assert_close(*weights)
+
+
+def test_maximize_is_refused() -> None:
+    recipe = polyamp.Recipe(optimizer=polyamp.sgd(0.1))
+    state = polyamp.init(Network(), recipe)
+    state.optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(UnsupportedError, match=r"SGD minimises\. Return the negative loss"):
+        polyamp.train_step(loss_fn, recipe, compile=TRACED)(state, item(1.0, 0))
