@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
-from polyamp.arrays import ArrayNamespace
+from polyamp.arrays import PYTHON, ArrayNamespace
 from polyamp.errors import LossScaleError, UnsupportedError
 from polyamp.loss_scale import LossScaler, LossScaleState, update
 from polyamp_torch.arrays import TorchNamespace
@@ -37,25 +37,6 @@ class _Constants(TorchNamespace):
         if key not in self._made:
             self._made[key] = super().asarray(value, like)
         return self._made[key]
-
-
-class _HostNumbers(TorchNamespace):
-    """The rule's four functions on NumPy scalars, where the state is on the CPU: a fifth of the time."""
-
-    def where(self, condition: Any, x: Any, y: Any, /) -> Any:
-        return x if condition else y
-
-    def minimum(self, x: Any, y: Any, /) -> Any:
-        return min(x, y)
-
-    def maximum(self, x: Any, y: Any, /) -> Any:
-        return max(x, y)
-
-    def asarray(self, value: Any, like: Any, /) -> Any:
-        return type(like)(value)
-
-
-_HOST_NUMBERS: Final = _HostNumbers()
 
 
 def described(scaler: Any, device: Any, constants: dict[str, Any]) -> tuple[LossScaler, str | None]:
@@ -129,7 +110,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
             self._scale_changes()
             return after._replace(scale=state.scale.copy_(after.scale))
         numbers = LossScaleState(np.float32(state.scale.item()), *[value.item() for value in state[1:]])
-        after = update(self._scaler, numbers, found.item() == 0.0, _HOST_NUMBERS)
+        after = update(self._scaler, numbers, found.item() == 0.0, PYTHON)
         if after.scale != numbers.scale:
             self._scale_changes()
         for tensor, old, new in zip(state, numbers, after, strict=True):
@@ -349,16 +330,16 @@ class ScalerState(torch.cuda.amp.GradScaler):
 
     def _refresh(self) -> None:
         """Make what is not kept; called when a scaler is unpickled."""
-        raise NotImplementedError
+        raise NotImplementedError  # GradScaler defines it
 
     def _loaded(self) -> None:
         """Called when a state has been loaded."""
-        raise NotImplementedError
+        raise NotImplementedError  # GradScaler defines it
 
     def _scale_changes(self) -> None:
         """Called before the scale is written in place."""
-        raise NotImplementedError
+        raise NotImplementedError  # GradScaler defines it
 
     def _scale_is_shared(self) -> None:
         """Called when somebody else is given the tensor of the scale, or gives one."""
-        raise NotImplementedError
+        raise NotImplementedError  # GradScaler defines it
