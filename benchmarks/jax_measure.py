@@ -28,6 +28,7 @@ _CONVERT: Final = re.compile(r"\bconvert\(")
 _LOWERED_CONVERT: Final = re.compile(r"stablehlo\.convert .* -> ")  # one that changes nothing is printed without arrow
 _INSTRUCTION: Final = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = ", re.MULTILINE)
 _DOT: Final = re.compile(r"stablehlo\.dot_general .*-> tensor<(?:\d+x)*(\w+)>")
+_HALF: Final = re.compile(r"stablehlo\.(add|subtract|multiply|divide|exponential|rsqrt)\b.* : tensor<(?:\d+x)*b?f16>")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Program(NamedTuple):
     instructions: int
     lowered_converts: int
     dots: dict[str, int]
+    half_arithmetic: dict[str, int]
     bytes_accessed: float | None
     temporary_bytes: int | None
 
@@ -191,12 +193,16 @@ def program(lowered: Any, compiled: Any) -> Program:
     dots: dict[str, int] = {}
     for dtype in _DOT.findall(portable):
         dots[dtype] = dots.get(dtype, 0) + 1
+    half: dict[str, int] = {}
+    for operation in _HALF.findall(portable):
+        half[operation] = half.get(operation, 0) + 1
     cost, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     return Program(
         converts=len(_CONVERT.findall(optimized)),
         instructions=len(_INSTRUCTION.findall(optimized)),
         lowered_converts=len(_LOWERED_CONVERT.findall(portable)),
         dots=dots,
+        half_arithmetic=half,
         bytes_accessed=cost.get("bytes accessed"),
         temporary_bytes=getattr(memory, "temp_size_in_bytes", None),
     )
@@ -267,6 +273,10 @@ def report(results: Results, *, reference: str, bases: Sequence[str], targets: b
     row("converts, StableHLO", lambda n: str(programs[n].lowered_converts))
     row("instructions, optimized HLO", lambda n: str(programs[n].instructions))
     row("dots, StableHLO", lambda n: " ".join(f"{count} {d}" for d, count in sorted(programs[n].dots.items())))
+    row(
+        "16-bit arithmetic, StableHLO",
+        lambda n: " ".join(f"{count} {o[:3]}" for o, count in sorted(programs[n].half_arithmetic.items())) or "none",
+    )
     row("bytes accessed, MB", lambda n: _mega(programs[n].bytes_accessed))
     row("temporary memory, MB", lambda n: _mega(programs[n].temporary_bytes))
     curves = {name: found.losses for name, found in results.curves.items()}

@@ -189,10 +189,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="*", default=["cast", "autocast"], help="polyamp's modes (default: both)")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS), help="default: all")
+    parser.add_argument(
+        "--float32",
+        nargs="*",
+        default=[],
+        metavar="OPS",
+        help="op_rules: a column of polyamp's autocast for each, with "
+        "these primitives in float32 ('add', 'add,mul'), for peers that run more in float32",
+    )
     arguments, settings = jax_measure.parse(parser)
     print(jax_measure.heading(settings), flush=True)
     batches = transformer.batches(settings.curve)
     own = jax_step.variants(arguments.modes, with_optax=False)
+    for primitives in arguments.float32:
+        rules = dict.fromkeys(primitives.split(","), "float32")
+        own.append(jax_step.library(primitives, transformer.initial_variables(), mode="autocast", op_rules=rules))
     results = jax_measure.measure([*own, *running(arguments.peers, batches[0])], batches, settings)
     print(jax_measure.report(results, reference="float32", bases=["hand", "hand-f16"]))
     if arguments.json:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,14 +42,14 @@ def handwritten(
     )
 
 
-def library(name: str, variables: Any, *, mode: Any) -> Variant:
-    """polyamp on the linen model.
+def library(name: str, variables: Any, *, mode: Any, op_rules: Mapping[str, Any] | None = None) -> Variant:
+    """polyamp on the linen model; `op_rules` as in `polyamp.Policy`.
 
     Raises (from `state`):
         polyamp.UnsupportedError: the backend does not have the mode.
     """
     recipe = polyamp.Recipe(
-        policy=polyamp.Policy("mixed_float16", mode=mode),
+        policy=polyamp.Policy("mixed_float16", mode=mode, op_rules=op_rules or {}),
         scaler=polyamp.LossScaler(
             init_scale=transformer.INITIAL_SCALE,
             growth_interval=transformer.GROWTH_INTERVAL,
