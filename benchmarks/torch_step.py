@@ -20,10 +20,11 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+import paired
 import torch
 import torch_measure
+from paired import Found, Row, Settings, Step
 from torch import nn
-from torch_measure import Found, Row, Settings, Step
 
 import polyamp
 
@@ -203,17 +204,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", action="store_true", help="also the compiled step")
     parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="rows whose name starts so")
-    arguments, settings = torch_measure.parse(parser)
+    arguments, settings = paired.parse(parser)
     torch.set_num_threads(settings.threads)
-    torch_measure.keep_freed_memory()
-    print(torch_measure.heading(settings) + "\n", flush=True)
+    paired.keep_freed_memory()
+    print(paired.heading(torch_measure.environment(), settings) + "\n", flush=True)
     rows: list[tuple[Row, Found]] = []
     growing: list[tuple[int, Found]] = []
 
     def measured(row: Row, settings: Settings) -> Found | None:
         if arguments.only and not row.name.startswith(tuple(arguments.only)):
             return None
-        found = torch_measure.measure(row, settings)
+        found = paired.measure(row, settings, torch_measure.backward_clock)
         rows.append((row, found))
         return found
 
@@ -223,11 +224,11 @@ def main() -> None:
         found = measured(row, settings)
         if found is not None:
             growing.append((count, found))
-    print(torch_measure.report(rows))
+    print(paired.report(rows))
     if growing:
         print("\n" + growth(growing))
     if arguments.json:
-        torch_measure.write_json(arguments.json, rows, settings)
+        paired.write_json(arguments.json, rows, torch_measure.environment(), settings)
 
 
 if __name__ == "__main__":
