@@ -263,7 +263,7 @@ def is_spec(value: Any) -> bool:
 
 def _one_minus_power(beta: float, count: Any, xp: ArrayNamespace) -> Any:
     """1 - beta**count in float32 without cancellation (at beta=0.999, count=1 the plain form loses 4 digits)."""
-    return -xp.expm1(count * math.log(beta)) if beta > 0.0 else 1.0
+    return -xp.expm1(count * math.log(beta)) if beta > 0.0 else xp.asarray(1.0, count)
 
 
 def _number(name: str, value: Any, *, low: float, below: float = math.inf) -> None:

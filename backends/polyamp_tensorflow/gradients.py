@@ -17,6 +17,8 @@ from polyamp_tensorflow.arrays import dtype_name, is_floating, raw
 
 _SMALLEST: Final = 2.0**-126
 """The smallest normal float32; below it TensorFlow's kernels flush to zero."""
+_SMALLEST_SUM: Final = 2.0**-60
+"""A sum of squares from here on lost nothing that counts to squares that were flushed, up to 2**40 of them."""
 
 
 def scale_loss(loss: Any, scale: Any | None, *, what: str = "scale()") -> Any:
@@ -59,13 +61,24 @@ def unscale(grads: Any, scale: Any | None) -> tuple[Any, Any]:
 def norm_and_flag(gradients: Sequence[Any]) -> tuple[Any, Any]:
     """Global L2 norm in float32, and True if every element is finite.
 
-    The gradients are divided by their largest magnitude before they are squared. So the sum of squares lies between 1
-    and the number of elements whatever the gradients' range, and it is not finite exactly when one of them is not:
-    one reduction serves both.
+    One pass of squares is both, unless their sum leaves float32's comfortable range: then the gradients are finite
+    with a huge norm, or not finite, or tiny, and a second way that costs a few passes more tells.
     """
     wide = [tf.cast(gradient, tf.float32) for gradient in gradients]
-    largest = tf.reduce_max(tf.stack([tf.reduce_max(tf.abs(gradient)) for gradient in wide]))
+    total = 2.0 * tf.add_n([tf.nn.l2_loss(gradient) for gradient in wide])
+    plain = tf.math.is_finite(total) & (total >= _SMALLEST_SUM)
+    norm, finite = tf.cond(plain, lambda: (tf.sqrt(total), plain), lambda: _norm_by_largest(wide))
+    return norm, finite
+
+
+def _norm_by_largest(gradients: Sequence[Any]) -> tuple[Any, Any]:
+    """The same for any range: the gradients are divided by their largest magnitude before they are squared.
+
+    So the sum of squares lies between 1 and the number of elements, and it is not finite exactly when one of the
+    gradients is not.
+    """
+    largest = tf.reduce_max(tf.stack([tf.reduce_max(tf.abs(gradient)) for gradient in gradients]))
     usable = tf.math.is_finite(largest) & (largest >= _SMALLEST)
     unit = tf.where(usable, largest, tf.ones_like(largest))
-    total = tf.add_n([tf.reduce_sum(tf.square(gradient / unit)) for gradient in wide])
+    total = tf.add_n([tf.reduce_sum(tf.square(gradient / unit)) for gradient in gradients])
     return unit * tf.sqrt(total), tf.math.is_finite(total)
