@@ -1,18 +1,22 @@
 """Everything that `make test` runs: lint, types, then the test suites, one framework per process.
 
-    python tests/run.py [--only NAME ...]
+    python tests/run.py [--only NAME ...] [--jobs N]
 
-Every suite runs even if an earlier one failed, so that one run shows all there is to mend. A suite that executes no
-test fails (pytest's exit status 5). When all pass, the last line is pytest's own closing line.
+Every suite runs even if an earlier one failed, so that one run shows all there is to mend; two at a time where there
+are two processors, each one's output as a whole when it ends. A suite that executes no test fails (pytest's exit
+status 5). When all pass, the last line is pytest's own closing line.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = ("torch", "tensorflow", "jax")
@@ -40,18 +44,49 @@ for name in FRAMEWORKS:
 SUITES["packaging"] = [*PYTEST, "tests/packaging"]
 
 
+LONG = ("backend-jax", "backend-tensorflow")
+"""Started before the others, so that no long one is left to run alone at the end."""
+
+
+class Outcome(NamedTuple):
+    """What a suite printed, on either stream, its exit status and how long it took in seconds."""
+
+    output: str
+    status: int
+    seconds: float
+
+
+def run(name: str) -> Outcome:
+    """Run one suite to its end."""
+    start = time.perf_counter()
+    done = subprocess.run(
+        SUITES[name],
+        cwd=ROOT,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    return Outcome(done.stdout, done.returncode, time.perf_counter() - start)
+
+
 def main() -> int:
-    """Run the chosen suites in order; the exit status is 1 if any failed."""
+    """Run the chosen suites; the exit status is 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(SUITES), help=f"from {', '.join(SUITES)}")
-    chosen = parser.parse_args().only or list(SUITES)
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="suites at a time (default: 2)")
+    arguments = parser.parse_args()
+    chosen = arguments.only or list(SUITES)
     failed = []
-    for name in chosen:
-        print(f"\n=== {name}: {' '.join(SUITES[name][1:])}", flush=True)
-        start = time.perf_counter()
-        if subprocess.run(SUITES[name], cwd=ROOT, check=False).returncode:
-            failed.append(name)
-            print(f"=== {name} FAILED after {time.perf_counter() - start:.0f} s", flush=True)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        running = {pool.submit(run, name): name for name in sorted(chosen, key=lambda name: name not in LONG)}
+        for future in as_completed(running):
+            name, outcome = running[future], future.result()
+            print(f"\n=== {name}: {' '.join(SUITES[name][1:])}\n{outcome.output.rstrip()}", flush=True)
+            if outcome.status:
+                failed.append(name)
+                print(f"=== {name} FAILED after {outcome.seconds:.0f} s", flush=True)
     if failed:
         print(f"\nfailed suites: {', '.join(failed)}", flush=True)
     return int(bool(failed))
