@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from polyamp import checks, registry
 from polyamp.backend import LossFunction, StepResult
@@ -30,7 +30,8 @@ from polyamp_torch.autocast import OPENED, matmul_precision, opened
 from polyamp_torch.binding import BoundModule
 from polyamp_torch.gradients import divisor, measured
 from polyamp_torch.state import TorchState
-from polyamp_torch.step import mean_and_stack, produced_by, scaled_backward, set_aside
+from polyamp_torch.step import mean_and_stack, produced_by
+from polyamp_torch.trial import Watch, traced_again, tried
 
 Tensors = dict[str, torch.Tensor]
 OPTIONS: Final = ("backend", "mode", "options", "dynamic")
@@ -74,6 +75,11 @@ class CompiledStep:
         """
         batches = micro_batches(to_device(batch, state.device), self._recipe.accumulate_steps)
         state.check_unchanged()
+        if len(state.optimizer.param_groups) > 1:
+            raise UnsupportedError(
+                "train_step(compile=...) updates all parameters with one set of options. Received: an optimizer with "
+                f"{len(state.optimizer.param_groups)} parameter groups. Use compile=False."
+            )
         graph = self._graphs.get(state)
         spec = optimizers.current(self._recipe.optimizer, state.optimizer.param_groups[0])
         if graph is None or graph.spec != spec:  # its numbers are constants in the graph
@@ -109,7 +115,8 @@ class Graph:
         self._bound = BoundModule(state.model, policy, state.device)
         self._program = _Program(state.model, self._bound, loss_fn)
         self._casts = _cast_dtypes(state) if policy.mode == "cast" else {}
-        self._used = _tried(loss_fn, state, part)
+        self._used = tried(loss_fn, state, part)
+        self._watch = Watch(loss_fn, self._used)
         compiler: Any = torch.compile  # torch annotates it for plain functions only
         self._run = compiler(_with_own_code(self._traced), fullgraph=True, **options)
 
@@ -130,6 +137,7 @@ class Graph:
         running = buffers.writable(state.buffer_owners)
         fixed = self._fixed({id(state.parameters[name]) for name in self._used} | set(map(id, running.values())))
         with torch.no_grad(), matmul_precision(self._recipe.policy.float32_matmul), self._installed():
+            self._watch.given = (state, batches[0])
             try:
                 losses, auxes, norm, scale_state, step, skipped = self._run(
                     parameters, fixed, slots, counts, running, state.scale_state, state.step, rate, batches
@@ -137,7 +145,11 @@ class Graph:
             except PolyampError:
                 raise
             except Exception as error:
+                if self._watch.refusal is not None:
+                    raise self._watch.refusal from error
                 raise _refusal(error) from error
+            finally:
+                self._watch.given = self._watch.refusal = None
         state.scale_state, state.step = LossScaleState(*scale_state), step
         torch.clear_autocast_cache()
         loss, aux = mean_and_stack(losses, auxes)
@@ -169,6 +181,7 @@ class Graph:
         batches: list[Any],
     ) -> Any:
         """The whole step; what a compiler sees."""
+        traced_again(self._watch)
         recipe, scaler = self._recipe, self._scaler
         losses, auxes, total, now = [], [], None, running
         for part in batches:
@@ -279,36 +292,6 @@ def _with_own_code(method: Any) -> Any:
     function = method.__func__
     copied = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     return types.MethodType(copied, method.__self__)
-
-
-def _tried(loss_fn: LossFunction, state: TorchState, part: Any) -> list[str]:
-    """The parameters that the loss depends on, from one eager pass that changes nothing, random numbers included.
-
-    Raises:
-        PolyampError: what the eager step raises.
-        UnsupportedError: a buffer is made or replaced by the forward pass, which a graph cannot follow.
-    """
-    saved = buffers.snapshot(state.buffer_owners)
-    devices = [state.device] if state.device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices), set_aside(list(state.parameters.values())):
-            _, aux = scaled_backward(loss_fn, [state], part)
-            used = [name for name, p in state.parameters.items() if p.grad is not None]
-        replaced = [name for name, (slots, own, buffer, _) in saved.items() if slots.get(own) is not buffer]
-    finally:
-        buffers.taken_back(saved)
-    if replaced:
-        raise UnsupportedError(
-            f"train_step(compile=...): the forward pass replaces the buffer {replaced[0]!r}, which a compiled graph "
-            "cannot follow. Write into it (buffer.copy_(value)), or use compile=False."
-        )
-    for leaf in tree_leaves(aux):
-        if not isinstance(leaf, torch.Tensor | int | float | str | None):
-            raise UnsupportedError(
-                "train_step(compile=...): aux must hold tensors, numbers and strings in tuples, lists and dicts. "
-                f"Received: {type(leaf).__name__}. Return those, or use compile=False."
-            )
-    return used
 
 
 def _cast_dtypes(state: TorchState) -> dict[str, torch.dtype]:

@@ -38,7 +38,8 @@ class Kernels:
             found_inf: float32 scalar, 1 to skip; or None.
             by: float32 scalar that the gradients are divided by, in place; or None.
         """
-        if len(grads) != len(self._parameters) or self._is_watched():
+        one_group = len(self._optimizer.param_groups) == 1
+        if len(grads) != len(self._parameters) or not one_group or self._is_watched():
             return False
         if not self._are_current():
             self._lists = self._gathered()

@@ -179,10 +179,14 @@ def _pieces(bucket: list[torch.Tensor]) -> list[torch.Tensor]:
     """The same numbers in pieces that are summed one by one: small tensors laid end to end, large ones in rows."""
     small: list[torch.Tensor] = []
     pieces: list[torch.Tensor] = []
+    laid = 0
     for tensor, size in zip(bucket, map(torch.Tensor.numel, bucket), strict=True):
         if size <= _SMALL:
-            if size:
-                small.append(tensor)
+            small.append(tensor)
+            laid += size
+            if laid >= _PIECE:
+                pieces.append(_end_to_end(small))
+                small, laid = [], 0
         elif size > _PIECE and tensor.is_contiguous():
             rest = size % _SMALL
             flat = tensor.view(-1) if rest else tensor
@@ -191,12 +195,13 @@ def _pieces(bucket: list[torch.Tensor]) -> list[torch.Tensor]:
                 pieces.append(flat[-rest:])
         else:
             pieces.append(tensor.flatten() if tensor.dim() == 2 else tensor)
-    if len(small) > 1:
-        flat = torch._utils._flatten_dense_tensors(small)  # type: ignore[no-untyped-call]  # torch does not annotate it
-        pieces += torch.split(flat, _PIECE)
-    else:
-        pieces += [tensor.view(-1) if tensor.dim() == 2 else tensor for tensor in small]
-    return pieces or [bucket[0].new_zeros(1)]
+    return [*pieces, _end_to_end(small)] if laid or not pieces else pieces
+
+
+def _end_to_end(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """One vector of all; a piece at a time, so that the memory is small and used again."""
+    flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]  # torch does not annotate it
+    return flat
 
 
 def _quotients_finite(found: list[list[torch.Tensor]], scale: torch.Tensor, home: torch.device) -> torch.Tensor:

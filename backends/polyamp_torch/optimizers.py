@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from polyamp.errors import UnsupportedError
 from polyamp.optimizers import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, is_spec
-from polyamp_torch.arrays import XP, from_numpy, to_numpy
+from polyamp_torch.arrays import XP
 from polyamp_torch.fused import Kernels
 from polyamp_torch.gradients import buckets, looks
 from polyamp_torch.many import MANY, Many
 
 Parameters = list[torch.nn.Parameter]
-_NUMBERS: Final[tuple[type[float], ...]] = (float, int, bool)
 _SLOTS: Final = {"momentum": "momentum_buffer"}
 """torch's names for the slots of polyamp's formulas, where they differ."""
 _AT_ONCE: Final = 2**25
@@ -72,31 +70,44 @@ def build(optimizer: Any, parameters: Parameters) -> torch.optim.Optimizer:
             "LBFGS evaluates the loss several times a step through a closure, which one finite flag and one scale "
             "cannot cover. Use another optimizer, or a float32 loop of your own."
         )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if held != {id(p) for p in parameters}:
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if sorted(held) != sorted(map(id, parameters)):
         raise UnsupportedError(
-            "optimizer must hold exactly the model's trainable parameters. Build it from "
+            "optimizer must hold exactly the model's trainable parameters, each once. Build it from "
             "[p for p in model.parameters() if p.requires_grad]."
         )
-    if isinstance(optimizer, torch.optim.SGD):
-        for group in optimizer.param_groups:
-            _refuse_narrow_fused_sgd(group)
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            _refuse_fused(optimizer, group)
     return optimizer
 
 
-def _refuse_narrow_fused_sgd(group: dict[str, Any]) -> None:
+def _refuse_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Refuse parameters that torch's fused kernels train wrongly."""
+    gaps = [p for p in group["params"] if not _is_dense(p)]
+    if gaps:
+        raise UnsupportedError(
+            "torch's fused optimizers write beside parameters that have gaps in memory, such as slices. Received: "
+            f"fused=True with a parameter of shape {tuple(gaps[0].shape)} and strides {gaps[0].stride()}. "
+            "Use fused=False, or make the parameter contiguous."
+        )
     narrow = [p for p in group["params"] if p.device.type == "cpu" and p.dtype in (torch.float16, torch.bfloat16)]
-    if group["fused"] and narrow:
+    if isinstance(optimizer, torch.optim.SGD) and narrow:
         raise UnsupportedError(
             "torch's fused SGD leaves whole blocks of 16-bit parameters as they were on the CPU "
             f"(github.com/pytorch/pytorch/issues/191763). Received: fused=True with {narrow[0].dtype}. Use fused=False."
         )
 
 
+def _is_dense(p: torch.Tensor) -> bool:
+    """True if a tensor's elements lie in memory without gaps, in whatever order; only then torch keeps its strides."""
+    return p.numel() < 2 or torch.empty_like(p, device="meta").stride() == p.stride()
+
+
 def _from_spec(spec: Any, parameters: Parameters) -> torch.optim.Optimizer:
     rate = spec.learning_rate if not callable(spec.learning_rate) else float(spec.learning_rate(0))
     wide = (torch.float32, torch.float64)
-    fused = all(p.dtype in wide or p.device.type == "cuda" for p in parameters)  # see _refuse_narrow_fused_sgd
+    fused = all((p.dtype in wide or p.device.type == "cuda") and _is_dense(p) for p in parameters)  # see _refuse_fused
     common: dict[str, Any] = {"lr": rate, "weight_decay": spec.weight_decay}
     made: torch.optim.Optimizer
     match spec:
@@ -157,14 +168,14 @@ def takes_divisor(optimizer: torch.optim.Optimizer) -> bool:
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
     amp = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return amp and all(group.get("fused") for group in optimizer.param_groups)
+    return amp and all(group.get("fused") and not group.get("foreach") for group in optimizer.param_groups)
 
 
 def _takes_flag(optimizer: torch.optim.Optimizer, spec: Any) -> bool:
     """True when the optimizer's kernels take the flag: fused, and with every state array already there."""
     if not _is_fused(optimizer):
         return False
-    if is_spec(spec) or _stateless(optimizer):
+    if is_spec(spec) or stateless(optimizer):
         return True
     return all(optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"])
 
@@ -270,6 +281,30 @@ def _run_formula(
                     torch._foreach_add_(steps, own.float(), alpha=1.0)  # without alpha torch reads the tensor
 
 
+def check_options(optimizer: torch.optim.Optimizer, spec: Any) -> None:
+    """Refuse options that were written into the groups by hand and would be passed over; a native one has its own.
+
+    Raises:
+        UnsupportedError: names the option.
+        RecipeError: an impossible value.
+    """
+    if not is_spec(spec):
+        return
+    for group in optimizer.param_groups:
+        if runs_formula(spec):
+            current(spec, group)
+        decoupled = group.get("decoupled_weight_decay", isinstance(spec, AdamW))
+        for name, differs in (
+            ("amsgrad", group.get("amsgrad")),
+            ("decoupled_weight_decay", decoupled != isinstance(spec, AdamW)),
+        ):
+            if differs:
+                raise UnsupportedError(
+                    f"{name}={group[name]} was written into the optimizer's param_groups; {type(spec).__name__} has no "
+                    f"such option. Give the recipe torch.optim.{type(spec).__name__}(..., {name}={group[name]})."
+                )
+
+
 def current(spec: Any, group: dict[str, Any]) -> Any:
     """The spec with the options that were written into the group by hand.
 
@@ -280,6 +315,10 @@ def current(spec: Any, group: dict[str, Any]) -> Any:
     options = {name: group.get(name, getattr(spec, name)) for name in spec.__struct_fields__[1:]}
     if group.get("maximize"):
         raise UnsupportedError(f"maximize=True: {type(spec).__name__} minimises. Return the negative loss instead.")
+    if group.get("dampening"):
+        raise UnsupportedError(
+            f"dampening={group['dampening']}: the formula of {type(spec).__name__} has none. Use compile=False."
+        )
     if all(value == getattr(spec, name) for name, value in options.items()):
         return spec
     changed = type(spec)(spec.learning_rate, **options)
@@ -320,100 +359,6 @@ def _set_rate(optimizer: torch.optim.Optimizer, rate: Any) -> None:
         group["lr"] = rate
 
 
-def export(optimizer: torch.optim.Optimizer, names: list[str], spec: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """State arrays by `state/<parameter>/<slot>`, and the numbers in each group by `groups/<index>/<option>`.
-
-    Python numbers are marked by `#number`, those inside a tuple by their position. The learning rate of a schedule is
-    left out: it follows from the applied-update count.
-
-    Raises:
-        UnsupportedError: the optimizer keeps something else than tensors and numbers.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
-    for name, p in zip(names, parameters, strict=True):
-        for slot, value in optimizer.state.get(p, {}).items():
-            if not isinstance(value, torch.Tensor | int | float | None):
-                raise UnsupportedError(
-                    f"{type(optimizer).__name__} keeps a {type(value).__name__} in its state ({slot!r}), which a "
-                    "checkpoint cannot hold: it holds tensors and numbers."
-                )
-            arrays.update(_encoded(f"state/{name}/{slot}", value))
-    if not any(optimizer.state.get(p) for p in parameters) and not _stateless(optimizer):
-        arrays["state/*"] = np.zeros(0, np.uint8)  # made by the optimizer at its first step; see polyamp.checkpoint
-    scheduled = is_spec(spec) and callable(spec.learning_rate)
-    for index, group in enumerate(optimizer.param_groups):
-        for option, value in group.items():
-            if option != "params" and not (scheduled and option == "lr"):
-                arrays.update(_encoded(f"groups/{index}/{option}", value))
-    return arrays
-
-
-def _encoded(name: str, value: Any) -> dict[str, np.ndarray[Any, Any]]:
-    if isinstance(value, torch.Tensor):
-        return {name: to_numpy(value)}
-    if isinstance(value, int | float):
-        return {f"{name}#number": _boxed(value)}
-    if isinstance(value, tuple | list) and all(isinstance(item, int | float) for item in value):
-        return {f"{name}#{position}": _boxed(item) for position, item in enumerate(value)}
-    return {}
-
-
-def _boxed(value: float) -> np.ndarray[Any, Any]:
-    """A Python number with its type, in one shape and dtype whatever the type is."""
-    return np.array([_NUMBERS.index(type(value)), value], np.float64)
-
-
-def _unboxed(array: np.ndarray[Any, Any]) -> float:
-    kind, value = array.tolist()
-    return _NUMBERS[int(kind)](value)
-
-
-def _stateless(optimizer: torch.optim.Optimizer) -> bool:
+def stateless(optimizer: torch.optim.Optimizer) -> bool:
+    """True for plain SGD, which keeps nothing between steps."""
     return isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)
-
-
-def load(optimizer: torch.optim.Optimizer, names: list[str], arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Put exported arrays back, each tensor on the device and in the memory layout that the kernels expect."""
-    if "state/*" in arrays:
-        optimizer.state.clear()
-    by_owner: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
-    for key, array in arrays.items():
-        owner, _, slot = key.rpartition("/")
-        by_owner.setdefault(owner, {})[slot] = array
-    remaining = iter(names)
-    for index, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            for slot, array in by_owner.get(f"state/{next(remaining)}", {}).items():
-                if slot.endswith("#number"):
-                    optimizer.state[p][slot.removesuffix("#number")] = _unboxed(array)
-                else:
-                    optimizer.state[p][slot] = _placed(slot, array, p, group, optimizer.state[p].get(slot))
-        for option, array in by_owner.get(f"groups/{index}", {}).items():
-            _set_option(group, option, array)
-
-
-def _placed(slot: str, array: np.ndarray[Any, Any], p: torch.Tensor, group: dict[str, Any], old: Any) -> torch.Tensor:
-    """A slot's tensor: laid out like its parameter if it has its shape; a step count where it was, or else on the
-    device for kernels that read it there, on the CPU for the others."""
-    value = from_numpy(array)
-    if slot == "step":
-        if isinstance(old, torch.Tensor):
-            return value.to(old.device)
-        return value.to(p.device) if group.get("fused") or group.get("capturable") else value
-    if value.shape == p.shape:
-        return torch.empty_like(p, dtype=value.dtype).copy_(value)
-    return value.to(p.device)
-
-
-def _set_option(group: dict[str, Any], option: str, array: np.ndarray[Any, Any]) -> None:
-    name, _, mark = option.partition("#")
-    if mark == "number":
-        group[name] = _unboxed(array)
-    elif mark:
-        items = list(group[name])
-        items[int(mark)] = _unboxed(array)
-        group[name] = tuple(items) if isinstance(group[name], tuple) else items
-    else:
-        old = group.get(name)
-        group[name] = from_numpy(array).to(old.device if isinstance(old, torch.Tensor) else "cpu")

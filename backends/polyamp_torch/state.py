@@ -15,13 +15,14 @@ from polyamp.backend import Backend
 from polyamp.errors import ModelError
 from polyamp.loss_scale import LossScaleState
 from polyamp.recipe import Recipe
-from polyamp_torch import buffers, optimizers
+from polyamp_torch import buffers, optimizer_arrays, optimizers
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
 from polyamp_torch.binding import BoundModule, device_of
 
 Array = np.ndarray[Any, Any]
 _TRAINED: Final = operator.attrgetter("requires_grad")
 _FORM: Final = operator.attrgetter("shape", "dtype", "device")
+_STRIDES: Final = torch.Tensor.stride
 
 
 class TorchState:
@@ -43,8 +44,15 @@ class TorchState:
     def __init__(self, model: nn.Module, recipe: Recipe, backend: Backend) -> None:
         if not isinstance(model, nn.Module):
             raise ModelError(f"the torch backend trains an nn.Module. Received: {type(model).__name__}.")
+        _refuse_lazy(model)
         named = [(name.replace(".", "/"), p) for name, p in model.named_parameters() if p.requires_grad]
         checks.check_parameters([(name, dtype_name(p.dtype)) for name, p in named], recipe)
+        for name, p in named:
+            if 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) < p.numel():
+                raise ModelError(
+                    f"parameter {name!r} is expanded: several of its {p.numel()} elements are one number in memory, "
+                    "which no optimizer can update. Make the small tensor the parameter, and expand it in forward()."
+                )
         self.backend: Final = backend
         self.device = device_of(model)
         self.model = model
@@ -54,12 +62,14 @@ class TorchState:
         self.parameters = dict(named)
         self._frozen = [(name.replace(".", "/"), p) for name, p in model.named_parameters() if not p.requires_grad]
         self._forms = list(map(_FORM, self.parameters.values()))
+        self._strides = list(map(_STRIDES, self.parameters.values()))
         self._places = _places(model)
         self._ids = _ids(self._places)
         self.one_device = len({p.device for p in self.parameters.values()}) == 1
         self.buffer_owners = buffers.owners(model)
         self.optimizer = optimizers.build(recipe.optimizer, list(self.parameters.values()))
         self.kernels = optimizers.kernels_of(self.optimizer, recipe.optimizer)
+        self._held = _held(self.optimizer)
         self.scale_state = self.scaler.init(like=torch.zeros((), device=self.device))
         self.step = torch.zeros((), dtype=torch.int32, device=self.device)
 
@@ -74,23 +84,21 @@ class TorchState:
         """Refuse a model or an optimizer that does not hold the parameters of `init` as they were then.
 
         Raises:
-            ModelError: names the first that was replaced, frozen, unfrozen, reshaped, cast or moved.
+            ModelError: names the first that was replaced, frozen, unfrozen, reshaped, cast, moved or laid out anew.
+            UnsupportedError: an option in the optimizer's groups that a spec does not have.
         """
         if _ids(self._places) != self._ids:
             self._look_again()
-        if sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.parameters):
-            raise ModelError(
-                "the optimizer's parameter groups were changed after init, so it does not hold exactly the model's "
-                "trainable parameters. Call polyamp.init again."
-            )
-        if list(map(_FORM, self.parameters.values())) != self._forms:
-            pairs = zip(self.parameters.items(), self._forms, strict=True)
-            name, p, form = next((name, p, form) for (name, p), form in pairs if _FORM(p) != form)
-            before, now = ([str(item) for item in (tuple(shape), *rest)] for shape, *rest in (form, _FORM(p)))
-            raise ModelError(
-                f"parameter {name!r} was {', '.join(before)} at init. Received: {', '.join(now)}. The optimizer's "
-                "state is that of init: change the model first, then call polyamp.init."
-            )
+        held = _held(self.optimizer)
+        if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
+            self._look_at_groups(held)
+        parameters = self.parameters.values()  # compared one by one: what is kept in lists is garbage to collect
+        if not (
+            all(map(operator.eq, map(_FORM, parameters), self._forms))
+            and all(map(operator.eq, map(_STRIDES, parameters), self._strides))
+        ):
+            self._refuse_form()
+        optimizers.check_options(self.optimizer, self.recipe.optimizer)
         if not all(map(_TRAINED, self.parameters.values())):
             name = next(name for name, p in self.parameters.items() if not p.requires_grad)
             raise ModelError(f"parameter {name!r} was frozen after init. Call polyamp.init again to train the others.")
@@ -100,6 +108,27 @@ class TorchState:
                     f"parameter {name!r} was unfrozen after init, so no optimizer holds it. Call polyamp.init again to "
                     "train it too."
                 )
+
+    def _refuse_form(self) -> None:
+        for (name, p), form, strides in zip(self.parameters.items(), self._forms, self._strides, strict=True):
+            before, now = ([str(item) for item in (tuple(shape), *rest)] for shape, *rest in (form, _FORM(p)))
+            if before == now:
+                before, now = [f"laid out with strides {strides}"], [f"strides {p.stride()}"]
+            if _FORM(p) != form or p.stride() != strides:
+                raise ModelError(
+                    f"parameter {name!r} was {', '.join(before)} at init. Received: {', '.join(now)}. The optimizer's "
+                    "state is that of init: change the model first, then call polyamp.init."
+                )
+
+    def _look_at_groups(self, held: list[Any]) -> None:
+        """The groups were changed: that may only be the order, or which group a parameter is in."""
+        if len(held) != len(self._held) or set(map(id, held)) != set(map(id, self._held)):
+            raise ModelError(
+                "the optimizer's parameter groups were changed after init, so it does not hold exactly the model's "
+                "trainable parameters. Call polyamp.init again."
+            )
+        self._held = held
+        self.kernels = None  # whose lists are in the old order; `optimizer.step()` follows the groups
 
     def _look_again(self) -> None:
         """Modules were put elsewhere; that is a model's own business as long as its parameters are the same."""
@@ -125,7 +154,7 @@ class TorchState:
         """Every array by name; torch's random-number states included, so that dropout resumes where it was."""
         arrays = {f"model/{name.replace('.', '/')}": to_numpy(p) for name, p in self.model.named_parameters()}
         arrays |= {f"running/{name.replace('.', '/')}": to_numpy(b) for name, b in self.model.named_buffers()}
-        exported = optimizers.export(self.optimizer, self._optimizer_names(), self.recipe.optimizer)
+        exported = optimizer_arrays.export(self.optimizer, self._optimizer_names(), self.recipe.optimizer)
         arrays |= {f"optimizer/{name}": value for name, value in exported.items()}
         arrays |= {f"loss_scale/{name}": to_numpy(value) for name, value in self.scale_state._asdict().items()}
         arrays["rng/cpu"] = to_numpy(torch.get_rng_state())
@@ -142,13 +171,32 @@ class TorchState:
                 b.copy_(from_numpy(arrays[f"running/{name.replace('.', '/')}"]))
         prefix = "optimizer/"
         exported = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
-        optimizers.load(self.optimizer, self._optimizer_names(), exported)
+        optimizer_arrays.load(self.optimizer, self._optimizer_names(), exported)
         fields = (from_numpy(arrays[f"loss_scale/{name}"]).to(self.device) for name in LossScaleState._fields)
         self.scale_state = LossScaleState(*fields)
         self.step = from_numpy(arrays["step"]).to(self.device)
         torch.set_rng_state(from_numpy(arrays["rng/cpu"]))
         if "rng/cuda" in arrays:
             torch.cuda.set_rng_state(from_numpy(arrays["rng/cuda"]), self.device)
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    """Refuse what torch makes at the first call of a lazy module.
+
+    Raises:
+        ModelError: names the first.
+    """
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, value in named:
+            if nn.parameter.is_lazy(value):
+                raise ModelError(
+                    f"{kind} {name.replace('.', '/')!r} has no shape yet. Call the model once on a batch, which makes "
+                    "the parameters of its lazy modules, then polyamp.init."
+                )
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _places(model: nn.Module) -> list[dict[str, Any]]:

@@ -310,6 +310,57 @@ def test_what_a_graph_cannot_follow_is_refused() -> None:
     assert torch.equal(before, model.weight)
 
 
+class Branches(nn.Module):
+    """Which head runs is the model's own business."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(6, 2), nn.Linear(6, 2)])
+        self.turn = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.heads[self.turn](x)
+        return out
+
+
+def test_a_branch_with_other_parameters_is_refused() -> None:
+    """The graph holds those of the first step; the others would never be trained, and these would drift by momentum."""
+    model = Branches()
+    recipe = polyamp.Recipe(optimizer=polyamp.adamw(0.1))
+    state = polyamp.init(model, recipe)
+    step = polyamp.train_step(loss_fn, recipe, compile=TRACED)
+    step(state, item(1.0, 0))
+    before = state.backend.export_state(state)
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        model.turn = 1
+        with pytest.raises(
+            UnsupportedError, match=r"now depends on the parameter 'heads/1/weight'.*Use compile=False\.$"
+        ):
+            step(state, item(1.0, 1))
+        after = state.backend.export_state(state)
+        assert [name for name in before if before[name].tobytes() != after[name].tobytes()] == []
+        model.turn = 0
+        assert int(step(state, item(1.0, 2))[1].step) == 2
+
+
+def test_batches_of_another_shape_and_modes_are_compiled_again() -> None:
+    def part(seed: int) -> dict[str, Any]:
+        return {name: value[: 8 - seed] for name, value in item(1.0, seed).items()}
+
+    weights = []
+    for how in (False, TRACED):
+        made = recipe(polyamp.sgd(0.1, momentum=0.9), "float32")
+        state = polyamp.init(Network(), made)
+        step = polyamp.train_step(loss_fn, made, compile=how)
+        with torch._dynamo.config.patch(error_on_recompile=False):
+            for seed in range(4):
+                state.model.train(seed % 2 == 0)
+                step(state, part(seed))
+        weights.append(state.model.state_dict())
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-5, atol=1e-6)
+
+
 def test_trap_torchs_scaler_cannot_be_in_the_graph() -> None:
     """What `trained` does in one graph, scale and skip included, torch's scaler breaks."""
     model, scaler = nn.Linear(6, 2), torch.amp.GradScaler("cpu")
