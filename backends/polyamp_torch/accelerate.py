@@ -102,17 +102,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
                 f"the model is already prepared under {under}. Call free_memory(), or unwrap_model(model, "
                 "keep_fp32_wrapper=False), of the Accelerator that did it."
             )
+        known = model in self._installed  # if not, another Accelerator may have put it under the same policy
         if under is None:
             self._put_under_policy(model)
         prepared = super().prepare_model(model, *args, **kwargs)
-        if under is None and self.scaler is not None:
+        if not known and self.scaler is not None:
             settings = self.settings
 
             def remember(module: nn.Module, args: Any) -> None:
                 settings.remember(module)
 
             handle = prepared.register_forward_pre_hook(remember)  # on the outside, where torch.compile does not see it
-            self._installed[model].callback(handle.remove)
+            self._installed.setdefault(model, contextlib.ExitStack()).callback(handle.remove)
         return prepared
 
     def _put_under_policy(self, model: nn.Module) -> None:

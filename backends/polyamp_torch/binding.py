@@ -62,6 +62,9 @@ class BoundModule:
     def __getitem__(self, key: Any) -> Any:
         return self._module[key]  # type: ignore[index]  # nn.Sequential and its like
 
+    def __bool__(self) -> bool:
+        return bool(self._module)  # not by __len__, which most modules do not have
+
     def __len__(self) -> int:
         return len(self._module)  # type: ignore[arg-type]  # nn.Sequential and its like
 

@@ -215,10 +215,10 @@ class Graph:
 
         def scaled_loss(values: Tensors) -> Any:
             with torch.enable_grad(), opened(self._policy, self._device):
-                given = {name: self._cast(name, value) for name, value in (fixed | values).items()}
+                given = {name: self._cast(name, value) for name, value in {**fixed, **values}.items()}
                 before = {name: self._cast(name, value.clone()) for name, value in running.items()}
                 own = {name: value.clone() for name, value in before.items()}
-                named = {f"module.{name}": value for name, value in (given | own).items()}
+                named = {f"module.{name}": value for name, value in {**given, **own}.items()}
                 loss, aux = checks.split_result(torch.func.functional_call(self._program, named, (part,)))
             wide = loss.float().reshape(())
             after = {name: _changed(running[name], before[name], own[name]) for name in running}

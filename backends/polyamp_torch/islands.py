@@ -26,6 +26,7 @@ _AVAILABLE: Final[dict[str, Callable[[], bool]]] = {
 }
 DEVICE_TYPES: Final = tuple(_AVAILABLE)
 _NARROW: Final = (torch.float16, torch.bfloat16)
+_SEQUENCES: Final = (list, tuple)  # torch 2.7 cannot compile `list | tuple` in isinstance()
 _METHODS: Final = ("forward", "setup_context", "vmap", "jvp")
 """What runs in the forward pass of a `torch.autograd.Function`."""
 
@@ -92,7 +93,7 @@ class Islands(TorchFunctionMode):
         if isinstance(value, torch.Tensor):
             narrow = value.dtype in _NARROW and value.device.type == self.device_type
             return value.float() if narrow else value
-        if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):  # an LSTM's weights
+        if isinstance(value, _SEQUENCES) and value and isinstance(value[0], torch.Tensor):  # an LSTM's weights
             return [self._wide(item) for item in value]
         return value
 

@@ -25,8 +25,8 @@ class Known:
     Attributes:
         optimizer: returns it, or None once it is gone.
         consumed: the value of `Run.calls` at its last step.
-        partners: what is known of the optimizers that stepped with it the last time, on gradients of the same
-            `scale()` calls.
+        partners: what is known of the optimizers that stepped the last time that it did, itself included, on
+            gradients of the same `scale()` calls.
         mixed: the parameters to which a backward pass added scaled gradients after `unscale_`.
         takes_scaler: whether its `step` wants the scaler itself (an older contract of fused optimizers).
     """
@@ -116,7 +116,7 @@ class Run:
     def scale_called(self, scale: torch.Tensor) -> None:
         """`scale()` multiplies by this scale: what stepped since the last call stepped together."""
         for known in self.stepped:
-            known.partners = [other for other in self.stepped if other is not known]
+            known.partners = self.stepped
         self.calls += 1
         self.scaled, self.scaled_least = scale, self.least
         self.found, self.stepped = None, []

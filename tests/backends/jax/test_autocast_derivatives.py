@@ -257,14 +257,14 @@ def product_with_a_rule(w: Any, x: Any) -> Any:
 
 product_with_a_rule.defjvp(
     lambda primals, tangents: (
-        product_with_a_rule(*primals),
+        product_with_a_rule(*primals) + jnp.exp(0 * primals[0].sum()) - 1,
         jnp.exp(0 * (primals[1] @ primals[0])) * tangents[0].sum(),
     )
 )
 
 
 def test_a_custom_jvp_rule_that_ends_in_float32_gives_tangents_in_the_output_dtype() -> None:
-    """JAX requires it; the rule's exp runs in float32, and so its tangent is wider than the product."""
+    """JAX requires it; the rule's exp runs in float32, and so its results are wider than the product."""
     w, x = jnp.ones((3, 2)), jnp.ones((4, 3))
     policy = polyamp.Policy(param="float32", compute="float16", output="float16")
     run = policy.autocast(lambda w: product_with_a_rule(w, x), backend="jax")
@@ -277,3 +277,58 @@ def test_a_custom_jvp_rule_that_ends_in_float32_gives_tangents_in_the_output_dty
         "dot_general": {"float16"},
         "exp": {"float32"},
     }
+
+
+def multiplied(w: Any, x: Any) -> Any:
+    return product_with_a_rule(w, x) * (x @ w)
+
+
+def chosen(w: Any, x: Any) -> Any:
+    return lax.select(x[:, :2] > 0, product_with_a_rule(w, x), x @ w)
+
+
+def branched(w: Any, x: Any) -> Any:
+    return lax.cond(x[0, 0] > 0, product_with_a_rule, lambda w, x: x @ w, w, x)
+
+
+def rematerialized(w: Any, x: Any) -> Any:
+    return jax.checkpoint(multiplied)(w, x)
+
+
+def scanned(w: Any, x: Any) -> Any:
+    return lax.scan(lambda carry, row: (carry, multiplied(w, row[None])[0]), 0.0, x)[1]
+
+
+def batched(w: Any, x: Any) -> Any:
+    return jax.vmap(lambda row: multiplied(w, row[None])[0])(x)
+
+
+@pytest.mark.parametrize(
+    ("program", "value", "change"),
+    [
+        (multiplied, 9, 54),
+        (chosen, 3, 12),
+        (branched, 3, 12),
+        (rematerialized, 9, 54),
+        (scanned, 9, 54),
+        (batched, 9, 54),
+    ],
+)
+@pytest.mark.parametrize("transform", [lambda run: run, jax.jit], ids=["eager", "jit"])
+def test_the_results_of_a_custom_jvp_rule_fit_what_is_computed_from_its_output(
+    program: Any, value: float, change: float, transform: Any
+) -> None:
+    """JAX checks a rule as its author wrote it; of the rewritten rule it takes results of any dtype as they are."""
+    w, x = jnp.ones((3, 2)), jnp.ones((4, 3))
+    policy = polyamp.Policy(param="float32", compute="float16", output="float16")
+    run = policy.autocast(lambda w: program(w, x), backend="jax")
+    primal, tangent = transform(lambda w: jax.jvp(run, (w,), (2 * w,)))(w)
+    assert (primal.dtype, tangent.dtype) == ("float16", "float16")
+    np.testing.assert_array_equal(primal, np.full((4, 2), value))
+    np.testing.assert_array_equal(tangent, np.full((4, 2), change))
+    linear = transform(lambda dw: jax.linearize(run, w)[1](dw))(2 * w)
+    assert linear.dtype == "float16"
+    np.testing.assert_array_equal(linear, tangent)
+    gradient = transform(jax.grad(lambda w: jnp.sum(run(w).astype("float32"))))(w)
+    assert gradient.dtype == "float32"
+    np.testing.assert_array_equal(gradient, np.full((3, 2), 8 * change / 12))

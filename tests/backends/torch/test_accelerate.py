@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import AutocastKwargs, GradScalerKwargs
+from accelerate.utils import AutocastKwargs, DistributedType, GradScalerKwargs
 from torch import nn
 
 import polyamp
@@ -162,7 +162,8 @@ def overflowing(optimizer: torch.optim.Optimizer, scaler: Any) -> Any:
     return prepared
 
 
-def test_trap_the_skip_of_a_fused_optimizer_is_not_noticed() -> None:
+def test_trap_the_skip_of_a_fused_optimizer_is_not_noticed(host: str) -> None:
+    """On an accelerator the kernels are called with the flag; on the CPU polyamp reads it and calls nothing."""
     plain = overflowing(fused([nn.Parameter(torch.ones(2))]), torch.amp.GradScaler("cpu"))
     assert not plain.step_was_skipped
     loop = Loop(ours(), fused).run([1.0, INF, 1.0])
@@ -196,6 +197,27 @@ def test_trap_two_optimizers_after_clipping_are_unscaled_twice() -> None:
     assert made.scaler.get_scale() == 32.0, "one adjustment"
 
 
+@pytest.mark.parametrize("given", [lambda optimizers: None, tuple, list])
+def test_unscale_gradients_takes_all_optimizers_or_some(given: Any) -> None:
+    made = ours()
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+    optimizers = made.prepare(*[torch.optim.SGD([p], 1.0) for p in parameters])
+    made.backward(torch.cat([*parameters]).sum())
+    made.unscale_gradients(optimizers[0])
+    assert [float(p.grad) for p in parameters] == [1.0, 16.0, 16.0]  # type: ignore[arg-type]  # they have one
+    made.unscale_gradients(given(optimizers))
+    assert [float(p.grad) for p in parameters] == [1.0, 1.0, 1.0]  # type: ignore[arg-type]  # as above
+
+
+def test_the_backward_pass_has_the_policys_precision_of_float32_products() -> None:
+    seen: list[str] = []
+    loop = Loop(ours(polyamp.Policy("float32", float32_matmul="medium"), None))
+    loss = loop.model(torch.ones(2, 4)).sum()
+    loss.register_hook(lambda _: seen.append(torch.get_float32_matmul_precision()))
+    loop.made.backward(loss)
+    assert (seen, torch.get_float32_matmul_precision()) == (["medium"], "highest")
+
+
 def test_resuming_from_a_saved_state_equals_not_stopping(tmp_path: Path) -> None:
     gains = [1.0, INF, 1.0, 1.0, 1.0]
     straight = Loop(ours()).run(gains)
@@ -221,6 +243,7 @@ def test_the_model_comes_out_as_it_went_in() -> None:
     nn.init.zeros_(net.head.weight)
     nn.init.zeros_(net.head.bias)
     assert clone(torch.randn(2, 4)).abs().sum() > 0.0, "a copy computes with its own parameters"
+    assert clone.dtypes == [torch.float16, torch.float32], "and with overrides of its own"
     assert made.unwrap_model(prepared) is net
     assert made.unwrap_model(prepared, keep_fp32_wrapper=False) is net
     for part in net.modules():
@@ -243,6 +266,40 @@ def test_a_model_is_under_one_policy_at_a_time() -> None:
     assert net.dtypes == [torch.bfloat16, torch.bfloat16]
 
 
+def test_a_new_accelerator_puts_back_the_statistics_of_a_model_prepared_before() -> None:
+    """As in a notebook whose cell runs again; the policy is the same, the scaler is another."""
+    net = Net()
+    ours().prepare(net)
+    made = ours()
+    model, optimizer = made.prepare(net, sgd(net.parameters()))
+    for gain, count in ((1.0, 1), (INF, 1)):
+        made.backward((model(torch.randn(2, 4)) * gain).sum())
+        optimizer.step()
+        assert net.state_dict()["norm.num_batches_tracked"] == count
+    assert model(torch.ones(2, 4)).dtype == torch.float32
+    assert net.dtypes == [torch.float16, torch.float16]
+    before = len(net._forward_pre_hooks)
+    made.free_memory()
+    assert len(net._forward_pre_hooks) == before - 1
+
+
+def test_a_forward_of_the_users_own_is_put_back() -> None:
+    made, net = ours(), Net()
+    vars(net)["forward"] = own = lambda x: net.first(x)
+    assert made.prepare(net)(torch.ones(2, 4)).dtype == torch.float32
+    made.unwrap_model(net, keep_fp32_wrapper=False)
+    assert vars(net)["forward"] is own
+
+
+def test_a_compiled_model_comes_out_as_it_went_in() -> None:
+    made, net = ours(dynamo_backend="aot_eager"), Net()
+    prepared = made.prepare(net)
+    assert prepared is not net
+    assert "forward" in vars(net)
+    made.unwrap_model(prepared, keep_fp32_wrapper=False)
+    assert "forward" not in vars(net)
+
+
 def test_what_accelerate_cannot_honour_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="Received: mode='cast'"):
         ours(polyamp.Policy("mixed_float16", mode="cast"))
@@ -256,6 +313,14 @@ def test_what_accelerate_cannot_honour_is_refused(monkeypatch: pytest.MonkeyPatc
         pass
     with pytest.raises(UnsupportedError, match="LBFGS"):
         ours().prepare(torch.optim.LBFGS(Net().parameters()))
+    attention = nn.MultiheadAttention(4, 2)
+    made = ours(polyamp.Policy("mixed_float16", overrides={"out_proj": "float32"}))
+    with pytest.raises(UnsupportedError, match="never called as a module"):
+        made.prepare(attention)(*[torch.ones(2, 1, 4)] * 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(accelerate.Accelerator, "distributed_type", DistributedType.FSDP)
+        with pytest.raises(UnsupportedError, match=r"one device or under DistributedDataParallel.*FSDP"):
+            ours()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(PolicyError, match="Launch with --mixed_precision=fp16"):
         ours()

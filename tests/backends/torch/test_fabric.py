@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +194,38 @@ def test_overrides_hold_and_leave_nothing_behind() -> None:
     hidden = Fabric(accelerator="cpu", plugins=ours(polyamp.Policy("mixed_float16", overrides={"out_proj": "float32"})))
     with pytest.raises(UnsupportedError, match="never called as a module"):
         hidden.setup(nn.MultiheadAttention(4, 2))(*[torch.ones(2, 1, 4)] * 3)
+
+
+def test_a_skip_puts_back_the_statistics_of_every_model() -> None:
+    plugin = ours()
+    fabric = Fabric(accelerator="cpu", plugins=plugin)
+    nets = [Net(), Net()]
+    models = [fabric.setup(net) for net in nets]
+    optimizer: Any = fabric.setup_optimizers(sgd([p for net in nets for p in net.parameters()]))
+    for gain, count in ((1.0, 1), (INF, 1), (1.0, 2)):
+        optimizer.zero_grad()
+        fabric.backward((models[0](batch(0)) + models[1](batch(1))).sum() * gain)
+        optimizer.step()
+        assert plugin.step_was_skipped is (gain == INF)
+        assert [net.state_dict()["norm.num_batches_tracked"].item() for net in nets] == [count, count]
+
+
+def test_the_backward_pass_has_the_policys_precision_of_float32_products() -> None:
+    seen: list[str] = []
+    loop = Loop(ours(polyamp.Policy("float32", float32_matmul="medium"), None))
+    loss = loop.model(batch(0)).sum()
+    loss.register_hook(lambda _: seen.append(torch.get_float32_matmul_precision()))
+    loop.fabric.backward(loss)
+    assert (seen, torch.get_float32_matmul_precision()) == (["medium"], "highest")
+
+
+def test_teardown_lets_go_of_the_models() -> None:
+    loop = Loop(ours(polyamp.Policy("mixed_float16", overrides={"head": "float32"}))).run([1.0])
+    plugin, net = loop.plugin, weakref.ref(loop.net)
+    plugin.teardown()
+    del loop
+    gc.collect()
+    assert net() is None
 
 
 def test_what_fabric_cannot_honour_is_refused() -> None:

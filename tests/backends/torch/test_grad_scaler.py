@@ -11,20 +11,12 @@ from torch import nn
 
 import polyamp
 from polyamp.errors import GradientError, LossScaleStuckError, UnsupportedError
-from polyamp_torch import loss_scale, scaler_state
 from polyamp_torch.loss_scale import GradScaler
 from polyamp_torch.scaler_state import GradScalerError
 
 INF, NAN = float("inf"), float("nan")
 
-
-@pytest.fixture(params=["reading is free", "reading waits"], autouse=True)
-def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test also on the path that accelerators take, on which nothing is read that need not be."""
-    if request.param == "reading waits":
-        monkeypatch.setattr(loss_scale, "looks", lambda device: False)
-        monkeypatch.setattr(scaler_state, "looks", lambda device: False)
-    return str(request.param)
+pytestmark = pytest.mark.usefixtures("host")
 
 
 def weight(*values: float) -> nn.Parameter:
@@ -55,6 +47,8 @@ def test_the_parts_of_scale() -> None:
     assert scaler.scale(torch.arange(3)).tolist() == [0, 1, 2]
     assert scaler.scale(Output(torch.tensor(1.0), [torch.tensor(2.0)])).hidden[0].item() == 16.0
     assert [x.item() for x in scaler.scale(iter([torch.tensor(1.0), torch.tensor(2.0)]))] == [8.0, 16.0]
+    scaled = scaler.scale(torch.tensor([3.0], dtype=torch.bfloat16))
+    assert (scaled.dtype, scaled.tolist()) == (torch.float32, [24.0])
     assert scaler.scale(torch.tensor(1.0, dtype=torch.float64)).dtype == torch.float64
     assert scaler.scale(torch.tensor(1.0 + 1.0j)).item() == 8.0 + 8.0j
 

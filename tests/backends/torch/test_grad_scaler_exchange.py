@@ -21,11 +21,13 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import polyamp
+from polyamp.errors import LossScaleStuckError
 from polyamp_torch import loss_scale, scaler_state
 from polyamp_torch.autocast import autocast
 from polyamp_torch.loss_scale import GradScaler
 from polyamp_torch.scaler_state import GradScalerError
 
+INF = float("inf")
 FIVE = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
 
 
@@ -109,7 +111,7 @@ def test_distributed_modules(wrap: Any, fused: bool, init_scale: float, process_
         torch.manual_seed(0)
         model = wrap(nn.Linear(4, 2))
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=fused)
-        for gain in (1.0, float("inf"), 1.0):
+        for gain in (1.0, INF, 1.0):
             optimizer.zero_grad()
             scaler.scale((model(torch.ones(2, 4) * gain) ** 2).mean()).backward()
             scaler.step(optimizer)
@@ -176,7 +178,7 @@ def advanced(scaler: Any, gains: list[float]) -> Any:
     return scaler
 
 
-GAINS = [1.0, float("inf"), 1.0, 1.0]
+GAINS = [1.0, INF, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("started", [False, True])
@@ -215,6 +217,16 @@ def test_our_own_state_is_whole() -> None:
         assert target.state_dict()["polyamp"]["skipped"] == 1
 
 
+def test_a_resumed_run_is_as_stuck_as_before() -> None:
+    """Two skips at the floor before the checkpoint, three after it, when the host looks."""
+    settings = polyamp.LossScaler(init_scale=1.0, min_scale=1.0, patience=3)
+    resumed = GradScaler(settings)
+    resumed.load_state_dict(advanced(GradScaler(settings), [INF, INF]).state_dict())
+    assert resumed.state_dict()["polyamp"]["stuck"] == 2
+    with pytest.raises(LossScaleStuckError, match="5 steps in a row were skipped"):
+        advanced(resumed, [INF, INF, INF])
+
+
 @pytest.mark.parametrize("copied", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy], ids=["pickle", "deepcopy"])
 def test_copies(copied: Any) -> None:
     source = advanced(GradScaler(polyamp.LossScaler(hysteresis=2), skip="each"), GAINS)
@@ -229,7 +241,7 @@ def test_copies(copied: Any) -> None:
         copied(twin)
 
 
-@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), 2.0**-20, 2.0**30])
+@pytest.mark.parametrize("scale", [0.0, INF, float("nan"), 2.0**-20, 2.0**30])
 def test_a_collapsed_state_is_refused_and_nothing_changes(scale: float) -> None:
     scaler = GradScaler(polyamp.LossScaler())
     before = scaler.state_dict()
@@ -263,6 +275,13 @@ def test_what_libraries_read_and_write() -> None:
     scaler.unscale_(optimizer)
     assert [flag.item() for flag in scaler._found_inf_per_device(optimizer).values()] == [0.0]
     assert list(scaler._per_optimizer_states) == [id(optimizer)]
+    fresh = GradScaler("cuda")
+    fresh._init_scale, fresh._init_growth_tracker, fresh._device = 32.0, 2, "mps"
+    assert (fresh.get_scale(), fresh._init_growth_tracker, fresh._device) == (32.0, 2, "mps")
+    fresh._lazy_init_scale_growth_tracker("cpu")
+    assert (fresh._scale.item(), fresh._growth_tracker.item(), fresh._device) == (32.0, 2, "cpu")  # type: ignore[union-attr]  # made above
+    with pytest.raises(GradScalerError, match=r"_init_scale must lie between .* Received: 0"):
+        fresh._init_scale = 0.0
     with pytest.raises(GradScalerError, match="growth_factor cannot change"):
         GradScaler(polyamp.LossScaler.static(2.0)).set_growth_factor(3.0)
 

@@ -18,19 +18,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import polyamp
-from polyamp_torch import loss_scale, scaler_state
 from polyamp_torch.loss_scale import GradScaler
 from polyamp_torch.scaler_state import GradScalerError
 
 INF = float("inf")
 
-
-@pytest.fixture(params=["reading is free", "reading waits"], autouse=True)
-def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "reading waits":
-        monkeypatch.setattr(loss_scale, "looks", lambda device: False)
-        monkeypatch.setattr(scaler_state, "looks", lambda device: False)
-    return str(request.param)
+pytestmark = pytest.mark.usefixtures("host")
 
 
 @dataclasses.dataclass

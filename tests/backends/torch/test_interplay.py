@@ -131,6 +131,7 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 0.1, fused=True)
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in .scheduler.step:UserWarning")  # torch 2.7's SequentialLR
 @pytest.mark.parametrize("make", [sgd, fused])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_of_torch_counts_applied_updates(make: Any, name: str) -> None:

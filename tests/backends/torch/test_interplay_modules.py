@@ -281,3 +281,16 @@ def test_a_model_without_an_own_forward_is_called_by_its_parts() -> None:
 
     trained(model, "mixed_float16", [1.0], by_parts)
     assert seen == [torch.float16]
+
+
+def test_the_bound_model_is_true_as_the_module_is() -> None:
+    """A module without `__len__` must not be asked for it."""
+    made = polyamp.Recipe(optimizer=polyamp.sgd(0.1))
+    seen: list[bool] = []
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        seen.append(bool(model))
+        return model(batch).sum()
+
+    polyamp.train_step(loss_fn, made)(polyamp.init(nn.Linear(2, 1), made), torch.ones(1, 2))
+    assert seen == [True]

@@ -293,6 +293,27 @@ def test_manual_optimization_can_ask_whether_a_step_was_skipped() -> None:
     assert fit(Asking(), ours(), [1.0, INF, 1.0]).rates == [False, True, False]
 
 
+def test_manual_optimization_unscales_before_the_hook_and_leaves_running_statistics_to_the_user() -> None:
+    class Fused(Manual):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), 0.1, fused=True) for part in (self.first, self.head)]
+
+    scaled = fit(Fused(), ours(scaler=polyamp.LossScaler.static(1024.0)), [1.0, INF])
+    plain = fit(Fused(), ours(scaler=polyamp.LossScaler.static(1.0)), [1.0])
+    assert scaled.norms[:2] == pytest.approx(plain.norms, rel=1e-2)
+    assert int(scaled.norm.num_batches_tracked) == 2
+    assert "lr_scheduler_step" not in vars(scaled)
+
+
+def test_a_schedule_by_epochs_moves_though_the_last_step_was_skipped() -> None:
+    class ByEpoch(Net):
+        def configure_optimizers(self) -> Any:
+            made = super().configure_optimizers()
+            return {**made, "lr_scheduler": {**made["lr_scheduler"], "interval": "epoch"}}
+
+    assert fit(ByEpoch(schedule=True), ours(), [1.0, INF], max_epochs=2).rates == [0.1, 0.05, 0.05, 0.025]
+
+
 @pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")  # of the run that is resumed, on purpose
 def test_resuming_from_a_checkpoint_equals_not_stopping(tmp_path: Path) -> None:
     gains = [1.0, INF, 1.0, 1.0, 1.0]
@@ -323,6 +344,46 @@ def test_overrides_hold_while_the_trainer_runs_and_leave_nothing_behind() -> Non
     assert "forward" not in vars(net.head)
     with pytest.raises(PolicyError, match="matches no module path"):
         fit(Net(), ours(polyamp.Policy("mixed_float16", overrides={"haed": "float32"})), [1.0])
+
+
+def test_an_override_of_what_is_never_called_is_refused() -> None:
+    class Attentive(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            x, _ = self.attention(*[batch[0]] * 3)
+            return super().training_step((x, batch[1]), index)
+
+    with pytest.raises(UnsupportedError, match="never called as a module"):
+        fit(Attentive(), ours(polyamp.Policy("mixed_float16", overrides={"attention/out_proj": "float32"})), [1.0])
+
+
+def test_the_backward_pass_has_the_policys_precision_of_float32_products() -> None:
+    seen: list[str] = []
+
+    class Looking(Net):
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = super().training_step(batch, index)
+            loss.register_hook(lambda _: seen.append(torch.get_float32_matmul_precision()))  # type: ignore[no-untyped-call]  # torch does not annotate it
+            return loss
+
+    fit(Looking(), ours(polyamp.Policy("float32", float32_matmul="medium"), None), [1.0])
+    assert (seen, torch.get_float32_matmul_precision()) == (["medium"], "highest")
+
+
+def test_a_module_inside_ddp_is_found() -> None:
+    """Lightning connects the wrapper; `DistributedDataParallel` has the module as an attribute."""
+    net, plugin = Net(), ours()
+    wrapper = nn.Module()
+    wrapper.module = net
+    plugin.connect(wrapper, [], [])
+    assert "lr_scheduler_step" in vars(net)
+    plugin.teardown()
+    assert "lr_scheduler_step" not in vars(net)
+    with pytest.raises(UnsupportedError, match="a LightningModule is expected"):
+        plugin.connect(nn.Linear(1, 1), [], [])
 
 
 def test_what_the_trainer_cannot_honour_is_refused() -> None:

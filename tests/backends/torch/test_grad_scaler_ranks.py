@@ -1,0 +1,78 @@
+"""`polyamp_torch.GradScaler` in two processes: an overflow in one of them is a skip in both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from polyamp_torch import gradients, loss_scale, scaler_state
+
+INF = float("inf")
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model
+
+
+def iterations(wrap: Any, *, fused: bool, init_scale: float, waits: bool) -> list[tuple[bool, bool]]:
+    """Of three steps, whether they were skipped and moved the weights; in the second, one row's gradients overflow.
+
+    Of a sharded weight, the second process alone holds that row.
+    """
+    for module in (loss_scale, scaler_state):
+        vars(module)["looks"] = (lambda device: False) if waits else gradients.looks
+    torch.manual_seed(0)
+    model = wrap(nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=fused)
+    scaler = loss_scale.GradScaler("cpu", init_scale=init_scale)
+    found = []
+    for gain in (1.0, INF, 1.0):
+        optimizer.zero_grad()
+        before = [p.detach().clone() for p in model.parameters()]
+        out = model(torch.ones(2, 4))
+        scaler.scale((out * torch.tensor([1.0, gain])).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        moved = any(not torch.equal(local(a), local(b)) for a, b in zip(before, model.parameters(), strict=True))
+        found.append((scaler.step_was_skipped, moved))
+    return found
+
+
+def local(x: Any) -> torch.Tensor:
+    part: torch.Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return part
+
+
+CASES = [
+    (wrap, fused, scale, waits)
+    for wrap in (DistributedDataParallel, sharded)
+    for fused in (False, True)
+    for scale in (2.0**10, 2.0**-10)
+    for waits in (False, True)
+]
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]  # torch forgot it in __all__
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    found = [iterations(wrap, fused=fused, init_scale=scale, waits=waits) for wrap, fused, scale, waits in CASES]
+    Path(f"{folder}/{rank}").write_text(repr(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("default")
+def test_an_overflow_in_one_process_is_a_skip_in_all(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(worker, (str(tmp_path),), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]  # torch does not annotate it
+    expected = [[(False, True), (True, False), (False, True)]] * len(CASES)
+    for rank in range(2):
+        assert eval((tmp_path / str(rank)).read_text(encoding="utf-8")) == expected, rank
