@@ -110,15 +110,18 @@ def leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def to_tensors(tree: Any) -> Any:
-    """A batch as tensors, Python scalars included, so that a new value is never a new trace.
+    """A batch as tensors, Python scalars included, so that a new value is never a new trace. What a distributed dataset
+    yields stays as it is.
 
     Raises:
         BatchError: a leaf that TensorFlow cannot hold.
     """
 
     def one(leaf: Any) -> Any:
-        if leaf is None or tf.is_tensor(leaf):
-            return tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable) else leaf
+        if isinstance(leaf, tf.Variable):
+            return tf.convert_to_tensor(leaf)
+        if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, tf.distribute.DistributedValues):
+            return leaf
         try:
             return tf.convert_to_tensor(raw(leaf))
         except (TypeError, ValueError) as error:

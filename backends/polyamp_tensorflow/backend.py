@@ -20,7 +20,8 @@ from polyamp.backend import (
     ValueAndGrad,
 )
 from polyamp.checks import check_options
-from polyamp.errors import UnsupportedError
+from polyamp.errors import RecipeError
+from polyamp.loss_scale import LossScaler
 from polyamp.policy import Mode, Policy
 from polyamp.recipe import Recipe
 from polyamp.testing.harness import Harness
@@ -29,6 +30,8 @@ from polyamp_tensorflow import gradients as scaling
 from polyamp_tensorflow import policy as policies
 from polyamp_tensorflow import step
 from polyamp_tensorflow.arrays import Array
+from polyamp_tensorflow.distribution import check_strategy
+from polyamp_tensorflow.loss_scale import LossScaleOptimizer
 from polyamp_tensorflow.losses import TensorFlowLosses
 from polyamp_tensorflow.models import check_model
 from polyamp_tensorflow.optimizers import check_optimizer
@@ -70,6 +73,20 @@ class TensorFlowBackend:
     def native_policy(self, policy: Policy) -> Any:
         return policies.native_policy(policy)
 
+    def native_scaler(self, scaler: LossScaler, **options: Any) -> LossScaleOptimizer:
+        """A Keras optimizer; `options` are those of `polyamp_tensorflow.LossScaleOptimizer`, `optimizer=` among them.
+
+        Raises:
+            RecipeError: no optimizer to wrap.
+        """
+        check_options(options, ("optimizer", "clip_norm", "accumulate_steps"), function="native", backend=self.name)
+        if "optimizer" not in options:
+            raise RecipeError(
+                "native('tensorflow') wraps a Keras optimizer or one of polyamp's specs. Received: no optimizer. Call "
+                "scaler.native('tensorflow', optimizer=keras.optimizers.Adam(1e-3))."
+            )
+        return LossScaleOptimizer(options.pop("optimizer"), scaler, **options)
+
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
         return policies.autocast(target, policy)
 
@@ -82,12 +99,7 @@ class TensorFlowBackend:
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TensorFlowState:
         check_options(options, (), function="init", backend=self.name)
         policies.require_tensorflow()
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        if replicas > 1:
-            raise UnsupportedError(
-                f"the tensorflow backend trains on one replica. Received: a tf.distribute strategy with {replicas}. "
-                "Call init and the step outside of strategy.scope()."
-            )
+        check_strategy(tf.distribute.get_strategy())
         check_model(model)
         check_optimizer(recipe.optimizer)
         return TensorFlowState(model, recipe, self)
@@ -145,8 +157,8 @@ class TensorFlowBackend:
 
 
 _UPDATES: Final[dict[str, step.GraphFunction]] = {
-    "all": step.GraphFunction(lambda states, grads: step.update(states, grads, "all")),
-    "each": step.GraphFunction(lambda states, grads: step.update(states, grads, "each")),
+    "all": step.GraphFunction(lambda states, grads: step.update(states, grads, "all"), split=False),
+    "each": step.GraphFunction(lambda states, grads: step.update(states, grads, "each"), split=False),
 }
 
 BACKEND: Final[Backend] = TensorFlowBackend()

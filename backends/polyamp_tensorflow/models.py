@@ -1,6 +1,6 @@
 """What a model is made of: its layers by path, its variables by role, and the callable that `loss_fn` sees.
 
-Called by the state, the policy and the step.
+Called by the state, the policies and the step.
 """
 
 from __future__ import annotations
@@ -8,15 +8,19 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import keras
+import tensorflow as tf
 
 from polyamp.errors import ModelError
 from polyamp.policy import Policy
-from polyamp_tensorflow.arrays import cast, is_floating, raw
+from polyamp_tensorflow.arrays import cast, dtype_name, is_floating, raw
+
+_UNROUNDED: Final = "_polyamp_unrounded"  # as Keras keeps logits on a softmax's result
+_MASK: Final = "_keras_mask"
 
 
 class Module(NamedTuple):
@@ -28,11 +32,15 @@ class Module(NamedTuple):
             match it.
         stable_path: the same with Keras's automatic names numbered within their parent. "dense_7" is "dense_1" if it
             is its parent's second Dense, however many models the process has built. Checkpoints are named by it.
+        parent: the layer it was found in; None for the model itself.
+        other_paths: where else the same layer lies in the model, as `path`.
     """
 
     layer: Any
     path: str
     stable_path: str
+    parent: Any = None
+    other_paths: tuple[str, ...] = ()
 
 
 class Variables(NamedTuple):
@@ -43,12 +51,20 @@ class Variables(NamedTuple):
         frozen: weights of layers with `trainable=False`; the step leaves them alone.
         running: statistics that the forward pass updates, such as BatchNorm's moving mean.
         rng: state that is not floating: the seeds of dropout, counters.
+        rewritten: parameters that the forward pass itself changes, as SpectralNormalization does; they are among
+            `parameters` or `frozen` too.
     """
 
     parameters: dict[str, Any]
     frozen: dict[str, Any]
     running: dict[str, Any]
     rng: dict[str, Any]
+    rewritten: dict[str, Any]
+
+    @property
+    def left_by_a_forward_pass(self) -> dict[str, Any]:
+        """What is floating and changed by a forward pass: it must come back when a step is skipped (S12)."""
+        return {**self.running, **self.rewritten}
 
 
 class BoundModel:
@@ -65,7 +81,7 @@ class BoundModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_layer(self._model):
             kwargs.setdefault("training", True)
-        return cast(self._model(*args, **kwargs), self._policy.output, float64=self._policy.casts_float64)
+        return as_output(self._model(*args, **kwargs), self._policy)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._model, name)
@@ -100,19 +116,82 @@ def check_model(model: Any) -> None:
 
 
 def modules(model: Any) -> list[Module]:
-    """Every layer of a Keras model once, the model itself first; nothing for other models."""
-    return list(_walk(Module(model, "", ""), set())) if is_layer(model) else []
+    """Every layer of a Keras model once, the model itself first; nothing for other models.
+
+    A layer that lies in several places has the path of the first, and the others in `other_paths`.
+    """
+    if not is_layer(model):
+        return []
+    paths: defaultdict[int, dict[str, None]] = defaultdict(dict)
+    for layer, path in _places(model, "", ()):
+        paths[id(layer)].setdefault(path)
+    return [
+        module._replace(other_paths=tuple(path for path in paths[id(module.layer)] if path != module.path))
+        for module in _walk(Module(model, "", ""), set())
+    ]
 
 
 def _walk(module: Module, seen: set[int]) -> Iterator[Module]:
     seen.add(id(module.layer))
     yield module
     siblings: Counter[str] = Counter()
-    for child in module.layer._flatten_layers(include_self=False, recursive=False):
-        if id(child) in seen or isinstance(child, keras.layers.InputLayer):
+    for child in _children(module.layer):
+        if id(child) in seen:
             continue
         prefixes = [f"{path}/" if path else "" for path in (module.path, module.stable_path)]
-        yield from _walk(Module(child, prefixes[0] + child.name, prefixes[1] + _stable_name(child, siblings)), seen)
+        stable = prefixes[1] + _stable_name(child, siblings)
+        yield from _walk(Module(child, prefixes[0] + child.name, stable, module.layer), seen)
+
+
+def _places(layer: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[Any, str]]:
+    """Every (layer, path), a shared layer once for each place."""
+    yield layer, path
+    for child in _children(layer):
+        if id(child) not in above:
+            yield from _places(child, f"{path}/{child.name}" if path else child.name, (*above, id(layer)))
+
+
+def _children(layer: Any) -> list[Any]:
+    inner = layer._flatten_layers(include_self=False, recursive=False)
+    return [child for child in inner if not isinstance(child, keras.layers.InputLayer)]
+
+
+def only_contains(layer: Any) -> bool:
+    """True for a functional or sequential model: it computes nothing itself, it only calls what it contains."""
+    container = isinstance(layer, keras.Sequential | keras.Function)
+    return container and str(type(layer).call.__module__).startswith("keras.")
+
+
+def in_dtype(tree: Any, dtype: str) -> Any:
+    """The tree's floating tensors in `dtype`; one that loses digits remembers the tensor it was made from."""
+
+    def one(leaf: Any) -> Any:
+        if not tf.is_tensor(leaf) or not is_floating(leaf) or dtype_name(leaf) in (dtype, "float64"):
+            return leaf
+        narrow = _with_mask_of(leaf, tf.cast(leaf, dtype))
+        if isinstance(narrow, tf.Tensor) and narrow.dtype.size < leaf.dtype.size:
+            setattr(narrow, _UNROUNDED, leaf)
+        return narrow
+
+    return keras.tree.map_structure(one, tree)
+
+
+def as_output(tree: Any, policy: Policy) -> Any:
+    """A model's output in the policy's dtype (S1), taken from the unrounded tensor where `in_dtype` rounded one."""
+
+    def one(leaf: Any) -> Any:
+        wide = getattr(leaf, _UNROUNDED, leaf)
+        return _with_mask_of(leaf, cast(wide, policy.output, float64=policy.casts_float64))
+
+    return keras.tree.map_structure(one, tree)
+
+
+def _with_mask_of(tensor: Any, result: Any) -> Any:
+    """`result` with the mask that Keras keeps on a tensor, for the layers and the loss that follow."""
+    mask = getattr(tensor, _MASK, None)
+    if mask is not None and result is not tensor:
+        setattr(result, _MASK, mask)
+    return result
 
 
 def _stable_name(layer: Any, siblings: Counter[str]) -> str:
@@ -129,7 +208,7 @@ def variables_of(model: Any) -> Variables:
     """The variables of a built model, by name and role."""
     names, weights = _names(model)
     trainable = {id(raw(variable)) for variable in model.trainable_variables}
-    found = Variables({}, {}, {}, {})
+    found = Variables({}, {}, {}, {}, {})
     seen: set[int] = set()
     for variable in [*model.trainable_variables, *getattr(model, "variables", ())]:
         key = id(raw(variable))
@@ -142,6 +221,8 @@ def variables_of(model: Any) -> Variables:
         if isinstance(module.layer, keras.layers.RNN) and module.layer.stateful:
             for number, variable in enumerate(keras.tree.flatten(module.layer.states)):
                 found.running[f"{module.stable_path}/state_{number}"] = variable
+        if isinstance(module.layer, keras.layers.SpectralNormalization):
+            found.rewritten[f"{module.stable_path}/rewritten_kernel"] = module.layer.kernel
     return found
 
 

@@ -1,24 +1,26 @@
-"""A `Policy` on Keras layers: as a `keras.DTypePolicy`, on a built model for a while, and around any callable.
+"""A `Policy` on Keras layers: as a `keras.DTypePolicy`, on a built model, and around any callable.
 
-Keras's finest grain is the layer, so both modes (S3) set every layer's compute dtype; variables stay as they are.
+Keras's finest grain is the layer, and in a functional model also the operation, so both modes (S3) set what each layer
+computes in; variables stay as they are. Which layer gets what stands in `dtype_policies`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from polyamp.checks import FLOATING
-from polyamp.errors import UnsupportedError
+from polyamp import registry
+from polyamp.errors import ModelError, UnsupportedError
 from polyamp.policy import Policy
+from polyamp_tensorflow.applied_policies import Application, drop_cached_functions
 from polyamp_tensorflow.arrays import cast
-from polyamp_tensorflow.models import is_layer, modules
-
-_CACHED_FUNCTIONS: Final = ("train_function", "test_function", "predict_function")
+from polyamp_tensorflow.dtype_policies import choose, keras_policy, policy_map
+from polyamp_tensorflow.models import as_output, is_built, is_layer
 
 
 def require_tensorflow() -> None:
@@ -34,77 +36,124 @@ def require_tensorflow() -> None:
         )
 
 
-def native_policy(policy: Policy) -> Any:
-    """The `keras.DTypePolicy` of a policy.
+def dtype_policy(policy: Policy) -> Any:
+    """The `keras.DTypePolicy` of a policy; with overrides a `keras.dtype_policies.DTypePolicyMap`.
+
+    Either can be given to `keras.config.set_dtype_policy` or to a layer's `dtype=`. They say what Keras's own policies
+    can say: no layer is sensitive and no head is found; `apply_policy` does that. A map matches `layer.path`.
+
+    Args:
+        policy: parameters in float32 and `compute` float16, bfloat16 or float32, or both in one dtype.
 
     Raises:
         UnsupportedError: Keras has no policy with these dtypes.
+
+    Example:
+        >>> import polyamp
+        >>> from polyamp_tensorflow.policy import dtype_policy
+        >>> dtype_policy(polyamp.Policy("mixed_bfloat16")).name
+        'mixed_bfloat16'
+        >>> mapped = dtype_policy(polyamp.Policy("mixed_bfloat16", overrides={"encoder/norm*": "float32"}))
+        >>> mapped["encoder/norm1"].compute_dtype, mapped["encoder/dense"].compute_dtype
+        ('float32', 'bfloat16')
     """
-    return _dtype_policy(policy.param, policy.compute)
+    return policy_map(policy) if policy.overrides else keras_policy(policy.param, policy.compute)
 
 
-def _dtype_policy(param: str, compute: str) -> Any:
-    if param == compute:
-        return keras.DTypePolicy(param)
-    if param == "float32" and compute in ("float16", "bfloat16"):
-        return keras.DTypePolicy(f"mixed_{compute}")
-    raise UnsupportedError(
-        "Keras can store parameters in float32 and compute in float16 or bfloat16, or do both in one dtype. "
-        f"Received: param={param!r}, compute={compute!r}."
-    )
+native_policy = dtype_policy
 
 
 @contextlib.contextmanager
 def layer_policies(model: Any, policy: Policy) -> Iterator[None]:
-    """Every layer of a model under the policy; afterwards each has again the policy it had.
-
-    Layers that are quantized or do not compute in floating point keep their own. Variables keep their dtype.
-    """
-    found = modules(model)
-    overrides = policy.resolve_overrides(module.path for module in found if module.path) if found else {}
-    previous = []
+    """Every layer of a model under the policy; afterwards each has again the policy it had. Other models pass."""
+    if not is_layer(model):
+        yield
+        return
+    application = Application(model, policy)
     try:
-        for layer, path, _ in found:
-            if getattr(layer.dtype_policy, "quantization_mode", None) or layer.compute_dtype not in FLOATING:
-                continue
-            previous.append((layer, layer.dtype_policy))
-            compute = policy.param if _only_contains(layer) else overrides.get(path, policy.compute)
-            _set_policy(layer, _dtype_policy(policy.param, compute))
         yield
     finally:
-        for layer, own in previous:
-            _set_policy(layer, own)
+        application.restore()
 
 
-@contextlib.contextmanager
-def apply_policy(model: Any, policy: Policy) -> Iterator[None]:
-    """A built Keras model under a policy for the time of a `with` block, `fit`, `evaluate` and `predict` included.
+class AppliedPolicy:
+    """What `apply_policy` returns: the policy is on the model until `restore`, or until the end of a `with` block.
+
+    Attributes:
+        model: the model.
+        policy: the policy.
+    """
+
+    def __init__(self, model: Any, policy: Policy, *, heads: bool) -> None:
+        self.model = model
+        self.policy = policy
+        self._application = Application(model, policy, heads=heads)
+        drop_cached_functions(model)
+
+    @property
+    def choices(self) -> Mapping[str, tuple[str | None, str]]:
+        """Path -> (compute dtype, why) of every layer, and of the operations of functional models that are cast.
+
+        The dtype is None where the layer's own policy stays. The reasons are those of `dtype_policies.Choice`.
+        """
+        found = {choice.path: (choice.dtype, choice.why) for choice in self._application.choices}
+        return MappingProxyType(found)
+
+    def restore(self) -> None:
+        """Give every layer back what it had. What other policies have done since stays; a second call does nothing."""
+        self._application.restore()
+        drop_cached_functions(self.model)
+
+    def __enter__(self) -> AppliedPolicy:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
+    def __repr__(self) -> str:
+        return f"AppliedPolicy({self.model.name!r}, {self.policy})"
+
+
+def apply_policy(model: Any, policy: Policy, *, heads: bool = True) -> AppliedPolicy:
+    """Put a policy on a built Keras model: at once, for good or for the time of a `with` block.
+
+    Every layer gets its compute dtype: sensitive layers float32 (S4), heads float32, overrides (S5) what they say;
+    quantized layers and those whose constructor was given a dtype keep theirs. `fit`, `evaluate` and `predict` are
+    traced anew. Variables stay as they are. Loss scaling for float16 is the optimizer's: a policy brings none.
 
     Args:
-        model: a built `keras.Model` or layer; its variables stay as they are.
-        policy: what its layers compute in.
+        model: a built `keras.Model` or layer.
+        policy: what its layers compute in, and its output's dtype. `float32_matmul` is the process's and is not set.
+        heads: keep the layers that give logits in float32 too; those that give probabilities always are.
+
+    Returns:
+        The policy as a context manager, with `restore()` and `choices`.
 
     Raises:
-        UnsupportedError: not a Keras layer, or dtypes that Keras has no policy for.
-        PolicyError: an override matches no layer.
+        UnsupportedError: not a Keras layer, dtypes that Keras has no policy for, or `op_rules`.
+        ModelError: not built.
+        PolicyError: an override matches no layer, or puts a softmax head in 16 bits.
 
     Example:
         >>> import keras, polyamp, polyamp_tensorflow
-        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        >>> with polyamp_tensorflow.apply_policy(model, polyamp.Policy("mixed_bfloat16")):
-        ...     inside = model.layers[0].compute_dtype
-        >>> inside, model.layers[0].compute_dtype
-        ('bfloat16', 'float32')
+        >>> layers = [keras.layers.Dense(4, name="hidden"), keras.layers.Dense(2, name="out")]
+        >>> model = keras.Sequential([keras.Input((4,)), *layers])
+        >>> with polyamp_tensorflow.apply_policy(model, polyamp.Policy("mixed_bfloat16")) as applied:
+        ...     inside = [layer.compute_dtype for layer in model.layers]
+        >>> inside, applied.choices["out"], [layer.compute_dtype for layer in model.layers]
+        (['bfloat16', 'float32'], ('float32', 'head'), ['float32', 'float32'])
     """
-    check_policy(model, policy)
+    require_tensorflow()
     if not is_layer(model):
         raise UnsupportedError(f"apply_policy takes a keras.Model or layer. Received: {type(model).__qualname__}.")
-    with layer_policies(model, policy):
-        _drop_cached_functions(model)
-        try:
-            yield
-        finally:
-            _drop_cached_functions(model)
+    registry.supporting(registry.get("tensorflow"), policy)
+    check_policy(model, policy)
+    if not is_built(model):
+        raise ModelError(
+            f"apply_policy takes a built model, whose layers all exist. Received: {model.name!r}, which is not built. "
+            "Call it once on a batch, give it a keras.Input, or build it."
+        )
+    return AppliedPolicy(model, policy, heads=heads)
 
 
 def check_policy(model: Any, policy: Policy) -> None:
@@ -112,13 +161,13 @@ def check_policy(model: Any, policy: Policy) -> None:
 
     Raises:
         UnsupportedError: dtypes without a Keras policy; a mixed policy on what has no Keras layers.
-        PolicyError: an override matches no layer.
+        PolicyError: an override matches no layer, or puts a softmax head in 16 bits.
     """
     require_tensorflow()
     for compute in (policy.compute, *policy.overrides.values()):
-        _dtype_policy(policy.param, compute)
+        keras_policy(policy.param, compute)
     if is_layer(model):
-        policy.resolve_overrides(module.path for module in modules(model) if module.path)
+        choose(model, policy)
     elif policy.compute != policy.param or policy.overrides:
         raise UnsupportedError(
             f"a mixed policy needs Keras layers, whose dtypes it can set. Received: {type(model).__qualname__} with "
@@ -149,7 +198,7 @@ def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
         with matmul_precision(policy), layer_policies(target, policy):
             if not is_layer(target):
                 args, kwargs = cast((args, kwargs), policy.compute, float64=policy.casts_float64)
-            return cast(target(*args, **kwargs), policy.output, float64=policy.casts_float64)
+            return as_output(target(*args, **kwargs), policy)
 
     return call
 
@@ -166,22 +215,3 @@ def matmul_precision(policy: Policy) -> Iterator[None]:
         yield
     finally:
         tf.config.experimental.enable_tensor_float_32_execution(before)
-
-
-def _only_contains(layer: Any) -> bool:
-    """True for a functional or sequential model: it computes nothing itself, and under a 16-bit policy it would round
-    its inputs before a layer inside that an override keeps in float32 sees them."""
-    container = isinstance(layer, keras.Sequential | keras.Function)
-    return container and str(type(layer).call.__module__).startswith("keras.")
-
-
-def _set_policy(layer: Any, policy: Any) -> None:
-    # The public setter edits a DTypePolicyMap in place, so the layer's own could not be put back.
-    layer._dtype_policy = policy
-
-
-def _drop_cached_functions(model: Any) -> None:
-    """Let Keras trace `fit`, `evaluate` and `predict` anew: a traced function keeps the dtypes it was traced with."""
-    for name in _CACHED_FUNCTIONS:
-        if hasattr(model, name):
-            setattr(model, name, None)

@@ -18,6 +18,7 @@ from polyamp.errors import ModelError
 from polyamp.loss_scale import LossScaler, LossScaleState, update
 from polyamp.recipe import Recipe
 from polyamp_tensorflow.arrays import XP, Array, dtype_name, raw, to_numpy
+from polyamp_tensorflow.distribution import check_variables, several
 from polyamp_tensorflow.models import Variables, is_built, variables_of
 from polyamp_tensorflow.optimizers import make_optimizer, optimizer_variables
 from polyamp_tensorflow.policy import check_policy
@@ -38,9 +39,12 @@ class TensorFlowState:
 
     A model that is not built gets its variables, and is checked, at the first step or `value_and_grad`.
 
+    Made in a strategy's scope, each replica has its copy of every variable, and the step keeps the copies alike.
+
     Attributes:
         model: the user's own model.
         recipe: the recipe it was made with.
+        strategy: the `tf.distribute.Strategy` in whose scope it was made; TensorFlow's default one otherwise.
         programs: the graph functions traced for this state, by the object that runs them.
     """
 
@@ -48,6 +52,7 @@ class TensorFlowState:
         self.model = model
         self.recipe = recipe
         self.programs: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
+        self.strategy = tf.distribute.get_strategy()
         self._backend = backend
         self._scale = LossScaleState(
             *(tf.Variable(value, trainable=False, name=name) for name, value in _fresh(recipe.loss_scaler))
@@ -56,6 +61,11 @@ class TensorFlowState:
         self._training: _Training | None = None
         if is_built(model):
             self.finish_building()
+        elif several(self.strategy):
+            raise ModelError(
+                "model: on several replicas it must be built, so that each has its copy of the variables. Call it once "
+                "in strategy.scope(), or give its first layer an Input."
+            )
         else:
             check_policy(model, recipe.policy.replace(overrides={}))
 
@@ -106,6 +116,7 @@ class TensorFlowState:
             ModelError, UnsupportedError, PolicyError, RecipeError: what S20 asks for.
         """
         variables = variables_of(self.model)
+        check_variables(self.strategy, [raw(v) for role in variables for v in role.values()])
         checks.check_parameters([(n, dtype_name(v)) for n, v in variables.parameters.items()], self.recipe)
         check_policy(self.model, self.recipe.policy)
         self._training = _Training(variables, make_optimizer(self.recipe, variables.parameters))
@@ -115,21 +126,21 @@ class TensorFlowState:
         return {name: tf.identity(raw(variable)) for name, variable in self._transient().items()}
 
     def write_transient(self, values: Mapping[str, Any]) -> None:
-        """Put back what `read_transient` returned."""
-        for name, variable in self._transient().items():
-            raw(variable).assign(values[name])
+        """Put back what `read_transient` returned; in a replica, or where all of them meet."""
+        _write(self._transient(), values)
 
     def write_rng(self, values: Mapping[str, Any]) -> None:
         """Move the random-number streams on; done at skipped steps too, or an unlucky mask would come back."""
-        for name, variable in self.variables.rng.items():
-            raw(variable).assign(values[name])
+        _write(self.variables.rng, values)
 
-    def commit(self, gradients: list[Any], running: Mapping[str, Any]) -> Any:
-        """Apply an update: parameters, optimizer, running statistics and the count, which is returned."""
+    def accept(self, running: Mapping[str, Any]) -> None:
+        """Take over what the forward pass of an update that is applied left, and count the update."""
+        _write(self.variables.left_by_a_forward_pass, running)
+        self._step.assign_add(1)
+
+    def commit(self, gradients: list[Any]) -> None:
+        """Then apply it to the parameters and the optimizer, in a replica."""
         self.optimizer.apply(gradients, list(self.variables.parameters.values()))
-        for name, variable in self.variables.running.items():
-            raw(variable).assign(running[name])
-        return self._step.assign_add(1)
 
     def adjust_scale(self, finite: Any) -> None:
         """Rule S15 on the state's variables."""
@@ -147,7 +158,7 @@ class TensorFlowState:
             raw(variable).assign(tf.convert_to_tensor(arrays[name]))
 
     def _everything(self) -> dict[str, Any]:
-        parameters, frozen, running, rng = self.variables
+        parameters, frozen, running, rng, _ = self.variables
         groups = {
             "model": {**parameters, **frozen},
             "running": running,
@@ -159,7 +170,7 @@ class TensorFlowState:
         return {**named, "step": self._step}
 
     def _transient(self) -> dict[str, Any]:
-        return {**self.variables.running, **self.variables.rng}
+        return {**self.variables.left_by_a_forward_pass, **self.variables.rng}
 
     def _ready(self) -> _Training:
         if self._training is None:
@@ -168,6 +179,11 @@ class TensorFlowState:
                 "build the model before init: call it once, or give its first layer an Input."
             )
         return self._training
+
+
+def _write(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    for name, variable in variables.items():
+        raw(variable).assign(values[name])
 
 
 def _fresh(scaler: LossScaler) -> list[tuple[str, Any]]:

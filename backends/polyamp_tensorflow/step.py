@@ -10,28 +10,25 @@ the graph; Python never waits for it. Called by the backend.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from polyamp import checks
 from polyamp.backend import Gradients, LossFunction, Skip, StepResult
-from polyamp.errors import GradientError, UnsupportedError
+from polyamp.errors import GradientError, ModelError, UnsupportedError
+from polyamp_tensorflow import replicas
 from polyamp_tensorflow.arrays import XP, dense, is_floating, leaves, raw
+from polyamp_tensorflow.distribution import mean, on_replicas, several, stacked
 from polyamp_tensorflow.gradients import norm_and_flag, scale_loss
 from polyamp_tensorflow.models import BoundModel
 from polyamp_tensorflow.policy import layer_policies, matmul_precision
 from polyamp_tensorflow.state import TensorFlowState
+from polyamp_tensorflow.xla import needs_xla
 
 States = Sequence[TensorFlowState]
-_XLA_WARNING: Final = (
-    "float16 on TensorFlow's CPU is about 300 times slower than float32 outside XLA, so polyamp compiles this with XLA "
-    "(jit_compile=True). The first call takes seconds. Pass jit_compile=True or False to choose, or use bfloat16."
-)
-_warned: list[bool] = []
 
 
 class _Scaled(NamedTuple):
@@ -46,7 +43,8 @@ class GraphFunction:
     """`body(states, *tensors)` as a `tf.function` for each combination of states.
 
     Args:
-        body: graph code that reads and writes the states' variables.
+        body: graph code that reads and writes the states' variables; on several replicas each runs it.
+        split: the tensors are a batch, of which each replica takes its part; otherwise all take the same.
         compile: False runs it eagerly, for debugging.
         jit_compile: XLA; None chooses it for float16 on a CPU, with a warning once per process.
 
@@ -58,12 +56,14 @@ class GraphFunction:
         self,
         body: Callable[..., Any],
         *,
+        split: bool = True,
         compile: bool = True,  # noqa: A002  # the public option's name
         jit_compile: bool | None = False,
     ) -> None:
         if jit_compile and not compile:
             raise UnsupportedError("jit_compile=True compiles with XLA. Received: compile=False as well. Drop one.")
         self._body = body
+        self._split = split
         self._compile = compile
         self._jit_compile = jit_compile
 
@@ -90,14 +90,28 @@ class GraphFunction:
         return programs[key]
 
     def _traced(self, states: tuple[TensorFlowState, ...]) -> Callable[..., Any]:
-        body = self._body
+        body, split, strategy = self._body, self._split, states[0].strategy
+        if any(state.strategy is not strategy for state in states):
+            raise ModelError(
+                "states of one step must be made in the scope of one strategy. Received: "
+                f"{', '.join(type(state.strategy).__name__ for state in states)}."
+            )
 
         def program(*tensors: Any) -> Any:
-            return body(states, *tensors)
+            return on_replicas(strategy, lambda *own: body(states, *own), tensors, split=split)
 
         if not self._compile:
             return program
-        jit = _needs_xla(states) if self._jit_compile is None else self._jit_compile
+        jit = self._jit_compile
+        if several(strategy):
+            if jit:
+                raise UnsupportedError(
+                    "jit_compile=True compiles the step of one replica. Received: a state on a strategy with "
+                    f"{strategy.num_replicas_in_sync} replicas. Drop it."
+                )
+        elif jit is None:
+            parameters = [variable for state in states for variable in state.variables.parameters.values()]
+            jit = needs_xla([state.recipe.policy for state in states], parameters, stacklevel=6)
         # AutoGraph would rewrap exceptions raised while tracing, so that they reach the user as other ones.
         return tf.function(program, autograph=False, jit_compile=jit)  # type: ignore[no-any-return]  # untyped
 
@@ -124,24 +138,36 @@ def full_step(states: States, loss_fn: LossFunction, batch: Any) -> StepResult:
 
 
 def differentiate(states: States, loss_fn: LossFunction, batch: Any, count: int) -> tuple[Any, Any, list[Gradients]]:
-    """Unscaled loss, aux and gradients over `count` micro-batches; the states' variables end as they began."""
+    """Unscaled loss, aux and gradients over `count` micro-batches and all replicas; the states' variables end as they
+    began."""
     before = [state.read_transient() for state in states]
     try:
         scaled = _accumulated(states, loss_fn, batch, count)
         after = [state.read_transient() for state in states]
     finally:
-        for state, values in zip(states, before, strict=True):
-            state.write_transient(values)
+        replicas.together(lambda _, values: _put_back(states, values), before)
+    mean_loss, sums = mean([scaled.loss, scaled.gradients])
     scaler = states[0].recipe.loss_scaler
     scale = states[0].scale_state.scale if scaler.scales else None
     found = []
-    for state, values, running in zip(states, scaled.gradients, after, strict=True):
+    for state, values, running in zip(states, sums, after, strict=True):
         unscaled = {
             name: tf.cast(value if scale is None else value / tf.cast(scale, value.dtype), parameter.dtype)
             for (name, value), parameter in zip(values.items(), state.variables.parameters.values(), strict=True)
         }
-        found.append(Gradients(unscaled, running))
-    return scaled.loss, scaled.aux, found
+        found.append(Gradients(unscaled, _mean_of_floats(running)))
+    return mean_loss, stacked(scaled.aux), found
+
+
+def _put_back(states: States, values: Sequence[Any]) -> None:
+    for state, own in zip(states, values, strict=True):
+        state.write_transient(own)
+
+
+def _mean_of_floats(running: dict[str, Any]) -> dict[str, Any]:
+    """Running statistics averaged over the replicas; random-number streams are as each replica has them."""
+    statistics = mean({name: value for name, value in running.items() if is_floating(value)})
+    return {**running, **statistics}
 
 
 def update(states: States, gradients: Sequence[Gradients], skip: Skip) -> list[StepResult]:
@@ -158,20 +184,28 @@ def update(states: States, gradients: Sequence[Gradients], skip: Skip) -> list[S
 def _updated(state: TensorFlowState, values: list[Any], running: Any, norm: Any, use: Any, every: Any) -> StepResult:
     recipe = state.recipe
 
-    def commit() -> Any:
-        if recipe.clip_norm is None:
-            return state.commit(values, running)
-        factor = checks.clip_factor(norm, recipe.clip_norm, XP)
-        return state.commit([value * tf.cast(factor, value.dtype) for value in values], running)
+    def commit(values: list[Any], norm: Any) -> None:
+        if recipe.clip_norm is not None:
+            factor = checks.clip_factor(norm, recipe.clip_norm, XP)
+            values = [value * tf.cast(factor, value.dtype) for value in values]
+        state.commit(values)
 
-    state.write_rng(running)
-    if recipe.loss_scaler.checks:
-        step = tf.cond(use, commit, lambda: state.step)
-        state.adjust_scale(every)
-        skipped = tf.logical_not(use)
-    else:
-        step, skipped = commit(), tf.constant(False)
-    return StepResult(None, None, norm, state.scale_state.scale, skipped, tf.identity(step))
+    def decide(run: replicas.Run, values: Any, running: Any, norm: Any, use: Any, every: Any) -> None:
+        def apply() -> None:
+            state.accept(running)
+            with replicas.reduced_already(state.optimizer):
+                run(commit, values, norm)
+
+        state.write_rng(running)
+        if recipe.loss_scaler.checks:
+            tf.cond(replicas.shared(use), apply, lambda: None)
+            state.adjust_scale(replicas.shared(every))
+        else:
+            apply()
+
+    replicas.together(decide, values, running, norm, use, every)
+    skipped = tf.logical_not(use) if recipe.loss_scaler.checks else tf.constant(False)
+    return StepResult(None, None, norm, state.scale_state.scale, skipped, state.step)
 
 
 def _fitting(state: TensorFlowState, gradients: Gradients) -> dict[str, Any]:
@@ -280,17 +314,3 @@ def _map_present(function: Callable[[Any], Any], tree: Any) -> Any:
 def _bound(states: States) -> Any:
     models = tuple(BoundModel(state.model, state.recipe.policy) for state in states)
     return models[0] if len(models) == 1 else models
-
-
-def _needs_xla(states: States) -> bool:
-    """True for float16 on a CPU; says so once per process."""
-    policies = [state.recipe.policy for state in states]
-    if not any("float16" in (policy.compute, *policy.overrides.values()) for policy in policies):
-        return False
-    parameters = [raw(variable) for state in states for variable in state.variables.parameters.values()]
-    if not any(parameter.device.rpartition("device:")[2].startswith("CPU") for parameter in parameters):
-        return False
-    if not _warned:
-        _warned.append(True)
-        warnings.warn(_XLA_WARNING, UserWarning, stacklevel=7)
-    return True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+import polyamp
 from polyamp.backend import LossFunction, StepResult
 from polyamp.errors import UnsupportedError
 from polyamp.recipe import Recipe
@@ -18,7 +20,14 @@ from polyamp_tensorflow.arrays import Array, dtype_name, to_numpy
 
 
 class TensorFlowHarness:
-    """`Harness` over Keras."""
+    """`Harness` over Keras. Made before TensorFlow starts, it asks for two logical CPUs, which replicas need."""
+
+    def __init__(self) -> None:
+        (cpu, *_) = tf.config.list_physical_devices("CPU")
+        with contextlib.suppress(RuntimeError):  # TensorFlow runs already; then `replicate` says so
+            if not tf.config.get_logical_device_configuration(cpu):
+                two = [tf.config.LogicalDeviceConfiguration()] * 2
+                tf.config.set_logical_device_configuration(cpu, two)
 
     def array(self, value: Array) -> Any:
         return tf.convert_to_tensor(value)
@@ -51,23 +60,35 @@ class TensorFlowHarness:
         return model
 
     def weights(self, state: Any) -> list[Layer]:
-        dense = [layer for layer in state.model.layers if isinstance(layer, keras.layers.Dense)]
+        dense = [layer for layer in state.model.layers if isinstance(layer, keras.layers.Dense | _CopiedDense)]
         return [Layer(to_numpy(layer.kernel), to_numpy(layer.bias)) for layer in dense]
 
     def sensitive(self) -> Mapping[str, Callable[[Any], Any]]:
-        return {
-            "exp": tf.exp,
-            "log": tf.math.log,
-            "pow": lambda x: tf.pow(x, 3.0),
-            "rsqrt": tf.math.rsqrt,
-            "sum": tf.reduce_sum,
-            "mean": tf.reduce_mean,
-            "cumsum": tf.cumsum,
-            "softmax": tf.nn.softmax,
-            "log_softmax": tf.nn.log_softmax,
-            "logsumexp": lambda x: tf.reduce_logsumexp(x, axis=-1),
+        operations: dict[str, Callable[[Any], Any]] = {
+            "exp": keras.ops.exp,
+            "log": keras.ops.log,
+            "pow": lambda x: keras.ops.power(x, 3.0),
+            "rsqrt": keras.ops.rsqrt,
+            "sum": keras.ops.sum,
+            "mean": keras.ops.mean,
+            "cumsum": keras.ops.cumsum,
+            "softmax": keras.ops.softmax,
+            "log_softmax": keras.ops.log_softmax,
+            "logsumexp": lambda x: keras.ops.logsumexp(x, axis=-1),
+            "norm": keras.ops.norm,
             "layer_norm": lambda x: keras.ops.layer_normalization(x, epsilon=1e-5),
         }
+        layers = {
+            "Softmax": keras.layers.Softmax(),
+            "softmax activation": keras.layers.Activation("softmax"),
+            "log_softmax activation": keras.layers.Activation("log_softmax"),
+            "exponential activation": keras.layers.Activation("exponential"),
+            "LayerNormalization": keras.layers.LayerNormalization(),
+            "BatchNormalization": keras.layers.BatchNormalization(),
+            "GroupNormalization": keras.layers.GroupNormalization(groups=4),
+            "UnitNormalization": keras.layers.UnitNormalization(),
+        }
+        return {**{name: _functional(operation) for name, operation in operations.items()}, **layers}
 
     def matmul(self, left: Any, right: Any) -> Any:
         return tf.matmul(left, right)
@@ -82,10 +103,48 @@ class TensorFlowHarness:
     def replicate(
         self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
     ) -> list[tuple[Any, StepResult]]:
-        raise UnsupportedError("the tensorflow backend does not train on replicas.")
+        devices = [device.name for device in tf.config.list_logical_devices("CPU")][: len(batches)]
+        if len(devices) < len(batches):
+            raise UnsupportedError(
+                f"{len(batches)} replicas need as many logical CPUs, set before TensorFlow starts. Received: "
+                f"{len(devices)}."
+            )
+        strategy = tf.distribute.MirroredStrategy(devices)
+        with strategy.scope():
+            state = polyamp.init(self.mlp(layers), recipe)
+        step = polyamp.train_step(loss_fn, recipe)
+        for parts in zip(*batches, strict=True):
+            whole = keras.tree.map_structure(lambda *members: np.concatenate(members), *parts)
+            _, result = step(state, whole)
+        return [(_Copy(state.model, strategy, number), result) for number in range(len(batches))]
 
     def native_optimizer(self, model: Any, learning_rate: float) -> Any:
         return keras.optimizers.SGD(learning_rate)
+
+
+def _functional(operation: Callable[[Any], Any]) -> Any:
+    """A functional model of one operation, after a layer that gives it its input in the compute dtype."""
+    inputs = keras.Input((600,))
+    return keras.Model(inputs, operation(keras.layers.Identity()(inputs)))
+
+
+class _Copy:
+    """One replica's copy of a model, as far as `TensorFlowHarness.weights` reads it."""
+
+    def __init__(self, model: Any, strategy: Any, number: int) -> None:
+        self.model = self
+        self.layers = [
+            _CopiedDense(*(strategy.experimental_local_results(weight.value)[number] for weight in layer.weights))
+            for layer in model.layers
+            if isinstance(layer, keras.layers.Dense)
+        ]
+
+
+class _CopiedDense(NamedTuple):
+    """A dense layer's weights on one replica."""
+
+    kernel: Any
+    bias: Any
 
 
 class Digits(keras.Model):  # type: ignore[misc]  # Keras is untyped

@@ -4,7 +4,5 @@ from __future__ import annotations
 
 DEVIATIONS: list[tuple[str, str, str]] = [
     ("jax", "s09_replicas", "the JAX backend does not run replicas yet"),
-    ("tensorflow", "s04_sensitive", "Keras's finest grain is the layer; a plain function has no autocast mode yet"),
-    ("tensorflow", "s09_replicas", "the TensorFlow backend does not run replicas yet"),
     ("torch", "s09_replicas", "the torch backend does not run replicas yet"),
 ]

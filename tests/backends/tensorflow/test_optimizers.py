@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import polyamp
 import polyamp_tensorflow
@@ -113,3 +114,15 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     polyamp.init(HARNESS.mlp(layers()), made)
     with pytest.raises(RecipeError, match="already built for the variables of another model"):
         polyamp.init(HARNESS.mlp(layers()), made)
+
+
+def test_sparse_gradients_are_the_dense_ones_they_stand_for() -> None:
+    """Keras's own Adam squares each row before it adds up rows that occur twice."""
+    table = keras.Variable(np.zeros((3, 2), np.float32))
+    dense = keras.Variable(np.zeros((3, 2), np.float32))
+    rows = tf.IndexedSlices(tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant([1, 1]), tf.constant([3, 2]))
+    for variable, gradient in ((table, rows), (dense, tf.constant([[0.0, 0.0], [4.0, 6.0], [0.0, 0.0]]))):
+        optimizer = SpecOptimizer(polyamp.adam(0.1, eps=1.0))
+        optimizer.apply([gradient], [variable])
+    assert np.array_equal(table.numpy(), dense.numpy())
+    assert not np.array_equal(table.numpy(), np.zeros((3, 2)))

@@ -43,15 +43,18 @@ def compute_dtypes(model: Any) -> list[str]:
     return [layer.compute_dtype for layer in model._flatten_layers()]
 
 
-def test_every_layer_computes_in_16_bits_and_variables_stay_float32() -> None:
+def test_layers_compute_in_16_bits_and_variables_stay_float32() -> None:
     model = attention_model()
     before = [layer.dtype_policy for layer in model._flatten_layers()]
-    names = ("query", "key", "value", "attention_output", "head", "norm")
+    names = ("query", "key", "value", "attention_output", "head")
+    softmax = model.get_layer("attention")._softmax
     with layer_policies(model, Policy("mixed_bfloat16")):
         inside = {layer.name: layer.compute_dtype for layer in model._flatten_layers()}
         output = model(np.ones((2, 3, 4), np.float32))
+        assert model.layers[-1](np.ones((2, 3, 4), np.float32)).dtype == tf.bfloat16
     assert {inside[name] for name in names} == {"bfloat16"}
-    assert output.dtype == tf.bfloat16
+    assert {inside[name] for name in (softmax.name, "norm")} == {"float32"}
+    assert output.dtype == tf.float32, "the policy's output dtype"
     assert {variable.dtype for variable in model.variables} <= {"float32", "int64"}
     assert [layer.dtype_policy for layer in model._flatten_layers()] == before
     assert model(np.ones((2, 3, 4), np.float32)).dtype == tf.float32
@@ -101,7 +104,11 @@ def test_overrides_follow_the_nesting_of_layers() -> None:
     with layer_policies(model, policy):
         inside = {layer.name: layer.compute_dtype for layer in model._flatten_layers()}
     assert {inside[name] for name in ("query", "attention_output", "head")} == {"float32"}
-    assert inside["norm"] == "bfloat16"
+    assert inside["norm"] == "float32"
+    native = policy.replace(op_list="native", overrides={"attention": "float32", "attention/key": "bfloat16"})
+    with layer_policies(model, native):
+        inside = {layer.name: layer.compute_dtype for layer in model._flatten_layers()}
+    assert (inside["norm"], inside["query"], inside["key"]) == ("bfloat16", "float32", "bfloat16")
     with pytest.raises(PolicyError, match=r"'inner/haed' matches no module path. Nearest: 'inner/head'"):
         policy.replace(overrides={"inner/haed": "float32"}).autocast(model)
 
@@ -132,7 +139,8 @@ def test_apply_policy_reaches_predict_and_gives_it_back() -> None:
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     x = np.ones((2, 4), np.float32)
     assert model.predict(x, verbose=0).dtype == np.float32
-    with polyamp_tensorflow.apply_policy(model, Policy("mixed_bfloat16")):
+    narrow = Policy(compute="bfloat16", output="bfloat16")
+    with polyamp_tensorflow.apply_policy(model, narrow):
         assert model.predict(x, verbose=0).dtype.name == "bfloat16"
     assert model.predict(x, verbose=0).dtype == np.float32
     with (
@@ -154,6 +162,49 @@ def test_apply_policy_reaches_predict_and_gives_it_back() -> None:
 def test_native_policy(policy: str, name: str) -> None:
     native = Policy(policy).native("tensorflow")
     assert (type(native), native.name) == (keras.DTypePolicy, name)
+
+
+def test_native_policy_with_overrides_is_a_map_for_keras_to_build_with() -> None:
+    policy = Policy(
+        "mixed_bfloat16", overrides={"block/*": "float32", "block/inner": "bfloat16", "**/norm?": "float32"}
+    )
+    native = policy.native("tensorflow")
+    assert isinstance(native, keras.dtype_policies.DTypePolicyMap)
+    paths = {
+        "block/dense": "float32",
+        "model/block/dense/deep": "float32",
+        "block/inner": "bfloat16",
+        "model/block/inner/deep": "bfloat16",
+        "block": "bfloat16",
+        "blocks/dense": "bfloat16",
+        "norm1": "float32",
+        "a/b/norm2": "float32",
+        "a/b/norm12": "bfloat16",
+    }
+    assert {path: native[path].compute_dtype for path in paths} == paths
+    assert {native[path].variable_dtype for path in paths} == {"float32"}
+    assert keras.dtype_policies.deserialize(keras.dtype_policies.serialize(native))["block/dense"].name == "float32"
+
+
+def test_a_model_built_under_the_map_has_its_overrides() -> None:
+    class Model(keras.Model):  # type: ignore[misc]  # Keras is untyped
+        def __init__(self) -> None:
+            super().__init__(name="net")
+            self.stages = [keras.layers.Dense(4, name="dense"), keras.layers.Dense(2, name="top")]
+
+        def call(self, x: Any) -> Any:
+            return self.stages[1](self.stages[0](x))
+
+    native = Policy("mixed_bfloat16", overrides={"top": "float32"}).native("tensorflow")
+    keras.config.set_dtype_policy(native)
+    try:
+        model = Model()
+        output = model(np.ones((1, 3), np.float32))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert [layer.compute_dtype for layer in model.stages] == ["bfloat16", "float32"]
+    assert output.dtype == tf.float32
+    assert {variable.dtype for variable in model.variables} == {"float32"}
 
 
 def test_dtypes_without_a_keras_policy_are_refused() -> None:

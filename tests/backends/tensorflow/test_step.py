@@ -13,7 +13,7 @@ import polyamp
 import polyamp_tensorflow
 from polyamp.errors import BatchError, GradientError, LossError, UnsupportedError
 from polyamp.testing.conformance.problems import batch, layers, loss_fn, recipe
-from polyamp_tensorflow import step as step_module
+from polyamp_tensorflow import xla
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 on TensorFlow's CPU")
 BACKEND = polyamp_tensorflow.BACKEND
@@ -182,7 +182,7 @@ def jit_of(policy: str, **options: Any) -> Any:
 
 @pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="XLA is chosen for float16 on a CPU")
 def test_float16_on_a_cpu_goes_through_xla_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_module, "_warned", [])
+    monkeypatch.setattr(xla, "_warned", [])
     assert jit_of("mixed_bfloat16") is False
     assert jit_of("float32") is False
     with pytest.warns(UserWarning, match="compiles this with XLA") as caught:
@@ -309,3 +309,38 @@ def test_a_16_bit_loss_is_upcast_before_scaling() -> None:
     assert not bool(result.skipped)
     assert result.loss.dtype == tf.float32
     assert float(result.loss) > 2.0, "times 2^15 that is inf in float16"
+
+
+def spectral_model() -> Any:
+    keras.utils.set_random_seed(0)
+    dense = keras.layers.Dense(3, kernel_initializer=keras.initializers.RandomNormal(stddev=3.0))
+    return keras.Sequential([keras.Input((4,)), keras.layers.SpectralNormalization(dense)])
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_a_skipped_step_leaves_a_kernel_that_the_forward_pass_rewrites(accumulate_steps: int) -> None:
+    """SpectralNormalization divides its layer's kernel by its norm in place, in the forward pass."""
+    made = recipe(accumulate_steps=accumulate_steps, scaler=polyamp.LossScaler(init_scale=16.0))
+    state = polyamp.init(spectral_model(), made)
+    step = polyamp.train_step(loss_fn, made)
+    before = snapshot(state, "loss_scale")
+    _, result = step(state, batch(0, gain=np.inf))
+    assert bool(result.skipped)
+    polyamp.value_and_grad(loss_fn)(state, batch(0))
+    assert snapshot(state, "loss_scale") == before
+    _, result = step(state, batch(0))
+    assert not bool(result.skipped)
+    moved = {name for name, value in snapshot(state, "loss_scale").items() if value != before[name]}
+    assert {name.rpartition("/")[2] for name in moved} >= {"kernel", "bias", "vector_u"}
+
+
+def test_an_applied_step_updates_the_kernel_that_the_forward_pass_wrote() -> None:
+    made = recipe(optimizer=polyamp.sgd(0.1))
+    state = polyamp.init(spectral_model(), made)
+    polyamp.train_step(loss_fn, made)(state, batch(0))
+    by_hand = spectral_model()
+    with tf.GradientTape() as tape:
+        loss = loss_fn(lambda x: by_hand(x, training=True), {k: tf.constant(v) for k, v in batch(0).items()})
+    keras.optimizers.SGD(0.1).apply(tape.gradient(loss, by_hand.trainable_variables), by_hand.trainable_variables)
+    for mine, other in zip(state.model.weights, by_hand.weights, strict=True):
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(other), rtol=1e-6, atol=1e-7)

@@ -1,0 +1,165 @@
+"""Putting a policy's choices on the layers of a model, and taking them off again.
+
+A layer's compute dtype is its Keras `dtype_policy`. What that cannot say stands in for one of the layer's own methods:
+casting what a layer returns (inside a layer with its own `call`, where TensorFlow's operators refuse mixed dtypes), the
+softmax in the middle of an attention layer, an operation of a functional model, the dtype of the model's output.
+
+Each layer carries a stack of settings, its own at the bottom, so that policies that are applied and taken off in any
+order, in several threads as well, leave it with those that remain, and in the end with its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import keras
+
+from polyamp.policy import Policy
+from polyamp_tensorflow.arrays import cast
+from polyamp_tensorflow.dtype_policies import NARROW, STACK, Choice, choose, has_islands, keras_policy, own_policy
+from polyamp_tensorflow.models import as_output, in_dtype, is_layer, modules, only_contains
+from polyamp_tensorflow.op_list import SENSITIVE_LAYERS
+
+_CACHED_FUNCTIONS: Final = ("train_function", "test_function", "predict_function")
+_REPLACED: Final = ("call", "_apply_scores", "_calculate_scores")
+_LOCK: Final = threading.RLock()
+
+
+class _Setting(NamedTuple):
+    """What a layer is set to.
+
+    Attributes:
+        policy: its `keras.DTypePolicy`; None for its own, and for an operation.
+        methods: functions that stand in for methods of the same name.
+    """
+
+    policy: Any
+    methods: Mapping[str, Callable[..., Any]]
+
+
+class Application:
+    """A policy on a model, from the moment this is made until `restore`.
+
+    Args:
+        model: a Keras layer or model.
+        policy: the policy.
+        heads: as in `choose`.
+
+    Attributes:
+        choices: what each layer got and why.
+    """
+
+    def __init__(self, model: Any, policy: Policy, *, heads: bool = False) -> None:
+        self._model = model
+        with _LOCK:
+            self.choices = choose(model, policy, heads=heads)
+            dtypes = {id(choice.target): choice.dtype for choice in self.choices}
+            self._settings = [(choice.target, self._setting(choice, policy, dtypes)) for choice in self.choices]
+            for target, setting in self._settings:
+                own = _Setting(getattr(target, "_dtype_policy", None), _own(target))
+                vars(target).setdefault(STACK, [own]).append(setting)
+                _show(target, setting)
+
+    def restore(self) -> None:
+        """Take the policy off; what was applied before or since stays. A second call does nothing."""
+        with _LOCK:
+            for target, setting in self._settings:
+                stack = vars(target)[STACK]
+                stack[:] = [other for other in stack if other is not setting]
+                _show(target, stack[-1])
+                if len(stack) == 1:
+                    del vars(target)[STACK]
+            self._restore_new_layers()
+            self._settings = []
+
+    def _restore_new_layers(self) -> None:
+        """A layer that is built under a policy hands it to the sublayers that it creates: give them its own."""
+        given = {id(setting.policy): target for target, setting in self._settings if setting.policy is not None}
+        for module in modules(self._model) if given else ():
+            source = given.get(id(module.layer._dtype_policy))
+            if source is not None and source is not module.layer:
+                module.layer._dtype_policy = source._dtype_policy
+
+    def _setting(self, choice: Choice, policy: Policy, dtypes: Mapping[int, str | None]) -> _Setting:
+        target, dtype = choice.target, choice.dtype
+        if not is_layer(target):
+            return _Setting(None, {"call": _casting_inputs(_method(target, "call"), str(dtype))})
+        own = None if dtype is None else keras_policy(policy.param, dtype)
+        methods = {}
+        call = _method(target, "call")
+        if isinstance(target, SENSITIVE_LAYERS) and not target.autocast and dtype not in (None, *NARROW):
+            # Keras leaves the input of its normalisations alone, and rounds their result to the input's dtype.
+            methods["call"] = call = _casting_inputs(call, str(dtype))
+        if target is self._model and _rounds(policy):
+            methods["call"] = _giving_output(call, policy)
+        elif choice.parent is not None and dtype is not None:
+            outer = dtypes[id(choice.parent)] or own_policy(choice.parent).compute_dtype
+            if outer != dtype or only_contains(target):
+                methods["call"] = _rounding(call, outer)
+        elif isinstance(target, keras.layers.SpectralNormalization) and choice.why == "sensitive":
+            methods["call"] = _rounding(call, policy.compute)
+        if isinstance(target, keras.layers.Attention) and dtype in NARROW and has_islands(policy):
+            methods["_apply_scores"] = functools.partial(_apply_scores, target)
+            if isinstance(target, keras.layers.AdditiveAttention) or target.score_mode == "concat":
+                methods["_calculate_scores"] = _casting_inputs(_method(target, "_calculate_scores"), "float32")
+        return _Setting(own, methods)
+
+
+def drop_cached_functions(model: Any) -> None:
+    """Let Keras trace `fit`, `evaluate` and `predict` anew: a traced function keeps the dtypes it was traced with."""
+    for module in modules(model):
+        for name in _CACHED_FUNCTIONS:
+            if hasattr(module.layer, name):
+                setattr(module.layer, name, None)
+
+
+def _rounds(policy: Policy) -> bool:
+    return any(dtype in NARROW for dtype in (policy.compute, policy.output, *policy.overrides.values()))
+
+
+def _own(target: Any) -> dict[str, Callable[..., Any]]:
+    return {name: vars(target)[name] for name in _REPLACED if name in vars(target)}
+
+
+def _method(target: Any, name: str) -> Callable[..., Any]:
+    """The target's own method, whatever stands in for it now."""
+    own = vars(target)[STACK][0].methods if STACK in vars(target) else _own(target)
+    method: Callable[..., Any] = own.get(name) or getattr(type(target), name).__get__(target)
+    return method
+
+
+def _show(target: Any, setting: _Setting) -> None:
+    """Make a setting the one in force. Past Keras's setters: they edit a DTypePolicyMap in place, and track values."""
+    if is_layer(target):
+        policy = setting.policy
+        target._dtype_policy = policy if policy is not None else vars(target)[STACK][0].policy
+    for name in _REPLACED:
+        vars(target).pop(name, None)
+    vars(target).update(setting.methods)
+
+
+def _rounding(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+    return lambda *args, **kwargs: in_dtype(call(*args, **kwargs), dtype)
+
+
+def _casting_inputs(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+    return lambda *args, **kwargs: call(*cast(args, dtype), **cast(kwargs, dtype))
+
+
+def _giving_output(call: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    return lambda *args, **kwargs: as_output(call(*args, **kwargs), policy)
+
+
+def _apply_scores(layer: Any, scores: Any, value: Any, scores_mask: Any = None, training: bool = False) -> Any:
+    """`keras.layers.Attention._apply_scores` with the softmax in float32 and the product in the scores' dtype (S4)."""
+    wide = keras.ops.cast(scores, "float32")
+    if scores_mask is not None:
+        mask = scores_mask if len(scores_mask.shape) > 2 else keras.ops.expand_dims(scores_mask, axis=-2)
+        wide = keras.ops.where(mask, wide, wide - 1e9)
+    weights = keras.ops.cast(keras.ops.softmax(wide, axis=-1), value.dtype)
+    if training and layer.dropout > 0:
+        weights = keras.random.dropout(weights, layer.dropout, seed=layer.seed_generator)
+    return keras.ops.matmul(weights, value), weights

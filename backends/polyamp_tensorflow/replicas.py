@@ -1,0 +1,126 @@
+"""What loss scaling needs of `tf.distribute`: one reduction of the gradients, and one decision for all replicas.
+
+    total(gradients)        in each replica: their sum over the replicas (S9: before unscaling)
+    together(body, values)  `body` once for the replicas of this process, where a condition may hold writes
+
+A `tf.cond` in a replica's own context cannot hold what Keras's optimizers do there: they merge the replicas and, in
+`apply`, reduce the gradients. So the condition stands where all replicas meet, the gradients are reduced before it, and
+`reduced_already` keeps the optimizer inside from reducing them again. No replica communicates under a condition, so
+none can wait for another that decided otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from polyamp.errors import LossScaleError, UnsupportedError
+from polyamp_tensorflow.arrays import raw
+
+Run = Callable[..., Any]
+"""`run(function, *args)`: the function in every replica of this process, each with its own part of the arguments."""
+
+_REDUCTION: Final = "_all_reduce_sum_gradients"
+
+
+def check_context() -> None:
+    """Refuse a place or a strategy where replicas cannot take one decision.
+
+    Raises:
+        LossScaleError: outside of the replicas.
+        UnsupportedError: a strategy whose replicas update on their own.
+    """
+    if tf.distribute.in_cross_replica_context():
+        raise LossScaleError(
+            "apply() must be called by each replica, inside strategy.run(...). Received: a call in the cross-replica "
+            "context. Put the whole training step into the function that strategy.run is given."
+        )
+    if not tf.distribute.has_strategy():
+        return
+    strategy = tf.distribute.get_strategy()
+    known = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy, tf.distribute.OneDeviceStrategy)
+    if not isinstance(strategy, known):
+        raise UnsupportedError(
+            "polyamp's loss scaling works under MirroredStrategy, MultiWorkerMirroredStrategy and OneDeviceStrategy, "
+            f"whose replicas update together. Received: {type(strategy).__name__}."
+        )
+
+
+def check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Refuse an optimizer that cannot work on the replicas of the present strategy.
+
+    Raises:
+        LossScaleError: one of its variables has no copies on the replicas.
+        UnsupportedError: a setting that Keras's optimizers fail with there.
+    """
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync == 1:
+        return
+    if not all(strategy.extended.variable_created_in_scope(raw(variable)) for variable in variables):
+        raise LossScaleError(
+            "optimizer: it was created outside of strategy.scope(), so the replicas have no copies of its variables. "
+            "Create the optimizer and the LossScaleOptimizer inside `with strategy.scope():`."
+        )
+    if any(member.use_ema and member.ema_overwrite_frequency for member in _members(optimizer)):
+        raise UnsupportedError(
+            f"optimizer: {type(optimizer).__qualname__}(ema_overwrite_frequency=...) fails on several replicas in "
+            "Keras. Leave it unset; `fit` writes the moving average to the model when it ends."
+        )
+
+
+def total(gradients: Sequence[Any]) -> list[Any]:
+    """The sum of each gradient over all replicas; the loss of each was divided by their number beforehand."""
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return list(gradients)
+    return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(gradients)))
+
+
+def together(body: Callable[..., None], *values: Any) -> None:
+    """`body(run, *values)` once for all replicas of this process.
+
+    There each value is that of every replica: `run` hands them out, `assign` of a variable too, and `shared` reads one
+    that all replicas agree on. `body` may put writes under a condition.
+    """
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        body(lambda function, *args: function(*args), *values)
+        return
+
+    def merged(strategy: Any, *values: Any) -> None:
+        body(lambda function, *args: strategy.extended.call_for_each_replica(function, args=args), *values)
+
+    tf.distribute.get_replica_context().merge_call(merged, args=values)
+
+
+def shared(value: Any) -> Any:
+    """A value that is the same in all replicas, as one tensor, for the body of `together`."""
+    return tf.distribute.get_strategy().experimental_local_results(value)[0]
+
+
+@contextlib.contextmanager
+def reduced_already(optimizer: Any) -> Iterator[None]:
+    """Let a Keras optimizer take gradients as they are: `total` has summed them over the replicas.
+
+    Raises:
+        UnsupportedError: this version of Keras reduces gradients somewhere else.
+    """
+    members = _members(optimizer)
+    if not all(hasattr(member, _REDUCTION) for member in members):
+        raise UnsupportedError(
+            f"{type(optimizer).__qualname__} has no {_REDUCTION}, so polyamp cannot keep it from adding up gradients "
+            "over the replicas twice. Use Keras 3.9 to 3.15, or train on one replica."
+        )
+    for member in members:
+        object.__setattr__(member, _REDUCTION, lambda pairs: pairs)
+    try:
+        yield
+    finally:
+        for member in members:
+            object.__delattr__(member, _REDUCTION)
+
+
+def _members(optimizer: Any) -> list[Any]:
+    return [optimizer, *getattr(optimizer, "optimizers", ())]  # a MultiOptimizer's members work on their own

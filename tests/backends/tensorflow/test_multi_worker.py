@@ -1,0 +1,226 @@
+"""Two processes on loopback under MultiWorkerMirroredStrategy, with a kill timeout: one decision, and no hang.
+
+Run as a program, this file is one of the two workers; its last line is what it saw, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+SECONDS = 400
+ROOT = Path(__file__).parents[3]
+OVERFLOWS: dict[str, dict[int, int]] = {"none": {}, "first": {1: 0}, "second": {1: 1}, "both in turn": {1: 0, 2: 1}}
+"""Step -> the worker whose gradients overflow in it."""
+LOOPS = ("custom", "fit")
+
+
+def start_workers(*arguments: str) -> list[subprocess.Popen[str]]:
+    sockets = [socket.socket() for _ in range(2)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    for each in sockets:
+        each.close()
+    workers = []
+    for index in range(2):
+        environment = {
+            **os.environ,
+            "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}),
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends"), os.environ.get("PYTHONPATH", "")]),
+        }
+        command = [sys.executable, __file__, *arguments]
+        workers.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    return workers
+
+
+def end(workers: list[subprocess.Popen[str]]) -> None:
+    for worker in workers:
+        worker.kill()
+        worker.communicate()
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    """What each of the two workers saw, by loop and overflow."""
+    workers = start_workers("polyamp")
+    try:
+        ended = [worker.communicate(timeout=SECONDS) for worker in workers]
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"the workers hung for {SECONDS} s")
+    finally:
+        end(workers)
+    for worker, (_, errors) in zip(workers, ended, strict=True):
+        assert worker.returncode == 0, errors[-3000:]
+    return [json.loads(output.splitlines()[-1]) for output, _ in ended]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("overflow", list(OVERFLOWS))
+def test_an_overflow_on_one_worker_skips_on_both(results: list[dict[str, Any]], loop: str, overflow: str) -> None:
+    first, second = (result[f"{loop}, {overflow}"] for result in results)
+    assert first == second, "scale, counts and weights must be identical, bit for bit"
+    bad = OVERFLOWS[overflow]
+    assert first["scales"] == [float(2 ** (4 - sum(step <= now for step in bad))) for now in range(4)]
+    assert first["iterations"] == 4 - len(bad)
+    assert first["skipped"] == len(bad)
+    for step in range(4):
+        assert (first["weights"][step] == first["weights"][step + 1]) == (step in bad)
+    assert np.isfinite(np.array(first["weights"][-1])).all()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_two_workers_train_as_one_process(results: list[dict[str, Any]], loop: str) -> None:
+    alone = train(loop, "none")
+    np.testing.assert_allclose(results[0][f"{loop}, none"]["weights"][-1], alone["weights"][-1], rtol=1e-5)
+
+
+def test_fit_evaluate_and_predict_give_the_numbers_of_one_process(results: list[dict[str, Any]]) -> None:
+    alone, together = train("fit", "none"), results[0]["fit, none"]
+    np.testing.assert_allclose(together["losses"], alone["losses"], rtol=1e-5)
+    np.testing.assert_allclose(together["evaluated"], alone["evaluated"], rtol=1e-5)
+    np.testing.assert_allclose(together["predicted"], alone["predicted"], rtol=1e-5)
+
+
+def test_keras_own_scaler_hangs_where_polyamp_skips() -> None:
+    """It takes the flag before the gradients are summed: one worker waits for a sum that the other never makes."""
+    workers = start_workers("keras")
+    try:
+        for worker in workers:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "one finite step\n"
+        time.sleep(10)
+        assert all(worker.poll() is None for worker in workers), "none has failed"
+    finally:
+        for worker in workers:
+            worker.kill()
+        outputs = [worker.communicate()[0] for worker in workers]
+    assert outputs.count("both steps\n") < 2
+
+
+def train(loop: str, overflow: str, strategy: Any = None) -> dict[str, Any]:
+    """Four steps of a small model; every worker's batch is its half of the same eight rows."""
+    import keras
+    import tensorflow as tf
+
+    import polyamp
+    from polyamp_tensorflow import LossScaleOptimizer
+    from polyamp_tensorflow import compile as compile_model
+
+    rows = slice(0, 8)
+    if strategy is None:
+        strategy = tf.distribute.get_strategy()
+    else:
+        rows = slice(4 * strategy.cluster_resolver.task_id, 4 * strategy.cluster_resolver.task_id + 4)
+    batches = make_batches(OVERFLOWS[overflow])
+    scaler = polyamp.LossScaler(init_scale=16.0)
+    with strategy.scope():
+        model = make_model()
+        inner = keras.optimizers.AdamW(1e-2, weight_decay=0.1)
+        if loop == "custom":
+            optimizer = LossScaleOptimizer(inner, scaler, clip_norm=1.0)
+            optimizer.build(model.trainable_variables)
+        else:
+            compile_model(model, polyamp.Recipe(optimizer=inner, scaler=scaler, clip_norm=1.0), loss="mse")
+            optimizer = model.optimizer
+    step_function = tf.function(lambda x, y: strategy.run(replica_step(model, optimizer, strategy), args=(x, y)))
+    seen: dict[str, Any] = {"scales": [], "weights": [weights(model)], "losses": []}
+    for x, y in batches:
+        if loop == "custom":
+            step_function(tf.constant(x[rows]), tf.constant(y[rows]))
+        else:
+            seen["losses"] += model.fit(dataset(x, y), shuffle=False, verbose=0).history["loss"]
+        seen["scales"].append(float(optimizer.scale_state.scale))
+        seen["weights"].append(weights(model))
+    if loop == "fit":
+        seen["predicted"] = float(model.predict(dataset(*make_batches({})[0]), verbose=0).sum())
+        seen["evaluated"] = model.evaluate(dataset(*make_batches({})[0]), verbose=0)
+    return {**seen, "iterations": int(optimizer.iterations.numpy()), "skipped": optimizer.skipped_steps}
+
+
+def train_with_keras() -> None:
+    """One finite step, then one that overflows on the second worker, with Keras's own scaler."""
+    import keras
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    index = strategy.cluster_resolver.task_id
+    with strategy.scope():
+        model = make_model()
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=16.0)
+        optimizer.build(model.trainable_variables)
+    step_function = tf.function(lambda x, y: strategy.run(replica_step(model, optimizer, strategy), args=(x, y)))
+    for number, (x, y) in enumerate(make_batches({1: 1})[:2]):
+        step_function(tf.constant(x[4 * index : 4 * index + 4]), tf.constant(y[4 * index : 4 * index + 4]))
+        weights(model)
+        print(("one finite step", "both steps")[number], flush=True)
+    time.sleep(SECONDS)  # a worker that ends is noticed by the other, which then stops waiting
+
+
+def make_model() -> Any:
+    import keras
+
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1, kernel_regularizer="l2")]
+    )
+
+
+def make_batches(bad: dict[int, int]) -> list[tuple[Any, Any]]:
+    rng = np.random.default_rng(0)
+    batches = []
+    for step in range(4):
+        x = rng.normal(size=(8, 4)).astype("float32")
+        if step in bad:
+            x[4 * bad[step]] = np.inf
+        batches.append((x, rng.normal(size=(8, 1)).astype("float32")))
+    return batches
+
+
+def dataset(x: Any, y: Any) -> Any:
+    import tensorflow as tf
+
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(options)
+
+
+def replica_step(model: Any, optimizer: Any, strategy: Any) -> Any:
+    import tensorflow as tf
+
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - y)) + tf.add_n(model.losses)
+            scaled = optimizer.scale_loss(loss / strategy.num_replicas_in_sync)
+        gradients = tape.gradient(scaled, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+
+    return step
+
+
+def weights(model: Any) -> list[float]:
+    return [float(number) for value in model.get_weights() for number in value.ravel()]
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "keras":
+        train_with_keras()
+    else:
+        import tensorflow as tf
+
+        both = tf.distribute.MultiWorkerMirroredStrategy()
+        everything = {f"{loop}, {bad}": train(loop, bad, both) for loop in LOOPS for bad in OVERFLOWS}
+        print(json.dumps(everything), flush=True)

@@ -1,0 +1,34 @@
+"""docs/tensorflow_policy.md tells the truth: its Python blocks run, in order, and its lists are those of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from polyamp_tensorflow import dtype_policies, op_list
+
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "tensorflow_policy.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)
+
+
+def test_the_blocks_run() -> None:
+    assert len(BLOCKS) == 6
+    names: dict[str, Any] = {"__name__": "document"}
+    for block in BLOCKS:
+        exec(compile(block, "docs/tensorflow_policy.md", "exec"), names)
+
+
+def test_every_sensitive_layer_and_head_name_is_listed() -> None:
+    listed = set(re.findall(r"`(\w+)`", DOCUMENT))
+    layers = {layer.__name__ for layer in op_list.SENSITIVE_LAYERS if "Average" not in layer.__name__}
+    assert layers - listed == set()
+    assert dtype_policies._HEAD_NAMES - listed == set()
+
+
+def test_every_reason_is_in_the_table() -> None:
+    rows = [line.split("|")[3] for line in DOCUMENT.splitlines() if line.startswith("| ")][1:]
+    shown = {word.strip() for row in rows for word in row.split(",")}
+    reasons = re.search(r"why: (.*?)\n        parent:", dtype_policies.Choice.__doc__ or "", re.DOTALL)
+    assert reasons is not None
+    assert shown == set(re.findall(r'"(.*?)"', reasons[1])) - {"product"}

@@ -1,0 +1,195 @@
+"""Two replicas under MirroredStrategy: an overflow on either skips on both, in loops of one's own and in `fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import polyamp
+from polyamp.errors import LossScaleError, PolyampError, UnsupportedError
+from polyamp_tensorflow import LossScaleOptimizer
+from polyamp_tensorflow import compile as compile_model
+
+STRATEGY: Any = None
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "AdamW": lambda: keras.optimizers.AdamW(1e-2, weight_decay=0.1, use_ema=True),
+    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.5),
+    "Nadam": lambda: keras.optimizers.Nadam(1e-2),
+    "Muon": lambda: keras.optimizers.Muon(1e-2),
+    "Adafactor": lambda: keras.optimizers.Adafactor(1e-2),
+    "spec": lambda: polyamp.adamw(1e-2),
+    "MultiOptimizer": lambda: keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {".*bias": keras.optimizers.Adam(0.1)})
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def strategy(two_cpus: Any) -> None:
+    global STRATEGY  # the helpers below are no fixtures
+    STRATEGY = two_cpus
+
+
+def make_model(*, norm: bool = False) -> Any:
+    keras.utils.set_random_seed(0)
+    middle = [keras.layers.BatchNormalization()] if norm else []
+    head = keras.layers.Dense(1, kernel_constraint="unit_norm", kernel_regularizer="l2")
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(6, "tanh"), *middle, head])
+
+
+def rows(count: int = 16, *, bad: int | None = None) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(count, 4)).astype(np.float32)
+    if bad is not None:
+        x[bad] = np.inf
+    return x, rng.normal(size=(count, 1)).astype(np.float32)
+
+
+def copies(variables: Any) -> list[list[Any]]:
+    """Every variable's value on each replica."""
+    return [[part.numpy() for part in STRATEGY.experimental_local_results(v.value)] for v in variables]
+
+
+def identical(variables: Any) -> bool:
+    return all(np.array_equal(first, second) for first, second in copies(variables))
+
+
+def custom_step(model: Any, optimizer: Any, strategy: Any) -> Any:
+    def replica_step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - y)) + tf.add_n(model.losses)
+            scaled = optimizer.scale_loss(loss / strategy.num_replicas_in_sync)
+        optimizer.apply(tape.gradient(scaled, model.trainable_variables), model.trainable_variables)
+
+    return tf.function(lambda x, y: strategy.run(replica_step, args=(x, y)))
+
+
+def distributed(x: Any, y: Any) -> Any:
+    halves = [len(x) * i // 2 for i in range(3)]
+    return tuple(
+        STRATEGY.experimental_distribute_values_from_function(
+            lambda context, whole=whole: tf.constant(
+                whole[halves[context.replica_id_in_sync_group] : halves[context.replica_id_in_sync_group + 1]]
+            )
+        )
+        for whole in (x, y)
+    )
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_two_replicas_are_one_device_with_twice_the_batch(name: str) -> None:
+    alone = make_model()
+    single = LossScaleOptimizer(OPTIMIZERS[name](), polyamp.LossScaler(init_scale=64.0), clip_norm=0.5)
+    with STRATEGY.scope():
+        model = make_model()
+        optimizer = LossScaleOptimizer(OPTIMIZERS[name](), polyamp.LossScaler(init_scale=64.0), clip_norm=0.5)
+        optimizer.build(model.trainable_variables)
+    one, two = custom_step(alone, single, tf.distribute.get_strategy()), custom_step(model, optimizer, STRATEGY)
+    x, y = rows()
+    for start in range(0, 16, 4):
+        one(tf.constant(x[start : start + 4]), tf.constant(y[start : start + 4]))
+        two(*distributed(x[start : start + 4], y[start : start + 4]))
+    for a, b in zip(alone.weights, model.weights, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=2e-5, atol=1e-6)
+    assert identical([*model.weights, *optimizer.variables])
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize("loop", ["custom", "fit", "fit, accumulating"])
+def test_an_overflow_on_either_replica_skips_on_both(loop: str, replica: int) -> None:
+    accumulate = 2 if loop == "fit, accumulating" else 1
+    scaler = polyamp.LossScaler(init_scale=16.0)
+    with STRATEGY.scope():
+        model = make_model(norm=loop != "custom")
+        inner = keras.optimizers.AdamW(1e-2)
+        if loop == "custom":
+            optimizer = LossScaleOptimizer(inner, scaler)
+            optimizer.build(model.trainable_variables)
+            step = custom_step(model, optimizer, STRATEGY)
+        else:
+            recipe = polyamp.Recipe(optimizer=inner, scaler=scaler, accumulate_steps=accumulate)
+            compile_model(model, recipe, loss="mse")
+            optimizer = model.optimizer
+
+    def train(x: Any, y: Any) -> None:
+        if loop == "custom":
+            step(*distributed(x, y))
+        else:
+            model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+
+    train(*rows(4 * accumulate))
+    kept = [*model.weights, *optimizer.inner_optimizer.variables]
+    before = copies(kept)
+    train(*rows(4 * accumulate, bad=4 * (accumulate - 1) + 2 * replica))
+    for variable, old, new in zip(kept, before, copies(kept), strict=True):
+        np.testing.assert_array_equal(new, old, err_msg=variable.path)
+    assert copies([optimizer.dynamic_scale]) == [[8.0, 8.0]]
+    assert (optimizer.skipped_steps, int(optimizer.iterations.numpy())) == (1, 1)
+    train(*rows(4 * accumulate))
+    assert identical([*model.trainable_variables, *optimizer.variables])
+    assert np.isfinite(model.weights[0].numpy()).all()
+    assert int(optimizer.iterations.numpy()) == 2
+
+
+def test_keras_own_scaler_takes_the_first_replicas_flag() -> None:
+    with STRATEGY.scope():
+        model = make_model()
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        optimizer.build(model.trainable_variables)
+    custom_step(model, optimizer, STRATEGY)(*distributed(*rows(4, bad=2)))
+    assert not any(np.isfinite(part).all() for part in copies([model.weights[0]])[0])
+
+
+def test_float16_on_two_replicas_stays_outside_of_xla() -> None:
+    with STRATEGY.scope():
+        model = make_model()
+    compile_model(model, polyamp.Recipe(policy="mixed_float16", optimizer=polyamp.sgd(0.1)), loss="mse")
+    assert model.jit_compile is False
+    model.fit(*rows(4), verbose=0)
+    assert identical(model.weights)
+
+
+def outside_of_the_replicas() -> None:
+    with STRATEGY.scope():
+        variable = keras.Variable(np.ones(1, np.float32))
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        optimizer.build([variable])
+        optimizer.apply([tf.constant([1.0])], [variable])
+
+
+def made_outside_of_the_scope() -> None:
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    with STRATEGY.scope():
+        optimizer.build([keras.Variable(np.ones(1, np.float32))])
+
+
+def average_overwritten() -> None:
+    with STRATEGY.scope():
+        inner = keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2)
+        LossScaleOptimizer(inner).build([keras.Variable(np.ones(1, np.float32))])
+
+
+def jit_on_replicas() -> None:
+    with STRATEGY.scope():
+        model = make_model()
+    compile_model(model, polyamp.Recipe(), loss="mse", jit_compile=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (outside_of_the_replicas, LossScaleError, r"inside strategy\.run"),
+        (made_outside_of_the_scope, LossScaleError, r"created outside of strategy\.scope"),
+        (average_overwritten, UnsupportedError, "ema_overwrite_frequency"),
+        (jit_on_replicas, UnsupportedError, "a strategy with 2 replicas"),
+    ],
+)
+def test_what_is_refused(make: Callable[[], Any], kind: type[PolyampError], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        make()
