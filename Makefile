@@ -24,6 +24,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/jax_loss_scaling.py
 	$(BIN)/python benchmarks/jax_step.py
 	$(BIN)/python benchmarks/torch_step.py
+	$(BIN)/python benchmarks/tensorflow_step.py
 
 JAX_SUITES := conformance-jax backend-jax doctest-jax
 
