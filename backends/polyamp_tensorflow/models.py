@@ -81,15 +81,25 @@ class BoundModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_layer(self._model):
             kwargs.setdefault("training", True)
+        else:
+            args, kwargs = self._narrowed(args), self._narrowed(kwargs)
         return as_output(self._model(*args, **kwargs), self._policy)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._model, name)
         if is_layer(value):
             return BoundModel(value, self._policy)
+        if inspect.ismethod(value) and not is_layer(self._model):
+            return lambda *args, **kwargs: as_output(
+                value(*self._narrowed(args), **self._narrowed(kwargs)), self._policy
+            )
         if inspect.ismethod(value) and "training" in inspect.signature(value).parameters:
             return functools.partial(value, training=True)
         return value
+
+    def _narrowed(self, arguments: Any) -> Any:
+        """Arguments in the dtype in which a model that is no layer computes (S3)."""
+        return cast(arguments, self._policy.compute, float64=self._policy.casts_float64)
 
 
 def is_layer(model: Any) -> bool:

@@ -19,6 +19,7 @@ from polyamp.errors import ModelError, UnsupportedError
 from polyamp.policy import Policy
 from polyamp_tensorflow.applied_policies import Application, drop_cached_functions
 from polyamp_tensorflow.arrays import cast
+from polyamp_tensorflow.casts import cast_variables, check_castable, is_cast
 from polyamp_tensorflow.dtype_policies import choose, keras_policy, policy_map
 from polyamp_tensorflow.models import as_output, is_built, is_layer
 
@@ -65,9 +66,13 @@ native_policy = dtype_policy
 
 @contextlib.contextmanager
 def layer_policies(model: Any, policy: Policy) -> Iterator[None]:
-    """Every layer of a model under the policy; afterwards each has again the policy it had. Other models pass."""
+    """Every layer of a model under the policy; afterwards each has again the policy it had.
+
+    Of a model that is no layer the variables are cast (see `casts`); a function passes.
+    """
     if not is_layer(model):
-        yield
+        with cast_variables(model, policy) if is_cast(model, policy) else contextlib.nullcontext():
+            yield
         return
     application = Application(model, policy)
     try:
@@ -160,7 +165,7 @@ def check_policy(model: Any, policy: Policy) -> None:
     """Refuse a policy that this model cannot follow, before the first step (S20).
 
     Raises:
-        UnsupportedError: dtypes without a Keras policy; a mixed policy on what has no Keras layers.
+        UnsupportedError: dtypes without a Keras policy; overrides or mode="autocast" on what is no Keras layer.
         PolicyError: an override matches no layer, or puts a softmax head in 16 bits.
     """
     require_tensorflow()
@@ -168,18 +173,15 @@ def check_policy(model: Any, policy: Policy) -> None:
         keras_policy(policy.param, compute)
     if is_layer(model):
         choose(model, policy)
-    elif policy.compute != policy.param or policy.overrides:
-        raise UnsupportedError(
-            f"a mixed policy needs Keras layers, whose dtypes it can set. Received: {type(model).__qualname__} with "
-            f"{policy}. Pass a keras.Model or layer, or use Policy({policy.param!r})."
-        )
+    else:
+        check_castable(model, policy)
 
 
 def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
-    """A Keras layer or model, or a function, as a callable that runs under the policy.
+    """A Keras layer or model, another model, or a function, as a callable that runs under the policy.
 
-    A layer's sublayers follow the policy. A function has none, so it runs in "cast" mode: its floating arguments are
-    cast to `compute`. In both cases floating results are cast to `output`.
+    A layer's sublayers follow the policy. Anything else runs in "cast" mode: floating arguments are cast to `compute`,
+    and so are the trainable variables of a `tf.Module`. In every case floating results are cast to `output`.
 
     Raises:
         UnsupportedError: mode="autocast" for a function; dtypes that Keras has no policy for.
@@ -193,6 +195,8 @@ def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
             f"keras.Model or layer. Received: {getattr(target, '__qualname__', type(target).__qualname__)} with "
             f"{policy}. Use policy.replace(mode='cast') for a function."
         )
+    elif hasattr(target, "trainable_variables"):
+        check_castable(target, policy)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with matmul_precision(policy), layer_policies(target, policy):

@@ -287,10 +287,10 @@ def _scaled(states: States, loss_fn: LossFunction, batch: Any) -> _Scaled:
     parameters = [state.variables.parameters for state in states]
     watched = [raw(variable) for own in parameters for variable in own.values()]
     with contextlib.ExitStack() as stack:
-        for state in states:
-            stack.enter_context(layer_policies(state.model, state.recipe.policy))
         tape = stack.enter_context(tf.GradientTape(watch_accessed_variables=False))
         tape.watch(watched)
+        for state in states:  # inside the tape, which must see the casts of variables
+            stack.enter_context(layer_policies(state.model, state.recipe.policy))
         loss, aux = checks.split_result(loss_fn(_bound(states), batch))
         loss = scale_loss(loss, None, what="loss_fn")
         scaled = loss * states[0].scale_state.scale if scaler.scales else loss

@@ -21,7 +21,7 @@ SECONDS = 400
 ROOT = Path(__file__).parents[3]
 OVERFLOWS: dict[str, dict[int, int]] = {"none": {}, "first": {1: 0}, "second": {1: 1}, "both in turn": {1: 0, 2: 1}}
 """Step -> the worker whose gradients overflow in it."""
-LOOPS = ("custom", "fit")
+LOOPS = ("custom", "fit", "train_step")
 
 
 def start_workers(*arguments: str) -> list[subprocess.Popen[str]]:
@@ -130,14 +130,27 @@ def train(loop: str, overflow: str, strategy: Any = None) -> dict[str, Any]:
     with strategy.scope():
         model = make_model()
         inner = keras.optimizers.AdamW(1e-2, weight_decay=0.1)
-        if loop == "custom":
+        recipe = polyamp.Recipe(optimizer=inner, scaler=scaler, clip_norm=1.0)
+        if loop == "train_step":
+            state = polyamp.init(model, recipe)
+        elif loop == "custom":
             optimizer = LossScaleOptimizer(inner, scaler, clip_norm=1.0)
             optimizer.build(model.trainable_variables)
         else:
-            compile_model(model, polyamp.Recipe(optimizer=inner, scaler=scaler, clip_norm=1.0), loss="mse")
+            compile_model(model, recipe, loss="mse")
             optimizer = model.optimizer
-    step_function = tf.function(lambda x, y: strategy.run(replica_step(model, optimizer, strategy), args=(x, y)))
     seen: dict[str, Any] = {"scales": [], "weights": [weights(model)], "losses": []}
+    if loop == "train_step":
+        step = polyamp.train_step(loss_fn, recipe)
+        skipped = 0
+        for x, y in batches:
+            _, result = step(state, (x[rows], y[rows]))
+            skipped += bool(result.skipped)
+            seen["losses"].append(float(result.loss))
+            seen["scales"].append(float(result.scale))
+            seen["weights"].append(weights(model))
+        return {**seen, "losses": repr(seen["losses"]), "iterations": int(result.step), "skipped": skipped}
+    step_function = tf.function(lambda x, y: strategy.run(replica_step(model, optimizer, strategy), args=(x, y)))
     for x, y in batches:
         if loop == "custom":
             step_function(tf.constant(x[rows]), tf.constant(y[rows]))
@@ -149,6 +162,12 @@ def train(loop: str, overflow: str, strategy: Any = None) -> dict[str, Any]:
         seen["predicted"] = float(model.predict(dataset(*make_batches({})[0]), verbose=0).sum())
         seen["evaluated"] = model.evaluate(dataset(*make_batches({})[0]), verbose=0)
     return {**seen, "iterations": int(optimizer.iterations.numpy()), "skipped": optimizer.skipped_steps}
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    import tensorflow as tf
+
+    return tf.reduce_mean(tf.square(model(batch[0]) - batch[1])) + tf.add_n(model.losses)
 
 
 def train_with_keras() -> None:

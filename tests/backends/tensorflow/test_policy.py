@@ -224,23 +224,6 @@ def test_a_function_runs_in_cast_mode() -> None:
         Policy("mixed_bfloat16", mode="autocast").autocast(tf.exp, backend="tensorflow")
 
 
-def test_a_mixed_policy_on_what_has_no_layers_is_refused() -> None:
-    class Linear(tf.Module):  # type: ignore[misc]  # TensorFlow is untyped
-        def __init__(self) -> None:
-            super().__init__()
-            self.kernel = tf.Variable(tf.ones((4, 3)), name="kernel")
-
-        def __call__(self, x: Any) -> Any:
-            return x @ self.kernel
-
-    with pytest.raises(UnsupportedError, match=r"mixed policy needs Keras layers.*Received: .*Linear with"):
-        polyamp.init(Linear(), recipe("mixed_bfloat16"))
-    state = polyamp.init(Linear(), recipe())
-    before = float(polyamp.train_step(loss_fn, recipe())(state, batch())[1].loss)
-    assert float(polyamp.train_step(loss_fn, recipe())(state, batch())[1].loss) < before
-    assert "model/kernel" in polyamp_tensorflow.BACKEND.export_state(state)
-
-
 def test_float32_matmul_sets_tensorflows_switch_for_the_call_only() -> None:
     enabled = tf.config.experimental.tensor_float_32_execution_enabled
     before = enabled()
