@@ -7,8 +7,7 @@ the one of Keras's own guide, without the global norm that polyamp's step report
     bfloat16       mixed_bfloat16, outside XLA
     float16        mixed_float16, under XLA on both sides (outside it float16 is not usable on a CPU)
     Keras's Adam   the bfloat16 row with keras.optimizers.Adam in the recipe, in the place of polyamp's spec
-    XLA            what the backend chooses on a CPU: polyamp's bfloat16 step under XLA against outside of it, and with
-                   --slow its float16 step outside XLA against float32
+    XLA            polyamp's bfloat16 step under XLA against outside of it, and with --slow the float16 step
     bfloat16 block a transformer block in bfloat16 over the same in float32, both polyamp's
 
 Run by hand and by `make bench`; it judges nothing and always exits with 0. About three minutes on two CPU cores.
@@ -109,11 +108,9 @@ def rows(*, slow: bool) -> Iterator[Row]:
         yield Row(name, _TARGET, ("Keras", by_hand(policy, jit=jit)), ("polyamp", library(policy, jit=jit)))
     native = library("mixed_bfloat16", jit=False, optimizer=keras.optimizers.Adam(1e-6))
     yield Row("Keras's Adam", None, ("Keras", by_hand("mixed_bfloat16", jit=False)), ("polyamp", native))
-    outside, inside = (library("mixed_bfloat16", jit=jit) for jit in (False, True))
-    yield Row("XLA: bfloat16", None, ("outside", outside), ("XLA", inside))
-    if slow:
-        wide, narrow = (library(policy, jit=False) for policy in ("float32", "mixed_float16"))
-        yield Row("XLA: float16 outside", None, ("float32", wide), ("float16", narrow), share=0.05)
+    for policy, share in (("mixed_bfloat16", 1.0), *([("mixed_float16", 0.2)] if slow else [])):
+        outside, inside = (library(policy, jit=jit) for jit in (False, True))
+        yield Row(f"XLA: {policy}", None, ("outside", outside), ("XLA", inside), share=share)
     sides = [(name, block_step(policy)) for name, policy in (("float32", "float32"), ("bfloat16", "mixed_bfloat16"))]
     yield Row("bfloat16 block", None, sides[0], sides[1], share=0.3)
 
@@ -122,7 +119,9 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="rows whose name starts so")
-    parser.add_argument("--slow", action="store_true", help="also float16 outside XLA, which takes minutes")
+    parser.add_argument(
+        "--slow", action="store_true", help="also float16 outside XLA, which takes minutes on some processors"
+    )
     arguments, settings = paired.parse(parser)
     tf.config.threading.set_intra_op_parallelism_threads(settings.threads)
     environment = {"tensorflow": tf.__version__, "keras": keras.__version__, **paired.machine()}

@@ -77,7 +77,7 @@ class GraphFunction:
                     raise
                 raise UnsupportedError(
                     f"XLA cannot compile loss_fn or the model: {error.message} Pass jit_compile=False to run without "
-                    "XLA; float16 on a CPU is then about 300 times slower than float32, bfloat16 is not."
+                    "XLA; on some processors float16 is then 300 times slower than float32, bfloat16 is not."
                 ) from error
 
     def _program(self, states: tuple[TensorFlowState, ...]) -> Callable[..., Any]:

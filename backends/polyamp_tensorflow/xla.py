@@ -1,4 +1,4 @@
-"""Whether something is compiled with XLA by itself: float16 on TensorFlow's CPU, which is unusable without."""
+"""Whether something is compiled with XLA by itself: float16 on TensorFlow's CPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from polyamp.policy import Policy
 from polyamp_tensorflow.arrays import raw
 
 _WARNING: Final = (
-    "float16 on TensorFlow's CPU is about 300 times slower than float32 outside XLA, so polyamp compiles this with XLA "
-    "(jit_compile=True). The first call takes seconds. Pass jit_compile=True or False to choose, or use bfloat16."
+    "float16 on TensorFlow's CPU is slow outside XLA, on some processors 300 times slower than float32, so polyamp "
+    "compiles this with XLA (jit_compile=True). The first call takes seconds. Pass jit_compile=True or False to "
+    "choose, or use bfloat16."
 )
 _warned: list[bool] = []
 

@@ -192,7 +192,7 @@ def test_float16_on_the_cpu_goes_through_xla_by_itself(monkeypatch: pytest.Monke
     monkeypatch.setattr(xla, "_warned", [])
     recipe = polyamp.Recipe(policy="mixed_float16", optimizer=polyamp.sgd(0.1))
     model = make_model(norm=False)
-    with pytest.warns(UserWarning, match="float16 on TensorFlow's CPU is about 300 times slower") as caught:
+    with pytest.warns(UserWarning, match="float16 on TensorFlow's CPU is slow outside XLA") as caught:
         compile_model(model, recipe, loss=cross_entropy())
     assert [warning.filename for warning in caught] == [__file__]
     assert model.jit_compile is True
