@@ -79,7 +79,12 @@ def cast_variables(model: Any, policy: Policy) -> Iterator[None]:
         if isinstance(value, list | tuple):
             items = [narrow(item) for item in value]
             changed = any(one is not other for one, other in zip(items, value, strict=True))
-            return (tuple(items) if isinstance(value, tuple) else items) if changed else value
+            if not changed:
+                return value
+            rebuild = getattr(value.__class__, "_make", None)  # of a NamedTuple, which tf.Module wraps
+            if rebuild is not None:
+                return rebuild(items)
+            return tuple(items) if isinstance(value, tuple) else items
         if isinstance(value, dict):
             named = {key: narrow(item) for key, item in value.items()}
             return named if any(named[key] is not value[key] for key in named) else value

@@ -90,7 +90,7 @@ def policy_map(policy: Policy) -> Any:
     found = keras.dtype_policies.DTypePolicyMap(default_policy=keras_policy(policy.param, policy.compute))
     for place, glob in enumerate(ranked):
         longer = "".join(f"(?!{patterns[other]}$)" for other in ranked[:place])
-        found[longer + patterns[glob]] = keras_policy(policy.param, policy.overrides[glob])
+        found[f"^(?:{longer}{patterns[glob]})$"] = keras_policy(policy.param, policy.overrides[glob])
     return found
 
 

@@ -6,6 +6,7 @@ forward pass did to running statistics, and the host looks for a stuck scale onc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, Final
@@ -90,6 +91,7 @@ def compile(  # noqa: A001  # Keras's word for it
             recipe.optimizer, recipe.loss_scaler, clip_norm=recipe.clip_norm, accumulate_steps=recipe.accumulate_steps
         )
         optimizer.build(model.trainable_variables)
+        jit = _jit_compile(model, recipe.policy, jit_compile, run_eagerly)
         _put_policy(model, recipe.policy)
         model.compile(
             optimizer,
@@ -99,7 +101,7 @@ def compile(  # noqa: A001  # Keras's word for it
             weighted_metrics=weighted_metrics,
             run_eagerly=run_eagerly,
             steps_per_execution=steps_per_execution,
-            jit_compile=_jit_compile(model, recipe.policy, jit_compile, run_eagerly),
+            jit_compile=jit,
             auto_scale_loss=False,
         )
         guard(model, recipe.policy)
@@ -108,9 +110,9 @@ def compile(  # noqa: A001  # Keras's word for it
 def _put_policy(model: Any, policy: Policy) -> None:
     """The policy for good, in place of the one that an earlier `compile` put there."""
     before = vars(model).get(_APPLIED)
+    vars(model)[_APPLIED] = apply_policy(model, policy)  # first, since it may be refused
     if before is not None:
         before.restore()
-    vars(model)[_APPLIED] = apply_policy(model, policy)
 
 
 def guard(model: Any, policy: Policy | None = None) -> None:
@@ -133,7 +135,8 @@ def guard(model: Any, policy: Policy | None = None) -> None:
     several_workers = isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
     def train_step(data: Any) -> Any:
-        with model.optimizer.keep_statistics(model):
+        guarded = isinstance(model.optimizer, LossScaleOptimizer)  # the user may have compiled the model anew
+        with model.optimizer.keep_statistics(model) if guarded else contextlib.nullcontext():
             logs = cls.train_step(model, data)
         return _as_vectors(logs) if several_workers else logs
 
@@ -152,7 +155,7 @@ def _build_on_first_batch(model: Any, iterator: Any = None, data_batch: Any = No
     """
     strategy = model.distribute_strategy
     if iterator is not None:
-        _, _, batches = next(iter(iterator))
+        *_, batches = next(iter(iterator))
         data_batch = keras.tree.map_structure(lambda part: strategy.experimental_local_results(part)[0], next(batches))
     with strategy.scope():
         model._symbolic_build(data_batch=data_batch)
@@ -187,7 +190,7 @@ def _watched(model: Any, function: Callable[..., Any], trains: bool, policy: Pol
         else:
             with matmul_precision(policy):
                 result = function(*args)
-        if trains:
+        if trains and isinstance(model.optimizer, LossScaleOptimizer):
             period = model.optimizer.scaler.patience * model.optimizer.accumulate_steps
             before, batches = batches, batches + model.steps_per_execution
             if before // period != batches // period:

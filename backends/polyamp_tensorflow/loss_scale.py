@@ -120,11 +120,11 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             if self.scaler.scales and tf.as_dtype(variable.dtype) == tf.float16:
                 raise LossScaleError(
                     "a loss scaler needs float32 master weights: unscaled gradients underflow in float16 parameters. "
-                    f"Received: {variable.path} in float16. Use mixed_float16, or LossScaler.off()."
+                    f"Received: {_name(variable)} in float16. Use mixed_float16, or LossScaler.off()."
                 )
             if self._overwrite_variable_with_gradient(variable):
                 raise UnsupportedError(
-                    f"{variable.path} is overwritten by its gradient, as float8 layers do. polyamp scales, checks and "
+                    f"{_name(variable)} is overwritten by its gradient, as float8 layers do. polyamp scales, checks and "
                     "sums gradients, which such values are not. Use keras.optimizers.LossScaleOptimizer."
                 )
         replicas.check_optimizer(self.inner_optimizer, [*self._variables, *self.inner_optimizer.variables])
@@ -165,7 +165,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         if not self.built:
             return []
         counts = self._not_finite.numpy()
-        return [variable.path for variable, count in zip(self._trainable_variables, counts, strict=True) if count]
+        return [_name(variable) for variable, count in zip(self._trainable_variables, counts, strict=True) if count]
 
     def raise_if_stuck(self) -> None:
         """Look on the host whether every update is skipped at the floor of the scale (S17), by `scaler.on_stuck`.
@@ -200,7 +200,12 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         before = [tf.identity(variable) for variable in running]
         if self.accumulate_steps > 1:
             before = self._at_window_start(model, before)
-        yield
+        try:
+            yield
+        except BaseException:
+            if tf.executing_eagerly() and not tf.distribute.has_strategy():
+                write(running, before)
+            raise
 
         def decide(_: replicas.Run, before: Sequence[Any]) -> None:
             tf.cond(self.update_was_skipped, lambda: write(running, before), lambda: None)
@@ -249,7 +254,8 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         """Unscale, check and clip gradients of the scaled loss, and update unless one of them is not finite.
 
         Args:
-            grads: one gradient per variable, floating; None and `tf.IndexedSlices` are accepted.
+            grads: one gradient per variable, floating; None and `tf.IndexedSlices` are accepted. With
+                `accumulate_steps` None is a gradient of 0; else its variable is left alone.
             trainable_variables: the variables; those that `build` was given if None.
 
         Raises:
@@ -272,6 +278,11 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         indices = [index for index, gradient in enumerate(grads) if gradient is not None]
         if not indices:
             raise GradientError("apply() got no gradients: the loss depends on none of the trainable variables.")
+        if self.accumulate_steps > 1:  # what has no gradient now may have had one earlier in the window
+            grads = [
+                tf.zeros(v.shape, _wide(v.dtype)) if g is None else g for g, v in zip(grads, variables, strict=True)
+            ]
+            indices = list(range(len(grads)))
         summed = replicas.total([_floating(grads[index], variables[index]) for index in indices])
         self._update([variables[index] for index in indices], summed, variables)
         if tf.executing_eagerly():
@@ -395,9 +406,13 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
 def _floating(gradient: Any, variable: Any) -> Any:
     """A gradient as a dense tensor of at least float32."""
     if not is_floating(gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient):
-        raise GradientError(f"gradients must be floating tensors. Received: {gradient!r} for {variable.path}.")
+        raise GradientError(f"gradients must be floating tensors. Received: {gradient!r} for {_name(variable)}.")
     value = dense(gradient, variable)
     return tf.cast(value, _wide(value.dtype))
+
+
+def _name(variable: Any) -> str:
+    return str(getattr(variable, "path", variable.name))  # a tf.Variable has no path
 
 
 def _wide(dtype: Any) -> Any:

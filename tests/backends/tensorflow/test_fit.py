@@ -339,3 +339,20 @@ def test_float32_matmul_holds_while_a_function_runs() -> None:
 def test_what_is_refused(make: Callable[[], Any], kind: type[PolyampError], message: str) -> None:
     with pytest.raises(kind, match=message):
         make()
+
+
+def test_a_refused_compile_leaves_the_policy_that_was_there() -> None:
+    model = make_model(norm=False)
+    compile_model(model, polyamp.Recipe(policy="mixed_bfloat16", optimizer=polyamp.sgd(0.1)), loss=cross_entropy())
+    before = [layer.compute_dtype for layer in model.layers]
+    refused = polyamp.Policy("mixed_float16", op_rules={"add": "float32"})
+    with pytest.raises(PolyampError):
+        compile_model(model, polyamp.Recipe(policy=refused, optimizer=polyamp.sgd(0.1)), loss=cross_entropy())
+    assert [layer.compute_dtype for layer in model.layers] == before
+
+
+def test_a_model_that_keras_compiles_anew_trains_as_keras_has_it() -> None:
+    model = make_model(norm=False)
+    compile_model(model, polyamp.Recipe(optimizer=polyamp.sgd(0.1)), loss=cross_entropy())
+    model.compile("sgd", loss=cross_entropy())
+    assert np.isfinite(model.fit(*rows(), verbose=0).history["loss"][0])

@@ -420,3 +420,35 @@ def test_a_kernel_that_the_forward_pass_rewrites_is_taken_back() -> None:
     assert bool(optimizer.update_was_skipped)
     assert not all(np.array_equal(one, other) for one, other in zip(before, moved, strict=True))
     assert all(np.array_equal(one, other) for one, other in zip(before, model.get_weights(), strict=True))
+
+
+def test_a_gradient_from_early_in_the_window_is_not_lost_when_the_last_call_has_none() -> None:
+    first, second = (keras.Variable(np.zeros(1, np.float32)) for _ in range(2))
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), polyamp.LossScaler.off(), accumulate_steps=2)
+    optimizer.apply([tf.ones(1), None], [first, second])
+    optimizer.apply([None, tf.ones(1)], [first, second])
+    assert (float(first.numpy()[0]), float(second.numpy()[0])) == (-0.5, -0.5)
+
+
+def test_an_error_inside_the_block_takes_statistics_back() -> None:
+    layer = keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(2)])
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    before = layer.moving_mean.numpy()
+
+    def fails() -> None:
+        with optimizer.keep_statistics(model):
+            model(batch(0)[0], training=True)
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fails()
+    assert np.array_equal(layer.moving_mean.numpy(), before)
+
+
+def test_what_is_not_finite_is_named_for_tf_variables_too() -> None:
+    variable = tf.Variable([1.0], name="weight")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), polyamp.LossScaler(init_scale=4.0))
+    optimizer.scale_loss(tf.constant(0.0))
+    optimizer.apply([tf.constant([np.inf])], [variable])
+    assert optimizer.not_finite() == ["weight:0"]

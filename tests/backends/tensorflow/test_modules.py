@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -49,6 +49,26 @@ class Nested(tf.Module):  # type: ignore[misc]  # TensorFlow is untyped
         return self.parts[1](self.hidden(x)) + self.biases["last"]
 
 
+class Weights(NamedTuple):
+    """A module's variables by name."""
+
+    first: Any
+    second: Any
+
+
+class Named(tf.Module):  # type: ignore[misc]  # TensorFlow is untyped
+    """Variables in a NamedTuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = Weights(tf.Variable(FIRST), tf.Variable(SECOND))
+
+    def __call__(self, x: Any) -> Any:
+        y = tf.nn.relu(x @ self.kernels.first) @ self.kernels.second
+        SEEN.append(y.dtype.name)
+        return y
+
+
 class WithLayer(tf.Module):  # type: ignore[misc]  # TensorFlow is untyped
     """A Keras layer inside a module."""
 
@@ -85,7 +105,7 @@ class Plain:
         return x
 
 
-MODELS: dict[str, Any] = {"Nested": Nested, "WithLayer": WithLayer, "Plain": Plain}
+MODELS: dict[str, Any] = {"Nested": Nested, "Named": Named, "WithLayer": WithLayer, "Plain": Plain}
 
 
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
