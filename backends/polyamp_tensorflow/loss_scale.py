@@ -124,8 +124,8 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
                 )
             if self._overwrite_variable_with_gradient(variable):
                 raise UnsupportedError(
-                    f"{_name(variable)} is overwritten by its gradient, as float8 layers do. polyamp scales, checks and "
-                    "sums gradients, which such values are not. Use keras.optimizers.LossScaleOptimizer."
+                    f"{_name(variable)} is overwritten by its gradient, as float8 layers do. polyamp scales, checks "
+                    "and sums gradients, which such values are not. Use keras.optimizers.LossScaleOptimizer."
                 )
         replicas.check_optimizer(self.inner_optimizer, [*self._variables, *self.inner_optimizer.variables])
         self.inner_optimizer.build(variables)
