@@ -208,3 +208,19 @@ def test_what_replicas_cannot_do_is_refused() -> None:
         central = model()
         with pytest.raises(UnsupportedError, match="CentralStorageStrategy"):
             polyamp.init(central, made)
+
+
+def test_an_error_of_loss_fn_arrives_from_the_replicas_and_nothing_hangs() -> None:
+    made = recipe()
+    state = state_on_two(made, norm=True)
+    before = copies(state)
+
+    def fails(model: Any, batch: Any) -> Any:
+        model(batch)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        polyamp.train_step(fails, made)(state, ROWS[0])
+    for now, old in zip(copies(state), before, strict=True):
+        assert all(np.array_equal(one, other) for one, other in zip(now, old, strict=True))
+    assert int(polyamp.train_step(loss_fn, made)(state, ROWS[0])[1].step) == 1
