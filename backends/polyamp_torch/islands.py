@@ -54,11 +54,13 @@ class Islands(TorchFunctionMode):
 
     def _ruled(self, found: Rule, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         compiling = torch.compiler.is_compiling()
-        if found not in ("widen", "isolate", "lstm"):
+        if found not in ("widen", "statistics", "isolate", "lstm"):
             return self._seen_through(found, func, types, args, kwargs, compiling=compiling)
         if not self.acting or not torch.is_autocast_enabled(self.device_type):
             return func(*args, **kwargs)
         if found == "lstm" and (self.device_type != "cpu" or torch.get_autocast_dtype("cpu") != torch.float16):
+            return func(*args, **kwargs)
+        if found == "statistics" and _has_float32(args, kwargs):
             return func(*args, **kwargs)
         if not compiling:
             checkpointing.carry(self._key, self._again)
@@ -66,7 +68,7 @@ class Islands(TorchFunctionMode):
             return func(*args, **kwargs)
         args = [self._wide(value) for value in args]
         kwargs = {name: self._wide(value) for name, value in kwargs.items()}
-        if found != "widen":
+        if found in ("isolate", "lstm"):
             with torch.autocast(self.device_type, enabled=False):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -119,6 +121,10 @@ class Islands(TorchFunctionMode):
 
     def _again(self) -> contextlib.AbstractContextManager[None]:
         return islands(self.device_type)
+
+
+def _has_float32(args: Any, kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(v, torch.Tensor) and v.dtype == torch.float32 for v in (*args, *kwargs.values()))
 
 
 def _chooses_dtype(kwargs: dict[str, Any]) -> bool:

@@ -9,7 +9,8 @@ Where it differs from torch's CUDA list, and why:
   logarithms.
 - mean, nanmean, nansum, sum_to_size, std, var, cov, corrcoef, trapezoid: sums. torch adds in float32, but rounds to
   16 bits.
-- batch_norm, instance_norm, local_response_norm: statistics, as layer_norm's are; the result is float32 as well.
+- local_response_norm, and batch_norm and instance_norm without a float32 tensor beside the input: statistics. With one,
+  as the modules have it, torch's kernels compute the statistics in float32 and round the result once, as in torch.
 - ctc_loss, gaussian_nll_loss, multilabel_soft_margin_loss, pairwise_distance: losses and distances beside listed ones.
 - linear algebra and FFT: they have no 16-bit kernels, and raise in torch's regions.
 - lstm: float16 has no kernel on the CPU, and torch raises.
@@ -32,12 +33,13 @@ from torch.nn import functional
 from polyamp_torch.compiler import constant_when_compiled
 
 Function = Callable[..., Any]
-Rule = Literal["widen", "isolate", "lstm", "enter", "unflatten", "function", "grad_mode"]
+Rule = Literal["widen", "isolate", "statistics", "lstm", "enter", "unflatten", "function", "grad_mode"]
 """What the islands do with a function:
 
 - "widen": cast its 16-bit floating tensors to float32, then call it;
 - "isolate": the same with autocast off inside, because it is made of matrix products too;
-- "lstm": the same, in float16 on the CPU only, where torch has no such LSTM and raises;
+- "statistics": cast like "widen", unless a tensor beside the input is float32: then the kernel does it by itself;
+- "lstm": like "isolate", in float16 on the CPU only, where torch has no such LSTM and raises;
 - "enter": it is a Python function that calls listed ones: run its body under the islands;
 - "unflatten": `Tensor.unflatten`, which torch.compile cannot trace under any mode: call `torch.unflatten`;
 - "function": a custom autograd function under `torch.func`: run its methods under the islands;
@@ -81,7 +83,8 @@ ROWS: Final = (
     Row("softmax", "logsumexp gumbel_softmax"),
     Row("softmax", "softmax log_softmax", (torch.sparse,)),
     Row("norms", "layer_norm native_layer_norm group_norm normalize norm renorm", on_cuda=True),
-    Row("norms", "rms_norm batch_norm native_batch_norm native_group_norm instance_norm local_response_norm"),
+    Row("norms", "rms_norm native_group_norm local_response_norm"),
+    Row("norms", "batch_norm native_batch_norm instance_norm", rule="statistics"),
     Row("norms", "norm vector_norm matrix_norm", (torch.linalg,), rule="isolate"),
     Row(
         "losses",

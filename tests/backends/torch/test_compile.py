@@ -161,7 +161,22 @@ def test_without_a_scaler_and_without_a_clip() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
 def test_the_default_compiler() -> None:
-    agree(recipe(polyamp.sgd(0.1, momentum=0.9)), True, tolerance=1e-4)
+    agree(recipe(polyamp.sgd(0.1, momentum=0.9), "float32"), True, tolerance=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
+def test_the_default_compiler_in_bfloat16() -> None:
+    """It keeps float32 between fused operations, where eager torch rounds: so it is not held to eager's numbers."""
+    made = polyamp.sgd(0.1, momentum=0.9)
+    (_, exact), (_, eager), (_, compiled) = (
+        trained(recipe(made, policy), how)
+        for policy, how in (("float32", False), ("mixed_bfloat16", False), ("mixed_bfloat16", True))
+    )
+    assert [row[:3] for row in compiled] == [row[:3] for row in eager] == [row[:3] for row in exact]
+    wide, rounded, fused = (np.asarray([row[3:] for row in rows if not row[1]]) for rows in (exact, eager, compiled))
+    far = np.abs(rounded / wide - 1.0).max()
+    assert 0.0 < np.abs(fused / wide - 1.0).max() <= 2.0 * far < 0.1
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_changed_rate_is_not_compiled_again() -> None:

@@ -135,6 +135,26 @@ def distance_from_float64(run: Polyamp | ByHand, native: Native, policy: str, cl
     return float(torch.cat(off).square().mean().sqrt())
 
 
+def apart(one: nn.Module, other: nn.Module) -> float:
+    """The largest difference of any weight."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs if a.numel())
+
+
+def amplified_rounding(native: Native, policy: str, clip_norm: float | None) -> float:
+    """How far the loop by hand ends from itself, at most, when its first weights are off by one float32 rounding."""
+    runs = [ByHand(native, policy, clip_norm) for _ in range(6)]
+    for seed, run in enumerate(runs[1:]):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in run.model.parameters():
+                p *= 1.0 + 6e-8 * torch.empty_like(p).uniform_(-1.0, 1.0, generator=generator).sign()
+    for item in batches():
+        for run in runs:
+            run.step(item)
+    return max(apart(runs[0].model, run.model) for run in runs[1:])
+
+
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize("policy", ["float32", *DTYPES])
 @pytest.mark.parametrize("name", PAIRS)
@@ -144,9 +164,7 @@ def test_ten_updates_and_two_skips_equal_the_loop_by_hand(name: str, policy: str
     far, wide = (distance_from_float64(run, native, policy, clip_norm) for run in (ours, theirs))
     assert (int(ours.result.step), float(ours.result.scale)) == (10, SCALE / 4)
     assert far <= 2.0 * wide < 2e-7
-    # RMSprop's first steps are ten times its rate, 0.1 for every weight, and amplify rounding: two trainings in float64
-    # whose first weights differ by 6e-8 of themselves end 1e-4 apart. So do these two (in float32 ours ends 1e-5 from
-    # float64 and 1e-4 with the clip, torch's 6e-5 and 2e-4), though given one gradient they agree.
-    if name != "rmsprop":  # the two divide and multiply in another order
-        for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=0.0, atol=1e-6)
+    # Rounding is amplified: a weight that falls on the other side of a 16-bit rounding moves Adam by 1e-6, RMSprop's
+    # first steps are ten times its rate. So the measure is how far apart two trainings by hand end that start a
+    # float32 rounding apart.
+    assert apart(ours.model, theirs.model) <= max(1e-6, amplified_rounding(native, policy, clip_norm))
