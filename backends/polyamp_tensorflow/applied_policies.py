@@ -2,7 +2,8 @@
 
 A layer's compute dtype is its Keras `dtype_policy`. What that cannot say stands in for one of the layer's own methods:
 casting what a layer returns (inside a layer with its own `call`, where TensorFlow's operators refuse mixed dtypes), the
-softmax in the middle of an attention layer, an operation of a functional model, the dtype of the model's output.
+softmax in the middle of an attention layer, an operation of a functional model, the dtype of the model's output, and
+that of regularization losses.
 
 Each layer carries a stack of settings, its own at the bottom, so that policies that are applied and taken off in any
 order, in several threads as well, leave it with those that remain, and in the end with its own.
@@ -19,12 +20,23 @@ import keras
 
 from polyamp.policy import Policy
 from polyamp_tensorflow.arrays import cast
-from polyamp_tensorflow.dtype_policies import NARROW, STACK, Choice, choose, has_islands, keras_policy, own_policy
+from polyamp_tensorflow.dtype_policies import (
+    NARROW,
+    STACK,
+    Choice,
+    choose,
+    has_islands,
+    is_quantized,
+    keras_policy,
+    own_policy,
+)
 from polyamp_tensorflow.models import as_output, in_dtype, is_layer, modules, only_contains
 from polyamp_tensorflow.op_list import SENSITIVE_LAYERS
+from polyamp_tensorflow.regularizers import in_float32, without_float32
 
 _CACHED_FUNCTIONS: Final = ("train_function", "test_function", "predict_function")
-_REPLACED: Final = ("call", "_apply_scores", "_calculate_scores")
+_REPLACED: Final = ("call", "add_loss", "_apply_scores", "_calculate_scores")
+_REGULARIZER: Final = "activity_regularizer"
 _LOCK: Final = threading.RLock()
 
 
@@ -62,6 +74,7 @@ class Application:
                 own = _Setting(getattr(target, "_dtype_policy", None), _own(target))
                 vars(target).setdefault(STACK, [own]).append(setting)
                 _show(target, setting)
+                _regularize(target, in_float32)
 
     def restore(self) -> None:
         """Take the policy off; what was applied before or since stays. A second call does nothing."""
@@ -71,24 +84,28 @@ class Application:
                 stack[:] = [other for other in stack if other is not setting]
                 _show(target, stack[-1])
                 if len(stack) == 1:
+                    _regularize(target, without_float32)
                     del vars(target)[STACK]
             self._restore_new_layers()
             self._settings = []
 
     def _restore_new_layers(self) -> None:
-        """A layer that is built under a policy hands it to the sublayers that it creates: give them its own."""
+        """A layer that is built under a policy hands what it has to the sublayers it creates: give them its own."""
         given = {id(setting.policy): target for target, setting in self._settings if setting.policy is not None}
-        for module in modules(self._model) if given else ():
+        for module in modules(self._model):
             source = given.get(id(module.layer._dtype_policy))
             if source is not None and source is not module.layer:
                 module.layer._dtype_policy = source._dtype_policy
+            if STACK not in vars(module.layer):
+                _regularize(module.layer, without_float32)
 
     def _setting(self, choice: Choice, policy: Policy, dtypes: Mapping[int, str | None]) -> _Setting:
         target, dtype = choice.target, choice.dtype
         if not is_layer(target):
             return _Setting(None, {"call": _casting_inputs(_method(target, "call"), str(dtype))})
         own = None if dtype is None else keras_policy(policy.param, dtype)
-        methods = {}
+        # A sum of the user's own stays in the dtype of its operands; `fit` adds it to float32 ones.
+        methods = {"add_loss": _casting_inputs(_method(target, "add_loss"), "float32")}
         call = _method(target, "call")
         if isinstance(target, SENSITIVE_LAYERS) and not target.autocast and dtype not in (None, *NARROW):
             # Keras leaves the input of its normalisations alone, and rounds their result to the input's dtype.
@@ -134,11 +151,17 @@ def _method(target: Any, name: str) -> Callable[..., Any]:
 def _show(target: Any, setting: _Setting) -> None:
     """Make a setting the one in force. Past Keras's setters: they edit a DTypePolicyMap in place, and track values."""
     if is_layer(target):
-        policy = setting.policy
-        target._dtype_policy = policy if policy is not None else vars(target)[STACK][0].policy
+        policy = setting.policy if setting.policy is not None else vars(target)[STACK][0].policy
+        target._dtype_policy = own_policy(target) if is_quantized(target) else policy
     for name in _REPLACED:
         vars(target).pop(name, None)
-    vars(target).update(setting.methods)
+    vars(target).update({**vars(target)[STACK][0].methods, **setting.methods})
+
+
+def _regularize(target: Any, change: Callable[[Any], Any]) -> None:
+    """Change the target's activity regularizer, whichever it is by now: users may set it."""
+    if is_layer(target) and _REGULARIZER in vars(target):
+        vars(target)[_REGULARIZER] = change(vars(target)[_REGULARIZER])
 
 
 def _rounding(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ Called by every other module of this package.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import keras
@@ -13,7 +14,7 @@ import tensorflow as tf
 
 from polyamp.arrays import ArrayNamespace
 from polyamp.checks import FLOATING
-from polyamp.errors import BatchError
+from polyamp.errors import BatchError, GradientError
 
 Array = np.ndarray[Any, Any]
 
@@ -63,6 +64,22 @@ def dtype_name(array: Any) -> str:
 def raw(variable: Any) -> Any:
     """The `tf.Variable` inside a Keras variable, or the `tf.Variable` that was given."""
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def variable_name(variable: Any) -> str:
+    """A variable's path; a `tf.Variable` has a name only."""
+    return str(getattr(variable, "path", variable.name))
+
+
+def write(variables: Iterable[Any], values: Iterable[Any]) -> None:
+    """Assign each value to its variable."""
+    for variable, value in zip(variables, values, strict=True):
+        raw(variable).assign(value)
+
+
+def at_least_float32(dtype: Any) -> Any:
+    """The dtype in which gradients and slots are held: float64 stays, anything else becomes float32."""
+    return tf.float64 if tf.as_dtype(dtype) == tf.float64 else tf.float32
 
 
 def is_array(leaf: Any) -> bool:
@@ -138,3 +155,17 @@ def dense(gradient: Any, like: Any) -> Any:
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, like.shape[0])
+
+
+def dense_wide(gradient: Any, variable: Any) -> Any:
+    """A variable's gradient as a dense tensor of at least float32.
+
+    Raises:
+        GradientError: it is not floating.
+    """
+    if not is_floating(gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient):
+        raise GradientError(
+            f"gradients must be floating tensors. Received: {gradient!r} for {variable_name(variable)}."
+        )
+    value = dense(gradient, variable)
+    return tf.cast(value, at_least_float32(value.dtype))

@@ -30,11 +30,12 @@ from polyamp_tensorflow import gradients as scaling
 from polyamp_tensorflow import policy as policies
 from polyamp_tensorflow import step
 from polyamp_tensorflow.arrays import Array
-from polyamp_tensorflow.distribution import check_strategy
+from polyamp_tensorflow.distribution import several
 from polyamp_tensorflow.loss_scale import LossScaleOptimizer
 from polyamp_tensorflow.losses import TensorFlowLosses
 from polyamp_tensorflow.models import check_model
-from polyamp_tensorflow.optimizers import check_optimizer
+from polyamp_tensorflow.optimizer_checks import check_recipe_optimizer
+from polyamp_tensorflow.replicas import check_strategy
 from polyamp_tensorflow.state import TensorFlowState
 
 _STEP_OPTIONS: Final = ("compile", "jit_compile")
@@ -71,7 +72,7 @@ class TensorFlowBackend:
         return conversions.cast(tree, dtype, float64=float64)
 
     def native_policy(self, policy: Policy) -> Any:
-        return policies.native_policy(policy)
+        return policies.dtype_policy(policy)
 
     def native_scaler(self, scaler: LossScaler, **options: Any) -> LossScaleOptimizer:
         """A Keras optimizer; `options` are those of `polyamp_tensorflow.LossScaleOptimizer`, `optimizer=` among them.
@@ -99,9 +100,11 @@ class TensorFlowBackend:
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TensorFlowState:
         check_options(options, (), function="init", backend=self.name)
         policies.require_tensorflow()
-        check_strategy(tf.distribute.get_strategy())
+        strategy = tf.distribute.get_strategy()
+        if several(strategy):
+            check_strategy(strategy)
         check_model(model)
-        check_optimizer(recipe.optimizer)
+        check_recipe_optimizer(recipe.optimizer)
         return TensorFlowState(model, recipe, self)
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
@@ -109,11 +112,12 @@ class TensorFlowBackend:
         body = step.GraphFunction(
             lambda states, batch: step.full_step(states, loss_fn, batch), **{"jit_compile": None, **options}
         )
-        several = recipe.accumulate_steps > 1
+        accumulates = recipe.accumulate_steps > 1
 
         def run(state: Any, batch: Any) -> tuple[Any, StepResult]:
             batch = conversions.to_tensors(batch)
-            step.build_models([state], loss_fn, batch[0] if several and isinstance(batch, list) else batch)
+            step.build_models([state], loss_fn, batch[0] if accumulates and isinstance(batch, list) else batch)
+            state.check_unchanged()
             return state, body([state], batch)
 
         return run
@@ -127,6 +131,8 @@ class TensorFlowBackend:
         def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:
             batch = conversions.to_tensors(batch)
             step.build_models(states, loss_fn, batch)
+            for state in states:
+                state.check_unchanged()
             loss, aux, found = body(states, batch)
             return (loss if aux is None else (loss, aux)), list(found)
 
@@ -135,6 +141,8 @@ class TensorFlowBackend:
     def apply_gradients(
         self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip
     ) -> tuple[list[Any], list[StepResult]]:
+        for state in states:
+            state.check_unchanged()
         results = _UPDATES[skip](states, [conversions.to_tensors(item) for item in grads])
         return list(states), list(results)
 

@@ -7,34 +7,19 @@ the state and the step; `replicas` holds what happens inside, where they reduce 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from polyamp.errors import BatchError, ModelError, UnsupportedError
+from polyamp.errors import BatchError, ModelError
 from polyamp_tensorflow.arrays import leaves
 from polyamp_tensorflow.replicas import total
-
-_KNOWN: Final = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 
 
 def several(strategy: Any) -> bool:
     """True if the strategy has more than one replica, in this process or in others."""
     return bool(strategy.num_replicas_in_sync > 1)
-
-
-def check_strategy(strategy: Any) -> None:
-    """Refuse a strategy whose replicas cannot take one decision.
-
-    Raises:
-        UnsupportedError: replicas that update on their own, or devices with a programming model of their own.
-    """
-    if several(strategy) and not isinstance(strategy, _KNOWN):
-        raise UnsupportedError(
-            "polyamp trains on the replicas of MirroredStrategy and MultiWorkerMirroredStrategy, which update "
-            f"together. Received: {type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas."
-        )
 
 
 def check_variables(strategy: Any, variables: Sequence[Any]) -> None:

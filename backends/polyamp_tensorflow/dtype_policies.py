@@ -71,11 +71,25 @@ def keras_policy(param: str, compute: str) -> Any:
 
 
 def own_policy(layer: Any) -> Any:
-    """The Keras policy that a layer has without those of polyamp (see `applied_policies`)."""
+    """The Keras policy that a layer has without those of polyamp (see `applied_policies`).
+
+    A layer that was quantized while one of those was on it is quantized without them too.
+    """
     stack = vars(layer).get(STACK)
     policy = stack[0].policy if stack else layer.dtype_policy
-    mapped = isinstance(policy, keras.dtype_policies.DTypePolicyMap) and layer.path
-    return policy[layer.path] if mapped else policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and layer.path:
+        policy = policy[layer.path]
+    if not is_quantized(layer) or isinstance(policy, keras.dtype_policies.QuantizedDTypePolicy):
+        return policy
+    if policy.compute_dtype == "float16":  # Keras has no int8 with it
+        return layer.dtype_policy
+    mode, _, _ = layer.dtype_policy.name.rpartition("_from_")
+    return keras.dtype_policies.get(f"{mode}_from_{policy.name}")
+
+
+def is_quantized(layer: Any) -> bool:
+    """True for a layer whose kernel holds integers or float8: its Keras policy tells how to read it."""
+    return isinstance(layer.dtype_policy, keras.dtype_policies.QuantizedDTypePolicy)
 
 
 def policy_map(policy: Policy) -> Any:
@@ -209,6 +223,8 @@ def _is_given(layer: Any, policy: Policy) -> bool:
 
 def _holds_constants(layer: Any) -> bool:
     """True for a layer of the user's that keeps float32 tensors: TensorFlow refuses to combine them with 16 bits."""
+    if isinstance(layer, keras.layers.TFSMLayer):
+        return True
     if isinstance(layer, keras.layers.Lambda):
         own = [cell.cell_contents for cell in getattr(layer.function, "__closure__", None) or ()]
     elif type(layer).__module__.startswith("keras."):

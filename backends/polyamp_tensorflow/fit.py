@@ -19,13 +19,14 @@ from polyamp.errors import LossError, LossScaleError, ModelError, UnsupportedErr
 from polyamp.policy import Policy
 from polyamp.recipe import Recipe
 from polyamp_tensorflow.arrays import dtype_name
+from polyamp_tensorflow.dtype_policies import NARROW
 from polyamp_tensorflow.loss_scale import LossScaleOptimizer
 from polyamp_tensorflow.models import is_built, variables_of
-from polyamp_tensorflow.optimizers import check_optimizer
+from polyamp_tensorflow.optimizer_checks import check_recipe_optimizer
+from polyamp_tensorflow.optimizers import make_optimizer
 from polyamp_tensorflow.policy import apply_policy, check_policy, matmul_precision
 from polyamp_tensorflow.xla import needs_xla
 
-_NARROW: Final = ("float16", "bfloat16")
 _APPLIED: Final = "_polyamp_applied_by_compile"
 _KINDS: Final = ("train", "test", "predict")
 
@@ -83,12 +84,15 @@ def compile(  # noqa: A001  # Keras's word for it
         )
     _check_losses(loss)
     check_policy(model, recipe.policy)
-    check_optimizer(recipe.optimizer)
+    check_recipe_optimizer(recipe.optimizer)
     parameters = variables_of(model).parameters
     checks.check_parameters([(name, dtype_name(variable)) for name, variable in parameters.items()], recipe)
     with model.distribute_strategy.scope():
         optimizer = LossScaleOptimizer(
-            recipe.optimizer, recipe.loss_scaler, clip_norm=recipe.clip_norm, accumulate_steps=recipe.accumulate_steps
+            make_optimizer(recipe, parameters),
+            recipe.loss_scaler,
+            clip_norm=recipe.clip_norm,
+            accumulate_steps=recipe.accumulate_steps,
         )
         optimizer.build(model.trainable_variables)
         jit = _jit_compile(model, recipe.policy, jit_compile, run_eagerly)
@@ -212,13 +216,13 @@ def _scaling_optimizer(model: Any) -> LossScaleOptimizer:
 
 def _check_losses(loss: Any) -> None:
     """Refuse losses that would be computed in 16 bits (S6)."""
-    if keras.config.floatx() in _NARROW:
+    if keras.config.floatx() in NARROW:
         raise UnsupportedError(
             "losses are computed in keras.config.floatx(), which must be float32 (S6). Received: "
             f"{keras.config.floatx()}. Call keras.config.set_floatx('float32') and set the compute dtype by a policy."
         )
     for part in keras.tree.flatten(loss):
-        if getattr(part, "dtype", None) in _NARROW:
+        if getattr(part, "dtype", None) in NARROW:
             raise LossError(
                 f"loss must be computed in float32. Received: {type(part).__qualname__}(dtype={part.dtype!r}). Drop "
                 "its dtype."

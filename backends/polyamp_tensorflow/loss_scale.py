@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -19,15 +20,16 @@ import msgspec
 import tensorflow as tf
 
 from polyamp import checks
-from polyamp.errors import GradientError, LossScaleError, LossScaleStuckError, UnsupportedError
+from polyamp.errors import GradientError, LossScaleStuckError, UnsupportedError
 from polyamp.loss_scale import LossScaler, LossScaleState, update
 from polyamp.optimizers import is_spec
 from polyamp.recipe import Recipe
 from polyamp_tensorflow import replicas
-from polyamp_tensorflow.arrays import XP, dense, is_floating, raw
+from polyamp_tensorflow.arrays import XP, at_least_float32, dense_wide, raw, variable_name, write
 from polyamp_tensorflow.gradients import norm_and_flag, scale_loss
-from polyamp_tensorflow.optimizers import SpecOptimizer, check_inner_optimizer
-from polyamp_tensorflow.skips import ScaleCalls, WindowStarts, not_finite, running_statistics, stuck_message, write
+from polyamp_tensorflow.optimizer_checks import check_built_for, check_inner_optimizer, check_scaled_variables
+from polyamp_tensorflow.optimizers import SpecOptimizer, build_optimizer
+from polyamp_tensorflow.skips import ScaleCalls, WindowStarts, not_finite, running_statistics, stuck_message
 
 _Base: Any = keras.optimizers.LossScaleOptimizer
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -109,32 +111,27 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         """Create the inner optimizer's variables, and those of the window of micro-batches.
 
         Raises:
+            RecipeError: it or the inner optimizer is built for other variables; a member of the inner one (of a
+                `keras.optimizers.MultiOptimizer`) has a setting that would act a second time.
             LossScaleError: float16 parameters with a scaler that scales; made outside of the strategy's scope.
             UnsupportedError: variables that are overwritten by their gradients (float8); what Keras's optimizer does
                 not do on several replicas.
         """
-        if self.built:
-            return
         variables = list(var_list)
-        for variable in variables:
-            if self.scaler.scales and tf.as_dtype(variable.dtype) == tf.float16:
-                raise LossScaleError(
-                    "a loss scaler needs float32 master weights: unscaled gradients underflow in float16 parameters. "
-                    f"Received: {_name(variable)} in float16. Use mixed_float16, or LossScaler.off()."
-                )
-            if self._overwrite_variable_with_gradient(variable):
-                raise UnsupportedError(
-                    f"{_name(variable)} is overwritten by its gradient, as float8 layers do. polyamp scales, checks "
-                    "and sums gradients, which such values are not. Use keras.optimizers.LossScaleOptimizer."
-                )
-        replicas.check_optimizer(self.inner_optimizer, [*self._variables, *self.inner_optimizer.variables])
-        self.inner_optimizer.build(variables)
+        if self.built:
+            check_built_for(self, variables)
+            return
+        check_scaled_variables(variables, self.scaler)
+        replicas.check_replicated(self)
+        build_optimizer(
+            self.inner_optimizer, variables, functools.partial(check_inner_optimizer, clip_norm=self.clip_norm)
+        )
         keras.optimizers.Optimizer.build(self, variables)  # not the parent's, which adds a scale of its own
         self._not_finite = self.add_variable((len(variables),), "zeros", "int32", name="not_finite")
         self._sums = []
         if self.accumulate_steps > 1:
             self._sums = [
-                self.add_variable(variable.shape, "zeros", _wide(variable.dtype).name, name="gradient_sum")
+                self.add_variable(variable.shape, "zeros", at_least_float32(variable.dtype).name, name="gradient_sum")
                 for variable in variables
             ]
 
@@ -165,7 +162,8 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         if not self.built:
             return []
         counts = self._not_finite.numpy()
-        return [_name(variable) for variable, count in zip(self._trainable_variables, counts, strict=True) if count]
+        pairs = zip(self._trainable_variables, counts, strict=True)
+        return [variable_name(variable) for variable, count in pairs if count]
 
     def raise_if_stuck(self) -> None:
         """Look on the host whether every update is skipped at the floor of the scale (S17), by `scaler.on_stuck`.
@@ -199,7 +197,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         running = running_statistics(model)
         before = [tf.identity(variable) for variable in running]
         if self.accumulate_steps > 1:
-            before = self._at_window_start(model, before)
+            before = self._window_starts.kept(model, before, raw(self._micro_step))
         try:
             yield
         except BaseException:
@@ -222,16 +220,6 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         running_statistics(model)
         if self.accumulate_steps > 1:
             self._window_starts.of(model)
-
-    def _at_window_start(self, model: Any, values: list[Any]) -> list[Any]:
-        """Variables that hold what `values` were at the first micro-batch of the window."""
-        held = self._window_starts.of(model)
-
-        def decide(_: replicas.Run, values: Sequence[Any]) -> None:
-            tf.cond(tf.equal(raw(self._micro_step), 0), lambda: write(held, values), lambda: None)
-
-        replicas.together(decide, values)
-        return held
 
     # The two halves of a step.
 
@@ -280,10 +268,11 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             raise GradientError("apply() got no gradients: the loss depends on none of the trainable variables.")
         if self.accumulate_steps > 1:  # what has no gradient now may have had one earlier in the window
             grads = [
-                tf.zeros(v.shape, _wide(v.dtype)) if g is None else g for g, v in zip(grads, variables, strict=True)
+                tf.zeros(v.shape, at_least_float32(v.dtype)) if g is None else g
+                for g, v in zip(grads, variables, strict=True)
             ]
             indices = list(range(len(grads)))
-        summed = replicas.total([_floating(grads[index], variables[index]) for index in indices])
+        summed = replicas.total([dense_wide(grads[index], variables[index]) for index in indices])
         self._update([variables[index] for index in indices], summed, variables)
         if tf.executing_eagerly():
             self._eager_steps += 1
@@ -345,7 +334,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         return gradients, checks.clip_factor(norm, self.clip_norm, XP), finite
 
     def _add(self, owners: Sequence[int], sums: Sequence[Any]) -> None:
-        write([raw(self._sums[owner]) for owner in owners], sums)
+        write([self._sums[owner] for owner in owners], sums)
         raw(self._micro_step).assign_add(1)
         raw(self._skipped).assign(0)
 
@@ -370,10 +359,10 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             flag = replicas.shared(finite)
             tf.cond(flag, apply, lambda: self._note_skip(variables, unscaled))
             new = update(self.scaler, self.scale_state, flag, XP)
-            write([raw(variable) for variable in self._scale_variables], new)
+            write(self._scale_variables, new)
             raw(self._skipped).assign(tf.where(flag, 0, 1))
         if self._sums:
-            write([raw(total) for total in self._sums], [tf.zeros(total.shape, total.dtype) for total in self._sums])
+            write(self._sums, [tf.zeros(total.shape, total.dtype) for total in self._sums])
             raw(self._micro_step).assign(0)
 
     def _note_skip(self, variables: list[Any], gradients: Any) -> None:
@@ -401,19 +390,3 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         config = dict(config)
         inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects=custom_objects)
         return cls(inner, LossScaler(**config.pop("scaler")), **config)
-
-
-def _floating(gradient: Any, variable: Any) -> Any:
-    """A gradient as a dense tensor of at least float32."""
-    if not is_floating(gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient):
-        raise GradientError(f"gradients must be floating tensors. Received: {gradient!r} for {_name(variable)}.")
-    value = dense(gradient, variable)
-    return tf.cast(value, _wide(value.dtype))
-
-
-def _name(variable: Any) -> str:
-    return str(getattr(variable, "path", variable.name))  # a tf.Variable has no path
-
-
-def _wide(dtype: Any) -> Any:
-    return tf.float64 if tf.as_dtype(dtype) == tf.float64 else tf.float32

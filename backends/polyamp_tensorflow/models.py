@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from polyamp.errors import ModelError
 from polyamp.policy import Policy
-from polyamp_tensorflow.arrays import cast, dtype_name, is_floating, raw
+from polyamp_tensorflow.arrays import cast, dtype_name, is_floating, raw, variable_name
 
 _UNROUNDED: Final = "_polyamp_unrounded"  # as Keras keeps logits on a softmax's result
 _MASK: Final = "_keras_mask"
@@ -109,7 +109,9 @@ def is_layer(model: Any) -> bool:
 
 def is_built(model: Any) -> bool:
     """True unless a layer still waits for its first input to create its variables."""
-    return not is_layer(model) or all(layer.built for layer in model._flatten_layers())
+    layers = model._flatten_layers() if is_layer(model) else []
+    lookups = [layer._lookup_layer for layer in layers if isinstance(layer, keras.layers.TextVectorization)]
+    return all(layer.built or layer in lookups for layer in layers)  # Keras never marks those as built
 
 
 def check_model(model: Any) -> None:
@@ -261,7 +263,7 @@ def _role(variable: Any, weight: bool, found: Variables) -> dict[str, Any]:
 
 
 def _own_name(variable: Any) -> str:
-    return str(getattr(variable, "path", variable.name)).partition(":")[0]
+    return variable_name(variable).partition(":")[0]
 
 
 def _unique(name: str, found: Variables) -> str:

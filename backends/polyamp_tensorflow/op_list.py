@@ -22,7 +22,7 @@ def _layers(text: str) -> tuple[Any, ...]:
 
 SENSITIVE_LAYERS: Final = _layers(
     "BatchNormalization LayerNormalization GroupNormalization RMSNormalization UnitNormalization SpectralNormalization "
-    "Softmax ActivityRegularization GlobalAveragePooling1D GlobalAveragePooling2D GlobalAveragePooling3D "
+    "Softmax ActivityRegularization Masking GlobalAveragePooling1D GlobalAveragePooling2D GlobalAveragePooling3D "
     "AdaptiveAveragePooling1D AdaptiveAveragePooling2D AdaptiveAveragePooling3D"
 )
 SENSITIVE_FUNCTIONS: Final = _names(

@@ -1,32 +1,26 @@
 """The optimizer of a recipe as a Keras optimizer: polyamp's specs with PyTorch's formulas, or the user's own.
 
 Keras's Adam folds the bias correction into the step size before epsilon and its weight decay is always decoupled, so
-a spec runs its own `update` over tensors instead of `keras.optimizers.Adam`. Called by the state.
+a spec runs its own `update` over tensors instead of `keras.optimizers.Adam`. Called by the state and
+`LossScaleOptimizer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import keras
 import msgspec
 import tensorflow as tf
 
-from polyamp.errors import LossScaleError, RecipeError
+from polyamp.errors import RecipeError
 from polyamp.optimizers import SPECS, OptimizerSpec, is_spec
 from polyamp.recipe import Recipe
-from polyamp_tensorflow.arrays import XP, dense, raw
+from polyamp_tensorflow.arrays import XP, at_least_float32, dense, raw
 from polyamp_tensorflow.kernels import Update, kernel
-
-_KNOBS: Final = {
-    "clipnorm": "Recipe(clip_norm=...), the norm over all gradients",
-    "clipvalue": "Recipe(clip_norm=...), the norm over all gradients",
-    "global_clipnorm": "Recipe(clip_norm=...)",
-    "gradient_accumulation_steps": "Recipe(accumulate_steps=...)",
-    "loss_scale_factor": "Recipe(scaler=polyamp.LossScaler.static(...))",
-}
-"""Settings of Keras's optimizers that would act a second time on what the step does itself -> what replaces them."""
+from polyamp_tensorflow.optimizer_checks import check_built_for, check_recipe_optimizer
+from polyamp_tensorflow.replicas import check_replicated
 
 
 @keras.saving.register_keras_serializable(package="polyamp")
@@ -72,7 +66,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
                 slot: self.add_variable(
                     shape=variable.shape,
                     initializer=keras.initializers.Constant(self.spec.initial(slot)),
-                    dtype=_work_dtype(variable).name,
+                    dtype=at_least_float32(variable.dtype).name,
                     name=slot,
                 )
                 for slot in self.spec.slots
@@ -92,7 +86,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """One update of one parameter, computed in the slots' dtype; only the result is rounded to the parameter's."""
         slots = self._slots[self._get_variable_index(variable)]
-        work = _work_dtype(variable)
+        work = at_least_float32(variable.dtype)
         if self._kernel is not None and tf.as_dtype(variable.dtype) == work == tf.float32:
             gradient = tf.cast(dense(gradient, variable), work)
             self._kernel(raw(variable), gradient, {name: raw(slot) for name, slot in slots.items()})
@@ -152,83 +146,36 @@ def make_optimizer(recipe: Recipe, parameters: Mapping[str, Any]) -> Any:
     """The recipe's optimizer, built for these parameters.
 
     Raises:
-        RecipeError: a native optimizer that serves another model.
+        RecipeError: a native optimizer that serves another model, or whose members scale, clip or accumulate.
+        LossScaleError, UnsupportedError: one that cannot work on the present strategy's replicas.
     """
     optimizer = SpecOptimizer(recipe.optimizer) if is_spec(recipe.optimizer) else recipe.optimizer
-    variables = list(parameters.values())
-    if not optimizer.built:
-        optimizer.build(variables)
-        return optimizer
-    known = {id(raw(variable)) for variable in optimizer._trainable_variables}
-    if known != {id(raw(variable)) for variable in variables}:
-        raise RecipeError(
-            f"optimizer: this {type(optimizer).__qualname__} is already built for the variables of another model. "
-            "Make a new optimizer for each model, or use one of polyamp's specs, which can be shared."
-        )
+    build_optimizer(optimizer, list(parameters.values()), check_recipe_optimizer)
     return optimizer
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Refuse an optimizer that is not Keras's or that would scale, clip or accumulate by itself (S20).
+def build_optimizer(optimizer: Any, variables: list[Any], check: Callable[[Any], None]) -> None:
+    """Build a Keras optimizer for these variables, and look at it before and, when its members are known, after.
+
+    Args:
+        optimizer: not built, or built for just these variables.
+        variables: what it will update.
+        check: raises for settings that it must not have.
 
     Raises:
-        LossScaleError: a `LossScaleOptimizer`, which would scale a second time.
-        RecipeError: another framework's optimizer, or a setting that the recipe has its own field for.
+        RecipeError: it serves another model; and what `check` raises.
+        LossScaleError, UnsupportedError: it cannot work on the present strategy's replicas.
     """
-    if is_spec(optimizer):
-        return
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise LossScaleError(
-            "optimizer: a keras LossScaleOptimizer in a recipe is a scaler wrapped twice, because polyamp scales the "
-            "loss itself. Pass its inner_optimizer, and choose the scale with Recipe(scaler=polyamp.LossScaler(...))."
-        )
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise RecipeError(
-            "optimizer must be one of polyamp's specs or a keras.optimizers.Optimizer. Received: "
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}."
-        )
-    for knob, instead in _KNOBS.items():
-        value = getattr(optimizer, knob, None)
-        if value is not None:
-            raise RecipeError(
-                f"optimizer: {type(optimizer).__qualname__}({knob}={value!r}) would act before polyamp's finite check "
-                f"or on scaled gradients. Leave it unset and use {instead} instead."
-            )
 
+    def look() -> None:
+        check(optimizer)
+        check_replicated(optimizer)
+        check_built_for(optimizer, variables)
 
-def check_inner_optimizer(optimizer: Any, clip_norm: float | None) -> None:
-    """Refuse an optimizer that cannot stand inside a `LossScaleOptimizer` (S20).
-
-    Raises:
-        LossScaleError: a scaler wrapped twice, or a `loss_scale_factor`.
-        RecipeError: not a Keras optimizer, or a setting that would act a second time.
-    """
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise LossScaleError(
-            "optimizer: a LossScaleOptimizer inside another is a scaler wrapped twice. Pass its inner_optimizer."
-        )
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise RecipeError(
-            "optimizer must be a keras.optimizers.Optimizer or one of polyamp's specs. Received: "
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}."
-        )
-    for member in [optimizer, *getattr(optimizer, "optimizers", ())]:
-        name = type(member).__qualname__
-        if member.loss_scale_factor is not None:
-            raise LossScaleError(
-                f"optimizer: {name}(loss_scale_factor={member.loss_scale_factor!r}) inside a LossScaleOptimizer is a "
-                "scaler wrapped twice. Leave it unset; LossScaler.static(...) gives a constant scale."
-            )
-        if member.gradient_accumulation_steps is not None:
-            raise RecipeError(
-                f"optimizer: {name}(gradient_accumulation_steps={member.gradient_accumulation_steps!r}) would count "
-                "micro-batches as updates. Leave it unset and use LossScaleOptimizer(accumulate_steps=...) instead."
-            )
-        if clip_norm is not None and member.global_clipnorm is not None:
-            raise RecipeError(
-                f"optimizer: {name}(global_clipnorm={member.global_clipnorm!r}) and clip_norm={clip_norm!r} both clip "
-                "by the global norm. Leave one of them unset."
-            )
+    look()
+    if not optimizer.built:
+        optimizer.build(variables)
+        look()
 
 
 def optimizer_variables(optimizer: Any, parameters: list[str]) -> dict[str, Any]:
@@ -239,7 +186,3 @@ def optimizer_variables(optimizer: Any, parameters: list[str]) -> dict[str, Any]
     if not callable(optimizer.spec.learning_rate):
         named["learning_rate"] = optimizer.learning_rate
     return named
-
-
-def _work_dtype(variable: Any) -> Any:
-    return tf.float64 if tf.as_dtype(variable.dtype) == tf.float64 else tf.float32

@@ -61,9 +61,6 @@ def dtype_policy(policy: Policy) -> Any:
     return policy_map(policy) if policy.overrides else keras_policy(policy.param, policy.compute)
 
 
-native_policy = dtype_policy
-
-
 @contextlib.contextmanager
 def layer_policies(model: Any, policy: Policy) -> Iterator[None]:
     """Every layer of a model under the policy; afterwards each has again the policy it had.
@@ -164,6 +161,8 @@ def apply_policy(model: Any, policy: Policy, *, heads: bool = True) -> AppliedPo
 def check_policy(model: Any, policy: Policy) -> None:
     """Refuse a policy that this model cannot follow, before the first step (S20).
 
+    Whether the overrides match is seen once the model is built.
+
     Raises:
         UnsupportedError: dtypes without a Keras policy; overrides or mode="autocast" on what is no Keras layer.
         PolicyError: an override matches no layer, or puts a softmax head in 16 bits.
@@ -172,7 +171,7 @@ def check_policy(model: Any, policy: Policy) -> None:
     for compute in (policy.compute, *policy.overrides.values()):
         keras_policy(policy.param, compute)
     if is_layer(model):
-        choose(model, policy)
+        choose(model, policy if is_built(model) else policy.replace(overrides={}))
     else:
         check_castable(model, policy)
 
@@ -180,8 +179,9 @@ def check_policy(model: Any, policy: Policy) -> None:
 def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
     """A Keras layer or model, another model, or a function, as a callable that runs under the policy.
 
-    A layer's sublayers follow the policy. Anything else runs in "cast" mode: floating arguments are cast to `compute`,
-    and so are the trainable variables of a `tf.Module`. In every case floating results are cast to `output`.
+    A layer's sublayers follow the policy; one that is not built is built by the first call. Anything else runs in
+    "cast" mode: floating arguments are cast to `compute`, and so are the trainable variables of a `tf.Module`. In every
+    case floating results are cast to `output`.
 
     Raises:
         UnsupportedError: mode="autocast" for a function; dtypes that Keras has no policy for.
@@ -199,12 +199,21 @@ def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
         check_castable(target, policy)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not is_built(target):
+            _build(target, args, kwargs)
+            check_policy(target, policy)
         with matmul_precision(policy), layer_policies(target, policy):
             if not is_layer(target):
                 args, kwargs = cast((args, kwargs), policy.compute, float64=policy.casts_float64)
             return as_output(target(*args, **kwargs), policy)
 
     return call
+
+
+def _build(layer: Any, args: Any, kwargs: Any) -> None:
+    """Create a layer's variables and sublayers by tracing a call that never runs: what each computes in is chosen when
+    all of them are there."""
+    tf.function(lambda: layer(*args, **kwargs), autograph=False).get_concrete_function()
 
 
 @contextlib.contextmanager

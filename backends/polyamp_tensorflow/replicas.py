@@ -19,11 +19,30 @@ import tensorflow as tf
 
 from polyamp.errors import LossScaleError, UnsupportedError
 from polyamp_tensorflow.arrays import raw
+from polyamp_tensorflow.optimizer_checks import members
 
 Run = Callable[..., Any]
 """`run(function, *args)`: the function in every replica of this process, each with its own part of the arguments."""
 
+_KNOWN: Final = (
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+    tf.distribute.OneDeviceStrategy,
+)
 _REDUCTION: Final = "_all_reduce_sum_gradients"
+
+
+def check_strategy(strategy: Any) -> None:
+    """Refuse a strategy whose replicas cannot take one decision.
+
+    Raises:
+        UnsupportedError: replicas that update on their own, or devices with a programming model of their own.
+    """
+    if not isinstance(strategy, _KNOWN):
+        raise UnsupportedError(
+            f"polyamp trains under {', '.join(known.__name__ for known in _KNOWN)}, whose replicas update together. "
+            f"Received: {type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas."
+        )
 
 
 def check_context() -> None:
@@ -38,18 +57,11 @@ def check_context() -> None:
             "apply() must be called by each replica, inside strategy.run(...). Received: a call in the cross-replica "
             "context. Put the whole training step into the function that strategy.run is given."
         )
-    if not tf.distribute.has_strategy():
-        return
-    strategy = tf.distribute.get_strategy()
-    known = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy, tf.distribute.OneDeviceStrategy)
-    if not isinstance(strategy, known):
-        raise UnsupportedError(
-            "polyamp's loss scaling works under MirroredStrategy, MultiWorkerMirroredStrategy and OneDeviceStrategy, "
-            f"whose replicas update together. Received: {type(strategy).__name__}."
-        )
+    if tf.distribute.has_strategy():
+        check_strategy(tf.distribute.get_strategy())
 
 
-def check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+def check_replicated(optimizer: Any) -> None:
     """Refuse an optimizer that cannot work on the replicas of the present strategy.
 
     Raises:
@@ -59,12 +71,12 @@ def check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     strategy = tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync == 1:
         return
-    if not all(strategy.extended.variable_created_in_scope(raw(variable)) for variable in variables):
+    if not all(strategy.extended.variable_created_in_scope(raw(variable)) for variable in optimizer.variables):
         raise LossScaleError(
             "optimizer: it was created outside of strategy.scope(), so the replicas have no copies of its variables. "
-            "Create the optimizer and the LossScaleOptimizer inside `with strategy.scope():`."
+            "Create it, and a LossScaleOptimizer around it, inside `with strategy.scope():`."
         )
-    if any(member.use_ema and member.ema_overwrite_frequency for member in _members(optimizer)):
+    if any(member.use_ema and member.ema_overwrite_frequency for member in members(optimizer)):
         raise UnsupportedError(
             f"optimizer: {type(optimizer).__qualname__}(ema_overwrite_frequency=...) fails on several replicas in "
             "Keras. Leave it unset; `fit` writes the moving average to the model when it ends."
@@ -107,20 +119,16 @@ def reduced_already(optimizer: Any) -> Iterator[None]:
     Raises:
         UnsupportedError: this version of Keras reduces gradients somewhere else.
     """
-    members = _members(optimizer)
-    if not all(hasattr(member, _REDUCTION) for member in members):
+    parts = members(optimizer)
+    if not all(hasattr(part, _REDUCTION) for part in parts):
         raise UnsupportedError(
             f"{type(optimizer).__qualname__} has no {_REDUCTION}, so polyamp cannot keep it from adding up gradients "
             "over the replicas twice. Use Keras 3.9 to 3.15, or train on one replica."
         )
-    for member in members:
-        object.__setattr__(member, _REDUCTION, lambda pairs: pairs)
+    for part in parts:
+        object.__setattr__(part, _REDUCTION, lambda pairs: pairs)
     try:
         yield
     finally:
-        for member in members:
-            object.__delattr__(member, _REDUCTION)
-
-
-def _members(optimizer: Any) -> list[Any]:
-    return [optimizer, *getattr(optimizer, "optimizers", ())]  # a MultiOptimizer's members work on their own
+        for part in parts:
+            object.__delattr__(part, _REDUCTION)

@@ -1,4 +1,4 @@
-"""Around a skipped update: whether `scale_loss` was forgotten, what running statistics are, what to say when stuck.
+"""Around a skipped update: whether `scale_loss` was forgotten, what running statistics were, what to say when stuck.
 
 Called by `LossScaleOptimizer`; none of it is saved.
 """
@@ -6,33 +6,38 @@ Called by `LossScaleOptimizer`; none of it is saved.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from polyamp.errors import LossScaleError, ModelError
-from polyamp_tensorflow.arrays import raw
+from polyamp_tensorflow import replicas
+from polyamp_tensorflow.arrays import raw, write
 from polyamp_tensorflow.models import is_built, variables_of
 
 
 class ScaleCalls:
     """Which calls of `scale_loss` are known, to notice that one was forgotten.
 
-    An eager call counts for one `apply`. A call in a graph is seen once, while it is traced, and may belong to any
-    `apply` from then on.
+    An eager call counts for one `apply`. A call in a graph is seen once, while its function is traced, and belongs to
+    every `apply` of that function. One that no `apply` there uses up is open: its gradients leave the function, so it
+    may belong to any `apply` anywhere from then on.
     """
 
     def __init__(self) -> None:
-        self._traced = False
         self._eager = False
+        self._open = 0
+        self._by_function: weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
     def note(self) -> None:
         """`scale_loss` was called."""
         if tf.executing_eagerly():
             self._eager = True
-        else:
-            self._traced = True
+            return
+        graph = tf.compat.v1.get_default_graph()
+        self._by_function.setdefault(_function(graph), []).append(weakref.ref(graph))
+        self._open += 1
 
     def consume(self) -> None:
         """`apply` was called.
@@ -40,13 +45,20 @@ class ScaleCalls:
         Raises:
             LossScaleError: no call of `scale_loss` can belong to it.
         """
-        if not (self._eager or self._traced):
+        eager = tf.executing_eagerly()
+        graph = None if eager else tf.compat.v1.get_default_graph()
+        calls = None if eager else self._by_function.get(_function(graph))
+        if calls is None and not (self._eager or self._open):
+            where = "since the last update" if eager else "in its function"
             raise LossScaleError(
-                "apply() was called, but scale_loss() was not since the last update: dividing by the scale would "
-                "shrink correct gradients. Differentiate scaled = optimizer.scale_loss(loss), once for each apply()."
+                f"apply() was called, but scale_loss() was not {where}: dividing by the scale would shrink correct "
+                "gradients. Differentiate scaled = optimizer.scale_loss(loss), once for each apply()."
             )
-        if tf.executing_eagerly():
+        if eager:
             self._eager = False
+        elif calls and (graph is _function(graph) or graph is calls[-1]()):
+            calls.pop()
+            self._open -= 1  # not by an `apply` under a condition, which may leave gradients to be applied elsewhere
 
 
 class WindowStarts:
@@ -64,6 +76,24 @@ class WindowStarts:
                     for variable in running_statistics(model)
                 ]
         return self._variables[model]
+
+    def kept(self, model: Any, values: list[Any], micro_step: Any) -> list[Any]:
+        """The model's variables, after `values` were written to them if this is the first micro-batch of a window."""
+        held = self.of(model)
+
+        def decide(_: replicas.Run, values: Sequence[Any]) -> None:
+            tf.cond(tf.equal(micro_step, 0), lambda: write(held, values), lambda: None)
+
+        replicas.together(decide, values)
+        return held
+
+
+def _function(graph: Any) -> Any:
+    """The graph of the function that a graph, perhaps a condition's or a loop's body, lies in."""
+    plain = tf.__internal__.FuncGraph  # that of a `tf.function`; of control flow it is a subclass
+    while isinstance(graph, plain) and type(graph) is not plain and isinstance(graph.outer_graph, plain):
+        graph = graph.outer_graph
+    return graph
 
 
 def running_statistics(model: Any) -> list[Any]:
@@ -83,12 +113,6 @@ def running_statistics(model: Any) -> list[Any]:
 def not_finite(gradient: Any) -> Any:
     """How many elements of a gradient are inf or NaN, int32 scalar."""
     return tf.reduce_sum(tf.cast(tf.logical_not(tf.math.is_finite(gradient)), tf.int32))
-
-
-def write(variables: Iterable[Any], values: Iterable[Any]) -> None:
-    """Assign each value to its variable."""
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
 
 
 def stuck_message(skips: int, floor: float, names: Sequence[str]) -> str:

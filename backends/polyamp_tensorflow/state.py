@@ -5,9 +5,10 @@ Made by `TensorFlowBackend.init`; read and written by the step; exported to and 
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -17,9 +18,9 @@ from polyamp.backend import Backend
 from polyamp.errors import ModelError
 from polyamp.loss_scale import LossScaler, LossScaleState, update
 from polyamp.recipe import Recipe
-from polyamp_tensorflow.arrays import XP, Array, dtype_name, raw, to_numpy
+from polyamp_tensorflow.arrays import XP, Array, dtype_name, raw, to_numpy, write
 from polyamp_tensorflow.distribution import check_variables, several
-from polyamp_tensorflow.models import Variables, is_built, variables_of
+from polyamp_tensorflow.models import Variables, is_built, is_layer, variables_of
 from polyamp_tensorflow.optimizers import make_optimizer, optimizer_variables
 from polyamp_tensorflow.policy import check_policy
 
@@ -27,11 +28,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+_TRAINABLE: Final = operator.attrgetter("trainable")
+
+
 class _Training(NamedTuple):
     """What exists once the model has its variables."""
 
     variables: Variables
     optimizer: Any
+    flags: list[bool]
 
 
 class TensorFlowState:
@@ -119,7 +124,35 @@ class TensorFlowState:
         check_variables(self.strategy, [raw(v) for role in variables for v in role.values()])
         checks.check_parameters([(n, dtype_name(v)) for n, v in variables.parameters.items()], self.recipe)
         check_policy(self.model, self.recipe.policy)
-        self._training = _Training(variables, make_optimizer(self.recipe, variables.parameters))
+        optimizer = make_optimizer(self.recipe, variables.parameters)
+        self._training = _Training(variables, optimizer, self._trainable(variables))
+
+    def check_unchanged(self) -> None:
+        """Refuse a model of which other layers are trainable than at `init`.
+
+        Raises:
+            ModelError: names the first parameter that was frozen or unfrozen.
+        """
+        variables, _, before = self._ready()
+        now = self._trainable(variables)
+        if now == before:
+            return
+        names = [*variables.parameters, *variables.frozen, *variables.running]
+        name, frozen = next((n, was) for n, was, new in zip(names, before, now, strict=True) if was != new)
+        raise ModelError(
+            f"parameter {name!r} was frozen after init. Set trainable back, or call polyamp.init again to train the "
+            "others."
+            if frozen
+            else f"parameter {name!r} was unfrozen after init, so no optimizer holds it. Set trainable back, or call "
+            "polyamp.init again to train it too."
+        )
+
+    def _trainable(self, variables: Variables) -> list[bool]:
+        """Which variables Keras calls trainable; those of other models have no such switch."""
+        every = [*variables.parameters.values(), *variables.frozen.values(), *variables.running.values()]
+        if not is_layer(self.model):
+            return []
+        return list(map(_TRAINABLE, every)) if self.model.trainable else [False] * len(every)
 
     def read_transient(self) -> dict[str, Any]:
         """Values of what a forward pass changes: running statistics and random-number streams."""
@@ -127,15 +160,15 @@ class TensorFlowState:
 
     def write_transient(self, values: Mapping[str, Any]) -> None:
         """Put back what `read_transient` returned; in a replica, or where all of them meet."""
-        _write(self._transient(), values)
+        _write_named(self._transient(), values)
 
     def write_rng(self, values: Mapping[str, Any]) -> None:
         """Move the random-number streams on; done at skipped steps too, or an unlucky mask would come back."""
-        _write(self.variables.rng, values)
+        _write_named(self.variables.rng, values)
 
     def accept(self, running: Mapping[str, Any]) -> None:
         """Take over what the forward pass of an update that is applied left, and count the update."""
-        _write(self.variables.left_by_a_forward_pass, running)
+        _write_named(self.variables.left_by_a_forward_pass, running)
         self._step.assign_add(1)
 
     def commit(self, gradients: list[Any]) -> None:
@@ -144,9 +177,7 @@ class TensorFlowState:
 
     def adjust_scale(self, finite: Any) -> None:
         """Rule S15 on the state's variables."""
-        new = update(self.recipe.loss_scaler, self.scale_state, finite, XP)
-        for variable, value in zip(self._scale, new, strict=True):
-            variable.assign(value)
+        write(self._scale, update(self.recipe.loss_scaler, self.scale_state, finite, XP))
 
     def export(self) -> dict[str, Array]:
         """Every array by name, on the host."""
@@ -181,9 +212,8 @@ class TensorFlowState:
         return self._training
 
 
-def _write(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    for name, variable in variables.items():
-        raw(variable).assign(values[name])
+def _write_named(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    write(variables.values(), [values[name] for name in variables])
 
 
 def _fresh(scaler: LossScaler) -> list[tuple[str, Any]]:

@@ -20,7 +20,7 @@ from polyamp import checks
 from polyamp.backend import Gradients, LossFunction, Skip, StepResult
 from polyamp.errors import GradientError, ModelError, UnsupportedError
 from polyamp_tensorflow import replicas
-from polyamp_tensorflow.arrays import XP, dense, is_floating, leaves, raw
+from polyamp_tensorflow.arrays import XP, at_least_float32, dense, is_floating, leaves, raw
 from polyamp_tensorflow.distribution import mean, on_replicas, several, stacked
 from polyamp_tensorflow.gradients import norm_and_flag, scale_loss
 from polyamp_tensorflow.models import BoundModel
@@ -133,8 +133,18 @@ def build_models(states: States, loss_fn: LossFunction, batch: Any) -> None:
 def full_step(states: States, loss_fn: LossFunction, batch: Any) -> StepResult:
     """Both halves for one state."""
     loss, aux, gradients = differentiate(states, loss_fn, batch, states[0].recipe.accumulate_steps)
-    (result,) = update(states, gradients, "all")
+    with tf.control_dependencies(_what_may_fail(loss, aux)):
+        (result,) = update(states, gradients, "all")
     return result._replace(loss=loss, aux=aux)
+
+
+def _what_may_fail(loss: Any, aux: Any) -> list[Any]:
+    """What an update waits for beside the gradients, which may be known before `loss_fn` has failed: its results, and
+    assertions and other operations that nothing depends on."""
+    if tf.executing_eagerly():
+        return []
+    stateful = [op for op in tf.compat.v1.get_default_graph().get_operations() if op.op_def.is_stateful]
+    return [tf.group(loss, *_present(aux), *stateful)]
 
 
 def differentiate(states: States, loss_fn: LossFunction, batch: Any, count: int) -> tuple[Any, Any, list[Gradients]]:
@@ -225,7 +235,7 @@ def _fitting(state: TensorFlowState, gradients: Gradients) -> dict[str, Any]:
         value = dense(received[name], parameter)
         if not is_floating(value):
             raise GradientError(f"the gradient of {name!r} must be floating. Received dtype: {value.dtype.name}.")
-        found[name] = tf.cast(value, tf.float64 if value.dtype == tf.float64 else tf.float32)
+        found[name] = tf.cast(value, at_least_float32(value.dtype))
     return found
 
 
@@ -299,7 +309,7 @@ def _scaled(states: States, loss_fn: LossFunction, batch: Any) -> _Scaled:
     for own in parameters:
         found = {name: dense(next(flat), variable) for name, variable in own.items()}
         _check(own, found)
-        gradients.append({n: tf.cast(g, tf.float64 if g.dtype == tf.float64 else tf.float32) for n, g in found.items()})
+        gradients.append({n: tf.cast(g, at_least_float32(g.dtype)) for n, g in found.items()})
     return _Scaled(loss, _map_present(lambda leaf: tf.convert_to_tensor(raw(leaf)), aux), gradients)
 
 

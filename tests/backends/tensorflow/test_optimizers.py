@@ -112,7 +112,7 @@ def test_optimizers_that_are_refused(optimizer: Any, kind: type[PolyampError], m
 def test_an_optimizer_of_another_model_is_refused() -> None:
     made = recipe(optimizer=keras.optimizers.SGD(0.1))
     polyamp.init(HARNESS.mlp(layers()), made)
-    with pytest.raises(RecipeError, match="already built for the variables of another model"):
+    with pytest.raises(RecipeError, match="this SGD is already built for other variables: another model's"):
         polyamp.init(HARNESS.mlp(layers()), made)
 
 

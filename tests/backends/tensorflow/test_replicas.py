@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.errors import LossScaleError, PolyampError, UnsupportedError
+from polyamp.errors import BatchError, LossScaleError, PolyampError, UnsupportedError
 from polyamp_tensorflow import LossScaleOptimizer
 from polyamp_tensorflow import compile as compile_model
+from polyamp_tensorflow.replicas import reduced_already
 
 STRATEGY: Any = None
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -84,11 +86,12 @@ def distributed(x: Any, y: Any) -> Any:
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_two_replicas_are_one_device_with_twice_the_batch(name: str) -> None:
+    clip = None if name == "SGD" else 0.5  # without a clip, so that it tells a sum over the replicas from a mean
     alone = make_model()
-    single = LossScaleOptimizer(OPTIMIZERS[name](), polyamp.LossScaler(init_scale=64.0), clip_norm=0.5)
+    single = LossScaleOptimizer(OPTIMIZERS[name](), polyamp.LossScaler(init_scale=64.0), clip_norm=clip)
     with STRATEGY.scope():
         model = make_model()
-        optimizer = LossScaleOptimizer(OPTIMIZERS[name](), polyamp.LossScaler(init_scale=64.0), clip_norm=0.5)
+        optimizer = LossScaleOptimizer(OPTIMIZERS[name](), polyamp.LossScaler(init_scale=64.0), clip_norm=clip)
         optimizer.build(model.trainable_variables)
     one, two = custom_step(alone, single, tf.distribute.get_strategy()), custom_step(model, optimizer, STRATEGY)
     x, y = rows()
@@ -175,6 +178,15 @@ def average_overwritten() -> None:
         LossScaleOptimizer(inner).build([keras.Variable(np.ones(1, np.float32))])
 
 
+def a_strategy_that_is_not_known() -> None:
+    strategy = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
+    with strategy.scope():
+        variable = keras.Variable(np.ones(1, np.float32))
+        optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1), "off")
+        optimizer.build([variable])
+    strategy.run(lambda: optimizer.apply([tf.constant([1.0])], [variable]))
+
+
 def jit_on_replicas() -> None:
     with STRATEGY.scope():
         model = make_model()
@@ -187,9 +199,54 @@ def jit_on_replicas() -> None:
         (outside_of_the_replicas, LossScaleError, r"inside strategy\.run"),
         (made_outside_of_the_scope, LossScaleError, r"created outside of strategy\.scope"),
         (average_overwritten, UnsupportedError, "ema_overwrite_frequency"),
+        (
+            a_strategy_that_is_not_known,
+            UnsupportedError,
+            "OneDeviceStrategy, .*Received: CentralStorageStrategy with 2",
+        ),
         (jit_on_replicas, UnsupportedError, "a strategy with 2 replicas"),
     ],
 )
 def test_what_is_refused(make: Callable[[], Any], kind: type[PolyampError], message: str) -> None:
     with pytest.raises(kind, match=message):
         make()
+
+
+def test_one_device_is_a_strategy_as_good_as_none() -> None:
+    """With the step and with an optimizer in a loop of one's own."""
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    made = polyamp.Recipe(optimizer=polyamp.sgd(0.1), scaler=polyamp.LossScaler(init_scale=16.0))
+    with strategy.scope():
+        model, stepped = make_model(), make_model()
+        optimizer = LossScaleOptimizer(polyamp.sgd(0.1), made.loss_scaler)
+        state = polyamp.init(stepped, made)
+    x, y = rows(4)
+    custom_step(model, optimizer, strategy)(tf.constant(x), tf.constant(y))
+    step = polyamp.train_step(lambda m, b: tf.reduce_mean(tf.square(m(b[0]) - b[1])) + tf.add_n(m.losses), made)
+    step(state, (x, y))
+    for one, other in zip(model.weights, stepped.weights, strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_the_optimizer_inside_reduces_gradients_again_afterwards(error: bool) -> None:
+    inner = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {}))
+    parts = [inner, *inner.optimizers]
+    with pytest.raises(KeyError, match="boom") if error else contextlib.nullcontext(), reduced_already(inner):
+        assert all(part._all_reduce_sum_gradients([1]) == [1] for part in parts)
+        if error:
+            raise KeyError("boom")
+    assert not any("_all_reduce_sum_gradients" in vars(part) for part in parts)
+
+
+def test_leaves_that_have_no_part_for_each_replica() -> None:
+    """A scalar in the batch is refused; None passes through batch and aux."""
+    made = polyamp.Recipe(optimizer=polyamp.sgd(0.1))
+    with STRATEGY.scope():
+        state = polyamp.init(make_model(), made)
+    x, _ = rows(4)
+    step = polyamp.train_step(lambda model, batch: (tf.reduce_mean(model(batch["x"])), {"absent": batch["no"]}), made)
+    _, result = step(state, {"x": x, "no": None})
+    assert result.aux == {"absent": None}
+    with pytest.raises(BatchError, match=r"a multiple of 2. Received: .*weight.* of shape \(\)"):
+        step(state, {"x": x, "no": None, "weight": 1.0})
