@@ -1,4 +1,4 @@
-"""Measures `import polyamp` against a bare interpreter, interleaved; prints both medians and the difference.
+"""Measures `import polyamp` against a bare interpreter, interleaved; the difference is what counts.
 
 Run by hand and by `make bench`. Bytecode is compiled first, into a folder of its own, as installing a wheel does.
 """
@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 
+import paired
+import results
+from results import Entry, Side
+
 BARE, IMPORTED = "pass", "import polyamp"
+_TARGET = 0.06
+_FRAMEWORKS = ("torch", "tensorflow", "keras", "jax")
 
 
 def seconds(code: str, environment: dict[str, str]) -> float:
@@ -37,17 +42,32 @@ def measure(runs: int) -> dict[str, list[float]]:
     return times
 
 
+def imported_frameworks() -> int:
+    """How many frameworks `import polyamp` leaves in `sys.modules`."""
+    code = f"import sys, polyamp; print(sum(name in sys.modules for name in {_FRAMEWORKS}))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return int(done.stdout)
+
+
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=31, help="interpreters of each kind (default: %(default)s)")
-    times = measure(parser.parse_args().runs)
-    for code, found in times.items():
-        quartiles = statistics.quantiles(found, n=4)
-        spread = f"quartiles {quartiles[0] * 1e3:.1f} to {quartiles[2] * 1e3:.1f}"
-        print(f"{code:16} {statistics.median(found) * 1e3:6.1f} ms  ({spread})")
-    difference = statistics.median(times[IMPORTED]) - statistics.median(times[BARE])
-    print(f"{'difference':16} {difference * 1e3:6.1f} ms")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments, settings = paired.parse(parser)
+    environment = results.machine()
+    print(results.heading(environment, {"rounds": settings.rounds}) + "\n", flush=True)
+    times = measure(settings.rounds)
+    over = [own - bare for own, bare in zip(times[IMPORTED], times[BARE], strict=True)]
+    entries = [
+        Entry(section="targets", name="import over bare Python", unit="s", own=Side("polyamp", over), target=_TARGET),
+        Entry(
+            section="targets",
+            name="frameworks imported with it",
+            unit="",
+            own=Side("polyamp", [float(imported_frameworks())]),
+            target=0.0,
+        ),
+    ]
+    paired.finish(entries, environment, settings, __file__, arguments.json)
 
 
 if __name__ == "__main__":

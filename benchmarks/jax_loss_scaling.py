@@ -1,7 +1,10 @@
-"""Measures the loss-scaling part of a JAX step against the same written by hand with optax; by hand: run this file.
+"""Measures the loss-scaling part of a JAX step against the same written by hand with optax.
 
 The part is unscale, norm, finite flag, clip, update and skip, compiled alone, from given gradients. Both versions run
-in turn in one process. Beside the times stands what XLA's optimized program does with the gradients.
+in turn in one process. Beside the times stands what XLA's optimized program does with the gradients. Then polyamp's
+part alone for more and more tensors, a tensor.
+
+Run by hand and by `make bench`; it judges nothing and exits with 0. Half a minute on two CPU cores.
 """
 
 from __future__ import annotations
@@ -10,12 +13,17 @@ import argparse
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax_measure
 import optax
+import paired
+import results
+from results import Entry, Side
 
 import polyamp
 from polyamp.backend import Gradients
@@ -24,6 +32,16 @@ from polyamp_jax import step as steps
 RATE: Final = 0.1
 CLIP: Final = 1.0
 SETS: Final = {"200 of 32x32": (200, 32), "8 of 1024x1024": (8, 1024)}
+COUNTS: Final = [200, 1000]
+_ASKED: Final = 10_000
+_SMALL: Final = 8
+
+
+class Settings(NamedTuple):
+    """Timed calls, and the policy's mode."""
+
+    runs: int
+    mode: str
 
 
 class Program(NamedTuple):
@@ -112,52 +130,112 @@ def timed(step: Callable[..., Any], state: Any, scaled: Any) -> tuple[float, Any
     """(seconds of one call, its new state)."""
     start = time.perf_counter()
     state, norm = step(state, scaled)
-    norm.block_until_ready()
-    for leaf in jax.tree.leaves(state):
-        leaf.block_until_ready()
+    jax.block_until_ready((state, norm))
     return time.perf_counter() - start, state
 
 
-def measure(count: int, width: int, mode: Any, runs: int) -> dict[str, tuple[Program, list[float]]]:
-    """Version -> what its program does, and times in seconds."""
+class Version:
+    """One version, compiled, with its state."""
+
+    def __init__(self, part: Callable[..., Any], state: Any, scaled: Any) -> None:
+        self.compiled = jax.jit(part, donate_argnums=0).lower(state, scaled).compile()
+        self.times: list[float] = []
+        self._state = state
+        self._scaled = scaled
+
+    def __call__(self) -> None:
+        seconds, self._state = timed(self.compiled, self._state, self._scaled)
+        self.times.append(seconds)
+
+    @property
+    def program(self) -> Program:
+        """Facts of what was compiled."""
+        return described(self.compiled, self._scaled)
+
+
+def gradients(state: Any) -> Any:
+    """Scaled gradients, in the dtypes in which those of the scaled loss come."""
+    compute = steps._compute(state)
+    keys = jax.random.split(jax.random.key(0), len(compute))
+    return {k: jax.random.normal(key, v.shape, v.dtype) for key, (k, v) in zip(keys, compute.items(), strict=True)}
+
+
+def versions(count: int, width: int, mode: Any) -> dict[str, Version]:
+    """Both versions of one set."""
     state = initial(count, width, mode)
-    compute = steps._compute(state)  # the gradients of the scaled loss come in these dtypes
-    scaled = {k: jax.random.normal(jax.random.key(i), v.shape, v.dtype) for i, (k, v) in enumerate(compute.items())}
+    scaled = gradients(state)
     # a copy: each version donates its own state
     plain = (jax.tree.map(jnp.copy, state.params), jnp.float32(2.0**15), jnp.int32(0))
-    starts: dict[str, tuple[Any, Any]] = {"polyamp": (ours, state), "by hand": (by_hand, plain)}
-    compiled = {k: jax.jit(f, donate_argnums=0).lower(s, scaled).compile() for k, (f, s) in starts.items()}
-    states = {k: s for k, (_, s) in starts.items()}
-    times: dict[str, list[float]] = {k: [] for k in starts}
-    for run in range(runs + 3):
-        for k, step in compiled.items():
-            seconds, states[k] = timed(step, states[k], scaled)
-            if run >= 3:
-                times[k].append(seconds)
-    return {k: (described(compiled[k], scaled), times[k]) for k in starts}
+    return {"polyamp": Version(ours, state, scaled), "by hand": Version(by_hand, plain, scaled)}
+
+
+def measure(several: Sequence[Version], runs: int, warmup: int = 3) -> None:
+    """Run them in turn; the warm-up is not kept."""
+    for run in range(warmup + runs):
+        for version in several if run % 2 else reversed(several):
+            version()
+    for version in several:
+        del version.times[:warmup]
+
+
+def growth(counts: Sequence[int], runs: int, mode: Any) -> list[Entry]:
+    """polyamp's part for more and more tensors of 8x8, a tensor, against the fewest."""
+    states = [initial(count, _SMALL, mode) for count in counts]
+    several = [Version(ours, state, gradients(state)) for state in states]
+    measure(several, runs)
+    each = [
+        Side(f"{count:,} tensors", [seconds / count * 1e6 for seconds in version.times])
+        for count, version in zip(counts, several, strict=True)
+    ]
+    return [
+        Entry(
+            section="growth",
+            name=f"unscale, norm, clip, update and skip, {side.name}",
+            unit="us a tensor",
+            own=side,
+            base=each[0],
+            target=1.0,
+            note=""
+            if counts[-1] >= _ASKED
+            else f"not {_ASKED:,}, which XLA does not compile in the time of a benchmark",
+        )
+        for side in each[1:]
+    ]
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=["autocast", "cast"], help="the policy's mode (default: the backend's)")
     parser.add_argument("--runs", type=int, default=51, help="timed calls of each version (default: %(default)s)")
+    parser.add_argument("--counts", type=int, nargs="+", default=COUNTS, help="tensors (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a short run: everything works, the times mean little")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured, raw")
     options = parser.parse_args()
-    print(f"jax {jax.__version__} on {jax.default_backend()}, float16, mode {options.mode or 'default'}")
-    for title, (count, width) in SETS.items():
-        found = measure(count, width, options.mode, options.runs)
+    if options.quick:
+        options.runs, options.counts = 5, [100, 200]
+    environment = jax_measure.environment()
+    settings = Settings(options.runs, options.mode or "default")
+    print(results.heading(environment, settings._asdict()))
+    entries = []
+    for title, (count, width) in list(SETS.items())[: 1 if options.quick else None]:
+        found = versions(count, width, options.mode)
+        measure(list(found.values()), options.runs)
         print(f"\n{title}")
-        for version, (program, times) in found.items():
-            low, middle, high = statistics.quantiles([t * 1e3 for t in times], n=4)
-            print(f"  {version:8} {middle:7.2f} ms (quartiles {low:.2f} to {high:.2f})")
+        for name, version in found.items():
+            low, middle, high = statistics.quantiles([t * 1e3 for t in version.times], n=4)
+            program = version.program
+            print(f"  {name:8} {middle:7.2f} ms (quartiles {low:.2f} to {high:.2f})")
             print(
                 f"           per gradient {program.passes:.2f} reads and {program.copies:.2f} copies;"
                 f" {program.fusions} fusions, {program.converts} converts, {program.megabytes:.1f} MB"
             )
-        ratios = [a / b for a, b in zip(found["polyamp"][1], found["by hand"][1], strict=True)]
-        low, _, high = statistics.quantiles(ratios, n=4)
-        ratio = statistics.median(found["polyamp"][1]) / statistics.median(found["by hand"][1])
-        print(f"  ratio of medians {ratio:.2f} (quartiles of the paired ratios {low:.2f} to {high:.2f})")
+        own, base = (Side(name, version.times) for name, version in found.items())
+        name = f"loss scaling alone, float16, {title}"
+        entries.append(Entry(section="targets", name=name, unit="s", own=own, base=base))
+    print()
+    entries += growth(options.counts, options.runs, options.mode)
+    paired.finish(entries, environment, settings, __file__, options.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Measurements of jitted training steps against each other, in one process. Called by `jax_step` and `jax_peers`.
+"""Measurements of several jitted training steps against each other, in one process: every JAX benchmark's, in part.
 
 Machines are noisy, so times are compared within a round, in which every variant runs once; what counts is the median
-of the rounds' ratios, with their spread.
+of the rounds' ratios, with their spread. `report` is one table with a column for each variant and the facts of its
+compiled program; `entry` and `compile_entry` are two of the columns as `results` has them.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -11,8 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import os
-import platform
 import re
 import statistics
 import time
@@ -21,8 +20,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import jax
-import msgspec
 import numpy as np
+import paired
+import results
+from results import Entry, Side
 
 _CONVERT: Final = re.compile(r"\bconvert\(")
 _LOWERED_CONVERT: Final = re.compile(r"stablehlo\.convert .* -> ")  # one that changes nothing is printed without arrow
@@ -40,7 +41,9 @@ class Variant:
         state: makes a fresh state from the shared initial weights.
         step: makes what a user calls: `state, output = step(state, batch)`.
         read: (loss, applied) of an output, as scalars; never timed.
-        jitted: makes the `jax.jit` function inside `step`, which can be lowered; the default is `step` itself.
+        jitted: makes a fresh `jax.jit` function like that inside `step`, to be compiled; the default is `step` itself.
+        inside: the `jax.jit` function inside a step that has run; the default is the step itself.
+        repeated: whether to compile it as often as the settings say, or once.
     """
 
     name: str
@@ -48,6 +51,8 @@ class Variant:
     step: Callable[[], Callable[[Any, Any], tuple[Any, Any]]]
     read: Callable[[Any], tuple[Any, Any]]
     jitted: Callable[[], Any] | None = None
+    inside: Callable[[Any], Any] = lambda step: step
+    repeated: bool = False
 
 
 class Settings(NamedTuple):
@@ -56,17 +61,18 @@ class Settings(NamedTuple):
     Attributes:
         rounds: rounds of step times.
         steps: steps of each variant in a round.
-        compiles: repetitions of trace + compile; if several, after one that is not counted.
+        compiles: repetitions of trace + compile, of the variants that ask for them; 0 for none at all.
         curve: steps of the loss curve.
     """
 
     rounds: int = 41
     steps: int = 3
-    compiles: int = 5
-    curve: int = 200
+    compiles: int = 3
+    curve: int = 100
 
 
-QUICK: Final = Settings(rounds=7, steps=2, compiles=1, curve=10)
+FULL: Final = Settings()
+QUICK: Final = Settings(rounds=5, steps=1, compiles=0, curve=5)
 
 
 class Curve(NamedTuple):
@@ -110,23 +116,27 @@ class Compile(NamedTuple):
         return self.trace + self.compile
 
 
-class Results(NamedTuple):
-    """Everything that was measured, by variant name; lists have one entry per round or repetition."""
+class Measured(NamedTuple):
+    """Everything that was measured, by variant name; lists have one entry per round or repetition; the warm steps."""
 
+    steps: dict[str, Callable[[Any, Any], tuple[Any, Any]]]
     curves: dict[str, Curve]
     step_seconds: dict[str, list[float]]
     programs: dict[str, Program]
     compiles: dict[str, list[Compile]]
 
 
-def measure(variants: Sequence[Variant], batches: Sequence[Any], settings: Settings) -> Results:
-    """All measurements. `batches` are at least `settings.curve` many."""
+def measure(variants: Sequence[Variant], batches: Sequence[Any], settings: Settings) -> Measured:
+    """All measurements, the first compilation not among them. `batches` are at least `settings.curve` many."""
     jax.config.update("jax_enable_compilation_cache", False)
     steps = {variant.name: variant.step() for variant in variants}
     curves = {v.name: curve(v, steps[v.name], batches[: settings.curve]) for v in variants}
+    programs = {}
+    for variant in variants:  # JAX keeps what a step was compiled to: this compiles nothing
+        lowered = variant.inside(steps[variant.name]).lower(variant.state(), batches[0])
+        programs[variant.name] = program(lowered, lowered.compile())
     step_seconds = step_times(variants, steps, batches, settings)
-    compiles, programs = compile_times(variants, batches[0], settings)
-    return Results(curves, step_seconds, programs, compiles)
+    return Measured(steps, curves, step_seconds, programs, compile_times(variants, batches[0], settings))
 
 
 def curve(variant: Variant, step: Callable[[Any, Any], tuple[Any, Any]], batches: Sequence[Any]) -> Curve:
@@ -162,29 +172,22 @@ def step_times(
     return times
 
 
-def compile_times(
-    variants: Sequence[Variant], batch: Any, settings: Settings
-) -> tuple[dict[str, list[Compile]], dict[str, Program]]:
-    """Trace and compile times of fresh steps with JAX's caches empty, in turns, and what they compiled to."""
+def compile_times(variants: Sequence[Variant], batch: Any, settings: Settings) -> dict[str, list[Compile]]:
+    """Trace and compile times of fresh steps with JAX's caches empty, in turns."""
     states = {variant.name: variant.state() for variant in variants}
     times: dict[str, list[Compile]] = {variant.name: [] for variant in variants}
-    programs: dict[str, Program] = {}
-    uncounted = int(settings.compiles > 1)
-    for number in range(settings.compiles + uncounted):
-        for variant in _shuffled(variants, number):
+    for number in range(settings.compiles):
+        for variant in _shuffled([one for one in variants if one.repeated or number == 0], number):
             jitted: Any = (variant.jitted or variant.step)()
             jax.clear_caches()
             gc.collect()  # not in the middle of what is timed
             begin = time.perf_counter()
             lowered = jitted.lower(states[variant.name], batch)
             middle = time.perf_counter()
-            compiled = lowered.compile()
+            lowered.compile()
             end = time.perf_counter()
-            if number >= uncounted:
-                times[variant.name].append(Compile(middle - begin, end - middle))
-            if number == 0:
-                programs[variant.name] = program(lowered, compiled)
-    return times, programs
+            times[variant.name].append(Compile(middle - begin, end - middle))
+    return times
 
 
 def program(lowered: Any, compiled: Any) -> Program:
@@ -216,59 +219,36 @@ def _shuffled(variants: Sequence[Variant], number: int) -> list[Variant]:
 # --- the report
 
 
-class Ratio(NamedTuple):
-    """Median and range of the ratios of two lists, round by round."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.3f} ({self.low:.2f}..{self.high:.2f})"
-
-
-def ratio(times: Sequence[float], base: Sequence[float]) -> Ratio:
-    """`times` over `base`."""
-    each = [one / other for one, other in zip(times, base, strict=True)]
-    return Ratio(statistics.median(each), min(each), max(each))
-
-
-def distance(losses: Sequence[float], base: Sequence[float]) -> float:
-    """Largest relative distance between two loss curves; NaN where either is not finite."""
-    one, other = np.asarray(losses), np.asarray(base)
-    return float(np.max(np.abs(one - other) / np.abs(other)))
-
-
-def report(results: Results, *, reference: str, bases: Sequence[str], targets: bool = True) -> str:
+def report(found: Measured, *, reference: str, bases: Sequence[str]) -> str:
     """One plain-text table: a row per measure, a column per variant.
 
     Args:
-        results: what `measure` returned.
-        reference: the float32 variant.
+        found: what `measure` returned.
+        reference: the float32 variant, or one of the bases if there is none.
         bases: the variants to give ratios against; the targets apply to the first.
-        targets: add a column with polyamp's targets.
     """
-    names = list(results.curves)
-    programs, compiles = results.programs, results.compiles
-    seconds = {name: [one.total for one in found] for name, found in compiles.items()}
+    names = list(found.curves)
+    programs, compiles = found.programs, found.compiles
+    seconds = {name: [one.total for one in each] for name, each in compiles.items()}
     rows: list[tuple[str, str, list[str]]] = []
 
     def row(title: str, cell: Callable[[str], str], target: str = "") -> None:
         rows.append((title, target, [cell(name) for name in names]))
 
-    row("step, ms (median)", lambda n: f"{statistics.median(results.step_seconds[n]) * 1e3:.2f}")
+    row("step, ms (median)", lambda n: f"{statistics.median(found.step_seconds[n]) * 1e3:.2f}")
     for base in bases:
         first = base == bases[0]
         row(
-            f"  / {base} (min..max)",
-            lambda n, b=base: str(ratio(results.step_seconds[n], results.step_seconds[b])),  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+            f"  / {base} (quartiles)",
+            lambda n, b=base: str(results.ratio(found.step_seconds[n], found.step_seconds[b])),  # type: ignore[misc]  # mypy cannot infer a lambda with a default
             "<= 1.02" if first else "",
         )
-    fastest = {name: min(found) for name, found in results.step_seconds.items()}
+    fastest = {name: min(each) for name, each in found.step_seconds.items()}
     row(f"  fastest / fastest {bases[0]}", lambda n: f"{fastest[n] / fastest[bases[0]]:.3f}")
-    row("trace, s (median)", lambda n: f"{statistics.median(one.trace for one in compiles[n]):.3f}")
-    row("compile, s (median)", lambda n: f"{statistics.median(one.compile for one in compiles[n]):.3f}")
-    row(f"  sum / {bases[0]}", lambda n: str(ratio(seconds[n], seconds[bases[0]])), "<= 1.25")
+    if all(compiles.values()):
+        row("trace, s (median)", lambda n: f"{statistics.median(one.trace for one in compiles[n]):.3f}")
+        row("compile, s (median)", lambda n: f"{statistics.median(one.compile for one in compiles[n]):.3f}")
+        row(f"  sum / {bases[0]}", lambda n: str(results.ratio(seconds[n], seconds[bases[0]])), "<= 1.25")
     row("converts, optimized HLO", lambda n: str(programs[n].converts), f"<= {programs[bases[0]].converts}")
     row("converts, StableHLO", lambda n: str(programs[n].lowered_converts))
     row("instructions, optimized HLO", lambda n: str(programs[n].instructions))
@@ -279,20 +259,19 @@ def report(results: Results, *, reference: str, bases: Sequence[str], targets: b
     )
     row("bytes accessed, MB", lambda n: _mega(programs[n].bytes_accessed))
     row("temporary memory, MB", lambda n: _mega(programs[n].temporary_bytes))
-    curves = {name: found.losses for name, found in results.curves.items()}
+    curves = {name: curve.losses for name, curve in found.curves.items()}
     row("first loss", lambda n: f"{curves[n][0]:.5f}")
     row(f"loss at step {len(curves[names[0]])}", lambda n: f"{curves[n][-1]:.5f}")
-    row("skipped steps", lambda n: str(results.curves[n].skipped))
+    row("skipped steps", lambda n: str(found.curves[n].skipped))
     row(
         f"curve's distance from {bases[0]}",
-        lambda n: f"{distance(curves[n], curves[bases[0]]):.1e}",
-        f"<= {distance(curves[bases[0]], curves[reference]):.1e}",
+        lambda n: f"{paired.distance(curves[bases[0]], curves[n]):.1e}",
+        "" if reference in bases else f"<= {paired.distance(curves[reference], curves[bases[0]]):.1e}",
     )
     for base in bases[1:]:
-        row(f"curve's distance from {base}", lambda n, b=base: f"{distance(curves[n], curves[b]):.1e}")  # type: ignore[misc]  # mypy cannot infer a lambda with a default
-    row(f"curve's distance from {reference}", lambda n: f"{distance(curves[n], curves[reference]):.1e}")
-    if not targets:
-        return _table(["", *names], [[title, *cells] for title, _, cells in rows])
+        row(f"curve's distance from {base}", lambda n, b=base: f"{paired.distance(curves[b], curves[n]):.1e}")  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+    if reference not in bases:
+        row(f"curve's distance from {reference}", lambda n: f"{paired.distance(curves[reference], curves[n]):.1e}")
     return _table(["", *names, "target"], [[title, *cells, target] for title, target, cells in rows])
 
 
@@ -311,10 +290,43 @@ def _table(heading: list[str], rows: list[list[str]]) -> str:
     )
 
 
+# --- two columns as entries
+
+
+def entry(found: Measured, name: str, *, base: str, own: str, section: str = "targets", **facts: Any) -> Entry:
+    """The step times of two columns, and how far their loss curves are apart; `facts` are fields of the entry."""
+    return Entry(
+        section=section,
+        name=name,
+        unit="s",
+        own=Side(own, found.step_seconds[own]),
+        base=Side(base, found.step_seconds[base]),
+        distance=paired.distance(found.curves[base].losses, found.curves[own].losses),
+        **facts,
+    )
+
+
+def compile_entry(found: Measured, name: str, *, base: str, own: str, **facts: Any) -> Entry:
+    """The times of trace + compile of two columns."""
+    totals = {side: [one.total for one in found.compiles[side]] for side in (base, own)}
+    return Entry(
+        section="targets", name=name, unit="s", own=Side(own, totals[own]), base=Side(base, totals[base]), **facts
+    )
+
+
+def computed(program: Program) -> str:
+    """In words, what a program computes in which dtype, as far as `Program` counts it."""
+    dots = [f"{count} products in {dtype}" for dtype, count in sorted(program.dots.items())]
+    half = [f"{count} {name}" for name, count in sorted(program.half_arithmetic.items())]
+    return f"{' and '.join(dots)}, else in 16 bits {', '.join(half) or 'nothing'}"
+
+
 # --- the command line
 
 
-def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Settings]:
+def parse(
+    parser: argparse.ArgumentParser, *, default: Settings = FULL, quick: Settings = QUICK
+) -> tuple[argparse.Namespace, Settings]:
     """The arguments, those that the benchmarks share added, and the settings that they ask for."""
     parser.add_argument("--quick", action="store_true", help="a short run: everything works, the times mean little")
     for name, help_ in (
@@ -323,50 +335,18 @@ def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Settings
         ("compiles", "counted repetitions of trace + compile"),
         ("curve", "steps of the loss curve"),
     ):
-        default = getattr(Settings(), name)
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{help_} (default: {default})")
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{help_} (default: {getattr(default, name)})")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured, raw")
     arguments = parser.parse_args()
     given = {name: value for name in Settings._fields if (value := getattr(arguments, name)) is not None}
-    return arguments, (QUICK if arguments.quick else Settings())._replace(**given)
-
-
-def heading(settings: Settings) -> str:
-    """What was measured on what, in two lines."""
-    facts = ", ".join(f"{name} {value}" for name, value in environment().items())
-    return f"{facts}\n{', '.join(f'{name} {value}' for name, value in settings._asdict().items())}\n"
+    return arguments, (quick if arguments.quick else default)._replace(**given)
 
 
 def environment() -> dict[str, Any]:
-    """Versions and devices, for the heading and the JSON file."""
+    """Machine, versions and device."""
     import flax
     import optax
 
-    return {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-        "optax": optax.__version__,
-        "device": jax.devices()[0].device_kind,
-        "platform": jax.devices()[0].platform,
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-    }
-
-
-def write_json(path: Path, results: Results, settings: Settings, **facts: Any) -> None:
-    """Everything measured, raw: no ratio or median is taken yet."""
-    content = {
-        "environment": environment(),
-        "settings": settings._asdict(),
-        **facts,
-        "variants": {
-            name: {
-                "step_seconds": results.step_seconds[name],
-                "compile_seconds": [one._asdict() for one in results.compiles[name]],
-                "program": results.programs[name]._asdict(),
-                "curve": results.curves[name]._asdict(),
-            }
-            for name in results.curves
-        },
-    }
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+    device = jax.devices()[0]
+    versions = {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__}
+    return {**results.machine(), **versions, "platform": device.platform, "device": device.device_kind}

@@ -1,15 +1,21 @@
-"""Other mixed-precision libraries for JAX on the model and with the measurements of `jax_step`, beside polyamp.
+"""Other mixed-precision libraries for JAX, polyamp over each, at equal numerics where they can be had.
 
-    flax      flax.training.dynamic_scale around the handwritten forward pass (flax casts nothing by itself)
-    jmp       parameters cast as a tree, jmp.DynamicLossScale, jmp.all_finite: compare with mode "cast"
-    mpx       mixed-precision-for-JAX: arguments cast as a tree, its DynamicLossScaling: compare with mode "cast"
-    jaxamp    jaxamp.amp, an interpreter of jaxprs, and its dynamic scaler: compare with mode "autocast"
-    grampax   grampax.autocast with flax's DynamicScale: compare with mode "autocast"
+On the model of `jax_step`, in float16, each against the polyamp of its kind:
 
-Clipping, AdamW and the choice between old and new state are the handwritten ones everywhere. The row of dots tells
-how much of the model a library really computes in float16. A library that is not installed, or does not run with this
-JAX, is left out and named; none is a dependency of polyamp, so install them where you want to see them
-(`pip install jmp mixed-precision-for-JAX jaxamp grampax "quax<0.4"`). Run by hand.
+    hand      handwritten casts and scaler                                            autocast
+    flax      flax.training.dynamic_scale around the handwritten forward pass         autocast
+    jaxamp    jaxamp.amp, an interpreter of jaxprs, and its dynamic scaler            autocast
+    grampax   grampax.autocast with flax's DynamicScale                               autocast, add and mul in float32
+    jmp       parameters cast as a tree, jmp.DynamicLossScale, jmp.all_finite         cast
+    mpx       mixed-precision-for-JAX: arguments cast as a tree, DynamicLossScaling   cast
+
+and Keras on its JAX backend (`jax_keras`). Clipping, AdamW and the choice between old and new state are the handwritten
+ones for the libraries above. Each note says what both programs compute in 16 bits, since that is where numerics differ.
+A library that is not installed, does not run with this JAX, or does not train, has a row that says so. None is a
+dependency of polyamp: `pip install -r benchmarks/requirements-jax.txt`.
+
+Run by hand and by `make bench`; it judges nothing and exits with 0. About a minute and a half on two CPU cores;
+`--quick` takes jmp alone.
 """
 
 from __future__ import annotations
@@ -19,16 +25,20 @@ import contextlib
 import functools
 import importlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax_keras
 import jax_measure
 import jax_step
 import jax_transformer as transformer
 import optax
-from jax_measure import Variant
+import paired
+import results
+from jax_measure import Measured, Settings, Variant
+from results import Entry, Side
 
 
 class PeerState(NamedTuple):
@@ -141,6 +151,20 @@ PEERS: Final[dict[str, Callable[[], Peer]]] = {
     "grampax": grampax_peer,
 }
 
+LIKE: Final = {
+    "hand": "autocast",
+    "flax": "autocast",
+    "jaxamp": "autocast",
+    "grampax": "add,mul float32",
+    "jmp": "cast",
+    "mpx": "cast",
+}
+"""Peer -> the polyamp column of its kind."""
+_QUICK: Final = ("jmp",)
+_TARGET: Final = 1.0
+_SETTINGS: Final = Settings(rounds=21, steps=3, compiles=0, curve=30)
+_KERAS_SECONDS: Final = 3
+
 
 def variant(name: str, peer: Peer, variables: Any) -> Variant:
     """A peer as a column of the table."""
@@ -168,46 +192,92 @@ def peer_step(gradients: Gradients, optimizer: optax.GradientTransformation) -> 
     return jax.jit(step, donate_argnums=0)
 
 
-def running(names: Sequence[str], batch: Any) -> list[Variant]:
-    """Those of the peers that take a step here; says which do not, and why."""
-    variables, found = transformer.initial_variables(), []
+def own_variants(names: Sequence[str], variables: Any) -> list[Variant]:
+    """polyamp's columns that these peers are compared with."""
+    rules = dict.fromkeys(("add", "mul"), "float32")
+    made = {
+        "autocast": jax_step.library("autocast", variables),
+        "cast": jax_step.library("cast", variables, mode="cast"),
+        "add,mul float32": jax_step.library("add,mul float32", variables, op_rules=rules),
+    }
+    return [made[kind] for kind in dict.fromkeys(LIKE[name] for name in names)]
+
+
+def running(names: Sequence[str], variables: Any, batch: Any) -> tuple[list[Variant], dict[str, str]]:
+    """Those of the peers that take a step here, and why the others do not."""
+    found, reasons = [], {}
     for name in names:
+        if name == "hand":
+            found.append(jax_step.handwritten(name, variables, compute=jnp.float16, residual=jnp.float32))
+            continue
         try:
             one = variant(name, PEERS[name](), variables)
             jax.eval_shape(one.step(), one.state(), batch)
         except ModuleNotFoundError as error:
-            print(f"{name} is left out: not installed ({error.name})", flush=True)
+            reasons[name] = f"not installed, no module {error.name}: pip install -r benchmarks/requirements-jax.txt"
         except Exception as error:  # noqa: BLE001  # a library may break with a newer JAX in any way
-            print(f"{name} is left out: it fails with {type(error).__name__}: {error}", flush=True)
+            reasons[name] = f"does not run: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         else:
             found.append(one)
-    return found
+    return found, reasons
+
+
+def entries(names: Sequence[str], found: Measured, reasons: Mapping[str, str]) -> list[Entry]:
+    """A row for each peer."""
+    made = []
+    for name in names:
+        own, title = LIKE[name], "2-layer transformer, float16"
+        if name in reasons:
+            made.append(
+                Entry(
+                    section="peers",
+                    name=title,
+                    unit="s",
+                    own=Side(own, []),
+                    base=Side(name, []),
+                    target=_TARGET,
+                    note=reasons[name],
+                )
+            )
+            continue
+        row = {"base": name, "own": own, "section": "peers", "target": _TARGET}
+        made.append(jax_measure.entry(found, title, **row, note=noted(found, name, own)))
+    return made
+
+
+def noted(found: Measured, name: str, own: str) -> str:
+    """Whether a peer trains, and how its numerics differ."""
+    losses, skipped = found.curves[name]
+    parts = []
+    if skipped == len(losses) or not losses[-1] < losses[0]:
+        parts.append(f"does not train: loss {losses[0]:.4f} -> {losses[-1]:.4f}, {skipped} steps skipped")
+    theirs, ours = (jax_measure.computed(found.programs[one]) for one in (name, own))
+    parts.append(f"equal numerics: {ours}" if theirs == ours else f"other numerics: {name} {theirs}; polyamp {ours}")
+    return "; ".join(parts)
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="*", default=["cast", "autocast"], help="polyamp's modes (default: both)")
-    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS), help="default: all")
-    parser.add_argument(
-        "--float32",
-        nargs="*",
-        default=[],
-        metavar="OPS",
-        help="op_rules: a column of polyamp's autocast for each, with "
-        "these primitives in float32 ('add', 'add,mul'), for peers that run more in float32",
-    )
-    arguments, settings = jax_measure.parse(parser)
-    print(jax_measure.heading(settings), flush=True)
-    batches = transformer.batches(settings.curve)
-    own = jax_step.variants(arguments.modes, with_optax=False)
-    for primitives in arguments.float32:
-        rules = dict.fromkeys(primitives.split(","), "float32")
-        own.append(jax_step.library(primitives, transformer.initial_variables(), mode="autocast", op_rules=rules))
-    results = jax_measure.measure([*own, *running(arguments.peers, batches[0])], batches, settings)
-    print(jax_measure.report(results, reference="float32", bases=["hand", "hand-f16"]))
-    if arguments.json:
-        jax_measure.write_json(arguments.json, results, settings)
+    parser.add_argument("--only", nargs="*", default=None, choices=[*LIKE, "keras"], help="default: all")
+    arguments, settings = jax_measure.parse(parser, default=_SETTINGS)
+    environment = jax_measure.environment()
+    print(results.heading(environment, settings._asdict()) + "\n", flush=True)
+    chosen = arguments.only or (_QUICK if arguments.quick else [*LIKE, "keras"])
+    names = [name for name in chosen if name in LIKE]
+    made: list[Entry] = []
+    if names:
+        batches, variables = transformer.batches(settings.curve), transformer.initial_variables()
+        peers, reasons = running(names, variables, batches[0])
+        kinds = dict.fromkeys(name for name in names if name not in reasons)
+        columns = [*own_variants(list(kinds), variables), *peers]
+        found = jax_measure.measure(columns, batches, settings)
+        if columns:
+            print(jax_measure.report(found, reference=columns[0].name, bases=[columns[0].name]) + "\n", flush=True)
+        made += entries(names, found, reasons)
+    if "keras" in chosen:
+        made += jax_keras.entries(paired.Settings(rounds=settings.rounds, steps=settings.steps, seconds=_KERAS_SECONDS))
+    paired.finish(made, environment, settings, __file__, arguments.json)
 
 
 if __name__ == "__main__":

@@ -6,27 +6,41 @@ AdamW. The columns:
     float32        the handwritten step without a cast, the reference of the loss curves
     hand           handwritten casts with a float32 residual stream: numerically what autocast does; the baseline
     hand-f16       the same with a float16 residual stream: the leanest that an expert writes, and what mode "cast" does
-    hand-optax     `hand` with optax.adamw in place of ten lines of AdamW
+    hand-optax     `hand` with optax.adamw in place of ten lines of AdamW; with --optax
     cast, autocast `polyamp.train_step` on the linen model, by mode
 
-Run by hand and by `make bench`; it judges nothing and always exits with 0. About five minutes on two CPU cores;
-`--quick` takes about one, leaves out `hand-optax`, and its times are worth little.
+A second table holds what is compared with targets: "autocast" over `hand` and "cast" over `hand-f16`, the step and its
+trace + compile; polyamp's bfloat16 over its float32; and the calls in which the host waited for the device.
+
+Run by hand and by `make bench`; it judges nothing and always exits with 0. About two minutes on two CPU cores;
+`--quick` has `hand` and "autocast" alone, and its times are worth little.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
+import jax
 import jax.numpy as jnp
 import jax_measure
+import jax_synchronisations
 import jax_transformer as transformer
-from jax_measure import Variant
+import numpy as np
+import paired
+import results
+from jax_measure import Measured, Settings, Variant
+from results import Entry, Side
 
 import polyamp
 from polyamp import registry
+
+_STEP: Final = 1.02
+_COMPILE: Final = 1.25
+_CALLS: Final = 56
+_QUICK: Final = ("hand", "autocast")
 
 
 def handwritten(
@@ -39,23 +53,32 @@ def handwritten(
         state=lambda: transformer.handwritten_state(variables, made, compute=compute),
         step=lambda: transformer.handwritten_step(made, compute=compute, residual=residual),
         read=lambda output: output,
+        repeated=name.startswith("hand"),
     )
 
 
-def library(name: str, variables: Any, *, mode: Any, op_rules: Mapping[str, Any] | None = None) -> Variant:
-    """polyamp on the linen model; `op_rules` as in `polyamp.Policy`.
+def library(
+    name: str,
+    variables: Any,
+    *,
+    policy: str = "mixed_float16",
+    mode: Any = "autocast",
+    op_rules: Mapping[str, Any] | None = None,
+) -> Variant:
+    """polyamp on the linen model; `policy`, `mode` and `op_rules` as in `polyamp.Policy`.
 
     Raises (from `state`):
         polyamp.UnsupportedError: the backend does not have the mode.
     """
+    scaler = polyamp.LossScaler(
+        init_scale=transformer.INITIAL_SCALE,
+        growth_interval=transformer.GROWTH_INTERVAL,
+        min_scale=transformer.MIN_SCALE,
+        max_scale=transformer.MAX_SCALE,
+    )
     recipe = polyamp.Recipe(
-        policy=polyamp.Policy("mixed_float16", mode=mode, op_rules=op_rules or {}),
-        scaler=polyamp.LossScaler(
-            init_scale=transformer.INITIAL_SCALE,
-            growth_interval=transformer.GROWTH_INTERVAL,
-            min_scale=transformer.MIN_SCALE,
-            max_scale=transformer.MAX_SCALE,
-        ),
+        policy=polyamp.Policy(policy, mode=mode, op_rules=op_rules or {}),
+        scaler=scaler if policy == "mixed_float16" else None,
         optimizer=polyamp.adamw(
             transformer.LEARNING_RATE,
             betas=(transformer.BETA1, transformer.BETA2),
@@ -70,6 +93,8 @@ def library(name: str, variables: Any, *, mode: Any, op_rules: Mapping[str, Any]
         step=lambda: polyamp.train_step(loss_fn, recipe),
         read=lambda output: (output.loss, ~output.skipped),
         jitted=lambda: registry.get("jax").train_step(loss_fn, recipe),
+        inside=lambda step: step._run["jax"],
+        repeated=True,
     )
 
 
@@ -106,17 +131,95 @@ def variants(modes: Sequence[str], *, with_optax: bool) -> list[Variant]:
     return found
 
 
+def bfloat16_over_float32(settings: Settings) -> Entry:
+    """polyamp's step in bfloat16 against the same in float32, both in mode "autocast"."""
+    variables, batch = transformer.initial_variables(), transformer.batches(1)[0]
+    steps = {}
+    for dtype, policy in (("float32", "float32"), ("bfloat16", "mixed_bfloat16")):
+        variant = library(dtype, variables, policy=policy)
+        steps[dtype] = _closed(variant.step(), variant.state(), batch)
+    note = f"on {jax.devices()[0].platform}, reported as it is"
+    row = paired.Row("2-layer transformer, polyamp's step, bfloat16 over float32", None, *steps.items(), note=note)
+    rounds = paired.Settings(rounds=settings.rounds, steps=settings.steps, seconds=10)
+    return paired.entry(row, paired.measure(row, rounds))
+
+
+def _closed(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any) -> paired.Step:
+    def run() -> None:
+        nonlocal state
+        state, _ = step(state, batch)
+        jax.block_until_ready(state)
+
+    return run
+
+
+def synchronisations(step: Callable[[Any, Any], tuple[Any, Any]], state: Callable[[], Any], calls: int) -> Entry:
+    """Host synchronisations of polyamp's float16 step, one value for each call.
+
+    Raises:
+        RuntimeError: the counter does not see a step that reads its loss.
+    """
+
+    def reading(state: Any, batch: Any) -> tuple[Any, Any]:
+        state, result = step(state, batch)
+        np.asarray(result.loss)
+        return state, result
+
+    batch = transformer.batches(1)[0]
+    deliberate = jax_synchronisations.waits(reading, state(), batch, calls=4)
+    if deliberate != [1] * 4:
+        raise RuntimeError(f"the counter of host synchronisations missed some of 4 deliberate ones: {deliberate}")
+    found = jax_synchronisations.waits(step, state(), batch, calls=calls)
+    patience = polyamp.LossScaler().patience
+    return Entry(
+        section="targets",
+        name="host synchronisations in a step, float16",
+        unit="",
+        own=Side("autocast", [float(one) for one in found]),
+        target=0,
+        note=f"{sum(found)} of {len(found)} calls waited; at every multiple of {patience} and "
+        f"{patience + 1} the host looks whether the scale is stuck",
+    )
+
+
+def entries(found: Measured) -> list[Entry]:
+    """The modes that were measured against what they are to be held against."""
+    made, model = [], "2-layer transformer, float16"
+    for own, base in (("autocast", "hand"), ("cast", "hand-f16")):
+        if own not in found.curves or base not in found.curves:
+            continue
+        converts = [str(found.programs[side].converts) for side in (own, base)]
+        note = f"{' against '.join(converts)} converts in the optimized HLO"
+        made.append(jax_measure.entry(found, f"{model}, {own}", base=base, own=own, target=_STEP, note=note))
+        if found.compiles[own]:
+            name = f"{model}, {own}: trace + compile"
+            made.append(jax_measure.compile_entry(found, name, base=base, own=own, target=_COMPILE))
+    return made
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="*", default=["cast", "autocast"], help="polyamp's modes (default: both)")
+    parser.add_argument("--optax", action="store_true", help="the column hand-optax too")
     arguments, settings = jax_measure.parse(parser)
-    print(jax_measure.heading(settings), flush=True)
-    columns = variants(arguments.modes, with_optax=not arguments.quick)
-    results = jax_measure.measure(columns, transformer.batches(settings.curve), settings)
-    print(jax_measure.report(results, reference="float32", bases=["hand", "hand-f16"]))
-    if arguments.json:
-        jax_measure.write_json(arguments.json, results, settings)
+    environment = jax_measure.environment()
+    print(results.heading(environment, settings._asdict()) + "\n", flush=True)
+    columns = variants(arguments.modes, with_optax=arguments.optax)
+    if arguments.quick:
+        columns = [one for one in columns if one.name in _QUICK]
+    found = jax_measure.measure(columns, transformer.batches(settings.curve), settings)
+    print(jax_measure.report(found, reference=columns[0].name, bases=_bases(columns)) + "\n", flush=True)
+    made = entries(found)
+    if not arguments.quick:
+        made.append(bfloat16_over_float32(settings))
+    calls = 8 if arguments.quick else _CALLS
+    made += [synchronisations(found.steps[one.name], one.state, calls) for one in columns if one.name == "autocast"]
+    paired.finish(made, environment, settings, __file__, arguments.json)
+
+
+def _bases(columns: Sequence[Variant]) -> list[str]:
+    return [one.name for one in columns if one.name in ("hand", "hand-f16")]
 
 
 if __name__ == "__main__":

@@ -91,8 +91,9 @@ def causal_mask(length: int) -> jax.Array:
     return jnp.tril(jnp.ones((length, length), bool))
 
 
+@functools.cache
 def initial_variables(seed: int = 0) -> Any:
-    """The variables that every variant starts from, as `Transformer.init` makes them (float32)."""
+    """The variables that every variant starts from, as `Transformer.init` makes them (float32); they are shared."""
     return Transformer().init(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))
 
 

@@ -1,7 +1,7 @@
-"""Measurements of two training steps against each other, in one process: what `torch_step` and `tensorflow_step` share.
+"""Measurements of two training steps against each other, in one process: what the scripts of every framework share.
 
 Machines are noisy, so times are compared within a round, in which both sides run once, in changing order; what counts
-is the median of the rounds' ratios, with their quartiles, and beside it the ratio of the fastest rounds.
+is the median of the rounds' ratios, with their quartiles.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import os
-import platform
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
+import results
+from results import Entry, Results, Side
 
 Step = Callable[[], Any]
-"""Runs one training step."""
+"""Runs one training step and waits for its end; it may return the step's loss."""
+
+_STARTED = time.perf_counter()
 
 
 class Row(NamedTuple):
@@ -35,6 +35,8 @@ class Row(NamedTuple):
         own: the same of what is measured.
         after_backward: time only what follows the moment that the clock given to `measure` reads.
         share: the rounds that this row takes, of all; slow steps take fewer.
+        section: of `results.SECTIONS`.
+        note: of `results.Entry`.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Row(NamedTuple):
     own: tuple[str, Step]
     after_backward: bool = False
     share: float = 1.0
+    section: str = "targets"
+    note: str = ""
 
 
 class Settings(NamedTuple):
@@ -53,15 +57,18 @@ class Settings(NamedTuple):
         steps: steps of each side in a round.
         warmup: rounds that are not counted.
         threads: threads to compute with, where the framework can be told.
+        seconds: after so many, a row ends, if it has five rounds.
     """
 
     rounds: int = 61
     steps: int = 3
     warmup: int = 3
     threads: int = 1
+    seconds: int = 20
 
 
-QUICK = Settings(rounds=5, steps=1, warmup=1)
+QUICK = Settings(rounds=5, steps=1, warmup=1, seconds=1)
+_LEAST_ROUNDS = 5
 
 
 class Found(NamedTuple):
@@ -69,25 +76,6 @@ class Found(NamedTuple):
 
     base: list[float]
     own: list[float]
-
-
-class Ratio(NamedTuple):
-    """Of two lists of times, round by round: the median and the quartiles; and the fastest over the fastest."""
-
-    median: float
-    low: float
-    high: float
-    fastest: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.3f} ({self.low:.3f}..{self.high:.3f}, fastest {self.fastest:.3f})"
-
-
-def ratio(found: Found) -> Ratio:
-    """`own` over `base`."""
-    each = [own / base for own, base in zip(found.own, found.base, strict=True)]
-    low, _, high = statistics.quantiles(each, n=4) if len(each) > 1 else (each[0],) * 3
-    return Ratio(statistics.median(each), low, high, min(found.own) / min(found.base))
 
 
 Clock = Callable[[], AbstractContextManager[list[float]]]
@@ -99,9 +87,12 @@ def measure(row: Row, settings: Settings, clock: Clock = lambda: nullcontext([0.
     found = Found([], [])
     gc.collect()
     gc.disable()  # a collection would fall on whichever side made the last object
-    rounds = max(2, round(settings.rounds * row.share))
+    rounds = max(_LEAST_ROUNDS, round(settings.rounds * row.share))
+    started = time.perf_counter()
     with clock() as finished:
         for number in range(settings.warmup + rounds):
+            if len(found.own) >= _LEAST_ROUNDS and time.perf_counter() - started > settings.seconds:
+                break
             sides = [(row.base[1], found.base), (row.own[1], found.own)]
             for step, times in sides if np.random.default_rng(number).random() < 0.5 else reversed(sides):
                 seconds = 0.0
@@ -116,6 +107,26 @@ def measure(row: Row, settings: Settings, clock: Clock = lambda: nullcontext([0.
     return found
 
 
+def entry(row: Row, found: Found, **facts: Any) -> Entry:
+    """A row and its times as they are written down; `facts` are further fields of the entry."""
+    return Entry(
+        section=row.section,
+        name=row.name,
+        unit="s",
+        own=Side(row.own[0], found.own),
+        base=Side(row.base[0], found.base),
+        target=row.target,
+        note=row.note,
+        **facts,
+    )
+
+
+def distance(base: Sequence[float], own: Sequence[float]) -> float:
+    """Largest relative distance between two curves of losses; NaN where either is not finite."""
+    one, other = np.asarray(own, float), np.asarray(base, float)
+    return float(np.max(np.abs(one - other) / np.maximum(np.abs(other), np.finfo(np.float32).tiny)))
+
+
 def keep_freed_memory() -> None:
     """Make the C library keep what is freed: or whichever side frees its gradients later leaves the other without page
     faults, which are a quarter of a transformer block's step on the CPU. Does nothing where the library is not glibc.
@@ -125,18 +136,6 @@ def keep_freed_memory() -> None:
     if hasattr(library, "mallopt"):
         library.mallopt(no_mappings, 0)
         library.mallopt(trim_above, 2**31 - 1)
-
-
-def report(rows: Sequence[tuple[Row, Found]]) -> str:
-    """A table: both sides' medians, the ratio with its spread, and the target."""
-    lines = [["", "against", "ms", "measured", "ms", "ratio (quartiles)", "target"]]
-    for row, found in rows:
-        base, own = (f"{statistics.median(times) * 1e3:.3f}" for times in found)
-        target = "" if row.target is None else f"<= {row.target:.2f}"
-        lines.append([row.name, row.base[0], base, row.own[0], own, str(ratio(found)), target])
-    widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Settings]:
@@ -150,34 +149,20 @@ def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Settings
     return arguments, (QUICK if arguments.quick else Settings())._replace(**given)
 
 
-def machine() -> dict[str, Any]:
-    """Python and the processor."""
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return {
-        "python": platform.python_version(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "amx": "amx_bf16" in flags,
-        "avx512_bf16": "avx512_bf16" in flags,
-    }
-
-
-def heading(environment: Mapping[str, Any], settings: Settings) -> str:
-    """What was measured on what, in two lines."""
-    return "\n".join(
-        ", ".join(f"{name} {value}" for name, value in facts.items()) for facts in (environment, settings._asdict())
-    )
-
-
-def write_json(
-    path: Path, rows: Sequence[tuple[Row, Found]], environment: Mapping[str, Any], settings: Settings
+def finish(
+    entries: Sequence[Entry], environment: dict[str, Any], settings: Settings, script: str, path: Path | None
 ) -> None:
-    """Everything measured, raw: no ratio or median is taken yet."""
-    content = {
-        "environment": environment,
-        "settings": settings._asdict(),
-        "rows": [
-            {"name": row.name, "target": row.target, row.base[0]: found.base, row.own[0]: found.own}
-            for row, found in rows
-        ],
-    }
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+    """Print the tables, and write them where `--json` says."""
+    print(results.text(entries))
+    if path is not None:
+        seconds = time.perf_counter() - _STARTED
+        results.write(
+            path,
+            Results(
+                script=Path(script).name,
+                environment=environment,
+                settings=settings._asdict(),
+                entries=list(entries),
+                seconds=seconds,
+            ),
+        )

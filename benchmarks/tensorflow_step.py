@@ -5,30 +5,43 @@ the one of Keras's own guide, without the global norm that polyamp's step report
 
     float32        loss scaling alone: nothing is cast on either side
     bfloat16       mixed_bfloat16, outside XLA
-    float16        mixed_float16, under XLA on both sides (outside it float16 is not usable on a CPU)
+    float16        mixed_float16, under XLA on both sides (outside it float16 is not usable on some CPUs)
     Keras's Adam   the bfloat16 row with keras.optimizers.Adam in the recipe, in the place of polyamp's spec
     XLA            polyamp's bfloat16 step under XLA against outside of it, and with --slow the float16 step
-    bfloat16 block a transformer block in bfloat16 over the same in float32, both polyamp's
+    block          a transformer block in bfloat16 over the same in float32, both polyamp's
+    host reads     values that polyamp's step takes to the host
+    growth         from 200 to 1000 weights of 8x8, bfloat16 with loss scaling and clipping: microseconds a weight; with
+                   --slow up to 10,000, whose graph TensorFlow needs minutes to trace, and by hand at each count
 
-Run by hand and by `make bench`; it judges nothing and always exits with 0. About three minutes on two CPU cores.
+Run by hand and by `bench.py`; it judges nothing and always exits with 0. About a hundred seconds on two CPU cores.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
+import msgspec
 import numpy as np
 import paired
+import results
 import tensorflow as tf
-from paired import Row, Step
+import tensorflow_measure
+import tensorflow_models as models
+import workloads
+from paired import Found, Row, Settings, Step
+from results import Entry, Side
 
 import polyamp
 
 WIDTH, LAYERS, BATCH, SCALE = 256, 8, 64, 2.0**10
-BLOCK_WIDTH, HEADS, TOKENS = 512, 8, 128
+COUNTS, SLOW_COUNTS = (200, 1000), (200, 1000, 10_000)
+QUICK = ("bfloat16", "block", "host")
+"""The rows of `--quick`."""
+SECONDS = 4
+"""Of measuring a row, unless `--seconds` says otherwise."""
 _TARGET = 0.95
 
 
@@ -39,21 +52,33 @@ def batch() -> tuple[Any, Any]:
     return tf.constant(x), tf.constant(y)
 
 
-def stack(policy: str = "float32") -> Any:
-    """Eight layers under Keras's policy, the same weights every time."""
+def stack(policy: str | None = None) -> Any:
+    """Eight layers, the same weights every time, under Keras's policy; None leaves the layers' dtype to polyamp."""
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(WIDTH, activation="relu", dtype=policy) for _ in range(LAYERS - 1)]
     return keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(WIDTH, dtype=policy)])
 
 
-def block() -> Any:
-    """A transformer block of width 512."""
-    keras.utils.set_random_seed(0)
-    inputs = x = keras.Input((TOKENS, BLOCK_WIDTH))
-    normed = keras.layers.LayerNormalization()(x)
-    x = x + keras.layers.MultiHeadAttention(HEADS, BLOCK_WIDTH // HEADS)(normed, normed)
-    hidden = keras.layers.Dense(4 * BLOCK_WIDTH, activation="gelu")(keras.layers.LayerNormalization()(x))
-    return keras.Model(inputs, x + keras.layers.Dense(BLOCK_WIDTH)(hidden))
+class Weights(keras.layers.Layer):
+    """`count` weights of 8x8 side by side, whose own cost is little."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+
+    def build(self, shape: Any) -> None:
+        """Make them."""
+        self.each = [self.add_weight((8, 8)) for _ in range(self._count)]
+
+    def call(self, x: Any) -> Any:
+        """All of them as one vector, times x."""
+        return tf.concat([tf.reshape(weight, (-1,)) for weight in self.each], 0) * x
+
+
+def side_by_side(count: int) -> Any:
+    """A model of `Weights`."""
+    inputs = keras.Input((1,))
+    return keras.Model(inputs, Weights(count)(inputs))
 
 
 def loss_fn(model: Any, batch: Any) -> Any:
@@ -61,58 +86,143 @@ def loss_fn(model: Any, batch: Any) -> Any:
     return polyamp.losses.mean_squared_error(model(batch[0]), batch[1])
 
 
-def by_hand(policy: str, *, jit: bool) -> Step:
-    """Keras's scaler in the loop of Keras's guide to mixed precision, the layers under Keras's policy."""
-    model, (x, y) = stack(policy), batch()
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-6), initial_scale=SCALE)
-    optimizer.build(model.trainable_variables)
+def by_hand(model: Any, inner: Any, batch: tuple[Any, Any], *, jit: bool = False) -> Step:
+    """Keras's scaler in the loop of Keras's guide to mixed precision; the layers are under Keras's policy already."""
+    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=SCALE)
+    variables = model.trainable_variables
+    optimizer.build(variables)
 
-    @tf.function(jit_compile=jit)
+    @tf.function(jit_compile=jit, autograph=False)
     def step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(tf.cast(model(x, training=True), tf.float32) - y))
             scaled = optimizer.scale_loss(loss)
-        optimizer.apply(tape.gradient(scaled, model.trainable_variables), model.trainable_variables)
+        optimizer.apply(tape.gradient(scaled, variables), variables)
         return loss
 
-    return lambda: step(x, y).numpy()
+    return lambda: step(*batch)
 
 
-def library(policy: str, *, jit: bool, optimizer: Any = None) -> Step:
+def library(model: Any, batch: tuple[Any, Any], *, jit: bool = False, **fields: Any) -> Step:
     """polyamp's step."""
-    recipe = polyamp.Recipe(
-        policy=policy, optimizer=optimizer or polyamp.adam(1e-6), scaler=polyamp.LossScaler(init_scale=SCALE)
-    )
-    return _waiting(stack(), recipe, batch(), jit=jit)
-
-
-def block_step(policy: str) -> Step:
-    """polyamp's step on the transformer block."""
-    x = tf.constant(np.random.default_rng(1).standard_normal((4, TOKENS, BLOCK_WIDTH)).astype(np.float32))
-    return _waiting(block(), polyamp.Recipe(policy=policy, optimizer=polyamp.adamw(1e-6)), (x, x), jit=False)
-
-
-def _waiting(model: Any, recipe: polyamp.Recipe, data: Any, *, jit: bool) -> Step:
+    recipe = polyamp.Recipe(**fields)
     state = polyamp.init(model, recipe)
     step = polyamp.train_step(loss_fn, recipe, jit_compile=jit)
-    return lambda: step(state, data)[1].loss.numpy()
+    return lambda: step(state, batch)[1].loss
 
 
-def rows(*, slow: bool) -> Iterator[Row]:
-    """All rows."""
-    for name, policy, jit in (
-        ("float32", "float32", False),
-        ("bfloat16", "mixed_bfloat16", False),
-        ("float16, XLA", "mixed_float16", True),
-    ):
-        yield Row(name, _TARGET, ("Keras", by_hand(policy, jit=jit)), ("polyamp", library(policy, jit=jit)))
-    native = library("mixed_bfloat16", jit=False, optimizer=keras.optimizers.Adam(1e-6))
-    yield Row("Keras's Adam", None, ("Keras", by_hand("mixed_bfloat16", jit=False)), ("polyamp", native))
-    for policy, share in (("mixed_bfloat16", 1.0), *([("mixed_float16", 0.2)] if slow else [])):
-        outside, inside = (library(policy, jit=jit) for jit in (False, True))
-        yield Row(f"XLA: {policy}", None, ("outside", outside), ("XLA", inside), share=share)
-    sides = [(name, block_step(policy)) for name, policy in (("float32", "float32"), ("bfloat16", "mixed_bfloat16"))]
-    yield Row("bfloat16 block", None, sides[0], sides[1], share=0.3)
+def waiting(step: Step) -> Step:
+    """The step, and then its loss as a number."""
+    return lambda: step().numpy()
+
+
+def keras_adam() -> Any:
+    """Keras's Adam."""
+    return keras.optimizers.Adam(workloads.LEARNING_RATE, epsilon=models.ADAM_EPSILON)
+
+
+def stack_fields(policy: str) -> dict[str, Any]:
+    """The recipe for the eight layers."""
+    adam = polyamp.adam(workloads.LEARNING_RATE, eps=models.ADAM_EPSILON)
+    return {"policy": policy, "optimizer": adam, "scaler": polyamp.LossScaler(init_scale=SCALE)}
+
+
+def against_keras(name: str, dtype: str, *, jit: bool = False, target: float | None = _TARGET, **fields: Any) -> Row:
+    """The eight layers by hand and with polyamp."""
+    policy = workloads.DTYPES[dtype]
+    hand = by_hand(stack(policy), keras_adam(), batch(), jit=jit)
+    own = library(stack(), batch(), jit=jit, **{**stack_fields(policy), **fields})
+    for side in (hand, own):
+        tensorflow_measure.check_products(side, dtype)
+    return Row(name, target, ("Keras", waiting(hand)), ("polyamp", waiting(own)))
+
+
+def under_xla(dtype: str, share: float = 1.0) -> Row:
+    """polyamp's step inside and outside of XLA."""
+    fields = stack_fields(workloads.DTYPES[dtype])
+    outside, inside = (waiting(library(stack(), batch(), jit=jit, **fields)) for jit in (False, True))
+    return Row(f"XLA: {dtype}", None, ("outside", outside), ("XLA", inside), share=share)
+
+
+def block() -> Row:
+    """A transformer block in both dtypes."""
+    x, y = (tf.constant(part) for part in workloads.data(workloads.BLOCK))
+    optimizer = polyamp.adamw(workloads.LEARNING_RATE)
+    sides = []
+    for dtype in ("float32", "bfloat16"):
+        step = library(models.model(workloads.BLOCK), (x, y), policy=workloads.DTYPES[dtype], optimizer=optimizer)
+        tensorflow_measure.check_products(step, dtype)
+        sides.append((dtype, waiting(step)))
+    target = 1 / 1.5 if results.machine()["amx"] else None
+    return Row("block, bfloat16 over float32", target, sides[0], sides[1])
+
+
+def host_reads() -> Iterator[Entry]:
+    """How often a step takes a value to the host; nothing reads the step's result."""
+    tensorflow_measure.check_host_reads()
+    for dtype in ("float32", "bfloat16"):
+        step = library(stack(), batch(), **stack_fields(workloads.DTYPES[dtype]))
+        step()
+        counts = []
+        for _ in range(3):
+            with tensorflow_measure.host_reads() as seen:
+                step()
+            counts.append(float(len(seen)))
+        name = f"host synchronisations in a step, {dtype}"
+        yield Entry(section="targets", name=name, unit="", own=Side("polyamp", counts), target=0.0)
+
+
+def growth(counts: Sequence[int], settings: Settings, *, slow: bool) -> Iterator[Entry]:
+    """Microseconds a weight: polyamp over by hand, and polyamp at the largest count over the smallest."""
+    fields = {**stack_fields("mixed_bfloat16"), "optimizer": polyamp.sgd(1e-6), "clip_norm": workloads.CLIP_NORM}
+    own = {count: waiting(library(side_by_side(count), _side_batch(count), **fields)) for count in counts}
+
+    def compared(name: str, base: tuple[str, Step], sizes: tuple[int, int], target: float | None = None) -> Entry:
+        row = Row(name, target, base, (f"polyamp, {sizes[1]}", own[sizes[1]]), section="growth")
+        each = [[t / n * 1e6 for t in times] for times, n in zip(paired.measure(row, settings), sizes, strict=True)]
+        return msgspec.structs.replace(paired.entry(row, Found(*each)), unit="us a weight")
+
+    for count in counts if slow else counts[:1]:
+        with models.keras_policy("mixed_bfloat16"):
+            model = side_by_side(count)
+        hand = by_hand(model, keras.optimizers.SGD(1e-6, global_clipnorm=workloads.CLIP_NORM), _side_batch(count))
+        yield compared(f"step of {count} weights", ("by hand", waiting(hand)), (count, count))
+    least, most = counts[0], counts[-1]
+    name = f"step from {least} to {most} weights"
+    entry = compared(name, (f"polyamp, {least}", own[least]), (least, most), target=1.0)
+    note = "" if slow else f"{SLOW_COUNTS[-1]} weights are traced for minutes; --slow measures them"
+    yield msgspec.structs.replace(entry, note=note)
+
+
+def _side_batch(count: int) -> tuple[Any, Any]:
+    return tf.ones((1, 1)), tf.zeros((1, count * 64))
+
+
+def makers(settings: Settings, *, slow: bool) -> Iterator[tuple[str, Callable[[], Iterable[Entry]]]]:
+    """Name of a row, or how the names of several begin -> what measures it."""
+
+    def one(make: Callable[[], Row]) -> Callable[[], Iterable[Entry]]:
+        def measured() -> Iterator[Entry]:
+            row = make()
+            losses = [[step() for _ in range(workloads.CHECKED_STEPS)] for _, step in (row.base, row.own)]
+            distance = paired.distance(*losses)
+            yield paired.entry(row, paired.measure(row, settings), distance=distance)
+
+        return measured
+
+    yield "float32", one(lambda: against_keras("float32", "float32"))
+    yield "bfloat16", one(lambda: against_keras("bfloat16", "bfloat16"))
+    yield "float16, XLA", one(lambda: against_keras("float16, XLA", "float16", jit=True))
+    yield (
+        "Keras's Adam",
+        one(lambda: against_keras("Keras's Adam, bfloat16", "bfloat16", target=None, optimizer=keras_adam())),
+    )
+    yield "XLA: bfloat16", one(lambda: under_xla("bfloat16"))
+    if slow:
+        yield "XLA: float16", one(lambda: under_xla("float16", share=0.2))
+    yield "block", one(block)
+    yield "host", host_reads
+    yield "growth", lambda: growth(SLOW_COUNTS if slow else COUNTS, settings, slow=slow)
 
 
 def main() -> None:
@@ -120,17 +230,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="rows whose name starts so")
     parser.add_argument(
-        "--slow", action="store_true", help="also float16 outside XLA, which takes minutes on some processors"
+        "--slow", action="store_true", help="also float16 outside XLA and 10,000 weights, which take minutes"
     )
     arguments, settings = paired.parse(parser)
+    if arguments.seconds is None and not arguments.quick:
+        settings = settings._replace(seconds=SECONDS)
     tf.config.threading.set_intra_op_parallelism_threads(settings.threads)
-    environment = {"tensorflow": tf.__version__, "keras": keras.__version__, **paired.machine()}
-    print(paired.heading(environment, settings) + "\n", flush=True)
-    wanted = tuple(arguments.only) or ("",)
-    found = [(row, paired.measure(row, settings)) for row in rows(slow=arguments.slow) if row.name.startswith(wanted)]
-    print(paired.report(found))
-    if arguments.json:
-        paired.write_json(arguments.json, found, environment, settings)
+    environment = tensorflow_measure.environment()
+    print(results.heading(environment, settings._asdict()) + "\n", flush=True)
+    wanted = tuple(arguments.only) or (QUICK if arguments.quick else ("",))
+    chosen = [make for name, make in makers(settings, slow=arguments.slow) if name.startswith(wanted)]
+    entries = [entry for make in chosen for entry in make()]
+    paired.finish(entries, environment, settings, __file__, arguments.json)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@
 
 Every suite runs even if an earlier one failed, so that one run shows all there is to mend; two at a time where there
 are two processors, each one's output as a whole when it ends. A suite that executes no test fails (pytest's exit
-status 5). When all pass, the last line is pytest's own closing line.
+status 5). The last line counts the tests of all suites that passed, or names the suites that failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
@@ -42,6 +43,8 @@ for name in FRAMEWORKS:
     SUITES[f"doctest-{name}"] = [*PYTEST, "--doctest-modules", f"backends/polyamp_{name}"]
     SUITES[f"examples-{name}"] = [*PYTEST, "tests/examples", f"--framework={name}"]
 SUITES["packaging"] = [*PYTEST, "tests/packaging"]
+SUITES["benchmarks"] = [sys.executable, "benchmarks/bench.py", "--quick", "--here", "--out", "out/bench-quick"]
+"""Only that every benchmark runs to its end: the figures of a quick run beside other suites mean nothing."""
 
 
 LONG = ("backend-jax", "backend-tensorflow")
@@ -71,6 +74,12 @@ def run(name: str) -> Outcome:
     return Outcome(done.stdout, done.returncode, time.perf_counter() - start)
 
 
+def tests_passed(output: str) -> int:
+    """How many tests pytest's closing line counts; 0 for what is not pytest's."""
+    closing = re.search(r"\b(\d+) passed\b", (output.rstrip().splitlines() or [""])[-1])
+    return int(closing[1]) if closing else 0
+
+
 def main() -> int:
     """Run the chosen suites; the exit status is 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -78,17 +87,21 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="suites at a time (default: 2)")
     arguments = parser.parse_args()
     chosen = arguments.only or list(SUITES)
-    failed = []
+    begun = time.perf_counter()
+    failed, passed = [], 0
     with ThreadPoolExecutor(arguments.jobs) as pool:
         running = {pool.submit(run, name): name for name in sorted(chosen, key=lambda name: name not in LONG)}
         for future in as_completed(running):
             name, outcome = running[future], future.result()
             print(f"\n=== {name}: {' '.join(SUITES[name][1:])}\n{outcome.output.rstrip()}", flush=True)
+            passed += tests_passed(outcome.output)
             if outcome.status:
                 failed.append(name)
                 print(f"=== {name} FAILED after {outcome.seconds:.0f} s", flush=True)
     if failed:
         print(f"\nfailed suites: {', '.join(failed)}", flush=True)
+    else:
+        print(f"\n{passed} passed in {time.perf_counter() - begun:.0f} s, in {len(chosen)} suites", flush=True)
     return int(bool(failed))
 
 

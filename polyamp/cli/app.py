@@ -1,4 +1,4 @@
-"""The commands `demo`, `parity` and `doctor`: they read arguments, call polyamp, print and set the exit status.
+"""The commands `demo`, `parity`, `doctor`, `bench`: they read arguments, call polyamp, print and set the exit status.
 
 Exit status: 0 all fine; 1 a framework failed or a distance is outside the tolerance; 2 a wrong argument or recipe.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import platform
 import shutil
+import subprocess
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -97,6 +99,41 @@ def doctor() -> None:
     raise typer.Exit(1 if _broken(installed) else 0)
 
 
+@app.command()
+def bench(
+    quick: Annotated[bool, typer.Option("--quick", help="Under two minutes: shows that all works.")] = False,
+    only: Annotated[
+        str | None, typer.Option("--only", metavar="A,B", help="Parts whose name starts so, such as torch (all).")
+    ] = None,
+    here: Annotated[
+        bool, typer.Option("--here", help="Measure in this environment; install none for the other libraries.")
+    ] = False,
+    out: Annotated[Path, typer.Option("--out", file_okay=False, help="Folder for the tables and the raw figures.")] = (
+        Path("out/bench")
+    ),
+) -> None:
+    """Measure polyamp against its targets, handwritten steps and other libraries; needs a checkout of the repository.
+
+    Makes an environment for each framework in the checkout first. Every ratio is of two steps that ran in turns in one
+    process.
+    """
+    script = Path(polyamp.__file__).parents[1] / "benchmarks" / "bench.py"
+    if not script.is_file():
+        _stop(
+            "polyamp bench runs the scripts of the folder benchmarks/, which only a checkout of the repository has. "
+            f"Received: polyamp installed in {script.parents[1]}. Clone the repository and run: make bench"
+        )
+    command = [sys.executable, str(script), "--out", str(out)]
+    command += ["--quick"] * quick + ["--here"] * here + (["--only", *_words(only)] if only else [])
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
+def _stop(error: object) -> NoReturn:
+    """Print what is wrong and end with status 2."""
+    Console(stderr=True).print(f"[red]error:[/] {tables.plain(error)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(2)
+
+
 def _broken(installed: dict[str, polyamp.BackendStatus]) -> set[str]:
     return {name for name, status in installed.items() if not status.usable}
 
@@ -125,8 +162,7 @@ def _parity(
                 on_event=on_event,
             )
     except PolyampError as error:
-        Console(stderr=True).print(f"[red]error:[/] {tables.plain(error)}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+        _stop(error)
     tables.print_report(console, report)
     for path in _write(report, out):
         console.print(f"wrote {path}", soft_wrap=True)

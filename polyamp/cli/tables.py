@@ -102,8 +102,8 @@ def power_of_two(value: float) -> str:
     return f"2^{exponent:.0f}" if exponent.is_integer() and value != 1.0 else f"{value:g}"
 
 
-def plain(error: BaseException) -> str:
-    """An exception's message, safe to print among rich's markup."""
+def plain(error: object) -> str:
+    """An exception's message or another text, safe to print among rich's markup."""
     return escape(str(error))
 
 

@@ -1,0 +1,159 @@
+"""polyamp on one NVIDIA GPU, in torch and JAX: python benchmarks/gpu.py [--framework torch jax] [--quick] [--json PATH]
+
+Trains GPT-2 small's twelve blocks (width 768, 12 heads, length 1024), GPT-2 small whole, `workloads.MLP` and a ResNet
+in float32 without and with TF32, bfloat16 and float16, by hand and with polyamp, and prints
+
+    time of a step      of both sides in turns within each round, and of polyamp's over its own float32
+    MFU                 model FLOP utilisation of the transformers: `gpu_devices` has the formula and its source
+    peak memory         of a step with its weights, optimizer state and batch
+    host waits          how often the host waits for the device within a step
+
+A transformer's batch is the largest power of two whose float32 step fits into `gpu_run.MEMORY_SHARE` of the memory, as
+measured. Before anything is timed, the first losses of both sides are held against those of float32 by hand; a side
+that is further away than `gpu_rows.TOLERANCE` gets no figure. Each framework runs in a process of its own.
+
+Takes nine minutes at most for both frameworks, --quick 90 seconds; rows that no time is left for are named. Needs
+polyamp, torch with CUDA, jax with CUDA, flax and optax in this interpreter's environment; what is missing is named and
+left out. Without a GPU it says so and exits with 0. It judges nothing: the exit status is 1 if a framework's process
+failed, never because a target was missed. --rehearse runs everything at tiny sizes on the CPU, to see that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import gpu_run
+import msgspec
+import results
+from results import Entry, Results
+
+FRAMEWORKS: Final = {"torch": ("torch",), "jax": ("jax", "flax", "optax")}
+"""Framework -> the packages that its script imports."""
+INSTALL: Final = {"torch": "pip install torch", "jax": "pip install 'jax[cuda12]' flax optax"}
+BUDGET: Final = 500.0
+QUICK_BUDGET: Final = 80.0
+_GRACE: Final = 60.0
+"""Seconds for the row that was begun last, and for the start."""
+_MEANINGLESS: Final = "A rehearsal at tiny sizes on the CPU: nothing here has a meaning."
+
+
+def no_gpu() -> str | None:
+    """Why there is no NVIDIA GPU here, by the driver itself; None if there is one. `CUDA_VISIBLE_DEVICES` counts."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    except OSError:
+        return "the NVIDIA driver is not installed"
+    status = driver.cuInit(0)
+    count = ctypes.c_int(0)
+    status = status or driver.cuDeviceGetCount(ctypes.byref(count))
+    if status:
+        return f"the NVIDIA driver finds no device (CUDA error {status})"
+    return None if count.value else "the NVIDIA driver finds no device"
+
+
+def missing(framework: str) -> str | None:
+    """Which packages a framework's script lacks here, and how to get them; None if none."""
+    lacking = [name for name in FRAMEWORKS[framework] if importlib.util.find_spec(name) is None]
+    if not lacking:
+        return None
+    return f"{framework} is left out, {' and '.join(lacking)} not being installed here: {INSTALL[framework]}"
+
+
+def run(framework: str, arguments: argparse.Namespace, budget: float) -> tuple[Results | None, str]:
+    """A framework's results, and what is to be said of it: nothing, why it is left out, or how it failed.
+
+    Of a process that does not end in time, the rows that it had finished are kept.
+    """
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"} if arguments.rehearse else {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "results.json"
+        command = [sys.executable, str(Path(__file__).with_name(f"gpu_{framework}.py")), "--json", str(path)]
+        command += ["--budget", f"{budget:.0f}"]
+        command += [f"--{name}" for name in ("quick", "rehearse") if getattr(arguments, name)]
+        said = ""
+        try:
+            done = subprocess.run(command, check=False, env={**os.environ, **hidden}, timeout=budget + _GRACE)
+            if done.returncode:
+                said = f"{framework} failed: its process ended with status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            said = f"{framework} failed: its process was ended after {budget + _GRACE:.0f} s"
+        found = results.read(path) if path.exists() else None
+    if found is not None and "missing" in found.environment:
+        return None, f"{framework} is left out: {found.environment['missing']}"
+    return found, said
+
+
+def gathered(found: dict[str, Results], quick: bool, rehearse: bool) -> Results:
+    """All frameworks' results as one, the framework before each name."""
+    entries: list[Entry] = [
+        msgspec.structs.replace(entry, name=f"{name}: {entry.name}")
+        for name, part in found.items()
+        for entry in part.entries
+    ]
+    return Results(
+        script=Path(__file__).name,
+        environment={name: part.environment for name, part in found.items()},
+        settings={"quick": quick, "rehearsal": rehearse},
+        entries=entries,
+        seconds=sum(part.seconds for part in found.values()),
+    )
+
+
+def heading(found: Results) -> str:
+    """What was measured on what, a line for each framework."""
+    facts: list[dict[str, Any]] = list(found.environment.values())
+    lines = [results.heading(*facts)]
+    if found.settings["rehearsal"]:
+        lines.insert(0, _MEANINGLESS)
+    elif found.settings["quick"]:
+        lines.insert(0, "A quick run: everything works, the figures mean little and are held against no target.")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--framework", nargs="+", choices=list(FRAMEWORKS), default=list(FRAMEWORKS), help="which")
+    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the tables as Markdown")
+    gpu_run.options(parser, budget=None)
+    arguments = parser.parse_args()
+    reason = None if arguments.rehearse else no_gpu()
+    if reason is not None:
+        print(f"nothing is measured: {reason}. Run this where a GPU is, or with --rehearse to see that it works.")
+        return 0
+    budget = arguments.budget or (QUICK_BUDGET if arguments.quick else BUDGET)
+    found: dict[str, Results] = {}
+    said: list[str] = []
+    started = time.perf_counter()
+    for place, framework in enumerate(arguments.framework):
+        left = budget - (time.perf_counter() - started)
+        part, message = None, missing(framework)
+        if message is None:
+            part, message = run(framework, arguments, max(1.0, left / (len(arguments.framework) - place)))
+        if part is not None and part.entries:
+            found[framework] = part
+        said += [message] if message else []
+    whole = gathered(found, arguments.quick, arguments.rehearse)
+    if found:
+        print(f"\n{heading(whole)}\n\n{results.text(whole.entries)}")
+    print("".join(f"\n{message}" for message in said))
+    if arguments.json:
+        results.write(arguments.json, whole)
+    if arguments.markdown:
+        facts = "\n".join(f"- {line}" for line in [*heading(whole).splitlines(), *said])
+        arguments.markdown.parent.mkdir(parents=True, exist_ok=True)
+        arguments.markdown.write_text(f"{facts}\n\n{results.markdown(whole.entries)}")
+    return int(any(" failed: " in message for message in said))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""polyamp's parts for Keras against Keras's own: `compile` and `fit`, and `LossScaleOptimizer` in a custom loop.
+
+The model is the one of `tensorflow_step`, eight Dense(256) layers with Adam at batch 64. The rows, in each dtype:
+
+    fit                  `polyamp_tensorflow.compile` over `model.compile` under Keras's mixed policy, then `model.fit`
+                         on either side; the time of a batch, from whole epochs. float16 under XLA, which polyamp
+                         chooses by itself and Keras is told, as it takes minutes without on some processors
+    LossScaleOptimizer   polyamp_tensorflow's in the place of Keras's around the same `keras.optimizers.Adam`, in the
+                         same loop in one `tf.function`; float16 under XLA, the others outside of it
+
+Losses are compared before timing. Run by hand and by `bench.py`; it judges nothing and always exits with 0. About
+fifty seconds on two CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import keras
+import numpy as np
+import paired
+import results
+import tensorflow as tf
+import tensorflow_measure
+import tensorflow_models as models
+import workloads
+from paired import Found, Row, Settings, Step
+from results import Entry
+from tensorflow_step import BATCH, WIDTH, keras_adam, stack
+
+import polyamp
+import polyamp_tensorflow
+
+BATCHES: Final = 50
+"""Of an epoch."""
+SECONDS: Final = 4
+_TARGET = 1.0
+
+
+def data() -> tuple[Any, Any]:
+    """Inputs and targets of an epoch, float32."""
+    rng = np.random.default_rng(0)
+    x, y = (rng.standard_normal((BATCHES * BATCH, WIDTH), np.float32) for _ in range(2))
+    return x, y
+
+
+def fit_by_keras(dtype: str) -> Any:
+    """The model compiled by Keras."""
+    model, optimizer = stack(workloads.DTYPES[dtype]), keras_adam()
+    if dtype == "float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=workloads.INIT_SCALE)
+    model.compile(optimizer, loss="mse", jit_compile=True if dtype == "float16" else "auto")
+    return model
+
+
+def fit_by_polyamp(dtype: str) -> Any:
+    """The model compiled by a recipe."""
+    model = stack()
+    recipe = polyamp.Recipe(
+        policy=workloads.DTYPES[dtype],
+        optimizer=polyamp.adam(workloads.LEARNING_RATE, eps=models.ADAM_EPSILON),
+        scaler=polyamp.LossScaler(init_scale=workloads.INIT_SCALE) if dtype == "float16" else None,
+    )
+    polyamp_tensorflow.compile(model, recipe, loss="mse")
+    assert {layer.compute_dtype for layer in model.layers} == {dtype}
+    return model
+
+
+def fit_row(dtype: str, settings: Settings) -> Entry:
+    """`fit` on both."""
+    x, y = data()
+    models = [fit_by_keras(dtype), fit_by_polyamp(dtype)]
+
+    def losses(model: Any) -> list[float]:
+        history = model.fit(x[:BATCH], y[:BATCH], batch_size=BATCH, epochs=workloads.CHECKED_STEPS, verbose=0)
+        found: list[float] = history.history["loss"]
+        return found
+
+    def epoch(model: Any) -> Step:
+        return lambda: model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+
+    distance = paired.distance(*(losses(model) for model in models))
+    sides = [epoch(model) for model in models]
+    row = Row(f"fit, {dtype}", _TARGET, ("Keras", sides[0]), ("polyamp", sides[1]), section="peers")
+    found = paired.measure(row, settings._replace(steps=1))
+    each = Found(*([seconds / BATCHES for seconds in times] for times in found))
+    return paired.entry(_noted(row, dtype, distance), each, distance=distance)
+
+
+def loop(dtype: str, wrap: Callable[[Any], Any]) -> Step:
+    """A custom loop around a wrapped Adam; the step returns its loss."""
+    model, optimizer = stack(workloads.DTYPES[dtype]), wrap(keras_adam())
+    variables = model.trainable_variables
+    optimizer.build(variables)
+
+    @tf.function(jit_compile=dtype == "float16", autograph=False)
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(tf.cast(model(x, training=True), tf.float32) - y))
+            scaled = optimizer.scale_loss(loss)
+        optimizer.apply(tape.gradient(scaled, variables), variables)
+        return loss
+
+    x, y = (tf.constant(part[:BATCH]) for part in data())
+    return lambda: step(x, y).numpy()
+
+
+def optimizer_row(dtype: str, settings: Settings) -> Entry:
+    """`LossScaleOptimizer` on both."""
+    scale = workloads.INIT_SCALE
+    sides = [
+        loop(dtype, lambda inner: keras.optimizers.LossScaleOptimizer(inner, initial_scale=scale)),
+        loop(dtype, lambda i: polyamp_tensorflow.LossScaleOptimizer(i, polyamp.LossScaler(init_scale=scale))),
+    ]
+    distance = paired.distance(*([side() for _ in range(workloads.CHECKED_STEPS)] for side in sides))
+    name = f"LossScaleOptimizer, {dtype}"
+    row = Row(name, _TARGET, ("Keras", sides[0]), ("polyamp", sides[1]), section="peers")
+    return paired.entry(_noted(row, dtype, distance), paired.measure(row, settings), distance=distance)
+
+
+def _noted(row: Row, dtype: str, distance: float) -> Row:
+    return row if distance <= workloads.TOLERANCE[dtype] else row._replace(note="other numerics")
+
+
+def entries(wanted: tuple[str, ...], dtypes: tuple[str, ...], settings: Settings) -> Iterator[Entry]:
+    """Those whose names start with one of `wanted`."""
+    for name, row in (("fit", fit_row), ("LossScaleOptimizer", optimizer_row)):
+        for dtype in dtypes:
+            if f"{name}, {dtype}".startswith(wanted):
+                yield row(dtype, settings)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="rows whose name starts so")
+    arguments, settings = paired.parse(parser)
+    if arguments.seconds is None and not arguments.quick:
+        settings = settings._replace(seconds=SECONDS)
+    tf.config.threading.set_intra_op_parallelism_threads(settings.threads)
+    environment = tensorflow_measure.environment()
+    print(results.heading(environment, settings._asdict()) + "\n", flush=True)
+    dtypes = ("bfloat16",) if arguments.quick else tuple(workloads.DTYPES)
+    found = list(entries(tuple(arguments.only) or ("",), dtypes, settings))
+    paired.finish(found, environment, settings, __file__, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

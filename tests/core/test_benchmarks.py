@@ -1,0 +1,146 @@
+"""What the benchmarks write and print: ratios, targets, tables and files; nothing is timed and no framework runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import polyamp
+from polyamp.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "benchmarks" / "bench.py"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def entry(own: list[float], base: list[float] | None = None, **changes: Any) -> Any:
+    from results import Entry, Side
+
+    facts: dict[str, Any] = {"section": "targets", "name": "step", "unit": "s", "own": Side("polyamp", own), **changes}
+    return Entry(base=None if base is None else Side("by hand", base), **facts)
+
+
+def test_a_ratio_is_the_median_of_the_rounds() -> None:
+    from results import ratio
+
+    found = ratio([1.0, 3.0, 2.0], [2.0, 2.0, 2.0])
+    assert (found.median, found.low, found.high) == (1.0, 0.5, 1.5)
+    assert ratio([1.0, 2.0, 9.0], [4.0]).median == 0.5
+    assert str(ratio([1.0], [2.0])) == "0.500 (0.500..0.500)"
+
+
+@pytest.mark.parametrize(
+    ("own", "base", "target", "verdict"),
+    [
+        ([1.0, 1.0], [2.0, 2.0], 0.5, True),
+        ([1.1, 1.1], [2.0, 2.0], 0.5, False),
+        ([0.0], None, 0.0, True),
+        ([1.0], None, 0.0, False),
+        ([1.0], [1.0], None, None),
+        ([], [1.0], 1.0, None),
+    ],
+)
+def test_a_target_is_held_against_the_median(own: Any, base: Any, target: Any, verdict: bool | None) -> None:
+    from results import holds
+
+    assert holds(entry(own, base, target=target)) is verdict
+
+
+def test_the_table_says_what_is_not_measured_and_why() -> None:
+    from results import text
+
+    lines = text(
+        [
+            entry([0.001, 0.001], [0.002, 0.002], target=0.95, distance=1e-6),
+            entry([], [], section="peers", name="jmp", note="does not train: loss 2.3 -> nan"),
+            entry([0.05], name="import", target=0.06),
+        ]
+    ).splitlines()
+    assert lines[0] == "polyamp against its targets"
+    assert lines[4].split() == ["step", "by", "hand", "2.000", "ms", "polyamp", "1.000", "ms", "0.500",
+                                "(0.500..0.500)", "<=", "0.95", "met"]  # fmt: skip
+    assert lines[5].split() == ["import", "polyamp", "50.000", "ms", "<=", "60", "ms", "met"]
+    assert "- step (by hand): the losses of both sides are at most 1.0e-06 apart." in lines
+    assert "- jmp (by hand): does not train: loss 2.3 -> nan." in lines
+    assert any(line.startswith("jmp") and line.endswith("not measured") for line in lines)
+
+
+def test_markdown_holds_the_same_cells() -> None:
+    from results import markdown
+
+    lines = markdown([entry([12.0], [24.0], unit="MiB", section="memory")]).splitlines()
+    assert lines[0].startswith("### Peak memory")
+    assert lines[4] == "| step | by hand | 24 MiB | polyamp | 12 MiB | 0.500 (0.500..0.500) |  |  |"
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    from results import Results, read, write
+
+    made = Results(script="x.py", environment={"cpus": 2}, settings={}, entries=[entry([1.0], [2.0])], seconds=1.5)
+    write(tmp_path / "folder" / "x.json", made)
+    assert read(tmp_path / "folder" / "x.json") == made
+
+
+def test_a_distance_of_losses_is_relative() -> None:
+    from paired import distance
+
+    assert distance([2.0, 4.0], [2.0, 4.4]) == pytest.approx(0.1)
+    assert distance([1.0], [float("nan")]) != distance([1.0], [float("nan")])
+
+
+def test_every_part_is_a_script_and_belongs_to_a_framework() -> None:
+    import bench
+
+    assert [name for name in bench.PARTS if not (ROOT / "benchmarks" / f"{name}.py").is_file()] == []
+    frameworks = {name: bench.framework(name) for name in bench.PARTS}
+    assert frameworks.pop("import_time") is None
+    assert all(framework == name.partition("_")[0] for name, framework in frameworks.items())
+
+
+def test_a_part_that_fails_is_named_and_the_others_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import bench
+
+    (tmp_path / "import_time.py").write_text("raise SystemExit('no such processor')")
+    monkeypatch.setattr(bench, "FOLDER", tmp_path)
+    failure = bench.run("import_time", here=True, quick=True)
+    assert isinstance(failure, bench.Failure)
+    assert failure.part == "import_time"
+    assert failure.message == "status 1:\nno such processor"
+
+
+def test_an_unknown_part_is_refused() -> None:
+    done = subprocess.run([sys.executable, str(BENCH), "--only", "mxnet"], check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "argument --only: no part starts with mxnet; parts: import_time, torch_step" in done.stderr
+
+
+def test_polyamp_bench_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        seen.append(command)
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    outcome = CliRunner().invoke(app, ["bench", "--quick", "--only", "torch,jax_step", "--out", str(tmp_path)])
+    assert outcome.exit_code == 1
+    assert seen == [
+        [sys.executable, str(BENCH), "--out", str(tmp_path), "--quick", "--only", "torch", "jax_step"],
+    ]
+
+
+def test_polyamp_bench_outside_a_checkout_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(polyamp, "__file__", str(tmp_path / "polyamp" / "__init__.py"))
+    outcome = CliRunner().invoke(app, ["bench"])
+    assert outcome.exit_code == 2
+    assert "only a checkout of the repository has" in outcome.stderr
+    assert "run: make bench" in outcome.stderr
