@@ -1,7 +1,8 @@
 """All benchmarks: `make bench`, or `polyamp bench` in a checkout.
 
-Runs the scripts of `PARTS` one after the other, nothing beside them, each in a process and in the environment of its
-framework, which is made first (minutes, once). Then prints one table for each section against the targets and writes
+Runs the scripts of `PARTS` one after the other, nothing beside them (with --quick two at a time), each in a process and
+in the environment of its framework, which is made first (minutes, once). Then prints one table for each section against
+the targets and writes
 
     out/bench/bench.json    everything measured, raw
     out/bench/bench.md      the same tables as Markdown
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,25 +105,24 @@ def gather(parts: Sequence[str], *, here: bool, quick: bool) -> Report:
                 print(f"installing {name} and its peers into {environments.folder(name).name}", flush=True)
                 environments.install(name)
         started = time.perf_counter()  # what is installed once is not part of a run
-    found: list[Results] = []
-    failures: list[Failure] = []
-    for part in parts:
-        begin = time.perf_counter()
-        outcome = run(part, here=here, quick=quick)
-        said = "failed" if isinstance(outcome, Failure) else "done"
-        print(f"{part:22}{said} after {time.perf_counter() - begin:4.0f} s", flush=True)
-        if isinstance(outcome, Failure):
-            failures.append(outcome)
-        else:
-            found.append(outcome)
+    with ThreadPoolExecutor(2 if quick else 1) as pool:
+        outcomes = list(pool.map(lambda part: _said(part, here=here, quick=quick), parts))
     return Report(
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         machine=results.machine(),
         quick=quick,
         seconds=time.perf_counter() - started,
-        parts=found,
-        failures=failures,
+        parts=[outcome for outcome in outcomes if isinstance(outcome, Results)],
+        failures=[outcome for outcome in outcomes if isinstance(outcome, Failure)],
     )
+
+
+def _said(part: str, *, here: bool, quick: bool) -> Results | Failure:
+    begin = time.perf_counter()
+    outcome = run(part, here=here, quick=quick)
+    end = "failed" if isinstance(outcome, Failure) else "done"
+    print(f"{part:22}{end} after {time.perf_counter() - begin:4.0f} s", flush=True)
+    return outcome
 
 
 def entries(report: Report) -> list[Entry]:

@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured, raw")
     options = parser.parse_args()
     if options.quick:
-        options.runs, options.counts = 5, [100, 200]
+        options.runs, options.counts = 5, [50, 100]
     environment = jax_measure.environment()
     settings = Settings(options.runs, options.mode or "default")
     print(results.heading(environment, settings._asdict()))

@@ -65,10 +65,10 @@ class Settings(NamedTuple):
         curve: steps of the loss curve.
     """
 
-    rounds: int = 41
+    rounds: int = 31
     steps: int = 3
     compiles: int = 3
-    curve: int = 100
+    curve: int = 40
 
 
 FULL: Final = Settings()

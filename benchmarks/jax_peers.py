@@ -162,7 +162,7 @@ LIKE: Final = {
 """Peer -> the polyamp column of its kind."""
 _QUICK: Final = ("jmp",)
 _TARGET: Final = 1.0
-_SETTINGS: Final = Settings(rounds=21, steps=3, compiles=0, curve=30)
+_SETTINGS: Final = Settings(rounds=15, steps=3, compiles=0, curve=15)
 _KERAS_SECONDS: Final = 3
 
 

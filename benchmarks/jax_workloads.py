@@ -10,9 +10,9 @@ The rows, each `WORKLOAD, DTYPE[, clip|, accumulate N]`:
                results that do not take the place of an argument
     growth     the MLP's batch in 1, 4 and 16 micro-batches: what polyamp adds to each
 
-Float32 is compared in `mlp` alone, since every row costs two compilations. Run by hand and by `make bench`;
-it judges nothing and exits with 0. About two and a half minutes on two CPU cores, most of it compilation; `--quick`
-takes one row.
+Every row costs two compilations, so a full run leaves some out, float32 beyond `mlp` among them, which --slow measures.
+Run by hand and by `make bench`; it judges nothing and exits with 0. About two and a half minutes on two CPU cores, most
+of it compilation; `--quick` takes one row.
 """
 
 from __future__ import annotations
@@ -74,15 +74,22 @@ class Case(NamedTuple):
         return workloads.CLIP_NORM if self.clip else None
 
 
-def cases() -> list[Case]:
-    """Those of a full run."""
+def cases(*, slow: bool) -> list[Case]:
+    """Those of a full run, and with `slow` the others."""
     mlp, block, gpt, resnet = workloads.ALL
+    others = [
+        *(Case(each, "float32") for each in (block, gpt, resnet)),
+        *(Case(each, "float16") for each in (gpt, resnet)),
+        Case(mlp, "float16", clip=True),
+        Case(block, "bfloat16", accumulate=4),
+    ]
     return [
         Case(mlp, "float32"),
-        *(Case(each, dtype) for each in (mlp, block, gpt, resnet) for dtype in ("bfloat16", "float16")),
-        *(Case(each, "float16", clip=True) for each in (mlp, block)),
-        *(Case(each, "bfloat16", accumulate=4) for each in (mlp, block)),
-        Case(mlp, "bfloat16", accumulate=16),
+        *(Case(each, dtype) for each in (mlp, block) for dtype in ("bfloat16", "float16")),
+        *(Case(each, "bfloat16") for each in (gpt, resnet)),
+        Case(block, "float16", clip=True),
+        *(Case(mlp, "bfloat16", accumulate=count) for count in (4, 16)),
+        *(others if slow else []),
     ]
 
 
@@ -274,13 +281,14 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="rows whose names begin so")
+    parser.add_argument("--slow", action="store_true", help="also the rows that a full run leaves out for their time")
     arguments, settings = paired.parse(parser)
     settings = settings._replace(seconds=min(settings.seconds, _ROW_SECONDS))
     environment = jax_measure.environment()
     print(results.heading(environment, settings._asdict()) + "\n", flush=True)
     chosen = [
         case
-        for case in (QUICK if arguments.quick else cases())
+        for case in (QUICK if arguments.quick else cases(slow=arguments.slow))
         if arguments.only is None or case.name.startswith(tuple(arguments.only))
     ]
     entries: list[Entry] = []

@@ -64,7 +64,7 @@ class Settings(NamedTuple):
     steps: int = 3
     warmup: int = 3
     threads: int = 1
-    seconds: int = 20
+    seconds: int = 6
 
 
 QUICK = Settings(rounds=5, steps=1, warmup=1, seconds=1)

@@ -35,7 +35,7 @@ import polyamp_tensorflow
 
 BATCHES: Final = 50
 """Of an epoch."""
-SECONDS: Final = 4
+SECONDS: Final = 3
 _TARGET = 1.0
 
 
@@ -64,7 +64,7 @@ def fit_by_polyamp(dtype: str) -> Any:
         scaler=polyamp.LossScaler(init_scale=workloads.INIT_SCALE) if dtype == "float16" else None,
     )
     polyamp_tensorflow.compile(model, recipe, loss="mse")
-    assert {layer.compute_dtype for layer in model.layers} == {dtype}
+    assert model.layers[0].compute_dtype == dtype
     return model
 
 

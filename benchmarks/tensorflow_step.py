@@ -40,7 +40,7 @@ WIDTH, LAYERS, BATCH, SCALE = 256, 8, 64, 2.0**10
 COUNTS, SLOW_COUNTS = (200, 1000), (200, 1000, 10_000)
 QUICK = ("bfloat16", "block", "host")
 """The rows of `--quick`."""
-SECONDS = 4
+SECONDS = 3
 """Of measuring a row, unless `--seconds` says otherwise."""
 _TARGET = 0.95
 

@@ -6,12 +6,12 @@ same weights and data; the losses of the first steps are compared before either 
 sides, as polyamp chooses by itself on a CPU; float32 and bfloat16 outside of it. The rows:
 
     workloads   mlp, block, gpt and resnet in each dtype; mlp and block with clipping, and with four micro-batches;
-                some of the mlp only with --slow, as TensorFlow compiles their hundred layers for long
+                some only with --slow, as TensorFlow traces and compiles them for long
     memory      what a warm step takes at its peak, above what was held before it
     growth      the mlp in bfloat16 with 1, (4 with --slow) and 16 micro-batches: what polyamp's step takes over the
                 handwritten one
 
-Run by hand and by `bench.py`; it judges nothing and always exits with 0. About four minutes on two CPU cores, most of
+Run by hand and by `bench.py`; it judges nothing and always exits with 0. About two minutes on two CPU cores, most of
 which TensorFlow traces and compiles.
 """
 
@@ -77,10 +77,13 @@ def cases() -> Iterator[Case]:
 
 
 SLOW: Final = {
+    Case(workloads.MLP, "float32"): 15,
     Case(workloads.MLP, "bfloat16", clip=True): 20,
     Case(workloads.MLP, "bfloat16", accumulate=4): 20,
     Case(workloads.MLP, "float16"): 50,
     Case(workloads.MLP, "float16", clip=True): 50,
+    Case(workloads.GPT, "float16"): 12,
+    Case(workloads.RESNET, "float16"): 12,
 }
 """Left out without `--slow` -> about how many seconds TensorFlow traces and compiles both sides."""
 QUICK: Final = (Case(workloads.BLOCK, "bfloat16"), Case(workloads.BLOCK, "bfloat16", accumulate=4))

@@ -9,7 +9,7 @@
 All start from the same weights and see the same batch. Before it is timed a peer's losses are compared with polyamp's,
 and the dtype of its matrix products is looked at: one that computes in another dtype than it was asked for is not
 timed, and its row says so. So does one that is not installed (`benchmarks/requirements-torch.txt`) or does not train.
-About 50 seconds on one CPU core; a row takes a fifth of `--seconds`.
+About 50 seconds on one CPU core; a row takes a quarter of `--seconds`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from results import Entry, Side, heading
 from torch_loops import Training, Variant
 from workloads import BLOCK, MLP, Workload
 
-SECONDS = 0.2
+SECONDS = 0.25
 """Of `--seconds`, what a row takes."""
 
 

@@ -6,7 +6,7 @@
 
 Both sides start from the same weights, see the same batch and use torch's fused AdamW; the losses of the first steps
 are compared before anything is timed. What takes longer than three seconds a step is left out, and says so. About 110
-seconds on one CPU core; a row takes a sixth of `--seconds`.
+seconds on one CPU core; a row takes a quarter of `--seconds`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch_loops import Training, Variant
 from workloads import BLOCK, GPT, MLP, RESNET, Workload
 
 BY_HAND, POLYAMP = "by hand", "polyamp"
-SECONDS = 1 / 6
+SECONDS = 1 / 4
 """Of `--seconds`, what a row takes."""
 SLOW = 1.0
 """Seconds a step from which on a row takes the fewest rounds."""
