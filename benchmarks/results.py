@@ -144,8 +144,8 @@ def read(path: Path) -> Results:
 
 # --- the tables
 
-_HEADING = ("", "against", "", "measured", "", "ratio (quartiles)", "target", "")
-_NUMBERS = (2, 4, 5)
+_HEADING = ("", "against", "", "measured", "", "ratio (quartiles)", "target", "", "losses apart")
+_NUMBERS = (2, 4, 5, 8)
 """Columns that are set to the right."""
 
 
@@ -189,6 +189,7 @@ def _cells(entry: Entry) -> tuple[str, ...]:
         str(_ratio(entry)) if known and entry.base is not None else "",
         _wanted(entry),
         {True: "met", False: "missed", None: "" if known else "not measured"}[holds(entry)],
+        "" if entry.distance is None else f"{entry.distance:.1e}",
     )
 
 
@@ -207,13 +208,11 @@ def _wanted(entry: Entry) -> str:
 
 
 def _notes(entries: Sequence[Entry]) -> list[str]:
-    lines = []
-    for entry in entries:
-        said = [entry.note] if entry.note else []
-        if entry.distance is not None:
-            said.append(f"the losses of both sides are at most {entry.distance:.1e} apart")
-        if said:
-            lines.append(f"- {entry.name}{f' ({entry.base.name})' if entry.base else ''}: {'; '.join(said)}.")
+    lines = [
+        f"- {entry.name}{f' ({entry.base.name})' if entry.base else ''}: {entry.note}."
+        for entry in entries
+        if entry.note
+    ]
     return ["", *lines] if lines else []
 
 
