@@ -15,7 +15,7 @@ fifty seconds on two CPU cores.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import keras
@@ -28,7 +28,7 @@ import tensorflow_models as models
 import workloads
 from paired import Found, Row, Settings, Step
 from results import Entry
-from tensorflow_step import BATCH, WIDTH, keras_adam, stack
+from tensorflow_step import BATCH, WIDTH, by_hand, keras_adam, scaled_by_keras, stack, waiting
 
 import polyamp
 import polyamp_tensorflow
@@ -89,31 +89,19 @@ def fit_row(dtype: str, settings: Settings) -> Entry:
     return paired.entry(_noted(row, dtype, distance), each, distance=distance)
 
 
-def loop(dtype: str, wrap: Callable[[Any], Any]) -> Step:
-    """A custom loop around a wrapped Adam; the step returns its loss."""
-    model, optimizer = stack(workloads.DTYPES[dtype]), wrap(keras_adam())
-    variables = model.trainable_variables
-    optimizer.build(variables)
-
-    @tf.function(jit_compile=dtype == "float16", autograph=False)
-    def step(x: Any, y: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(tf.cast(model(x, training=True), tf.float32) - y))
-            scaled = optimizer.scale_loss(loss)
-        optimizer.apply(tape.gradient(scaled, variables), variables)
-        return loss
-
-    x, y = (tf.constant(part[:BATCH]) for part in data())
-    return lambda: step(x, y).numpy()
+def scaled_by_polyamp(optimizer: Any) -> Any:
+    """polyamp's scaler around an optimizer."""
+    return polyamp_tensorflow.LossScaleOptimizer(optimizer, polyamp.LossScaler(init_scale=workloads.INIT_SCALE))
 
 
 def optimizer_row(dtype: str, settings: Settings) -> Entry:
     """`LossScaleOptimizer` on both."""
-    scale = workloads.INIT_SCALE
-    sides = [
-        loop(dtype, lambda inner: keras.optimizers.LossScaleOptimizer(inner, initial_scale=scale)),
-        loop(dtype, lambda i: polyamp_tensorflow.LossScaleOptimizer(i, polyamp.LossScaler(init_scale=scale))),
-    ]
+    x, y = (tf.constant(part[:BATCH]) for part in data())
+    sides = []
+    for scaled in (scaled_by_keras, scaled_by_polyamp):
+        step = by_hand(stack(workloads.DTYPES[dtype]), scaled(keras_adam()), (x, y), jit=dtype == "float16")
+        tensorflow_measure.check_products(step, dtype)
+        sides.append(waiting(step))
     distance = paired.distance(*([side() for _ in range(workloads.CHECKED_STEPS)] for side in sides))
     name = f"LossScaleOptimizer, {dtype}"
     row = Row(name, _TARGET, ("Keras", sides[0]), ("polyamp", sides[1]), section="peers")

@@ -86,9 +86,13 @@ def loss_fn(model: Any, batch: Any) -> Any:
     return polyamp.losses.mean_squared_error(model(batch[0]), batch[1])
 
 
-def by_hand(model: Any, inner: Any, batch: tuple[Any, Any], *, jit: bool = False) -> Step:
-    """Keras's scaler in the loop of Keras's guide to mixed precision; the layers are under Keras's policy already."""
-    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=SCALE)
+def scaled_by_keras(optimizer: Any) -> Any:
+    """Keras's scaler around an optimizer."""
+    return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=SCALE)
+
+
+def by_hand(model: Any, optimizer: Any, batch: tuple[Any, Any], *, jit: bool = False) -> Step:
+    """A scaler in the loop of Keras's guide to mixed precision; the layers are under Keras's policy already."""
     variables = model.trainable_variables
     optimizer.build(variables)
 
@@ -130,7 +134,7 @@ def stack_fields(policy: str) -> dict[str, Any]:
 def against_keras(name: str, dtype: str, *, jit: bool = False, target: float | None = _TARGET, **fields: Any) -> Row:
     """The eight layers by hand and with polyamp."""
     policy = workloads.DTYPES[dtype]
-    hand = by_hand(stack(policy), keras_adam(), batch(), jit=jit)
+    hand = by_hand(stack(policy), scaled_by_keras(keras_adam()), batch(), jit=jit)
     own = library(stack(), batch(), jit=jit, **{**stack_fields(policy), **fields})
     for side in (hand, own):
         tensorflow_measure.check_products(side, dtype)
@@ -185,7 +189,8 @@ def growth(counts: Sequence[int], settings: Settings, *, slow: bool) -> Iterator
     for count in counts if slow else counts[:1]:
         with models.keras_policy("mixed_bfloat16"):
             model = side_by_side(count)
-        hand = by_hand(model, keras.optimizers.SGD(1e-6, global_clipnorm=workloads.CLIP_NORM), _side_batch(count))
+        sgd = keras.optimizers.SGD(1e-6, global_clipnorm=workloads.CLIP_NORM)
+        hand = by_hand(model, scaled_by_keras(sgd), _side_batch(count))
         yield compared(f"step of {count} weights", ("by hand", waiting(hand)), (count, count))
     least, most = counts[0], counts[-1]
     name = f"step from {least} to {most} weights"
