@@ -37,6 +37,10 @@ class Side(msgspec.Struct, frozen=True):
         """Their median."""
         return statistics.median(self.values)
 
+    def figure(self, unit: str) -> float:
+        """The median; of a count, the largest, which a median would hide."""
+        return self.median if unit else max(self.values)
+
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One comparison, or one figure that is compared with nothing.
@@ -111,7 +115,7 @@ def holds(entry: Entry) -> bool | None:
     """Whether the target is met, as measured; None without a target or without values."""
     if entry.target is None or not measured(entry):
         return None
-    return (_figure(entry) if entry.base is None else _ratio(entry).median) <= entry.target
+    return (entry.own.figure(entry.unit) if entry.base is None else _ratio(entry).median) <= entry.target
 
 
 def machine() -> dict[str, Any]:
@@ -196,7 +200,7 @@ def _cells(entry: Entry) -> tuple[str, ...]:
 def _amount(side: Side, unit: str) -> str:
     if not side.values:
         return ""
-    value = side.median
+    value = side.figure(unit)
     return {"s": f"{value * 1e3:.3f} ms", "": f"{value:g}"}.get(unit, f"{value:.3g} {unit}")
 
 
@@ -219,10 +223,6 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
     placed = enumerate(zip(row, widths, strict=True))
     return "  ".join(cell.rjust(width) if n in _NUMBERS else cell.ljust(width) for n, (cell, width) in placed).rstrip()
-
-
-def _figure(entry: Entry) -> float:
-    return entry.own.median
 
 
 def _ratio(entry: Entry) -> Ratio:

@@ -46,13 +46,14 @@ def test_a_ratio_is_the_median_of_the_rounds() -> None:
         ([0.0], None, 0.0, True),
         ([1.0], None, 0.0, False),
         ([1.0], [1.0], None, None),
+        ([0.0, 0.0, 1.0], None, 0.0, False),
         ([], [1.0], 1.0, None),
     ],
 )
 def test_a_target_is_held_against_the_median(own: Any, base: Any, target: Any, verdict: bool | None) -> None:
     from results import holds
 
-    assert holds(entry(own, base, target=target)) is verdict
+    assert holds(entry(own, base, target=target, unit="")) is verdict
 
 
 def test_the_table_says_what_is_not_measured_and_why() -> None:
