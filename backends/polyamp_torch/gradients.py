@@ -15,9 +15,11 @@ from polyamp_torch.arrays import XP
 
 _PIECE: Final = 65536
 """Elements summed in one go: short sums are exact to 1e-6 where one over millions of elements is off by 1e-4."""
-_SMALL: Final = 16384
-"""Tensors up to this size are laid end to end and summed together, one kernel for many. Large ones are summed in rows
-of this length."""
+_ROW: Final = 16384
+"""Contiguous tensors above `_PIECE` are summed in rows of this length."""
+_TINY: Final = 2048
+"""Tensors up to this size are laid end to end and summed together, one kernel for many; copying more costs more than
+the kernels that it spares."""
 
 
 class Measured(NamedTuple):
@@ -140,22 +142,36 @@ def _norm(bucket: list[torch.Tensor]) -> torch.Tensor:
     pieces = _pieces(bucket)
     double = bucket[0].dtype == torch.float64
     if not double:
-        norm = _together(_piece_norms(pieces, torch.float32))
+        norm = _together(pieces.norms(torch.float32))
         if 1e-15 < norm.item() < 1e15:
             return norm.double()
-    norm = _together(_piece_norms(pieces, torch.float64))
+    norm = _together(pieces.norms(torch.float64))
     if double and not 1e-140 < norm.item() < 1e140:
-        peak = torch.stack([piece.abs().amax() for piece in pieces]).amax()
+        peak = torch.stack([piece.abs().amax() for piece in (*pieces.whole, *pieces.rows)]).amax()
         if 0.0 < peak.item() < float("inf"):
-            return peak * _together(_piece_norms([piece / peak for piece in pieces], torch.float64))
+            return peak * _together(pieces.over(peak).norms(torch.float64))
     return norm
 
 
-def _piece_norms(pieces: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Norms of pieces, and of the rows of those that `_pieces` made matrices of."""
-    whole = [piece for piece in pieces if piece.dim() != 2]
-    rows = [torch.linalg.vector_norm(piece, dim=1, dtype=dtype) for piece in pieces if piece.dim() == 2]
-    return [*(_foreach_norm(whole, dtype) if whole else []), *rows]
+class _Pieces(NamedTuple):
+    """Numbers in pieces that are summed one by one.
+
+    Attributes:
+        whole: tensors of any shape, each of which is one piece.
+        rows: matrices, each row of which is one.
+    """
+
+    whole: list[torch.Tensor]
+    rows: list[torch.Tensor]
+
+    def norms(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Of every piece."""
+        rows = [torch.linalg.vector_norm(matrix, dim=1, dtype=dtype) for matrix in self.rows]
+        return [*(_foreach_norm(self.whole, dtype) if self.whole else []), *rows]
+
+    def over(self, by: torch.Tensor) -> _Pieces:
+        """Every number divided."""
+        return _Pieces([piece / by for piece in self.whole], [matrix / by for matrix in self.rows])
 
 
 def _foreach_norm(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -175,27 +191,29 @@ def _together(norms: list[torch.Tensor]) -> torch.Tensor:
     return together
 
 
-def _pieces(bucket: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same numbers in pieces that are summed one by one: small tensors laid end to end, large ones in rows."""
-    small: list[torch.Tensor] = []
-    pieces: list[torch.Tensor] = []
+def _pieces(bucket: list[torch.Tensor]) -> _Pieces:
+    """The numbers of a bucket: tiny tensors laid end to end, large ones in rows, the others as they are."""
+    found = _Pieces([], [])
+    tiny: list[torch.Tensor] = []
     laid = 0
     for tensor, size in zip(bucket, map(torch.Tensor.numel, bucket), strict=True):
-        if size <= _SMALL:
-            small.append(tensor)
+        if size <= _TINY:
+            tiny.append(tensor)
             laid += size
             if laid >= _PIECE:
-                pieces.append(_end_to_end(small))
-                small, laid = [], 0
+                found.whole.append(_end_to_end(tiny))
+                tiny, laid = [], 0
         elif size > _PIECE and tensor.is_contiguous():
-            rest = size % _SMALL
-            flat = tensor.view(-1) if rest else tensor
-            pieces.append((flat[:-rest] if rest else flat).view(-1, _SMALL))
+            rest = size % _ROW
+            flat = tensor.view(-1)
+            found.rows.append((flat[:-rest] if rest else flat).view(-1, _ROW))
             if rest:
-                pieces.append(flat[-rest:])
+                found.whole.append(flat[-rest:])
         else:
-            pieces.append(tensor.flatten() if tensor.dim() == 2 else tensor)
-    return [*pieces, _end_to_end(small)] if laid or not pieces else pieces
+            found.whole.append(tensor)
+    if laid or not (found.whole or found.rows):
+        found.whole.append(_end_to_end(tiny))
+    return found
 
 
 def _end_to_end(tensors: list[torch.Tensor]) -> torch.Tensor:
