@@ -14,20 +14,24 @@ that is further away than `gpu_rows.TOLERANCE` gets no figure. Each framework ru
 
 Takes nine minutes at most for both frameworks, --quick 90 seconds; rows that no time is left for are named. Needs
 polyamp, torch with CUDA, jax with CUDA, flax and optax in this interpreter's environment; what is missing is named and
-left out. Without a GPU it says so and exits with 0. It judges nothing: the exit status is 1 if a framework's process
-failed, never because a target was missed. --rehearse runs everything at tiny sizes on the CPU, to see that it works.
+left out. Without a GPU it says so and exits with 0. It judges nothing: the exit status is 1 if a row or a framework's
+process failed, never because a target was missed. What is measured is written as it comes: a run that is cut off leaves
+its rows behind. --rehearse runs everything at tiny sizes on the CPU, to see that it works.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +48,8 @@ QUICK_BUDGET: Final = 80.0
 REHEARSAL_BUDGET: Final = 1800.0
 _GRACE: Final = 60.0
 """Seconds for the row that was begun last, and for the start."""
+_GLANCE: Final = 5.0
+"""Seconds between two looks at what a framework's process has written."""
 _MEANINGLESS: Final = "A rehearsal at tiny sizes on the CPU: nothing here has a meaning."
 
 
@@ -69,10 +75,13 @@ def missing(framework: str) -> str | None:
     return f"{framework} is left out, {' and '.join(lacking)} not being installed here: {INSTALL[framework]}"
 
 
-def run(framework: str, arguments: argparse.Namespace, budget: float) -> tuple[Results | None, str]:
+def run(
+    framework: str, arguments: argparse.Namespace, budget: float, keep: Callable[[Results], None]
+) -> tuple[Results | None, str]:
     """A framework's results, and what is to be said of it: nothing, why it is left out, or how it failed.
 
-    Of a process that does not end in time, the rows that it had finished are kept.
+    Of a process that does not end in time, the rows that it had finished are kept. `keep` is given what it has written
+    so far, every few seconds.
     """
     hidden = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"} if arguments.rehearse else {}
     with tempfile.TemporaryDirectory() as folder:
@@ -80,17 +89,30 @@ def run(framework: str, arguments: argparse.Namespace, budget: float) -> tuple[R
         command = [sys.executable, str(Path(__file__).with_name(f"gpu_{framework}.py")), "--json", str(path)]
         command += ["--budget", f"{budget:.0f}"]
         command += [f"--{name}" for name in ("quick", "rehearse") if getattr(arguments, name)]
-        said = ""
-        try:
-            done = subprocess.run(command, check=False, env={**os.environ, **hidden}, timeout=budget + _GRACE)
-            if done.returncode:
-                said = f"{framework} failed: its process ended with status {done.returncode}"
-        except subprocess.TimeoutExpired:
+        said, end = "", time.perf_counter() + budget + _GRACE
+        with subprocess.Popen(command, env={**os.environ, **hidden}) as process:
+            try:
+                while (status := _status(process)) is None and time.perf_counter() < end:
+                    if path.exists():
+                        keep(results.read(path))
+            finally:
+                process.kill()  # also when this process is ended: nothing goes on using the GPU
+        if status is None:
             said = f"{framework} failed: its process was ended after {budget + _GRACE:.0f} s"
+        elif status:
+            said = f"{framework} failed: its process ended with status {status}"
         found = results.read(path) if path.exists() else None
     if found is not None and "missing" in found.environment:
         return None, f"{framework} is left out: {found.environment['missing']}"
     return found, said
+
+
+def _status(process: subprocess.Popen[bytes]) -> int | None:
+    """A process's exit status, waited for a few seconds; None if it runs on."""
+    try:
+        return process.wait(_GLANCE)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def gathered(found: dict[str, Results], quick: bool, rehearse: bool) -> Results:
@@ -120,6 +142,16 @@ def heading(found: Results) -> str:
     return "\n".join(lines)
 
 
+def write(whole: Results, said: list[str], arguments: argparse.Namespace) -> None:
+    """What --json and --markdown ask for."""
+    if arguments.json:
+        gpu_run.write(arguments.json, whole)
+    if arguments.markdown:
+        facts = "\n".join(f"- {line}" for line in [*heading(whole).splitlines(), *said])
+        arguments.markdown.parent.mkdir(parents=True, exist_ok=True)
+        arguments.markdown.write_text(f"{facts}\n\n{results.markdown(whole.entries)}")
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -133,27 +165,30 @@ def main() -> int:
         return 0
     usual = REHEARSAL_BUDGET if arguments.rehearse else QUICK_BUDGET if arguments.quick else BUDGET
     budget = arguments.budget or usual
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     found: dict[str, Results] = {}
     said: list[str] = []
+
+    def keep(framework: str, part: Results) -> None:
+        if part.entries:
+            found[framework] = part
+        write(gathered(found, arguments.quick, arguments.rehearse), said, arguments)
+
     started = time.perf_counter()
     for place, framework in enumerate(arguments.framework):
         left = budget - (time.perf_counter() - started)
         part, message = None, missing(framework)
         if message is None:
-            part, message = run(framework, arguments, max(1.0, left / (len(arguments.framework) - place)))
-        if part is not None and part.entries:
-            found[framework] = part
+            share = max(1.0, left / (len(arguments.framework) - place))
+            part, message = run(framework, arguments, share, functools.partial(keep, framework))
         said += [message] if message else []
+        if part is not None:
+            keep(framework, part)
     whole = gathered(found, arguments.quick, arguments.rehearse)
     if found:
         print(f"\n{heading(whole)}\n\n{results.text(whole.entries)}")
     print("".join(f"\n{message}" for message in said))
-    if arguments.json:
-        results.write(arguments.json, whole)
-    if arguments.markdown:
-        facts = "\n".join(f"- {line}" for line in [*heading(whole).splitlines(), *said])
-        arguments.markdown.parent.mkdir(parents=True, exist_ok=True)
-        arguments.markdown.write_text(f"{facts}\n\n{results.markdown(whole.entries)}")
+    write(whole, said, arguments)
     return int(any(" failed: " in message for message in said))
 
 

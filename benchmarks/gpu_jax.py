@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -91,7 +92,10 @@ class JaxTraining:
             for _ in range(_COUNTED):
                 self._state, _ = self._step(self._state, self._batch)
 
+        kept = jax.tree.map(jnp.copy, self._state)  # a step that is refused has consumed its own
         refused = _refused(several)
+        if refused is not None:
+            self._state = kept
         how = f"by the transfer guard, in {_COUNTED} steps"
         return Waits(0.0, how) if refused is None else Waits(1.0, f"{how}: at least one, {refused}")
 
@@ -276,4 +280,4 @@ def open_engine(rehearse: bool) -> JaxEngine | str:
 
 
 if __name__ == "__main__":
-    gpu_run.main(__doc__, __file__, open_engine)
+    sys.exit(gpu_run.main(__doc__, __file__, open_engine))

@@ -189,7 +189,7 @@ class Comparison:
     def _compare(self, name: str, precision: str, sides: dict[str, Measured], distance: float) -> None:
         own, base = sides["polyamp"], sides["by hand"]
         peaks = [side.training.peak() for side in (own, base)]
-        waits = own.training.waits() if precision in NARROW else None
+        waits = [side.training.waits() for side in (own, base)]
         third = [] if self._float32 is None else [self._float32]
         found = interleaved([own, base, *third], self._settings)
         seconds, free = own.training.run(1)
@@ -212,11 +212,11 @@ class Comparison:
             self._add(f"{name}: MFU", mfu[0], mfu[1], unit="%", note=f"of {peak / 1e12:g} TFLOP/s")
         if peaks[0] is not None and peaks[1] is not None:
             self._add(f"{name}: peak memory", [peaks[0] / MIB], [peaks[1] / MIB], unit="MiB", section="memory")
-        if waits is not None:
-            counted = [] if waits.count is None else [waits.count]
-            how = waits.how
+        if waits[0] is not None and waits[1] is not None:
+            counted = [] if waits[0].count is None else [waits[0].count]
+            how = f"{waits[0].how}; by hand {'unknown' if waits[1].count is None else f'{waits[1].count:g}'}"
             if precision == "float16":
-                how += "; that the loss scale is not stuck is read besides, in every 50th and 51st step"
+                how += "; whether the loss scale is stuck is read besides, in every 50th and 51st step"
             self._add(f"{name}: host waits in a step", counted, None, unit="", target=self._target(0.0), note=how)
         if precision == "float32":
             self._float32, self._float32_peak = own, peaks[0]

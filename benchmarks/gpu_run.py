@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -21,8 +22,8 @@ from workloads import Workload
 FULL: Final = (BLOCKS, workloads.MLP, GPT, RESNET)
 REHEARSAL: Final = (
     Workload("block", batch=0, width=32, layers=2, heads=4, length=16),
-    Workload("gpt", batch=0, width=32, layers=2, heads=4, length=16, vocabulary=64),
     Workload("mlp", batch=4, width=8, layers=4),
+    Workload("gpt", batch=0, width=32, layers=2, heads=4, length=16, vocabulary=64),
     Workload("resnet", batch=2, width=4, layers=1, length=8, vocabulary=10),
 )
 
@@ -33,6 +34,7 @@ QUICK_BATCH: Final = 8
 REHEARSAL_BATCH: Final = 4
 
 _STARTED: Final = time.perf_counter()
+_FAILED: Final = "failed: "
 
 
 # --- the batch
@@ -90,48 +92,69 @@ def sized(engine: Engine, workload: Workload, settings: Settings) -> tuple[Workl
 
 def plan(settings: Settings) -> list[tuple[Workload, tuple[str, ...]]]:
     """Workloads and their precisions, the most wanted first."""
-    if settings.quick:
-        return [(BLOCKS, PRECISIONS[:3]), (workloads.MLP, PRECISIONS[:2])]
     chosen = REHEARSAL if settings.rehearse else FULL
-    return [(each, PRECISIONS if each.name != "mlp" else PRECISIONS[:3]) for each in chosen]
+    if settings.quick:
+        return [(chosen[0], PRECISIONS[:3]), (chosen[1], PRECISIONS[:2])]
+    return [(each, PRECISIONS) for each in chosen]
 
 
 def measure(engine: Engine, settings: Settings, keep: Callable[[list[Entry]], None]) -> list[Entry]:
-    """Every row that the budget allows; `keep` is given what there is after each."""
+    """Every row that the budget allows; `keep` is given what there is after each.
+
+    What fails is printed and named in its row, and the rest goes on: a GPU is seldom at hand for a second try.
+    """
     done: list[Entry] = []
+
+    def keep_with(found: list[Entry]) -> None:
+        keep([*done, *found])
+
     for workload, precisions in plan(settings):
         title = TITLES[workload.name]
         if _elapsed() > settings.budget:
-            done.append(_left_out(title, _no_time(settings)))
+            done.append(_without_figure(title, _no_time(settings)))
             continue
         try:
             sized_, note = sized(engine, workload, settings)
         except MemoryError as error:
-            done.append(_left_out(title, str(error)))
-            continue
-        while True:
-            comparison = Comparison(engine, sized_, settings, note)
-            try:
-                for precision in precisions:
-                    if _elapsed() > settings.budget:
-                        comparison.entries.append(_left_out(f"{title}, {precision}", _no_time(settings)))
-                        continue
-                    comparison.measure(precision)
-                    print(f"{engine.name}: {title}, {precision} after {_elapsed():.0f} s", flush=True)
-                    keep([*done, *comparison.entries])
-                break
-            except Exception as error:
-                if not engine.out_of_memory(error) or sized_.batch == 1:
-                    raise
-            del comparison  # the error and its frames are gone here, and with them the tensors that they held
-            engine.free()
-            sized_ = sized_._replace(batch=sized_.batch // 2)
-            note = f"batch {sized_.batch}, since twice as much ran out of memory"
-        done += comparison.entries
-        del comparison
+            done.append(_without_figure(title, f"left out: {error}"))
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is printed, and the exit status tells
+            done.append(_without_figure(title, _failed(error)))
+        else:
+            done.extend(_of_workload(engine, sized_, precisions, settings, note, keep_with))
         engine.free()
     keep(done)
     return done
+
+
+def _of_workload(
+    engine: Engine,
+    workload: Workload,
+    precisions: tuple[str, ...],
+    settings: Settings,
+    note: str,
+    keep: Callable[[list[Entry]], None],
+) -> list[Entry]:
+    """The rows of one workload, at half of its batch if that runs out of memory."""
+    title = TITLES[workload.name]
+    comparison = Comparison(engine, workload, settings, note)
+    for precision in precisions:
+        if _elapsed() > settings.budget:
+            comparison.entries.append(_without_figure(f"{title}, {precision}", _no_time(settings)))
+            continue
+        try:
+            comparison.measure(precision)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is printed, and the exit status tells
+            if engine.out_of_memory(error) and workload.batch > 1:
+                break
+            comparison.entries.append(_without_figure(f"{title}, {precision}", _failed(error)))
+        print(f"{engine.name}: {title}, {precision} after {_elapsed():.0f} s", flush=True)
+        keep(comparison.entries)
+    else:
+        return comparison.entries
+    del comparison  # the error and its frames are gone here, and with them the tensors that they held
+    engine.free()
+    note = f"batch {workload.batch // 2}, since twice as much ran out of memory"
+    return _of_workload(engine, workload._replace(batch=workload.batch // 2), precisions, settings, note, keep)
 
 
 def _elapsed() -> float:
@@ -139,12 +162,17 @@ def _elapsed() -> float:
 
 
 def _no_time(settings: Settings) -> str:
-    return f"the {settings.budget:g} s of --budget were over"
+    return f"left out: the {settings.budget:g} s of --budget were over"
 
 
-def _left_out(name: str, why: str) -> Entry:
+def _failed(error: Exception) -> str:
+    traceback.print_exception(error)
+    return f"{_FAILED}{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+
+
+def _without_figure(name: str, note: str) -> Entry:
     sides = (Side("polyamp", []), Side("by hand", []))
-    return Entry(section="workloads", name=name, unit="s", own=sides[0], base=sides[1], note=f"left out: {why}")
+    return Entry(section="workloads", name=name, unit="s", own=sides[0], base=sides[1], note=note)
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
@@ -165,8 +193,15 @@ def options(parser: argparse.ArgumentParser, *, budget: float | None = Settings(
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured, raw")
 
 
-def main(doc: str | None, script: str, open_engine: Callable[[bool], Engine | str]) -> None:
-    """The command line of a framework's script.
+def write(path: Path, found: Results) -> None:
+    """`results.write` at once: whoever reads the file meanwhile, or after an end in the middle, finds it whole."""
+    unfinished = path.with_name(f"{path.name}.part")
+    results.write(unfinished, found)
+    unfinished.replace(path)
+
+
+def main(doc: str | None, script: str, open_engine: Callable[[bool], Engine | str]) -> int:
+    """The command line of a framework's script; the exit status is 1 if a row failed.
 
     Args:
         doc: its docstring.
@@ -189,13 +224,14 @@ def main(doc: str | None, script: str, open_engine: Callable[[bool], Engine | st
                 entries=entries,
                 seconds=_elapsed(),
             )
-            results.write(arguments.json, found)
+            write(arguments.json, found)
 
     if isinstance(engine, str):
         print(engine)
         keep([])
-        return
+        return 0
     print(results.heading(engine.environment()), flush=True)
     entries = measure(engine, settings, keep)
     if not arguments.json:
         print(results.text(entries))
+    return int(any(entry.note.startswith(_FAILED) for entry in entries))

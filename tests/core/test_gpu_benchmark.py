@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,8 +184,10 @@ class KnownEngine:
 
     name = "known"
 
-    def __init__(self, *, device: str = H100, wrong: tuple[str, ...] = (), fits: int = 1024) -> None:
-        self.device, self.wrong, self.fits = device, wrong, fits
+    def __init__(
+        self, *, device: str = H100, wrong: tuple[str, ...] = (), broken: tuple[str, ...] = (), fits: int = 1024
+    ) -> None:
+        self.device, self.wrong, self.broken, self.fits = device, wrong, broken, fits
         self.runs = self.freed = 0
 
     def environment(self) -> dict[str, Any]:
@@ -198,6 +202,8 @@ class KnownEngine:
     def build(self, workload: Any, precision: str, *, own: bool) -> KnownTraining:
         if workload.batch > self.fits:
             raise MemoryError("out of memory")
+        if precision in self.broken:
+            raise ValueError("no such kernel\nat line 7")
         narrow = precision in ("bfloat16", "float16")
         curve = [2.0, 1.9, 1.8, 1.7, float("nan") if precision in self.wrong and own else 1.6]
         return KnownTraining(
@@ -230,6 +236,7 @@ def test_targets_are_held_against_interleaved_rounds(measured: Callable[..., dic
     title = "GPT-2 small's blocks, bfloat16"
     judged = {name: (entry.target, results.holds(entry)) for name, entry in found.items() if entry.target is not None}
     assert judged == {
+        "GPT-2 small's blocks, float32: host waits in a step": (0.0, True),
         title: (1.02, True),
         f"{title}: host waits in a step": (0.0, True),
         f"{title} over float32": (1 / 3, True),
@@ -240,6 +247,7 @@ def test_targets_are_held_against_interleaved_rounds(measured: Callable[..., dic
     assert found[title].distance == 0.0
     assert "the host is free after 10% of polyamp's step" in found[title].note
     assert found[f"{title}: peak memory"].own.values == [20 * 1024]
+    assert found[f"{title}: host waits in a step"].note == "by a count; by hand 0"
     # 32 x 1024 x 623,572,992 FLOP in 0.05 s of 989.4e12
     assert found[f"{title}: MFU"].base.median == pytest.approx(41.304, rel=1e-4)
     assert found["GPT-2 small's blocks, float32"].note.startswith(
@@ -288,6 +296,36 @@ def test_a_workload_that_does_not_fit_at_all_is_named(measured: Callable[..., di
     assert entry.note == "left out: a batch of 1 does not fit into 49152 MiB of device memory"
 
 
+def test_what_fails_is_printed_and_named_and_the_rest_goes_on(
+    measured: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = measured(KnownEngine(broken=("float32",)))
+    failed = found["GPT-2 small's blocks, float32"]
+    assert (failed.own.values, failed.note) == ([], "failed: ValueError: no such kernel")
+    assert "at line 7" in capsys.readouterr().err
+    assert len(found["GPT-2 small's blocks, bfloat16"].own.values) == 9
+
+
+def test_a_batch_of_1_that_runs_out_of_memory_is_named(measured: Callable[..., dict[str, Any]]) -> None:
+    found = measured(KnownEngine(fits=0))
+    assert {entry.note for entry in found.values()} == {"failed: MemoryError: out of memory"}
+
+
+def test_a_rehearsal_is_at_tiny_sizes_whether_quick_or_not() -> None:
+    from gpu_run import FULL, Settings, plan
+
+    sizes = {quick: [each for each, _ in plan(Settings(quick=quick, rehearse=True))] for quick in (False, True)}
+    assert [each.name for each in sizes[False]] == [each.name for each in FULL] == ["block", "mlp", "gpt", "resnet"]
+    assert sizes[True] == sizes[False][:2]
+    assert max(each.width for each in sizes[False]) == 32
+
+
+def test_every_workload_is_measured_in_every_precision() -> None:
+    from gpu_run import Settings, plan
+
+    assert {precisions for _, precisions in plan(Settings())} == {("float32", "bfloat16", "float16", "TF32")}
+
+
 def test_rows_for_which_no_time_is_left_are_named(measured: Callable[..., dict[str, Any]]) -> None:
     engine = KnownEngine()
     found = measured(engine, budget=0.0)
@@ -302,7 +340,7 @@ def test_rows_for_which_no_time_is_left_are_named(measured: Callable[..., dict[s
 
 def script(tmp_path: Path, body: str) -> None:
     (tmp_path / "gpu_torch.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nimport gpu_rows, pathlib, results\n"
+        f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nimport gpu_rows, os, pathlib, results, time\n"
         f"path = pathlib.Path(sys.argv[sys.argv.index('--json') + 1])\n"
         f"def keep(environment, entries):\n"
         f"    results.write(path, results.Results(script='gpu_torch.py', environment=environment, settings={{}},"
@@ -356,3 +394,29 @@ def test_a_process_that_fails_is_named_and_its_rows_are_kept(
     out = capsys.readouterr().out
     assert "torch: step" in out
     assert "torch failed: its process ended with status 7" in out
+
+
+def test_a_run_that_is_ended_leaves_its_rows_and_no_process_behind(tmp_path: Path) -> None:
+    script(tmp_path, f"keep({{'torch': '2.x'}}, [{ENTRY}])\nprint(os.getpid(), flush=True)\ntime.sleep(60)")
+    path = tmp_path / "all.json"
+    code = (
+        "import sys, gpu\n"
+        f"gpu.__file__, gpu._GLANCE, gpu.no_gpu, gpu.missing = {str(tmp_path / 'gpu.py')!r}, 0.1, lambda: None, "
+        "lambda framework: None\n"
+        f"sys.argv = ['gpu.py', '--framework', 'torch', '--json', {str(path)!r}]\n"
+        "sys.exit(gpu.main())"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=BENCHMARKS, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        child = int(driver.stdout.readline())
+        for _ in range(600):
+            if path.exists():
+                break
+            time.sleep(0.05)
+        driver.terminate()
+    assert driver.returncode == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    import results
+
+    assert [entry.name for entry in results.read(path).entries] == ["torch: step"]
