@@ -5,17 +5,17 @@ user trains, each against polyamp on the same model in flax linen, with the same
 
     stateless step  the jitted step of Keras's guide to custom training loops in JAX
     train_on_batch  the model's own method, which takes NumPy arrays and reads the loss on the host: so does
-                    polyamp's side
+                    polyamp's side; with --slow
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import jax_measure
 import jax_models
 import jax_workloads
 import numpy as np
@@ -29,7 +29,7 @@ _TARGET: Final = 1.0
 _MISSING: Final = "not installed: pip install -r benchmarks/requirements-jax.txt"
 
 
-def entries(settings: Settings) -> list[Entry]:
+def entries(settings: Settings, *, slow: bool) -> list[Entry]:
     """Its rows; if Keras is not there, or runs on another backend, one that says so."""
     os.environ["KERAS_BACKEND"] = "jax"
     try:
@@ -39,11 +39,12 @@ def entries(settings: Settings) -> list[Entry]:
     if keras.backend.backend() != "jax":
         return [_unmeasured(f"Keras was imported before, on its {keras.backend.backend()} backend")]
     version = f"Keras {keras.__version__}"
-    return [
-        _compared(f"{version}, stateless step", "float16", stateless, settings, reads=False),
-        _compared(f"{version}, stateless step", "bfloat16", stateless, settings, reads=False),
-        _compared(f"{version}, train_on_batch", "float16", train_on_batch, settings, reads=True),
-    ]
+    rows = [*_rows("float16", version, settings, reads=slow), *_rows("bfloat16", version, settings, reads=False)]
+    if not slow:
+        rows.append(
+            _unmeasured("train_on_batch is left out: Keras compiles it anew for about 10 s; --slow measures it")
+        )
+    return rows
 
 
 def _unmeasured(reason: str) -> Entry:
@@ -51,20 +52,31 @@ def _unmeasured(reason: str) -> Entry:
     return Entry(section="peers", name="mlp, float16", unit="s", own=own, base=base, target=_TARGET, note=reason)
 
 
-def _compared(name: str, dtype: str, make: Callable[[str, Any], Step], settings: Settings, *, reads: bool) -> Entry:
-    variables, case = jax_models.variables(workloads.MLP), Case(workloads.MLP, dtype)
-    batch = workloads.data(workloads.MLP)
-    if not reads:
-        batch = jax.tree.map(jnp.asarray, batch)
-    training = jax_workloads.library(case, variables, batch)
-    own: Step = (lambda: float(training())) if reads else training
-    base = make(dtype, variables)
-    curves = [[float(side()) for _ in range(workloads.CHECKED_STEPS)] for side in (base, own)]
-    distance = paired.distance(*curves)
-    same = distance <= workloads.TOLERANCE[dtype]
-    note = "equal numerics" if same else f"other numerics: losses {curves[1]}, Keras's {curves[0]}"
-    row = Row(f"mlp, {dtype}", _TARGET, (name, base), ("autocast", own), section="peers", note=note)
-    return paired.entry(row, paired.measure(row, settings), distance=distance)
+def _rows(dtype: str, version: str, settings: Settings, *, reads: bool) -> list[Entry]:
+    """polyamp against the stateless step, and where it `reads` against `train_on_batch`: one compiled step for both."""
+    variables, arrays = jax_models.variables(workloads.MLP), workloads.data(workloads.MLP)
+    own = jax_workloads.library(Case(workloads.MLP, dtype), variables, jax.tree.map(jnp.asarray, arrays))
+    jitted = stateless(dtype, variables)
+    jax_measure.compiled_together([own.lowered(), jitted.lowered()])
+    curve = _curve(own)
+
+    def compared(name: str, base: Step, own: Step) -> Entry:
+        theirs = _curve(base)
+        distance = paired.distance(theirs, curve)
+        same = distance <= workloads.TOLERANCE[dtype]
+        note = "equal numerics" if same else f"other numerics: losses {curve}, Keras's {theirs}"
+        row = Row(f"mlp, {dtype}", _TARGET, (f"{version}, {name}", base), ("autocast", own), section="peers", note=note)
+        return paired.entry(row, paired.measure(row, settings), distance=distance)
+
+    found = [compared("stateless step", jitted, own)]
+    if reads:
+        own.batch = arrays
+        found.append(compared("train_on_batch", train_on_batch(dtype, variables), lambda: float(own())))
+    return found
+
+
+def _curve(step: Step) -> list[float]:
+    return [float(step()) for _ in range(workloads.CHECKED_STEPS)]
 
 
 def _model(dtype: str, variables: Any) -> tuple[Any, Any]:
@@ -84,7 +96,7 @@ def _model(dtype: str, variables: Any) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def stateless(dtype: str, variables: Any) -> Step:
+def stateless(dtype: str, variables: Any) -> jax_workloads.Training:
     """The step of Keras's guide, with its loss scaled as `Model.train_step` scales it, and its arguments donated."""
     import keras
 

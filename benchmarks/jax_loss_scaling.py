@@ -135,10 +135,11 @@ def timed(step: Callable[..., Any], state: Any, scaled: Any) -> tuple[float, Any
 
 
 class Version:
-    """One version, compiled, with its state."""
+    """One version with its state; `compile_all` compiles it."""
 
     def __init__(self, part: Callable[..., Any], state: Any, scaled: Any) -> None:
-        self.compiled = jax.jit(part, donate_argnums=0).lower(state, scaled).compile()
+        self.lowered = jax.jit(part, donate_argnums=0).lower(state, scaled)
+        self.compiled: Any = None
         self.times: list[float] = []
         self._state = state
         self._scaled = scaled
@@ -151,6 +152,13 @@ class Version:
     def program(self) -> Program:
         """Facts of what was compiled."""
         return described(self.compiled, self._scaled)
+
+
+def compile_all(versions: Sequence[Version]) -> None:
+    """Compile them, two at a time."""
+    programs = jax_measure.compiled_together([version.lowered for version in versions])
+    for version, program in zip(versions, programs, strict=True):
+        version.compiled = program
 
 
 def gradients(state: Any) -> Any:
@@ -166,7 +174,9 @@ def versions(count: int, width: int, mode: Any) -> dict[str, Version]:
     scaled = gradients(state)
     # a copy: each version donates its own state
     plain = (jax.tree.map(jnp.copy, state.params), jnp.float32(2.0**15), jnp.int32(0))
-    return {"polyamp": Version(ours, state, scaled), "by hand": Version(by_hand, plain, scaled)}
+    both = {"polyamp": Version(ours, state, scaled), "by hand": Version(by_hand, plain, scaled)}
+    compile_all(list(both.values()))
+    return both
 
 
 def measure(several: Sequence[Version], runs: int, warmup: int = 3) -> None:
@@ -182,6 +192,7 @@ def growth(counts: Sequence[int], runs: int, mode: Any) -> list[Entry]:
     """polyamp's part for more and more tensors of 8x8, a tensor, against the fewest."""
     states = [initial(count, _SMALL, mode) for count in counts]
     several = [Version(ours, state, gradients(state)) for state in states]
+    compile_all(several)
     measure(several, runs)
     each = [
         Side(f"{count:,} tensors", [seconds / count * 1e6 for seconds in version.times])

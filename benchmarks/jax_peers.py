@@ -2,17 +2,17 @@
 
 On the model of `jax_step`, in float16, each against the polyamp of its kind:
 
-    hand      handwritten casts and scaler                                            autocast
     flax      flax.training.dynamic_scale around the handwritten forward pass         autocast
     jaxamp    jaxamp.amp, an interpreter of jaxprs, and its dynamic scaler            autocast
     grampax   grampax.autocast with flax's DynamicScale                               autocast, add and mul in float32
     jmp       parameters cast as a tree, jmp.DynamicLossScale, jmp.all_finite         cast
     mpx       mixed-precision-for-JAX: arguments cast as a tree, DynamicLossScaling   cast
 
-and Keras on its JAX backend (`jax_keras`). Clipping, AdamW and the choice between old and new state are the handwritten
-ones for the libraries above. Each note says what both programs compute in 16 bits, since that is where numerics differ.
-A library that is not installed, does not run with this JAX, or does not train, has a row that says so. None is a
-dependency of polyamp: `pip install -r benchmarks/requirements-jax.txt`.
+and Keras on its JAX backend (`jax_keras`). `--only hand` is the handwritten step of `jax_step`, against autocast.
+Clipping, AdamW and the choice between old and new state are the handwritten ones for the libraries above. Each note
+says what both programs compute in 16 bits, since that is where numerics differ. A library that is not installed, does
+not run with this JAX, or does not train, has a row that says so. None is a dependency of polyamp:
+`pip install -r benchmarks/requirements-jax.txt`.
 
 Run by hand and by `make bench`; it judges nothing and exits with 0. About a minute and a half on two CPU cores;
 `--quick` takes jmp alone.
@@ -162,8 +162,8 @@ LIKE: Final = {
 """Peer -> the polyamp column of its kind."""
 _QUICK: Final = ("jmp",)
 _TARGET: Final = 1.0
-_SETTINGS: Final = Settings(rounds=15, steps=3, compiles=0, curve=15)
-_KERAS_SECONDS: Final = 3
+_SETTINGS: Final = Settings(rounds=21, steps=2, compiles=0, curve=5)
+_KERAS: Final = paired.Settings(rounds=41, steps=3, seconds=2)
 
 
 def variant(name: str, peer: Peer, variables: Any) -> Variant:
@@ -260,10 +260,11 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=None, choices=[*LIKE, "keras"], help="default: all")
+    parser.add_argument("--slow", action="store_true", help="also the row that a full run leaves out for its time")
     arguments, settings = jax_measure.parse(parser, default=_SETTINGS)
     environment = jax_measure.environment()
     print(results.heading(environment, settings._asdict()) + "\n", flush=True)
-    chosen = arguments.only or (_QUICK if arguments.quick else [*LIKE, "keras"])
+    chosen = arguments.only or (_QUICK if arguments.quick else [*PEERS, "keras"])
     names = [name for name in chosen if name in LIKE]
     made: list[Entry] = []
     if names:
@@ -276,7 +277,7 @@ def main() -> None:
             print(jax_measure.report(found, reference=columns[0].name, bases=[columns[0].name]) + "\n", flush=True)
         made += entries(names, found, reasons)
     if "keras" in chosen:
-        made += jax_keras.entries(paired.Settings(rounds=settings.rounds, steps=settings.steps, seconds=_KERAS_SECONDS))
+        made += jax_keras.entries(paired.QUICK if arguments.quick else _KERAS, slow=arguments.slow)
     paired.finish(made, environment, settings, __file__, arguments.json)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -53,7 +53,7 @@ def handwritten(
         state=lambda: transformer.handwritten_state(variables, made, compute=compute),
         step=lambda: transformer.handwritten_step(made, compute=compute, residual=residual),
         read=lambda output: output,
-        repeated=name == "hand",
+        compiles={"hand": None, "float32": 0}.get(name, 1),
     )
 
 
@@ -90,11 +90,11 @@ def library(
     return Variant(
         name=name,
         state=lambda: polyamp.init((transformer.Transformer(), variables), recipe),
-        step=lambda: polyamp.train_step(loss_fn, recipe),
+        step=lambda: jax_measure.train_step(loss_fn, recipe),
         read=lambda output: (output.loss, ~output.skipped),
         jitted=lambda: registry.get("jax").train_step(loss_fn, recipe),
         inside=lambda step: step._run["jax"],
-        repeated=mode == "autocast",
+        compiles=None if mode == "autocast" else 1,
     )
 
 
@@ -134,13 +134,15 @@ def variants(modes: Sequence[str], *, with_optax: bool) -> list[Variant]:
 def bfloat16_over_float32(settings: Settings) -> Entry:
     """polyamp's step in bfloat16 against the same in float32, both in mode "autocast"."""
     variables, batch = transformer.initial_variables(), transformer.batches(1)[0]
-    steps = {}
+    made = {}
     for dtype, policy in (("float32", "float32"), ("bfloat16", "mixed_bfloat16")):
         variant = library(dtype, variables, policy=policy)
-        steps[dtype] = _closed(variant.step(), variant.state(), batch)
+        made[dtype] = (variant.step(), variant.state())
+    jax_measure.compiled_together([step._run["jax"].lower(state, batch) for step, state in made.values()])
+    steps = {dtype: _closed(step, state, batch) for dtype, (step, state) in made.items()}
     note = f"on {jax.devices()[0].platform}, reported as it is"
     row = paired.Row("2-layer transformer, polyamp's step, bfloat16 over float32", None, *steps.items(), note=note)
-    rounds = paired.Settings(rounds=settings.rounds, steps=settings.steps, seconds=5)
+    rounds = paired.Settings(rounds=settings.rounds, steps=settings.steps, seconds=3)
     return paired.entry(row, paired.measure(row, rounds))
 
 
@@ -153,8 +155,8 @@ def _closed(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any)
     return run
 
 
-def synchronisations(step: Callable[[Any, Any], tuple[Any, Any]], state: Callable[[], Any], calls: int) -> Entry:
-    """Host synchronisations of polyamp's float16 step, one value for each call.
+def synchronisations(step: Any, state: Callable[[], Any], calls: int) -> Iterator[Entry]:
+    """Host synchronisations of polyamp's float16 step, one value a call; looks for a stuck scale apart.
 
     Raises:
         RuntimeError: the counter does not see a step that reads its loss.
@@ -169,17 +171,19 @@ def synchronisations(step: Callable[[Any, Any], tuple[Any, Any]], state: Callabl
     deliberate = jax_synchronisations.waits(reading, state(), batch, calls=4)
     if deliberate != [1] * 4:
         raise RuntimeError(f"the counter of host synchronisations missed some of 4 deliberate ones: {deliberate}")
+    first = step._calls + 2  # after the one that warms up
     found = jax_synchronisations.waits(step, state(), batch, calls=calls)
     patience = polyamp.LossScaler().patience
-    return Entry(
-        section="targets",
-        name="host synchronisations in a step, float16",
-        unit="",
-        own=Side("autocast", [float(one) for one in found]),
-        target=0,
-        note=f"{sum(found)} of {len(found)} calls waited; at every multiple of {patience} and "
-        f"{patience + 1} the host looks whether the scale is stuck",
-    )
+    looks = [number % patience == 0 or number % (patience + 1) == 0 for number in range(first, first + calls)]
+    for name, looking, target in (
+        ("host synchronisations in a step, float16", False, 0.0),
+        ("the same, steps that look whether the scale is stuck", True, None),
+    ):
+        counts = [float(one) for one, look in zip(found, looks, strict=True) if look == looking]
+        note = f"{sum(counts):.0f} of {len(counts)} calls waited"
+        note += f"; the host looks at every multiple of {patience} and {patience + 1}" * looking
+        if counts:
+            yield Entry(section="targets", name=name, unit="", own=Side("autocast", counts), target=target, note=note)
 
 
 def entries(found: Measured) -> list[Entry]:
@@ -208,14 +212,16 @@ def main() -> None:
     columns = variants(arguments.modes, with_optax=arguments.optax)
     if arguments.quick:
         columns = [one for one in columns if one.name in _QUICK]
-    found = jax_measure.measure(columns, transformer.batches(settings.curve), settings)
-    print(jax_measure.report(found, reference=columns[0].name, bases=_bases(columns)) + "\n", flush=True)
-    made = entries(found)
-    if not arguments.quick:
-        made.append(bfloat16_over_float32(settings))
+    batches = transformer.batches(settings.curve)
+    found = jax_measure.measure(columns, batches, settings)
     calls = 8 if arguments.quick else _CALLS
-    made += [synchronisations(found.steps[one.name], one.state, calls) for one in columns if one.name == "autocast"]
-    paired.finish(made, environment, settings, __file__, arguments.json)
+    others = [] if arguments.quick else [bfloat16_over_float32(settings)]
+    for one in columns:
+        if one.name == "autocast":
+            others += synchronisations(found.steps[one.name], one.state, calls)
+    found = found._replace(compiles=jax_measure.compile_times(columns, batches[0], settings))
+    print(jax_measure.report(found, reference=columns[0].name, bases=_bases(columns)) + "\n", flush=True)
+    paired.finish([*entries(found), *others], environment, settings, __file__, arguments.json)
 
 
 def _bases(columns: Sequence[Variant]) -> list[str]:

@@ -138,15 +138,21 @@ def keep_freed_memory() -> None:
         library.mallopt(trim_above, 2**31 - 1)
 
 
-def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Settings]:
-    """The arguments, those of the measurement added, and the settings that they ask for."""
+def parse(parser: argparse.ArgumentParser, **defaults: int) -> tuple[argparse.Namespace, Settings]:
+    """The arguments, those of the measurement added, and the settings that they ask for.
+
+    Args:
+        parser: of the script.
+        **defaults: settings of a full run that are other in this script.
+    """
+    full = Settings(**defaults)
     parser.add_argument("--quick", action="store_true", help="a short run: everything works, the times mean little")
     for name in Settings._fields:
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"default: {getattr(Settings(), name)}")
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"default: {getattr(full, name)}")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured, raw")
     arguments = parser.parse_args()
     given = {name: value for name in Settings._fields if (value := getattr(arguments, name)) is not None}
-    return arguments, (QUICK if arguments.quick else Settings())._replace(**given)
+    return arguments, (QUICK if arguments.quick else full)._replace(**given)
 
 
 def finish(

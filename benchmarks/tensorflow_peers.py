@@ -9,7 +9,7 @@ The model is the one of `tensorflow_step`, eight Dense(256) layers with Adam at 
                          same loop in one `tf.function`; float16 under XLA, the others outside of it
 
 Losses are compared before timing. Run by hand and by `bench.py`; it judges nothing and always exits with 0. About
-fifty seconds on two CPU cores.
+forty seconds on two CPU cores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tensorflow_step import BATCH, WIDTH, by_hand, keras_adam, scaled_by_keras, 
 import polyamp
 import polyamp_tensorflow
 
-BATCHES: Final = 50
+BATCHES: Final = 30
 """Of an epoch."""
 SECONDS: Final = 3
 _TARGET = 1.0
@@ -86,7 +86,7 @@ def fit_row(dtype: str, settings: Settings) -> Entry:
     row = Row(f"fit, {dtype}", _TARGET, ("Keras", sides[0]), ("polyamp", sides[1]), section="peers")
     if dtype != "float32":
         row = row._replace(target=None, note="other numerics: polyamp runs the last layer, the head, in float32")
-    found = paired.measure(row, settings._replace(steps=1))
+    found = paired.measure(row, settings._replace(steps=1, warmup=1))
     each = Found(*([seconds / BATCHES for seconds in times] for times in found))
     return paired.entry(_noted(row, dtype, distance), each, distance=distance)
 
@@ -126,9 +126,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="rows whose name starts so")
-    arguments, settings = paired.parse(parser)
-    if arguments.seconds is None and not arguments.quick:
-        settings = settings._replace(seconds=SECONDS)
+    arguments, settings = paired.parse(parser, seconds=SECONDS)
     tf.config.threading.set_intra_op_parallelism_threads(settings.threads)
     environment = tensorflow_measure.environment()
     print(results.heading(environment, settings._asdict()) + "\n", flush=True)

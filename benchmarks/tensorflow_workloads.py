@@ -8,8 +8,8 @@ sides, as polyamp chooses by itself on a CPU; float32 and bfloat16 outside of it
     workloads   mlp, block, gpt and resnet in each dtype; mlp and block with clipping, and with four micro-batches;
                 some only with --slow, as TensorFlow traces and compiles them for long
     memory      what a warm step takes at its peak, above what was held before it
-    growth      the mlp in bfloat16 with 1, (4 with --slow) and 16 micro-batches: what polyamp's step takes over the
-                handwritten one
+    growth      an mlp of 20 layers in bfloat16 with 1, (4 with --slow) and 16 micro-batches: what polyamp's step takes
+                over the handwritten one; with --slow also the mlp's own 100 layers
 
 Run by hand and by `bench.py`; it judges nothing and always exits with 0. About two minutes on two CPU cores, most of
 which TensorFlow traces and compiles.
@@ -34,9 +34,11 @@ from workloads import Workload
 
 import polyamp
 
-SECONDS: Final = 2
-"""Of measuring a row, unless `--seconds` says otherwise; tracing and compiling it takes longer."""
+PACE: Final = {"seconds": 2, "steps": 1, "warmup": 1}
+"""Settings of a row: a step takes 2 to 200 ms, and is warm when it has been checked."""
 WEIGHT_DECAY: Final = 0.01
+SHALLOW: Final = workloads.MLP._replace(layers=20)
+"""Traced in seconds with micro-batches, where the mlp takes half a minute."""
 
 
 class Case(NamedTuple):
@@ -50,8 +52,9 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """As in the tables."""
+        depth = f" of {SHALLOW.layers} layers" * (self.workload == SHALLOW)
         variants = [", clip"] * self.clip + [f", accumulate {self.accumulate}"] * (self.accumulate > 1)
-        return f"{self.workload.name}, {self.dtype}{''.join(variants)}"
+        return f"{self.workload.name}{depth}, {self.dtype}{''.join(variants)}"
 
     @property
     def clip_norm(self) -> float | None:
@@ -65,7 +68,7 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """All of them; the growth of overhead is read from those of the mlp in bfloat16."""
+    """All of them; the growth of overhead is read from those of the two mlps in bfloat16."""
     for workload in workloads.ALL:
         for dtype in workloads.DTYPES:
             yield Case(workload, dtype)
@@ -74,16 +77,21 @@ def cases() -> Iterator[Case]:
             if workload in (workloads.MLP, workloads.BLOCK) and dtype == "bfloat16":
                 yield Case(workload, dtype, accumulate=4)
     yield Case(workloads.MLP, "bfloat16", accumulate=16)
+    for count in workloads.ACCUMULATE:
+        yield Case(SHALLOW, "bfloat16", accumulate=count)
 
 
 SLOW: Final = {
     Case(workloads.MLP, "float32"): 15,
     Case(workloads.MLP, "bfloat16", clip=True): 20,
     Case(workloads.MLP, "bfloat16", accumulate=4): 20,
+    Case(workloads.MLP, "bfloat16", accumulate=16): 30,
     Case(workloads.MLP, "float16"): 50,
     Case(workloads.MLP, "float16", clip=True): 50,
+    Case(workloads.BLOCK, "float16", clip=True): 10,
     Case(workloads.GPT, "float16"): 12,
     Case(workloads.RESNET, "float16"): 12,
+    Case(SHALLOW, "bfloat16", accumulate=4): 5,
 }
 """Left out without `--slow` -> about how many seconds TensorFlow traces and compiles both sides."""
 QUICK: Final = (Case(workloads.BLOCK, "bfloat16"), Case(workloads.BLOCK, "bfloat16", accumulate=4))
@@ -180,7 +188,7 @@ def entries_of(case: Case, settings: Settings) -> Iterator[Entry]:
     yield paired.entry(row, found, distance=distance)
     peaks = [Side(name, [tensorflow_measure.peak_memory(step) for _ in range(3)]) for name, step in (row.base, row.own)]
     yield Entry(section="memory", name=case.name, unit="MiB", base=peaks[0], own=peaks[1])
-    if case.workload is workloads.MLP and case.dtype == "bfloat16" and not case.clip:
+    if case.workload in (workloads.MLP, SHALLOW) and case.dtype == "bfloat16" and not case.clip:
         yield _overhead(case, found)
 
 
@@ -189,7 +197,7 @@ def _overhead(case: Case, found: Found) -> Entry:
     values = [(own - base) / case.accumulate * 1e6 for base, own in zip(found.base, found.own, strict=True)]
     return Entry(
         section="growth",
-        name=f"{case.workload.name}, {case.dtype}: {case.accumulate} micro-batches, polyamp less by hand",
+        name=f"{case._replace(accumulate=1).name}: {case.accumulate} micro-batches, polyamp less by hand",
         unit="us a micro-batch",
         own=Side("polyamp", values),
     )
@@ -200,9 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="rows whose name starts so")
     parser.add_argument("--slow", action="store_true", help="also the rows that take long to compile")
-    arguments, settings = paired.parse(parser)
-    if arguments.seconds is None and not arguments.quick:
-        settings = settings._replace(seconds=SECONDS)
+    arguments, settings = paired.parse(parser, **PACE)
     tf.config.threading.set_intra_op_parallelism_threads(settings.threads)
     tensorflow_measure.count_memory()
     environment = tensorflow_measure.environment()

@@ -9,7 +9,7 @@
 All start from the same weights and see the same batch. Before it is timed a peer's losses are compared with polyamp's,
 and the dtype of its matrix products is looked at: one that computes in another dtype than it was asked for is not
 timed, and its row says so. So does one that is not installed (`benchmarks/requirements-torch.txt`) or does not train.
-About 50 seconds on one CPU core; a row takes a quarter of `--seconds`.
+About 40 seconds on one CPU core; a row takes a quarter of `--seconds`, and `--steps` and `--warmup` are 1 by default.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help="rows, or peers, whose name starts so")
-    arguments, settings = paired.parse(parser)
+    arguments, settings = paired.parse(parser, steps=1, warmup=1)
     os.environ["KERAS_BACKEND"] = "torch"
     torch.set_num_threads(settings.threads)
     paired.keep_freed_memory()

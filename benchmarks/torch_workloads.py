@@ -5,8 +5,8 @@
     growth         the MLP over 1, 4 and 16 micro-batches of the same size: what polyamp adds to each
 
 Both sides start from the same weights, see the same batch and use torch's fused AdamW; the losses of the first steps
-are compared before anything is timed. What takes longer than three seconds a step is left out, and says so. About 110
-seconds on one CPU core; a row takes a quarter of `--seconds`.
+are compared before anything is timed. What takes longer than three seconds a step is left out, and says so. About 60
+seconds on one CPU core; a row takes a quarter of `--seconds`, and `--steps` and `--warmup` are 1 by default.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from workloads import BLOCK, GPT, MLP, RESNET, Workload
 BY_HAND, POLYAMP = "by hand", "polyamp"
 SECONDS = 1 / 4
 """Of `--seconds`, what a row takes."""
-SLOW = 1.0
-"""Seconds a step from which on a row takes the fewest rounds."""
 TOO_SLOW = 3.0
 """Seconds a step from which on a row is left out."""
 
@@ -83,8 +81,7 @@ def compared(case: Case, settings: Settings, *, section: str = "workloads", whol
         section=section,
         note=_numerics(curve, apart, case[1].dtype),
     )
-    few = settings._replace(rounds=0, steps=1, warmup=0) if seconds > SLOW else settings
-    found = paired.measure(row, few._replace(seconds=settings.seconds * SECONDS))
+    found = paired.measure(row, settings._replace(seconds=settings.seconds * SECONDS))
     entry = paired.entry(row, found, distance=apart)
     return (entry, memory(case, base, own)) if section == "workloads" else (entry,)
 
@@ -131,7 +128,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="ROW", help='rows whose name starts so; "growth" too')
-    arguments, settings = paired.parse(parser)
+    arguments, settings = paired.parse(parser, steps=1, warmup=1)
     torch.set_num_threads(settings.threads)
     paired.keep_freed_memory()
     environment = torch_measure.environment()
