@@ -7,6 +7,7 @@ schedulers) is not passed over: then, and for an update that leaves parameters o
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class Kernels:
         self._optimizer = optimizer
         self._parameters: list[torch.Tensor] = optimizer.param_groups[0]["params"]
         self._lists: Lists = {}
+        self._gathered_from: list[Any] = []
 
     def run(self, grads: list[torch.Tensor], found_inf: torch.Tensor | None, by: torch.Tensor | None) -> bool:
         """Update the parameters from gradients in their order; False if `optimizer.step()` must do it.
@@ -42,7 +44,7 @@ class Kernels:
         if len(grads) != len(self._parameters) or not one_group or self._is_watched():
             return False
         if not self._are_current():
-            self._lists = self._gathered()
+            self._lists, self._gathered_from = self._gathered(), self._contents()
         group, lists = self._optimizer.param_groups[0], self._lists
         slots = ("momentum_buffer",) if "momentum" in group else ("exp_avg", "exp_avg_sq", "step")
         if not all(slot in lists for slot in slots) and group.get("momentum", 1.0):
@@ -84,11 +86,12 @@ class Kernels:
         states = [self._optimizer.state[p] for p in self._parameters]
         return {slot: [state[slot] for state in states] for slot in states[0]}
 
-    def _are_current(self) -> bool:
-        """False if any state array was replaced, as `load_state_dict` does, or by hand."""
+    def _contents(self) -> list[Any]:
+        """Every parameter and every state array, in the order in which the optimizer holds them."""
         state = self._optimizer.state
-        return self._lists.keys() == state[self._parameters[0]].keys() and all(
-            item is state[p].get(slot)
-            for slot, items in self._lists.items()
-            for item, p in zip(items, self._parameters, strict=True)
-        )
+        return [*self._parameters, *state, *(item for slots in state.values() for item in slots.values())]
+
+    def _are_current(self) -> bool:
+        """False if a parameter or a state array was replaced, as `load_state_dict` does, or by hand."""
+        held, known = self._contents(), self._gathered_from
+        return len(held) == len(known) and all(map(operator.is_, held, known))
