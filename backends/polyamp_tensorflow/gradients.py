@@ -5,7 +5,7 @@ Called by the step and, through the backend, by `LossScaler.scale` and `LossScal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import keras
@@ -67,8 +67,28 @@ def norm_and_flag(gradients: Sequence[Any]) -> tuple[Any, Any]:
     wide = [tf.cast(gradient, tf.float32) for gradient in gradients]
     total = 2.0 * tf.add_n([tf.nn.l2_loss(gradient) for gradient in wide])
     plain = tf.math.is_finite(total) & (total >= _SMALLEST_SUM)
-    norm, finite = tf.cond(plain, lambda: (tf.sqrt(total), plain), lambda: _norm_by_largest(wide))
+    if tf.executing_eagerly():
+        return (tf.sqrt(total), plain) if plain else _norm_by_largest(wide)
+    inputs = [total, *wide]
+    norm, finite = tf.raw_ops.StatelessIf(
+        cond=plain,
+        input=inputs,
+        Tout=[tf.float32, tf.bool],
+        then_branch=_branch(lambda total, *_: (tf.sqrt(total), tf.constant(True)), inputs),
+        else_branch=_branch(lambda _, *wide: _norm_by_largest(wide), inputs),
+        output_shapes=[(), ()],
+    )
     return norm, finite
+
+
+def _branch(body: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """`body(*inputs)` as a function for `StatelessIf`, which calls it whole.
+
+    `tf.cond` has its branches inlined, and then every gradient goes through a switch of its own: 5 % of the step of a
+    hundred small layers.
+    """
+    specs = [tf.TensorSpec(value.shape, value.dtype) for value in inputs]
+    return tf.function(lambda inputs: body(*inputs), autograph=False).get_concrete_function(specs)
 
 
 def _norm_by_largest(gradients: Sequence[Any]) -> tuple[Any, Any]:
