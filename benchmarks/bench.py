@@ -7,7 +7,7 @@ the targets and writes
     out/bench/bench.json    everything measured, raw
     out/bench/bench.md      the same tables as Markdown
 
-The whole run takes 15 to 20 minutes on two CPU cores, with --quick under two: then the figures say only that everything
+The whole run takes about 13 minutes on two CPU cores, with --quick two: then the figures say only that everything
 works. It judges nothing: the exit status is 1 if a script failed, never because a target was missed.
 """
 
