@@ -11,8 +11,8 @@ The rows, each `WORKLOAD, DTYPE[, clip|, accumulate N]`:
     growth     the MLP's batch in 1 and 16 micro-batches (with --slow also in 4): what polyamp adds to each
 
 Every row costs two compilations, so a full run leaves some out, float32 beyond `mlp` among them, which --slow measures.
-Run by hand and by `make bench`; it judges nothing and exits with 0. About a minute and a half on two CPU cores, most of
-it compilation; `--quick` takes one row.
+Run by hand and by `make bench`; it judges nothing and exits with 0. About two minutes on two CPU cores, most of it
+compilation; `--quick` takes one row.
 """
 
 from __future__ import annotations

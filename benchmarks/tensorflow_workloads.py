@@ -195,9 +195,10 @@ def entries_of(case: Case, settings: Settings) -> Iterator[Entry]:
 def _overhead(case: Case, found: Found) -> Entry:
     """What polyamp takes over the handwritten step, a micro-batch."""
     values = [(own - base) / case.accumulate * 1e6 for base, own in zip(found.base, found.own, strict=True)]
+    parts = f"{case.accumulate} micro-batch{'es' * (case.accumulate > 1)}"
     return Entry(
         section="growth",
-        name=f"{case._replace(accumulate=1).name}: {case.accumulate} micro-batches, polyamp less by hand",
+        name=f"{case._replace(accumulate=1).name}: {parts}, polyamp less by hand",
         unit="us a micro-batch",
         own=Side("polyamp", values),
     )

@@ -85,7 +85,8 @@ def _branch(body: Callable[..., Any], inputs: Sequence[Any]) -> Any:
     """`body(*inputs)` as a function for `StatelessIf`, which calls it whole.
 
     `tf.cond` has its branches inlined, and then every gradient goes through a switch of its own: 5 % of the step of a
-    hundred small layers.
+    hundred small layers. The function has one named argument: TensorFlow warns of names such as `_`, with an exception
+    whose traceback keeps the whole program alive for as long as a log keeps the warning.
     """
     specs = [tf.TensorSpec(value.shape, value.dtype) for value in inputs]
     return tf.function(lambda inputs: body(*inputs), autograph=False).get_concrete_function(specs)

@@ -39,21 +39,25 @@ def test_a_ratio_is_the_median_of_the_rounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "base", "target", "verdict"),
+    ("own", "base", "target", "unit", "verdict"),
     [
-        ([1.0, 1.0], [2.0, 2.0], 0.5, True),
-        ([1.1, 1.1], [2.0, 2.0], 0.5, False),
-        ([0.0], None, 0.0, True),
-        ([1.0], None, 0.0, False),
-        ([1.0], [1.0], None, None),
-        ([0.0, 0.0, 1.0], None, 0.0, False),
-        ([], [1.0], 1.0, None),
+        ([1.0, 1.0], [2.0, 2.0], 0.5, "s", True),
+        ([1.1, 1.1], [2.0, 2.0], 0.5, "s", False),
+        ([0.01, 0.02, 0.09], None, 0.06, "s", True),
+        ([0.01, 0.07, 0.09], None, 0.06, "s", False),
+        ([0.0], None, 0.0, "", True),
+        ([1.0], None, 0.0, "", False),
+        ([1.0], [1.0], None, "s", None),
+        ([0.0, 0.0, 1.0], None, 0.0, "", False),
+        ([], [1.0], 1.0, "s", None),
     ],
 )
-def test_a_target_is_held_against_the_median(own: Any, base: Any, target: Any, verdict: bool | None) -> None:
+def test_a_target_is_held_against_the_median_and_of_a_count_the_largest(
+    own: Any, base: Any, target: Any, unit: str, verdict: bool | None
+) -> None:
     from results import holds
 
-    assert holds(entry(own, base, target=target, unit="")) is verdict
+    assert holds(entry(own, base, target=target, unit=unit)) is verdict
 
 
 def test_the_table_says_what_is_not_measured_and_why() -> None:
