@@ -44,7 +44,7 @@ EDGES: list[tuple[str, list[torch.Tensor], float, float, bool]] = [
     ("the same after unscaling", [torch.full((100,), 1.6e38)], 0.5, 3.2e39, True),
     ("overflow by unscaling", [torch.tensor([1.8e38, 0.0])], 0.5, 3.6e38, False),
     ("overflow by unscaling at the floor", [torch.full((3,), 1e36)], 2.0**-14, math.sqrt(3) * 2.0**14 * 1e36, False),
-    ("underflow by unscaling", [torch.full((4,), 1e-40)], 2.0**24, 2e-40 / 2.0**24, True),
+    ("underflow by unscaling", [torch.full((4,), 2.0**-133)], 2.0**24, 2.0**-132 / 2.0**24, True),
     ("a scale of 2^127", [torch.full((4,), 2.0**100)], 2.0**127, 2.0**-26, True),
     ("a scale of 2^-126", [torch.full((4,), 1e-38)], 2.0**-126, 2e-38 * 2.0**126, True),
     ("NaN", [torch.ones(3), torch.tensor([1.0, NAN])], 4.0, NAN, False),
@@ -66,7 +66,9 @@ def test_norm_and_flag_at_the_edges(grads: list[torch.Tensor], scale: float, nor
     found = measured(grads, torch.tensor(scale))
     assert (found.norm.dtype, found.finite.dtype, found.finite.shape) == (torch.float64, torch.bool, ())
     assert bool(found.finite) is finite
-    assert found.norm.item() == pytest.approx(norm, rel=5e-3 if grads[0].dtype.itemsize == 2 else 1e-6, nan_ok=True)
+    assert found.norm.item() == pytest.approx(
+        norm, rel=5e-3 if grads[0].dtype.itemsize == 2 else 1e-6, abs=0.0, nan_ok=True
+    )
     assert all(torch.equal(old.nan_to_num(), grad.nan_to_num()) for old, grad in zip(before, grads, strict=True))
     by_hand = all((grad.double() / scale).to(grad.dtype).isfinite().all() for grad in grads)
     assert finite is by_hand, "S10: after unscaling"
@@ -75,7 +77,7 @@ def test_norm_and_flag_at_the_edges(grads: list[torch.Tensor], scale: float, nor
 @pytest.mark.parametrize("size", [1e-170, 1e170])
 def test_float64_gradients_whose_squares_leave_float64(size: float) -> None:
     found = measured([torch.full((4,), size, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)])
-    assert found.norm.item() == pytest.approx(2 * size, rel=1e-12)
+    assert found.norm.item() == pytest.approx(2 * size, rel=1e-12, abs=0.0)
     assert bool(found.finite)
 
 
@@ -116,6 +118,38 @@ def test_norm_of_any_layout() -> None:
         [values[::2], values[1::2]],
     ):
         assert global_norm(grads).item() == pytest.approx(whole, rel=1e-6)
+
+
+LENGTHS = {
+    "all": [1, 2_048, 2_049, 16_384, 65_536, 65_537, 5 * 16_384, 5 * 16_384 + 3],
+    "rows": [5 * 16_384],
+    "several vectors": [2_048] * 33 + [1],
+}
+"""Around the sizes at which tensors are laid end to end, summed where they lie, or in rows with and without a rest."""
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize(
+    ("dtype", "size", "bound"),
+    [
+        (torch.float32, 1.0, 1e-6),
+        (torch.float32, 1e30, 1e-6),
+        (torch.float64, 1.0, 1e-12),
+        (torch.float64, 1e-170, 1e-12),
+        (torch.float64, 1e170, 1e-12),
+    ],
+)
+def test_every_number_counts_whatever_the_size_of_its_tensor(
+    dtype: torch.dtype, size: float, bound: float, lengths: list[int]
+) -> None:
+    """One number of each tensor is large, in turn: what is left out would be missed."""
+    exact = size * math.sqrt(sum(lengths) - 1 + 1000.0**2)
+    for number, length in enumerate(lengths):
+        for place in {0, length // 2, length - 1}:
+            grads = [torch.full((other,), size, dtype=dtype) for other in lengths]
+            grads[number][place] = 1000.0 * size  # its square and all sums are integers below 2^24
+            for layout in (grads, [torch.stack([grad, grad], dim=1)[:, 0] for grad in grads]):
+                assert measured(layout).norm.item() == pytest.approx(exact, rel=bound, abs=0.0)
 
 
 def test_divisor_is_scale_times_excess() -> None:
