@@ -3,14 +3,17 @@
     update(state, finite):
         if finite:
             good = state.good_steps + 1
-            if good == growth_interval:
-                scale, good, hysteresis = min(scale * growth_factor, max_scale), 0, initial
+            if good >= growth_interval + late:
+                scale, good, hysteresis = min(scale * growth_factor, max_scale), again, initial
             stuck = 0
         else:
             good, hysteresis, skipped = 0, hysteresis - 1, skipped + 1
             if hysteresis <= 0: scale = max(scale * backoff_factor, min_scale)
             stuck = stuck + 1 if scale == min_scale else 0
 
+    late, again = {"none": (0, 0), "after_overflow": (1, 1), "always": (1, 0)}[growth_delay]
+
+`>=`, because a run may go on with a smaller `growth_interval` than it began with.
 Source of the technique: Micikevicius et al., "Mixed Precision Training", 2018 (arxiv.org/abs/1710.03740).
 """
 
@@ -25,8 +28,12 @@ from polyamp.errors import LossScaleError, UnsupportedError, did_you_mean
 from polyamp.policy import Policy
 
 OnStuck = Literal["raise", "warn", "ignore"]
+GrowthDelay = Literal["none", "after_overflow", "always"]
 _NO_CEILING: Final = 2.0**127
 """The largest power of two in float32: the ceiling of presets whose source has none (S17 still holds)."""
+_DELAYS: Final = {"none": (0, 0), "after_overflow": (1, 1), "always": (1, 0)}
+"""Growth delay -> how many finite steps more than `growth_interval` the first growth takes, and with how many the count
+begins after a growth."""
 _LARGEST_PRODUCT: Final = 1.5 * _NO_CEILING
 """Above every ceiling and finite in float32: a growth held to it never overflows, and NumPy never warns."""
 
@@ -39,7 +46,8 @@ class LossScaleState(NamedTuple):
 
     Attributes:
         scale: float32 scalar, the factor that the next loss is multiplied by.
-        good_steps: int32 scalar, finite steps since the last growth or overflow.
+        good_steps: int32 scalar, finite steps since the last growth or overflow (with `growth_delay="after_overflow"`,
+            one more after a growth).
         hysteresis: int32 scalar, overflows still tolerated before the scale backs off.
         skipped: int32 scalar, steps skipped since `init`.
         stuck: int32 scalar, consecutive skips at `min_scale`.
@@ -63,6 +71,8 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         growth_interval: finite steps in a row before the scale grows.
         hysteresis: overflows before the scale backs off (1: at the first). It is refilled when the scale grows.
         consecutive_hysteresis: refill `hysteresis` at every finite step (DeepSpeed's `consecutive_hysteresis`).
+        growth_delay: "none"; "after_overflow": the scale grows one finite step later the first time and after each
+            overflow (DeepSpeed); "always": one step later every time (flax's `DynamicScale`).
         min_scale: floor of the scale; never 0 (S17).
         max_scale: ceiling of the scale; never inf.
         patience: consecutive skips at `min_scale` before `on_stuck`; the host looks every `patience` steps.
@@ -88,6 +98,7 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     consecutive_hysteresis: bool = False
     min_scale: float = 2.0**-14
     max_scale: float = 2.0**24
+    growth_delay: GrowthDelay = "none"
     patience: int = 50
     on_stuck: OnStuck = "raise"
     check_finite: bool = False
@@ -97,11 +108,16 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise LossScaleError(f"kind must be 'dynamic', 'static' or 'off'. Received: kind={self.kind!r}.")
         if self.on_stuck not in ("raise", "warn", "ignore"):
             raise LossScaleError(f"on_stuck must be 'raise', 'warn' or 'ignore'. Received: on_stuck={self.on_stuck!r}.")
+        if self.growth_delay not in _DELAYS:
+            raise LossScaleError(
+                "growth_delay must be 'none', 'after_overflow' or 'always'. Received: "
+                f"growth_delay={self.growth_delay!r}."
+            )
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
             msgspec.structs.force_setattr(self, name, _positive(name, getattr(self, name)))
         for name in ("growth_interval", "hysteresis", "patience"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31 - 1:
                 raise LossScaleError(f"{name} must be an integer of at least 1. Received: {name}={value!r}.")
         if self.kind != "dynamic":
             pinned = 1.0 if self.kind == "off" else self.init_scale
@@ -135,10 +151,13 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def like(cls, name: str, **changes: Any) -> LossScaler:
-        """The published constants of "torch", "keras", "apex", "deepspeed", "megatron" or "jmp".
+        """The scales and constants of "torch", "keras", "apex", "deepspeed", "megatron", "jmp" or "flax".
 
-        Where the source has no floor or no ceiling, polyamp's floor of 2^-14 and a ceiling of 2^127 apply, so that
-        S17 holds and no trace of the source with a usable scale changes.
+        The scale after each step is the source's, for the same finite flags and constants (S16), as long as it lies
+        within `min_scale` and `max_scale`: where the source has no floor or no ceiling, polyamp's floor of 2^-14 and a
+        ceiling of 2^127 apply (S17). "deepspeed" is its `DynamicLossScaler` (ZeRO), which raises at the first overflow
+        at the floor where polyamp waits for `patience`; its `FP16_Optimizer` ignores hysteresis:
+        `like("deepspeed", hysteresis=1)`.
 
         >>> LossScaler.like("megatron").hysteresis
         2
@@ -255,7 +274,8 @@ def update(scaler: LossScaler, state: LossScaleState, finite: Any, xp: ArrayName
 
     zero, full = number(0, count), number(scaler.hysteresis, count)
     good = state.good_steps + number(1, count)
-    grow = finite & (good == number(scaler.growth_interval, count))
+    late, again = _DELAYS[scaler.growth_delay]
+    grow = finite & (good >= number(scaler.growth_interval + late, count))
     left = xp.maximum(state.hysteresis - number(1, count), number(-1, count))
     refill = finite if scaler.consecutive_hysteresis else grow
     hysteresis = xp.where(refill, full, xp.where(finite, state.hysteresis, left))
@@ -267,7 +287,7 @@ def update(scaler: LossScaler, state: LossScaleState, finite: Any, xp: ArrayName
     at_floor = new_scale == number(scaler.min_scale, scale)
     return LossScaleState(
         scale=new_scale,
-        good_steps=xp.where(finite, xp.where(grow, zero, good), zero),
+        good_steps=xp.where(finite, xp.where(grow, number(again, count), good), zero),
         hysteresis=hysteresis,
         skipped=xp.where(finite, state.skipped, state.skipped + number(1, count)),
         stuck=xp.where(finite, zero, xp.where(at_floor, state.stuck + number(1, count), zero)),
@@ -287,10 +307,13 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     "keras": {"init_scale": 2.0**15, "growth_interval": 2000, "max_scale": _NO_CEILING},
     "apex": {"init_scale": 2.0**16, "growth_interval": 2000, "max_scale": 2.0**24},
     "deepspeed": {"init_scale": 2.0**16, "growth_interval": 1000, "hysteresis": 2, "min_scale": 1.0,
-                  "max_scale": _NO_CEILING},
+                  "max_scale": _NO_CEILING, "growth_delay": "after_overflow"},
     "megatron": {"init_scale": 2.0**32, "growth_interval": 1000, "hysteresis": 2, "min_scale": 1.0,
                  "max_scale": _NO_CEILING},
     "jmp": {"init_scale": 2.0**15, "growth_interval": 2000, "min_scale": 1.0, "max_scale": _NO_CEILING},
+    "flax": {"init_scale": 2.0**16, "growth_interval": 2000, "min_scale": 2.0**-126, "max_scale": _NO_CEILING,
+             "growth_delay": "always"},
 }  # fmt: skip
 """Published constants: torch.amp.GradScaler, keras.optimizers.LossScaleOptimizer, apex.amp.scaler.LossScaler,
-DeepSpeed's `fp16` block, Megatron-LM's `--initial-loss-scale` family, jmp.DynamicLossScale with its README's scale."""
+DeepSpeed's `fp16` block, Megatron-LM's `--initial-loss-scale` family, jmp.DynamicLossScale with its README's scale,
+flax.training.dynamic_scale.DynamicScale."""

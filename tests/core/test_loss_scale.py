@@ -19,17 +19,7 @@ from polyamp import LossScaleError, LossScaler, LossScaleState, Policy, Unsuppor
 from polyamp.arrays import PYTHON
 from polyamp.loss_scale import PRESETS, update
 from polyamp.reference.arrays import XP
-
-FLAGS = [bool(int(bit)) for bit in "100001101000000001"]
-"""Overflow flags of S16's traces."""
-TRACES: dict[str, tuple[dict[str, Any], list[float]]] = {
-    "hysteresis 1": ({}, [8, 8, 8, 8, 16, 8, 4, 4, 2, 2, 2, 2, 4, 4, 4, 4, 8, 4]),
-    "hysteresis 2": ({"hysteresis": 2}, [16, 16, 16, 16, 32, 32, 16, 16, 8, 8, 8, 8, 16, 16, 16, 16, 32, 32]),
-    "consecutive 2": (
-        {"hysteresis": 2, "consecutive_hysteresis": True},
-        [16, 16, 16, 16, 32, 32, 16, 16, 16, 16, 16, 16, 32, 32, 32, 32, 64, 64],
-    ),
-}
+from polyamp.testing.conformance.published import OVERFLOWS, REFERENCES
 
 
 class Plain(NamedTuple):
@@ -61,9 +51,9 @@ def oracle(scaler: LossScaler, state: Plain, finite: bool) -> Plain:
         good += 1
         if scaler.consecutive_hysteresis:
             hysteresis = scaler.hysteresis
-        if good == scaler.growth_interval:
+        if good >= scaler.growth_interval + (scaler.growth_delay != "none"):
             scale = min(single(scale * single(scaler.growth_factor)), single(scaler.max_scale))
-            good, hysteresis = 0, scaler.hysteresis
+            good, hysteresis = int(scaler.growth_delay == "after_overflow"), scaler.hysteresis
         stuck = 0
     else:
         good, hysteresis, skipped = 0, hysteresis - 1, skipped + 1
@@ -85,31 +75,25 @@ def trajectory(scaler: LossScaler, overflows: Iterable[Any]) -> list[LossScaleSt
     return states[1:]
 
 
-@pytest.mark.parametrize(("changes", "expected"), TRACES.values(), ids=list(TRACES))
-def test_s16_traces(changes: dict[str, Any], expected: list[float]) -> None:
-    scaler = LossScaler(init_scale=16.0, growth_interval=4, **changes)
-    assert [float(state.scale) for state in trajectory(scaler, FLAGS)] == expected
-
-
-@pytest.mark.parametrize(("changes", "expected"), TRACES.values(), ids=list(TRACES))
-def test_s16_traces_through_the_methods(changes: dict[str, Any], expected: list[float]) -> None:
-    scaler = LossScaler(init_scale=16.0, growth_interval=4, **changes)
+@pytest.mark.parametrize("name", REFERENCES)
+def test_s16_traces_through_the_methods(name: str) -> None:
+    scaler = LossScaler(init_scale=16.0, growth_interval=4, **REFERENCES[name].settings)
     state, scales = scaler.init("reference"), []
-    for overflow in FLAGS:
+    for overflow in OVERFLOWS:
         state = scaler.update(state, finite=not overflow)
         scales.append(float(state.scale))
-    assert scales == expected
-    assert int(state.skipped) == sum(FLAGS)
+    assert scales == REFERENCES[name].scales()
+    assert int(state.skipped) == sum(OVERFLOWS)
 
 
-def test_s16_oracle_agrees_with_the_traces() -> None:
-    for changes, expected in TRACES.values():
-        scaler = LossScaler(init_scale=16.0, growth_interval=4, **changes)
-        state, scales = Plain(16.0, 0, scaler.hysteresis, 0, 0), []
-        for overflow in FLAGS:
-            state = oracle(scaler, state, not overflow)
-            scales.append(state.scale)
-        assert scales == expected
+@pytest.mark.parametrize("name", REFERENCES)
+def test_s16_oracle_agrees_with_the_traces(name: str) -> None:
+    scaler = LossScaler(init_scale=16.0, growth_interval=4, **REFERENCES[name].settings)
+    state, scales = Plain(16.0, 0, scaler.hysteresis, 0, 0), []
+    for overflow in OVERFLOWS:
+        state = oracle(scaler, state, not overflow)
+        scales.append(state.scale)
+    assert scales == REFERENCES[name].scales()
 
 
 @st.composite
@@ -131,6 +115,7 @@ def scalers(draw: st.DrawFn) -> LossScaler:
         growth_interval=draw(st.integers(1, 6)),
         hysteresis=draw(st.integers(1, 4)),
         consecutive_hysteresis=draw(st.booleans()),
+        growth_delay=draw(st.sampled_from(["none", "after_overflow", "always"])),
     )
 
 
@@ -227,25 +212,26 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "init", "interval", "hysteresis", "low", "high"),
+    ("name", "init", "interval", "hysteresis", "low", "high", "delay"),
     [
-        ("torch", 65536.0, 2000, 1, 2.0**-14, 2.0**127),
-        ("keras", 32768.0, 2000, 1, 2.0**-14, 2.0**127),
-        ("apex", 65536.0, 2000, 1, 2.0**-14, 2.0**24),
-        ("deepspeed", 65536.0, 1000, 2, 1.0, 2.0**127),
-        ("megatron", 4294967296.0, 1000, 2, 1.0, 2.0**127),
-        ("jmp", 32768.0, 2000, 1, 1.0, 2.0**127),
+        ("torch", 65536.0, 2000, 1, 2.0**-14, 2.0**127, "none"),
+        ("keras", 32768.0, 2000, 1, 2.0**-14, 2.0**127, "none"),
+        ("apex", 65536.0, 2000, 1, 2.0**-14, 2.0**24, "none"),
+        ("deepspeed", 65536.0, 1000, 2, 1.0, 2.0**127, "after_overflow"),
+        ("megatron", 4294967296.0, 1000, 2, 1.0, 2.0**127, "none"),
+        ("jmp", 32768.0, 2000, 1, 1.0, 2.0**127, "none"),
+        ("flax", 65536.0, 2000, 1, 2.0**-126, 2.0**127, "always"),
     ],
 )
-def test_presets(name: str, init: float, interval: int, hysteresis: int, low: float, high: float) -> None:
+def test_presets(name: str, init: float, interval: int, hysteresis: int, low: float, high: float, delay: str) -> None:
     scaler = LossScaler.like(name)
     assert (scaler.init_scale, scaler.growth_interval, scaler.hysteresis) == (init, interval, hysteresis)
-    assert (scaler.min_scale, scaler.max_scale) == (low, high)
+    assert (scaler.min_scale, scaler.max_scale, scaler.growth_delay) == (low, high, delay)
     assert (scaler.growth_factor, scaler.backoff_factor, scaler.consecutive_hysteresis) == (2.0, 0.5, False)
 
 
 def test_like() -> None:
-    assert set(PRESETS) == {"torch", "keras", "apex", "deepspeed", "megatron", "jmp"}
+    assert set(PRESETS) == {"torch", "keras", "apex", "deepspeed", "megatron", "jmp", "flax"}
     assert LossScaler.like("torch", growth_interval=7).growth_interval == 7
     with pytest.raises(LossScaleError, match=r"like\(\) knows torch, .*'megatorn'\. Did you mean 'megatron'\?"):
         LossScaler.like("megatorn")
@@ -271,6 +257,10 @@ def _number(name: str, value: Any) -> tuple[dict[str, Any], str]:
 
 INVALID: list[tuple[dict[str, Any], str]] = [
     ({"kind": "auto"}, r"kind must be 'dynamic', 'static' or 'off'\. Received: kind='auto'\."),
+    (
+        {"growth_delay": 1},
+        r"growth_delay must be 'none', 'after_overflow' or 'always'\. Received: growth_delay=1\.",
+    ),
     ({"on_stuck": "stop"}, r"on_stuck must be 'raise', 'warn' or 'ignore'\. Received: on_stuck='stop'\."),
     *(
         _number(name, value)

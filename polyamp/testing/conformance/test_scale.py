@@ -14,18 +14,8 @@ import polyamp
 from polyamp.backend import Backend
 from polyamp.errors import LossScaleError, LossScaleStuckError
 from polyamp.testing.conformance.problems import batch, flat, layers, loss_fn, number, recipe, train
+from polyamp.testing.conformance.published import OVERFLOWS, REFERENCES
 from polyamp.testing.harness import Harness
-
-OVERFLOWS = [1, 0, 0, 0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1]
-TRACES: dict[str, tuple[dict[str, Any], list[int]]] = {
-    "hysteresis 1": ({}, [8, 8, 8, 8, 16, 8, 4, 4, 2, 2, 2, 2, 4, 4, 4, 4, 8, 4]),
-    "hysteresis 2": ({"hysteresis": 2}, [16, 16, 16, 16, 32, 32, 16, 16, 8, 8, 8, 8, 16, 16, 16, 16, 32, 32]),
-    "consecutive 2": (
-        {"hysteresis": 2, "consecutive_hysteresis": True},
-        [16, 16, 16, 16, 32, 32, 16, 16, 16, 16, 16, 16, 32, 32, 32, 32, 64, 64],
-    ),
-}
-"""Measured on torch, Keras, Megatron and DeepSpeed with growth_interval 4 and init 16 (S16)."""
 
 
 def oracle(scaler: polyamp.LossScaler, flags: list[bool]) -> list[tuple[float, int, int, int, int]]:
@@ -37,8 +27,9 @@ def oracle(scaler: polyamp.LossScaler, flags: list[bool]) -> list[tuple[float, i
             good, stuck = good + 1, 0
             if scaler.consecutive_hysteresis:
                 hysteresis = scaler.hysteresis
-            if good == scaler.growth_interval:
-                scale, good = min(float(np.float32(scale) * np.float32(scaler.growth_factor)), scaler.max_scale), 0
+            if good >= scaler.growth_interval + (scaler.growth_delay != "none"):
+                scale = min(float(np.float32(scale) * np.float32(scaler.growth_factor)), scaler.max_scale)
+                good = int(scaler.growth_delay == "after_overflow")
                 hysteresis = scaler.hysteresis
         else:
             good, hysteresis, skipped = 0, max(hysteresis - 1, -1), skipped + 1
@@ -49,25 +40,35 @@ def oracle(scaler: polyamp.LossScaler, flags: list[bool]) -> list[tuple[float, i
     return trace
 
 
-@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("name", ["torch", "megatron", "consecutive", "deepspeed"])
 def test_s16_reference_traces_through_the_step(backend: Backend, harness: Harness, name: str) -> None:
-    extra, want = TRACES[name]
-    made = recipe("mixed_float16", scaler=polyamp.LossScaler(init_scale=16.0, growth_interval=4, **extra))
+    """The scales of each source's own rule (`published`), through whole training steps."""
+    reference = REFERENCES[name]
+    scaler = polyamp.LossScaler(init_scale=16.0, growth_interval=4, **reference.settings)
+    made = recipe("mixed_float16", scaler=scaler)
     _, results = train(harness, made, [batch(i, gain=np.inf if bad else 1.0) for i, bad in enumerate(OVERFLOWS)])
-    assert [number(backend, r.scale) for r in results] == want
+    assert [number(backend, r.scale) for r in results] == reference.scales()
     assert [int(backend.to_numpy(r.skipped)) for r in results] == OVERFLOWS
     assert number(backend, results[-1].step) == OVERFLOWS.count(0)
 
 
-@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("name", REFERENCES)
 def test_s16_reference_traces_through_update(backend: Backend, harness: Harness, name: str) -> None:
-    extra, want = TRACES[name]
-    scaler = polyamp.LossScaler(init_scale=16.0, growth_interval=4, **extra)
+    reference = REFERENCES[name]
+    scaler = polyamp.LossScaler(init_scale=16.0, growth_interval=4, **reference.settings)
     state, seen = scaler.init(backend.name), []
     for bad in OVERFLOWS:
         state = scaler.update(state, harness.array(np.asarray(not bad)))
         seen.append(number(backend, state.scale))
-    assert seen == want
+    assert seen == reference.scales()
+
+
+def test_s15_the_scale_grows_beyond_a_smaller_growth_interval(backend: Backend, harness: Harness) -> None:
+    """A run saved with 1,500 good steps goes on with an interval of 4: the count is beyond it already."""
+    state = polyamp.LossScaler(init_scale=16.0).init(backend.name)
+    late = state._replace(good_steps=backend.scalar(1500, "int32", like=state.good_steps))
+    new = polyamp.LossScaler(init_scale=16.0, growth_interval=4).update(late, harness.array(np.asarray(True)))
+    assert [number(backend, value) for value in new] == [32.0, 0.0, 1.0, 0.0, 0.0]
 
 
 @st.composite
@@ -84,6 +85,7 @@ def scalers(draw: st.DrawFn) -> polyamp.LossScaler:
         growth_interval=draw(st.integers(1, 5)),
         hysteresis=draw(st.integers(1, 3)),
         consecutive_hysteresis=draw(st.booleans()),
+        growth_delay=draw(st.sampled_from(["none", "after_overflow", "always"])),
     )
 
 

@@ -129,3 +129,15 @@ def test_a_spec_alone_in_model_compile(tmp_path: Path) -> None:
         train(each)
     assert_equal(loaded, model)
     assert int(loaded.optimizer.iterations) == 10
+
+
+def test_s15_the_scale_grows_beyond_a_smaller_growth_interval() -> None:
+    """A count of good steps that was saved under a longer interval."""
+    scaler = polyamp.LossScaler(init_scale=16.0, growth_interval=4)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1), scaler)
+    variable = keras.Variable([1.0])
+    optimizer.build([variable])
+    optimizer.step_counter.assign(1500)
+    optimizer.scale_loss(tf.constant(1.0))
+    optimizer.apply([tf.constant([16.0])], [variable])
+    assert [float(optimizer.scale_state.scale), int(optimizer.scale_state.good_steps)] == [32.0, 0]

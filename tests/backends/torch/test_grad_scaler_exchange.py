@@ -296,3 +296,22 @@ def test_the_document_runs_and_prints_what_it_shows(capsys: pytest.CaptureFixtur
     exec(compile(script, str(DOCUMENT), "exec"), {})
     printed = capsys.readouterr().out
     assert [text for language, text in blocks if language == "text" and text not in printed] == []
+
+
+def test_s15_the_scale_grows_beyond_a_smaller_growth_interval() -> None:
+    """torch's own scaler compares with `==`, and never grows again."""
+    scaler, parameter = (
+        GradScaler(polyamp.LossScaler(init_scale=16.0, growth_interval=1000)),
+        nn.Parameter(torch.ones(1)),
+    )
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    scales = []
+    for step in range(8):
+        if step == 5:
+            scaler.set_growth_interval(2)
+        optimizer.zero_grad()
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [16.0] * 5 + [32.0, 32.0, 64.0]

@@ -1,0 +1,240 @@
+"""The loss-scale rules of other libraries, transcribed from their sources by reading them: the oracles of S16.
+
+Each is a generator function of the flags (True: the gradients overflowed) that yields the scale after every step. They
+share no code with polyamp's rule and none with each other, so that one mistake cannot hide in both. Called by the
+conformance suite, on some sequences, and by the core tests, on all sequences of 8 flags.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+FLOAT32_MAX: Final = (2.0 - 2.0**-23) * 2.0**127
+Rule = Callable[..., Iterator[float]]
+
+
+def torch(flags: Sequence[bool], *, scale: float, interval: int) -> Iterator[float]:
+    """pytorch 2.13, aten/src/ATen/native/cuda/AmpKernels.cu, `amp_update_scale_cuda_kernel`; factors 2 and 0.5."""
+    tracker = 0
+    for overflow in flags:
+        if overflow:
+            scale, tracker = scale * 0.5, 0
+        elif tracker + 1 == interval:
+            doubled = scale * 2.0
+            scale, tracker = (doubled if doubled <= FLOAT32_MAX else scale), 0
+        else:
+            tracker += 1
+        yield scale
+
+
+def keras(flags: Sequence[bool], *, scale: float, interval: int) -> Iterator[float]:
+    """Keras 3.15, keras/src/optimizers/loss_scale_optimizer.py, `_stateful_handle_finite_grads` and its counterpart."""
+    step_counter = 0
+    for overflow in flags:
+        if overflow:
+            step_counter = 0
+            scale *= 0.5
+        elif step_counter == interval - 1:
+            step_counter = 0
+            scale *= 2.0
+        else:
+            step_counter += 1
+        yield scale
+
+
+def apex(flags: Sequence[bool], *, scale: float, interval: int, ceiling: float = 2.0**24) -> Iterator[float]:
+    """NVIDIA/apex before commit cb65b8ed, apex/amp/scaler.py, `LossScaler.update_scale`, no `min_loss_scale`."""
+    unskipped = 0
+    for overflow in flags:
+        scale, unskipped = (scale / 2.0, 0) if overflow else (scale, unskipped + 1)
+        if unskipped == interval:
+            scale, unskipped = min(ceiling, scale * 2.0), 0
+        yield scale
+
+
+def apex_hysteresis(flags: Sequence[bool], *, scale: float, interval: int, hysteresis: int) -> Iterator[float]:
+    """NVIDIA/apex 6424da3b, csrc/update_scale_hysteresis.cu (NeMo and Lightning call it)."""
+    growth_tracker, hysteresis_tracker = 0, hysteresis
+    for overflow in flags:
+        if overflow:
+            hysteresis_tracker -= 1
+            growth_tracker = 0
+            if hysteresis_tracker <= 0:
+                scale *= 0.5
+        else:
+            growth_tracker += 1
+            if growth_tracker == interval:
+                scale, growth_tracker = (scale if math.isinf(scale * 2.0) else scale * 2.0), 0
+            hysteresis_tracker = hysteresis
+        yield scale
+
+
+def deepspeed(
+    flags: Sequence[bool],
+    *,
+    scale: float,
+    interval: int,
+    hysteresis: int,
+    consecutive: bool = False,
+    floor: float = 1.0,
+) -> Iterator[float]:
+    """DeepSpeed 0.19.6, deepspeed/runtime/fp16/loss_scaler.py, `DynamicLossScaler.update_scale` (ZeRO).
+
+    Ends where the source raises: at an overflow at the floor.
+    """
+    last_overflow, shifts_left = -1, hysteresis
+    for iteration, overflow in enumerate(flags):
+        if overflow:
+            if hysteresis == 1 or shifts_left == 1:
+                if scale == floor:
+                    return
+                scale = max(scale / 2.0, floor)
+            else:
+                shifts_left -= 1
+            last_overflow = iteration
+        else:
+            if consecutive:
+                shifts_left = hysteresis
+            stable = iteration - last_overflow - 1
+            if stable > 0 and stable % interval == 0:
+                shifts_left = hysteresis
+                scale *= 2.0
+        yield scale
+
+
+def deepspeed_fused(flags: Sequence[bool], *, scale: float, interval: int, floor: float = 1.0) -> Iterator[float]:
+    """DeepSpeed 0.19.6, deepspeed/runtime/fp16/fused_optimizer.py, `FP16_Optimizer._update_scale`: no hysteresis."""
+    last_overflow = -1
+    for iteration, overflow in enumerate(flags):
+        stable = iteration - last_overflow - 1
+        if overflow:
+            scale, last_overflow = max(scale / 2.0, floor), iteration
+        elif stable > 0 and stable % interval == 0:
+            scale *= 2.0
+        yield scale
+
+
+def megatron(
+    flags: Sequence[bool], *, scale: float, interval: int, hysteresis: int, floor: float = 1.0
+) -> Iterator[float]:
+    """Megatron-LM d98e8a64dd, megatron/core/optimizer/grad_scaler.py, `DynamicGradScaler.update`; factors 2, 0.5."""
+    growth, left = 0, hysteresis
+    for overflow in flags:
+        if overflow:
+            growth = 0
+            left -= 1
+            if left <= 0:
+                scale = max(scale * 0.5, floor)
+        else:
+            growth += 1
+            if growth == interval:
+                growth, left = 0, hysteresis
+                scale = scale * 2.0
+        yield scale
+
+
+def jmp(flags: Sequence[bool], *, scale: float, interval: int, floor: float = 1.0) -> Iterator[float]:
+    """jmp 0.0.4, jmp/_src/loss_scale.py, `DynamicLossScale.adjust`."""
+    counter = 0
+    for overflow in flags:
+        if overflow:
+            scale = max(floor, scale / 2)
+        elif counter == interval - 1:
+            scale = scale * 2 if scale * 2 <= FLOAT32_MAX else scale
+        counter = 0 if overflow else (counter + 1) % interval
+        yield scale
+
+
+def flax(flags: Sequence[bool], *, scale: float, interval: int, floor: float = 2.0**-126) -> Iterator[float]:
+    """flax 0.12.8, flax/training/dynamic_scale.py, `DynamicScale.value_and_grad`: the count before the step decides."""
+    fin_steps = 0
+    for overflow in flags:
+        grow = fin_steps == interval
+        if overflow:
+            scale = max(scale * 0.5, floor)
+        elif grow:
+            scale = min(scale * 2.0, FLOAT32_MAX)
+        fin_steps = 0 if grow or overflow else fin_steps + 1
+        yield scale
+
+
+class Case(NamedTuple):
+    """One source with one setting, and the scaler that has its sequences.
+
+    Attributes:
+        rule: the transcription.
+        arguments: its constants.
+        preset: the name that `LossScaler.like` takes.
+        changes: what it takes beside that.
+    """
+
+    rule: Rule
+    arguments: dict[str, Any]
+    preset: str
+    changes: dict[str, Any]
+
+
+def _cases() -> list[Case]:
+    cases = []
+    plain: tuple[tuple[Rule, str, dict[str, Any]], ...] = (
+        (torch, "torch", {}),
+        (keras, "keras", {}),
+        (apex, "apex", {}),
+        (jmp, "jmp", {}),
+        (flax, "flax", {}),
+        (deepspeed_fused, "deepspeed", {"hysteresis": 1}),
+    )
+    for interval in (1, 2, 3):
+        for scale in (2.0, 16.0):
+            given, own = {"scale": scale, "interval": interval}, {"init_scale": scale, "growth_interval": interval}
+            cases += [Case(rule, given, preset, {**own, **changes}) for rule, preset, changes in plain]
+            for hysteresis in (1, 2, 3):
+                more, theirs = {**given, "hysteresis": hysteresis}, {**own, "hysteresis": hysteresis}
+                refilled = {**theirs, "consecutive_hysteresis": True}
+                cases += [
+                    Case(megatron, more, "megatron", theirs),
+                    Case(deepspeed, more, "deepspeed", theirs),
+                    Case(deepspeed, {**more, "consecutive": True}, "deepspeed", refilled),
+                    Case(apex_hysteresis, more, "torch", refilled),
+                ]
+    cases.append(Case(apex, {"scale": 2.0**23, "interval": 1}, "apex", {"init_scale": 2.0**23, "growth_interval": 1}))
+    return cases
+
+
+CASES: Final = _cases()
+
+
+OVERFLOWS: Final = [1, 0, 0, 0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1]
+"""The flags of S16's table, 1 for an overflow."""
+
+
+class Reference(NamedTuple):
+    """One row of S16's table.
+
+    Attributes:
+        rule: the transcription.
+        arguments: its constants, beside the table's interval of 4 and initial scale of 16.
+        settings: the scaler's, likewise.
+    """
+
+    rule: Rule
+    arguments: dict[str, Any]
+    settings: dict[str, Any]
+
+    def scales(self) -> list[float]:
+        """The scale after each of the table's steps."""
+        return list(self.rule([bool(flag) for flag in OVERFLOWS], scale=16.0, interval=4, **self.arguments))
+
+
+_SHIFTS: Final[dict[str, Any]] = {"hysteresis": 2}
+_REFILLED: Final[dict[str, Any]] = {"hysteresis": 2, "consecutive_hysteresis": True}
+REFERENCES: Final[dict[str, Reference]] = {
+    "torch": Reference(torch, {}, {}),
+    "megatron": Reference(megatron, _SHIFTS, _SHIFTS),
+    "consecutive": Reference(apex_hysteresis, _SHIFTS, _REFILLED),
+    "deepspeed": Reference(deepspeed, _SHIFTS, {**_SHIFTS, "growth_delay": "after_overflow"}),
+    "flax": Reference(flax, {}, {"growth_delay": "always"}),
+}
+"""First word of a row of S16's table -> where it comes from, and the scaler that has it."""
