@@ -44,6 +44,19 @@ class MLP(linen.Module):  # type: ignore[misc]  # flax is not typed
         return x
 
 
+class GatheredMLP(linen.Module):  # type: ignore[misc]  # flax is not typed
+    """An MLP whose output is read at some rows of the batch."""
+
+    widths: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @linen.compact  # type: ignore[untyped-decorator]  # flax is not typed
+    def __call__(self, x: Any) -> Any:
+        for number, width in enumerate(self.widths):
+            x = linen.Dense(width, name=f"dense{number}")(linen.relu(x) if number else x)
+        return jnp.take(x, np.asarray(self.rows), axis=0)
+
+
 class Transformer(linen.Module):  # type: ignore[misc]  # flax is not typed
     """The one-block transformer of `polyamp.testing.digits`, every layer written out."""
 
@@ -114,8 +127,29 @@ class JaxHarness:
         # compiled as a whole: eagerly JAX fuses what it has jitted itself, and rounds differently from its parts
         return {name: jax.jit(operation) for name, operation in operations.items()}
 
+    def saturating(self) -> Mapping[str, Callable[[Any], Any]]:
+        operations: dict[str, Callable[[Any], Any]] = {
+            "log(p + eps) of sigmoid": lambda x: jnp.log(jax.nn.sigmoid(-x) + 1e-6),
+            "log(1 - p) of sigmoid": lambda x: jnp.log(1 - jax.nn.sigmoid(x)),
+            "log of erfc": lambda x: jnp.log(jax.lax.erfc(x)),
+            "1 - p of sigmoid": lambda x: 1 - jax.nn.sigmoid(x),
+        }
+        return {name: jax.jit(operation) for name, operation in operations.items()}
+
+    def inner_products(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {
+            "einsum": lambda x: jnp.einsum("bi,bi->b", x, x),
+            "vmap of dot": lambda x: jax.vmap(jnp.dot)(x, x),
+        }
+
     def matmul(self, left: Any, right: Any) -> Any:
         return jnp.matmul(left, right)
+
+    def outer(self, left: Any, right: Any) -> Any:
+        return jnp.einsum("i,j->ij", left, right)
+
+    def gathered(self, layers: Sequence[Layer], rows: Array) -> Any:
+        return GatheredMLP(_widths(layers), tuple(rows.tolist())), {"params": _dense_params(layers)}
 
     def unusable(self, kind: str) -> Any:
         if kind == "empty":

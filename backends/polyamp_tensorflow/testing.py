@@ -90,8 +90,28 @@ class TensorFlowHarness:
         }
         return {**{name: _functional(operation) for name, operation in operations.items()}, **layers}
 
+    def saturating(self) -> Mapping[str, Callable[[Any], Any]]:
+        operations: dict[str, Callable[[Any], Any]] = {
+            "log(p + eps) of sigmoid": lambda x: keras.ops.log(keras.ops.sigmoid(-x) + 1e-6),
+            "log(1 - p) of sigmoid": lambda x: keras.ops.log(1 - keras.ops.sigmoid(x)),
+            "1 - p of sigmoid": lambda x: 1 - keras.ops.sigmoid(x),
+        }
+        return {name: _functional(operation) for name, operation in operations.items()}
+
+    def inner_products(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {"einsum": _functional(lambda x: keras.ops.einsum("bi,bi->b", x, x))}
+
     def matmul(self, left: Any, right: Any) -> Any:
         return tf.matmul(left, right)
+
+    def outer(self, left: Any, right: Any) -> Any:
+        return keras.ops.einsum("i,j->ij", left, right)
+
+    def gathered(self, layers: Sequence[Layer], rows: Array) -> Any:
+        inputs = hidden = keras.Input((layers[0].kernel.shape[0],))
+        for number, layer in enumerate(layers):
+            hidden = _dense(layer, f"dense{number}")(keras.ops.relu(hidden) if number else hidden)
+        return keras.Model(inputs, keras.ops.take(hidden, rows, axis=0))
 
     def unusable(self, kind: str) -> Any:
         if kind == "empty":

@@ -42,6 +42,18 @@ class MLP(nn.Module):
         return x
 
 
+class GatheredMLP(MLP):
+    """An MLP whose output is read at some rows of the batch."""
+
+    def __init__(self, layers: Sequence[Layer], rows: Array) -> None:
+        super().__init__(layers, None)
+        self.register_buffer("rows", torch.from_numpy(rows), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The output at the rows, shape (reads, out)."""
+        return super().forward(x)[self.get_buffer("rows")]
+
+
 class DigitsTransformer(nn.Module):
     """The transformer that `polyamp.testing.digits` describes."""
 
@@ -111,8 +123,28 @@ class TorchHarness:
             "mse_loss": lambda x: functional.mse_loss(x, torch.zeros_like(x)),
         }
 
+    def saturating(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {
+            "log(p + eps) of sigmoid": lambda x: torch.log(torch.sigmoid(-x) + 1e-6),
+            "log(1 - p) of sigmoid": lambda x: torch.log(1 - torch.sigmoid(x)),
+            "log of erfc": lambda x: torch.log(torch.erfc(x)),
+            "1 - p of sigmoid": lambda x: 1 - torch.sigmoid(x),
+        }
+
+    def inner_products(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {
+            "einsum": lambda x: torch.einsum("bi,bi->b", x, x),
+            "vmap of dot": lambda x: torch.vmap(torch.dot)(x, x),
+        }
+
     def matmul(self, left: Any, right: Any) -> Any:
         return left @ right
+
+    def outer(self, left: Any, right: Any) -> Any:
+        return torch.einsum("i,j->ij", left, right)
+
+    def gathered(self, layers: Sequence[Layer], rows: Array) -> nn.Module:
+        return GatheredMLP(layers, rows)
 
     def unusable(self, kind: str) -> nn.Module:
         if kind == "empty":

@@ -105,3 +105,26 @@ class MLP:
         dtype = dtype_name(h.dtype)
         scale, bias = self.parameters[f"{path}/scale"], self.parameters[f"{path}/bias"]
         return back * ops.cast(scale, dtype) + ops.cast(bias, dtype)
+
+
+class GatheredMLP(MLP):
+    """An MLP whose output is read at some rows of the batch, before it is cast to the policy's output dtype.
+
+    Args:
+        parameters: as `MLP` has them.
+        rows: row numbers, shape (reads,).
+    """
+
+    def __init__(self, parameters: Mapping[str, Any], rows: Array) -> None:
+        super().__init__(parameters)
+        self.rows = rows
+
+    def with_arrays(self, parameters: Mapping[str, Any], running: Mapping[str, Any]) -> GatheredMLP:
+        """The same network around other parameters."""
+        return GatheredMLP(parameters, self.rows)
+
+    def __call__(self, x: Any, policy: Policy | None = None) -> Tensor:
+        """The network's output at the rows, shape (reads, out)."""
+        inner = None if policy is None else policy.replace(output=policy.compute)
+        read = super().__call__(x, inner)[self.rows]
+        return read if policy is None else ops.cast(read, policy.output)

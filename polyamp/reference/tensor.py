@@ -69,9 +69,9 @@ class Tensor:
 
     def __getitem__(self, index: Any) -> Tensor:
         def back(g: Array) -> Array:
-            full = np.zeros_like(self.data)
+            full = np.zeros(self.shape, np.promote_types(self.dtype, np.float32))  # rows read twice are a sum (S4)
             np.add.at(full, index, g)
-            return full
+            return full.astype(self.dtype)
 
         return Tensor(self.data[index], [(self, back)])
 
@@ -145,10 +145,13 @@ def cast(x: Any, dtype: str) -> Tensor:
 
 
 def matmul(left: Any, right: Any) -> Tensor:
-    """Matrix product in the policy's compute dtype, accumulated in float32 as matrix units do."""
+    """Matrix product in the policy's compute dtype, accumulated in float32 as matrix units do.
+
+    With a shared axis of length 1 it contracts nothing, so it is a multiplication and follows its operands.
+    """
     casting = _CASTING.get()
     a, b = tensor(left), tensor(right)
-    if casting is not None:
+    if casting is not None and a.shape[-1] != 1:
         a, b = cast(a, casting.compute), cast(b, casting.compute)
 
     def product(x: Array, y: Array, dtype: Any) -> Array:
@@ -180,6 +183,26 @@ def log(x: Any) -> Tensor:
     """Natural logarithm; sensitive."""
     x = _sensitive(x)
     return Tensor(np.log(x.data), [(x, lambda g: g / x.data)])
+
+
+def sigmoid(x: Any) -> Tensor:
+    """1 / (1 + e to the -x); sensitive, for the logarithm or the `1 - x` that it may feed."""
+    x = _sensitive(x)
+    one = x.data.dtype.type(1.0)
+    value = one / (one + np.exp(-x.data))
+    return Tensor(value, [(x, lambda g: g * value * (one - value))])
+
+
+def inner(left: Any, right: Any) -> Tensor:
+    """Inner product along the last axis; sensitive, because it has no free axes."""
+    return total(_sensitive(left) * _sensitive(right), axis=-1)
+
+
+def outer(left: Any, right: Any) -> Tensor:
+    """Outer product of two vectors: it contracts nothing, so it is a multiplication and follows its operands."""
+    a, b = tensor(left), tensor(right)
+    result: Tensor = _keep(a) * b
+    return result
 
 
 def power(x: Any, exponent: float) -> Tensor:

@@ -13,7 +13,7 @@ from polyamp.recipe import Recipe
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import Array
 from polyamp.reference.backend import BACKEND
-from polyamp.reference.models import EPSILON, MLP
+from polyamp.reference.models import EPSILON, MLP, GatheredMLP
 from polyamp.testing.harness import Layer, Observe
 
 
@@ -57,8 +57,24 @@ class ReferenceHarness:
             "layer_norm": lambda x: ops.normalize(x, EPSILON),
         }
 
+    def saturating(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {
+            "log(p + eps) of sigmoid": lambda x: ops.log(ops.sigmoid(ops.tensor(x) * -1.0) + 1e-6),
+            "log(1 - p) of sigmoid": lambda x: ops.log(1.0 - ops.sigmoid(x)),
+            "1 - p of sigmoid": lambda x: 1.0 - ops.sigmoid(x),
+        }
+
+    def inner_products(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {"inner": lambda x: ops.inner(x, x)}
+
     def matmul(self, left: Any, right: Any) -> Any:
         return ops.matmul(left, right)
+
+    def outer(self, left: Any, right: Any) -> Any:
+        return ops.outer(left, right)
+
+    def gathered(self, layers: Sequence[Layer], rows: Array) -> MLP:
+        return GatheredMLP(_named(layers), rows)
 
     def unusable(self, kind: str) -> MLP:
         if kind == "empty":

@@ -57,8 +57,20 @@ class Harness(Protocol):
     def sensitive(self) -> Mapping[str, Callable[[Any], Any]]:
         """Name -> function of one floating array, for the operations that S4 lists and the framework has."""
 
+    def saturating(self) -> Mapping[str, Callable[[Any], Any]]:
+        """Name -> function of one floating array: a logarithm, or a difference from 1, of a saturating result."""
+
+    def inner_products(self) -> Mapping[str, Callable[[Any], Any]]:
+        """Name -> function of one floating array, shape (rows, n): each row's inner product with itself."""
+
     def matmul(self, left: Any, right: Any) -> Any:
         """Matrix product of two framework arrays."""
+
+    def outer(self, left: Any, right: Any) -> Any:
+        """Outer product of two vectors, written as `einsum("i,j->ij")` where the framework has it."""
+
+    def gathered(self, layers: Sequence[Layer], rows: Array) -> Any:
+        """The model of `mlp` whose output is read at `rows`, row numbers of the batch, in the network's own dtype."""
 
     def unusable(self, kind: str) -> Any:
         """A model that must be refused: `kind` is "empty" (no parameters), "integer" or "complex" (parameters), or
