@@ -49,7 +49,8 @@ class Gradients(NamedTuple):
 
     Attributes:
         values: gradients of the *unscaled* loss, in the parameters' dtype and structure (S7); inf or NaN where the
-            scaled gradient overflowed. Replace them with `gradients._replace(values=...)`.
+            scaled gradient overflowed; None for a parameter that the loss does not depend on (S23). Replace them with
+            `gradients._replace(values=...)`.
         running: the model's running statistics after this forward pass. They become the model's when the
             update is applied and are dropped when it is skipped (S12). Random-number streams that live in the model
             travel here too, and move on in both cases.

@@ -165,10 +165,11 @@ def check_gradients(expected: Sequence[tuple[str, Shape]], received: Sequence[tu
 
     Args:
         expected: (path, shape) of every parameter.
-        received: (path, shape) of every gradient; None for a gradient that is `None`.
+        received: (path, shape) of every gradient; None for a gradient that is `None`, as that of a parameter is on
+            which the loss does not depend (S23).
 
     Raises:
-        GradientError: a missing, surplus, `None` or misshapen gradient, by name.
+        GradientError: a missing, surplus or misshapen gradient, by name; or no gradient but `None`.
     """
     shapes = dict(expected)
     got = dict(received)
@@ -180,13 +181,13 @@ def check_gradients(expected: Sequence[tuple[str, Shape]], received: Sequence[tu
             f"Missing: {missing or 'none'}; not a parameter: {surplus or 'none'}."
         )
     for path, shape in got.items():
-        if shape is None:
-            raise GradientError(
-                f"the gradient of {path!r} is None: loss_fn does not depend on it. Use the parameter in loss_fn, or "
-                "freeze it (torch: requires_grad_(False); Keras: layer.trainable = False)."
-            )
-        if shape != shapes[path]:
+        if shape is not None and shape != shapes[path]:
             raise GradientError(f"the gradient of {path!r} has shape {shape}; the parameter has {shapes[path]}.")
+    if all(shape is None for shape in got.values()):
+        raise GradientError(
+            "every gradient is None: loss_fn depends on none of the model's trainable parameters, so there is nothing "
+            "to update. Is the loss detached from the model, or made of the batch alone?"
+        )
 
 
 def check_options(received: Iterable[str], accepted: Sequence[str], *, function: str, backend: str) -> None:

@@ -143,12 +143,17 @@ def value_and_grad(loss_fn: LossFunction, **options: Any) -> Any:
     `loss_fn` sees a tuple of their models and a list of `Gradients` comes back. Nothing in the state changes.
 
     Returns:
-        A callable. `value` is what `loss_fn` returned, with the unscaled loss in float32.
+        A callable. `value` is what `loss_fn` returned, with the unscaled loss in float32. A parameter that several
+        states share is one parameter: each of their `Gradients` holds its whole gradient (S23).
+
+    Raises (from the returned callable):
+        RecipeError: one state twice.
     """
     runs: dict[str, ValueAndGrad] = {}
 
     def run(state: Any, batch: Any) -> tuple[Any, Any]:
         states, several = _as_list(state)
+        _check_distinct(states)
         backend = states[0].backend
         if backend.name not in runs:
             runs[backend.name] = backend.value_and_grad(loss_fn, **options)
@@ -168,11 +173,13 @@ def apply_gradients(state: Any, grads: Any, *, skip: Skip = "all") -> tuple[Any,
             on whether any overflowed.
 
     Returns:
-        The new state and a `StepResult` whose `loss` is None; lists of them for a list of states.
+        The new state and a `StepResult` whose `loss` is None; lists of them for a list of states. A parameter whose
+        gradient is None, and the optimizer's state of it, stay as they are (S23). Where several states share a
+        parameter, each state's optimizer applies that parameter's one gradient.
 
     Raises:
-        GradientError: gradients that do not fit the state.
-        RecipeError: several states whose scalers differ.
+        GradientError: gradients that do not fit the state, or are all None.
+        RecipeError: several states whose scalers differ, or one state twice.
     """
     states, several = _as_list(state)
     gradients: Sequence[Gradients] = grads if several else [grads]
@@ -186,10 +193,22 @@ def apply_gradients(state: Any, grads: Any, *, skip: Skip = "all") -> tuple[Any,
                 f"grads must be the Gradients that value_and_grad returned (change them with "
                 f"gradients._replace(values=...)). Received: {type(item).__name__}."
             )
+    _check_distinct(states)
     if len({item.recipe.loss_scaler for item in states}) > 1:
         raise RecipeError("states that step together must share one scaler; their recipes have different ones.")
     new_states, results = states[0].backend.apply_gradients(states, gradients, skip)
     return (new_states, results) if several else (new_states[0], results[0])
+
+
+def _check_distinct(states: Sequence[Any]) -> None:
+    """Refuse a list that holds one state twice: its update would be applied twice, or half of it lost."""
+    for index, state in enumerate(states):
+        first = next(number for number, other in enumerate(states) if other is state)
+        if first != index:
+            raise RecipeError(
+                f"states must be different ones, each once. Received: the same state at positions {first} and {index}. "
+                "Pass it once; loss_fn can call its model as often as it likes."
+            )
 
 
 def _as_list(state: Any) -> tuple[list[Any], bool]:

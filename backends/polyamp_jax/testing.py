@@ -57,6 +57,16 @@ class GatheredMLP(linen.Module):  # type: ignore[misc]  # flax is not typed
         return jnp.take(x, np.asarray(self.rows), axis=0)
 
 
+class Branches(linen.Module):  # type: ignore[misc]  # flax is not typed
+    """Dense layers side by side."""
+
+    widths: tuple[int, ...]
+
+    @linen.compact  # type: ignore[untyped-decorator]  # flax is not typed
+    def __call__(self, x: Any) -> Any:
+        return tuple(linen.Dense(width, name=f"dense{number}")(x) for number, width in enumerate(self.widths))
+
+
 class Transformer(linen.Module):  # type: ignore[misc]  # flax is not typed
     """The one-block transformer of `polyamp.testing.digits`, every layer written out."""
 
@@ -88,6 +98,9 @@ class JaxHarness:
 
     def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> Any:
         return MLP(_widths(layers), observe=observe), {"params": _dense_params(layers)}
+
+    def branches(self, layers: Sequence[Layer]) -> Any:
+        return Branches(_widths(layers)), {"params": _dense_params(layers)}
 
     def normalized_mlp(self, layers: Sequence[Layer]) -> Any:
         width = layers[0].bias.shape

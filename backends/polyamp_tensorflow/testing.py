@@ -42,6 +42,10 @@ class TensorFlowHarness:
             dense.observe = observe
         return model
 
+    def branches(self, layers: Sequence[Layer]) -> Any:
+        inputs = keras.Input((layers[0].kernel.shape[0],))
+        return keras.Model(inputs, [_dense(layer, f"dense{number}")(inputs) for number, layer in enumerate(layers)])
+
     def normalized_mlp(self, layers: Sequence[Layer]) -> Any:
         first, second = layers
         return keras.Sequential(
@@ -250,4 +254,5 @@ def _settings(layer: Layer) -> dict[str, Any]:
         "units": layer.kernel.shape[1],
         "kernel_initializer": keras.initializers.Constant(layer.kernel),
         "bias_initializer": keras.initializers.Constant(layer.bias),
+        **({} if layer.kernel.dtype.name == "float32" else {"dtype": layer.kernel.dtype.name}),
     }

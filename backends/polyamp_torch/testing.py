@@ -15,7 +15,7 @@ from polyamp.errors import UnsupportedError
 from polyamp.recipe import Recipe
 from polyamp.testing import digits
 from polyamp.testing.harness import Layer, Observe
-from polyamp_torch.arrays import dtype_name, from_numpy
+from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
 
 Array = np.ndarray[Any, Any]
 
@@ -52,6 +52,14 @@ class GatheredMLP(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The output at the rows, shape (reads, out)."""
         return super().forward(x)[self.get_buffer("rows")]
+
+
+class Branches(MLP):
+    """The dense layers side by side."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """One output per layer."""
+        return [getattr(self, f"dense{number}")(x) for number in range(self.depth)]
 
 
 class DigitsTransformer(nn.Module):
@@ -95,6 +103,9 @@ class TorchHarness:
     def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> nn.Module:
         return MLP(layers, observe)
 
+    def branches(self, layers: Sequence[Layer]) -> nn.Module:
+        return Branches(layers, None)
+
     def normalized_mlp(self, layers: Sequence[Layer]) -> nn.Module:
         return MLP(layers, None, normalize=True)
 
@@ -103,7 +114,7 @@ class TorchHarness:
 
     def weights(self, state: Any) -> list[Layer]:
         parts = [getattr(state.model, f"dense{number}") for number in range(state.model.depth)]
-        return [Layer(p.weight.detach().t().numpy().copy(), p.bias.detach().numpy().copy()) for p in parts]
+        return [Layer(to_numpy(p.weight.detach().t()), to_numpy(p.bias)) for p in parts]
 
     def sensitive(self) -> Mapping[str, Callable[[Any], Any]]:
         return {
@@ -169,9 +180,10 @@ class TorchHarness:
 
 
 def linear(kernel: Array, bias: Array) -> nn.Linear:
-    """A linear layer from a kernel of shape (in, out)."""
-    layer = nn.Linear(*kernel.shape)
-    layer.load_state_dict({"weight": _owned(kernel.T.copy()), "bias": _owned(bias)})
+    """A linear layer from a kernel of shape (in, out), in the kernel's dtype."""
+    weight = _owned(kernel.T.copy())
+    layer = nn.Linear(*kernel.shape, dtype=weight.dtype)
+    layer.load_state_dict({"weight": weight, "bias": _owned(bias)})
     return layer
 
 

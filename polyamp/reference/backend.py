@@ -40,6 +40,8 @@ class ReferenceState(msgspec.Struct, frozen=True, kw_only=True):
     model: MLP
     recipe: Recipe
     slots: dict[str, dict[str, Array]]
+    counts: dict[str, Array]
+    """By parameter, how many updates it took (S23)."""
     scale_state: LossScaleState
     step: Array
 
@@ -147,8 +149,10 @@ class ReferenceBackend:
         }
         fresh = model.with_arrays(map_tree(np.array, model.parameters), map_tree(np.array, model.running))
         scale_state = recipe.loss_scaler.init(self.name)
+        zero = np.asarray(0, np.int32)
+        counts = dict.fromkeys(model.parameters, zero)
         return self.state_type(
-            model=fresh, recipe=recipe, slots=slots, scale_state=scale_state, step=np.asarray(0, np.int32)
+            model=fresh, recipe=recipe, slots=slots, counts=counts, scale_state=scale_state, step=zero
         )
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
@@ -181,7 +185,7 @@ class ReferenceBackend:
                 [(name, value.shape) for name, value in state.model.parameters.items()],
                 [(name, None if value is None else value.shape) for name, value in item.values.items()],
             )
-        flags = [all(np.isfinite(value).all() for value in item.values.values()) for item in grads]
+        flags = [all(np.isfinite(value).all() for value in _present(item).values()) for item in grads]
         outcomes = [
             _applied(state, item, all(flags) if skip == "all" else own, all(flags))
             for state, item, own in zip(states, grads, flags, strict=True)
@@ -195,6 +199,7 @@ class ReferenceBackend:
         arrays = {f"model/{name}": value for name, value in state.model.parameters.items()}
         arrays |= {f"running/{name}": value for name, value in state.model.running.items()}
         arrays |= {f"optimizer/{name}/{slot}": v for name, group in state.slots.items() for slot, v in group.items()}
+        arrays |= {f"optimizer/{name}/step": count for name, count in state.counts.items()}
         arrays |= {f"loss_scale/{name}": value for name, value in state.scale_state._asdict().items()}
         return {**arrays, "step": state.step}
 
@@ -206,9 +211,15 @@ class ReferenceBackend:
         slots = {
             name: {slot: arrays[f"optimizer/{name}/{slot}"] for slot in group} for name, group in state.slots.items()
         }
+        counts = {name: arrays[f"optimizer/{name}/step"] for name in state.counts}
         scale_state = LossScaleState(*(arrays[f"loss_scale/{name}"] for name in LossScaleState._fields))
         return self.state_type(
-            model=model, recipe=state.recipe, slots=slots, scale_state=scale_state, step=arrays["step"]
+            model=model,
+            recipe=state.recipe,
+            slots=slots,
+            counts=counts,
+            scale_state=scale_state,
+            step=arrays["step"],
         )
 
     def testing(self) -> Harness:
@@ -252,14 +263,12 @@ def _accumulated(loss_fn: LossFunction, state: Any, batches: list[Any]) -> tuple
         loss, aux, (scaled,) = _scaled_gradients(loss_fn, [state], batch)
         losses.append(loss)
         auxes.append(aux)
-        _require_gradients(scaled)
-        summed = scaled.values if total is None else {k: total[k] + v for k, v in scaled.values.items()}
-        total = summed
+        total = scaled.values if total is None else {k: _sum(total[k], v) for k, v in scaled.values.items()}
         state = msgspec.structs.replace(state, model=state.model.with_arrays(state.model.parameters, scaled.running))
     assert total is not None
     if len(batches) == 1:
         return losses[0], auxes[0], _unscaled(Gradients(total, scaled.running), state)
-    mean = {name: value / np.float32(len(batches)) for name, value in total.items()}
+    mean = {name: None if value is None else value / np.float32(len(batches)) for name, value in total.items()}
     stacked = None if auxes[0] is None else map_trees(_stack, auxes)
     loss = np.mean(np.stack(losses), dtype=np.float32)
     return np.asarray(loss), stacked, _unscaled(Gradients(mean, scaled.running), state)
@@ -276,33 +285,47 @@ def _unscaled(scaled: Gradients, state: Any) -> Gradients:
 def _applied(state: ReferenceState, grads: Gradients, own: bool, every: bool) -> tuple[ReferenceState, StepResult]:
     """Clip, optimizer and scale adjustment; `own` decides about this state, `every` about the scale (S14)."""
     recipe, scaler, count = state.recipe, state.recipe.loss_scaler, state.step
-    norm = np.float32(np.sqrt(sum(float(np.sum(np.square(v, dtype=np.float64))) for v in grads.values.values())))
+    present = _present(grads)
+    norm = np.float32(np.sqrt(sum(float(np.sum(np.square(v, dtype=np.float64))) for v in present.values())))
     skipped = scaler.checks and not own
     if scaler.checks:
         state = msgspec.structs.replace(state, scale_state=update(scaler, state.scale_state, np.asarray(every), XP))
     if not skipped:
         factor = np.float32(1.0) if recipe.clip_norm is None else checks.clip_factor(norm, recipe.clip_norm, XP)
         rate = recipe.optimizer.rate(count, XP)
-        parameters, slots = {}, {}
-        for name, value in state.model.parameters.items():
-            grad = grads.values[name].astype(np.float32) * factor
+        parameters, slots, counts = dict(state.model.parameters), dict(state.slots), dict(state.counts)
+        for name, value in present.items():
+            counts[name] = np.asarray(counts[name] + 1, np.int32)
             new, slots[name] = recipe.optimizer.update(
-                XP, value, grad, state.slots[name], np.float32(rate), np.float32(count + 1)
+                XP,
+                parameters[name],
+                value.astype(np.float32) * factor,
+                state.slots[name],
+                np.float32(rate),
+                np.float32(counts[name]),
             )
-            parameters[name] = np.asarray(new, value.dtype)
+            parameters[name] = np.asarray(new, parameters[name].dtype)
         state = msgspec.structs.replace(
             state,
             model=state.model.with_arrays(parameters, grads.running),
             slots=slots,
+            counts=counts,
             step=np.asarray(count + 1, np.int32),
         )
     result = StepResult(None, None, np.asarray(norm), state.scale_state.scale, np.asarray(skipped), state.step)
     return state, result
 
 
-def _require_gradients(grads: Gradients) -> None:
-    shapes = [(name, None if value is None else value.shape) for name, value in grads.values.items()]
-    checks.check_gradients([(name, shape or ()) for name, shape in shapes], shapes)
+def _present(grads: Gradients) -> dict[str, Array]:
+    """The gradients without the None of what the loss does not depend on."""
+    return {name: value for name, value in grads.values.items() if value is not None}
+
+
+def _sum(one: Array | None, other: Array | None) -> Array | None:
+    """The sum over micro-batches, in float32; one that does not depend on the parameter adds nothing."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one.astype(np.float32) + other
 
 
 def _value(leaf: Any) -> Any:

@@ -9,12 +9,29 @@ import numpy as np
 
 from polyamp.backend import LossFunction, StepResult
 from polyamp.errors import UnsupportedError
+from polyamp.policy import Policy
 from polyamp.recipe import Recipe
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import Array
 from polyamp.reference.backend import BACKEND
 from polyamp.reference.models import EPSILON, MLP, GatheredMLP
 from polyamp.testing.harness import Layer, Observe
+
+
+class Branches(MLP):
+    """The dense layers side by side instead of one after the other."""
+
+    def with_arrays(self, parameters: Mapping[str, Any], running: Mapping[str, Any]) -> Branches:
+        return type(self)(parameters, running)
+
+    def __call__(self, x: Any, policy: Policy | None = None) -> Any:
+        """One output per layer."""
+        return [_alone(self.parameters, number)(x, policy) for number in range(self.depth)]
+
+
+def _alone(parameters: Mapping[str, Any], number: int) -> MLP:
+    """An MLP of one of the layers."""
+    return MLP({f"dense0/{kind}": parameters[f"dense{number}/{kind}"] for kind in ("kernel", "bias")})
 
 
 class ReferenceHarness:
@@ -25,6 +42,9 @@ class ReferenceHarness:
 
     def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> MLP:
         return MLP(_named(layers), observe=observe)
+
+    def branches(self, layers: Sequence[Layer]) -> MLP:
+        return Branches(_named(layers))
 
     def normalized_mlp(self, layers: Sequence[Layer]) -> MLP:
         width = layers[0].bias.shape

@@ -25,8 +25,8 @@ class Layer(NamedTuple):
     """A dense layer's weights.
 
     Attributes:
-        kernel: float32, shape (in, out).
-        bias: float32, shape (out,).
+        kernel: shape (in, out); float32, or the 16-bit dtype in which the model is to store its parameters.
+        bias: shape (out,), of the same dtype.
     """
 
     kernel: Array
@@ -44,6 +44,10 @@ class Harness(Protocol):
 
         The layers' module paths end in `dense0`, `dense1`, ...; `observe` gets the dtype of each dense result.
         """
+
+    def branches(self, layers: Sequence[Layer]) -> Any:
+        """Dense layers side by side, named as in `mlp`: `model(x)` is the sequence `(dense0(x), dense1(x), ...)`, so
+        that a loss can leave some out (S23)."""
 
     def normalized_mlp(self, layers: Sequence[Layer]) -> Any:
         """dense -> batch normalisation with running statistics -> relu -> dense, in training mode (two layers)."""

@@ -72,6 +72,13 @@ def test_shapes_that_would_broadcast_and_surplus_gradients_are_refused() -> None
         checks.check_gradients([("a", (2,))], [("a", (2,)), ("b", (2,))])
 
 
+def test_a_gradient_of_none_is_an_unused_parameter_unless_there_is_nothing_else() -> None:
+    parameters = [("a", (2,)), ("b", (3,))]
+    checks.check_gradients(parameters, [("a", None), ("b", (3,))])
+    with pytest.raises(GradientError, match="depends on none of the model's trainable parameters"):
+        checks.check_gradients(parameters, [("a", None), ("b", None)])
+
+
 def test_damage_far_into_a_large_file_is_detected(tmp_path: Path) -> None:
     def made(seed: int) -> Any:
         return polyamp.init(MLP.random([64, 64, 64], seed=seed), polyamp.Recipe())

@@ -91,6 +91,23 @@ def test_s08_micro_batches_equal_one_batch(backend: Backend, harness: Harness, o
     assert number(backend, part_results[-1].step) == 3
 
 
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+def test_s08_16_bit_parameters_are_accumulated_in_float32(backend: Backend, harness: Harness, policy: str) -> None:
+    """In 16 bits 256 + 1 is 256 (bfloat16), and 40,000 + 40,000 is infinite (float16)."""
+    first, rest, count = {"bfloat16": (256.0, 1.0, 16), "float16": (40000.0, 40000.0, 4)}[policy]
+    dtype = backend.to_numpy(backend.cast(harness.array(np.zeros(1, np.float32)), policy)).dtype
+    weights = [Layer(np.zeros((1, 1), dtype), np.zeros(1, dtype))]
+    made = recipe(policy, optimizer=polyamp.sgd(2.0**-8), accumulate_steps=count)
+    state = polyamp.init(harness.mlp(weights), made)
+    x = np.full((count, 1), rest, np.float32)
+    x[0] = first
+    state, result = polyamp.train_step(lambda model, batch: model(batch["x"])[0][0], made)(state, {"x": x})
+    moved = -float(harness.weights(state)[0].kernel[0, 0])
+    assert not bool(backend.to_numpy(result.skipped))
+    np.testing.assert_allclose(moved, x.mean() * 2.0**-8, rtol=2.0**-8)
+    np.testing.assert_allclose(number(backend, result.grad_norm), np.hypot(x.mean(), 1.0), rtol=2.0**-7)
+
+
 def test_s08_a_list_of_micro_batches_equals_the_split_batch(harness: Harness) -> None:
     made = recipe(accumulate_steps=2)
     whole = batch()

@@ -127,6 +127,18 @@ def _zeros(tree: Any) -> Any:
     return {key: _zeros(value) for key, value in tree.items()} if isinstance(tree, dict) else tree * 0.0
 
 
+def test_s14_one_state_twice_is_refused(backend: Backend, harness: Harness) -> None:
+    """Its update would be applied twice, or half of it lost."""
+    state, other = (polyamp.init(harness.mlp(layers(seed=i)), recipe()) for i in range(2))
+    before = backend.export_state(state)
+    _, gradients = polyamp.value_and_grad(loss_fn)(state, batch())
+    with pytest.raises(RecipeError, match="the same state at positions 0 and 2"):
+        polyamp.value_and_grad(lambda models, batch: loss_fn(models[0], batch))([state, other, state], batch())
+    with pytest.raises(RecipeError, match="the same state at positions 0 and 1"):
+        polyamp.apply_gradients([state, state], [gradients, gradients])
+    assert unmoved(before, backend.export_state(state)) == []
+
+
 def test_s14_states_with_different_scalers_are_refused(harness: Harness) -> None:
     made = [recipe(scaler=polyamp.LossScaler.static(scale)) for scale in (2.0, 4.0)]
     states = [polyamp.init(harness.mlp(layers()), r) for r in made]
