@@ -1,7 +1,7 @@
 """`save` and `restore`: one safetensors file holding every array of a state and a JSON header (S22).
 
-The file is written beside its target, flushed to disk and renamed over it, so a save that dies half-way leaves the
-previous checkpoint as it was. A SHA-256 digest over every byte of the file, its own field blanked, lies in the header.
+The file is written by `polyamp.files`, so a save that dies half-way leaves the previous checkpoint as it was. A SHA-256
+digest over every byte of the file, its own field blanked, lies in the header.
 Loading parses JSON and copies bytes; it runs no code.
 
 A backend whose native optimizer makes its arrays at the first step exports `optimizer/state/*`, an empty array: it says
@@ -10,7 +10,6 @@ that whatever lies under `optimizer/state/` on the other side is accepted.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from polyamp._version import __version__
 from polyamp.backend import Backend
 from polyamp.errors import CheckpointError, RecipeError
+from polyamp.files import write_atomically
 from polyamp.loss_scale import LossScaler
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
 
     Args:
         state: a training state.
-        path: the file; its folder must exist. An older checkpoint there is replaced only once the new one is whole.
+        path: the file; its folder must exist. An older checkpoint there is replaced only once the new one is whole. Its
+            permissions stay, and so does a symbolic link; partial files that killed saves of it left are removed.
 
     Raises:
         OSError: the folder is missing or full; the older checkpoint is intact.
@@ -51,7 +52,7 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
     arrays = _contiguous(state.backend.export_state(state))
     meta = {"format": FORMAT, "backend": state.backend.name, "polyamp": __version__, "recipe": _recipe_text(state)}
     content = to_bytes(arrays, metadata={**meta, "digest": _BLANK})
-    _write_atomically(Path(path), content.replace(_BLANK.encode(), _digest(content, _BLANK).encode(), 1))
+    write_atomically(path, content.replace(_BLANK.encode(), _digest(content, _BLANK).encode(), 1))
 
 
 def restore(state: _State, path: str | os.PathLike[str]) -> _State:
@@ -173,22 +174,3 @@ def _recipe_text(state: Any) -> str:
         return str(state.recipe.to_json())
     except RecipeError:
         return ""  # a native optimizer has no file form; the arrays still describe it wholly
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.urandom(8).hex()}.partial")
-    try:
-        with partial.open("xb") as file:  # not tempfile: its files are readable by their owner alone
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from polyamp.errors import PolyampError, RecipeError
+from polyamp.files import write_atomically
 from polyamp.loss_scale import LossScaler
 from polyamp.optimizers import SPECS, AdamW, OptimizerSpec, is_spec
 from polyamp.policy import Policy
@@ -118,10 +119,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def load(cls, path: str | Path) -> Recipe:
-        """Read a recipe from a `.toml` or `.json` file.
+        """Read a recipe from a `.toml` or `.json` file. It must name its policy; every other field has a default.
 
         Raises:
-            RecipeError: an unknown key, a wrong type or an impossible value; names the file and the path in it.
+            RecipeError: no policy, as in an empty or cut-off file; an unknown key, a wrong type or an impossible value.
+                Names the file and the path in it.
         """
         from pathlib import Path
 
@@ -134,26 +136,38 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return parse(text, source=str(path))
 
     def dump(self, path: str | Path) -> None:
-        """Write the recipe as a `.toml` or `.json` file that `load` reads back as an equal recipe."""
+        """Write the recipe as a `.toml` or `.json` file that `load` reads back as an equal recipe.
+
+        The file is replaced in one moment, and the beginning of one that was cut off is no recipe.
+
+        Raises:
+            RecipeError: another suffix, or a native optimizer, which has no file form.
+            OSError: the folder is missing or full; the older file is intact.
+        """
         from pathlib import Path
 
         path = Path(path)
         text = _format(path)[1](self)
-        path.write_text(text, encoding="utf-8")
+        write_atomically(path, text.encode())
 
     @classmethod
     def from_toml(cls, text: str, *, source: str = "TOML text") -> Recipe:
-        """Parse a recipe from TOML."""
+        """Parse a recipe from TOML; as `load` does."""
         return _decode(lambda: msgspec.toml.decode(text), source)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "JSON text") -> Recipe:
-        """Parse a recipe from JSON."""
+        """Parse a recipe from JSON; as `load` does."""
         return _decode(lambda: msgspec.json.decode(text), source)
 
     def to_toml(self) -> str:
-        """The recipe as TOML."""
-        return msgspec.toml.encode(self._plain()).decode()
+        """The recipe as TOML. The policy's `compute` comes last, so that a text that was cut off lacks it."""
+        plain = self._plain()
+        policy = plain.pop("policy")
+        tables = {name: policy.pop(name) for name in ("overrides", "op_rules") if name in policy}
+        policy["compute"] = policy.pop("compute")
+        parts = [part for part in (plain, {"policy": tables} if tables else {}, {"policy": policy}) if part]
+        return "\n".join(msgspec.toml.encode(part).decode() for part in parts)
 
     def to_json(self) -> str:
         """The recipe as JSON."""
@@ -172,9 +186,17 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 def _decode(parse: Any, source: str) -> Recipe:
     try:
-        return msgspec.convert(parse(), Recipe, dec_hook=_policy_hook)
+        plain = parse()
+        recipe = msgspec.convert(plain, Recipe, dec_hook=_policy_hook)
     except (msgspec.DecodeError, PolyampError) as error:
         raise RecipeError(f"{source}: {error}") from error
+    if "policy" not in plain:
+        raise RecipeError(
+            f'{source}: no policy is named. A recipe in a file must name it, for instance policy = "float32", because '
+            "an empty or cut-off file would otherwise train in float32 with AdamW. Received the keys: "
+            f"{', '.join(plain) or 'none'}."
+        )
+    return recipe
 
 
 def _policy_hook(_: type[Any], value: Any) -> Any:
@@ -185,6 +207,11 @@ def _policy_hook(_: type[Any], value: Any) -> Any:
         for key in value:
             if key not in known:
                 raise RecipeError(f"policy has the keys {', '.join(known)}. Received: {key!r}")
+        if "compute" not in value and "name" not in value:
+            raise RecipeError(
+                'policy must say in which dtype it computes: compute = "float16", or a spelling in '
+                f'name = "mixed_float16". Received the keys: {", ".join(value) or "none"}'
+            )
         return Policy(value.get("name"), **{key: v for key, v in value.items() if key != "name"})
     raise RecipeError(f"policy must be a string or a table. Received: {value!r}")
 

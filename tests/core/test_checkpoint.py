@@ -110,7 +110,7 @@ def test_sigkill_at_every_point_of_a_save_leaves_a_whole_checkpoint(tmp_path: Pa
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     *killed, unharmed = json.loads(done.stdout)
-    assert unharmed[1:] == [0, "new", None, "new"]
+    assert unharmed[1:] == [0, "new", None, "new", 0]
     assert len(killed) > 60
     assert {status for _, status, *_ in killed} == {-9}
     found = [content for _, _, content, *_ in killed]
@@ -118,9 +118,10 @@ def test_sigkill_at_every_point_of_a_save_leaves_a_whole_checkpoint(tmp_path: Pa
     assert found == ["old"] * renamed + ["new"] * (len(found) - renamed)
     assert renamed >= 40
     assert len(found) - renamed >= 5, "some died between the rename and the end"
-    sizes = {partial for _, _, _, partial, _ in killed if partial is not None}
+    sizes = {partial for _, _, _, partial, *_ in killed if partial is not None}
     assert len(sizes) >= 20, "killed after that many different numbers of bytes"
-    assert {retried for *_, retried in killed} == {"new"}, "leftovers do not confuse the next save"
+    assert {retried for *_, retried, _ in killed} == {"new"}, "leftovers do not confuse the next save"
+    assert {litter for *_, litter in killed} == {0}, "and it takes them away"
 
 
 class _DiskFull:

@@ -159,7 +159,7 @@ def test_policy_tables() -> None:
 
 def test_defaults() -> None:
     recipe = Recipe()
-    assert recipe == Recipe.from_toml("") == Recipe.from_json("{}")
+    assert recipe == Recipe.from_toml("policy = 'float32'") == Recipe.from_json('{"policy": "float32"}')
     assert (recipe.policy, recipe.scaler, recipe.optimizer) == (Policy("float32"), None, polyamp.adamw())
     assert (recipe.clip_norm, recipe.accumulate_steps) == (None, 1)
 
@@ -323,4 +323,4 @@ def test_recipe_is_frozen() -> None:
 def test_every_spec_has_a_type_in_files() -> None:
     for spec in SPECS:
         name = spec.__name__.lower()
-        assert Recipe.from_toml(f"[optimizer]\ntype = '{name}'").optimizer == spec()
+        assert Recipe.from_toml(f"policy = 'float32'\n[optimizer]\ntype = '{name}'").optimizer == spec()

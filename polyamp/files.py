@@ -1,0 +1,110 @@
+"""`write_atomically`: how polyamp writes every file that it will read again. Called by `save` and `Recipe.dump`.
+
+The content goes into a partial file beside the target, is flushed to disk and renamed over it, so that whoever dies
+half-way leaves the older file as it was. A writer holds a lock on its partial file for as long as it lives; partial
+files of the same target that nobody holds were left by killed writers, and are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Final
+
+_PLAIN: Final = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+"""Flags with which opening a link fails and opening a pipe does not wait."""
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
+    """Replace a file's content in one moment; it is always the old content or the new one.
+
+    A symbolic link stays, and what it points to is replaced. The file keeps its permissions and, where that is allowed,
+    its owner; a new one gets those that the process's umask says. What is no regular file (a terminal, a pipe) is
+    simply written to.
+
+    Args:
+        path: the file; its folder must exist.
+        content: all of it.
+
+    Raises:
+        OSError: the folder is missing, full or read-only; the older file is intact, and no partial one is left.
+    """
+    target = Path(os.path.realpath(path))
+    old = _status(target)
+    if old is not None and not stat.S_ISREG(old.st_mode):
+        target.write_bytes(content)
+        return
+    _remove_abandoned(target)
+    partial, descriptor = _partial_file(target, private=old is not None)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            if old is not None:
+                with contextlib.suppress(OSError):  # only a privileged process may give a file away
+                    os.chown(partial, old.st_uid, old.st_gid)
+                partial.chmod(stat.S_IMODE(old.st_mode))
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(target)  # while the lock is held: nobody takes it for abandoned
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _partial_file(target: Path, *, private: bool) -> tuple[Path, int]:
+    """A new partial file and its descriptor, locked; `private` until its permissions are set."""
+    while True:
+        partial = target.with_name(f".{target.name}.{os.urandom(8).hex()}.partial")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        descriptor = os.open(partial, flags, 0o600 if private else 0o666)
+        if not _lock(descriptor, wait=True) or _is_at(partial, descriptor):
+            return partial, descriptor
+        os.close(descriptor)  # another writer took it for abandoned, between the two calls
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove partial files of this target whose writers are dead; where locks do not work, none."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}\.partial")
+    with contextlib.suppress(OSError), os.scandir(target.parent) as entries:
+        for found in [Path(entry.path) for entry in entries if name.fullmatch(entry.name)]:
+            with contextlib.suppress(OSError):
+                descriptor = os.open(found, os.O_WRONLY | _PLAIN)
+                try:
+                    if _lock(descriptor, wait=False):
+                        found.unlink()
+                finally:
+                    os.close(descriptor)
+
+
+def _lock(descriptor: int, *, wait: bool) -> bool:
+    """Take the lock of an open file, which ends with the process that holds it; False if it cannot be had."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows: abandoned files stay there
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held by another writer, or a file system without locks
+        return False
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    here, there = os.fstat(descriptor), _status(path)
+    return there is not None and (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
