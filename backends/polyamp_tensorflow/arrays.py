@@ -151,10 +151,14 @@ def to_tensors(tree: Any) -> Any:
 
 
 def dense(gradient: Any, like: Any) -> Any:
-    """A gradient as a dense tensor; `tf.IndexedSlices`, as an embedding's lookup gives them, are summed by row."""
+    """A gradient as a dense tensor; `tf.IndexedSlices`, as an embedding's lookup gives them, are summed by row, in at
+    least float32 (S4)."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
-    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, like.shape[0])
+    values = gradient.values
+    if is_floating(values):
+        values = tf.cast(values, at_least_float32(values.dtype))
+    return tf.math.unsorted_segment_sum(values, gradient.indices, like.shape[0])
 
 
 def dense_wide(gradient: Any, variable: Any) -> Any:

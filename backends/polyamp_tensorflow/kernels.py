@@ -15,14 +15,14 @@ import tensorflow as tf
 
 from polyamp.optimizers import SGD, Adam, AdamW
 
-Update = Callable[[Any, Any, Mapping[str, Any]], None]
-"""`update(variable, gradient, slots)`: writes the variable and its slots, all of them float32 `tf.Variable`s."""
+Update = Callable[[int, Any, Any, Mapping[str, Any]], None]
+"""`update(index, variable, gradient, slots)`: writes the variable and its slots, all of them float32 `tf.Variable`s."""
 
 _SMALLEST_BETA: Final = 0.5
 """The kernel adds `(1 - beta2) * (g^2 - v)` to v: with beta2 near 0, a large v leaves nothing of a small g."""
 
 
-def kernel(spec: Any, rate: Any, count: Any) -> Update | None:
+def kernel(spec: Any, rate: Any, counts: Any) -> Update | None:
     """The update of one parameter by a spec, or None where TensorFlow has no kernel with the formula.
 
     What all parameters share is computed once, here.
@@ -30,17 +30,18 @@ def kernel(spec: Any, rate: Any, count: Any) -> Update | None:
     Args:
         spec: one of polyamp's optimizer specs.
         rate: learning rate, scalar tensor.
-        count: number of this update, starting at 1, scalar tensor of the same dtype.
+        counts: by index of the parameter, the number of this update among its own, starting at 1; vector of the same
+            dtype.
     """
     if isinstance(spec, SGD):
         return _sgd(spec, rate)
     if isinstance(spec, Adam | AdamW) and min(spec.betas) >= _SMALLEST_BETA:
-        return _adam(spec, rate, count)
+        return _adam(spec, rate, counts)
     return None
 
 
 def _sgd(spec: SGD, rate: Any) -> Update:
-    def update(variable: Any, gradient: Any, slots: Mapping[str, Any]) -> None:
+    def update(index: int, variable: Any, gradient: Any, slots: Mapping[str, Any]) -> None:
         if spec.weight_decay:
             gradient = gradient + spec.weight_decay * variable
         if not spec.momentum:
@@ -58,7 +59,7 @@ def _sgd(spec: SGD, rate: Any) -> Update:
     return update
 
 
-def _adam(spec: Adam | AdamW, rate: Any, count: Any) -> Update:
+def _adam(spec: Adam | AdamW, rate: Any, counts: Any) -> Update:
     """TensorFlow's kernel multiplies the rate by `sqrt(1 - beta2^n) / (1 - beta1^n)` and adds epsilon to a root that is
     not corrected. Epsilon times the root's correction makes that PyTorch's formula.
 
@@ -67,12 +68,12 @@ def _adam(spec: Adam | AdamW, rate: Any, count: Any) -> Update:
     """
     betas = [float(np.float32(beta)) for beta in spec.betas]
     beta1, beta2 = (tf.constant(beta, rate.dtype) for beta in betas)
-    correction1, correction2 = (_one_minus_power(beta, count) for beta in betas)
+    correction1, correction2 = (_one_minus_power(beta, counts) for beta in betas)
     root = tf.sqrt(correction2)
-    scaled_rate, epsilon, zero = rate * root / correction1, spec.eps * root, tf.zeros((), rate.dtype)
+    rates, epsilons, zero = tf.unstack(rate * root / correction1), tf.unstack(spec.eps * root), tf.zeros((), rate.dtype)
     decay = spec.weight_decay
 
-    def update(variable: Any, gradient: Any, slots: Mapping[str, Any]) -> None:
+    def update(index: int, variable: Any, gradient: Any, slots: Mapping[str, Any]) -> None:
         if decay and isinstance(spec, AdamW):
             variable.assign(variable * (1.0 - rate * decay), read_value=False)
         elif decay:
@@ -83,15 +84,15 @@ def _adam(spec: Adam | AdamW, rate: Any, count: Any) -> Update:
             v=slots["exp_avg_sq"].handle,
             beta1_power=zero,
             beta2_power=zero,
-            lr=scaled_rate,
+            lr=rates[index],
             beta1=beta1,
             beta2=beta2,
-            epsilon=epsilon,
+            epsilon=epsilons[index],
             grad=gradient,
         )
 
     return update
 
 
-def _one_minus_power(beta: float, count: Any) -> Any:
-    return -tf.math.expm1(count * math.log(beta))
+def _one_minus_power(beta: float, counts: Any) -> Any:
+    return -tf.math.expm1(counts * math.log(beta))

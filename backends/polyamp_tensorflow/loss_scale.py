@@ -28,8 +28,9 @@ from polyamp_tensorflow import replicas
 from polyamp_tensorflow.arrays import XP, at_least_float32, dense_wide, raw, variable_name, write
 from polyamp_tensorflow.gradients import norm_and_flag, scale_loss
 from polyamp_tensorflow.optimizer_checks import check_built_for, check_inner_optimizer, check_scaled_variables
-from polyamp_tensorflow.optimizers import SpecOptimizer, build_optimizer
+from polyamp_tensorflow.optimizers import SpecOptimizer, build_optimizer, load_without
 from polyamp_tensorflow.skips import ScaleCalls, WindowStarts, not_finite, running_statistics, stuck_message
+from polyamp_tensorflow.unused import leaving_alone
 
 _Base: Any = keras.optimizers.LossScaleOptimizer
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -130,6 +131,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         self._not_finite = self.add_variable((len(variables),), "zeros", "int32", name="not_finite")
         self._sums = []
         if self.accumulate_steps > 1:
+            self._used = self.add_variable((len(variables),), "zeros", "int32", name="used_in_window")
             self._sums = [
                 self.add_variable(variable.shape, "zeros", at_least_float32(variable.dtype).name, name="gradient_sum")
                 for variable in variables
@@ -242,8 +244,9 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         """Unscale, check and clip gradients of the scaled loss, and update unless one of them is not finite.
 
         Args:
-            grads: one gradient per variable, floating; None and `tf.IndexedSlices` are accepted. With
-                `accumulate_steps` None is a gradient of 0; else its variable is left alone.
+            grads: one gradient per variable, floating; None and `tf.IndexedSlices` are accepted. A variable whose
+                gradient is None at every call of a window of `accumulate_steps`, and the inner optimizer's state of
+                it, stay as they are (S23); a None among others counts as 0.
             trainable_variables: the variables; those that `build` was given if None.
 
         Raises:
@@ -266,6 +269,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         indices = [index for index, gradient in enumerate(grads) if gradient is not None]
         if not indices:
             raise GradientError("apply() got no gradients: the loss depends on none of the trainable variables.")
+        unused = [variable for gradient, variable in zip(grads, variables, strict=True) if gradient is None]
         if self.accumulate_steps > 1:  # what has no gradient now may have had one earlier in the window
             grads = [
                 tf.zeros(v.shape, at_least_float32(v.dtype)) if g is None else g
@@ -273,7 +277,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             ]
             indices = list(range(len(grads)))
         summed = replicas.total([dense_wide(grads[index], variables[index]) for index in indices])
-        self._update([variables[index] for index in indices], summed, variables)
+        self._update([variables[index] for index in indices], summed, variables, unused)
         if tf.executing_eagerly():
             self._eager_steps += 1
             if self._eager_steps % self.scaler.patience == 0:
@@ -291,8 +295,11 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
 
     # An update in three parts: numbers, decision, writes.
 
-    def _update(self, variables: list[Any], gradients: list[Any], every: list[Any]) -> None:
-        """The update, or a micro-step of it; `every` are the variables with those that got no gradient."""
+    def _update(self, variables: list[Any], gradients: list[Any], every: list[Any], unused: list[Any]) -> None:
+        """The update, or a micro-step of it; `every` are the variables with the `unused` ones, which got no gradient.
+
+        In a window the unused ones have sums too: whether they were used before is known when it ends.
+        """
         owners = [self._get_variable_index(variable) for variable in variables]
         if self.accumulate_steps > 1:
             sums = [raw(self._sums[owner]) for owner in owners]
@@ -307,12 +314,12 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
 
         def decide(run: replicas.Run, sums: Any, unscaled: Any, factor: Any, finite: Any) -> None:
             if self.accumulate_steps == 1:
-                self._end_window(run, variables, unscaled, factor, finite, every)
+                self._end_window(run, variables, unscaled, factor, finite, every, unused)
                 return
             tf.cond(
                 self._window_ends(),
-                lambda: self._end_window(run, variables, unscaled, factor, finite, every),
-                lambda: self._add(owners, sums),
+                lambda: self._end_window(run, variables, unscaled, factor, finite, every, unused),
+                lambda: self._add(owners, sums, unused),
             )
 
         replicas.together(decide, gradients, *measured)
@@ -333,25 +340,46 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             return gradients, tf.constant(1.0), finite
         return gradients, checks.clip_factor(norm, self.clip_norm, XP), finite
 
-    def _add(self, owners: Sequence[int], sums: Sequence[Any]) -> None:
+    def _add(self, owners: Sequence[int], sums: Sequence[Any], unused: Sequence[Any]) -> None:
         write([self._sums[owner] for owner in owners], sums)
+        left = {self._get_variable_index(variable) for variable in unused}
+        now = tf.constant([int(owner not in left) for owner in range(len(self._sums))])
+        raw(self._used).assign(tf.maximum(replicas.shared(raw(self._used)), now))
         raw(self._micro_step).assign_add(1)
         raw(self._skipped).assign(0)
 
     def _end_window(
-        self, run: replicas.Run, variables: list[Any], unscaled: Any, factor: Any, finite: Any, every: list[Any]
+        self,
+        run: replicas.Run,
+        variables: list[Any],
+        unscaled: Any,
+        factor: Any,
+        finite: Any,
+        every: list[Any],
+        unused: list[Any],
     ) -> None:
         """The decision of all replicas, the update or none, and rule S15."""
 
-        def commit(unscaled: Any, factor: Any) -> None:
-            if self.clip_norm is not None:
-                unscaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in unscaled]
-            known = {id(variable): gradient for variable, gradient in zip(variables, unscaled, strict=True)}
-            self.inner_optimizer.apply([known.get(id(variable)) for variable in every], every)
+        def update_all_but(left: list[Any]) -> None:
+            without = {id(variable) for variable in left}
+
+            def commit(unscaled: Any, factor: Any) -> None:
+                if self.clip_norm is not None:
+                    unscaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in unscaled]
+                pairs = zip(variables, unscaled, strict=True)
+                known = {id(variable): gradient for variable, gradient in pairs if id(variable) not in without}
+                self.inner_optimizer.apply([known.get(id(variable)) for variable in every], every)
+
+            with replicas.reduced_already(self.inner_optimizer), leaving_alone(self.inner_optimizer, left, warn=True):
+                run(commit, unscaled, factor)
 
         def apply() -> None:
-            with replicas.reduced_already(self.inner_optimizer):
-                run(commit, unscaled, factor)
+            if not (unused and self._sums):
+                update_all_but(unused)
+                return
+            owners = [self._get_variable_index(variable) for variable in unused]
+            before = tf.gather(replicas.shared(raw(self._used)), owners)
+            tf.cond(tf.reduce_any(before > 0), lambda: update_all_but([]), lambda: update_all_but(unused))
 
         if not self.scaler.checks:
             apply()
@@ -363,6 +391,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             raw(self._skipped).assign(tf.where(flag, 0, 1))
         if self._sums:
             write(self._sums, [tf.zeros(total.shape, total.dtype) for total in self._sums])
+            raw(self._used).assign(tf.zeros(self._used.shape, tf.int32))
             raw(self._micro_step).assign(0)
 
     def _note_skip(self, variables: list[Any], gradients: Any) -> None:
@@ -373,6 +402,13 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         raw(self._not_finite).assign(tf.stack(list(counts.values())))
 
     # Saving.
+
+    def load_own_variables(self, store: Any) -> None:
+        """Keras's, and also from files written before it was known which parameters a window and an update used."""
+        later = [(self._used, 1)] if self.built and self._sums else []
+        if self.built and isinstance(self.inner_optimizer, SpecOptimizer):
+            later.append((self.inner_optimizer.missed_updates, 0))
+        load_without(self, store, later)
 
     def get_config(self) -> dict[str, Any]:
         """Everything that `from_config` needs, as plain values."""

@@ -28,10 +28,16 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
     """A Keras optimizer that runs a polyamp spec: PyTorch's formulas, for `model.compile` and loops of one's own.
 
     Slots are float32, or float64 for float64 parameters. Sparse gradients are applied as the dense ones they stand
-    for. It is saved in `.keras` files; import polyamp_tensorflow before loading one.
+    for. A parameter whose gradient is None stays as it is with its slots, and bias correction counts the updates that
+    it took (S23); a schedule counts the optimizer's. It is saved in `.keras` files; import polyamp_tensorflow before
+    loading one.
 
     Args:
         spec: one of polyamp's optimizer specs.
+
+    Attributes:
+        spec: as given.
+        missed_updates: by parameter, how many updates left it alone; int32 vector, None before `build`.
 
     Raises:
         RecipeError: anything else.
@@ -54,10 +60,12 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         rate = spec.learning_rate
         super().__init__(learning_rate=_SpecSchedule(spec) if callable(rate) else float(rate), name=name)
         self.spec = spec
+        self.missed_updates: Any = None
         self._kernel: Update | None = None
+        self._counts: Any = None
 
     def build(self, variables: list[Any]) -> None:
-        """Create the slots: float32, or float64 for float64 parameters."""
+        """Create the slots: float32, or float64 for float64 parameters; and what counts missed updates."""
         if self.built:
             return
         super().build(variables)
@@ -73,35 +81,59 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
             }
             for variable in variables
         ]
+        self.missed_updates = self.add_variable(
+            (len(variables),), "zeros", "int32", aggregation="only_first_replica", name="missed_updates"
+        )
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """One update of all parameters; what they share is computed once."""
-        count = tf.cast(raw(self.iterations), tf.float32) + 1.0
-        self._kernel = kernel(self.spec, tf.cast(raw(self.learning_rate), tf.float32), count)
+        """One update of the parameters that have a gradient; what they share is computed once."""
+        if not self.built and trainable_variables is not None:
+            with keras.name_scope(self.name):
+                self.build(list(trainable_variables))
+        grads = list(grads)
+        if not grads:
+            return
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        self._counts = self._update_counts()
+        rate, counts = (tf.cast(raw(value), tf.float32) for value in (self.learning_rate, self._counts))
+        self._kernel = kernel(self.spec, rate, counts)
         try:
-            super().apply(grads, trainable_variables)
+            super().apply(grads, variables)
         finally:
-            self._kernel = None
+            self._kernel = self._counts = None
+        used = {self._get_variable_index(v) for g, v in zip(grads, variables, strict=True) if g is not None}
+        if len(used) < len(self._slots):
+            self.missed_updates.assign_add([int(index not in used) for index in range(len(self._slots))])
+
+    def _update_counts(self) -> Any:
+        """By index of the parameter, which of its updates the next one is, from 1."""
+        return raw(self.iterations) + 1 - tf.cast(raw(self.missed_updates), raw(self.iterations).dtype)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """One update of one parameter, computed in the slots' dtype; only the result is rounded to the parameter's."""
-        slots = self._slots[self._get_variable_index(variable)]
+        index = self._get_variable_index(variable)
+        slots = self._slots[index]
         work = at_least_float32(variable.dtype)
         if self._kernel is not None and tf.as_dtype(variable.dtype) == work == tf.float32:
             gradient = tf.cast(dense(gradient, variable), work)
-            self._kernel(raw(variable), gradient, {name: raw(slot) for name, slot in slots.items()})
+            self._kernel(index, raw(variable), gradient, {name: raw(slot) for name, slot in slots.items()})
             return
+        counts = self._update_counts() if self._counts is None else self._counts
         new, new_slots = self.spec.update(
             XP,
             tf.cast(raw(variable), work),
             tf.cast(dense(gradient, variable), work),
             {name: tf.convert_to_tensor(raw(slot)) for name, slot in slots.items()},
             tf.cast(raw(learning_rate), work),
-            tf.cast(raw(self.iterations), work) + 1.0,
+            tf.cast(counts[index], work),
         )
         self.assign(variable, new)
         for name, value in new_slots.items():
             self.assign(slots[name], value)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Keras's, and also from files written before missed updates were counted."""
+        load_without(self, store, [(self.missed_updates, 0)] if self.built else [])
 
     def named_slots(self, parameters: list[str]) -> dict[str, Any]:
         """`<parameter>/<slot>` -> variable."""
@@ -140,6 +172,25 @@ class _SpecSchedule(keras.optimizers.schedules.LearningRateSchedule):  # type: i
 
     def get_config(self) -> dict[str, Any]:
         return {"spec": msgspec.to_builtins(self.spec)}
+
+
+def load_without(optimizer: Any, store: Any, later: list[tuple[Any, int]]) -> None:
+    """`keras.optimizers.Optimizer.load_own_variables`, for files too that were written before some variables existed.
+
+    Args:
+        optimizer: the optimizer.
+        store: index -> array, in the order of `optimizer.variables`.
+        later: the variables that an older file does not hold, and what they are filled with then.
+    """
+    new = {id(variable) for variable, _ in later}
+    older = [variable for variable in optimizer.variables if id(variable) not in new]
+    if not later or len(store.keys()) != len(older):
+        keras.optimizers.Optimizer.load_own_variables(optimizer, store)
+        return
+    for index, variable in enumerate(older):
+        variable.assign(store[str(index)])
+    for variable, value in later:
+        variable.assign(keras.ops.full(variable.shape, value, variable.dtype))
 
 
 def make_optimizer(recipe: Recipe, parameters: Mapping[str, Any]) -> Any:
@@ -182,7 +233,8 @@ def optimizer_variables(optimizer: Any, parameters: list[str]) -> dict[str, Any]
     """The optimizer's variables by names that do not depend on what else the process has built."""
     if not isinstance(optimizer, SpecOptimizer):
         return {f"{number:04d}": variable for number, variable in enumerate(optimizer.variables)}
-    named = {"iteration": optimizer.iterations, **optimizer.named_slots(parameters)}
+    named = {"iteration": optimizer.iterations, "missed_updates": optimizer.missed_updates}
+    named |= optimizer.named_slots(parameters)
     if not callable(optimizer.spec.learning_rate):
         named["learning_rate"] = optimizer.learning_rate
     return named

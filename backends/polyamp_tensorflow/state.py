@@ -154,26 +154,29 @@ class TensorFlowState:
             return []
         return list(map(_TRAINABLE, every)) if self.model.trainable else [False] * len(every)
 
-    def read_transient(self) -> dict[str, Any]:
-        """Values of what a forward pass changes: running statistics and random-number streams."""
-        return {name: tf.identity(raw(variable)) for name, variable in self._transient().items()}
+    def read_statistics(self) -> dict[str, Any]:
+        """Values of what a forward pass changes and a skipped update takes back: running statistics."""
+        return _values(self.variables.left_by_a_forward_pass)
 
-    def write_transient(self, values: Mapping[str, Any]) -> None:
-        """Put back what `read_transient` returned; in a replica, or where all of them meet."""
-        _write_named(self._transient(), values)
+    def read_rng(self) -> dict[str, Any]:
+        """Values of the random-number streams. They move on with every forward pass, at skipped steps too: an unlucky
+        mask would come back."""
+        return _values(self.variables.rng)
 
-    def write_rng(self, values: Mapping[str, Any]) -> None:
-        """Move the random-number streams on; done at skipped steps too, or an unlucky mask would come back."""
-        _write_named(self.variables.rng, values)
+    def put_back(self, values: Mapping[str, Any]) -> None:
+        """Write what `read_statistics` and `read_rng` returned; in a replica, or where all of them meet."""
+        transient = {**self.variables.left_by_a_forward_pass, **self.variables.rng}
+        _write_named({name: transient[name] for name in values}, values)
 
     def accept(self, running: Mapping[str, Any]) -> None:
         """Take over what the forward pass of an update that is applied left, and count the update."""
         _write_named(self.variables.left_by_a_forward_pass, running)
         self._step.assign_add(1)
 
-    def commit(self, gradients: list[Any]) -> None:
-        """Then apply it to the parameters and the optimizer, in a replica."""
-        self.optimizer.apply(gradients, list(self.variables.parameters.values()))
+    def commit(self, gradients: Mapping[str, Any]) -> None:
+        """Then apply it to the parameters that have gradients and to the optimizer, in a replica."""
+        parameters = self.variables.parameters
+        self.optimizer.apply([gradients.get(name) for name in parameters], list(parameters.values()))
 
     def adjust_scale(self, finite: Any) -> None:
         """Rule S15 on the state's variables."""
@@ -200,9 +203,6 @@ class TensorFlowState:
         named = {f"{group}/{name}": variable for group, members in groups.items() for name, variable in members.items()}
         return {**named, "step": self._step}
 
-    def _transient(self) -> dict[str, Any]:
-        return {**self.variables.left_by_a_forward_pass, **self.variables.rng}
-
     def _ready(self) -> _Training:
         if self._training is None:
             raise ModelError(
@@ -210,6 +210,10 @@ class TensorFlowState:
                 "build the model before init: call it once, or give its first layer an Input."
             )
         return self._training
+
+
+def _values(variables: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tf.identity(raw(variable)) for name, variable in variables.items()}
 
 
 def _write_named(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:

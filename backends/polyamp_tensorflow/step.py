@@ -18,21 +18,23 @@ import tensorflow as tf
 
 from polyamp import checks
 from polyamp.backend import Gradients, LossFunction, Skip, StepResult
-from polyamp.errors import GradientError, ModelError, UnsupportedError
+from polyamp.errors import GradientError, LossError, ModelError, UnsupportedError
 from polyamp_tensorflow import replicas
-from polyamp_tensorflow.arrays import XP, at_least_float32, dense, is_floating, leaves, raw
+from polyamp_tensorflow.arrays import XP, at_least_float32, dense, dense_wide, is_floating, leaves, raw
 from polyamp_tensorflow.distribution import mean, on_replicas, several, stacked
 from polyamp_tensorflow.gradients import norm_and_flag, scale_loss
 from polyamp_tensorflow.models import BoundModel
 from polyamp_tensorflow.policy import layer_policies, matmul_precision
 from polyamp_tensorflow.state import TensorFlowState
+from polyamp_tensorflow.unused import leaving_alone
 from polyamp_tensorflow.xla import needs_xla
 
 States = Sequence[TensorFlowState]
 
 
 class _Scaled(NamedTuple):
-    """Float32 loss, aux, and the float32 gradients of the scaled loss by state and parameter."""
+    """Float32 loss, aux, and the float32 gradients of the scaled loss by state and parameter; parameters on which the
+    loss does not depend are left out (S23)."""
 
     loss: Any
     aux: Any
@@ -148,36 +150,39 @@ def _what_may_fail(loss: Any, aux: Any) -> list[Any]:
 
 
 def differentiate(states: States, loss_fn: LossFunction, batch: Any, count: int) -> tuple[Any, Any, list[Gradients]]:
-    """Unscaled loss, aux and gradients over `count` micro-batches and all replicas; the states' variables end as they
-    began."""
-    before = [state.read_transient() for state in states]
+    """Unscaled loss, aux and gradients over `count` micro-batches and all replicas. The states' variables end as they
+    began, but for the random-number streams: they have moved on by `count` forward passes (S12), and only an error
+    takes them back."""
+    streams = [state.read_rng() for state in states]
+    statistics = [state.read_statistics() for state in states]
+
+    def put_back(*, failed: bool) -> None:
+        values = [{**own, **more} for own, more in zip(statistics, streams, strict=True)] if failed else statistics
+        replicas.together(lambda _, values: _put_back(states, values), values)
+
     try:
         scaled = _accumulated(states, loss_fn, batch, count)
-        after = [state.read_transient() for state in states]
-    finally:
-        replicas.together(lambda _, values: _put_back(states, values), before)
+        after = [state.read_statistics() for state in states]
+    except BaseException:
+        put_back(failed=True)
+        raise
+    put_back(failed=False)
     mean_loss, sums = mean([scaled.loss, scaled.gradients])
     scaler = states[0].recipe.loss_scaler
     scale = states[0].scale_state.scale if scaler.scales else None
     found = []
     for state, values, running in zip(states, sums, after, strict=True):
-        unscaled = {
-            name: tf.cast(value if scale is None else value / tf.cast(scale, value.dtype), parameter.dtype)
-            for (name, value), parameter in zip(values.items(), state.variables.parameters.values(), strict=True)
-        }
-        found.append(Gradients(unscaled, _mean_of_floats(running)))
+        unscaled: dict[str, Any] = dict.fromkeys(state.variables.parameters)
+        for name, value in values.items():
+            divided = value if scale is None else value / tf.cast(scale, value.dtype)
+            unscaled[name] = tf.cast(divided, state.variables.parameters[name].dtype)
+        found.append(Gradients(unscaled, mean(running)))
     return mean_loss, stacked(scaled.aux), found
 
 
 def _put_back(states: States, values: Sequence[Any]) -> None:
     for state, own in zip(states, values, strict=True):
-        state.write_transient(own)
-
-
-def _mean_of_floats(running: dict[str, Any]) -> dict[str, Any]:
-    """Running statistics averaged over the replicas; random-number streams are as each replica has them."""
-    statistics = mean({name: value for name, value in running.items() if is_floating(value)})
-    return {**running, **statistics}
+        state.put_back(own)
 
 
 def update(states: States, gradients: Sequence[Gradients], skip: Skip) -> list[StepResult]:
@@ -186,43 +191,45 @@ def update(states: States, gradients: Sequence[Gradients], skip: Skip) -> list[S
     measured = [norm_and_flag(list(item.values())) for item in values]
     every = tf.reduce_all(tf.stack([finite for _, finite in measured]))
     return [
-        _updated(state, list(own.values()), item.running, norm, every if skip == "all" else finite, every)
+        _updated(state, own, item.running, norm, every if skip == "all" else finite, every)
         for state, own, item, (norm, finite) in zip(states, values, gradients, measured, strict=True)
     ]
 
 
-def _updated(state: TensorFlowState, values: list[Any], running: Any, norm: Any, use: Any, every: Any) -> StepResult:
+def _updated(
+    state: TensorFlowState, gradients: dict[str, Any], running: Any, norm: Any, use: Any, every: Any
+) -> StepResult:
     recipe = state.recipe
+    unused = [variable for name, variable in state.variables.parameters.items() if name not in gradients]
 
     def commit(values: list[Any], norm: Any) -> None:
         if recipe.clip_norm is not None:
             factor = checks.clip_factor(norm, recipe.clip_norm, XP)
             values = [value * tf.cast(factor, value.dtype) for value in values]
-        state.commit(values)
+        state.commit(dict(zip(gradients, values, strict=True)))
 
     def decide(run: replicas.Run, values: Any, running: Any, norm: Any, use: Any, every: Any) -> None:
         def apply() -> None:
             state.accept(running)
-            with replicas.reduced_already(state.optimizer):
+            with replicas.reduced_already(state.optimizer), leaving_alone(state.optimizer, unused):
                 run(commit, values, norm)
 
-        state.write_rng(running)
         if recipe.loss_scaler.checks:
             tf.cond(replicas.shared(use), apply, lambda: None)
             state.adjust_scale(replicas.shared(every))
         else:
             apply()
 
-    replicas.together(decide, values, running, norm, use, every)
+    replicas.together(decide, list(gradients.values()), running, norm, use, every)
     skipped = tf.logical_not(use) if recipe.loss_scaler.checks else tf.constant(False)
     return StepResult(None, None, norm, state.scale_state.scale, skipped, state.step)
 
 
 def _fitting(state: TensorFlowState, gradients: Gradients) -> dict[str, Any]:
-    """The gradients, dense, in the parameters' order and at least in float32.
+    """The gradients that there are, dense, in the parameters' order and at least in float32.
 
     Raises:
-        GradientError: they do not fit the state.
+        GradientError: they do not fit the state, or every one is None.
     """
     parameters, received = state.variables.parameters, gradients.values
     if not isinstance(received, dict):
@@ -232,6 +239,8 @@ def _fitting(state: TensorFlowState, gradients: Gradients) -> dict[str, Any]:
     _check(parameters, received)
     found = {}
     for name, parameter in parameters.items():
+        if received[name] is None:
+            continue
         value = dense(received[name], parameter)
         if not is_floating(value):
             raise GradientError(f"the gradient of {name!r} must be floating. Received dtype: {value.dtype.name}.")
@@ -250,7 +259,8 @@ def _accumulated(states: States, loss_fn: LossFunction, batch: Any, count: int) 
     """Mean loss, stacked aux and mean scaled gradients (S8): the first micro-batch, then a loop over the others.
 
     The first one stands before the loop because it tells the loop the structure of aux; the graph holds two copies of
-    the model whatever the number of micro-batches.
+    the model whatever the number of micro-batches. Both tell which parameters have gradients, since `loss_fn` is run
+    for each copy: what either of them uses is used.
     """
     if count == 1:
         return _scaled(states, loss_fn, batch)
@@ -260,7 +270,8 @@ def _accumulated(states: States, loss_fn: LossFunction, batch: Any, count: int) 
         return _scaled(states, loss_fn, keras.tree.map_structure(lambda leaf: leaf[index], parts))
 
     first = part(0)
-    sums = [first.loss, first.gradients]
+    used = [set(own) for own in first.gradients]
+    sums = [first.loss, [_with_zeros(own, state) for own, state in zip(first.gradients, states, strict=True)]]
     stacks = [
         tf.TensorArray(leaf.dtype, count, element_shape=leaf.shape, clear_after_read=False).write(0, leaf)
         for leaf in _present(first.aux)
@@ -268,7 +279,11 @@ def _accumulated(states: States, loss_fn: LossFunction, batch: Any, count: int) 
 
     def body(index: Any, sums: Any, stacks: Any) -> Any:
         other = part(index)
-        added = keras.tree.map_structure(tf.add, sums, [other.loss, other.gradients])
+        loss, totals = sums
+        added = [loss + other.loss, [dict(own) for own in totals]]
+        for names, own, more in zip(used, added[1], other.gradients, strict=True):
+            names.update(more)
+            own.update({name: own[name] + value for name, value in more.items()})
         written = [s.write(index, leaf) for s, leaf in zip(stacks, _present(other.aux), strict=True)]
         return index + 1, added, written
 
@@ -276,8 +291,19 @@ def _accumulated(states: States, loss_fn: LossFunction, batch: Any, count: int) 
         lambda index, *_: index < count, body, (tf.constant(1), sums, stacks), parallel_iterations=1
     )
     loss, gradients = keras.tree.map_structure(lambda total: total / tf.cast(count, total.dtype), sums)
+    gradients = [
+        {n: value for n, value in own.items() if n in names} for own, names in zip(gradients, used, strict=True)
+    ]
     stacked = iter([stack.stack() for stack in stacks])
     return _Scaled(loss, _map_present(lambda _: next(stacked), first.aux), gradients)
+
+
+def _with_zeros(gradients: dict[str, Any], state: TensorFlowState) -> dict[str, Any]:
+    """One for every parameter."""
+    return {
+        name: gradients[name] if name in gradients else tf.zeros(variable.shape, at_least_float32(variable.dtype))
+        for name, variable in state.variables.parameters.items()
+    }
 
 
 def _micro_batches(batch: Any, count: int) -> Any:
@@ -292,7 +318,11 @@ def _micro_batches(batch: Any, count: int) -> Any:
 
 
 def _scaled(states: States, loss_fn: LossFunction, batch: Any) -> _Scaled:
-    """Loss and scaled gradients of one micro-batch. `loss_fn` runs with the models' layers under their policies."""
+    """Loss and scaled gradients of one micro-batch. `loss_fn` runs with the models' layers under their policies.
+
+    Raises:
+        LossError: no scalar loss, or one that depends on no parameter.
+    """
     scaler = states[0].recipe.loss_scaler
     parameters = [state.variables.parameters for state in states]
     watched = [raw(variable) for own in parameters for variable in own.values()]
@@ -304,12 +334,11 @@ def _scaled(states: States, loss_fn: LossFunction, batch: Any) -> _Scaled:
         loss, aux = checks.split_result(loss_fn(_bound(states), batch))
         loss = scale_loss(loss, None, what="loss_fn")
         scaled = loss * states[0].scale_state.scale if scaler.scales else loss
-    flat = iter(tape.gradient(scaled, watched))
-    gradients = []
-    for own in parameters:
-        found = {name: dense(next(flat), variable) for name, variable in own.items()}
-        _check(own, found)
-        gradients.append({n: tf.cast(g, at_least_float32(g.dtype)) for n, g in found.items()})
+    flat = iter(tape.gradient(scaled, watched))  # a parameter that several states share gets its whole gradient in each
+    found = [{n: (v, g) for n, v in own.items() if (g := next(flat)) is not None} for own in parameters]
+    if not any(found):
+        raise LossError("loss_fn depends on none of the model's trainable parameters, so there is nothing to update.")
+    gradients = [{name: dense_wide(value, variable) for name, (variable, value) in own.items()} for own in found]
     return _Scaled(loss, _map_present(lambda leaf: tf.convert_to_tensor(raw(leaf)), aux), gradients)
 
 
