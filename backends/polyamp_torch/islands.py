@@ -16,7 +16,9 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from polyamp_torch import checkpointing
+from polyamp_torch.gathers import gathered, source
 from polyamp_torch.op_lists import BACKWARD, ENTERED, Rule, cuda_rule, rule, without_dispatch
+from polyamp_torch.products import classified
 
 _AVAILABLE: Final[dict[str, Callable[[], bool]]] = {
     "cpu": lambda: True,
@@ -26,6 +28,8 @@ _AVAILABLE: Final[dict[str, Callable[[], bool]]] = {
 }
 DEVICE_TYPES: Final = tuple(_AVAILABLE)
 _NARROW: Final = (torch.float16, torch.bfloat16)
+_CAST: Final = {torch.float16, torch.bfloat16, torch.float32}
+"""The dtypes that autocast casts from and to."""
 _SEQUENCES: Final = (list, tuple)  # torch 2.7 cannot compile `list | tuple` in isinstance()
 _METHODS: Final = ("forward", "setup_context", "vmap", "jvp")
 """What runs in the forward pass of a `torch.autograd.Function`."""
@@ -54,10 +58,19 @@ class Islands(TorchFunctionMode):
 
     def _ruled(self, found: Rule, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         compiling = torch.compiler.is_compiling()
-        if found not in ("widen", "statistics", "isolate", "lstm"):
+        if found not in ("widen", "statistics", "isolate", "lstm", "product", "gather"):
             return self._seen_through(found, func, types, args, kwargs, compiling=compiling)
         if not self.acting or not torch.is_autocast_enabled(self.device_type):
             return func(*args, **kwargs)
+        if found == "product":
+            return self._product(func, args, kwargs, compiling=compiling)
+        if found == "gather":
+            narrow = source(func, args, kwargs)
+            if narrow is None or narrow.device.type != self.device_type:
+                return func(*args, **kwargs)
+            if not compiling:
+                checkpointing.carry(self._key, self._again)
+            return gathered(func, args, kwargs, narrow)
         if found == "lstm" and (self.device_type != "cpu" or torch.get_autocast_dtype("cpu") != torch.float16):
             return func(*args, **kwargs)
         if found == "statistics" and _has_float32(args, kwargs):
@@ -72,6 +85,24 @@ class Islands(TorchFunctionMode):
             with torch.autocast(self.device_type, enabled=False):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _product(self, func: Any, args: Any, kwargs: dict[str, Any], *, compiling: bool) -> Any:
+        """An inner product in float32, a multiplication in its operands' dtype, a matrix product as autocast has it."""
+        kind = classified(func, args, kwargs)
+        if kind is None or _chooses_dtype(kwargs):
+            return func(*args, **kwargs)
+        operands = _tensors((*args, *kwargs.values()))
+        dtypes = {operand.dtype for operand in operands}
+        if not dtypes <= _CAST or any(operand.device.type != self.device_type for operand in operands):
+            return func(*args, **kwargs)
+        if not compiling:
+            checkpointing.carry(self._key, self._again)
+        wanted = torch.float32 if kind == "sum" or len(dtypes) > 1 else next(iter(dtypes))
+        with torch.autocast(self.device_type, enabled=False):
+            return func(
+                *[_cast(value, wanted) for value in args],
+                **{name: _cast(value, wanted) for name, value in kwargs.items()},
+            )
 
     def _seen_through(
         self, found: Rule, func: Any, types: Any, args: Any, kwargs: dict[str, Any], *, compiling: bool
@@ -121,6 +152,24 @@ class Islands(TorchFunctionMode):
 
     def _again(self) -> contextlib.AbstractContextManager[None]:
         return islands(self.device_type)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, _SEQUENCES) and value and isinstance(value[0], torch.Tensor):  # einsum's, as a list
+            found.extend(value)
+    return found
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype)
+    if isinstance(value, _SEQUENCES) and value and isinstance(value[0], torch.Tensor | list | tuple):
+        return [_cast(item, dtype) for item in value]
+    return value
 
 
 def _has_float32(args: Any, kwargs: dict[str, Any]) -> bool:

@@ -16,7 +16,11 @@ Where it differs from torch's CUDA list, and why:
 - lstm: float16 has no kernel on the CPU, and torch raises.
 - upsampling (on CUDA's list in newer versions) is left in the dtype of its input: S4 does not name it.
 - lobpcg, pca_lowrank, svd_lowrank: torch shows modes what they call, not them; their products run in 16 bits.
-- multi_dot, chain_matmul, vecdot: matrix products, so 16-bit, as in torch.
+- sigmoid, tanh, erf and what else saturates: next to a bound 16 bits lose every digit of the distance, and with it of
+  `log(1 - p)`, and torch's modes see one call at a time, not what the result will feed. See docs/torch_autocast.md.
+- products without free axes (`dot`, `einsum("bi,bi->b")`) are sums, those that contract nothing (`einsum("i,j->ij")`)
+  multiplications: see `products`. multi_dot and chain_matmul: matrix products, so 16-bit, as in torch.
+- gathers (indexing, embeddings) have gradients that are sums: see `gathers`.
 - in-place forms (`exp_`), `out=`, and calls that name their own `dtype=` are left alone, as in torch.
 """
 
@@ -31,15 +35,22 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.nn import functional
 
 from polyamp_torch.compiler import constant_when_compiled
+from polyamp_torch.gathers import GATHERS
+from polyamp_torch.products import PRODUCTS
 
 Function = Callable[..., Any]
-Rule = Literal["widen", "isolate", "statistics", "lstm", "enter", "unflatten", "function", "grad_mode"]
+Rule = Literal[
+    "widen", "isolate", "statistics", "lstm", "product", "gather", "enter", "unflatten", "function", "grad_mode"
+]
 """What the islands do with a function:
 
 - "widen": cast its 16-bit floating tensors to float32, then call it;
 - "isolate": the same with autocast off inside, because it is made of matrix products too;
 - "statistics": cast like "widen", unless a tensor beside the input is float32: then the kernel does it by itself;
 - "lstm": like "isolate", in float16 on the CPU only, where torch has no such LSTM and raises;
+- "product": like "isolate" where the call's shapes make it a sum, and only the "isolate" of it where they make it a
+  multiplication;
+- "gather": accumulate its gradient in float32;
 - "enter": it is a Python function that calls listed ones: run its body under the islands;
 - "unflatten": `Tensor.unflatten`, which torch.compile cannot trace under any mode: call `torch.unflatten`;
 - "function": a custom autograd function under `torch.func`: run its methods under the islands;
@@ -75,9 +86,11 @@ ROWS: Final = (
         "pow rsqrt reciprocal __pow__ __rpow__ __rdiv__ __rtruediv__ lp_pool1d lp_pool2d lp_pool3d",
         on_cuda=True,
     ),
+    Row("saturating functions", "sigmoid expit tanh tanhshrink softsign erf erfc ndtr cos"),
     Row("steep trigonometry", "acos arccos asin arcsin tan", on_cuda=True),
     Row("sums", "sum prod cumsum cumprod", on_cuda=True),
     Row("sums", "mean nanmean nansum sum_to_size logcumsumexp std std_mean var var_mean"),
+    Row("sums", "embedding_bag", (torch,)),
     Row("sums", "trapezoid trapz cumulative_trapezoid _sparse_sum"),
     Row("softmax", "softmax log_softmax softmin", on_cuda=True),
     Row("softmax", "logsumexp gumbel_softmax"),
@@ -158,7 +171,10 @@ BACKWARD: Final = (torch.Tensor.backward, torch.autograd.backward, torch.autogra
 """They run hooks, custom autograd functions, and what a checkpoint repeats."""
 ENTERED: Final[dict[Function, Function]] = {
     function: without_dispatch(function)
-    for function in (functional.multi_head_attention_forward, _LINEAR_CROSS_ENTROPY, *BACKWARD)
+    for function in (
+        *(functional.multi_head_attention_forward, _LINEAR_CROSS_ENTROPY, *BACKWARD),
+        *(functional.embedding, functional.embedding_bag),  # they may write to the weight before they read it
+    )
     if function is not None
 }
 """Functions of the rule "enter" -> the copy that a compiler traces."""
@@ -166,6 +182,8 @@ ENTERED: Final[dict[Function, Function]] = {
 # Plain dicts: torch.compile reads no other mapping with functions as keys.
 ALL_RULES: Final[dict[Function, Rule]] = {
     **{function: row.rule for row in ROWS for _, function in functions(row)},
+    **dict.fromkeys(PRODUCTS, "product"),
+    **dict.fromkeys(GATHERS, "gather"),
     **dict.fromkeys(ENTERED, "enter"),
     torch.Tensor.unflatten: "unflatten",
     custom_function_call: "function",

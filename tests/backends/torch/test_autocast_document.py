@@ -9,14 +9,16 @@ from types import ModuleType
 
 import pytest
 
+from polyamp_torch.gathers import GATHERS
 from polyamp_torch.op_lists import ROWS
+from polyamp_torch.products import PRODUCTS
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "torch_autocast.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)
 
 
 def test_the_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
     module = ModuleType("torch_autocast_document")  # torch.compile looks a function's globals up in its module
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in BLOCKS:
@@ -26,10 +28,14 @@ def test_the_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_names_every_function() -> None:
     rows = [line for line in DOCUMENT.splitlines() if line.startswith("|")]
     families = {line.split("|")[1].strip() for line in rows[2:]} - {""}
-    assert families == {row.family for row in ROWS}
+    assert families == {row.family for row in ROWS} | {"inner products", "gathers"}
     named = set(re.findall(r"\w+", " ".join(rows)))
-    listed = "exponentials", "logarithms", "steep trigonometry", "sums", "softmax"
+    listed = "exponentials", "logarithms", "steep trigonometry", "saturating functions", "sums", "softmax"
     for row in ROWS:
         if row.family in listed:
             missing = {name for name in row.names.split() if name not in named and not name.startswith("arc")}
             assert missing == set(), row
+    functions = {function.__name__ for function in (*PRODUCTS, *GATHERS)}
+    sums = {"dot", "vdot", "inner", "linalg_vecdot", "matmul", "bmm", "tensordot", "einsum"}
+    assert sums <= functions
+    assert {name.removeprefix("linalg_") for name in sums} | {f.__name__ for f in GATHERS} - {"__getitem__"} <= named
