@@ -30,8 +30,8 @@ from polyamp_torch.autocast import OPENED, matmul_precision, opened
 from polyamp_torch.binding import BoundModule
 from polyamp_torch.gradients import divisor, measured
 from polyamp_torch.state import TorchState
-from polyamp_torch.step import mean_and_stack, produced_by
 from polyamp_torch.trial import Watch, traced_again, tried
+from polyamp_torch.window import NARROW, mean_and_stack, produced_by
 
 Tensors = dict[str, torch.Tensor]
 OPTIONS: Final = ("backend", "mode", "options", "dynamic")
@@ -186,6 +186,8 @@ class Graph:
         losses, auxes, total, now = [], [], None, running
         for part in batches:
             grads, loss, aux, now = self._gradients(parameters, fixed, now, scale_state.scale, part)
+            if len(batches) > 1:
+                grads = list(map(_wide, grads))  # summed in float32, whatever the parameters are stored in (S8)
             total = grads if total is None else [one + other for one, other in zip(total, grads, strict=True)]
             losses.append(loss)
             auxes.append(aux)
@@ -263,9 +265,10 @@ class Graph:
         spec = self.spec
         if rate is None:
             rate = spec.rate(step, XP)
-        for p, grad, own in zip(parameters, grads, slots, strict=True):
+        taken = counts if len(counts) == len(parameters) else [step] * len(parameters)
+        for p, grad, own, count in zip(parameters, grads, slots, taken, strict=True):
             wide = {slot: _wide(value) for slot, value in own.items()}
-            new, after = spec.update(XP, _wide(p), _wide(grad), wide, rate, (step + 1).float())
+            new, after = spec.update(XP, _wide(p), _wide(grad), wide, rate, (count + 1).float())
             for old, value in [(p, new), *((own[slot], after[slot]) for slot in own)]:
                 old.copy_(value if finite is None else torch.where(finite, value, old))
         for count in counts:
@@ -320,7 +323,7 @@ def _changed(master: torch.Tensor, before: torch.Tensor, after: torch.Tensor) ->
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    return value.float() if value.dtype in NARROW else value
 
 
 def _detached(leaf: Any) -> Any:

@@ -46,6 +46,9 @@ class Many:
     def __truediv__(self, other: Operand) -> Many:
         return _both(torch._foreach_div, self, other)
 
+    def __rtruediv__(self, other: Operand) -> Many:
+        return Many([other / tensor for tensor in self.tensors])
+
     def __neg__(self) -> Many:
         return Many(list(torch._foreach_neg(self.tensors)))
 

@@ -177,7 +177,8 @@ def _takes_flag(optimizer: torch.optim.Optimizer, spec: Any) -> bool:
         return False
     if is_spec(spec) or stateless(optimizer):
         return True
-    return all(optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"])
+    held = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    return all(optimizer.state.get(p) for p in held)
 
 
 def apply(
@@ -268,7 +269,7 @@ def _run_formula(
                 _wide([p.grad for p in parameters]),
                 {slot: _wide(tensors) for slot, tensors in old.items()},
                 _on(rate, device),
-                _on(count, device),
+                _count(spec, states, _on(count, device)),
             )
             for before, after in [(parameters, new), *((old[slot], slots[slot]) for slot in old)]:
                 chosen = after if own is None else MANY.where(own, after, Many(list(before)))
@@ -279,6 +280,16 @@ def _run_formula(
                     torch._foreach_add_(steps, 1.0)
                 else:
                     torch._foreach_add_(steps, own.float(), alpha=1.0)  # without alpha torch reads the tensor
+
+
+def _count(spec: Any, states: list[dict[str, Any]], shared: Any) -> Any:
+    """The number of this update for a formula that asks for it: each parameter's own, where they can differ (S23)."""
+    if not isinstance(spec, Adagrad) or not spec.lr_decay:
+        return shared
+    taken = [state["step"] for state in states]
+    if looks(taken[0].device) and len(numbers := {count.item() for count in taken}) == 1:
+        return numbers.pop() + 1.0
+    return Many(list(torch._foreach_add(taken, 1.0)))
 
 
 def check_options(optimizer: torch.optim.Optimizer, spec: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +24,8 @@ Array = np.ndarray[Any, Any]
 _TRAINED: Final = operator.attrgetter("requires_grad")
 _FORM: Final = operator.attrgetter("shape", "dtype", "device")
 _STRIDES: Final = torch.Tensor.stride
+_VALUES: Final = operator.methodcaller("values")
+"""Not `dict.values`: torch keeps children and parameters in subclasses of it in some versions."""
 
 
 class TorchState:
@@ -64,7 +67,7 @@ class TorchState:
         self._forms = list(map(_FORM, self.parameters.values()))
         self._strides = list(map(_STRIDES, self.parameters.values()))
         self._places = _places(model)
-        self._ids = _ids(self._places)
+        self._members = list(_members(self._places))
         self.one_device = len({p.device for p in self.parameters.values()}) == 1
         self.buffer_owners = buffers.owners(model)
         self.optimizer = optimizers.build(recipe.optimizer, list(self.parameters.values()))
@@ -87,7 +90,10 @@ class TorchState:
             ModelError: names the first that was replaced, frozen, unfrozen, reshaped, cast, moved or laid out anew.
             UnsupportedError: an option in the optimizer's groups that a spec does not have.
         """
-        if _ids(self._places) != self._ids:
+        # held and compared as objects: a new one may lie where a freed one lay, and then has its id
+        if sum(map(len, self._places)) != len(self._members) or not all(
+            map(operator.is_, _members(self._places), self._members)
+        ):
             self._look_again()
         held = _held(self.optimizer)
         if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
@@ -143,7 +149,7 @@ class TorchState:
                 "so the optimizer does not know of it. Change the model first, then call polyamp.init."
             )
         self._places = _places(self.model)
-        self._ids = _ids(self._places)
+        self._members = list(_members(self._places))
         self.buffer_owners = buffers.owners(self.model)
 
     def _optimizer_names(self) -> list[str]:
@@ -204,5 +210,5 @@ def _places(model: nn.Module) -> list[dict[str, Any]]:
     return [slots for module in model.modules() for slots in (module._parameters, module._modules)]
 
 
-def _ids(places: list[dict[str, Any]]) -> list[int]:
-    return [id(item) for slots in places for item in slots.values()]
+def _members(places: list[dict[str, Any]]) -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(_VALUES, places))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,10 +18,10 @@ import torch
 from polyamp import checks
 from polyamp.arrays import PYTHON
 from polyamp.backend import Gradients, LossFunction, Skip, StepResult
-from polyamp.errors import BatchError, GradientError, LossError, UnsupportedError
+from polyamp.errors import LossError, UnsupportedError
 from polyamp.loss_scale import LossScaleState, update
 from polyamp.recipe import Recipe
-from polyamp.trees import map_tree, map_trees, micro_batches
+from polyamp.trees import map_tree, micro_batches
 from polyamp_torch import buffers, optimizers
 from polyamp_torch.arrays import XP, dtype_name, to_device
 from polyamp_torch.autocast import autocast, matmul_precision
@@ -36,11 +36,13 @@ from polyamp_torch.gradients import (
 )
 from polyamp_torch.gradients import buckets as bucketed
 from polyamp_torch.state import TorchState
+from polyamp_torch.window import NARROW, Sums, mean_and_stack, produced_by
 
 Values = dict[str, torch.Tensor | None]
 _ORDINARY: Final = (2.0**-100, 2.0**100)
 """Divisors whose quotients are as exact as float32 allows."""
 _LAYOUT: Final = operator.attrgetter("layout")
+_STRIDED: Final = {torch.strided}
 
 
 class Scaled(NamedTuple):
@@ -49,12 +51,13 @@ class Scaled(NamedTuple):
     Attributes:
         values: one per parameter that has one, in the parameters' order.
         scale: scalar that they are still multiplied by, or None.
-        owned: whether they may be overwritten.
+        places: the parameters into whose `.grad` they are still to be put; they are the caller's then, and not to be
+            overwritten. None for gradients that stand there, and that nobody else has.
     """
 
     values: list[torch.Tensor]
     scale: torch.Tensor | None
-    owned: bool
+    places: list[torch.Tensor] | None = None
 
 
 def train_step(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: Any) -> StepResult:
@@ -62,6 +65,7 @@ def train_step(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: 
     batches = micro_batches(to_device(batch, state.device), recipe.accumulate_steps)
     parameters = list(state.parameters.values())
     saved = buffers.snapshot(state.buffer_owners)
+    sums = Sums(parameters) if len(batches) > 1 and parameters[0].dtype in NARROW else None
     losses, auxes = [], []
     with set_aside(parameters, used_up=True):
         try:
@@ -69,29 +73,22 @@ def train_step(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: 
                 loss, aux = scaled_backward(loss_fn, [state], part)
                 losses.append(loss)
                 auxes.append(aux)
-            values = _dense([state])
+                if sums is not None:
+                    _dense(state.parameters.items(), needed=False)
+                    sums.take()
+            scale = produced_by(state.scale_state.scale if state.scaler.scales else None, len(batches), state.device)
+            if sums is not None:
+                assert scale is not None
+                sums.give(scale)
+                scale = None
+            values = _dense(state.parameters.items())
         except BaseException:
             buffers.settle(saved, torch.zeros((), dtype=torch.bool))
             raise
-        scale = produced_by(state.scale_state.scale if state.scaler.scales else None, len(batches), state.device)
         settle = functools.partial(buffers.settle, saved)
-        (result,) = _applied([state], [Scaled(values, scale, owned=True)], "all", [settle])
+        (result,) = _applied([state], [Scaled(values, scale)], "all", [settle])
     loss, aux = mean_and_stack(losses, auxes)
     return result._replace(loss=loss, aux=aux)
-
-
-def produced_by(scale: torch.Tensor | None, count: int, device: torch.device) -> torch.Tensor | None:
-    """What the sum of the scaled gradients of `count` micro-batches is to be divided by."""
-    if count == 1:
-        return scale
-    return torch.full((), float(count), device=device) if scale is None else scale.double() * count
-
-
-def mean_and_stack(losses: list[torch.Tensor], auxes: list[Any]) -> tuple[torch.Tensor, Any]:
-    """The loss and aux of a window: the mean over micro-batches, and aux with a new leading axis (S8)."""
-    if len(losses) == 1:
-        return losses[0], auxes[0]
-    return torch.stack(losses).mean(), None if auxes[0] is None else map_trees(_stack, auxes)
 
 
 @contextlib.contextmanager
@@ -120,13 +117,16 @@ def set_aside(parameters: Sequence[torch.Tensor], *, used_up: bool = False) -> I
 
 
 def value_and_grad(loss_fn: LossFunction, states: Sequence[TorchState], batch: Any) -> tuple[Any, list[Gradients]]:
-    """The value of `loss_fn` and the unscaled gradients of each state; the states stay as they are."""
+    """The value of `loss_fn` and the unscaled gradients of each state; the states stay as they are.
+
+    A parameter that several states share is in each of their `Gradients`, with the same tensor.
+    """
     saved = [buffers.snapshot(state.buffer_owners) for state in states]
-    parameters = [p for state in states for p in state.parameters.values()]
+    named = list({id(p): (name, p) for state in states for name, p in state.parameters.items()}.values())
     try:
-        with set_aside(parameters):
+        with set_aside([p for _, p in named]):
             loss, aux = scaled_backward(loss_fn, states, to_device(batch, states[0].device))
-            values = _dense(states)
+            values = _dense(named)
             found: list[Values] = [{name: p.grad for name, p in state.parameters.items()} for state in states]
     finally:
         running = [buffers.taken_back(item) for item in saved]
@@ -168,23 +168,18 @@ def scaled_backward(loss_fn: LossFunction, states: Sequence[TorchState], batch: 
     return wide.detach(), map_tree(_detached, aux)
 
 
-def _dense(states: Sequence[TorchState]) -> list[torch.Tensor]:
-    """The gradients that the backward pass left; a parameter that the loss does not depend on has none.
+def _dense(parameters: Iterable[tuple[str, torch.Tensor]], *, needed: bool = True) -> list[torch.Tensor]:
+    """The gradients that the backward pass left; a parameter that the loss does not depend on has none (S23).
 
     Raises:
-        LossError: there is none at all.
+        LossError: there is none at all, and one is needed.
         UnsupportedError: a sparse one, by name.
     """
-    values = [grad for state in states for p in state.parameters.values() if (grad := p.grad) is not None]
-    if not values:
+    values = [grad for _, p in parameters if (grad := p.grad) is not None]
+    if needed and not values:
         raise LossError("loss_fn depends on none of the model's trainable parameters, so there is nothing to update.")
-    if set(map(_LAYOUT, values)) != {torch.strided}:
-        name = next(
-            name
-            for state in states
-            for name, p in state.parameters.items()
-            if p.grad is not None and p.grad.layout != torch.strided
-        )
+    if not _STRIDED.issuperset(map(_LAYOUT, values)):
+        name = next(name for name, p in parameters if p.grad is not None and p.grad.layout != torch.strided)
         raise UnsupportedError(
             f"the gradient of {name!r} is sparse. The step's kernels take whole tensors, and fused optimizers no "
             "sparse ones. Build the layer with sparse=False, or write the loop yourself with polyamp_torch.GradScaler."
@@ -194,25 +189,19 @@ def _dense(states: Sequence[TorchState]) -> list[torch.Tensor]:
 
 def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
     """Flag, clip, optimizer and one scale adjustment, in place (S9 to S15). A gradient of None leaves its parameter,
-    and the optimizer's state for it, as they are."""
-    ready = []
+    and the optimizer's state for it, as they are. A parameter of several states is stepped by each one's optimizer, as
+    torch's optimizers over one `.grad` do."""
+    ready, commits = [], []
     for state, item in zip(states, grads, strict=True):
         state.check_unchanged()
         _require(state, item.values)
         fitted = _fitted(state, item.values)
-        for name, parameter in state.parameters.items():
-            parameter.grad = fitted.get(name)
-        ready.append(Scaled(list(fitted.values()), None, owned=False))
-    try:
-        commits = [
-            functools.partial(buffers.commit, state.model, item.running)
-            for state, item in zip(states, grads, strict=True)
-        ]
+        places = [state.parameters[name] for name in fitted]
+        ready.append(Scaled(list(fitted.values()), None, places))
+        commits.append(functools.partial(buffers.commit, state.model, item.running))
+    parameters = {id(p): p for state in states for p in state.parameters.values()}
+    with set_aside(list(parameters.values()), used_up=True):
         return _applied(states, ready, skip, commits)
-    finally:
-        for state in states:
-            for parameter in state.parameters.values():
-                parameter.grad = None
 
 
 @torch.no_grad()
@@ -222,7 +211,7 @@ def _applied(
     skip: Skip,
     commits: Sequence[Callable[[torch.Tensor | None], None]],
 ) -> list[StepResult]:
-    """The update from the gradients that stand in the parameters' `.grad`; `commits` give the buffers their values."""
+    """The update; `commits` give the buffers their values."""
     verdicts = [_judged(state, item) for state, item in zip(states, grads, strict=True)]
     flags = [verdict.finite for verdict, _ in verdicts]
     every = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
@@ -261,30 +250,30 @@ def _update(
         if by is not None and by.item() == 1.0:
             by = None
     values = grads.values
+    if grads.places is not None:
+        if by is not None:
+            values = [torch.empty_like(p).copy_(value) for p, value in zip(grads.places, values, strict=True)]
+        for p, value in zip(grads.places, values, strict=True):
+            p.grad = value
     if by is not None:
-        values, by = _divided_before(state, grads, norm, by)
-    spec = state.recipe.optimizer
-    optimizers.apply(state.optimizer, spec, state.step, finite, by, values, state.kernels)
+        by = _divided_before(state, values, grads.scale, norm, by)
+    optimizers.apply(state.optimizer, state.recipe.optimizer, state.step, finite, by, values, state.kernels)
+    for p in grads.places or ():  # another state's optimizer may hold it too, with a gradient of its own clipping
+        p.grad = None
 
 
 def _divided_before(
-    state: TorchState, grads: Scaled, norm: torch.Tensor, by: torch.Tensor
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Divide the gradients, unless the optimizer's kernels can: the gradients, and what is left to divide them by."""
+    state: TorchState, values: list[torch.Tensor], scale: torch.Tensor | None, norm: torch.Tensor, by: torch.Tensor
+) -> torch.Tensor | None:
+    """Divide the gradients, unless the optimizer's kernels can: what is left to divide them by."""
     clip = state.recipe.clip_norm
-    values = grads.values
-    if not grads.owned:
-        present = [p for p in state.parameters.values() if p.grad is not None]
-        values = [torch.empty_like(p).copy_(value) for p, value in zip(present, values, strict=True)]
-        for p, value in zip(present, values, strict=True):
-            p.grad = value
     if looks(state.device) and not _ORDINARY[0] < by.item() < _ORDINARY[1] and clip is not None:
-        divide_in_two_steps_(values, grads.scale, checks.clip_factor(norm, clip, XP))
-        return values, None
+        divide_in_two_steps_(values, scale, checks.clip_factor(norm, clip, XP))
+        return None
     if optimizers.takes_divisor(state.optimizer):
-        return values, by.float()
+        return by.float()
     divide_(values, by, alike=state.one_device)
-    return values, None
+    return None
 
 
 def _concluded(state: TorchState, norm: torch.Tensor, finite: torch.Tensor | None, every: torch.Tensor) -> StepResult:
@@ -320,22 +309,12 @@ def _fitted(state: TorchState, values: Values) -> dict[str, torch.Tensor]:
 
 
 def _require(state: TorchState, values: Values) -> None:
-    """Refuse gradients that do not fit the parameters; None fits any, unless there is nothing else."""
-    shapes = {name: tuple(p.shape) for name, p in state.parameters.items()}
-    received = {name: shapes.get(name, ()) if value is None else tuple(value.shape) for name, value in values.items()}
-    checks.check_gradients(list(shapes.items()), list(received.items()))
-    if all(value is None for value in values.values()):
-        raise GradientError("every gradient is None: loss_fn depends on none of the model's trainable parameters.")
+    """Refuse gradients that do not fit the parameters."""
+    checks.check_gradients(
+        [(name, tuple(p.shape)) for name, p in state.parameters.items()],
+        [(name, None if value is None else tuple(value.shape)) for name, value in values.items()],
+    )
 
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _stack(leaves: list[Any]) -> Any:
-    if leaves[0] is None:
-        return None
-    try:
-        return torch.stack([torch.as_tensor(leaf) for leaf in leaves])
-    except (RuntimeError, TypeError) as error:
-        raise BatchError("aux must be tensors or numbers of one shape in every micro-batch, to be stacked.") from error

@@ -17,6 +17,4 @@ DEVIATIONS: list[tuple[str, str, str]] = [
     ("jax", "s23_in_two_halves", UNUSED),
     ("jax", "s23_a_loss_that_depends_on_no_parameter", UNUSED),
     ("torch", "s09_replicas", "the torch backend does not run replicas yet"),
-    ("torch", "s08_16_bit_parameters", "sums in the parameters' dtype: lands in the next commits"),
-    ("torch", "s23_an_unused_parameter_and_its_optimizer_state_stay[Adagrad]", UNUSED),
 ]
