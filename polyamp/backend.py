@@ -7,6 +7,7 @@ own package the line `BACKEND: Final[Backend] = TorchBackend()` makes the type c
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -107,13 +108,32 @@ ValueAndGrad = Callable[[Sequence[Any], Any], tuple[Any, list[Gradients]]]
 
 
 class LossFunctions(Protocol):
-    """Losses on the framework's arrays, computed in float32; see `polyamp.losses` for the meaning."""
+    """What `polyamp.losses` composes its formulas of (S24), on the framework's arrays and in float32.
+
+    Labels that come in are inside of the classes. Besides, the arrays have the operators of arithmetic, comparison and
+    indexing, and `shape`.
+    """
+
+    def in_float32(self) -> contextlib.AbstractContextManager[Any]:
+        """A scope in which arithmetic on float32 arrays stays in float32, whatever autocast is on (S4)."""
+
+    def wide(self, values: Any, like: Any) -> Any:
+        """Native or NumPy numbers as a float32 array beside `like`, differentiably."""
+
+    def indices(self, labels: Any, like: Any) -> Any:
+        """Native or NumPy labels as an array of signed integers beside `like`."""
+
+    def on_host(self, labels: Any) -> np.ndarray[Any, Any] | None:
+        """The labels as a NumPy array where looking at them waits for no device; None elsewhere and while tracing."""
+
+    def classes(self, logits: Any) -> Any:
+        """The length of the last axis: an int, or an integer scalar where a compiler does not know it."""
 
     def mean_squared_error(self, predictions: Any, targets: Any) -> Any:
         """Elementwise squared error, float32."""
 
-    def softmax_cross_entropy(self, logits: Any, labels: Any) -> Any:
-        """Cross-entropy per example with integer labels, float32."""
+    def softmax_cross_entropy(self, logits: Any, labels: Any, reduction: str) -> Any:
+        """Cross-entropy with integer labels, float32, reduced over the rows or not; the framework's quickest."""
 
     def sigmoid_cross_entropy(self, logits: Any, targets: Any) -> Any:
         """Elementwise binary cross-entropy, float32."""
@@ -121,8 +141,23 @@ class LossFunctions(Protocol):
     def huber(self, predictions: Any, targets: Any, delta: float) -> Any:
         """Elementwise Huber loss, float32."""
 
-    def mean(self, values: Any) -> Any:
-        """Mean of all elements, float32 scalar."""
+    def log_softmax(self, logits: Any) -> Any:
+        """Along the last axis, float32."""
+
+    def pick(self, values: Any, labels: Any) -> Any:
+        """`values[..., labels]`: one of each row, shape (...) of values of shape (..., classes)."""
+
+    def take(self, values: Any, labels: Any) -> Any:
+        """`values[labels]`, of values of shape (classes,)."""
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        """Elementwise choice of arrays or Python numbers, in the dtype of the array; of two numbers in float32."""
+
+    def sum(self, values: Any, axis: int | None = None) -> Any:
+        """Sum of all elements or over one axis, float32."""
+
+    def mean(self, values: Any, axis: int | None = None) -> Any:
+        """Mean of all elements or over one axis, float32."""
 
 
 @runtime_checkable

@@ -78,33 +78,6 @@ def split_result(value: Any) -> tuple[Any, Any]:
     return value, None
 
 
-def check_loss_pair(predictions: Any, targets: Any, *, what: str) -> None:
-    """Refuse predictions and targets whose shapes differ: broadcasting them would give a wrong mean silently."""
-    if not _same_shape(predictions.shape, targets.shape):
-        raise LossError(
-            f"{what} needs predictions and targets of one shape. Received: {tuple(predictions.shape)} and "
-            f"{tuple(targets.shape)}."
-        )
-
-
-def _same_shape(one: Any, other: Any) -> bool:
-    """True unless the shapes differ; a length that is not known while tracing (None) fits any."""
-    first, second = tuple(one), tuple(other)
-    return len(first) == len(second) and all(a == b or None in (a, b) for a, b in zip(first, second, strict=True))
-
-
-def check_labels(logits: Any, labels: Any) -> None:
-    """Refuse labels that do not index the last axis of the logits."""
-    if not _same_shape(labels.shape, tuple(logits.shape)[:-1]):
-        raise LossError(
-            f"softmax_cross_entropy needs integer labels of shape {tuple(logits.shape)[:-1]}, one per row of the "
-            f"logits. Received: {tuple(labels.shape)}. One-hot labels: pass their argmax."
-        )
-    dtype = str(labels.dtype)
-    if "int" not in dtype:
-        raise LossError(f"softmax_cross_entropy needs integer labels. Received dtype: {dtype}.")
-
-
 def micro_batch_size(leaves: Sequence[tuple[str, Shape]], count: int) -> int:
     """The length of each of `count` equal micro-batches of a batch with these leaves (S8).
 

@@ -1,7 +1,10 @@
-"""Losses that read the same in every framework: float32 inside (S4), dispatched on the array's type.
+"""Losses that read the same in every framework: torch's formulas (S24), float32 inside (S4).
 
-Every function takes the framework's own arrays and returns the mean over all elements as a float32 scalar, or with
-`reduction="none"` the elementwise values. Shapes that do not match are refused, not broadcast.
+They are dispatched on the array's type. Each takes the framework's own arrays; labels, targets and weights may be NumPy
+arrays as well. The formulas are written here, over the few functions that a backend offers
+(`polyamp.backend.LossFunctions`). Shapes that do not match are refused, not broadcast.
+
+`regularization` is what a model adds to the loss by itself (S25).
 """
 
 from __future__ import annotations
@@ -9,98 +12,244 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from polyamp import registry
-from polyamp.checks import check_labels, check_loss_pair
+from polyamp.backend import LossFunctions
 from polyamp.errors import LossError
+from polyamp.loss_checks import (
+    check_class_weights,
+    check_ignore_index,
+    check_label_range,
+    check_labels,
+    check_loss_pair,
+    check_reduction,
+    check_smoothing,
+    check_weights,
+)
 
-Reduction = Literal["mean", "none"]
+Reduction = Literal["mean", "sum", "none"]
 
 
-def mean_squared_error(predictions: Any, targets: Any, *, reduction: Reduction = "mean") -> Any:
-    """Squared difference.
+def mean_squared_error(predictions: Any, targets: Any, *, weights: Any = None, reduction: Reduction = "mean") -> Any:
+    """Squared difference; `torch.nn.functional.mse_loss`.
 
     Args:
         predictions: floating array of any shape.
         targets: floating array of the same shape.
-        reduction: "mean" for a scalar, "none" for an array of the same shape.
+        weights: factors of the elements, of a shape that broadcasts to that of the predictions.
+        reduction: "mean" or "sum" for a scalar, "none" for an array of the predictions' shape. With weights the mean is
+            the weighted one: the sum over the elements divided by the sum of their weights, as in torch.
 
     Raises:
-        LossError: the shapes differ.
+        LossError: the shapes do not fit, or an unknown reduction.
 
     >>> import numpy as np
-    >>> float(mean_squared_error(np.array([1.0, 3.0], "f4"), np.array([1.0, 1.0], "f4")))
+    >>> predictions, targets = np.array([1.0, 3.0], "f4"), np.array([1.0, 1.0], "f4")
+    >>> float(mean_squared_error(predictions, targets))
     2.0
+    >>> float(mean_squared_error(predictions, targets, reduction="sum"))
+    4.0
+    >>> float(mean_squared_error(predictions, targets, weights=np.array([3.0, 1.0], "f4")))
+    1.0
     """
+    check_reduction(reduction)
     losses = registry.backend_for(predictions).losses
     check_loss_pair(predictions, targets, what="mean_squared_error")
-    return _reduced(losses, losses.mean_squared_error(predictions, targets), reduction)
+    with losses.in_float32():
+        values = losses.mean_squared_error(predictions, targets)
+        if weights is None:
+            return _reduced(losses, values, reduction)
+        factors = _weights(losses, weights, predictions)
+        if reduction == "mean":  # both means are over elements; torch's quotient of sums, whatever is broadcast
+            return losses.mean(values * factors) / losses.mean(factors)
+        return _reduced(losses, values * factors, reduction)
 
 
-def softmax_cross_entropy(logits: Any, labels: Any, *, reduction: Reduction = "mean") -> Any:
-    """Cross-entropy of softmax(logits) against integer labels, in nats.
+def softmax_cross_entropy(
+    logits: Any,
+    labels: Any,
+    *,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    class_weights: Any = None,
+    reduction: Reduction = "mean",
+) -> Any:
+    """Cross-entropy of softmax(logits) against labels or probabilities, in nats; `torch.nn.functional.cross_entropy`.
+
+    With integer labels y a row's loss is `class_weights[y] * -log p[y]`, and with smoothing e of C classes
+    `(1 - e)` times that plus `e / C * sum(class_weights * -log p)`. Soft targets (mixup, distillation) are given as
+    probabilities t in the place of labels: `sum(class_weights * t' * -log p)` with `t' = (1 - e) * t + e / C`.
+
+    A row whose label is `ignore_index` has the loss 0 and no gradient, whatever its logits hold, infinities and NaN
+    included. The mean divides by the rows that are not ignored, each counted as its `class_weights[y]`; it is NaN if
+    there is none, with gradients of 0. With probabilities it divides by the number of rows.
+
+    A label outside of the classes is never another class. Where its value is on the host (NumPy labels, eager tensors
+    on a CPU) it is an error; in a traced or compiled function and on an accelerator the row's loss and gradient are
+    NaN.
 
     Args:
         logits: floating array, shape (..., classes).
-        labels: integer array, shape (...).
-        reduction: "mean" for a scalar, "none" for shape (...).
+        labels: integer array, shape (...); or floating array of the logits' shape: probabilities.
+        ignore_index: a label whose rows do not count; None, and not torch's -100, for none. With integer labels only.
+        label_smoothing: in [0, 1]: how much of the target is spread evenly over the classes.
+        class_weights: factors of the classes, shape (classes,).
+        reduction: "mean" or "sum" for a scalar, "none" for shape (...), ignored rows being 0.
 
     Raises:
-        LossError: the labels do not have one integer per row of logits.
+        LossError: labels that do not fit the logits, a label outside of the classes, or an impossible argument.
 
     >>> import numpy as np
     >>> round(float(softmax_cross_entropy(np.zeros((1, 4), "f4"), np.array([2]))), 4)
     1.3863
+    >>> logits = np.array([[0.0, 2.0], [9.0, 0.0]], "f4")
+    >>> rows = softmax_cross_entropy(logits, np.array([1, -100]), ignore_index=-100, reduction="none")
+    >>> rows.round(4).tolist(), round(float(softmax_cross_entropy(logits, np.array([1, -100]), ignore_index=-100)), 4)
+    ([0.12690000236034393, 0.0], 0.1269)
+    >>> mixed = np.array([[0.25, 0.75], [1.0, 0.0]], "f4")
+    >>> round(float(softmax_cross_entropy(logits, mixed, label_smoothing=0.1)), 4)
+    0.5635
     """
+    check_reduction(reduction)
+    check_smoothing(label_smoothing)
     losses = registry.backend_for(logits).losses
-    check_labels(logits, labels)
-    return _reduced(losses, losses.softmax_cross_entropy(logits, labels), reduction)
+    soft = check_labels(logits, labels)
+    check_ignore_index(ignore_index, soft=soft)
+    with losses.in_float32():
+        weights = None
+        if class_weights is not None:
+            weights = losses.wide(class_weights, logits)
+            check_class_weights(weights, logits)
+        if soft:
+            return _reduced(losses, _soft_rows(losses, logits, labels, label_smoothing, weights), reduction)
+        seen = losses.on_host(labels)
+        if seen is not None:
+            check_label_range(seen, losses.classes(logits), ignore_index)
+            if ignore_index is None and weights is None and not label_smoothing:
+                return losses.softmax_cross_entropy(logits, losses.indices(labels, logits), reduction)
+        rows, shares = _hard_rows(losses, logits, labels, seen is None, ignore_index, label_smoothing, weights)
+        if reduction == "mean" and shares is not None:
+            return losses.sum(rows) / losses.sum(shares)
+        return _reduced(losses, rows, reduction)
 
 
-def sigmoid_cross_entropy(logits: Any, targets: Any, *, reduction: Reduction = "mean") -> Any:
-    """Binary cross-entropy of sigmoid(logits) against targets in [0, 1], in nats.
+def sigmoid_cross_entropy(logits: Any, targets: Any, *, weights: Any = None, reduction: Reduction = "mean") -> Any:
+    """Binary cross-entropy of sigmoid(logits) against targets in [0, 1], in nats;
+    `torch.nn.functional.binary_cross_entropy_with_logits`.
 
     Args:
         logits: floating array of any shape.
         targets: floating array of the same shape.
-        reduction: "mean" for a scalar, "none" for an array of the same shape.
+        weights: factors of the elements, of a shape that broadcasts to that of the logits.
+        reduction: "mean" or "sum" for a scalar, "none" for an array of the same shape. The mean divides by the number
+            of elements, also with weights, as in torch.
 
     Raises:
-        LossError: the shapes differ.
+        LossError: the shapes do not fit, or an unknown reduction.
 
     >>> import numpy as np
     >>> round(float(sigmoid_cross_entropy(np.zeros(3, "f4"), np.ones(3, "f4"))), 4)
     0.6931
+    >>> weights = np.array([0.0, 1.0, 2.0], "f4")
+    >>> sigmoid_cross_entropy(np.zeros(3, "f4"), np.ones(3, "f4"), weights=weights, reduction="none").round(2).tolist()
+    [0.0, 0.6899999976158142, 1.3899999856948853]
     """
+    check_reduction(reduction)
     losses = registry.backend_for(logits).losses
     check_loss_pair(logits, targets, what="sigmoid_cross_entropy")
-    return _reduced(losses, losses.sigmoid_cross_entropy(logits, targets), reduction)
+    with losses.in_float32():
+        values = losses.sigmoid_cross_entropy(logits, targets)
+        return _reduced(losses, values if weights is None else values * _weights(losses, weights, logits), reduction)
 
 
-def huber(predictions: Any, targets: Any, *, delta: float = 1.0, reduction: Reduction = "mean") -> Any:
-    """Half the squared difference up to `delta`, linear beyond it.
+def huber(
+    predictions: Any, targets: Any, *, delta: float = 1.0, weights: Any = None, reduction: Reduction = "mean"
+) -> Any:
+    """Half the squared difference up to `delta`, linear beyond it; `torch.nn.functional.huber_loss`.
 
     Args:
         predictions: floating array of any shape.
         targets: floating array of the same shape.
         delta: where the loss turns linear, in the unit of the predictions.
-        reduction: "mean" for a scalar, "none" for an array of the same shape.
+        weights: factors of the elements, of a shape that broadcasts to that of the predictions.
+        reduction: "mean" or "sum" for a scalar, "none" for an array of the same shape. The mean divides by the number
+            of elements, also with weights, as in torch.
 
     Raises:
-        LossError: the shapes differ, or delta is not above 0.
+        LossError: the shapes do not fit, delta is not above 0, or an unknown reduction.
 
     >>> import numpy as np
     >>> float(huber(np.array([3.0], "f4"), np.array([0.0], "f4")))
     2.5
     """
+    check_reduction(reduction)
     if not delta > 0.0:
         raise LossError(f"huber needs delta above 0. Received: delta={delta!r}.")
     losses = registry.backend_for(predictions).losses
     check_loss_pair(predictions, targets, what="huber")
-    return _reduced(losses, losses.huber(predictions, targets, delta), reduction)
+    with losses.in_float32():
+        values = losses.huber(predictions, targets, delta)
+        factors = None if weights is None else _weights(losses, weights, predictions)
+        return _reduced(losses, values if factors is None else values * factors, reduction)
 
 
-def _reduced(losses: Any, values: Any, reduction: str) -> Any:
+def _hard_rows(
+    losses: LossFunctions,
+    logits: Any,
+    labels: Any,
+    unseen: bool,
+    ignore_index: int | None,
+    smoothing: float,
+    weights: Any,
+) -> tuple[Any, Any]:
+    """(loss of each row, what each row counts in the mean); the latter is None where each counts 1.
+
+    `unseen`: nobody has looked whether the labels are inside of the classes.
+
+    A backend's functions see labels inside of the classes only. Ignored rows are masked twice, before and after, since
+    the derivative of a masked NaN is NaN.
+    """
+    own = given = losses.indices(labels, logits)
+    inside = (given >= 0) & (given < losses.classes(logits)) if unseen else None
+    counted = None if ignore_index is None else given != ignore_index
+    if inside is not None:
+        own = losses.where(inside, own, 0)
+    if counted is not None:
+        own = losses.where(counted, own, 0)
+        logits = losses.where(counted[..., None], logits, 0.0)
+    factors = None if weights is None else losses.take(weights, own)
+    if smoothing:
+        costs = -losses.log_softmax(logits)
+        rows = losses.pick(costs, own)
+    else:
+        rows = losses.softmax_cross_entropy(logits, own, "none")
+    if factors is not None:
+        rows = rows * factors
+    if smoothing:
+        spread = losses.mean(costs if weights is None else costs * weights, -1)
+        rows = (1.0 - smoothing) * rows + smoothing * spread
+    if inside is not None:  # a factor, so that the gradient is NaN as well and nobody trains on the rest
+        valid = inside if counted is None else inside | (given == ignore_index)
+        rows = rows * losses.where(valid, 1.0, float("nan"))
+    if counted is None:
+        return rows, factors
+    return losses.where(counted, rows, 0.0), losses.where(counted, 1.0 if factors is None else factors, 0.0)
+
+
+def _soft_rows(losses: LossFunctions, logits: Any, targets: Any, smoothing: float, weights: Any) -> Any:
+    """The loss of each row against probabilities."""
+    costs = -losses.log_softmax(logits)
+    if weights is not None:
+        costs = costs * weights
+    rows = losses.sum(losses.wide(targets, logits) * costs, -1)
+    return (1.0 - smoothing) * rows + smoothing * losses.mean(costs, -1) if smoothing else rows
+
+
+def _weights(losses: LossFunctions, weights: Any, like: Any) -> Any:
+    factors = losses.wide(weights, like)
+    check_weights(factors, like)
+    return factors
+
+
+def _reduced(losses: LossFunctions, values: Any, reduction: str) -> Any:
     if reduction == "none":
         return values
-    if reduction != "mean":
-        raise LossError(f"reduction must be 'mean' or 'none'. Received: reduction={reduction!r}.")
-    return losses.mean(values)
+    return losses.mean(values) if reduction == "mean" else losses.sum(values)

@@ -2,43 +2,79 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from polyamp_jax.autocast import keep_precision
+from polyamp_jax.staging import KEEP
 
 
 class JaxLosses:
     """`LossFunctions` over jax.numpy; the formulas are the stable ones of optax and torch."""
 
-    @keep_precision
+    def in_float32(self) -> contextlib.AbstractContextManager[Any]:
+        scope: contextlib.AbstractContextManager[Any] = jax.named_scope(KEEP)
+        return scope
+
+    def wide(self, values: Any, like: Any) -> Any:
+        return _wide(values)
+
+    def indices(self, labels: Any, like: Any) -> Any:
+        labels = jnp.asarray(labels)
+        narrow = labels.dtype.itemsize < 4
+        return labels.astype(jnp.int32) if narrow else labels.astype(f"int{8 * labels.dtype.itemsize}")
+
+    def on_host(self, labels: Any) -> np.ndarray[Any, Any] | None:
+        if isinstance(labels, np.ndarray):
+            return labels
+        if isinstance(labels, jax.core.Tracer) or not labels.is_fully_addressable:
+            return None
+        return np.asarray(labels) if all(device.platform == "cpu" for device in labels.devices()) else None
+
+    def classes(self, logits: Any) -> int:
+        return int(logits.shape[-1])
+
     def mean_squared_error(self, predictions: Any, targets: Any) -> Any:
         return jnp.square(_wide(predictions) - _wide(targets))
 
-    @keep_precision
-    def softmax_cross_entropy(self, logits: Any, labels: Any) -> Any:
+    def softmax_cross_entropy(self, logits: Any, labels: Any, reduction: str) -> Any:
         # log_softmax at the labels alone: all of its rows would be one more array to write and to read back
         x = _wide(logits)
         largest = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
-        own = jnp.take_along_axis(x, jnp.asarray(labels)[..., None], axis=-1) - largest
-        return jnp.log(jnp.sum(jnp.exp(x - largest), axis=-1)) - own[..., 0]
+        own = self.pick(x, labels) - largest[..., 0]
+        rows = jnp.log(jnp.sum(jnp.exp(x - largest), axis=-1)) - own
+        return rows if reduction == "none" else self.mean(rows) if reduction == "mean" else self.sum(rows)
 
-    @keep_precision
     def sigmoid_cross_entropy(self, logits: Any, targets: Any) -> Any:
         x, z = _wide(logits), _wide(targets)
         return jnp.maximum(x, 0.0) - x * z + jnp.log1p(jnp.exp(-jnp.abs(x)))
 
-    @keep_precision
     def huber(self, predictions: Any, targets: Any, delta: float) -> Any:
         magnitude = jnp.abs(_wide(predictions) - _wide(targets))
         within = jnp.minimum(magnitude, delta)
         return 0.5 * within * within + delta * (magnitude - within)
 
-    @keep_precision
-    def mean(self, values: Any) -> Any:
-        return jnp.mean(_wide(values))
+    def log_softmax(self, logits: Any) -> Any:
+        return jax.nn.log_softmax(_wide(logits), axis=-1)
+
+    def pick(self, values: Any, labels: Any) -> Any:
+        return jnp.take_along_axis(values, labels[..., None], axis=-1)[..., 0]
+
+    def take(self, values: Any, labels: Any) -> Any:
+        return values[labels]
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        dtype = x.dtype if isinstance(x, jax.Array) else jnp.float32
+        return jnp.where(condition, jnp.asarray(x, dtype), jnp.asarray(y, dtype))
+
+    def sum(self, values: Any, axis: int | None = None) -> Any:
+        return jnp.sum(_wide(values), axis=axis)
+
+    def mean(self, values: Any, axis: int | None = None) -> Any:
+        return jnp.mean(_wide(values), axis=axis)
 
 
 def _wide(x: Any) -> jax.Array:

@@ -2,31 +2,83 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
+
+from polyamp_torch.arrays import from_numpy
 
 
 class TorchLosses:
     """`LossFunctions` over torch."""
 
-    def mean_squared_error(self, predictions: Any, targets: Any) -> Any:
-        return functional.mse_loss(_wide(predictions), _wide(targets), reduction="none")
+    def in_float32(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()  # torch's autocast casts no arithmetic, and widens what is used here
 
-    def softmax_cross_entropy(self, logits: Any, labels: Any) -> Any:
+    def wide(self, values: Any, like: torch.Tensor) -> torch.Tensor:
+        return _wide(_tensor(values, like))
+
+    def indices(self, labels: Any, like: torch.Tensor) -> torch.Tensor:
+        return _tensor(labels, like).long()
+
+    def on_host(self, labels: Any) -> np.ndarray[Any, Any] | None:
+        if isinstance(labels, np.ndarray):
+            return labels
+        if type(labels) is not torch.Tensor or labels.device.type != "cpu" or torch.compiler.is_compiling():
+            return None
+        try:
+            found: np.ndarray[Any, Any] = labels.numpy()
+        except RuntimeError:  # inside one of torch.func's transformations
+            return None
+        return found
+
+    def classes(self, logits: torch.Tensor) -> int:
+        return logits.shape[-1]
+
+    def mean_squared_error(self, predictions: Any, targets: Any) -> Any:
+        return functional.mse_loss(_wide(predictions), self.wide(targets, predictions), reduction="none")
+
+    def softmax_cross_entropy(self, logits: Any, labels: Any, reduction: str) -> Any:
         wide = _wide(logits)
-        flat = functional.cross_entropy(wide.reshape(-1, wide.shape[-1]), labels.reshape(-1).long(), reduction="none")
-        return flat.reshape(labels.shape)
+        if wide.dim() != 2:
+            wide = wide.reshape(-1, wide.shape[-1])
+        flat = functional.cross_entropy(wide, labels.reshape(-1), reduction=reduction)
+        return flat.reshape(labels.shape) if reduction == "none" else flat
 
     def sigmoid_cross_entropy(self, logits: Any, targets: Any) -> Any:
-        return functional.binary_cross_entropy_with_logits(_wide(logits), _wide(targets), reduction="none")
+        return functional.binary_cross_entropy_with_logits(_wide(logits), self.wide(targets, logits), reduction="none")
 
     def huber(self, predictions: Any, targets: Any, delta: float) -> Any:
-        return functional.huber_loss(_wide(predictions), _wide(targets), reduction="none", delta=delta)
+        return functional.huber_loss(_wide(predictions), self.wide(targets, predictions), reduction="none", delta=delta)
 
-    def mean(self, values: Any) -> Any:
-        return _wide(values).mean()
+    def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
+        return functional.log_softmax(_wide(logits), dim=-1)
+
+    def pick(self, values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return values.gather(-1, labels[..., None])[..., 0]
+
+    def take(self, values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return values[labels]
+
+    def where(self, condition: torch.Tensor, x: Any, y: Any) -> torch.Tensor:
+        if not isinstance(x, torch.Tensor):
+            x = torch.full((), x, dtype=torch.float32, device=condition.device)
+        return torch.where(condition, x, y)
+
+    def sum(self, values: torch.Tensor, axis: int | None = None) -> torch.Tensor:
+        return _wide(values).sum() if axis is None else _wide(values).sum(axis)
+
+    def mean(self, values: torch.Tensor, axis: int | None = None) -> torch.Tensor:
+        return _wide(values).mean() if axis is None else _wide(values).mean(axis)
+
+
+def _tensor(values: Any, like: torch.Tensor) -> torch.Tensor:
+    if isinstance(values, torch.Tensor):
+        return values
+    return from_numpy(np.asarray(values)).to(like.device)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 
 from polyamp.reference import tensor as ops
+from polyamp.reference.arrays import Array
 from polyamp.reference.tensor import Tensor
 
 
 class ReferenceLosses:
     """`LossFunctions` for NumPy; a NumPy array in gives a NumPy array out."""
 
+    def in_float32(self) -> contextlib.AbstractContextManager[Any]:
+        return np.errstate(all="ignore")  # as in a step: a division by no rows is NaN, and NaN is the answer
+
+    def wide(self, values: Any, like: Any) -> Any:
+        return _like(like, _wide(values))
+
+    def indices(self, labels: Any, like: Any) -> Array:
+        return self.on_host(labels).astype(np.int64)
+
+    def on_host(self, labels: Any) -> Array:
+        return np.asarray(labels.data if isinstance(labels, Tensor) else labels)
+
+    def classes(self, logits: Any) -> int:
+        return int(logits.shape[-1])
+
     def mean_squared_error(self, predictions: Any, targets: Any) -> Any:
         difference = _wide(predictions) - _wide(targets)
         return _like(predictions, difference * difference)
 
-    def softmax_cross_entropy(self, logits: Any, labels: Any) -> Any:
-        log_probabilities = ops.log_softmax(_wide(logits))
-        rows = np.asarray(getattr(labels, "data", labels) if isinstance(labels, Tensor) else labels)
-        index = (*np.indices(rows.shape), rows)
-        return _like(logits, -log_probabilities[index])
+    def softmax_cross_entropy(self, logits: Any, labels: Any, reduction: str) -> Any:
+        rows = -self.pick(self.log_softmax(logits), labels)
+        return rows if reduction == "none" else self.mean(rows) if reduction == "mean" else self.sum(rows)
 
     def sigmoid_cross_entropy(self, logits: Any, targets: Any) -> Any:
         x, z = _wide(logits), _wide(targets)
@@ -36,8 +51,26 @@ class ReferenceLosses:
         within = magnitude - beyond
         return _like(predictions, np.float32(0.5) * within * within + np.float32(delta) * beyond)
 
-    def mean(self, values: Any) -> Any:
-        return _like(values, ops.mean(_wide(values)))
+    def log_softmax(self, logits: Any) -> Any:
+        return _like(logits, ops.log_softmax(_wide(logits)))
+
+    def pick(self, values: Any, labels: Any) -> Any:
+        return values[(*np.indices(labels.shape), labels)]
+
+    def take(self, values: Any, labels: Any) -> Any:
+        return values[labels]
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        if isinstance(x, Tensor):
+            return ops.where(condition, x, y)
+        chosen = np.where(condition, x, y)
+        return chosen if chosen.dtype.kind == "i" else chosen.astype(np.float32)
+
+    def sum(self, values: Any, axis: int | None = None) -> Any:
+        return _like(values, ops.total(_wide(values), axis))
+
+    def mean(self, values: Any, axis: int | None = None) -> Any:
+        return _like(values, ops.mean(_wide(values), axis))
 
 
 def _wide(x: Any) -> Tensor:

@@ -172,6 +172,14 @@ def relu(x: Any) -> Tensor:
     return Tensor(np.where(x.data > 0, x.data, np.zeros_like(x.data)), [(x, lambda g: g * (x.data > 0))])
 
 
+def where(condition: Array, x: Any, y: float) -> Tensor:
+    """`x` where the condition holds, and a constant elsewhere."""
+    x = tensor(x)
+    other = x.dtype.type(y)
+    zero = x.dtype.type(0)
+    return Tensor(np.where(condition, x.data, other), [(x, lambda g: np.where(condition, g, zero))])
+
+
 def exp(x: Any) -> Tensor:
     """e to the x; sensitive."""
     x = _sensitive(x)

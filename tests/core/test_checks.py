@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp import checks, registry
+from polyamp import checks, loss_checks, registry
 from polyamp.arrays import PYTHON
 from polyamp.errors import BackendNotInstalledError, BatchError, CheckpointError, GradientError, LossError
 from polyamp.reference import MLP
@@ -67,7 +67,7 @@ def test_clip_factor_is_exact_for_small_and_zero_norms() -> None:
 
 def test_shapes_that_would_broadcast_and_surplus_gradients_are_refused() -> None:
     with pytest.raises(LossError, match="one shape"):
-        checks.check_loss_pair(np.ones((8, 3)), np.ones((8, 1)), what="mean_squared_error")
+        loss_checks.check_loss_pair(np.ones((8, 3)), np.ones((8, 1)), what="mean_squared_error")
     with pytest.raises(GradientError, match=r"not a parameter: \['b'\]"):
         checks.check_gradients([("a", (2,))], [("a", (2,)), ("b", (2,))])
 

@@ -1,0 +1,188 @@
+"""torch: the losses are torch's own (S24), in values and gradients, eager, as on an accelerator, and compiled."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+import polyamp
+from polyamp.errors import LossError
+from polyamp.reference import Tensor
+from polyamp.reference import tensor as ops
+from polyamp_torch import compiled as _substitutes  # noqa: F401  # the registry's place in a graph
+from polyamp_torch.losses import TorchLosses
+
+LOSSES = {
+    "mean_squared_error": functional.mse_loss,
+    "sigmoid_cross_entropy": functional.binary_cross_entropy_with_logits,
+    "huber": functional.huber_loss,
+}
+
+
+@pytest.fixture(params=["host", "accelerator"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Labels whose values are on the host, and the way that accelerators take, which looks at none."""
+    if request.param == "accelerator":
+        monkeypatch.setattr(TorchLosses, "on_host", lambda self, labels: None)
+    return str(request.param)
+
+
+def case(kind: str, ignored: int | None, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(len(shape))
+    logits = torch.randn(*shape, 5, generator=generator) * 3.0
+    if kind == "probabilities":
+        return logits, torch.softmax(torch.randn(*shape, 5, generator=generator), -1)
+    labels = torch.randint(0, 5, shape, generator=generator)
+    if ignored is not None and shape:
+        labels.reshape(-1)[::3] = ignored
+    return logits, labels
+
+
+def torchs(logits: torch.Tensor, labels: torch.Tensor, *, ignored: int | None, reduction: str, **options: Any) -> Any:
+    """torch's own loss; its classes are the second axis."""
+    whole = logits.float()
+    if labels.is_floating_point():
+        flat = functional.cross_entropy(whole.reshape(-1, 5), labels.reshape(-1, 5), reduction=reduction, **options)
+    else:
+        known = {} if ignored is None else {"ignore_index": ignored}
+        flat = functional.cross_entropy(
+            whole.reshape(-1, 5), labels.reshape(-1), reduction=reduction, **known, **options
+        )
+    return flat.reshape(logits.shape[:-1]) if reduction == "none" else flat
+
+
+def gradient(loss: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    weights = torch.linspace(1.0, 2.0, loss.numel()).reshape(loss.shape)
+    (found,) = torch.autograd.grad((loss * weights).sum(), logits)
+    return found
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", ["labels", "probabilities"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_cross_entropy_is_torchs(dtype: torch.dtype, kind: str, reduction: Any, place: str) -> None:
+    for ignored, smoothing, weighted, shape in itertools.product(
+        [None, -100, 2], [0.0, 0.1, 1.0], [False, True], [(7,), (2, 3, 2), ()]
+    ):
+        if kind == "probabilities" and ignored is not None:
+            continue
+        logits, labels = case(kind, ignored, shape)
+        logits = logits.to(dtype).requires_grad_()
+        weights = torch.tensor([0.5, 2.0, 1.0, 0.0, 3.0]) if weighted else None
+        got = polyamp.losses.softmax_cross_entropy(
+            logits,
+            labels,
+            ignore_index=ignored,
+            label_smoothing=smoothing,
+            class_weights=weights,
+            reduction=reduction,
+        )
+        want = torchs(logits, labels, ignored=ignored, reduction=reduction, label_smoothing=smoothing, weight=weights)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-6, equal_nan=True)
+        ours, theirs = gradient(got, logits), gradient(want, logits)
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs, rtol=float(torch.finfo(dtype).eps) * 8, atol=1e-6, equal_nan=True)
+
+
+def test_no_row_that_counts_is_torchs_nan(place: str) -> None:
+    logits = torch.randn(3, 5, requires_grad=True)
+    labels = torch.full((3,), -100)
+    for smoothing in (0.0, 0.1):
+        got = polyamp.losses.softmax_cross_entropy(logits, labels, ignore_index=-100, label_smoothing=smoothing)
+        want = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+        assert got.isnan()
+        assert want.isnan()
+        found = gradient(got, logits)
+        assert torch.equal(found, gradient(want, logits))
+        assert not found.any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_weights_of_the_other_losses_are_torchs(name: str, reduction: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 3, generator=generator, requires_grad=True)
+    z, weights = torch.rand(4, 3, generator=generator), torch.rand(4, 3, generator=generator)
+    for factors in (None, weights, weights[0]):
+        got = getattr(polyamp.losses, name)(x, z, weights=factors, reduction=reduction)
+        whole = None if factors is None else factors.expand(4, 3)
+        want = LOSSES[name](x, z, weight=whole, reduction=reduction)
+        torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-6)
+        torch.testing.assert_close(gradient(got, x), gradient(want, x), rtol=2e-6, atol=1e-7)
+
+
+def test_the_reference_is_torchs_too() -> None:
+    """TensorFlow and JAX are compared with NumPy's formulas in their own processes; here those are with torch's."""
+    for kind, ignored, smoothing, reduction in itertools.product(
+        ["labels", "probabilities"], [None, 2], [0.0, 0.1], ["mean", "sum"]
+    ):
+        if kind == "probabilities" and ignored is not None:
+            continue
+        logits, labels = case(kind, ignored, (7,))
+        weights = np.array([0.5, 2.0, 1.0, 0.0, 3.0], "f4")
+        x = Tensor(logits.numpy())
+        got = polyamp.losses.softmax_cross_entropy(
+            x,
+            labels.numpy(),
+            ignore_index=ignored,
+            label_smoothing=smoothing,
+            class_weights=weights,
+            reduction=reduction,  # type: ignore[arg-type]  # one of the literals
+        )
+        logits.requires_grad_()
+        want = torchs(
+            logits,
+            labels,
+            ignored=ignored,
+            reduction=reduction,
+            label_smoothing=smoothing,
+            weight=torch.from_numpy(weights),
+        )
+        np.testing.assert_allclose(float(got), want.item(), rtol=2e-6)
+        (own,) = ops.gradients(got, [x])
+        np.testing.assert_allclose(own, gradient(want, logits), rtol=2e-5, atol=1e-6)
+
+
+def test_compiled_and_mapped_labels_outside_of_the_classes_are_nan() -> None:
+    """A graph has no host to look on: no other class, no crash, and torch's values for the rest."""
+
+    def rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return polyamp.losses.softmax_cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+
+    logits, labels = torch.randn(5, 4), torch.tensor([0, -100, 4, -1, 3])
+    want = functional.cross_entropy(logits, torch.tensor([0, -100, -100, -100, 3]), reduction="none")
+    want[2:4] = torch.nan
+    compiled = torch.compile(rows, fullgraph=True, backend="aot_eager")
+    mapped = torch.func.vmap(lambda x, y: rows(x, y))
+    for found in (compiled(logits, labels), mapped(logits[None], labels[None])[0]):
+        torch.testing.assert_close(found, want, equal_nan=True)
+    with pytest.raises(LossError, match=r"Received: 4 at index \(2,\); of 5 labels 2 are outside"):
+        rows(logits, labels)
+
+
+def test_a_compiled_step_gives_nan_and_skips() -> None:
+    model = torch.nn.Linear(3, 4)
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1), scaler=polyamp.LossScaler())
+    state = polyamp.init(model, recipe)
+    step = polyamp.train_step(
+        lambda m, b: polyamp.losses.softmax_cross_entropy(m(b[0]), b[1]), recipe, compile={"backend": "aot_eager"}
+    )
+    x = torch.randn(6, 3)
+    state, result = step(state, (x, torch.tensor([0, 1, 2, 3, 0, 1])))
+    before = model.weight.detach().clone()
+    assert not result.skipped
+    state, result = step(state, (x, torch.tensor([0, 1, 2, 4, 0, 1])))
+    assert result.loss.isnan()
+    assert result.skipped
+    assert torch.equal(model.weight, before)
+
+
+def test_no_label_is_taken_for_torchs_own_default() -> None:
+    with pytest.raises(LossError, match=r"Received: -100 at index \(1,\).*ignore_index=-100"):
+        polyamp.losses.softmax_cross_entropy(torch.zeros(2, 3), torch.tensor([0, -100]))
