@@ -177,6 +177,29 @@ class OwnLoop(Protocol):
         """The framework's own object for a scaler, made with its own options."""
 
 
+@runtime_checkable
+class ResumesOptimizers(Protocol):
+    """A backend that can say what hyperparameters a native optimizer has and which arrays of a state hold them.
+
+    Without it, `restore` compares only the class of a native optimizer, and takes every array from the file.
+    """
+
+    def optimizer_settings(self, state: Any) -> dict[str, Any]:
+        """The state's native optimizer as plain values by name, as it was at `init`: its "type" and hyperparameters."""
+
+    def setting_of(self, state: Any, name: str) -> str | None:
+        """The setting whose present value the array `name` of `export_state` holds, such as "optimizer.learning_rate";
+        None for every other array."""
+
+
+@runtime_checkable
+class ChecksArrays(Protocol):
+    """A backend that can refuse arrays for more than their names, shapes and dtypes."""
+
+    def check_arrays(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> list[str]:
+        """What `import_state` could not put into this state, one sentence each; empty if nothing. Changes nothing."""
+
+
 class Backend(Protocol):
     """What polyamp needs of a framework."""
 
@@ -244,8 +267,8 @@ class Backend(Protocol):
         """Every array of the state by a `/`-separated name, on the host. The loss scale lies under `loss_scale/`."""
 
     def import_state(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> State:
-        """`state` with its arrays replaced. The names, shapes and dtypes are already checked to be those of
-        `export_state(state)`."""
+        """`state` with its arrays replaced. Names, shapes and dtypes are already checked to be those of
+        `export_state(state)`, counters not to be negative, and `check_arrays` (if there is one) had nothing to say."""
 
     def testing(self) -> Harness:
         """Models of this framework for the conformance suite, the demo and the parity runner."""

@@ -10,24 +10,30 @@ that whatever lies under `optimizer/state/` on the other side is accepted.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
+from polyamp import changes, contents
 from polyamp._version import __version__
-from polyamp.backend import Backend
+from polyamp.backend import Backend, ChecksArrays, ResumesOptimizers
 from polyamp.errors import CheckpointError, RecipeError
 from polyamp.files import write_atomically
 from polyamp.loss_scale import LossScaler
+from polyamp.recipe import Recipe
 
 if TYPE_CHECKING:
     import numpy as np
 
-    Arrays = Mapping[str, np.ndarray[Any, Any]]
+    Array = np.ndarray[Any, Any]
+    Arrays = Mapping[str, Array]
 
+OnChange = Literal["error", "warn", "accept"]
 FORMAT: Final = "polyamp-checkpoint-1"
 _BLANK: Final = "polyamp-digest".ljust(64, "-")
 """Stands in the header for the digest while the digest is computed; as long as one."""
@@ -37,7 +43,7 @@ _State = TypeVar("_State")
 
 
 def save(state: Any, path: str | os.PathLike[str]) -> None:
-    """Write a state to one file, atomically.
+    """Write a state to one file, atomically, with the recipe it is trained with.
 
     Args:
         state: a training state.
@@ -50,34 +56,77 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
     from safetensors.numpy import save as to_bytes
 
     arrays = _contiguous(state.backend.export_state(state))
-    meta = {"format": FORMAT, "backend": state.backend.name, "polyamp": __version__, "recipe": _recipe_text(state)}
+    meta = {
+        "format": FORMAT,
+        "backend": state.backend.name,
+        "polyamp": __version__,
+        "recipe": _recipe_text(state),
+        "settings": json.dumps(changes.settings(state)),
+    }
     content = to_bytes(arrays, metadata={**meta, "digest": _BLANK})
     write_atomically(path, content.replace(_BLANK.encode(), _digest(content, _BLANK).encode(), 1))
 
 
-def restore(state: _State, path: str | os.PathLike[str]) -> _State:
+def restore(state: _State, path: str | os.PathLike[str], *, on_change: OnChange = "error") -> _State:
     """The state with everything replaced by what a checkpoint holds; training continues bit-identically (S22).
+
+    The recipe that the code gives trains: it is compared with the file's, and each difference is said. What did change
+    is taken from the code, a changed learning rate too; hyperparameters that did not, but were moved since (by a
+    scheduler of torch, or by hand), are taken from the file.
 
     Args:
         state: a state made by `init` from the same model and recipe. It says which arrays are expected.
         path: a file written by `save`.
+        on_change: what to do if the recipes differ: "error", "warn", or "accept" without a word. A scale outside of the
+            new scaler's bounds is brought inside; if its `kind` is another one, it starts anew.
 
     Returns:
         The restored state. In torch and Keras the model and optimizer inside are updated in place.
 
     Raises:
-        CheckpointError: the file is damaged, or of another model or backend. The given state is then unchanged.
+        CheckpointError: the file is damaged, of another model or backend, of another recipe, or holds what no state of
+            this kind can hold. The given state is then unchanged.
         FileNotFoundError: there is no such file.
+
+    Example:
+        >>> import polyamp, tempfile
+        >>> from polyamp.reference import MLP
+        >>> def fresh(rate):
+        ...     return polyamp.init(MLP.random([4, 1], seed=0), polyamp.Recipe(optimizer=polyamp.sgd(rate)))
+        >>> path = tempfile.mkdtemp() + "/state"
+        >>> polyamp.save(fresh(0.1), path)
+        >>> polyamp.restore(fresh(0.2), path, on_change="accept").recipe.optimizer.learning_rate
+        0.2
     """
+    if on_change not in ("error", "warn", "accept"):
+        raise CheckpointError(f"on_change must be 'error', 'warn' or 'accept'. Received: on_change={on_change!r}.")
     backend: Backend = state.backend  # type: ignore[attr-defined]  # a State; the type variable keeps the caller's type
+    name = os.fspath(path)
     meta, arrays = read(path)
     if meta.get("backend") != backend.name:
         raise CheckpointError(
-            f"{os.fspath(path)} was saved by the {meta.get('backend')} backend and cannot be restored into a "
+            f"{name} was saved by the {meta.get('backend')} backend and cannot be restored into a "
             f"{backend.name} state: layouts of parameters differ between frameworks."
         )
-    _check_fit(backend.export_state(state), arrays, os.fspath(path))
-    _check_scale(state.recipe.loss_scaler, arrays, os.fspath(path))  # type: ignore[attr-defined]  # a State, as above
+    saved = _saved_settings(meta)
+    changed = [] if saved is None else changes.between(saved, changes.settings(state))
+    expected = backend.export_state(state)
+    _keep_given(state, changed, expected, arrays)
+    problems = contents.misfits(expected, arrays)
+    if problems:
+        raise CheckpointError(
+            f"{name} belongs to another model, optimizer or scaler. {contents.listed(problems)}. Build the state from "
+            f"the model and recipe that were saved.{_said(changed)}"
+        )
+    scaler: LossScaler = state.recipe.loss_scaler  # type: ignore[attr-defined]  # a State, as above
+    problems = contents.impossible(arrays, contents.scaler_of(saved, scaler))
+    if isinstance(backend, ChecksArrays):
+        problems += backend.check_arrays(state, arrays)
+    if problems:
+        raise CheckpointError(f"{name} holds what no such state can hold. {contents.listed(problems)}.{_said(changed)}")
+    _report(name, saved is None, changed, on_change)
+    if changes.touches(changed, "scaler"):
+        contents.rescale(arrays, scaler, anew=changes.touches(changed, "scaler.kind"))
     result: _State = backend.import_state(state, arrays)  # type: ignore[assignment]  # the same State type comes back
     return result
 
@@ -113,34 +162,55 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, np.nda
     return meta, arrays
 
 
-def _check_fit(expected: Arrays, found: Arrays, path: str) -> None:
-    late = tuple(name[:-1] for name in (*expected, *found) if name.endswith("/*"))
-    problems = [f"missing: {name}" for name in expected if name not in found and not name.startswith(late)]
-    problems += [f"not in this state: {name}" for name in found if name not in expected and not name.startswith(late)]
-    problems += [
-        f"{name}: {_kind(found[name])} in the file, {_kind(expected[name])} in the state"
-        for name in expected
-        if name in found and _kind(found[name]) != _kind(expected[name])
-    ]
-    if problems:
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise CheckpointError(
-            f"{path} belongs to another model, optimizer or scaler. {shown}. Build the state from the model and recipe "
-            "that were saved."
+def _saved_settings(meta: Mapping[str, str]) -> changes.Settings | None:
+    """The settings in a file; None in one of an older polyamp that was saved with a native optimizer."""
+    if meta.get("recipe"):
+        with contextlib.suppress(RecipeError):  # of a later version: then its plain settings are compared
+            return changes.of_recipe(Recipe.from_json(meta["recipe"]))
+    if not meta.get("settings"):
+        return None
+    found: changes.Settings = json.loads(meta["settings"])
+    return found
+
+
+def _keep_given(state: Any, changed: list[changes.Change], expected: Arrays, arrays: dict[str, Array]) -> None:
+    """Put the code's own value in the place of every array that holds a hyperparameter that was changed."""
+    backend = state.backend
+    if not changed or not isinstance(backend, ResumesOptimizers):
+        return
+    for name in {*expected, *arrays}:
+        setting = backend.setting_of(state, name)
+        if setting is not None and changes.touches(changed, setting):
+            arrays.pop(name, None)
+            if name in expected:
+                arrays[name] = expected[name]
+
+
+def _report(name: str, unknown: bool, changed: list[changes.Change], on_change: OnChange) -> None:
+    """Say what differs, as `on_change` asks for."""
+    if on_change == "accept":
+        return
+    if unknown:
+        warnings.warn(
+            f"{name} says nothing of its recipe (an older polyamp saved it, with a native optimizer), so that nothing "
+            "could be compared with the recipe in the code.",
+            stacklevel=3,
         )
+    if not changed:
+        return
+    message = (
+        f"{name} was saved with another recipe; the code's is the one that trains.{_said(changed)}\n"
+        "restore(..., on_change='accept') goes on with it, 'warn' says so; or give the recipe that was saved."
+    )
+    if on_change == "error":
+        raise CheckpointError(message)
+    warnings.warn(message, stacklevel=3)
 
 
-def _check_scale(scaler: LossScaler, arrays: Arrays, path: str) -> None:
-    scale = arrays.get("loss_scale/scale")
-    if scale is not None and not scaler.min_scale <= float(scale) <= scaler.max_scale:
-        raise CheckpointError(
-            f"{path} holds a loss scale of {float(scale):g}, which the state's scaler (kind={scaler.kind!r}, "
-            f"{scaler.min_scale:g} to {scaler.max_scale:g}) never has. Restore with the scaler that was saved."
-        )
-
-
-def _kind(array: Any) -> str:
-    return f"{array.dtype}{list(array.shape)}"
+def _said(changed: list[changes.Change]) -> str:
+    if not changed:
+        return ""
+    return "\nThe file's value -> the code's:\n" + "\n".join(f"  {change}" for change in changed)
 
 
 def _contiguous(arrays: Arrays) -> dict[str, np.ndarray[Any, Any]]:
@@ -166,6 +236,8 @@ def _array(info: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     names = {"BF16": ml_dtypes.bfloat16, "BOOL": np.bool_, "F16": np.float16, "F32": np.float32, "F64": np.float64}
     letter = info["dtype"]
     dtype = np.dtype(names[letter] if letter in names else f"{letter[0].lower()}{int(letter[1:]) // 8}")
+    if letter == "BOOL" and max(info["data"], default=0) > 1:
+        raise ValueError("a boolean that is neither 0 nor 1")
     return np.frombuffer(info["data"], dtype).reshape(info["shape"]).copy()
 
 

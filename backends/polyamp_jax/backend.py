@@ -29,6 +29,7 @@ from polyamp.policy import Mode, Policy
 from polyamp.recipe import Recipe
 from polyamp.report import CastingReport
 from polyamp.testing.harness import Harness
+from polyamp_jax import resuming
 from polyamp_jax import state as states_
 from polyamp_jax import step as steps
 from polyamp_jax.arrays import XP, cast, check_policy, dtype_name, named_leaves, to_numpy
@@ -164,6 +165,12 @@ class JaxBackend:
 
     def import_state(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> states_.JaxState:
         return states_.replaced(state, arrays)
+
+    def optimizer_settings(self, state: Any) -> dict[str, Any]:
+        return resuming.described(state.recipe.optimizer)
+
+    def setting_of(self, state: Any, name: str) -> str | None:
+        return resuming.setting_of(state.recipe.optimizer, name)
 
     def testing(self) -> Harness:
         from polyamp_jax.testing import JaxHarness

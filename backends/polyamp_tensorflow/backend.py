@@ -28,7 +28,7 @@ from polyamp.testing.harness import Harness
 from polyamp_tensorflow import arrays as conversions
 from polyamp_tensorflow import gradients as scaling
 from polyamp_tensorflow import policy as policies
-from polyamp_tensorflow import step
+from polyamp_tensorflow import resuming, step
 from polyamp_tensorflow.arrays import Array
 from polyamp_tensorflow.distribution import several
 from polyamp_tensorflow.loss_scale import LossScaleOptimizer
@@ -157,6 +157,12 @@ class TensorFlowBackend:
         restored: TensorFlowState = state
         restored.restore(arrays)
         return restored
+
+    def optimizer_settings(self, state: Any) -> dict[str, Any]:
+        return dict(state.optimizer_settings)
+
+    def setting_of(self, state: Any, name: str) -> str | None:
+        return resuming.setting_of(state.optimizer, name)
 
     def testing(self) -> Harness:
         from polyamp_tensorflow.testing import TensorFlowHarness

@@ -23,6 +23,7 @@ from polyamp_tensorflow.distribution import check_variables, several
 from polyamp_tensorflow.models import Variables, is_built, is_layer, variables_of
 from polyamp_tensorflow.optimizers import make_optimizer, optimizer_variables
 from polyamp_tensorflow.policy import check_policy
+from polyamp_tensorflow.resuming import described
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +51,7 @@ class TensorFlowState:
         model: the user's own model.
         recipe: the recipe it was made with.
         strategy: the `tf.distribute.Strategy` in whose scope it was made; TensorFlow's default one otherwise.
+        optimizer_settings: the optimizer's configuration as it was when it was made, for checkpoints.
         programs: the graph functions traced for this state, by the object that runs them.
     """
 
@@ -64,6 +66,7 @@ class TensorFlowState:
         )
         self._step = tf.Variable(0, dtype=tf.int32, trainable=False, name="step")
         self._training: _Training | None = None
+        self.optimizer_settings: dict[str, Any] = {}
         if is_built(model):
             self.finish_building()
         elif several(self.strategy):
@@ -125,6 +128,7 @@ class TensorFlowState:
         checks.check_parameters([(n, dtype_name(v)) for n, v in variables.parameters.items()], self.recipe)
         check_policy(self.model, self.recipe.policy)
         optimizer = make_optimizer(self.recipe, variables.parameters)
+        self.optimizer_settings = described(optimizer)
         self._training = _Training(variables, optimizer, self._trainable(variables))
 
     def check_unchanged(self) -> None:

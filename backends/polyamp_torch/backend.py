@@ -28,7 +28,7 @@ from polyamp.policy import Mode, Policy
 from polyamp.recipe import Recipe
 from polyamp.testing.harness import Harness
 from polyamp.trees import leaves, map_tree
-from polyamp_torch import step
+from polyamp_torch import resuming, step
 from polyamp_torch.arrays import XP, cast_tree, dtype_name, to_numpy
 from polyamp_torch.autocast import autocast, run_under
 from polyamp_torch.binding import BoundModule, device_of
@@ -143,6 +143,15 @@ class TorchBackend:
         restored: TorchState = state
         restored.load(arrays)
         return restored
+
+    def optimizer_settings(self, state: Any) -> dict[str, Any]:
+        return dict(state.optimizer_settings)
+
+    def setting_of(self, state: Any, name: str) -> str | None:
+        return resuming.setting_of(state.recipe.optimizer, name)
+
+    def check_arrays(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> list[str]:
+        return resuming.problems(state, arrays)
 
     def testing(self) -> Harness:
         from polyamp_torch.testing import TorchHarness

@@ -15,7 +15,8 @@ from polyamp.optimizers import is_spec
 from polyamp_torch.arrays import from_numpy, to_numpy
 from polyamp_torch.optimizers import stateless
 
-_NUMBERS: Final[tuple[type[float], ...]] = (float, int, bool)
+NUMBERS: Final[tuple[type[float], ...]] = (float, int, bool)
+"""The types of Python numbers that a group or a state may hold; a checkpoint holds the index of each one's."""
 
 
 def export(optimizer: torch.optim.Optimizer, names: list[str], spec: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -59,12 +60,12 @@ def _encoded(name: str, value: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 def _boxed(value: float) -> np.ndarray[Any, Any]:
     """A Python number with its type, in one shape and dtype whatever the type is."""
-    return np.array([_NUMBERS.index(type(value)), value], np.float64)
+    return np.array([NUMBERS.index(type(value)), value], np.float64)
 
 
 def _unboxed(array: np.ndarray[Any, Any]) -> float:
     kind, value = array.tolist()
-    return _NUMBERS[int(kind)](value)
+    return NUMBERS[int(kind)](value)
 
 
 def load(optimizer: torch.optim.Optimizer, names: list[str], arrays: dict[str, np.ndarray[Any, Any]]) -> None:

@@ -16,7 +16,7 @@ from polyamp.backend import Backend
 from polyamp.errors import ModelError
 from polyamp.loss_scale import LossScaleState
 from polyamp.recipe import Recipe
-from polyamp_torch import buffers, optimizer_arrays, optimizers
+from polyamp_torch import buffers, optimizer_arrays, optimizers, resuming
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
 from polyamp_torch.binding import BoundModule, device_of
 
@@ -36,6 +36,7 @@ class TorchState:
         recipe: what it is trained with.
         scaler: the recipe's loss scaler.
         optimizer: the `torch.optim.Optimizer` in use.
+        optimizer_settings: its groups' options as they were at `init`, for checkpoints.
         kernels: its fused kernels, where polyamp made it.
         scale_state: the loss-scale state, tensors on the module's device.
         step: number of applied updates, int32 tensor.
@@ -71,6 +72,7 @@ class TorchState:
         self.one_device = len({p.device for p in self.parameters.values()}) == 1
         self.buffer_owners = buffers.owners(model)
         self.optimizer = optimizers.build(recipe.optimizer, list(self.parameters.values()))
+        self.optimizer_settings = resuming.described(self.optimizer)
         self.kernels = optimizers.kernels_of(self.optimizer, recipe.optimizer)
         self._held = _held(self.optimizer)
         self.scale_state = self.scaler.init(like=torch.zeros((), device=self.device))

@@ -254,3 +254,38 @@ def test_a_batch_sharded_over_two_devices_takes_one_decision() -> None:
     command = [sys.executable, "-W", "error", "-c", SHARDED]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **flags})
     assert done.stdout.strip() == "ok", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (optax.adam(0.125), optax.adam(0.5), "chain[1].scale.step_size: -0.125 -> -0.5"),
+        (optax.adam(0.125), optax.adam(0.125, b1=0.5), "chain[0].scale_by_adam.b1: 0.9 -> 0.5"),
+        (
+            optax.sgd(optax.cosine_decay_schedule(0.5, 10)),
+            optax.sgd(optax.cosine_decay_schedule(0.5, 20)),
+            "cosine_decay_schedule.decay_steps: 10 -> 20",
+        ),
+        (
+            optax.inject_hyperparams(optax.sgd)(learning_rate=0.125),
+            optax.inject_hyperparams(optax.sgd)(learning_rate=0.5),
+            "inject_hyperparams.numeric_hps.learning_rate: 0.125 -> 0.5",
+        ),
+    ],
+    ids=["rate", "moment", "schedule", "injected"],
+)
+def test_s22_what_an_optax_optimizer_closes_over_is_compared(tmp_path: Path, old: Any, new: Any, said: str) -> None:
+    def fresh(optimizer: Any) -> Any:
+        model = (lambda params, x: x @ params["w"], {"w": jnp.ones((2, 2))})
+        return polyamp.init(model, polyamp.Recipe(optimizer=optimizer))
+
+    polyamp.save(fresh(old), tmp_path / "checkpoint")
+    polyamp.restore(fresh(old), tmp_path / "checkpoint")
+    with pytest.raises(polyamp.CheckpointError) as caught:
+        polyamp.restore(fresh(new), tmp_path / "checkpoint")
+    (line,) = [line for line in str(caught.value).splitlines() if line.startswith("  ")]
+    assert line.startswith("  optimizer.")
+    assert line.endswith(said)
+    restored = polyamp.restore(fresh(new), tmp_path / "checkpoint", on_change="accept")
+    hyperparams = getattr(restored.opt_state, "hyperparams", {"learning_rate": 0.5})
+    assert float(hyperparams["learning_rate"]) == 0.5, "what inject_hyperparams keeps in the state is the code's too"

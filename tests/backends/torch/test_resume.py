@@ -48,8 +48,11 @@ def test_a_spec_and_another_optimizers_checkpoint_do_not_mix(tmp_path: Path) -> 
     state, _ = make(native=True, seed=0)
     polyamp.save(state, tmp_path / "checkpoint")
     other, _ = make(native=False, seed=0)
-    with pytest.raises(CheckpointError, match="another model, optimizer or scaler"):
-        polyamp.restore(other, tmp_path / "checkpoint")
+    before = other.export()
+    for on_change in ("error", "accept"):
+        with pytest.raises(CheckpointError, match=r"optimizer\.type: torch\.optim\.nadam\.NAdam -> adamw"):
+            polyamp.restore(other, tmp_path / "checkpoint", on_change=on_change)
+    assert all(other.export()[name].tobytes() == value.tobytes() for name, value in before.items())
 
 
 def test_resume_keeps_the_layout_of_optimizer_state(tmp_path: Path) -> None:
@@ -88,18 +91,92 @@ def test_resume_keeps_every_number_of_the_groups(tmp_path: Path) -> None:
     assert not other.optimizer.state, "saved before the first step, so there is no state yet"
 
 
-def test_a_scale_that_the_scaler_never_has_is_refused(tmp_path: Path) -> None:
+def test_another_kind_of_scaler_is_said_and_starts_anew(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     polyamp.save(polyamp.init(model, polyamp.Recipe(scaler=polyamp.LossScaler())), tmp_path / "checkpoint")
     static = polyamp.init(model, polyamp.Recipe(scaler=polyamp.LossScaler.static(8.0)))
-    with pytest.raises(CheckpointError, match="holds a loss scale of 32768"):
+    with pytest.raises(CheckpointError, match=r"scaler\.kind: dynamic -> static"):
         polyamp.restore(static, tmp_path / "checkpoint")
+    assert float(polyamp.restore(static, tmp_path / "checkpoint", on_change="accept").scale_state.scale) == 8.0
 
 
-def test_resume_restores_a_native_optimizers_rate(tmp_path: Path) -> None:
-    def made(rate: float) -> Any:
+def test_resume_restores_what_a_torch_scheduler_made_of_the_rate(tmp_path: Path) -> None:
+    """The rate of a native optimizer is state: bit for bit as if the run had not stopped, and no changed recipe."""
+
+    def made(seed: int) -> tuple[Any, polyamp.Recipe, Any]:
+        torch.manual_seed(seed)
+        model = nn.Linear(5, 1)
+        optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}], 0.1)
+        recipe = polyamp.Recipe(optimizer=optimizer)
+        return polyamp.init(model, recipe), recipe, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def advance(state: Any, recipe: polyamp.Recipe, scheduler: Any, seeds: range) -> None:
+        for seed in seeds:
+            run(state, recipe, range(seed, seed + 1))
+            scheduler.step()
+
+    state, recipe, scheduler = made(0)
+    advance(state, recipe, scheduler, range(3))
+    polyamp.save(state, tmp_path / "checkpoint")
+    kept = scheduler.state_dict()
+    advance(state, recipe, scheduler, range(3, 6))
+    other, recipe, scheduler = made(1)
+    scheduler.load_state_dict(kept)
+    polyamp.restore(other, tmp_path / "checkpoint")
+    assert [group["lr"] for group in other.optimizer.param_groups] == [0.1 / 8, 0.5 / 8]
+    advance(other, recipe, scheduler, range(3, 6))
+    straight, resumed = state.export(), other.export()
+    assert [name for name in straight if straight[name].tobytes() != resumed[name].tobytes()] == []
+
+
+def test_a_native_optimizers_changed_options_are_said_by_group(tmp_path: Path) -> None:
+    def made(rate: float, decay: float) -> Any:
         model = nn.Linear(6, 2)
-        return polyamp.init(model, polyamp.Recipe(optimizer=torch.optim.SGD(model.parameters(), rate)))
+        groups = [{"params": [model.weight], "weight_decay": decay}, {"params": [model.bias], "lr": rate}]
+        return polyamp.init(model, polyamp.Recipe(optimizer=torch.optim.AdamW(groups, 0.1)))
 
-    polyamp.save(made(0.1), tmp_path / "checkpoint")
-    assert polyamp.restore(made(0.5), tmp_path / "checkpoint").optimizer.param_groups[0]["lr"] == 0.1
+    saved = made(0.25, 0.0)
+    saved.optimizer.param_groups[0]["lr"] = 0.0125  # moved since by a scheduler, or by hand
+    polyamp.save(saved, tmp_path / "checkpoint")
+    other = made(0.75, 0.5)
+    with pytest.raises(CheckpointError) as caught:
+        polyamp.restore(other, tmp_path / "checkpoint")
+    assert str(caught.value).splitlines()[2:4] == [
+        "  optimizer.groups.0.weight_decay: 0.0 -> 0.5",
+        "  optimizer.groups.1.lr: 0.25 -> 0.75",
+    ]
+    polyamp.restore(other, tmp_path / "checkpoint", on_change="accept")
+    first, second = other.optimizer.param_groups
+    assert (first["lr"], first["weight_decay"], second["lr"], second["weight_decay"]) == (0.0125, 0.5, 0.75, 0.01)
+
+
+class Forged:
+    """A state of anybody's making, which `save` writes with a digest that is right."""
+
+    name = "torch"
+
+    def __init__(self, state: Any, **changes: Any) -> None:
+        self.backend, self.recipe = self, state.recipe
+        self.arrays = {**state.export(), **changes}
+
+    def export_state(self, _: Any) -> Any:
+        return self.arrays
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("rng/cpu", None, "rng/cpu is no state of torch's random numbers"),
+        ("optimizer/groups/0/lr#number", np.array([7.0, 0.1]), "lr#number is not a number with its type"),
+        ("optimizer/state/elsewhere/exp_avg", np.zeros(3, "f4"), "elsewhere/exp_avg is of no parameter"),
+        ("optimizer/state/0/weight/step", np.array(-1.0, "f4"), "step is -1.0, and a count is never negative"),
+    ],
+)
+def test_what_torch_would_refuse_is_refused_first(tmp_path: Path, name: str, value: Any, said: str) -> None:
+    state, _ = make(native=True, seed=0)  # before its first step: the file may hold any state of the optimizer
+    before = {key: array.tobytes() for key, array in state.export().items()}
+    garbage = np.full_like(state.export()["rng/cpu"], 255)
+    polyamp.save(Forged(state, **{name: garbage if value is None else value}), tmp_path / "forged")
+    with pytest.raises(CheckpointError, match=said):
+        polyamp.restore(state, tmp_path / "forged")
+    assert {key: array.tobytes() for key, array in state.export().items()} == before

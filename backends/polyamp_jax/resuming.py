@@ -1,0 +1,92 @@
+"""What a checkpoint says of an optax optimizer: the numbers that its functions close over, by name.
+
+optax keeps no configuration: `optax.adam(1e-3)` is a pair of functions. Their closures hold the hyperparameters under
+the names of optax's own arguments, which is what is compared when a state is restored. What a user's function computes
+with constants of its own cannot be seen. Called by the backend.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Iterator
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from polyamp_jax.arrays import is_key
+
+_DEEPEST: Final = 40
+_MOST: Final = 2000
+
+
+def described(transformation: Any) -> dict[str, Any]:
+    """Path of functions and names -> value, for every number, string or flag that the transformation closes over."""
+    functions = [getattr(transformation, role, None) for role in ("update", "init")]
+    pairs = itertools.chain.from_iterable(_values(function, "", 0, frozenset()) for function in functions)
+    found: dict[str, Any] = {}
+    for path, value in itertools.islice(pairs, _MOST):
+        if ".tx[0]" not in path and "chain.init_fns[" not in path:  # what makes the state says nothing more
+            short = path.replace("with_extra_args_support.tx[1].", "").replace("chain.update_fns[", "chain[")
+            found.setdefault(short, value)
+    return found
+
+
+def setting_of(transformation: Any, name: str) -> str | None:
+    """The setting whose present value an exported array holds: what `optax.inject_hyperparams` keeps in the state."""
+    before, found, hyperparameter = name.rpartition("/hyperparams/")
+    if not found or not f"{before}/".startswith("optimizer/"):
+        return None
+    wanted = f"inject_hyperparams.numeric_hps.{hyperparameter}"
+    return next((f"optimizer.{path}" for path in described(transformation) if path.endswith(wanted)), None)
+
+
+def _values(value: Any, path: str, depth: int, seen: frozenset[int]) -> Iterator[tuple[str, Any]]:
+    if depth > _DEEPEST or id(value) in seen:
+        return
+    if value is None or isinstance(value, bool | int | float | str):
+        yield path, value
+    elif isinstance(value, jax.Array | np.ndarray | np.generic):
+        yield path, _number(value) if np.size(value) == 1 else f"{value.dtype}{list(np.shape(value))}"
+    elif isinstance(value, functools.partial):
+        seen |= {id(value)}
+        yield from _values(value.func, path, depth + 1, seen)
+        yield from _values({"args": value.args, **value.keywords}, path, depth + 1, seen)
+    elif isinstance(value, types.FunctionType):
+        own = value.__qualname__.partition(".")[0]
+        path, seen = f"{path}.{own}".lstrip("."), seen | {id(value)}
+        cells = value.__closure__ or ()
+        held = {name: _content(cell) for name, cell in zip(value.__code__.co_freevars, cells, strict=True)}
+        if not held:
+            yield path, "function"
+        yield from _values(held, path, depth + 1, seen)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _values(item, f"{path}.{name}".lstrip("."), depth + 1, seen)
+    elif isinstance(value, tuple | list):
+        for number, item in enumerate(value):
+            yield from _values(item, f"{path}[{number}]", depth + 1, seen)
+    elif isinstance(value, types.MethodType):
+        yield from _values(value.__self__, path, depth + 1, seen)
+    elif isinstance(value, type):
+        yield path, f"{value.__module__}.{value.__qualname__}"
+    else:
+        own = type(value).__qualname__
+        yield f"{path}.{own}".lstrip("."), f"{type(value).__module__}.{own}"
+        yield from _values(
+            dict(getattr(value, "__dict__", {})), f"{path}.{own}".lstrip("."), depth + 1, seen | {id(value)}
+        )
+
+
+def _number(value: Any) -> Any:
+    item = str(value.dtype) if is_key(value) else np.asarray(value).item()
+    return item if isinstance(item, bool | int | float | str) else str(item)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
