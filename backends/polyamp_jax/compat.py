@@ -6,6 +6,7 @@ Everything else in the backend uses documented names only. Supported: jax 0.7 to
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -71,6 +72,31 @@ def programs_of(eqn: JaxprEqn) -> Iterator[Jaxpr]:
                 yield item.jaxpr if isinstance(item, ClosedJaxpr) else item
 
 
+def with_programs(params: dict[str, Any], change: Callable[[JaxprEqn], dict[str, Any]], key: Any) -> dict[str, Any]:
+    """An equation's parameters, each equation of the jaxprs among them with the parameters that `change` gives it.
+
+    A changed jaxpr is kept under `key`, so that JAX finds again what it compiled for it.
+    """
+
+    def one(item: Any) -> Any:
+        if isinstance(item, ClosedJaxpr):
+            return item.replace(jaxpr=one(item.jaxpr))
+        if isinstance(item, Jaxpr):
+            kept = _changed.setdefault(item, {})
+            if key not in kept:
+                kept[key] = item.replace(eqns=[eqn.replace(params=change(eqn)) for eqn in item.eqns])
+            return kept[key]
+        return item
+
+    def every(param: Any) -> Any:
+        return type(param)(map(one, param)) if type(param) in (tuple, list) else one(param)
+
+    return {name: every(param) for name, param in params.items()}
+
+
+_changed: weakref.WeakKeyDictionary[Jaxpr, dict[Any, Jaxpr]] = weakref.WeakKeyDictionary()
+
+
 @contextlib.contextmanager
 def context_of(eqn: JaxprEqn) -> Iterator[None]:
     """The context that the equation was traced in, so that profiles and errors name the user's own lines."""
@@ -112,6 +138,12 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any]) -> list[Any
     """Bind an equation's primitive to new arguments; the results as a list."""
     functions, params = _functions(eqn, params)
     return _bound(eqn, functions, args, params)
+
+
+def scatter(eqn: JaxprEqn, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """A scatter equation on arrays of another dtype, by the function of `jax.lax` that makes such equations."""
+    options = {name: eqn.params[name] for name in ("indices_are_sorted", "unique_indices", "mode")}
+    return function(*args, eqn.params["dimension_numbers"], **options)
 
 
 def bind_custom(eqn: JaxprEqn, args: Sequence[Any], functions: Sequence[Callable[..., Any]]) -> list[Any]:

@@ -19,6 +19,7 @@ from polyamp_jax import compat, structure
 from polyamp_jax.arrays import is_array, path_name
 from polyamp_jax.interpreter import Interpreter, Settings, value_of
 from polyamp_jax.op_rules import registered
+from polyamp_jax.products import default_precision
 from polyamp_jax.reporting import Recorder
 from polyamp_jax.staging import staged
 from polyamp_jax.values import Traits
@@ -78,7 +79,7 @@ def evaluate(
         )
     ]
     known = None if modules is None else frozenset(modules())
-    out = Interpreter(settings, known, recorder).run(program.jaxpr, program.consts, values)
+    out = Interpreter(settings, known, recorder, default=default_precision()).run(program.jaxpr, program.consts, values)
     return program.result([jnp.asarray(value.array()) for value in out])
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +17,9 @@ import numpy as np
 
 from polyamp.errors import UnsupportedError
 from polyamp.policy import Policy
-from polyamp_jax import compat
-from polyamp_jax.op_rules import MOVES, PRODUCTS, SHIFTS, STRUCTURES, SUMS, TOWARDS_SHIFT, Rule, rules_for
+from polyamp_jax import compat, lookahead, products
+from polyamp_jax.lookahead import Need
+from polyamp_jax.op_rules import LOGARITHMS, MOVES, SCATTERS, STRUCTURES, SUMS, Rule, rules_for
 from polyamp_jax.reporting import Recorder
 from polyamp_jax.staging import KEEP
 from polyamp_jax.values import CASTABLE, FLOAT32, NO_TRAITS, Constant, Traits, Value, literal
@@ -35,6 +35,7 @@ class Settings:
         base: dtype of the compute list outside overrides, or None where the policy mixes none.
         structures: name of a primitive that holds programs -> what rebuilds it; see `structure`.
         rules: primitive name -> rule.
+        logarithms: the primitives whose operands are made in float32: those that the rules leave in float32.
         strict: an operation without a rule is an error.
         cache: inner jaxpr -> its rewritten forms.
     """
@@ -44,6 +45,7 @@ class Settings:
         self.structures = structures
         self.base = np.dtype(policy.compute) if mixes(policy) else None
         self.rules: Mapping[str, Rule] = rules_for(policy.op_rules)
+        self.logarithms = frozenset(name for name in LOGARITHMS if self.rules[name] == "float32")
         self.strict = strict
         self.cache: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
@@ -73,6 +75,8 @@ class Interpreter:
         modules: paths of the model's modules; None for a plain function, whose every scope is a path segment.
         recorder: hears of every operation, or None.
         scopes: names of the scopes around the program.
+        default: precision of the products that say none themselves.
+        wanted: what is needed of the results of the equation that holds the program; see `lookahead`.
     """
 
     def __init__(
@@ -81,34 +85,44 @@ class Interpreter:
         modules: frozenset[str] | None = None,
         recorder: Recorder | None = None,
         scopes: tuple[str, ...] = (),
+        default: Any = None,
+        wanted: tuple[Need, ...] = (),
     ) -> None:
         self.settings = settings
         self.modules = modules
         self.recorder = recorder
         self.scopes = scopes
+        self.default = default
+        self.wanted = wanted
 
-    def within(self, eqn: compat.JaxprEqn) -> Interpreter:
-        """The interpreter of a program inside an equation."""
-        return Interpreter(self.settings, self.modules, self.recorder, self.scopes + compat.scopes_of(eqn))
+    def within(self, eqn: compat.JaxprEqn, wanted: tuple[Need, ...]) -> Interpreter:
+        """The interpreter of a program inside an equation, of whose results something is `wanted`."""
+        scopes = self.scopes + compat.scopes_of(eqn)
+        return Interpreter(self.settings, self.modules, self.recorder, scopes, self.default, wanted)
 
     @property
     def key(self) -> Any:
         """What a rewritten inner jaxpr depends on beside its arguments."""
-        return (self.scopes, self.modules) if self.settings.policy.overrides else ()
+        place = (self.scopes, self.modules) if self.settings.policy.overrides else ()
+        return (*place, self.default, self.wanted)
 
-    def run(self, jaxpr: compat.Jaxpr, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
+    def run(
+        self, jaxpr: compat.Jaxpr, consts: Sequence[Any], values: Sequence[Value], wanted: Sequence[Need] = ()
+    ) -> list[Value]:
         """The values of a jaxpr's outputs.
 
         Args:
             jaxpr: the program.
             consts: arrays for its constants.
             values: values of its inputs.
+            wanted: what is needed of its first outputs.
         """
         known: dict[compat.Var, Value] = {}
         for var, array in zip(jaxpr.constvars, consts, strict=True):
             known[var] = value_of(array, var.aval, Traits(leaf=True, rank=np.ndim(array)))
         known.update(zip(jaxpr.invars, values, strict=True))
-        shifts, soles, last = _analysis(jaxpr)
+        wanted = (*wanted, *lookahead.none(len(jaxpr.outvars) - len(wanted)))
+        plan = lookahead.plan(jaxpr, wanted, self.settings.logarithms)
 
         def read(atom: Any) -> Value:
             if not isinstance(atom, compat.Literal):
@@ -121,9 +135,9 @@ class Interpreter:
         for index, eqn in enumerate(jaxpr.eqns):
             operands = [read(atom) for atom in eqn.invars]
             with compat.context_of(eqn):
-                results = self._equation(eqn, operands, shift=index in shifts, sole=index in soles)
+                results = self._equation(eqn, operands, plan.needs[index], sole=index in plan.soles)
             known.update(zip(eqn.outvars, results, strict=True))
-            for var in last[index]:
+            for var in plan.last[index]:
                 known.pop(var, None)
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -141,7 +155,9 @@ class Interpreter:
                 path = inner
         return path
 
-    def _equation(self, eqn: compat.JaxprEqn, operands: list[Value], *, shift: bool, sole: bool) -> list[Value]:
+    def _equation(
+        self, eqn: compat.JaxprEqn, operands: list[Value], needs: tuple[Need, ...], *, sole: bool
+    ) -> list[Value]:
         name, scopes = compat.name_of(eqn), self.scopes + compat.scopes_of(eqn)
         rule = self.settings.rules.get(name)
         if KEEP in scopes:
@@ -152,7 +168,7 @@ class Interpreter:
                 return self._operate(eqn, whole, operands, "opaque", "float32 (linear algebra)", scopes)
             if name == "convert_element_type":
                 return [self._convert(eqn, operands[0], sole=sole)]
-            return self.settings.structures[name](self.within(eqn), eqn, operands)
+            return self.settings.structures[name](self.within(eqn, needs), eqn, operands)
         if rule is None:
             if self.settings.strict:
                 raise UnsupportedError(
@@ -161,7 +177,7 @@ class Interpreter:
                     "'opaque' to run it in the dtypes that the program declares."
                 )
             return self._operate(eqn, name, operands, "opaque", "unknown", scopes)
-        chosen, reason = self._chosen(eqn, name, rule, operands, scopes, shift=shift)
+        chosen, reason = self._chosen(eqn, name, rule, operands, scopes, needs)
         return self._operate(eqn, name, operands, chosen, reason, scopes)
 
     def _chosen(
@@ -171,8 +187,7 @@ class Interpreter:
         rule: Rule,
         operands: list[Value],
         scopes: tuple[str, ...],
-        *,
-        shift: bool,
+        needs: tuple[Need, ...],
     ) -> tuple[Any, str]:
         """What to do with an operation, and the reason for the report: "opaque", "promote", "follow", or a dtype."""
         if rule == "opaque" or name in MOVES:
@@ -182,21 +197,26 @@ class Interpreter:
             return ("follow" if rule == "follow" else "promote"), "off"
         if dtype == FLOAT32:
             return FLOAT32, reason or rule
-        if name == "dot_general" and compat.shape(eqn.outvars[0]) == () and _may_compute(eqn, operands):
-            return FLOAT32, "float32 (inner product)"
+        if products.asks(eqn):
+            return "opaque", "precision"
         if rule == "compute":
-            return (dtype, reason or rule) if _may_compute(eqn, operands) else ("opaque", "opaque")
+            if not products.may_compute(eqn, operands):
+                return "opaque", "opaque"
+            if products.is_outer(eqn):
+                return "promote", "promote (outer product)"
+            if products.is_inner(eqn):
+                return FLOAT32, "float32 (inner product)"
+            return dtype, reason or rule
         if rule == "float32":
             return FLOAT32, rule
         if name == "mul" and eqn.invars[0] is eqn.invars[1]:
             return FLOAT32, "float32 (square)"
-        if name == "sub" and shift:
-            return FLOAT32, "float32 (shift)"
         if name == "div" and operands[0].constant is not None:
             return FLOAT32, "float32 (reciprocal)"
         if name in ("add", "sub") and _is_bias(operands):
             return dtype, "compute (bias)"
-        return rule, rule
+        need = lookahead.float32_for(name, needs)
+        return (FLOAT32, f"float32 ({need})") if need else (rule, rule)
 
     def _dtype(self, operands: list[Value], scopes: tuple[str, ...]) -> tuple[Any, str]:
         """The dtype of the compute list at a place, and the override that gave it ("" where none did)."""
@@ -224,11 +244,21 @@ class Interpreter:
             arrays = [v.array() for v in operands]
         else:
             arrays = [v.array(chosen if v.castable else None, note) for v in operands]
-        out = compat.bind(eqn, arrays, _parameters(eqn, name, chosen))
+        out = self._bound(eqn, name, operands, arrays, chosen)
         if self.recorder is not None and name not in MOVES:
             self.recorder.operation(self.path(scopes), name, arrays, out, reason)
         traits = _traits(eqn, name, operands, product=self.settings.rules.get(name) == "compute")
         return [value_of(array, var.aval, traits) for var, array in zip(eqn.outvars, out, strict=True)]
+
+    def _bound(
+        self, eqn: compat.JaxprEqn, name: str, operands: list[Value], arrays: list[Any], chosen: Any
+    ) -> list[Any]:
+        """The results of an operation on arrays in the dtypes that were chosen."""
+        if name in SCATTERS and arrays[0].dtype != compat.dtype(eqn.invars[0]):
+            return [compat.scatter(eqn, SCATTERS[name], arrays)]
+        if chosen == "follow" and self.settings.base is not None and operands[0].narrow and lookahead.reads(eqn):
+            return [_read(eqn, operands[0], arrays)]
+        return compat.bind(eqn, arrays, products.parameters(eqn, chosen, arrays, self.default))
 
     def _convert(self, eqn: compat.JaxprEqn, value: Value, *, sole: bool) -> Value:
         """`convert_element_type`: the program's own casts between float dtypes are obeyed, save two kinds.
@@ -254,64 +284,21 @@ class Interpreter:
         return Value(value.array(new, note), new, traits)
 
 
-_Analysis = tuple[frozenset[int], frozenset[int], list[list[Any]]]
-_analyses: weakref.WeakKeyDictionary[Any, _Analysis] = weakref.WeakKeyDictionary()
+def _read(eqn: compat.JaxprEqn, operand: Value, arrays: Sequence[Any]) -> Any:
+    """A read of 16-bit values at computed places. What is read may be read again, so that the gradient is a sum: it
+    accumulates in float32. The values themselves are not copied, unless a float32 copy is there already."""
 
+    def read(array: Any, *places: Any) -> Any:
+        return compat.bind(eqn, [array, *places], eqn.params)[0]
 
-def _analysis(jaxpr: compat.Jaxpr) -> _Analysis:
-    """Indices of the subtractions that shift an exponential, indices of the casts that are the only use of their
-    operand, and for each equation the variables last used there."""
-    found = _analyses.get(jaxpr)
-    if found is None:
-        found = _analyses[jaxpr] = (_shifts(jaxpr), _sole_casts(jaxpr), _last_uses(jaxpr))
-    return found
+    def tangent(tangent: Any, out: Any, array: Any, *places: Any) -> Any:
+        return jax.lax.convert_element_type(read(jax.lax.convert_element_type(tangent, FLOAT32), *places), out.dtype)
 
-
-def _sole_casts(jaxpr: compat.Jaxpr) -> frozenset[int]:
-    atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
-    uses: Counter[Any] = Counter(atom for atom in atoms if not isinstance(atom, compat.Literal))
-    casts = [n for n, eqn in enumerate(jaxpr.eqns) if compat.name_of(eqn) == "convert_element_type"]
-    operands = {n: jaxpr.eqns[n].invars[0] for n in casts}
-    return frozenset(n for n, atom in operands.items() if not isinstance(atom, compat.Literal) and uses[atom] == 1)
-
-
-def _shifts(jaxpr: compat.Jaxpr) -> frozenset[int]:
-    towards: set[compat.Var] = set()
-    found = set()
-    for index in range(len(jaxpr.eqns) - 1, -1, -1):
-        eqn = jaxpr.eqns[index]
-        name = compat.name_of(eqn)
-        reaches = not towards.isdisjoint(eqn.outvars)
-        if name == "sub" and reaches:
-            found.add(index)
-        elif name in SHIFTS or (name in TOWARDS_SHIFT and reaches):
-            towards.update(v for v in eqn.invars if not isinstance(v, compat.Literal))
-    return frozenset(found)
-
-
-def _last_uses(jaxpr: compat.Jaxpr) -> list[list[Any]]:
-    kept = {v for v in jaxpr.outvars if not isinstance(v, compat.Literal)}
-    last: list[list[Any]] = [[] for _ in jaxpr.eqns]
-    for index in range(len(jaxpr.eqns) - 1, -1, -1):
-        eqn = jaxpr.eqns[index]
-        for var in (*eqn.invars, *eqn.outvars):
-            if not isinstance(var, compat.Literal) and var not in kept:
-                kept.add(var)
-                last[index].append(var)
-    return last
-
-
-def _may_compute(eqn: compat.JaxprEqn, operands: list[Value]) -> bool:
-    """Whether a product may run in 16 bits: of float operands, and without an algorithm that names their dtype."""
-    preferred = eqn.params.get("preferred_element_type")
-    algorithm = isinstance(eqn.params.get("precision"), jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
-    floats = [v for v in operands if v.dtype is not None and jnp.issubdtype(v.dtype, np.inexact)]
-    return (
-        not algorithm
-        and (len(floats) >= 2 or compat.name_of(eqn) not in PRODUCTS)
-        and all(v.castable for v in floats)
-        and (preferred is None or np.dtype(preferred) in CASTABLE)
-    )
+    if operand.wide is not None:
+        return jax.lax.convert_element_type(read(operand.wide, *arrays[1:]), arrays[0].dtype)
+    made = jax.custom_jvp(read)
+    made.defjvps(tangent, *[None] * (len(arrays) - 1))
+    return made(*arrays)
 
 
 def _is_bias(operands: list[Value]) -> bool:
@@ -362,18 +349,6 @@ def _moved(eqn: compat.JaxprEqn, name: str, operands: list[Value]) -> Value | No
     shape = compat.shape(eqn.outvars[0])
     traits = Traits(weak=True)
     return Value(None, operands[0].declared, traits, Constant(constant.number, shape, build))
-
-
-def _parameters(eqn: compat.JaxprEqn, name: str, chosen: Any) -> dict[str, Any]:
-    """An equation's parameters, with the result of a product in the dtype of its operands unless a wider one was
-    asked for."""
-    if chosen in ("opaque", "follow") or "preferred_element_type" not in eqn.params:
-        return eqn.params
-    preferred = eqn.params["preferred_element_type"]
-    declared = functools.reduce(jnp.promote_types, [compat.dtype(v) for v in eqn.invars[:2]])
-    if preferred is None or np.dtype(preferred) != declared:
-        return eqn.params
-    return {**eqn.params, "preferred_element_type": chosen}
 
 
 def _traits(eqn: compat.JaxprEqn, name: str, operands: list[Value], *, product: bool) -> Traits:

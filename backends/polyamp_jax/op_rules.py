@@ -7,8 +7,10 @@ casting report names it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, get_args
+
+import jax
 
 from polyamp.errors import PolicyError, did_you_mean
 from polyamp_jax import compat
@@ -23,7 +25,7 @@ COMPUTE: Final = """
 FLOAT32: Final = """
     acos asin bessel_i0e bessel_i1e cbrt cosh cumlogsumexp cumprod cumsum digamma erf_inv exp exp2 expm1 igamma
     igamma_grad_a igammac integer_pow lgamma log log1p polygamma pow random_gamma reciprocal reduce_prod reduce_sum
-    reduce_window_sum regularized_incomplete_beta rsqrt sinh square tan zeta
+    reduce_window_sum regularized_incomplete_beta rsqrt scatter_add scatter_mul scatter_sub sinh square tan zeta
 
     cholesky cholesky_update eig eigh eigh_jacobi fft geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd
     symmetric_product triangular_solve tridiagonal tridiagonal_solve
@@ -68,8 +70,8 @@ OPAQUE: Final = """
     lu_pivots_to_permutation maybe_set mosaic_gpu mulhi new_variable noinline not or pallas_call philox2x32 philox4x32
     pin platform_index population_count precv pure_callback random_bits random_clone random_fold_in random_seed
     random_split random_unwrap random_wrap real reduce reduce_and reduce_or reduce_precision reduce_window reduce_xor
-    rng_bit_generator rng_uniform rnn_bwd rnn_fwd run_state scaled_dot scaled_matmul scaled_matmul_wrapper scatter_add
-    scatter_max scatter_min scatter_mul scatter_sub select_and_scatter set_variable shape_assertion shift_left
+    rng_bit_generator rng_uniform rnn_bwd rnn_fwd run_state scaled_dot scaled_matmul scaled_matmul_wrapper scatter_max
+    scatter_min select_and_scatter set_variable shape_assertion shift_left
     shift_right_arithmetic shift_right_logical spsolve threefry2x32 threefry4x32 to_edtype tpu_custom_call unpin vprim
     xor zeros_like
 
@@ -106,10 +108,42 @@ SHIFTS: Final = frozenset({"exp", "exp2", "expm1"})
 """A subtraction whose result reaches one of these (through `TOWARDS_SHIFT`) runs in float32: it is the shift by the
 maximum in a softmax or logsumexp written by hand, and rounding it to 16 bits would not equal casting the input."""
 
+TOWARDS_SHIFT: Final = frozenset({"abs", "broadcast_in_dim", "mul", "neg", "reshape", "stop_gradient", "transpose"})
+
+LOGARITHMS: Final = frozenset({"log", "log1p"})
+"""What makes their operand runs in float32, back through `ROUNDING`, `PASSING` and moves to a product, to `SATURATING`
+or to what is float32 anyway; likewise what makes `x` in `1 - x`. A 16-bit probability near 0 or 1 has no digits."""
+
+_ROUNDS: Final = "add add_any clamp div max min mul nextafter rem select_if_vmap select_n sqrt sub"
+_PASSES: Final = """
+    abs concatenate cummax cummin cumprod cumsum dynamic_update_slice integer_pow neg pad pow reciprocal reduce_max
+    reduce_min reduce_prod reduce_sum reduce_window_max reduce_window_min reduce_window_sum rsqrt scatter scatter_add
+    sort square stack
+"""
+_SATURATES: Final = "acosh asinh atan atan2 atanh cos erf erfc logistic sin tanh"
+
+ROUNDING: Final = frozenset(_ROUNDS.split())
+"""For a logarithm or `1 - x` they run in float32, and so does what makes their operands. Of a maximum, a clamp or a
+selection it is the constants that would be rounded."""
+
+PASSING: Final = frozenset(_PASSES.split())
+"""Exact, or float32 anyway: for a logarithm or `1 - x`, what makes their operands runs in float32."""
+
+SATURATING: Final = frozenset(_SATURATES.split())
+"""For a logarithm or `1 - x` they run in float32; of their own operands 16 bits are enough, as for `exp`."""
+
 SUMS: Final = frozenset({"cumprod", "cumsum", "reduce_prod", "reduce_sum", "reduce_window_sum"})
 """What JAX itself takes in float32 for 16-bit arrays, returning to 16 bits afterwards."""
 
-TOWARDS_SHIFT: Final = frozenset({"abs", "broadcast_in_dim", "mul", "neg", "reshape", "stop_gradient", "transpose"})
+SCATTERS: Final[Mapping[str, Callable[..., Any]]] = {
+    "scatter_add": jax.lax.scatter_add,
+    "scatter_mul": jax.lax.scatter_mul,
+    "scatter_sub": jax.lax.scatter_sub,
+}
+"""Sums and products typed by a function among their parameters: what binds one in another dtype."""
+
+READS: Final = frozenset({"dynamic_slice", "gather"})
+"""Moves whose gradient is a sum over the places that were read, where those are computed and may repeat."""
 
 
 _registered: list[str] = []

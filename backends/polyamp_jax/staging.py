@@ -15,6 +15,7 @@ import jax
 from polyamp.errors import TraceError
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array
+from polyamp_jax.products import neutral
 
 KEEP: Final = "keep_precision"
 """Name of the scope in which operations run in their declared dtypes."""
@@ -51,7 +52,7 @@ def staged(
     *,
     opaque: Callable[[Any], bool] | None = None,
 ) -> Staged:
-    """Trace `function(*args, **kwargs)`.
+    """Trace `function(*args, **kwargs)`, matrix products with the precision that the function itself asks for.
 
     Args:
         function: what to trace.
@@ -90,7 +91,8 @@ def staged(
 
     arrays = [leaves[place] for place in places]
     try:
-        closed = jax.make_jaxpr(flat)(*arrays)
+        with neutral():
+            closed = jax.make_jaxpr(flat)(*arrays)
     except _CONTROL_FLOW as error:
         raise TraceError(
             "policy.autocast traces the function, as jax.jit does, and the function needs the value of an array while "

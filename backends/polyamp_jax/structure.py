@@ -14,10 +14,11 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from polyamp_jax import compat
+from polyamp_jax import compat, lookahead
 from polyamp_jax.interpreter import Interpreter, Structure, value_of
+from polyamp_jax.products import neutral
 from polyamp_jax.staging import staged
-from polyamp_jax.values import CASTABLE, Traits, Value
+from polyamp_jax.values import CASTABLE, FLOAT32, Traits, Value
 
 
 def _jit(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -33,7 +34,7 @@ def _jit(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[
 def _call(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     program = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "fwd_jaxpr"]  # the latter in remat_opt
     jaxpr, consts = (program.jaxpr, program.consts) if isinstance(program, compat.ClosedJaxpr) else (program, ())
-    return run.run(jaxpr, consts, operands)
+    return run.run(jaxpr, consts, operands, run.wanted)
 
 
 def _remat(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -49,22 +50,46 @@ def _scan(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list
     carried = [v.aval for v in closed.jaxpr.invars[first:split]]
     extra = {"_split_transpose": True} if params.get("_split_transpose") else {}
     how = {name: params[name] for name in ("length", "reverse", "unroll")} | extra
+    wanted = lookahead.loop_wanted(closed.jaxpr, run.wanted, first, len(carried), run.settings.logarithms)
+    read = [n for n in lookahead.read_inputs(closed.jaxpr) if n < first and operands[n].narrow]
 
-    def loop(*arrays: Any) -> list[Any]:
+    def loop(*arrays: Any, read: Sequence[int] = ()) -> list[Any]:
         given = [v.inside(array) for v, array in zip(operands, arrays, strict=True)]
+        wide = {n: given[n].array(FLOAT32) for n in read}
         consts, carry, xs = given[:first], given[first:split], given[split:]
 
         def body(carry: list[Any], items: list[Any]) -> tuple[list[Any], list[Any]]:
-            values = [v.inside(v.array()) for v in consts]
+            values = [v.widened(wide[n]) if n in wide else v.inside(v.array()) for n, v in enumerate(consts)]
             values += [value_of(array, aval) for array, aval in zip(carry, carried, strict=True)]
             values += [v.part(item) for v, item in zip(xs, items, strict=True)]
-            out = run.run(closed.jaxpr, closed.consts, values)
+            out = run.run(closed.jaxpr, closed.consts, values, wanted)
             return _declared(out[: len(carried)], carried), [v.array() for v in out[len(carried) :]]
 
         final, stacked = jax.lax.scan(body, _declared(carry, carried), [v.array() for v in xs], **how)
         return [*final, *stacked]
 
-    return _loop(run, eqn, operands, [closed], tuple(how.items()), loop)
+    build = _summing(loop, functools.partial(loop, read=read)) if read else loop
+    return _loop(run, eqn, operands, [closed], tuple(how.items()), build)
+
+
+def _summing(function: Callable[..., list[Any]], wide: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """`function`, with the derivative of `wide`: the same loop, which holds in float32 the 16-bit arrays that it reads
+    at computed places, so that their gradient is summed over the iterations in float32. Undifferentiated it holds no
+    second copy of them."""
+    made = jax.custom_jvp(function)
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        moving = [n for n, tangent in enumerate(tangents) if not compat.is_zero(tangent)]
+
+        def moved(*arrays: Any) -> list[Any]:
+            given = dict(zip(moving, arrays, strict=True))
+            return wide(*[given.get(n, primal) for n, primal in enumerate(primals)])
+
+        out: tuple[Any, Any] = jax.jvp(moved, [primals[n] for n in moving], [tangents[n] for n in moving])
+        return out
+
+    made.defjvp(rule, symbolic_zeros=True)
+    return made
 
 
 def _while(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -72,20 +97,22 @@ def _while(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> lis
     test, step = params["cond_jaxpr"], params["body_jaxpr"]
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     avals = [v.aval for v in step.jaxpr.invars[params["body_nconsts"] :]]
+    body_nconsts, logarithms = params["body_nconsts"], run.settings.logarithms
+    wanted = lookahead.loop_wanted(step.jaxpr, run.wanted, body_nconsts, len(avals), logarithms)
 
     def loop(*arrays: Any) -> list[Any]:
         given = [v.inside(array) for v, array in zip(operands, arrays, strict=True)]
 
-        def inner(program: Any, consts: list[Value], carry: Iterable[Any]) -> list[Value]:
+        def inner(program: Any, consts: list[Value], carry: Iterable[Any], wanted: Any = ()) -> list[Value]:
             values = [v.inside(v.array()) for v in consts]
             values += [value_of(array, aval) for array, aval in zip(carry, avals, strict=True)]
-            return run.run(program.jaxpr, program.consts, values)
+            return run.run(program.jaxpr, program.consts, values, wanted)
 
         def go(carry: Iterable[Any]) -> Any:
             return inner(test, given[:first], carry)[0].array()
 
         def body(carry: Iterable[Any]) -> list[Any]:
-            new = _declared(inner(step, given[first:second], carry), avals)
+            new = _declared(inner(step, given[first:second], carry, wanted), avals)
             on = go(carry) if batched else None
             return new if on is None else [_chosen(on, *pair) for pair in zip(new, carry, strict=True)]
 
@@ -125,11 +152,12 @@ def _custom_jvp(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -
     def rule(*args: Any) -> list[Any]:
         half = len(args) // 2
         primals, tangents = args[count:half], args[half + count :]
-        jaxpr, consts, zeros = compat.jvp_rule(eqn, [compat.is_zero(t) for t in tangents])
+        with neutral():
+            jaxpr, consts, zeros = compat.jvp_rule(eqn, [compat.is_zero(t) for t in tangents])
         nonzero = [t for t in tangents if not compat.is_zero(t)]
         values = [v.inside(array) for v, array in zip(shells, primals, strict=True)]
         values += [value_of(t, var.aval) for t, var in zip(nonzero, jaxpr.invars[len(values) :], strict=True)]
-        out = run.run(jaxpr, consts, values)
+        out = run.run(jaxpr, consts, values, run.wanted)
         made = [_as(v, dtype) for v, dtype in zip(out, dtypes, strict=False)]
         rest = iter(out[len(zeros) :])
         return made + [
@@ -147,11 +175,12 @@ def _custom_vjp(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -
 
     def primal(*args: Any) -> list[Any]:
         values = [value_of(array, v.aval) for array, v in zip(args, closed.jaxpr.invars, strict=True)]
-        return _declared(run.run(closed.jaxpr, closed.consts, values), avals)
+        return _declared(run.run(closed.jaxpr, closed.consts, values, run.wanted), avals)
 
     def forward(*args: Any) -> list[Any]:
         arrays, nonzeros = args[::2], args[1::2]
-        jaxpr, consts = compat.vjp_forward(eqn, arrays, nonzeros)
+        with neutral():
+            jaxpr, consts = compat.vjp_forward(eqn, arrays, nonzeros)
         inputs = arrays[eqn.params["num_consts"] :]
         values = [value_of(array, v.aval) for array, v in zip(inputs, jaxpr.invars, strict=True)]
         return _declared(run.run(jaxpr, consts, values), [v.aval for v in jaxpr.outvars])
@@ -172,7 +201,7 @@ def _shard_map(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) ->
 
     def inner(*shards: Any) -> tuple[Any, ...]:
         values = [v.part(shard) for v, shard in zip(operands, shards, strict=True)]
-        return tuple(v.array() for v in run.run(jaxpr, (), values))
+        return tuple(v.array() for v in run.run(jaxpr, (), values, run.wanted))
 
     out = compat.shard_map(inner, eqn)(*[v.array() for v in operands])
     return [value_of(array, var.aval) for array, var in zip(out, eqn.outvars, strict=True)]
@@ -184,7 +213,7 @@ def _pmap(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list
 
     def inner(*arrays: Any) -> list[Any]:
         values = [v.part(array) for v, array in zip(operands, arrays, strict=True)]
-        return [v.array() for v in run.run(jaxpr, (), values)]
+        return [v.array() for v in run.run(jaxpr, (), values, run.wanted)]
 
     traced = jax.make_jaxpr(inner, axis_env=compat.map_axes(eqn))(*shards)
     out = compat.bind(eqn, [v.array() for v in operands], {**eqn.params, "call_jaxpr": compat.closed(traced)})
@@ -225,7 +254,8 @@ def _rewritten(
     traits: list[Traits] = []
 
     def inner(*args: Any) -> list[Any]:
-        out = run.run(closed.jaxpr, closed.consts, [v.inside(a) for v, a in zip(operands, args, strict=True)])
+        values = [v.inside(a) for v, a in zip(operands, args, strict=True)]
+        out = run.run(closed.jaxpr, closed.consts, values, run.wanted)
         traits.extend(v.traits._replace(leaf=False) for v in out)
         return [v.array() for v in out]
 

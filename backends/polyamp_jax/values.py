@@ -90,6 +90,16 @@ class Value:
         return self.dtype in CASTABLE
 
     @property
+    def narrow(self) -> bool:
+        """Whether it is an array of 16 bits."""
+        return self.constant is None and self.castable and self.dtype != FLOAT32
+
+    @property
+    def wide(self) -> Any:
+        """The float32 copy of a 16-bit array, where it was made already; or None."""
+        return self._casts.get(FLOAT32)
+
+    @property
     def dtype(self) -> Any:
         """The dtype it has; of a constant the declared one; None for what has no dtype (references, tokens)."""
         return self.declared if self.constant is not None else getattr(self._array, "dtype", None)
@@ -117,6 +127,12 @@ class Value:
     def inside(self, array: Any) -> Value:
         """This value as an inner function sees it: `array` in place of its own, the casts made anew there."""
         return Value(array, self.declared, self.traits, self.constant)
+
+    def widened(self, array: Any) -> Value:
+        """This value of 16 bits as an inner function sees it that is given `array`, the same in float32."""
+        made = self.inside(jax.lax.convert_element_type(array, self._array.dtype))
+        made._casts[FLOAT32] = array
+        return made
 
     def part(self, array: Any) -> Value:
         """A slice or a shard of this value, as an inner function sees it: of a constant no longer the whole."""

@@ -5,10 +5,6 @@ from __future__ import annotations
 UNUSED = "parameters that the loss does not depend on: lands in the next commits"
 
 DEVIATIONS: list[tuple[str, str, str]] = [
-    ("jax", "s04_what_feeds_a_logarithm", "the interpreter looks ahead for sums only"),
-    ("jax", "s04_inner_products", "a product with batch axes counts as a matrix product"),
-    ("jax", "s04_products_that_contract_nothing", "every dot_general counts as a matrix product"),
-    ("jax", "s04_the_gradient_of_a_gather", "the transpose of a gather scatters in its input's dtype"),
     ("tensorflow", "s04_inner_products", "the op list has no products without free axes"),
     ("tensorflow", "s04_the_gradient_of_a_gather", "TensorFlow adds up the gradient's slices in their own dtype"),
     ("jax", "s09_replicas", "the JAX backend does not run replicas yet"),

@@ -161,7 +161,6 @@ ROUNDED = {
     "eqx.nn.LayerNorm": "the layer casts its result to its input's dtype",
     "eqx.nn.RMSNorm": "the layer casts its result to its input's dtype",
     "eqx.nn.GroupNorm": "the layer casts its result to its input's dtype",
-    "segment_sum": "a scatter is opaque: it runs in the dtype that the program declares",
 }
 """Where a program that declares float16 itself rounds to float16 by its own text: what, and why."""
 

@@ -166,6 +166,7 @@ def lstm(w: Any, f: Any, h: Any) -> Any:
 
 
 PRODUCT, LINEAR = {"dot_general": LOW}, {"dot_general": LOW, "add": LOW}
+BILINEAR = {"dot_general": "low, float32"}  # of the two products one is an outer product of float32 vectors
 CONV = {"conv_general_dilated": LOW}
 NORM, HUBER, LOG_EXP = (
     {"reduce_sum": HIGH, "rsqrt": HIGH},
@@ -185,7 +186,7 @@ CASES: Final[dict[str, Case]] = {
     "einsum": Case(lambda w, f, h: jnp.einsum("ij,kj->ik", f, w), PRODUCT),
     "mm": Case(lambda w, f, h: f @ w, PRODUCT),
     "mv": Case(lambda w, f, h: w @ f[0], PRODUCT),
-    "linalg_vecdot": Case(lambda w, f, h: jnp.linalg.vecdot(f, w), PRODUCT),
+    "linalg_vecdot": Case(lambda w, f, h: jnp.linalg.vecdot(f, w), {"dot_general": HIGH}, INNER),
     "linear": Case(lambda w, f, h: f @ w.T + w[0], LINEAR),
     "addbmm": Case(lambda w, f, h: jnp.einsum("bij,bjk->ik", f[None], w[None]) + w[0], LINEAR),
     "baddbmm": Case(lambda w, f, h: f[None] @ w[None] + w[0], LINEAR),
@@ -229,7 +230,7 @@ CASES: Final[dict[str, Case]] = {
     "smooth_l1_loss": Case(lambda w, f, h: optax.huber_loss(h, f, delta=0.5), HUBER, exact=True),
     "huber_loss": Case(lambda w, f, h: optax.huber_loss(h, f), HUBER, exact=True),
     "mse_loss": Case(lambda w, f, h: polyamp.losses.mean_squared_error(h, h + h), {"sub": HIGH, "square": HIGH}),
-    "margin_ranking_loss": Case(lambda w, f, h: nn.relu(1.0 - (h - h[::-1])), {"sub": LOW}, SHIFT),
+    "margin_ranking_loss": Case(lambda w, f, h: nn.relu(1.0 - (h - h[::-1])), {"sub": HIGH}),
     "soft_margin_loss": Case(lambda w, f, h: jnp.log1p(jnp.exp(-h * f)), {"mul": HIGH, "exp": HIGH}, exact=True),
     "triplet_margin_loss": Case(
         lambda w, f, h: optax.losses.triplet_margin_loss(h, h + h, -h), {"sub": "low, float32", "pow": HIGH}, SHIFT
@@ -241,7 +242,7 @@ CASES: Final[dict[str, Case]] = {
     "logsumexp": Case(lambda w, f, h: nn.logsumexp(h, 1), {"exp": HIGH, "reduce_sum": HIGH}, exact=True),
     "upsample_nearest2d": Case(lambda w, f, h: jax.image.resize(image(h), (1, 8, 8, 1), "nearest"), {}, exact=True),
     "upsample_bilinear2d": Case(
-        lambda w, f, h: jax.image.resize(image(h), (1, 8, 8, 1), "linear"), PRODUCT, "written as a matrix product"
+        lambda w, f, h: jax.image.resize(image(h), (1, 8, 8, 1), "linear"), {"dot_general": HIGH}, exact=True
     ),
     "prod": Case(lambda w, f, h: jnp.prod(h, 1), {"reduce_prod": HIGH}, exact=True),
     "softmax": Case(lambda w, f, h: nn.softmax(h), {"exp": HIGH, "reduce_sum": HIGH, "sub": HIGH}, exact=True),
@@ -255,7 +256,7 @@ CASES: Final[dict[str, Case]] = {
     "addcdiv": Case(lambda w, f, h: h + 0.5 * (h / f), {"div": HIGH, "mul": HIGH, "add": HIGH}),
     "addcmul": Case(lambda w, f, h: h + 0.5 * (h * f), {"mul": HIGH, "add": HIGH}),
     "atan2": Case(lambda w, f, h: jnp.arctan2(h, f), {"atan2": HIGH}),
-    "bilinear": Case(lambda w, f, h: jnp.einsum("bi,oij,bj->bo", f, w[None].repeat(4, 0), f), PRODUCT, DOT),
+    "bilinear": Case(lambda w, f, h: jnp.einsum("bi,oij,bj->bo", f, w[None].repeat(4, 0), f), BILINEAR, DOT),
     "cross": Case(lambda w, f, h: jnp.cross(h[:, :3], f[:, :3]), {"mul": HIGH, "sub": HIGH}),
     "dot": Case(lambda w, f, h: jnp.dot(f[0], h[0]), {"dot_general": HIGH}, INNER, exact=True),
     "vdot": Case(lambda w, f, h: jnp.vdot(f, h), {"dot_general": HIGH}, INNER, exact=True),
@@ -263,7 +264,7 @@ CASES: Final[dict[str, Case]] = {
     "index_put": Case(lambda w, f, h: f.at[jnp.array([0, 1])].set(h[:2]), {"scatter": HIGH}),
     "tensordot": Case(lambda w, f, h: jnp.tensordot(f, w, 1), PRODUCT, DOT),
     "scatter_add": Case(
-        lambda w, f, h: h.at[jnp.array([0, 1])].add(h[:2]), {"scatter_add": HIGH}, "a sum, typed by its update function"
+        lambda w, f, h: h.at[jnp.array([0, 1])].add(h[:2]), {"scatter_add": HIGH}, "a sum (S4)"
     ),
     "__rpow__": Case(lambda w, f, h: 2.0**h, {"pow": HIGH}, exact=True),
     "__rtruediv__": Case(lambda w, f, h: 1.0 / h, {"div": HIGH}, exact=True),
