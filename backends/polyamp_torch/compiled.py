@@ -29,6 +29,7 @@ from polyamp_torch.arrays import XP, to_device
 from polyamp_torch.autocast import OPENED, matmul_precision, opened
 from polyamp_torch.binding import BoundModule
 from polyamp_torch.gradients import divisor, measured
+from polyamp_torch.interrupts import Undisturbed
 from polyamp_torch.state import TorchState
 from polyamp_torch.trial import Watch, traced_again, tried
 from polyamp_torch.window import NARROW, mean_and_stack, produced_by
@@ -74,6 +75,10 @@ class CompiledStep:
             UnsupportedError: the model or `loss_fn` does something that cannot be compiled; says what to do.
         """
         batches = micro_batches(to_device(batch, state.device), self._recipe.accumulate_steps)
+        with Undisturbed() as quiet, state.turn:
+            return self._stepped(state, batches, quiet)
+
+    def _stepped(self, state: TorchState, batches: list[Any], quiet: Undisturbed) -> StepResult:
         state.check_unchanged()
         if len(state.optimizer.param_groups) > 1:
             raise UnsupportedError(
@@ -83,8 +88,10 @@ class CompiledStep:
         graph = self._graphs.get(state)
         spec = optimizers.current(self._recipe.optimizer, state.optimizer.param_groups[0])
         if graph is None or graph.spec != spec:  # its numbers are constants in the graph
-            graph = self._graphs[state] = Graph(self._loss_fn, self._recipe, self._options, state, batches[0], spec)
-        return graph.step(state, batches)
+            with quiet.disturbed:
+                graph = Graph(self._loss_fn, self._recipe, self._options, state, batches[0], spec)
+            self._graphs[state] = graph
+        return graph.step(state, batches, quiet)
 
 
 class Graph:
@@ -120,8 +127,8 @@ class Graph:
         compiler: Any = torch.compile  # torch annotates it for plain functions only
         self._run = compiler(_with_own_code(self._traced), fullgraph=True, **options)
 
-    def step(self, state: TorchState, batches: list[Any]) -> StepResult:
-        """One step; the state's tensors are written in place."""
+    def step(self, state: TorchState, batches: list[Any], quiet: Undisturbed) -> StepResult:
+        """One step; the state's tensors are written in place. An interrupt arrives while the step is compiled."""
         parameters = {_module_name(name): p.detach() for name, p in state.parameters.items() if name in self._used}
         spec = self.spec
         slots = [
@@ -138,6 +145,7 @@ class Graph:
         fixed = self._fixed({id(state.parameters[name]) for name in self._used} | set(map(id, running.values())))
         with torch.no_grad(), matmul_precision(self._recipe.policy.float32_matmul), self._installed():
             self._watch.given = (state, batches[0])
+            self._watch.quiet = quiet
             try:
                 losses, auxes, norm, scale_state, step, skipped = self._run(
                     parameters, fixed, slots, counts, running, state.scale_state, state.step, rate, batches
@@ -149,7 +157,7 @@ class Graph:
                     raise self._watch.refusal from error
                 raise _refusal(error) from error
             finally:
-                self._watch.given = self._watch.refusal = None
+                self._watch.given = self._watch.refusal = self._watch.quiet = None
         state.scale_state, state.step = LossScaleState(*scale_state), step
         torch.clear_autocast_cache()
         loss, aux = mean_and_stack(losses, auxes)

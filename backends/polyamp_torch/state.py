@@ -19,6 +19,9 @@ from polyamp.recipe import Recipe
 from polyamp_torch import buffers, optimizer_arrays, optimizers, resuming
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
 from polyamp_torch.binding import BoundModule, device_of
+from polyamp_torch.bystanders import Graphs
+from polyamp_torch.interrupts import Undisturbed
+from polyamp_torch.turns import Turn
 
 Array = np.ndarray[Any, Any]
 _TRAINED: Final = operator.attrgetter("requires_grad")
@@ -43,6 +46,8 @@ class TorchState:
         parameters: the trainable parameters by `/`-separated path, in the model's order.
         one_device: whether all of them are on one device; they always have one dtype, the policy's.
         buffer_owners: where the model's buffers are, for `buffers.snapshot`.
+        turn: a step, an export or a restore at a time.
+        graphs: which losses lead to its own parameters only.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, backend: Backend) -> None:
@@ -58,6 +63,8 @@ class TorchState:
                     "which no optimizer can update. Make the small tensor the parameter, and expand it in forward()."
                 )
         self.backend: Final = backend
+        self.turn = Turn()
+        self.graphs = Graphs()
         self.device = device_of(model)
         self.model = model
         self.recipe = recipe
@@ -159,7 +166,14 @@ class TorchState:
         return [by_id[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
 
     def export(self) -> dict[str, Array]:
-        """Every array by name; torch's random-number states included, so that dropout resumes where it was."""
+        """Every array by name; torch's random-number states included, so that dropout resumes where it was.
+
+        A step that another thread has begun is finished first.
+        """
+        with Undisturbed(), self.turn:
+            return self._exported()
+
+    def _exported(self) -> dict[str, Array]:
         arrays = {f"model/{name.replace('.', '/')}": to_numpy(p) for name, p in self.model.named_parameters()}
         arrays |= {f"running/{name.replace('.', '/')}": to_numpy(b) for name, b in self.model.named_buffers()}
         exported = optimizer_arrays.export(self.optimizer, self._optimizer_names(), self.recipe.optimizer)
@@ -171,7 +185,11 @@ class TorchState:
         return {**arrays, "step": to_numpy(self.step)}
 
     def load(self, arrays: Mapping[str, Array]) -> None:
-        """Put exported arrays back, in place."""
+        """Put exported arrays back, in place; no step runs meanwhile."""
+        with Undisturbed(), self.turn:
+            self._loaded(arrays)
+
+    def _loaded(self, arrays: Mapping[str, Array]) -> None:
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 p.copy_(from_numpy(arrays[f"model/{name.replace('.', '/')}"]))

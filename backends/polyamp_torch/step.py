@@ -25,6 +25,7 @@ from polyamp.trees import map_tree, micro_batches
 from polyamp_torch import buffers, optimizers
 from polyamp_torch.arrays import XP, dtype_name, to_device
 from polyamp_torch.autocast import autocast, matmul_precision
+from polyamp_torch.bystanders import Bystanders, Graphs, made
 from polyamp_torch.gradients import (
     Measured,
     divide_,
@@ -35,7 +36,9 @@ from polyamp_torch.gradients import (
     reciprocal,
 )
 from polyamp_torch.gradients import buckets as bucketed
+from polyamp_torch.interrupts import Undisturbed
 from polyamp_torch.state import TorchState
+from polyamp_torch.turns import together
 from polyamp_torch.window import NARROW, Sums, mean_and_stack, produced_by
 
 Values = dict[str, torch.Tensor | None]
@@ -63,14 +66,19 @@ class Scaled(NamedTuple):
 def train_step(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: Any) -> StepResult:
     """One step on one state, over `accumulate_steps` micro-batches (S8)."""
     batches = micro_batches(to_device(batch, state.device), recipe.accumulate_steps)
+    with Undisturbed() as quiet, state.turn:
+        return _stepped(loss_fn, state, batches, quiet)
+
+
+def _stepped(loss_fn: LossFunction, state: TorchState, batches: list[Any], quiet: Undisturbed) -> StepResult:
     parameters = list(state.parameters.values())
     saved = buffers.snapshot(state.buffer_owners)
     sums = Sums(parameters) if len(batches) > 1 and parameters[0].dtype in NARROW else None
     losses, auxes = [], []
-    with set_aside(parameters, used_up=True):
+    with set_aside(parameters, used_up=True), Bystanders(parameters, state.graphs) as others:
         try:
             for part in batches:
-                loss, aux = scaled_backward(loss_fn, [state], part)
+                loss, aux = scaled_backward(loss_fn, [state], part, others, quiet)
                 losses.append(loss)
                 auxes.append(aux)
                 if sums is not None:
@@ -82,12 +90,12 @@ def train_step(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: 
                 sums.give(scale)
                 scale = None
             values = _dense(state.parameters.items())
+            loss, aux = mean_and_stack(losses, auxes)
         except BaseException:
             buffers.settle(saved, torch.zeros((), dtype=torch.bool))
             raise
         settle = functools.partial(buffers.settle, saved)
         (result,) = _applied([state], [Scaled(values, scale)], "all", [settle])
-    loss, aux = mean_and_stack(losses, auxes)
     return result._replace(loss=loss, aux=aux)
 
 
@@ -121,11 +129,21 @@ def value_and_grad(loss_fn: LossFunction, states: Sequence[TorchState], batch: A
 
     A parameter that several states share is in each of their `Gradients`, with the same tensor.
     """
+    batch = to_device(batch, states[0].device)
+    with Undisturbed() as quiet, together([state.turn for state in states]):
+        return _differentiated(loss_fn, states, batch, quiet)
+
+
+def _differentiated(
+    loss_fn: LossFunction, states: Sequence[TorchState], batch: Any, quiet: Undisturbed
+) -> tuple[Any, list[Gradients]]:
     saved = [buffers.snapshot(state.buffer_owners) for state in states]
     named = list({id(p): (name, p) for state in states for name, p in state.parameters.items()}.values())
+    parameters = [p for _, p in named]
+    graphs = states[0].graphs if len(states) == 1 else Graphs()
     try:
-        with set_aside([p for _, p in named]):
-            loss, aux = scaled_backward(loss_fn, states, to_device(batch, states[0].device))
+        with set_aside(parameters), Bystanders(parameters, graphs) as others:
+            loss, aux = scaled_backward(loss_fn, states, batch, others, quiet)
             values = _dense(named)
             found: list[Values] = [{name: p.grad for name, p in state.parameters.items()} for state in states]
     finally:
@@ -138,10 +156,13 @@ def value_and_grad(loss_fn: LossFunction, states: Sequence[TorchState], batch: A
     return (loss if aux is None else (loss, aux)), grads
 
 
-def scaled_backward(loss_fn: LossFunction, states: Sequence[TorchState], batch: Any) -> tuple[torch.Tensor, Any]:
+def scaled_backward(
+    loss_fn: LossFunction, states: Sequence[TorchState], batch: Any, others: Bystanders, quiet: Undisturbed
+) -> tuple[torch.Tensor, Any]:
     """The float32 loss and aux; the gradients of the scaled loss are added to the parameters' `.grad` (S6).
 
-    The casts stay installed during the backward pass, in which activation checkpointing runs the model again.
+    The casts stay installed during the backward pass, in which activation checkpointing runs the model again. An
+    interrupt arrives while `loss_fn` or the backward pass runs.
     """
     policy, scaler = states[0].recipe.policy, states[0].scaler
     models = tuple(state.bound for state in states)
@@ -152,8 +173,11 @@ def scaled_backward(loss_fn: LossFunction, states: Sequence[TorchState], batch: 
         stack.enter_context(matmul_precision(policy.float32_matmul))
         for model in models:
             stack.enter_context(model.installed())
-        with autocast(policy, states[0].device.type):
-            loss, aux = checks.split_result(loss_fn(models[0] if len(models) == 1 else models, batch))
+        before = made()
+        with autocast(policy, states[0].device.type), quiet.disturbed:
+            result = loss_fn(models[0] if len(models) == 1 else models, batch)
+        size = made() - before
+        loss, aux = checks.split_result(result)
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             raise LossError(
                 "loss_fn must return a tensor that depends on the model's parameters. "
@@ -164,7 +188,9 @@ def scaled_backward(loss_fn: LossFunction, states: Sequence[TorchState], batch: 
             model.check_overrides_ran()
         wide = loss.float().reshape(())
         scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
-        torch.autograd.backward(scaled)
+        others.look(loss_fn, wide, size)
+        with quiet.disturbed:
+            torch.autograd.backward(scaled)
     return wide.detach(), map_tree(_detached, aux)
 
 
@@ -191,6 +217,11 @@ def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], sk
     """Flag, clip, optimizer and one scale adjustment, in place (S9 to S15). A gradient of None leaves its parameter,
     and the optimizer's state for it, as they are. A parameter of several states is stepped by each one's optimizer, as
     torch's optimizers over one `.grad` do."""
+    with Undisturbed(), together([state.turn for state in states]):
+        return _applied_to(states, grads, skip)
+
+
+def _applied_to(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
     ready, commits = [], []
     for state, item in zip(states, grads, strict=True):
         state.check_unchanged()

@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_leaves
 from polyamp.backend import LossFunction
 from polyamp.errors import PolyampError, UnsupportedError
 from polyamp_torch import buffers
+from polyamp_torch.bystanders import Bystanders
 from polyamp_torch.compiler import constant_when_compiled
+from polyamp_torch.interrupts import Undisturbed
 from polyamp_torch.state import TorchState
 from polyamp_torch.step import scaled_backward, set_aside
 
@@ -28,8 +30,14 @@ def tried(loss_fn: LossFunction, state: TorchState, part: Any) -> list[str]:
     saved = buffers.snapshot(state.buffer_owners)
     devices = [state.device] if state.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices), set_aside(list(state.parameters.values())):
-            _, aux = scaled_backward(loss_fn, [state], part)
+        parameters = list(state.parameters.values())
+        with (
+            torch.random.fork_rng(devices),
+            Undisturbed() as quiet,
+            set_aside(parameters),
+            Bystanders(parameters, state.graphs) as others,
+        ):
+            _, aux = scaled_backward(loss_fn, [state], part, others, quiet)
             used = [name for name, p in state.parameters.items() if p.grad is not None]
         replaced = [name for name, (slots, own, buffer, _) in saved.items() if slots.get(own) is not buffer]
     finally:
@@ -56,6 +64,7 @@ class Watch:
 
     Attributes:
         given: the state and the micro-batch of the step under way.
+        quiet: lets interrupts through while a compiler traces, which may take minutes.
         refusal: what to raise, since a compiler changes what is raised while it traces.
     """
 
@@ -64,6 +73,7 @@ class Watch:
         self._used = used
         self._is_first = True
         self.given: tuple[TorchState, Any] | None = None
+        self.quiet: Undisturbed | None = None
         self.refusal: PolyampError | None = None
 
     def look(self) -> None:
@@ -72,6 +82,8 @@ class Watch:
         Raises:
             UnsupportedError: the graph would train other parameters than the eager step.
         """
+        if self.quiet is not None:
+            self.quiet.let_through()
         if self._is_first or self.given is None:
             self._is_first = False
             return
