@@ -46,7 +46,8 @@ class Policy:
             `**` crosses segments, and a glob that matches a module covers what is inside it. The longest matching
             glob wins (of two equally long ones, the last in alphabetical order).
         float32_matmul: precision of float32 matrix multiplications where the device has a faster one (TF32):
-            "highest", "high", "medium", or None to leave the framework's setting alone.
+            "highest", "high", "medium", or None to leave the framework's setting alone. In torch and TensorFlow it is a
+            setting of the process: two threads that want different ones at the same time get an UnsupportedError.
         op_list: "polyamp" keeps sensitive operations in float32 in autocast mode (S4); "native" keeps the
             framework's own list.
         op_rules: name of an operation -> rule, to change an entry of the op list in autocast mode: "compute",

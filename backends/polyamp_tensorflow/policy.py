@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import keras
 import tensorflow as tf
@@ -17,6 +17,7 @@ import tensorflow as tf
 from polyamp import registry
 from polyamp.errors import ModelError, UnsupportedError
 from polyamp.policy import Policy
+from polyamp.process_setting import ProcessSetting
 from polyamp_tensorflow.applied_policies import Application, drop_cached_functions
 from polyamp_tensorflow.arrays import cast
 from polyamp_tensorflow.casts import cast_variables, check_castable, is_cast
@@ -216,15 +217,15 @@ def _build(layer: Any, args: Any, kwargs: Any) -> None:
     tf.function(lambda: layer(*args, **kwargs), autograph=False).get_concrete_function()
 
 
-@contextlib.contextmanager
-def matmul_precision(policy: Policy) -> Iterator[None]:
+_TF32: Final[ProcessSetting[bool]] = ProcessSetting(
+    "float32_matmul (whether TF32 is allowed)",
+    tf.config.experimental.tensor_float_32_execution_enabled,
+    tf.config.experimental.enable_tensor_float_32_execution,
+)
+
+
+def matmul_precision(policy: Policy) -> contextlib.AbstractContextManager[None]:
     """TensorFlow's switch for TF32, process-global and read when a kernel starts, set for the time of a call."""
     if policy.float32_matmul is None:
-        yield
-        return
-    before = tf.config.experimental.tensor_float_32_execution_enabled()
-    tf.config.experimental.enable_tensor_float_32_execution(policy.float32_matmul != "highest")
-    try:
-        yield
-    finally:
-        tf.config.experimental.enable_tensor_float_32_execution(before)
+        return contextlib.nullcontext()
+    return _TF32.held(policy.float32_matmul != "highest")

@@ -17,6 +17,7 @@ from torch import nn
 
 from polyamp.errors import UnsupportedError
 from polyamp.policy import Policy
+from polyamp.process_setting import ProcessSetting
 from polyamp.trees import leaves
 from polyamp_torch.arrays import DTYPES, cast_tree
 from polyamp_torch.islands import DEVICE_TYPES, captured, device_types, islands, restored
@@ -162,18 +163,14 @@ def carried(function: _Function) -> _Function:
     return call  # type: ignore[return-value]  # wraps() keeps the signature, which mypy cannot see
 
 
-@contextlib.contextmanager
-def matmul_precision(wanted: str | None) -> Iterator[None]:
+_FLOAT32_MATMUL: Final[ProcessSetting[str]] = ProcessSetting(
+    "float32_matmul", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+)
+
+
+def matmul_precision(wanted: str | None) -> contextlib.AbstractContextManager[None]:
     """torch's process-wide float32 matmul precision, set for the time of a block; None leaves it alone."""
-    if wanted is None:
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(wanted)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return contextlib.nullcontext() if wanted is None else _FLOAT32_MATMUL.held(wanted)
 
 
 def run_under(target: Callable[..., Any], policy: Policy) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import jax
@@ -351,3 +352,30 @@ def test_only_floating_leaves_are_cast(backend: Any) -> None:
     for name in set(leaves) - {"numpy"}:
         assert cast[name] is leaves[name], name
     assert backend.cast(leaves, "float16", float64=True)["double"].dtype == np.float16
+
+
+def test_float32_matmul_of_two_threads_at_once() -> None:
+    """JAX's precision is thread-local: neither thread sees the other's, whatever they ask for."""
+    before = jax.config.jax_default_matmul_precision
+    entered, leave, seen = threading.Event(), threading.Event(), []
+
+    def watched(name: str) -> Any:
+        def function(x: Any) -> Any:
+            if name == "medium":
+                entered.set()
+                assert leave.wait(20)
+            else:
+                thread.start()
+                assert entered.wait(20)
+            seen.append((name, jax.config.jax_default_matmul_precision))
+            return x
+
+        return polyamp.Policy("float32", float32_matmul=name).autocast(function, backend="jax")
+
+    thread = threading.Thread(target=lambda: watched("medium")(jnp.ones(2)))
+    watched("highest")(jnp.ones(2))
+    leave.set()
+    thread.join(20)
+    assert seen[0][1] != seen[1][1]
+    assert {name for name, _ in seen} == {"highest", "medium"}
+    assert jax.config.jax_default_matmul_precision == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import keras
@@ -244,3 +245,33 @@ def test_keras_on_another_backend_is_refused() -> None:
     environment = {**os.environ, "KERAS_BACKEND": "jax"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert "Received: Keras on its 'jax' backend. Set KERAS_BACKEND=tensorflow" in done.stdout
+
+
+def test_float32_matmul_of_two_threads_at_once() -> None:
+    """Saved and restored by each thread for itself, it stayed changed when two calls overlapped."""
+    enabled = tf.config.experimental.tensor_float_32_execution_enabled
+    before = enabled()
+    policy = Policy("float32", float32_matmul="highest" if before else "high")
+    entered, leave, seen = threading.Event(), threading.Event(), []
+
+    def slow(x: Any) -> Any:
+        entered.set()
+        assert leave.wait(20)
+        seen.append(enabled())
+        return x
+
+    thread = threading.Thread(target=lambda: policy.autocast(slow, backend="tensorflow")(1))
+
+    def outer(x: Any) -> Any:
+        thread.start()
+        assert entered.wait(20)
+        return x
+
+    policy.autocast(outer, backend="tensorflow")(1)
+    other = policy.replace(float32_matmul="high" if before else "highest")
+    with pytest.raises(UnsupportedError, match="one setting of the whole process"):
+        other.autocast(lambda x: x, backend="tensorflow")(1)
+    leave.set()
+    thread.join(20)
+    assert seen == [not before]
+    assert enabled() == before

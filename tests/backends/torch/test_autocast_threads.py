@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.nn.parallel import parallel_apply
 
 import polyamp
+from polyamp.errors import UnsupportedError
 from polyamp_torch.autocast import autocast, carried
 from polyamp_torch.binding import BoundModule
 
@@ -257,3 +258,37 @@ def test_data_parallel_runs_under_the_policy(overrides: dict[str, str]) -> None:
     got.square().sum().backward()
     assert model.second.weight.grad is not None
     assert "parallel_apply" not in wrapper.__dict__
+
+
+def test_float32_matmul_of_two_threads_at_once() -> None:
+    """Saved and restored by each thread for itself, it stayed changed when two regions overlapped."""
+    before = torch.get_float32_matmul_precision()
+    wanted = "medium" if before != "medium" else "high"
+    policy = BFLOAT16.replace(float32_matmul=wanted)
+    entered, leave, seen = threading.Event(), threading.Event(), []
+
+    def overlap() -> None:
+        with autocast(policy, "cpu"):
+            entered.set()
+            leave.wait(20)
+            seen.append(torch.get_float32_matmul_precision())
+
+    def other() -> None:
+        try:
+            with autocast(policy.replace(float32_matmul="highest"), "cpu"):
+                pass
+        except UnsupportedError as error:
+            seen.append(str(error))
+
+    thread = threading.Thread(target=overlap)
+    with autocast(policy, "cpu"):
+        thread.start()
+        assert entered.wait(20)
+        refused = threading.Thread(target=other)
+        refused.start()
+        refused.join(20)
+    leave.set()
+    thread.join(20)
+    assert seen[0].startswith("float32_matmul is one setting of the whole process")
+    assert seen[1:] == [wanted]
+    assert torch.get_float32_matmul_precision() == before
