@@ -236,7 +236,21 @@ class Policy:
     def autocast(self, target: Callable[..., Any], *, backend: str | None = None) -> Callable[..., Any]:
         """`target` (a function or a model) as a callable that runs under this policy; also a decorator.
 
-        The backend is the one of `target` or, for a plain function, that of its first array argument at the call.
+        Args:
+            target: a function, a method, a model or any callable.
+            backend: the framework's name. By default that of `target` or, for a plain function, that of its first
+                argument at the call which is an array of a framework. NumPy arrays leave it open: then it is the
+                framework whose modules and arrays the function names, closes over or has as defaults.
+
+        Raises:
+            BackendError: none of these says it, or two contradict each other (when it is called).
+
+        Example:
+            >>> import numpy as np
+            >>> def double(x):
+            ...     return x + x
+            >>> Policy("p=f32,c=f16,o=f16").autocast(double, backend="reference")(np.ones(2, np.float32)).dtype
+            dtype('float16')
         """
         from polyamp import registry
 

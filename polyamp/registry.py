@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from polyamp import evidence
 from polyamp.backend import Backend, BackendInfo, PerOperation
 from polyamp.errors import BackendError, BackendNotInstalledError, UnsupportedError, did_you_mean
 from polyamp.report import CastingReport
@@ -171,7 +172,7 @@ def supporting(backend: Backend, policy: Policy) -> Backend:
 
 
 def autocast(target: Any, policy: Policy, backend: str | None) -> Callable[..., Any]:
-    """`Policy.autocast`: at once for a model or a named backend, at the first call for a plain function."""
+    """`Policy.autocast`: at once for a model or a named backend, at the call for a plain function."""
     if backend is not None:
         return supporting(get(backend), policy).autocast(target, policy)
     try:
@@ -182,11 +183,44 @@ def autocast(target: Any, policy: Policy, backend: str | None) -> Callable[..., 
         if not callable(target):
             raise
 
+    own = functools.cache(lambda: _backend_of_function(target))
+
     @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return supporting(backend_for(*args, *kwargs.values()), policy).autocast(target, policy)(*args, **kwargs)
+        chosen = _backend_of_values((*args, *kwargs.values())) or own()
+        return supporting(chosen, policy).autocast(target, policy)(*args, **kwargs)
 
     return call
+
+
+def _backend_of_values(values: Any) -> Backend | None:
+    """The backend of the first leaf that belongs to a framework; NumPy arrays leave it open."""
+    known = entries()
+    for leaf in _leaves(values):
+        if any(evidence.says_something(kind.__module__) for kind in type(leaf).__mro__):
+            root = _root(type(leaf), known)
+            if root is not None or hasattr(leaf, "scale_state"):
+                return backend_for(leaf)
+    return None
+
+
+def _backend_of_function(target: Callable[..., Any]) -> Backend:
+    """The backend of the one framework that a function computes with.
+
+    Raises:
+        BackendError: none is seen, or several.
+    """
+    known = entries()
+    found = {known[root].value: root for root in reversed(evidence.frameworks(target, known))}
+    if len(found) == 1:
+        return get(next(iter(found.values())))
+    name = getattr(target, "__qualname__", type(target).__qualname__)
+    seen = f"It has to do with {' and '.join(sorted(found.values()))}" if found else "No framework is seen in it"
+    raise BackendError(
+        f"cannot tell which framework {name} computes with: no argument is an array of one, and NumPy arrays go into "
+        f"all of them. {seen}. Name it: policy.autocast(fn, backend='jax'), or polyamp.explain(..., backend='jax'). "
+        f"Backends: {', '.join(sorted(names()))}; a function of NumPy alone is for 'reference'."
+    )
 
 
 def explain(
@@ -199,7 +233,8 @@ def explain(
         policy: the policy.
         *inputs: the arguments; arrays of the framework, or whatever it takes to describe an array's shape.
         strict: raise at an operation that no op list names.
-        backend: its name; by default that of the target, or of the first input that has one.
+        backend: its name; by default that of the target, of the first input that is an array of a framework (NumPy
+            leaves it open), or of the framework that the function names.
 
     Raises:
         UnsupportedError: the backend cannot tell; or with `strict`, an operation without a rule.
@@ -219,12 +254,20 @@ def explain(
         casts: 1 float16 -> float32, 2 float32 -> float16
         opaque: none
     """
-    chosen = get(backend) if backend is not None else backend_for(target, *inputs)
+    chosen = get(backend) if backend is not None else _backend_of_call(target, inputs)
     if not isinstance(chosen, PerOperation):
         raise UnsupportedError(
             f"explain: the {chosen.name} backend of this version cannot say which dtype each operation runs in."
         )
     return chosen.explain(target, policy, *inputs, strict=strict)
+
+
+def _backend_of_call(target: Any, inputs: tuple[Any, ...]) -> Backend:
+    """The backend of a target, of its inputs, or of what the target's code says."""
+    chosen = _backend_of_values((target, *inputs))
+    if chosen is None and not callable(target):
+        return backend_for(target)
+    return chosen or _backend_of_function(target)
 
 
 def _leaves(objects: Any) -> Iterator[Any]:

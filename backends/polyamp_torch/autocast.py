@@ -174,14 +174,19 @@ def matmul_precision(wanted: str | None) -> contextlib.AbstractContextManager[No
 
 
 def run_under(target: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """A plain function as one that runs under the policy, on the device of its first tensor argument."""
+    """A plain function as one that runs under the policy, on the device of its first tensor argument.
+
+    Without one it may compute on any device, so the region is opened for all that this machine has.
+    """
     if policy.overrides:
         raise UnsupportedError("overrides name module paths; policy.autocast needs a module for them, not a function.")
 
     @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
-        device = next((x.device.type for _, x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)), "cpu")
-        with opened(policy, device):
+        given = next((x.device.type for _, x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)), None)
+        with contextlib.ExitStack() as regions:
+            for device in device_types() if given is None else [given]:
+                regions.enter_context(opened(policy, device))
             if policy.mode == "cast":
                 args, kwargs = cast_tree((args, kwargs), policy.compute, float64=policy.casts_float64)
             result = target(*args, **kwargs)

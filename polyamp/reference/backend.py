@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -95,6 +96,7 @@ class ReferenceBackend:
             return lambda x: target(x, policy)
         sensitive = policy.mode != "cast" and policy.op_list == "polyamp"
 
+        @functools.wraps(target)
         def call(*args: Any, **kwargs: Any) -> Any:
             if policy.mode == "cast":
                 args, kwargs = cast_tree((args, kwargs), policy.compute)

@@ -15,6 +15,7 @@ from polyamp import checks, loss_checks, registry
 from polyamp.arrays import PYTHON
 from polyamp.errors import BackendNotInstalledError, BatchError, CheckpointError, GradientError, LossError
 from polyamp.reference import MLP
+from polyamp.reference.tensor import Tensor
 from polyamp.trees import map_tree, micro_batches
 
 
@@ -107,7 +108,7 @@ def test_file_and_folder_are_flushed_in_that_order(tmp_path: Path, monkeypatch: 
 
 def test_autocast_finds_keyword_arrays_and_missing_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:
     run = polyamp.Policy(compute="bfloat16").autocast(lambda *, x: x)
-    assert run(x=np.ones(2, np.float32)).dtype == np.float32
+    assert run(x=Tensor(np.ones(2, np.float32))).dtype == np.float32
 
     def missing(*objects: Any) -> Any:
         raise BackendNotInstalledError("needs tiny")

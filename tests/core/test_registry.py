@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import polyamp
 from polyamp import BackendError, Policy, registry
 from polyamp.reference import BACKEND
+from polyamp.reference.tensor import Tensor
 
 WORKING = """
     from polyamp.backend import BackendInfo
@@ -279,7 +281,7 @@ def test_an_object_of_no_framework_is_refused() -> None:
 def test_autocast_of_a_plain_function_waits_for_its_arguments() -> None:
     calls: list[str] = []
 
-    @Policy("p=f32,c=f16,o=f32").autocast
+    @functools.partial(Policy("p=f32,c=f16,o=f32").autocast, backend="reference")
     def double(x: Any) -> Any:
         """Doubles."""
         calls.append(x.dtype.name)
@@ -288,8 +290,10 @@ def test_autocast_of_a_plain_function_waits_for_its_arguments() -> None:
     assert (double.__name__, double.__doc__) == ("double", "Doubles.")
     double(np.ones(1, np.float32))
     assert calls == ["float16"]
-    with pytest.raises(BackendError, match=r"no backend recognises builtins\.str"):
-        double("text")
+    waiting = Policy("mixed_float16").autocast(lambda x: x)
+    assert waiting(x := Tensor(np.ones(1, np.float32))).data.tolist() == x.data.tolist()
+    with pytest.raises(BackendError, match=r"cannot tell which framework .*<lambda> computes with: no argument"):
+        waiting("text")
 
 
 def test_autocast_of_something_uncallable_is_refused() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import polyamp
 from polyamp.errors import PolicyError, UnsupportedError
+from polyamp.reference.tensor import Tensor
 from polyamp.report import Cast, CastingReport, Operation
 
 POLICY = polyamp.Policy("mixed_float16")
@@ -76,10 +77,10 @@ def test_renamed_changes_the_modules_it_names() -> None:
 def test_a_backend_without_rules_per_operation_says_so() -> None:
     x = np.ones(2, np.float32)
     with pytest.raises(UnsupportedError, match=r"explain: the reference backend of this version cannot say"):
-        polyamp.explain(lambda x: x, POLICY, x)
+        polyamp.explain(lambda x: x, POLICY, x, backend="reference")
     changed = POLICY.replace(op_rules={"exp": "compute"})
     with pytest.raises(UnsupportedError, match=r"reference backend .* op_rules=\{'exp': 'compute'\}\. Use policy\.re"):
-        changed.autocast(lambda x: x)(x)
+        changed.autocast(lambda x: x)(Tensor(x))
     with pytest.raises(UnsupportedError, match="cannot change the rule of one operation"):
         changed.autocast(lambda x: x, backend="reference")
     with pytest.raises(UnsupportedError, match="cannot change the rule of one operation"):

@@ -1,0 +1,80 @@
+"""`policy.autocast(fn)` on NumPy arrays: the framework is the function's own (S3), and its products are in float16."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import polyamp
+
+POLICY = polyamp.Policy("mixed_float16", mode="cast")
+FINE = np.eye(2, dtype=np.float32) * np.float32(1.0 + 2.0**-12)  # float16 rounds it to 1
+ARRAY = tf.ones(1)
+
+
+def product(x: Any) -> Any:
+    return tf.matmul(x, x)
+
+
+def through_a_helper(x: Any) -> Any:
+    return product(x)
+
+
+def imported_inside(x: Any) -> Any:
+    from tensorflow import matmul
+
+    return matmul(x, x)
+
+
+def over_an_array(array: Any) -> Any:
+    return lambda x: (x * array.numpy().astype(x.dtype)) @ x
+
+
+def with_a_default(x: Any, array: Any = ARRAY) -> Any:
+    return (x * array.numpy().astype(x.dtype)) @ x
+
+
+class Model(tf.Module):
+    def method(self, x: Any) -> Any:
+        return product(x)
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.array = tf.ones(1)
+
+    def __call__(self, x: Any) -> Any:
+        return (x * self.array.numpy().astype(x.dtype)) @ x
+
+
+FUNCTIONS = {
+    "global": product,
+    "helper": through_a_helper,
+    "import": imported_inside,
+    "closure": over_an_array(tf.ones(1)),
+    "default": with_a_default,
+    "partial": functools.partial(with_a_default, array=tf.ones(1)),
+    "method": Model().method,
+    "object": Plain(),
+    "bound": Plain().__call__,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_s3_numpy_arguments_leave_the_framework_to_the_function(name: str) -> None:
+    function = FUNCTIONS[name]
+    assert float(function(FINE)[0, 0]) != 1.0
+    result = POLICY.autocast(function)(FINE)
+    assert (float(result[0, 0]), tf.as_dtype(result.dtype)) == (1.0, tf.float32)
+
+
+def test_s3_a_decorated_function_with_numpy_arguments() -> None:
+    @POLICY.autocast
+    def decorated(x: Any) -> Any:
+        return tf.matmul(x, x)
+
+    assert float(decorated(FINE)[0, 0]) == 1.0
