@@ -140,7 +140,7 @@ class Graph:
             for name in self._used
             if "step" in state.optimizer.state[state.parameters[name]]
         ]
-        rate = None if callable(spec.learning_rate) else _scalar(state.optimizer.param_groups[0]["lr"], state.device)
+        (rate,) = [state.optimizer.param_groups[0]["lr"]] if state.rates is None else state.rates.multiples()
         running = buffers.writable(state.buffer_owners)
         fixed = self._fixed({id(state.parameters[name]) for name in self._used} | set(map(id, running.values())))
         with torch.no_grad(), matmul_precision(self._recipe.policy.float32_matmul), self._installed():
@@ -148,7 +148,15 @@ class Graph:
             self._watch.quiet = quiet
             try:
                 losses, auxes, norm, scale_state, step, skipped = self._run(
-                    parameters, fixed, slots, counts, running, state.scale_state, state.step, rate, batches
+                    parameters,
+                    fixed,
+                    slots,
+                    counts,
+                    running,
+                    state.scale_state,
+                    state.step,
+                    _scalar(rate, state.device),
+                    batches,
                 )
             except PolyampError:
                 raise
@@ -185,7 +193,7 @@ class Graph:
         running: Tensors,
         scale_state: LossScaleState,
         step: torch.Tensor,
-        rate: torch.Tensor | None,
+        rate: torch.Tensor,
         batches: list[Any],
     ) -> Any:
         """The whole step; what a compiler sees."""
@@ -265,14 +273,14 @@ class Graph:
         grads: list[torch.Tensor],
         slots: list[Tensors],
         counts: list[torch.Tensor],
-        rate: torch.Tensor | None,
+        rate: torch.Tensor,
         step: torch.Tensor,
         finite: torch.Tensor | None,
     ) -> None:
         """The spec's formula for every parameter, kept where `finite` says so."""
         spec = self.spec
-        if rate is None:
-            rate = spec.rate(step, XP)
+        if callable(spec.learning_rate):
+            rate = spec.rate(step, XP) * rate
         taken = counts if len(counts) == len(parameters) else [step] * len(parameters)
         for p, grad, own, count in zip(parameters, grads, slots, taken, strict=True):
             wide = {slot: _wide(value) for slot, value in own.items()}

@@ -18,6 +18,7 @@ from polyamp_torch.arrays import XP
 from polyamp_torch.fused import Kernels
 from polyamp_torch.gradients import buckets, looks
 from polyamp_torch.many import MANY, Many
+from polyamp_torch.rates import Rates
 
 Parameters = list[torch.nn.Parameter]
 _SLOTS: Final = {"momentum": "momentum_buffer"}
@@ -189,6 +190,7 @@ def apply(
     by: torch.Tensor | None = None,
     grads: list[torch.Tensor] | None = None,
     kernels: Kernels | None = None,
+    rates: Rates | None = None,
 ) -> None:
     """Step the optimizer over the parameters' `.grad` if `finite`, at the rate of the applied-update count (S13).
 
@@ -201,25 +203,25 @@ def apply(
             optimizer that `takes_divisor`.
         grads: the gradients again, as a list; and
         kernels: what `kernels_of` returned, which takes them.
+        rates: what `rates_of` returned.
     """
     if finite is not None and looks(applied.device):
         if not bool(finite):
             return
         finite = None
-    scheduled = is_spec(spec) and callable(spec.learning_rate)
     if runs_formula(spec):
-        rate = _rate(spec, applied) if scheduled else None
+        if rates is not None:
+            rates.set(_rate(spec, applied))
         count = int(applied) + 1 if looks(applied.device) else applied + 1.0
         for group in optimizer.param_groups:
-            own = current(spec, group)
-            _run_formula(optimizer, group, own, group["lr"] if rate is None else rate, count, finite)
+            _run_formula(optimizer, group, current(spec, group), group["lr"], count, finite)
         return
     if finite is not None and not _takes_flag(optimizer, spec):
         if not bool(finite):  # the one synchronisation: this optimizer cannot be told on the device
             return
         finite = None
-    if scheduled:
-        _set_rate(optimizer, _rate(spec, applied))
+    if rates is not None:
+        rates.set(_rate(spec, applied))
     found_inf = None if finite is None else (~finite).float()
     if kernels is None or grads is None or not kernels.run(grads, found_inf, by):
         _step(optimizer, found_inf, by)
@@ -228,6 +230,11 @@ def apply(
 def kernels_of(optimizer: torch.optim.Optimizer, spec: Any) -> Kernels | None:
     """The optimizer's fused kernels, to be run without `optimizer.step()`; None for what is native or not fused."""
     return Kernels(optimizer) if is_spec(spec) and _is_fused(optimizer) else None
+
+
+def rates_of(optimizer: torch.optim.Optimizer, spec: Any) -> Rates | None:
+    """The rates of the groups under a spec's schedule; None where there is no schedule of polyamp's."""
+    return Rates(optimizer, spec.learning_rate) if is_spec(spec) and callable(spec.learning_rate) else None
 
 
 def _rate(spec: Any, applied: torch.Tensor) -> Any:
@@ -363,11 +370,6 @@ def _portions(parameters: list[Any]) -> Iterator[list[Any]]:
             portion.append(p)
             size += p.numel()
         yield portion
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, rate: Any) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
 
 
 def stateless(optimizer: torch.optim.Optimizer) -> bool:

@@ -36,7 +36,7 @@ def setting_of(spec: Any, name: str) -> str | None:
     index, _, option = rest.partition("#")[0].partition("/")
     if not is_spec(spec):
         return f"optimizer.groups.{index}.{option}"
-    field = "learning_rate" if option == "lr" else option
+    field = "learning_rate" if option in ("lr", "lr_scale") else option
     return f"optimizer.{field}" if hasattr(spec, field) else "optimizer.type"
 
 

@@ -41,6 +41,7 @@ class TorchState:
         optimizer: the `torch.optim.Optimizer` in use.
         optimizer_settings: its groups' options as they were at `init`, for checkpoints.
         kernels: its fused kernels, where polyamp made it.
+        rates: its groups' learning rates, where the recipe has a schedule.
         scale_state: the loss-scale state, tensors on the module's device.
         step: number of applied updates, int32 tensor.
         parameters: the trainable parameters by `/`-separated path, in the model's order.
@@ -81,6 +82,7 @@ class TorchState:
         self.optimizer = optimizers.build(recipe.optimizer, list(self.parameters.values()))
         self.optimizer_settings = resuming.described(self.optimizer)
         self.kernels = optimizers.kernels_of(self.optimizer, recipe.optimizer)
+        self.rates = optimizers.rates_of(self.optimizer, recipe.optimizer)
         self._held = _held(self.optimizer)
         self.scale_state = self.scaler.init(like=torch.zeros((), device=self.device))
         self.step = torch.zeros((), dtype=torch.int32, device=self.device)
@@ -176,6 +178,8 @@ class TorchState:
     def _exported(self) -> dict[str, Array]:
         arrays = {f"model/{name.replace('.', '/')}": to_numpy(p) for name, p in self.model.named_parameters()}
         arrays |= {f"running/{name.replace('.', '/')}": to_numpy(b) for name, b in self.model.named_buffers()}
+        if self.rates is not None:
+            self.rates.multiples()
         exported = optimizer_arrays.export(self.optimizer, self._optimizer_names(), self.recipe.optimizer)
         arrays |= {f"optimizer/{name}": value for name, value in exported.items()}
         arrays |= {f"loss_scale/{name}": to_numpy(value) for name, value in self.scale_state._asdict().items()}
@@ -198,6 +202,8 @@ class TorchState:
         prefix = "optimizer/"
         exported = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
         optimizer_arrays.load(self.optimizer, self._optimizer_names(), exported)
+        if self.rates is not None:
+            self.rates.write()
         fields = (from_numpy(arrays[f"loss_scale/{name}"]).to(self.device) for name in LossScaleState._fields)
         self.scale_state = LossScaleState(*fields)
         self.step = from_numpy(arrays["step"]).to(self.device)

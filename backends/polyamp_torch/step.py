@@ -288,7 +288,9 @@ def _update(
             p.grad = value
     if by is not None:
         by = _divided_before(state, values, grads.scale, norm, by)
-    optimizers.apply(state.optimizer, state.recipe.optimizer, state.step, finite, by, values, state.kernels)
+    optimizers.apply(
+        state.optimizer, state.recipe.optimizer, state.step, finite, by, values, state.kernels, state.rates
+    )
     for p in grads.places or ():  # another state's optimizer may hold it too, with a gradient of its own clipping
         p.grad = None
 
