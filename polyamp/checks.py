@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from polyamp.batches import check_has_rows
 from polyamp.errors import BatchError, GradientError, LossError, ModelError, UnsupportedError, did_you_mean
 from polyamp.recipe import Recipe
 
@@ -99,8 +100,9 @@ def micro_batch_size(leaves: Sequence[tuple[str, Shape]], count: int) -> int:
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"batch{path}: {length}" for path, length in lengths.items())
         raise BatchError(f"the arrays of a batch must have one length along axis 0. Received: {listed}.")
+    check_has_rows(lengths.values())
     length = next(iter(lengths.values()))
-    if length == 0 or length % count:
+    if length % count:
         raise BatchError(
             f"accumulate_steps={count} needs a batch whose length is a multiple of {count}, so that the micro-batches "
             f"are equal. Received length: {length}. Drop or pad the rest, or change accumulate_steps."

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from polyamp import checks
 from polyamp.backend import Gradients, LossFunction, Skip, StepResult
+from polyamp.batches import check_has_rows
 from polyamp.errors import GradientError
 from polyamp.loss_scale import update
 from polyamp_jax.arrays import XP, dtype_name, is_array, is_key, matmul_precision, named_leaves, path_name
@@ -170,6 +171,7 @@ def _differentiated(
     micro: Any,
     batch: Any,
 ) -> Pass:
+    check_has_rows(shape[0] for _, shape in _shapes(batch) if shape)
     keys = [_keys(state, micro) for state in states]
     scale = _scale(states[0])
 

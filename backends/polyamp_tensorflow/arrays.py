@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.arrays import ArrayNamespace
+from polyamp.batches import host_array
 from polyamp.checks import FLOATING
 from polyamp.errors import BatchError, GradientError
 
@@ -126,9 +127,13 @@ def leaves(tree: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def to_tensors(tree: Any) -> Any:
+def to_tensors(tree: Any, parameters: str = "float64") -> Any:
     """A batch as tensors, Python scalars included, so that a new value is never a new trace. What a distributed dataset
     yields stays as it is.
+
+    Args:
+        tree: the batch, or gradients.
+        parameters: the policy's `param` dtype, which decides what becomes of NumPy's float64 in a batch (S26).
 
     Raises:
         BatchError: a leaf that TensorFlow cannot hold.
@@ -139,6 +144,8 @@ def to_tensors(tree: Any) -> Any:
             return tf.convert_to_tensor(leaf)
         if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, tf.distribute.DistributedValues):
             return leaf
+        if isinstance(leaf, np.ndarray | np.generic):
+            leaf = host_array(leaf, parameters)
         try:
             return tf.convert_to_tensor(raw(leaf))
         except (TypeError, ValueError) as error:

@@ -115,7 +115,7 @@ class TensorFlowBackend:
         accumulates = recipe.accumulate_steps > 1
 
         def run(state: Any, batch: Any) -> tuple[Any, StepResult]:
-            batch = conversions.to_tensors(batch)
+            batch = conversions.to_tensors(batch, recipe.policy.param)
             step.build_models([state], loss_fn, batch[0] if accumulates and isinstance(batch, list) else batch)
             state.check_unchanged()
             return state, body([state], batch)
@@ -129,7 +129,7 @@ class TensorFlowBackend:
         )
 
         def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:
-            batch = conversions.to_tensors(batch)
+            batch = conversions.to_tensors(batch, states[0].recipe.policy.param)
             step.build_models(states, loss_fn, batch)
             for state in states:
                 state.check_unchanged()

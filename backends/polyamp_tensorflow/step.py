@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from polyamp import checks
 from polyamp.backend import Gradients, LossFunction, Skip, StepResult
+from polyamp.batches import check_has_rows
 from polyamp.errors import GradientError, LossError, ModelError, UnsupportedError
 from polyamp_tensorflow import replicas
 from polyamp_tensorflow.arrays import XP, at_least_float32, dense, dense_wide, is_floating, leaves, raw
@@ -124,6 +125,7 @@ def build_models(states: States, loss_fn: LossFunction, batch: Any) -> None:
         return
 
     def trace(batch: Any) -> None:
+        _check_rows(batch)
         loss_fn(_bound(states), batch)
 
     tf.function(trace, autograph=False).get_concrete_function(batch)
@@ -153,6 +155,7 @@ def differentiate(states: States, loss_fn: LossFunction, batch: Any, count: int)
     """Unscaled loss, aux and gradients over `count` micro-batches and all replicas. The states' variables end as they
     began, but for the random-number streams: they have moved on by `count` forward passes (S12), and only an error
     takes them back."""
+    _check_rows(batch)
     streams = [state.read_rng() for state in states]
     statistics = [state.read_statistics() for state in states]
 
@@ -178,6 +181,11 @@ def differentiate(states: States, loss_fn: LossFunction, batch: Any, count: int)
             unscaled[name] = tf.cast(divided, state.variables.parameters[name].dtype)
         found.append(Gradients(unscaled, mean(running)))
     return mean_loss, stacked(scaled.aux), found
+
+
+def _check_rows(batch: Any) -> None:
+    """Refuse an empty batch, when a shape is traced for the first time."""
+    check_has_rows(leaf.shape[0] for _, leaf in leaves(batch) if tf.is_tensor(leaf) and leaf.shape.rank)
 
 
 def _put_back(states: States, values: Sequence[Any]) -> None:

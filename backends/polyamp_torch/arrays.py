@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from polyamp.arrays import ArrayNamespace
+from polyamp.batches import check_has_rows, host_array
 from polyamp.trees import map_tree
 
 DTYPES: Final[dict[str, torch.dtype]] = {
@@ -75,15 +76,31 @@ def cast_tree(tree: Any, dtype: str, *, float64: bool = False) -> Any:
     return map_tree(lambda leaf: leaf.to(target) if is_castable(leaf, float64=float64) else leaf, tree)
 
 
-def to_device(tree: Any, device: torch.device) -> Any:
-    """A batch with NumPy leaves turned into tensors, and every tensor on `device`."""
+def to_device(tree: Any, device: torch.device, parameters: str) -> Any:
+    """A batch with NumPy leaves turned into tensors, and every tensor on `device`.
+
+    Args:
+        tree: the batch.
+        device: where to.
+        parameters: the policy's `param` dtype, which decides what becomes of NumPy's float64 (S26).
+
+    Raises:
+        BatchError: none of the arrays has a row.
+    """
+    lengths: list[int] = []
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind not in "OUSM":  # text and objects stay
-            return from_numpy(np.asarray(leaf)).to(device, non_blocking=True)
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+            leaf = from_numpy(np.asarray(host_array(leaf, parameters)))
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.dim():
+            lengths.append(leaf.size(0))  # a nested tensor has no shape
+        return leaf.to(device, non_blocking=True)
 
-    return map_tree(move, tree)
+    moved = map_tree(move, tree)
+    check_has_rows(lengths)
+    return moved
 
 
 def from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:

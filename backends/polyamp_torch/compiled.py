@@ -74,7 +74,8 @@ class CompiledStep:
         Raises:
             UnsupportedError: the model or `loss_fn` does something that cannot be compiled; says what to do.
         """
-        batches = micro_batches(to_device(batch, state.device), self._recipe.accumulate_steps)
+        recipe = self._recipe
+        batches = micro_batches(to_device(batch, state.device, recipe.policy.param), recipe.accumulate_steps)
         with Undisturbed() as quiet, state.turn:
             return self._stepped(state, batches, quiet)
 

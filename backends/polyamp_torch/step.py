@@ -65,7 +65,7 @@ class Scaled(NamedTuple):
 
 def train_step(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: Any) -> StepResult:
     """One step on one state, over `accumulate_steps` micro-batches (S8)."""
-    batches = micro_batches(to_device(batch, state.device), recipe.accumulate_steps)
+    batches = micro_batches(to_device(batch, state.device, recipe.policy.param), recipe.accumulate_steps)
     with Undisturbed() as quiet, state.turn:
         return _stepped(loss_fn, state, batches, quiet)
 
@@ -129,7 +129,7 @@ def value_and_grad(loss_fn: LossFunction, states: Sequence[TorchState], batch: A
 
     A parameter that several states share is in each of their `Gradients`, with the same tensor.
     """
-    batch = to_device(batch, states[0].device)
+    batch = to_device(batch, states[0].device, states[0].recipe.policy.param)
     with Undisturbed() as quiet, together([state.turn for state in states]):
         return _differentiated(loss_fn, states, batch, quiet)
 

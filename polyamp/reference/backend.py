@@ -22,6 +22,7 @@ from polyamp.backend import (
     StepResult,
     ValueAndGrad,
 )
+from polyamp.batches import check_has_rows, host_array
 from polyamp.errors import BatchError, GradientError, ModelError, UnsupportedError
 from polyamp.loss_scale import LossScaler, LossScaleState, update
 from polyamp.policy import Mode, Policy
@@ -32,7 +33,7 @@ from polyamp.reference.losses import ReferenceLosses
 from polyamp.reference.models import MLP
 from polyamp.reference.tensor import Tensor
 from polyamp.testing.harness import Harness
-from polyamp.trees import map_tree, map_trees, micro_batches
+from polyamp.trees import leaves, map_tree, map_trees, micro_batches
 
 
 class ReferenceState(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,7 +163,9 @@ class ReferenceBackend:
 
         def step(state: Any, batch: Any) -> tuple[Any, StepResult]:
             with np.errstate(all="ignore"):
-                loss, aux, grads = _accumulated(loss_fn, state, micro_batches(batch, recipe.accumulate_steps))
+                loss, aux, grads = _accumulated(
+                    loss_fn, state, micro_batches(_entered(batch, recipe), recipe.accumulate_steps)
+                )
                 (state,), (result,) = self.apply_gradients([state], [grads], "all")
             return state, result._replace(loss=loss, aux=aux)
 
@@ -172,6 +175,7 @@ class ReferenceBackend:
         checks.check_options(options, (), function="value_and_grad", backend=self.name)
 
         def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:
+            batch = _entered(batch, states[0].recipe)
             with np.errstate(all="ignore"):
                 loss, aux, scaled = _scaled_gradients(loss_fn, states, batch)
                 grads = [_unscaled(item, states[0]) for item in scaled]  # the loss was multiplied by the first's scale
@@ -231,6 +235,14 @@ class ReferenceBackend:
 
 
 BACKEND: Final[Backend] = ReferenceBackend()
+
+
+def _entered(batch: Any, recipe: Recipe) -> Any:
+    """The batch as it goes into a step: not empty (S24), and NumPy's float64 as float32 (S26)."""
+    arrays = [leaf for _, leaf in leaves(batch) if isinstance(leaf, (np.ndarray, np.generic))]
+    check_has_rows(leaf.shape[0] for leaf in arrays if leaf.ndim)
+    numbers = (np.ndarray, np.generic)
+    return map_tree(lambda x: host_array(x, recipe.policy.param) if isinstance(x, numbers) else x, batch)
 
 
 def _scaled_gradients(loss_fn: LossFunction, states: Sequence[Any], batch: Any) -> tuple[Any, Any, list[Gradients]]:

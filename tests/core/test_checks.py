@@ -20,7 +20,7 @@ from polyamp.trees import map_tree, micro_batches
 
 
 def test_an_empty_batch_cannot_be_split() -> None:
-    with pytest.raises(BatchError, match="Received length: 0"):
+    with pytest.raises(BatchError, match="batch is empty"):
         checks.micro_batch_size([("['x']", (0, 4))], 2)
 
 
