@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from polyamp.errors import PolyampError, RecipeError
-from polyamp.files import write_atomically
 from polyamp.loss_scale import LossScaler
 from polyamp.optimizers import SPECS, AdamW, OptimizerSpec, is_spec
 from polyamp.policy import Policy
@@ -145,6 +144,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             OSError: the folder is missing or full; the older file is intact.
         """
         from pathlib import Path
+
+        from polyamp.files import write_atomically
 
         path = Path(path)
         text = _format(path)[1](self)

@@ -103,7 +103,7 @@ def test_nothing_that_runs_ends_with_1_and_writes_no_picture(runner_returns: Any
 def test_options_reach_the_runner(runner_returns: Any, tmp_path: Path) -> None:
     calls = runner_returns(make_report())
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text('clip_norm = 2.0\n[optimizer]\ntype = "sgd"\nlearning_rate = 0.1\n')
+    recipe.write_text('policy = "float32"\nclip_norm = 2.0\n[optimizer]\ntype = "sgd"\nlearning_rate = 0.1\n')
     jmp = "params=float32,compute=bf16,output=f32"
     result = invoke("parity", recipe, "--backends", "torch, jax", "--policies", "fp16,bf16", "--policies", jmp,
                     "--steps", 7, "--python", "jax=/bin/sh", "--timeout", 5, "--out", tmp_path)  # fmt: skip
