@@ -20,6 +20,7 @@ from polyamp.policy import Policy
 from polyamp.process_setting import ProcessSetting
 from polyamp.trees import leaves
 from polyamp_torch.arrays import DTYPES, cast_tree
+from polyamp_torch.compiler import backward_as_eager
 from polyamp_torch.islands import DEVICE_TYPES, captured, device_types, islands, restored
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -130,6 +131,7 @@ def region(dtype: str, policy: Policy, device_type: str) -> Iterator[None]:
     with (
         torch.autocast(device_type, dtype=DTYPES[dtype], cache_enabled=False),
         islands(device_type, acting=policy.op_list == "polyamp"),
+        backward_as_eager(),
     ):
         yield
 

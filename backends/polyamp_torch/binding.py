@@ -23,6 +23,7 @@ from polyamp_torch.autocast import OPENED, carried, mixes, opened, region
 from polyamp_torch.casts import Casts
 from polyamp_torch.compiler import constant_when_compiled
 from polyamp_torch.islands import islands
+from polyamp_torch.paths import inner_paths
 
 Replace = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes the method that stands in a module's method's place."""
@@ -40,12 +41,14 @@ class BoundModule:
     _policy: Policy
 
     def __init__(self, module: nn.Module, policy: Policy, device: torch.device) -> None:
-        overrides = policy.resolve_overrides(module_paths(module)) if policy.overrides else {}
+        paths = inner_paths(module) if policy.overrides else {}
+        resolved = policy.resolve_overrides(list(paths)) if policy.overrides else {}
+        overrides = {paths[path]: dtype for path, dtype in resolved.items()}
         own: dict[str, Any] = {
             "_module": module,
             "_policy": policy,
             "_device": device,
-            "_overrides": overrides,
+            "_overrides": {paths[path]: path for path in resolved},
             "_installation": _Installation(module, policy, device.type, overrides),
             "_acting": any(mixes(dtype, policy) for dtype in (policy.compute, *overrides.values())),
         }
@@ -108,18 +111,13 @@ class BoundModule:
         Raises:
             UnsupportedError: names the first one.
         """
-        for path in self._overrides:
-            owner = self._module.get_submodule(path.replace("/", "."))
-            if path not in self._installation.called and any(p.requires_grad for p in owner.parameters(recurse=False)):
+        for place, path in self._overrides.items():
+            owner = self._module.get_submodule(place.replace("/", "."))
+            if place not in self._installation.called and any(p.requires_grad for p in owner.parameters(recurse=False)):
                 raise UnsupportedError(
                     f"overrides: the module {path!r} is never called as a module, so its dtype cannot be changed; the "
                     f"module around it uses its parameters directly. Override {path.rpartition('/')[0]!r} instead."
                 )
-
-
-def module_paths(module: nn.Module) -> list[str]:
-    """Paths of all submodules, `/`-separated; a shared one under each of its names."""
-    return [name.replace(".", "/") for name, _ in module.named_modules(remove_duplicate=False) if name]
 
 
 class _Installation:
@@ -151,6 +149,10 @@ class _Installation:
         if self.casts is None and not self.replaced:
             yield
             return
+        if self.casts is None and torch.compiler.is_compiling():
+            with self._traced():
+                yield
+            return
         with self.lock:
             if self.count == 0:
                 self._install()
@@ -164,6 +166,23 @@ class _Installation:
                 self.count -= 1
                 if self.count == 0:
                     self.undo.pop_all().close()
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        """The same for a compiler, which knows no locks: it sees what is put in and taken out, and leaves no trace."""
+        placed = []
+        for part, name, replace in self.replaced:
+            before = part.__dict__.get(name, part)
+            part.__dict__[name] = replace(getattr(part, name))
+            placed.append((part, name, before))
+        try:
+            yield
+        finally:
+            for part, name, before in reversed(placed):
+                if before is part:
+                    del part.__dict__[name]
+                else:
+                    part.__dict__[name] = before
 
     def _install(self) -> None:
         with contextlib.ExitStack() as stack:

@@ -1,12 +1,17 @@
 """What `torch.compile` is told about functions, without importing it: `import torch._dynamo` takes two seconds.
 
-Called by `op_lists`, `binding` and `functions`.
+Called by `op_lists`, `binding`, `functions`, `autocast` and `islands`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
+
+import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -18,3 +23,39 @@ def constant_when_compiled(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function takes any attribute
     return function
+
+
+class _BackwardAsEager:
+    """A block in which what is compiled gets the backward pass that eager code has: outside the region.
+
+    The compiler traces the backward pass with the forward one and, unless told otherwise, under the same autocast: a
+    float32 island inside a 16-bit region would have 16-bit products in its gradient. torch's setting for that is
+    thread-local (in 2.7 it is the process's), and is what it was behind the block.
+    """
+
+    def __enter__(self) -> None:
+        self.revert: Callable[[], None] = _patcher()()
+
+    def __exit__(self, *_: object) -> None:
+        self.revert()
+
+
+@functools.cache
+def _patcher() -> Callable[[], Callable[[], None]]:
+    from torch._functorch import config  # loaded with the compiler
+
+    if not hasattr(config, "backward_pass_autocast"):  # torch before 2.7
+        return lambda: lambda: None
+    make: Any = config._make_closure_patcher  # type: ignore[attr-defined]  # a method that torch gives its module
+    patcher: Callable[[], Callable[[], None]] = make(backward_pass_autocast="off")  # noqa: S106  # a pass, no password
+    return patcher
+
+
+NOTHING: Final = contextlib.nullcontext()
+
+
+def backward_as_eager() -> contextlib.AbstractContextManager[None]:
+    """A block in which a compiled function's backward pass is that of eager code; free while there is no compiler."""
+    if torch.compiler.is_compiling() or "torch._dynamo" not in sys.modules:
+        return NOTHING
+    return _BackwardAsEager()

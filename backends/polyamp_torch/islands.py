@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from polyamp_torch import checkpointing
+from polyamp_torch.compiler import NOTHING, backward_as_eager
 from polyamp_torch.gathers import gathered, source
 from polyamp_torch.op_lists import BACKWARD, ENTERED, Rule, cuda_rule, rule, without_dispatch
 from polyamp_torch.products import classified
@@ -224,10 +225,12 @@ class Captured(NamedTuple):
     Attributes:
         regions: the state on each device type that this machine has.
         cache: whether torch's weight cache is on.
+        ours: whether islands act anywhere, so that the region is polyamp's.
     """
 
     regions: tuple[Region, ...]
     cache: bool
+    ours: bool
 
 
 @functools.cache
@@ -243,19 +246,20 @@ def captured(kinds: tuple[str, ...] | None = None) -> Captured:
         mode = current(kind)
         acting = mode is not None and mode.acting
         regions.append(Region(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), acting))
-    return Captured(tuple(regions), torch.is_autocast_cache_enabled())
+    return Captured(tuple(regions), torch.is_autocast_cache_enabled(), any(region.islands for region in regions))
 
 
 @contextlib.contextmanager
 def restored(state: Captured) -> Iterator[None]:
     """A block under a captured state, in any thread."""
     if not state.regions:
-        yield
+        with backward_as_eager() if state.ours else NOTHING:
+            yield
         return
     first, *others = state.regions
     with (
         torch.autocast(first.device_type, dtype=first.dtype, enabled=first.enabled, cache_enabled=state.cache),
         islands(first.device_type, acting=first.islands),
-        restored(Captured(tuple(others), state.cache)),
+        restored(state._replace(regions=tuple(others))),
     ):
         yield
