@@ -244,7 +244,7 @@ def test_trap_parallel_apply_carries_enabled_and_no_dtype() -> None:
 
 
 @pytest.mark.usefixtures("parallel_cpu")
-@pytest.mark.parametrize("overrides", [{}, {"module/second": "float32"}])
+@pytest.mark.parametrize("overrides", [{}, {"second": "float32"}])
 def test_data_parallel_runs_under_the_policy(overrides: dict[str, str]) -> None:
     policy = FLOAT16.replace(overrides=overrides)
     alone = Model()
