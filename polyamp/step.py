@@ -5,6 +5,7 @@ They find the backend and keep the books that need the host: one recipe per stat
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
 from typing import Any, Final
@@ -38,7 +39,10 @@ def init(model: Any, recipe: Recipe, *, backend: str | None = None, **options: A
 
 
 class TrainStep:
-    """A training step: `state, result = step(state, batch)`; see `train_step`."""
+    """A training step: `state, result = step(state, batch)`; see `train_step`.
+
+    It can be pickled and copied at any time, if `loss_fn` can; a copy compiles anew at its first call.
+    """
 
     def __init__(self, loss_fn: LossFunction, recipe: Recipe, options: dict[str, Any]) -> None:
         self.loss_fn: Final = loss_fn
@@ -50,6 +54,17 @@ class TrainStep:
 
     def __repr__(self) -> str:
         return f"TrainStep(loss_fn={getattr(self.loss_fn, '__name__', self.loss_fn)!r}, recipe={self.recipe!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle or a copy holds: not what was compiled, which belongs to this process and this object."""
+        return {**self.__dict__, "_run": {}, "_accepted": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
+        """A copy for the same states: it shares the recipe, which is frozen and may hold the states' own optimizer."""
+        memo.setdefault(id(self.recipe), self.recipe)
+        made = TrainStep.__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return made
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, StepResult]:
         """One step: scaled loss, gradients, finite flag, clip, optimizer, scale adjustment (S6 to S15)."""

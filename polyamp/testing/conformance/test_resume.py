@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 import warnings
@@ -182,3 +184,22 @@ def test_s22_a_native_optimizers_changed_rate_is_said(backend: Backend, harness:
     other = polyamp.restore(other, tmp_path / "checkpoint", on_change="accept")
     state, made_again = fresh(0.5)
     assert np.array_equal(flat(harness, stepped(other, made)), flat(harness, stepped(state, made_again)))
+
+
+def test_s22_a_step_is_pickled_and_copied_after_its_first_call(backend: Backend, harness: Harness) -> None:
+    """What it has compiled stays behind; the copies go on where it is."""
+    made = recipe("mixed_float16", optimizer=polyamp.adam(0.1), accumulate_steps=2)
+    step = polyamp.train_step(loss_fn, made)
+    state, _ = step(polyamp.init(harness.mlp(layers()), made), batch(0))
+    unpickled = pickle.loads(pickle.dumps(step))  # noqa: S301  # its own bytes
+    copies = [unpickled, copy.deepcopy(step), copy.copy(step), step]
+    ends = []
+    for each in copies:
+        other = polyamp.init(harness.mlp(layers()), made)
+        for seed in range(3):
+            other, _ = each(other, batch(seed))
+        ends.append(flat(harness, other))
+    assert all(np.array_equal(end, ends[0]) for end in ends)
+    assert not np.array_equal(ends[0], flat(harness, state))
+    assert [each.recipe for each in copies] == [made] * 4
+    assert copies[1].recipe is made

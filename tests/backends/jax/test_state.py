@@ -289,3 +289,13 @@ def test_s22_what_an_optax_optimizer_closes_over_is_compared(tmp_path: Path, old
     restored = polyamp.restore(fresh(new), tmp_path / "checkpoint", on_change="accept")
     hyperparams = getattr(restored.opt_state, "hyperparams", {"learning_rate": 0.5})
     assert float(hyperparams["learning_rate"]) == 0.5, "what inject_hyperparams keeps in the state is the code's too"
+
+
+def test_saving_a_donated_state_says_so(tmp_path: Path, make_kind: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
+    state = polyamp.init(make_kind("linen").model, recipe())
+    polyamp.train_step(loss_fn, recipe(), donate=False)(state, batch())
+    polyamp.save(state, tmp_path / "kept")
+    polyamp.train_step(loss_fn, recipe())(state, batch())
+    with pytest.raises(polyamp.CheckpointError, match=r"was donated to a step.* the step returned.* donate=False"):
+        polyamp.save(state, tmp_path / "gone")
+    assert not (tmp_path / "gone").exists()
