@@ -46,6 +46,10 @@ class GradientError(PolyampError, ValueError):
     """Gradients do not fit the state: one is missing, has another shape, or is not floating."""
 
 
+class StateError(PolyampError, RuntimeError):
+    """A state can no longer be used: a step consumed its arrays."""
+
+
 class UnsupportedError(PolyampError, NotImplementedError):
     """What was asked for cannot be honoured by this backend or device; raised before the first step."""
 

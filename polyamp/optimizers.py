@@ -54,6 +54,11 @@ class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
         rate = self.learning_rate
         return rate(count, xp) if callable(rate) else xp.asarray(rate, count * 1.0)
 
+    def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> dict[str, Any]:
+        """What the formula takes from the number of the update, by name: scalars, or vectors if `count` is the vector
+        of the parameters' numbers. `update` makes them itself; a backend may make those of all parameters at once."""
+        return {}
+
     def update(
         self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any
     ) -> tuple[Any, Slots]:
@@ -65,7 +70,8 @@ class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
             grad: its gradient, float32, same shape.
             slots: this spec's state arrays for the parameter.
             rate: learning rate, float32 scalar.
-            count: number of this update, starting at 1, as a float32 scalar.
+            count: number of this update of this parameter (S23), starting at 1, as a float32 scalar; or the
+                `corrections` made from it.
 
         Returns:
             The new parameter and the new slots.
@@ -119,6 +125,11 @@ class _AdamFormula(_Spec, frozen=True):
     def slots(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
+    def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> dict[str, Any]:
+        beta1, beta2 = self.betas
+        root = xp.sqrt(_one_minus_power(beta2, count, xp))
+        return {"root": root, "rate": rate / _one_minus_power(beta1, count, xp)}
+
     def update(
         self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any
     ) -> tuple[Any, Slots]:
@@ -129,8 +140,9 @@ class _AdamFormula(_Spec, frozen=True):
             grad = grad + self.weight_decay * param
         mean = beta1 * slots["exp_avg"] + (1.0 - beta1) * grad
         square = beta2 * slots["exp_avg_sq"] + (1.0 - beta2) * (grad * grad)
-        root = xp.sqrt(square) / xp.sqrt(_one_minus_power(beta2, count, xp)) + self.eps
-        param = param - (rate / _one_minus_power(beta1, count, xp)) * (mean / root)
+        corrected = count if isinstance(count, dict) else self.corrections(xp, rate, count)
+        root = xp.sqrt(square) / corrected["root"] + self.eps
+        param = param - corrected["rate"] * (mean / root)
         return param, {"exp_avg": mean, "exp_avg_sq": square}
 
 
@@ -209,13 +221,16 @@ class Adagrad(_Spec, frozen=True, tag="adagrad"):
     def initial(self, slot: str) -> float:
         return self.initial_accumulator_value
 
+    def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> dict[str, Any]:
+        return {"rate": rate / (1.0 + (count - 1.0) * self.lr_decay)}
+
     def update(
         self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any
     ) -> tuple[Any, Slots]:
         if self.weight_decay:
             grad = grad + self.weight_decay * param
         total = slots["sum"] + grad * grad
-        rate = rate / (1.0 + (count - 1.0) * self.lr_decay)
+        rate = (count if isinstance(count, dict) else self.corrections(xp, rate, count))["rate"]
         return param - rate * (grad / (xp.sqrt(total) + self.eps)), {"sum": total}
 
 

@@ -21,13 +21,14 @@ from polyamp_jax.autocast import autocast, explain, keep_precision
 from polyamp_jax.backend import BACKEND, JaxBackend
 from polyamp_jax.loss_scale import scaled_value_and_grad
 from polyamp_jax.op_rules import register_rule
-from polyamp_jax.state import JaxState
+from polyamp_jax.state import JaxState, continue_streams
 
 __all__ = [
     "BACKEND",
     "JaxBackend",
     "JaxState",
     "autocast",
+    "continue_streams",
     "explain",
     "keep_precision",
     "register_rule",

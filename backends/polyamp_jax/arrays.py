@@ -102,6 +102,11 @@ def fresh(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
+def made_first(tree: Any) -> Any:
+    """A pytree as arrays of their own, that what comes after takes as they are: XLA fuses nothing across."""
+    return jax.lax.optimization_barrier(tree)  # type: ignore[no-untyped-call]  # JAX does not annotate it
+
+
 def to_numpy(array: Any) -> np.ndarray[Any, Any]:
     """A copy on the host; of PRNG keys their data."""
     return np.array(jax.random.key_data(array) if is_key(array) else array)

@@ -29,7 +29,7 @@ from polyamp.policy import Mode, Policy
 from polyamp.recipe import Recipe
 from polyamp.report import CastingReport
 from polyamp.testing.harness import Harness
-from polyamp_jax import resuming
+from polyamp_jax import calls, resuming
 from polyamp_jax import state as states_
 from polyamp_jax import step as steps
 from polyamp_jax.arrays import XP, cast, check_policy, dtype_name, named_leaves, to_numpy
@@ -113,7 +113,9 @@ class JaxBackend:
             model: see `polyamp_jax.models.ACCEPTED`. Its arrays are copied.
             recipe: the recipe.
             **options: `rngs`, the seeds or keys of the model's random streams: by name for linen and for functions
-                (as keyword arguments), a single one for haiku (`rng`) and equinox (`key`); nnx has its own.
+                (as keyword arguments), a single one for haiku (`rng`) and equinox (`key`). An nnx module moves its
+                own streams on; one that takes them (`__call__(x, rngs)`) is passed those of `rngs`, seeds by name or an
+                `nnx.Rngs`: call `model(x)` in `loss_fn`.
                 `axis_name`: map an equinox module over the batch axis.
         """
         checks.check_options(options, ("rngs", "axis_name"), function="init", backend=self.name)
@@ -129,39 +131,30 @@ class JaxBackend:
             loss_fn: the loss.
             recipe: the recipe.
             **options: `compile` (True): wrap in `jax.jit`. `donate` (True): the step consumes the state it is given,
-                so that new arrays take the place of the old; False keeps both.
+                so that new arrays take the place of the old; False keeps both, also when a step is interrupted.
         """
         checks.check_options(options, ("compile", "donate"), function="train_step", backend=self.name)
-
-        def step(state: Any, batch: Any) -> tuple[Any, StepResult]:
-            loss, aux, gradients = steps.accumulated(loss_fn, state, batch)
-            (state,), (result,) = steps.applied([state], [gradients], "all")
-            return state, result._replace(loss=loss, aux=aux)
-
-        if not options.get("compile", True):
-            return step
-        return jax.jit(step, donate_argnums=(0,) if options.get("donate", True) else ())
+        return calls.Step(loss_fn, compiled=options.get("compile", True), donate=options.get("donate", True))
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
-        """The first half; `compile=False` leaves it to the caller's own `jax.jit`."""
+        """The first half; `compile=False` leaves it to the caller's own `jax.jit`.
+
+        The n-th call on one state draws the masks of the n-th micro-batch of a window (S12). Across calls of a
+        function of your own that is compiled, see `polyamp_jax.continue_streams`.
+        """
         checks.check_options(options, ("compile",), function="value_and_grad", backend=self.name)
-
-        def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:
-            return steps.separate(loss_fn, states, batch)
-
-        return jax.jit(run) if options.get("compile", True) else run
+        return calls.value_and_grad(loss_fn, compiled=options.get("compile", True))
 
     def apply_gradients(
         self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip
     ) -> tuple[list[Any], list[StepResult]]:
-        new_states, results = _applied(list(states), list(grads), skip)
-        return new_states, results
+        return calls.apply_gradients(states, grads, skip)
 
     def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
         return list(named_leaves(gradients.values).items())
 
     def export_state(self, state: Any) -> dict[str, np.ndarray[Any, Any]]:
-        return states_.export(state)
+        return calls.export(state)
 
     def import_state(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> states_.JaxState:
         return states_.replaced(state, arrays)
@@ -179,8 +172,6 @@ class JaxBackend:
 
 
 BACKEND: Final[Backend] = JaxBackend()
-
-_applied = jax.jit(steps.applied, static_argnums=2)
 
 
 @jax.jit

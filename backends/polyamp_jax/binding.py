@@ -20,6 +20,7 @@ from polyamp_jax.arrays import cast_arguments, is_key, matmul_precision, named_l
 from polyamp_jax.evaluation import evaluate, settings_for
 from polyamp_jax.interpreter import interprets, mixes
 from polyamp_jax.models import Adapter, Casts, FunctionAdapter, Keys, Opaque, Running, adapt
+from polyamp_jax.nnx_arguments import Taken, put_in, take_out
 from polyamp_jax.reporting import Recorder
 from polyamp_jax.staging import settled
 
@@ -76,28 +77,57 @@ class BoundModel:
         policy = self._policy
         keys = {name: jax.random.fold_in(key, self._calls) for name, key in self._keys.items()}
         self._calls += 1
+        args, kwargs, taken = take_out(args, kwargs)
+        arrays = None if taken is None else taken.arrays
         with matmul_precision(policy), settled():
             if not mixes(policy) or not interprets(policy):
-                args, kwargs = cast_arguments((args, kwargs), policy.compute, float64=policy.casts_float64)
-            run = self._autocast if interprets(policy) else self._cast
-            output, running = run(keys, args, kwargs)
+                args, kwargs, arrays = cast_arguments(
+                    (args, kwargs, arrays), policy.compute, float64=policy.casts_float64
+                )
+            if interprets(policy):
+                output, running, changed = self._autocast(taken, keys, args, kwargs, arrays)
+            else:
+                casts = Casts(policy, _module_dtypes(self._params, self._adapter, policy))
+                output, running, changed = self._called(
+                    casts, taken, self._params, self.running, keys, args, kwargs, arrays
+                )
             self.running = conform(running, self.running, what="the model's running state")
-            return cast_arguments(output, policy.output, float64=policy.casts_float64)
+            output = cast_arguments(output, policy.output, float64=policy.casts_float64)
+        if taken is not None:
+            taken.put_back(changed)
+        return output
 
-    def _cast(self, keys: Keys, args: Any, kwargs: Any) -> tuple[Any, Running]:
-        casts = Casts(self._policy, _module_dtypes(self._params, self._adapter, self._policy))
-        return self._adapter.call(self._params, self.running, keys, casts, args, kwargs)
+    def _called(
+        self,
+        casts: Casts,
+        taken: Taken | None,
+        params: Any,
+        running: Running,
+        keys: Keys,
+        args: Any,
+        kwargs: Any,
+        arrays: Any,
+    ) -> tuple[Any, Running, Any]:
+        """The call itself: output, running state, and what it changed in nnx objects among its arguments."""
+        if taken is None:
+            return *self._adapter.call(params, running, keys, casts, args, kwargs), None
+        objects = taken.anew(arrays)
+        args, kwargs = put_in(args, kwargs, objects)
+        output, running = self._adapter.call(params, running, keys, casts, args, kwargs)
+        return output, running, taken.changed(objects, arrays)
 
-    def _autocast(self, keys: Keys, args: Any, kwargs: Any) -> tuple[Any, Running]:
+    def _autocast(
+        self, taken: Taken | None, keys: Keys, args: Any, kwargs: Any, arrays: Any
+    ) -> tuple[Any, Running, Any]:
         casts = Casts(self._policy, scoped=True)
 
-        def run(params: Any, running: Running, keys: Keys, args: Any, kwargs: Any) -> tuple[Any, Running]:
-            return self._adapter.call(params, running, keys, casts, args, dict(kwargs))
+        def run(params: Any, running: Running, keys: Keys, args: Any, kwargs: Any, arrays: Any) -> Any:
+            return self._called(casts, taken, params, running, keys, args, dict(kwargs), arrays)
 
-        made: tuple[Any, Running] = evaluate(
+        made: tuple[Any, Running, Any] = evaluate(
             settings_for(self._policy, self._strict),
             run,
-            (self._params, self.running, keys, args, kwargs),
+            (self._params, self.running, keys, args, kwargs, arrays),
             {},
             modules=None if isinstance(self._adapter, FunctionAdapter) else lambda: casts.paths,
             parameters=self._params,

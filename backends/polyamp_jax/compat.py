@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import jax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend import core as extend_core
 from jax.extend import linear_util, source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.extend.core.primitives import add_p
@@ -215,6 +216,23 @@ def shard_map(function: Callable[..., Any], eqn: JaxprEqn) -> Callable[..., Any]
         check_vma=params["check_vma"],
     )
     return mapped
+
+
+def mapped_axes() -> tuple[Any, ...]:
+    """Names of the axes of `shard_map` and `pmap` around what is being traced; those of `vmap` are none.
+
+    Before jax 0.8, where pmap is not made of shard_map, the named axes of vmap are among them: JAX tells no difference.
+    """
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if not axes and not getattr(jax.config, "jax_pmap_shmap_merge", jax.__version_info__ >= (0, 8)):
+        axes = tuple(getattr(jax.core, "unsafe_get_axis_names_DO_NOT_USE", tuple)())
+    return axes
+
+
+def trace_state() -> Any:
+    """What is being traced now; equal for two calls in one trace."""
+    module: Any = extend_core if hasattr(extend_core, "get_opaque_trace_state") else jax.core
+    return module.get_opaque_trace_state(convention="flax")
 
 
 def map_axes(eqn: JaxprEqn) -> list[tuple[Any, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -72,9 +73,13 @@ def _interceptor(casts: Casts) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class NnxAdapter:
-    """An nnx module: `nnx.Param` is trained, `nnx.RngState` moves on, every other variable runs with the step."""
+    """An nnx module: `nnx.Param` is trained, `nnx.RngState` moves on, every other variable runs with the step.
+
+    Streams given to `init` are passed as `rngs=`, unless the caller passes some.
+    """
 
     graphdef: Opaque
+    takes_rngs: bool = False
     stream: str | None = "default"
     pinned: frozenset[str] = frozenset()
 
@@ -83,13 +88,14 @@ class NnxAdapter:
     ) -> tuple[Any, Running]:
         model = self.join(params, running)
         if casts.active:
-            for keys, module in _modules(model):
-                path = "/".join(map(str, keys))
+            for segments, module in _modules(model):
+                path = "/".join(map(str, segments))
                 casts.expect([path])
                 set_class(module, path, casts)
+        given = {"rngs": nnx.Rngs(**keys)} if keys and not _bound("rngs", model, args, kwargs) else {}
         with calling(casts):
-            output = model(*args, **kwargs)
-        return output, _split(model)[2]
+            output = model(*args, **given, **kwargs)
+        return output, _split(model)[2]._replace(draws=running.draws)
 
     def join(self, params: Any, running: Running) -> Any:
         return nnx.merge(self.graphdef.value, params, running.streams, running.statistics)
@@ -98,13 +104,28 @@ class NnxAdapter:
         nnx.update(model, running.streams, running.statistics)
 
     def check_streams(self, names: Collection[str]) -> None:
-        raise UnsupportedError("rngs= is for other libraries: an nnx module holds its own nnx.Rngs. Drop rngs=.")
+        if not self.takes_rngs:
+            raise UnsupportedError(
+                "rngs= is passed on as the keyword argument rngs of the nnx module, whose __call__ takes none: it "
+                "holds its own nnx.Rngs. Drop rngs=, or let __call__ take rngs."
+            )
 
 
 def adapt_nnx(model: Any) -> Parts:
     """The parts of an nnx module."""
     graphdef, params, running = _split(model)
-    return Parts(NnxAdapter(Opaque(graphdef)), params, running)
+    return Parts(NnxAdapter(Opaque(graphdef), _takes_rngs(model)), params, running)
+
+
+def _takes_rngs(model: Any) -> bool:
+    parameters = inspect.signature(type(model).__call__).parameters.values()
+    return any(p.name == "rngs" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def _bound(name: str, model: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the caller gives the argument, by position too."""
+    given = inspect.signature(type(model).__call__).bind_partial(model, *args, **kwargs).arguments
+    return name in given or name in kwargs
 
 
 def _modules(model: Any) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from polyamp.errors import LossScaleError
 from polyamp.loss_scale import LossScaler, LossScaleState
-from polyamp_jax.step import unscaled_leaf
+from polyamp_jax.step import check_axes, unscaled_leaf
 
 
 def scaled_value_and_grad(
@@ -29,11 +30,14 @@ def scaled_value_and_grad(
     Returns:
         A function `(scale_state, *args, **kwargs) -> (value, grads, finite)`: `value` is what `fun` returned, the loss
         in float32; `grads` those of the unscaled loss; `finite` a boolean scalar, which `scaler.update` takes (True,
-        untested, where the scaler makes no test). It runs under `jax.jit`, `vmap` and `scan`.
+        untested, where the scaler makes no test). An argument that the loss does not depend on has a gradient of
+        zeros, as from `jax.grad`. It runs under `jax.jit`, `vmap` and `scan`; its signature is that of `fun` behind
+        `scale_state`, so that `jax.jit(graded, donate_argnames=...)` finds the arguments by name.
 
     Raises (from the returned function):
         LossScaleError: the first argument is not a `LossScaleState`.
         LossError: the loss is not a floating scalar.
+        UnsupportedError: it is called inside `shard_map` or `pmap`.
 
     Example:
         >>> import jax.numpy as jnp, polyamp
@@ -54,6 +58,7 @@ def scaled_value_and_grad(
                 "the first argument of a function made by scaled_value_and_grad is the loss-scale state, made by "
                 f"scaler.init('jax'); the others are those of the loss. Received: {type(scale_state).__name__}."
             )
+        check_axes("scaled_value_and_grad")
 
         @functools.wraps(fun)
         def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
@@ -67,4 +72,21 @@ def scaled_value_and_grad(
             grads, finite = jax.tree.map(lambda grad: unscaled_leaf(grad, None), grads), jnp.asarray(True)
         return ((loss, aux) if has_aux else loss), grads, finite
 
+    shown: Any = call
+    try:
+        shown.__signature__ = _behind_scale_state(inspect.signature(fun))
+    except ValueError:  # a builtin has none, and what `wraps` left would be looked up there
+        del shown.__wrapped__
     return call
+
+
+def _behind_scale_state(signature: inspect.Signature) -> inspect.Signature:
+    """The signature with the scale state in front; JAX finds the arguments that it donates by name."""
+    parameters = list(signature.parameters.values())
+    named = "scale_state" not in signature.parameters and all(
+        parameter.kind is not inspect.Parameter.POSITIONAL_ONLY for parameter in parameters
+    )
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if named else inspect.Parameter.POSITIONAL_ONLY
+    name = "scale_state" if "scale_state" not in signature.parameters else "loss_scale_state"
+    first = inspect.Parameter(name, kind, annotation=LossScaleState)
+    return signature.replace(parameters=[first, *parameters], return_annotation=inspect.Signature.empty)

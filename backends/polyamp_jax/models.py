@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from polyamp.errors import ModelError, PolicyError, UnsupportedError
 from polyamp.policy import Policy
@@ -35,10 +36,13 @@ class Running(NamedTuple):
         statistics: running statistics and other buffers; dropped when a step is skipped (S12).
         streams: the random-number state that the model keeps itself (nnx); it moves on at skipped steps too, or a
             dropout mask that overflows would come back for ever.
+        draws: passes made since the last update was tried, int32 scalar; the keys given to `init` are folded with it,
+            so that every micro-batch and every call of `value_and_grad` has masks of its own (S12).
     """
 
     statistics: Any
     streams: Any
+    draws: Any = np.int32(0)
 
 
 class Casts:
@@ -263,13 +267,16 @@ def random_keys(rngs: Any, adapter: Adapter) -> dict[str, jax.Array]:
     """The base keys of a model's random streams, from what the user gave as `rngs`.
 
     Args:
-        rngs: None, a mapping from stream name to seed or key, or a bare seed or key where the adapter names it.
+        rngs: None, a mapping from stream name to seed or key, an `nnx.Rngs`, or a bare seed or key where the adapter
+            names it.
 
     Raises:
         UnsupportedError: something else.
     """
     if rngs is None:
         return {}
+    if _isinstance(rngs, "flax.nnx", "Rngs"):  # the keys that its streams would give next; it stays as it is
+        rngs = {name: jax.random.fold_in(stream.key[...], stream.count[...]) for name, stream in rngs.items()}
     if not isinstance(rngs, Mapping):
         if adapter.stream is None:
             raise UnsupportedError(

@@ -9,21 +9,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from polyamp import checks
-from polyamp.backend import Backend
+from polyamp.backend import Backend, Gradients
 from polyamp.errors import CheckpointError
 from polyamp.loss_scale import LossScaleState
 from polyamp.recipe import Recipe
+from polyamp_jax import compat
 from polyamp_jax.arrays import dtype_name, fresh, is_key, named_leaves, to_numpy
 from polyamp_jax.binding import Plan, check_overrides
 from polyamp_jax.models import Parts, Running
-from polyamp_jax.optimizers import transformation, widened
+from polyamp_jax.optimizers import lagging, transformation, widened
 
 
 @functools.partial(
@@ -52,6 +53,34 @@ class JaxState:
     rngs: dict[str, jax.Array]
     step: Any
     plan: Plan
+
+    lagging: ClassVar[frozenset[int] | None] = None
+    """Parameters known to have missed an update (S23), by number; None where it is not known, as inside a trace. It
+    is no part of the pytree: `knowing` sets it on one object."""
+
+    def knowing(self, lagging: frozenset[int] | None) -> JaxState:
+        """This very state, with `lagging` known."""
+        object.__setattr__(self, "lagging", lagging)
+        return self
+
+    _moved: ClassVar[Running | None] = None
+    """Where the last call of `value_and_grad` on this very object left the streams."""
+    _traced: ClassVar[tuple[Any, Running] | None] = None
+    """The same of the last call inside a trace, which only counts in that trace."""
+
+    def note(self, running: Running) -> None:
+        """Remember how far the streams have come, for the next call on this object (S12)."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((running.streams, running.draws))):
+            object.__setattr__(self, "_traced", (compat.trace_state(), running))
+        else:
+            object.__setattr__(self, "_moved", running)
+
+    def continued(self) -> JaxState:
+        """The state with its streams where the last call on it left them; itself, if there was none."""
+        moved = self._moved
+        if self._traced is not None and self._traced[0] == compat.trace_state():
+            moved = self._traced[1]
+        return self if moved is None else with_streams(self, moved)
 
     @property
     def backend(self) -> Backend:
@@ -85,6 +114,42 @@ class JaxState:
         )
 
 
+def with_streams(state: JaxState, running: Running) -> JaxState:
+    """A state with the random streams of `running`, and all else its own."""
+    own = state.running._replace(streams=running.streams, draws=running.draws)
+    return dataclasses.replace(state, running=own).knowing(state.lagging)
+
+
+def continue_streams(state: JaxState, gradients: Gradients) -> JaxState:
+    """The state with its random streams where the call of `value_and_grad` that made `gradients` left them.
+
+    Two calls of `value_and_grad` on one state draw two masks by themselves, also inside one `jax.jit`. A function
+    that is compiled once and called again, or the body of a `jax.lax.scan`, knows of its arguments alone: there the
+    streams have to go in and come out.
+
+    Args:
+        state: the state that `value_and_grad` was called with.
+        gradients: what the call returned.
+
+    Returns:
+        A state that differs in its streams alone, with the structure of `state`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, polyamp
+        >>> def apply_fn(params, x, rng):
+        ...     return params["w"] * x * jax.random.bernoulli(rng, 0.5, x.shape)
+        >>> recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1))
+        >>> state = polyamp.init((apply_fn, {"w": jnp.ones(())}), recipe, rngs=0)
+        >>> half = jax.jit(polyamp.value_and_grad(lambda model, x: model(x).sum()))
+        >>> _, first = half(state, jnp.ones(64))
+        >>> _, again = half(state, jnp.ones(64))
+        >>> _, second = half(continue_streams(state, first), jnp.ones(64))
+        >>> (first.values["w"] == again.values["w"]).item(), (first.values["w"] == second.values["w"]).item()
+        (True, False)
+    """
+    return with_streams(state, gradients.running)
+
+
 def create(parts: Parts, recipe: Recipe, rngs: dict[str, jax.Array], scale_state: LossScaleState) -> JaxState:
     """A fresh state; every array is copied, so that donating it never deletes the user's.
 
@@ -104,7 +169,7 @@ def create(parts: Parts, recipe: Recipe, rngs: dict[str, jax.Array], scale_state
         step=jnp.array(0, jnp.int32),
         plan=Plan(parts.adapter, recipe),
     )
-    return _settled(state, next(iter(jax.tree.leaves(params))))
+    return _settled(state, next(iter(jax.tree.leaves(params)))).knowing(frozenset())
 
 
 def export(state: JaxState) -> dict[str, np.ndarray[Any, Any]]:
@@ -134,10 +199,10 @@ def replaced(state: JaxState, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Jax
         params=new["model"],
         opt_state=new["optimizer"],
         scale_state=new["loss_scale"],
-        running=Running(new["running"], new["rng"]["model"]),
+        running=Running(new["running"], new["rng"]["model"], new["rng"]["draws"]),
         rngs=new["rng"]["given"],
         step=new["step"],
-    )
+    ).knowing(lagging(new["optimizer"]))
 
 
 def _tree(state: JaxState) -> dict[str, Any]:
@@ -147,7 +212,7 @@ def _tree(state: JaxState) -> dict[str, Any]:
         "optimizer": state.opt_state,
         "loss_scale": state.scale_state,
         "running": state.running.statistics,
-        "rng": {"model": state.running.streams, "given": state.rngs},
+        "rng": {"model": state.running.streams, "given": state.rngs, "draws": state.running.draws},
         "step": state.step,
     }
 

@@ -13,16 +13,19 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from polyamp import checks
 from polyamp.backend import Gradients, LossFunction, Skip, StepResult
 from polyamp.batches import check_has_rows
-from polyamp.errors import GradientError
+from polyamp.errors import GradientError, LossError, TraceError, UnsupportedError
 from polyamp.loss_scale import update
+from polyamp_jax import compat
 from polyamp_jax.arrays import XP, dtype_name, is_array, is_key, matmul_precision, named_leaves, path_name
 from polyamp_jax.binding import BoundModel, compute_params, conform
+from polyamp_jax.dependence import gradients_made
 from polyamp_jax.models import Keys, Running
-from polyamp_jax.optimizers import transformation, widened
+from polyamp_jax.optimizers import like, updated, widened
 from polyamp_jax.state import JaxState
 
 _SMALL: Final = 2**14  # elements; on a 2-core CPU a pass of its own costs more than copying so few
@@ -34,7 +37,8 @@ class Pass(NamedTuple):
     Attributes:
         loss: unscaled loss, float32 scalar.
         aux: what `loss_fn` returned beside it.
-        values: per model, gradients of the scaled loss in the dtypes of the computation.
+        values: per model, gradients of the scaled loss in the dtypes of the computation; None for a parameter on which
+            the loss does not depend (S23).
         running: per model, its running state afterwards.
     """
 
@@ -46,7 +50,8 @@ class Pass(NamedTuple):
 
 def separate(loss_fn: LossFunction, states: Sequence[JaxState], batch: Any) -> tuple[Any, list[Gradients]]:
     """The first half for one or several states: what `loss_fn` returned, and unscaled gradients (S6, S7)."""
-    done = _differentiated(loss_fn, states, [_compute(s) for s in states], [s.running for s in states], 0, batch)
+    check_axes("value_and_grad")
+    done = _differentiated(loss_fn, states, [_compute(s) for s in states], [s.running for s in states], batch)
     scale = _scale(states[0])
     gradients = [
         Gradients(_unscaled(values, scale, state.params), running)
@@ -60,21 +65,24 @@ def accumulated(loss_fn: LossFunction, state: JaxState, batch: Any) -> tuple[Any
 
     In cast mode the parameters are cast once for all micro-batches; running state flows from one to the next.
     """
+    check_axes("train_step")
     count = state.recipe.accumulate_steps
     if count == 1:
         value, (gradients,) = separate(loss_fn, [state], batch)
         return *(value if isinstance(value, tuple) else (value, None)), gradients
     params = _compute(state)
+    idle: list[Any] = []  # what no micro-batch depends on: they are one program
 
-    def one(carry: tuple[Running, Any], item: tuple[Any, Any]) -> tuple[tuple[Running, Any], tuple[Any, Any]]:
+    def one(carry: tuple[Running, Any], part: Any) -> tuple[tuple[Running, Any], tuple[Any, Any]]:
         running, total = carry
-        done = _differentiated(loss_fn, [state], [params], [running], *item)
-        total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, done.values[0])
+        done = _differentiated(loss_fn, [state], [params], [running], part)
+        idle[:] = [jax.tree.map(lambda _, g: g is None, total, done.values[0])]
+        total = jax.tree.map(lambda t, g: t if g is None else t + g.astype(t.dtype), total, done.values[0])
         return (done.running[0], total), (done.loss, done.aux)
 
     start = (state.running, jax.tree.map(jnp.zeros_like, widened(state.params)))
-    (running, total), (losses, aux) = jax.lax.scan(one, start, (jnp.arange(count), _micro_batches(batch, count)))
-    mean = jax.tree.map(lambda t: t / count, total)
+    (running, total), (losses, aux) = jax.lax.scan(one, start, _micro_batches(batch, count))
+    mean = jax.tree.map(lambda t, none: None if none else t / count, total, idle[0])
     return jnp.mean(losses), aux, Gradients(_unscaled(mean, _scale(state), state.params), running)
 
 
@@ -82,6 +90,7 @@ def applied(
     states: Sequence[JaxState], grads: Sequence[Gradients], skip: Skip
 ) -> tuple[list[JaxState], list[StepResult]]:
     """The second half (S9 to S15): flags, clip, optimizer, and one scale adjustment on the AND of the flags (S14)."""
+    check_axes("apply_gradients")
     values = [_fitted(state, item) for state, item in zip(states, grads, strict=True)]
     measured = [norm_and_finite(jax.tree.leaves(tree)) for tree in values]
     every = jnp.stack([finite for _, finite in measured]).all()
@@ -90,6 +99,23 @@ def applied(
         for state, tree, item, (norm, finite) in zip(states, values, grads, measured, strict=True)
     ]
     return [state for state, _ in outcomes], [result for _, result in outcomes]
+
+
+def check_axes(what: str) -> None:
+    """Refuse to step inside `shard_map` or `pmap`: gradients would be summed, or replicas would part (S9).
+
+    Raises:
+        UnsupportedError: names the axes.
+    """
+    axes = compat.mapped_axes()
+    if axes:
+        named = ", ".join(map(repr, axes))
+        raise UnsupportedError(
+            f"{what} does not run inside shard_map or pmap: replicas would take different decisions, or gradients be "
+            f"summed over them. Axes that are mapped here: {named}. Take the step out of the mapped function and give "
+            "jax.jit a sharded batch (jax.device_put with a NamedSharding): JAX then divides the work by itself. "
+            "loss_fn may use shard_map inside."
+        )
 
 
 def scaled_loss(loss: Any, scale: Any | None, *, what: str = "loss_fn") -> tuple[jax.Array, jax.Array]:
@@ -164,15 +190,16 @@ def unscaled_leaf(leaf: Any, scale: Any | None, dtype: Any = jnp.float32) -> jax
 
 
 def _differentiated(
-    loss_fn: LossFunction,
-    states: Sequence[JaxState],
-    params: Sequence[Any],
-    running: Sequence[Running],
-    micro: Any,
-    batch: Any,
+    loss_fn: LossFunction, states: Sequence[JaxState], params: Sequence[Any], running: Sequence[Running], batch: Any
 ) -> Pass:
+    """One forward and backward pass.
+
+    Raises:
+        LossError: not a floating scalar, or none of the parameters has a gradient (S23).
+        TraceError: `loss_fn` changes an nnx object that it did not make.
+    """
     check_has_rows(shape[0] for _, shape in _shapes(batch) if shape)
-    keys = [_keys(state, micro) for state in states]
+    keys = [_keys(state, own.draws) for state, own in zip(states, running, strict=True)]
     scale = _scale(states[0])
 
     def loss_of(params: Sequence[Any]) -> tuple[Any, Any]:
@@ -185,8 +212,34 @@ def _differentiated(
         scaled, wide = scaled_loss(loss, scale)
         return scaled, (wide, aux, [model.running for model in models])
 
-    values, (loss, aux, after) = jax.grad(loss_of, has_aux=True)(list(params))
-    return Pass(loss, aux, values, after)
+    try:
+        scaled, backward, (loss, aux, after) = jax.vjp(loss_of, list(params), has_aux=True)
+    except Exception as error:
+        _refuse_changed_nnx(error)
+        raise
+    program = jax.make_jaxpr(backward)(scaled)
+    made = gradients_made(program)
+    if not any(made):
+        raise LossError("loss_fn depends on none of the model's trainable parameters, so there is nothing to update.")
+    flat = compat.jaxpr_as_fun(program)(np.ones((), np.float32))
+    values = [gradient if depends else None for gradient, depends in zip(flat, made, strict=True)]
+    moved = [own._replace(draws=own.draws + 1) for own in after]
+    return Pass(loss, aux, jax.tree.unflatten(jax.tree.structure(list(params)), values), moved)
+
+
+def _refuse_changed_nnx(error: BaseException) -> None:
+    """Say what to do where flax found that `loss_fn` changes an nnx object of the world outside the step."""
+    cause: BaseException | None = error
+    while cause is not None and type(cause).__name__ != "TraceContextError":
+        cause = cause.__cause__
+    if cause is not None:
+        raise TraceError(
+            "loss_fn changes an nnx object that is not the model's: one that it closes over, or that is in the batch. "
+            "A step is a traced function, and the change would be lost. Random streams: polyamp.init(model, recipe, "
+            "rngs=nnx.Rngs(...)), and model(x) in loss_fn without them: the state keeps the streams and passes rngs= "
+            "by itself. Metrics: return their values as aux and update them outside. Other modules (an average of the "
+            f"weights, a teacher): call them in evaluation mode. Received from flax: {str(cause).splitlines()[0]}"
+        ) from error
 
 
 def _compute(state: JaxState) -> Any:
@@ -197,15 +250,19 @@ def _scale(state: JaxState) -> Any | None:
     return state.scale_state.scale if state.recipe.loss_scaler.scales else None
 
 
-def _keys(state: JaxState, micro: Any) -> Keys:
-    """The random keys of one micro-batch of one attempt: skipped steps and micro-batches all have others."""
+def _keys(state: JaxState, draws: Any) -> Keys:
+    """The random keys of one pass of one attempt: skipped steps and micro-batches all have others."""
     return {
-        name: jax.random.fold_in(jax.random.fold_in(key, state.attempts), micro) for name, key in state.rngs.items()
+        name: jax.random.fold_in(jax.random.fold_in(key, state.attempts), draws) for name, key in state.rngs.items()
     }
 
 
 def _unscaled(values: Any, scale: Any | None, params: Any) -> Any:
-    return jax.tree.map(lambda g, p: unscaled_leaf(g, scale, jnp.promote_types(p.dtype, jnp.float32)), values, params)
+    return jax.tree.map(
+        lambda p, g: None if g is None else unscaled_leaf(g, scale, jnp.promote_types(p.dtype, jnp.float32)),
+        params,
+        values,
+    )
 
 
 def _micro_batches(batch: Any, count: int) -> Any:
@@ -237,12 +294,13 @@ def _fitted(state: JaxState, grads: Gradients) -> Any:
         [(name, None if leaf is None else jnp.shape(leaf)) for name, leaf in received.items()],
     )
     for name, leaf in received.items():
-        if dtype_name(leaf) not in checks.FLOATING:
+        if leaf is not None and dtype_name(leaf) not in checks.FLOATING:
             raise GradientError(f"the gradient of {name!r} must be a floating array. Received: {dtype_name(leaf)}.")
     leaves = [
-        unscaled_leaf(jnp.asarray(received[name]), None, jnp.promote_types(leaf.dtype, jnp.float32))
+        None if (grad := received[name]) is None
+        else unscaled_leaf(jnp.asarray(grad), None, jnp.promote_types(leaf.dtype, jnp.float32))
         for name, leaf in params.items()
-    ]
+    ]  # fmt: skip
     return jax.tree.unflatten(jax.tree.structure(state.params), leaves)
 
 
@@ -258,9 +316,9 @@ def _updated(
     if recipe.clip_norm is not None:
         factor = checks.clip_factor(norm, recipe.clip_norm, XP)
         values = jax.tree.map(lambda g: g * factor.astype(g.dtype), values)
-    wide = widened(state.params)
-    updates, opt_state = transformation(recipe.optimizer).update(values, state.opt_state, wide)
-    params = jax.tree.map(lambda old, w, u: (w + u).astype(old.dtype), state.params, wide, updates)
+    idle = frozenset(n for n, grad in enumerate(like(values, state.params)) if grad is None)
+    even = state.lagging is not None and state.lagging <= idle
+    params, opt_state = updated(recipe.optimizer, values, state.opt_state, state.params, even=even)
     old = (state.params, state.opt_state, state.running.statistics, state.step)
     opt_state = conform(opt_state, state.opt_state, what="the optimizer's state")
     new = (params, opt_state, running.statistics, state.step + 1)
@@ -271,12 +329,14 @@ def _updated(
         )
         scale_state, skipped = update(scaler, state.scale_state, every, XP), ~finite
     params, opt_state, statistics, step = new
-    state = dataclasses.replace(
+    made = dataclasses.replace(
         state,
         params=params,
         opt_state=opt_state,
         scale_state=scale_state,
-        running=Running(statistics, running.streams),
+        running=Running(statistics, running.streams, jnp.zeros_like(running.draws)),
         step=step,
     )
-    return state, StepResult(None, None, norm, scale_state.scale, skipped, step)
+    if state.lagging is not None:
+        made = made.knowing(state.lagging | idle)
+    return made, StepResult(None, None, norm, scale_state.scale, skipped, step)

@@ -1,0 +1,154 @@
+"""Which gradients a backward pass makes from the loss, and which are zeros because the loss does not depend on the
+parameter (S23). Called by `step`.
+
+JAX gives both as arrays. Here the program of the backward pass is read: what it computes from its one input, the
+cotangent of the loss, is a gradient, also where its values are zeros. What is made of zeros in the program text alone
+is none. Derivatives have been taken by then, so `stop_gradient`, integers, rounding and custom rules have had their
+say. Anything that this module does not know counts as a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax.numpy as jnp
+import numpy as np
+
+from polyamp_jax import compat
+
+_ZERO: Final = 0
+"""Zeros whatever the loss: made of zeros in the program text."""
+_FIXED: Final = 1
+"""Not made from the cotangent, and not known to be zeros, such as what the forward pass kept."""
+_MADE: Final = 2
+"""Made from the cotangent of the loss."""
+
+_LINEAR: Final = frozenset(
+    (
+        "add", "add_any", "all_gather", "all_to_all", "broadcast_in_dim", "concatenate", "conj", "convert_element_type",
+        "copy", "copy_p", "cumsum", "device_put", "dynamic_slice", "dynamic_update_slice", "expand_dims", "fft",
+        "gather", "imag", "neg", "pad", "pbroadcast", "pcast", "ppermute", "psum", "psum2", "psum_invariant", "pvary",
+        "real", "reduce_precision", "reduce_scatter", "reduce_sum", "reduce_window_sum", "reshape", "reshard", "rev",
+        "scatter", "scatter_add", "select_and_scatter_add", "select_n", "sharding_constraint", "slice", "split",
+        "squeeze", "sub", "transpose",
+    )
+)  # fmt: skip
+"""Operations that make zeros of zeros; operands that are no floats choose or index."""
+_PRODUCTS: Final = frozenset(("conv_general_dilated", "dot_general", "mul"))
+"""Operations that make zeros where one operand is zeros."""
+_READS: Final = frozenset(("get", "ref_get", "freeze", "ref_freeze"))
+_WRITES: Final = frozenset(("swap", "ref_swap", "addupdate", "ref_addupdate"))
+
+
+def gradients_made(backward: compat.ClosedJaxpr) -> list[bool]:
+    """For each output of a backward pass whether it is a gradient of the loss.
+
+    Args:
+        backward: the program of the backward pass; its one input is the cotangent of the loss.
+    """
+    kinds = _Flow().run(backward.jaxpr, [_FIXED] * len(backward.jaxpr.constvars), [_MADE])[0]
+    return [kind != _ZERO for kind in kinds]
+
+
+class _Flow:
+    """Walks over programs, each once for the same kinds of inputs."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, tuple[list[int], list[int]]] = {}
+
+    def run(self, jaxpr: compat.Jaxpr, consts: Sequence[int], inputs: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The kinds of a program's outputs, and of its inputs afterwards: those that are references may be written."""
+        key = (jaxpr, tuple(consts), tuple(inputs))
+        if key not in self._kept:
+            self._kept[key] = self._walked(jaxpr, consts, inputs)
+        return self._kept[key]
+
+    def _walked(self, jaxpr: compat.Jaxpr, consts: Sequence[int], inputs: Sequence[int]) -> tuple[list[int], list[int]]:
+        known: dict[Any, int] = dict(zip(jaxpr.constvars, consts, strict=True))
+        known.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> int:
+            if not isinstance(atom, compat.Literal):
+                return known[atom]
+            return _FIXED if np.any(np.asarray(atom.val)) else _ZERO
+
+        for eqn in jaxpr.eqns:
+            kinds = [read(atom) for atom in eqn.invars]
+            out, after = self._equation(eqn, kinds)
+            for atom, kind in zip(eqn.invars, after, strict=True):
+                if not isinstance(atom, compat.Literal):
+                    known[atom] = max(known[atom], kind)
+            known.update(zip(eqn.outvars, out, strict=True))
+        return [read(atom) for atom in jaxpr.outvars], [known[var] for var in jaxpr.invars]
+
+    def _equation(self, eqn: compat.JaxprEqn, kinds: list[int]) -> tuple[list[int], list[int]]:
+        name = compat.name_of(eqn)
+        structure = _STRUCTURES.get(name)
+        if structure is not None:
+            return structure(self, eqn, kinds)
+        if name in _READS:
+            return [kinds[0]] * len(eqn.outvars), kinds
+        if name in _WRITES:
+            return [kinds[0]] * len(eqn.outvars), [max(kinds[:2]), *kinds[1:]]
+        programs = [p for p in compat.programs_of(eqn) if len(p.invars) == len(kinds)]
+        if len(programs) == 1 and len(programs[0].outvars) == len(eqn.outvars):
+            return self.run(programs[0], [_FIXED] * len(programs[0].constvars), kinds)
+        if name == "optimization_barrier":
+            return kinds, kinds
+        return [_operation(eqn, name, kinds)] * len(eqn.outvars), kinds
+
+    def loop(
+        self, jaxpr: compat.Jaxpr, fixed: Sequence[int], carry: Sequence[int], each: Sequence[int]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """A loop's body until nothing changes: kinds of its constants and carry afterwards, and its other outputs."""
+        fixed, carry = list(fixed), list(carry)
+        while True:
+            out, after = self.run(jaxpr, [_FIXED] * len(jaxpr.constvars), [*fixed, *carry, *each])
+            new_fixed = [max(pair) for pair in zip(fixed, after[: len(fixed)], strict=True)]
+            new_carry = [max(pair) for pair in zip(carry, out[: len(carry)], strict=True)]
+            if (new_fixed, new_carry) == (fixed, carry):
+                return fixed, carry, out[len(carry) :]
+            fixed, carry = new_fixed, new_carry
+
+
+def _operation(eqn: compat.JaxprEqn, name: str, kinds: list[int]) -> int:
+    if _MADE in kinds:
+        return _MADE
+    if name in _PRODUCTS:
+        return _ZERO if _ZERO in kinds else _FIXED
+    if name == "div":
+        return kinds[0]
+    if name in _LINEAR:
+        floats = [
+            kind
+            for kind, atom in zip(kinds, eqn.invars, strict=True)
+            if jnp.issubdtype(getattr(atom.aval, "dtype", np.dtype(bool)), np.inexact)
+        ]
+        return max(floats, default=_FIXED)
+    return _FIXED
+
+
+def _scan(flow: _Flow, eqn: compat.JaxprEqn, kinds: list[int]) -> tuple[list[int], list[int]]:
+    consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+    first, rest = kinds[:consts], kinds[consts + carried :]
+    fixed, carry, each = flow.loop(eqn.params["jaxpr"].jaxpr, first, kinds[consts : consts + carried], rest)
+    return [*carry, *each], [*fixed, *kinds[consts:]]
+
+
+def _while(flow: _Flow, eqn: compat.JaxprEqn, kinds: list[int]) -> tuple[list[int], list[int]]:
+    condition, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    start = condition + body
+    fixed, carry, _ = flow.loop(eqn.params["body_jaxpr"].jaxpr, kinds[condition:start], kinds[start:], [])
+    return carry, [*kinds[:condition], *fixed, *kinds[start:]]
+
+
+def _cond(flow: _Flow, eqn: compat.JaxprEqn, kinds: list[int]) -> tuple[list[int], list[int]]:
+    runs = [flow.run(b.jaxpr, [_FIXED] * len(b.jaxpr.constvars), kinds[1:]) for b in eqn.params["branches"]]
+    out = [max(some) for some in zip(*(made for made, _ in runs), strict=True)]
+    after = [max(some) for some in zip(*(left for _, left in runs), strict=True)]
+    return out, [kinds[0], *after]
+
+
+_Structure = Callable[[_Flow, Any, list[int]], tuple[list[int], list[int]]]
+_STRUCTURES: Final[dict[str, _Structure]] = {"scan": _scan, "while": _while, "cond": _cond}
