@@ -26,7 +26,9 @@ Skip = Literal["all", "each"]
 
 
 class StepResult(NamedTuple):
-    """What one step reports; device scalars, so reading one synchronises and the step itself does not.
+    """What one step reports; device scalars, so that reading one synchronises.
+
+    The step itself does not, but for the look of S17 and native torch optimizers without fused kernels.
 
     Attributes:
         loss: the unscaled loss, float32 scalar; the mean over micro-batches. None from `apply_gradients`.
@@ -250,7 +252,7 @@ class Backend(Protocol):
         """A fresh state. Raises what S20 asks for, before the first step."""
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
-        """The whole step: S6 to S14 without host synchronisation."""
+        """The whole step: S6 to S14, without host synchronisation where the framework's optimizer allows it."""
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
         """The first half: `loss_fn` sees one model, or a tuple of models when there are several states."""

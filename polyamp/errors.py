@@ -1,4 +1,4 @@
-"""Every exception polyamp raises on purpose, and the wording helpers they share.
+"""The exceptions that polyamp raises on purpose, and the wording helpers they share.
 
 All derive from `PolyampError`; each also derives from the built-in that a caller would
 expect (`ValueError`, `TypeError`, `ImportError`), so existing handlers keep working. A message names the
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 class PolyampError(Exception):
-    """Base class of every error polyamp raises on purpose."""
+    """Base class of the errors that polyamp raises on purpose; a missing file stays a `FileNotFoundError`."""
 
 
 class PolicyError(PolyampError, ValueError):
@@ -23,7 +23,7 @@ class RecipeError(PolyampError, ValueError):
 
 
 class LossScaleError(PolyampError, ValueError):
-    """A loss scaler is misconfigured or misused (scaled twice, `scale` forgotten)."""
+    """A loss scaler has impossible constants, is wrapped in another one, or its `scale` was never called."""
 
 
 class LossScaleStuckError(PolyampError, RuntimeError):
@@ -51,7 +51,7 @@ class StateError(PolyampError, RuntimeError):
 
 
 class UnsupportedError(PolyampError, NotImplementedError):
-    """What was asked for cannot be honoured by this backend or device; raised before the first step."""
+    """What was asked for cannot be honoured by this backend or device; raised before the first update."""
 
 
 class TraceError(PolyampError, TypeError):
@@ -59,7 +59,7 @@ class TraceError(PolyampError, TypeError):
 
 
 class CheckpointError(PolyampError, ValueError):
-    """A checkpoint is damaged, truncated, or belongs to another model."""
+    """A checkpoint is damaged, belongs to another model or recipe, or holds what no state can hold."""
 
 
 class BackendError(PolyampError, ImportError):

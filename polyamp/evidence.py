@@ -31,9 +31,9 @@ def frameworks(target: Callable[..., Any], roots: Collection[str]) -> list[str]:
         roots: root modules of registered frameworks.
 
     Example:
-        >>> import torch
-        >>> frameworks(lambda x: torch.exp(x), ["torch", "jax"])
-        ['torch']
+        >>> import jax.numpy as jnp
+        >>> frameworks(lambda x: jnp.exp(x), ["torch", "jax"])
+        ['jax']
     """
     return list(dict.fromkeys(_roots(target, frozenset(roots), 0, set())))
 

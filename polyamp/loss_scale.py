@@ -219,7 +219,8 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             grads: a list, dict or pytree of the framework's arrays. `None` leaves stay `None`.
 
         Raises:
-            LossScaleError: `scale` was never called with this scaler, so the gradients cannot be scaled ones.
+            LossScaleError: no equal scaler's `scale` was called in this process, so the gradients cannot be scaled
+                ones. A call forgotten later, or made twice, is not noticed.
             GradientError: there is no floating gradient.
         """
         from polyamp import registry

@@ -20,7 +20,7 @@ Slots = dict[str, Any]
 
 
 class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
-    """What every spec shares. `slots` names the per-parameter arrays, of the parameter's shape, float32."""
+    """What every spec shares. `slots` names the per-parameter arrays, of the parameter's shape, at least float32."""
 
     learning_rate: float | Schedule
 

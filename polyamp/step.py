@@ -155,7 +155,8 @@ def value_and_grad(loss_fn: LossFunction, **options: Any) -> Any:
     """The first half of a step: `value, gradients = value_and_grad(loss_fn)(state, batch)`.
 
     The loss is scaled before differentiation and the gradients are unscaled after it (S6, S7). Given a list of states,
-    `loss_fn` sees a tuple of their models and a list of `Gradients` comes back. Nothing in the state changes.
+    `loss_fn` sees a tuple of their models and a list of `Gradients` comes back. Nothing in the state
+    changes but the random streams (S12).
 
     Returns:
         A callable. `value` is what `loss_fn` returned, with the unscaled loss in float32. A parameter that several
