@@ -154,7 +154,7 @@ class JaxBackend:
         return list(named_leaves(gradients.values).items())
 
     def export_state(self, state: Any) -> dict[str, np.ndarray[Any, Any]]:
-        return calls.export(state)
+        return states_.export(state)
 
     def import_state(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> states_.JaxState:
         return states_.replaced(state, arrays)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from polyamp.backend import Gradients, LossFunction, Skip, StepResult
 from polyamp.errors import StateError
-from polyamp_jax import state as states_
 from polyamp_jax import step as steps
 from polyamp_jax.arrays import is_key, made_first
 from polyamp_jax.state import JaxState
@@ -118,15 +117,6 @@ _applied: Any = jax.jit(_apply, static_argnums=(3, 4))
 def _further(one: Any, other: Any) -> Any:
     """Of two states of one stream the one that has drawn more."""
     return one if is_key(one) else jnp.maximum(one, other)
-
-
-def export(state: JaxState) -> dict[str, Any]:
-    """`state.export`, with a word on a state that is gone."""
-    try:
-        return states_.export(state)
-    except Exception as error:
-        refuse_gone([state], error)
-        raise
 
 
 def refuse_gone(states: Sequence[Any], error: Exception) -> None:
