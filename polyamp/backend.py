@@ -248,6 +248,9 @@ class Backend(Protocol):
     def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
         """Float32 gradients divided by `scale`, and the flag over the quotients (S10). Raises `GradientError`."""
 
+    def regularization(self, model: Any) -> Any:
+        """What a model, bound or native, adds to its loss by itself (S25): float32 scalar, 0 where there is nothing."""
+
     def init(self, model: Any, recipe: Recipe, **options: Any) -> State:
         """A fresh state. Raises what S20 asks for, before the first step."""
 

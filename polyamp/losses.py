@@ -191,6 +191,25 @@ def huber(
         return _reduced(losses, values if factors is None else values * factors, reduction)
 
 
+def regularization(model: Any) -> Any:
+    """What a model adds to its loss by itself, for `loss_fn` to add (S25).
+
+    In Keras that is what `compile` and `fit` add: the regularizers of trainable weights, and what `add_loss` and the
+    activity regularizers collected in the model's last call. In the other frameworks a model adds nothing.
+
+    Args:
+        model: the model that `loss_fn` was given, or a part of it; or a framework's own model, in a loop of your own.
+
+    Returns:
+        A float32 scalar of the framework; 0 where there is nothing.
+
+    >>> from polyamp.reference import MLP
+    >>> float(regularization(MLP.random([4, 1], seed=0)))
+    0.0
+    """
+    return registry.backend_for(model).regularization(model)
+
+
 def _hard_rows(
     losses: LossFunctions,
     logits: Any,

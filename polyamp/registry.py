@@ -287,7 +287,15 @@ def _root(kind: type, known: Mapping[str, Any]) -> str | None:
         root = base.__module__.partition(".")[0]
         if root in known and root in sys.modules:
             return root
+        if root in _packages():
+            return _packages()[root]
     return None
+
+
+@functools.cache
+def _packages() -> Mapping[str, str]:
+    """Root module of a backend's own classes, such as the models that `loss_fn` sees -> its name."""
+    return {entry.module.partition(".")[0]: name for name, entry in reversed(entries().items())}
 
 
 def _distribution(entry: EntryPoint) -> str:

@@ -106,6 +106,9 @@ class JaxBackend:
         unscaled, finite = _unscale(leaves, scale)
         return jax.tree.unflatten(structure, unscaled), finite
 
+    def regularization(self, model: Any) -> Any:
+        return jnp.zeros((), jnp.float32)
+
     def init(self, model: Any, recipe: Recipe, **options: Any) -> states_.JaxState:
         """A fresh state.
 

@@ -25,10 +25,10 @@ from polyamp.loss_scale import LossScaler
 from polyamp.policy import Mode, Policy
 from polyamp.recipe import Recipe
 from polyamp.testing.harness import Harness
+from polyamp_tensorflow import additions, resuming, step
 from polyamp_tensorflow import arrays as conversions
 from polyamp_tensorflow import gradients as scaling
 from polyamp_tensorflow import policy as policies
-from polyamp_tensorflow import resuming, step
 from polyamp_tensorflow.arrays import Array
 from polyamp_tensorflow.distribution import several
 from polyamp_tensorflow.loss_scale import LossScaleOptimizer
@@ -96,6 +96,9 @@ class TensorFlowBackend:
 
     def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
         return scaling.unscale(grads, scale)
+
+    def regularization(self, model: Any) -> Any:
+        return additions.regularization(model)
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TensorFlowState:
         check_options(options, (), function="init", backend=self.name)

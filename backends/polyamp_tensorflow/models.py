@@ -10,6 +10,7 @@ import inspect
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
 import keras
@@ -19,6 +20,8 @@ from polyamp.errors import ModelError
 from polyamp.policy import Policy
 from polyamp_tensorflow.arrays import cast, dtype_name, is_floating, raw, variable_name
 
+ASKED: Final[ContextVar[list[Any] | None]] = ContextVar("asked", default=None)
+"""The layers of whose own losses `loss_fn` has asked so far; None outside of a step. See `additions`."""
 _UNROUNDED: Final = "_polyamp_unrounded"  # as Keras keeps logits on a softmax's result
 _MASK: Final = "_keras_mask"
 
@@ -87,6 +90,9 @@ class BoundModel:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._model, name)
+        asked = ASKED.get() if name == "losses" else None
+        if asked is not None:
+            asked.append(self._model)
         if is_layer(value):
             return BoundModel(value, self._policy)
         if inspect.ismethod(value) and not is_layer(self._model):

@@ -53,6 +53,7 @@ class TensorFlowState:
         strategy: the `tf.distribute.Strategy` in whose scope it was made; TensorFlow's default one otherwise.
         optimizer_settings: the optimizer's configuration as it was when it was made, for checkpoints.
         programs: the graph functions traced for this state, by the object that runs them.
+        warned_of_additions: whether it was said that `loss_fn` leaves out what the model adds to its loss (S25).
     """
 
     def __init__(self, model: Any, recipe: Recipe, backend: Backend) -> None:
@@ -60,6 +61,7 @@ class TensorFlowState:
         self.recipe = recipe
         self.programs: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
         self.strategy = tf.distribute.get_strategy()
+        self.warned_of_additions = False
         self._backend = backend
         self._scale = LossScaleState(
             *(tf.Variable(value, trainable=False, name=name) for name, value in _fresh(recipe.loss_scaler))

@@ -21,6 +21,7 @@ from polyamp.backend import Gradients, LossFunction, Skip, StepResult
 from polyamp.batches import check_has_rows
 from polyamp.errors import GradientError, LossError, ModelError, UnsupportedError
 from polyamp_tensorflow import replicas
+from polyamp_tensorflow.additions import awaited
 from polyamp_tensorflow.arrays import XP, at_least_float32, dense, dense_wide, is_floating, leaves, raw
 from polyamp_tensorflow.distribution import mean, on_replicas, several, stacked
 from polyamp_tensorflow.gradients import norm_and_flag, scale_loss
@@ -339,7 +340,8 @@ def _scaled(states: States, loss_fn: LossFunction, batch: Any) -> _Scaled:
         tape.watch(watched)
         for state in states:  # inside the tape, which must see the casts of variables
             stack.enter_context(layer_policies(state.model, state.recipe.policy))
-        loss, aux = checks.split_result(loss_fn(_bound(states), batch))
+        with awaited(states):
+            loss, aux = checks.split_result(loss_fn(_bound(states), batch))
         loss = scale_loss(loss, None, what="loss_fn")
         scaled = loss * states[0].scale_state.scale if scaler.scales else loss
     flat = iter(tape.gradient(scaled, watched))  # a parameter that several states share gets its whole gradient in each

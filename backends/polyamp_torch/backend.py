@@ -102,6 +102,9 @@ class TorchBackend:
         tree = map_tree(lambda leaf: None if leaf is None else next(rest), grads)
         return tree, torch.isfinite(global_norm(unscaled))
 
+    def regularization(self, model: Any) -> Any:
+        return torch.zeros((), device=next((p.device for p in model.parameters()), None), dtype=torch.float32)
+
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TorchState:
         checks.check_options(options, (), function="init", backend=self.name)
         state = TorchState(model, recipe, self)

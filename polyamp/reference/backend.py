@@ -30,7 +30,7 @@ from polyamp.recipe import Recipe
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import XP, Array, cast_tree, dtype_name, is_floating
 from polyamp.reference.losses import ReferenceLosses
-from polyamp.reference.models import MLP
+from polyamp.reference.models import MLP, BoundMLP
 from polyamp.reference.tensor import Tensor
 from polyamp.testing.harness import Harness
 from polyamp.trees import leaves, map_tree, map_trees, micro_batches
@@ -132,6 +132,9 @@ class ReferenceBackend:
         if len(finite) == 1:
             raise GradientError("unscale() got no gradients.")
         return unscaled, np.asarray(all(finite))
+
+    def regularization(self, model: Any) -> Any:
+        return np.zeros((), np.float32)
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> ReferenceState:
         checks.check_options(options, (), function="init", backend=self.name)
@@ -252,11 +255,8 @@ def _scaled_gradients(loss_fn: LossFunction, states: Sequence[Any], batch: Any) 
         tensors = {name: Tensor(value) for name, value in state.model.parameters.items()}
         models.append(state.model.with_arrays(tensors, state.model.running))
         inputs.append(tensors)
-    bound = tuple(
-        (lambda x, model=model, policy=state.recipe.policy: model(x, policy))
-        for model, state in zip(models, states, strict=True)
-    )
-    loss, aux = checks.split_result(loss_fn(bound[0] if len(bound) == 1 else bound, batch))
+    bound = [BoundMLP(model, state.recipe.policy) for model, state in zip(models, states, strict=True)]
+    loss, aux = checks.split_result(loss_fn(bound[0] if len(bound) == 1 else tuple(bound), batch))
     if not isinstance(loss, Tensor):
         raise GradientError("loss_fn returned a loss that does not depend on the model.")
     checks.check_loss(loss.shape, dtype_name(loss.dtype))

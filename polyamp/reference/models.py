@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -128,3 +128,13 @@ class GatheredMLP(MLP):
         inner = None if policy is None else policy.replace(output=policy.compute)
         read = super().__call__(x, inner)[self.rows]
         return read if policy is None else ops.cast(read, policy.output)
+
+
+class BoundMLP(NamedTuple):
+    """The model as `loss_fn` sees it: under its policy."""
+
+    model: MLP
+    policy: Policy
+
+    def __call__(self, x: Any) -> Tensor:
+        return self.model(x, self.policy)

@@ -10,7 +10,7 @@ import polyamp.testing.conformance
 
 SUITE = Path(polyamp.testing.conformance.__file__).parent
 SEMANTICS = Path(__file__).parents[2] / "docs" / "semantics.md"
-WITHOUT_A_TEST = {25}
+WITHOUT_A_TEST: set[int] = set()
 """New rules; each leaves this set with the commit that brings its test."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -249,6 +250,29 @@ LOSSES: Final = polyamp.losses
 def test_s24_what_does_not_fit_is_refused(harness: Harness, call: Any, message: str) -> None:
     with pytest.raises(LossError, match=message):
         call(harness.array(LOGITS))
+
+
+def test_s25_a_model_without_losses_of_its_own_adds_nothing(backend: Backend, harness: Harness) -> None:
+    """A float32 zero, inside a step for the model that loss_fn sees, and outside for the framework's own."""
+    seen = []
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        plain = polyamp.losses.mean_squared_error(model(batch), batch)
+        added = polyamp.losses.regularization(model)
+        seen.append((str(added.dtype), tuple(added.shape)))
+        return plain + added, {"plain": plain, "added": added}
+
+    made = recipe("mixed_bfloat16")
+    model = harness.mlp([Layer(LOGITS[:4], np.zeros(4, np.float32))])
+    outside = backend.to_numpy(polyamp.losses.regularization(model))
+    assert (outside.dtype, outside.shape, float(outside)) == (np.float32, (), 0.0)
+    state = polyamp.init(model, made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        _, result = polyamp.train_step(loss_fn, made)(state, PROBABILITIES)
+    assert number(backend, result.aux["added"]) == 0.0
+    assert number(backend, result.loss) == number(backend, result.aux["plain"])
+    assert all("float32" in dtype and shape == () for dtype, shape in seen)
 
 
 def of_logits(backend: Backend, gradients: polyamp.Gradients) -> Array:
