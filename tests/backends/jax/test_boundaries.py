@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.errors import StateError
+from polyamp.errors import CheckpointError, StateError
 from polyamp_jax import BACKEND, scaled_value_and_grad
 
 RECIPE = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(0.1))
