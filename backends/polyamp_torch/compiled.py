@@ -26,6 +26,7 @@ from polyamp.recipe import Recipe
 from polyamp.trees import map_tree, micro_batches
 from polyamp_torch import buffers, optimizers
 from polyamp_torch.arrays import XP, to_device
+from polyamp_torch.attention import Attention
 from polyamp_torch.autocast import OPENED, matmul_precision, opened
 from polyamp_torch.binding import BoundModule
 from polyamp_torch.gradients import divisor, measured
@@ -123,7 +124,7 @@ class Graph:
         self._bound = BoundModule(state.model, policy, state.device)
         self._program = _Program(state.model, self._bound, loss_fn)
         self._casts = _cast_dtypes(state) if policy.mode == "cast" else {}
-        self._used = tried(loss_fn, state, part)
+        self._used, self._attends = tried(loss_fn, state, part)
         self._watch = Watch(loss_fn, self._used)
         compiler: Any = torch.compile  # torch annotates it for plain functions only
         self._run = compiler(_with_own_code(self._traced), fullgraph=True, **options)
@@ -233,7 +234,7 @@ class Graph:
         kept: list[Any] = []
 
         def scaled_loss(values: Tensors) -> Any:
-            with torch.enable_grad(), opened(self._policy, self._device):
+            with torch.enable_grad(), self._attention(), opened(self._policy, self._device):
                 given = {name: self._cast(name, value) for name, value in {**fixed, **values}.items()}
                 before = {name: self._cast(name, value.clone()) for name, value in running.items()}
                 own = {name: value.clone() for name, value in before.items()}
@@ -251,6 +252,9 @@ class Graph:
         found = iter(tensors)
         aux = tree_unflatten([next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
         return list(grads.values()), loss.detach(), aux, after
+
+    def _attention(self) -> contextlib.AbstractContextManager[Any]:
+        return Attention(self._device) if self._attends else contextlib.nullcontext()
 
     def _fixed(self, seen: set[int]) -> Tensors:
         """What mode "cast" casts beside the tensors seen: parameters that are not trained, and a shared one once."""

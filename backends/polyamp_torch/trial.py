@@ -5,7 +5,7 @@ Called by `compiled`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from polyamp.backend import LossFunction
 from polyamp.errors import PolyampError, UnsupportedError
 from polyamp_torch import buffers
+from polyamp_torch.attention import Attention
 from polyamp_torch.bystanders import Bystanders
 from polyamp_torch.compiler import constant_when_compiled
 from polyamp_torch.interrupts import Undisturbed
@@ -20,8 +21,20 @@ from polyamp_torch.state import TorchState
 from polyamp_torch.step import scaled_backward, set_aside
 
 
-def tried(loss_fn: LossFunction, state: TorchState, part: Any) -> list[str]:
-    """The parameters that the loss depends on, from one eager pass that changes nothing, random numbers included.
+class Tried(NamedTuple):
+    """What one eager pass tells.
+
+    Attributes:
+        used: the parameters that the loss depends on.
+        attends: whether it calls attention that `Attention` must help.
+    """
+
+    used: list[str]
+    attends: bool
+
+
+def tried(loss_fn: LossFunction, state: TorchState, part: Any) -> Tried:
+    """One eager pass that changes nothing, random numbers included.
 
     Raises:
         PolyampError: what the eager step raises.
@@ -36,6 +49,7 @@ def tried(loss_fn: LossFunction, state: TorchState, part: Any) -> list[str]:
             Undisturbed() as quiet,
             set_aside(parameters),
             Bystanders(parameters, state.graphs) as others,
+            Attention(state.device.type, acting=False) as attention,
         ):
             _, aux = scaled_backward(loss_fn, [state], part, others, quiet)
             used = [name for name, p in state.parameters.items() if p.grad is not None]
@@ -53,7 +67,7 @@ def tried(loss_fn: LossFunction, state: TorchState, part: Any) -> list[str]:
                 "train_step(compile=...): aux must hold tensors, numbers and strings in tuples, lists and dicts. "
                 f"Received: {type(leaf).__name__}. Return those, or use compile=False."
             )
-    return used
+    return Tried(used, attention.seen)
 
 
 class Watch:
@@ -88,7 +102,7 @@ class Watch:
             self._is_first = False
             return
         try:
-            now = tried(self._loss_fn, *self.given)
+            now = tried(self._loss_fn, *self.given).used
             for these, those, how in ((now, self._used, "now depends"), (self._used, now, "no longer depends")):
                 other = next((name for name in these if name not in those), None)
                 if other is not None:
