@@ -227,7 +227,7 @@ def _applied_to(states: Sequence[TorchState], grads: Sequence[Gradients], skip: 
         state.check_unchanged()
         _require(state, item.values)
         fitted = _fitted(state, item.values)
-        places = [state.parameters[name] for name in fitted]
+        places: list[torch.Tensor] = [state.parameters[name] for name in fitted]
         ready.append(Scaled(list(fitted.values()), None, places))
         commits.append(functools.partial(buffers.commit, state.model, item.running))
     parameters = {id(p): p for state in states for p in state.parameters.values()}

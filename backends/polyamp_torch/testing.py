@@ -182,7 +182,8 @@ class TorchHarness:
 def linear(kernel: Array, bias: Array) -> nn.Linear:
     """A linear layer from a kernel of shape (in, out), in the kernel's dtype."""
     weight = _owned(kernel.T.copy())
-    layer = nn.Linear(*kernel.shape, dtype=weight.dtype)
+    inputs, outputs = kernel.shape
+    layer = nn.Linear(inputs, outputs, dtype=weight.dtype)
     layer.load_state_dict({"weight": weight, "bias": _owned(bias)})
     return layer
 
