@@ -1,6 +1,7 @@
 # make demo · make test · make lint; each sets up .venv by itself. make test-jax-oldest, test-jax-newest: the ends of the
 # supported range of JAX, in environments of their own. make bench: what is measured, not tested, in environments of its
-# own too; make bench BENCH=--quick shows in two minutes that all of it works.
+# own too; make bench BENCH=--quick shows in two minutes that all of it works. make fuzz SEEDS=0-2000: random networks
+# compared over the frameworks; SEED=123: one of them again.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +10,7 @@ STAMP := $(VENV)/.installed
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint bench test-jax-oldest test-jax-newest clean
+.PHONY: demo test lint bench fuzz test-jax-oldest test-jax-newest clean
 
 demo: $(STAMP)
 	$(BIN)/polyamp demo
@@ -22,6 +23,11 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/polyamp bench $(BENCH)
+
+SEEDS ?= 0-200
+
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz --seeds $(or $(SEED),$(SEEDS)) $(FUZZ)
 
 JAX_SUITES := conformance-jax backend-jax doctest-jax
 

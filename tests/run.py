@@ -42,6 +42,7 @@ for name in FRAMEWORKS:
     SUITES[f"backend-{name}"] = [*PYTEST, f"tests/backends/{name}"]
     SUITES[f"doctest-{name}"] = [*PYTEST, "--doctest-modules", f"backends/polyamp_{name}"]
     SUITES[f"examples-{name}"] = [*PYTEST, "tests/examples", f"--framework={name}"]
+SUITES["fuzz"] = [*PYTEST, "tests/fuzz"]
 SUITES["packaging"] = [*PYTEST, "tests/packaging"]
 SUITES["benchmarks"] = [sys.executable, "benchmarks/bench.py", "--quick", "--here", "--out", "out/bench-quick"]
 """Only that every benchmark runs to its end: the figures of a quick run beside other suites mean nothing."""

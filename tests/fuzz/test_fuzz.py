@@ -1,0 +1,148 @@
+"""A fixed small number of random networks agree in every framework, and planted faults do not go unseen.
+
+One process per framework is used for all of it. `make fuzz` runs more seeds, see `__main__`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.fuzz import plants
+from tests.fuzz.__main__ import program, report
+from tests.fuzz.build_reference import can
+from tests.fuzz.compare import findings
+from tests.fuzz.grammar import ACTIVATIONS, SENSITIVE, Description, describe, walk
+from tests.fuzz.judge import judged
+from tests.fuzz.minimise import candidates, kind, smallest
+from tests.fuzz.pool import Pool
+from tests.fuzz.worker import Record, decode, encode
+
+SEEDS = range(20)
+COMPILED = (3,)
+"""Seeds whose graph TensorFlow traces, and whose float32 baseline every framework trains."""
+
+
+class Trained(NamedTuple):
+    """What the frameworks made of one seed."""
+
+    description: Description
+    records: dict[str, Record]
+    baselines: dict[str, Record]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(together=True) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def trained(pool: Pool) -> list[Trained]:
+    made: list[Trained] = []
+    for seed in SEEDS:
+        description = describe(seed)
+        seldom = seed in COMPILED
+        made.append(Trained(description, *pool.train(description, compiled=seldom, every_baseline=seldom)))
+    return made
+
+
+def test_the_frameworks_agree_on_every_seed(trained: list[Trained], pool: Pool) -> None:
+    found = {item.description["seed"]: judged(item.description, findings(*item), pool) for item in trained}
+    assert {seed: texts for seed, texts in found.items() if texts} == {}
+    assert {name for item in trained for name in item.records} == {"reference", "torch", "tensorflow", "jax"}
+
+
+@pytest.mark.parametrize("plant", plants.PLANTS)
+def test_a_planted_fault_is_found(plant: str, trained: list[Trained], pool: Pool) -> None:
+    """In torch, the quickest; the others' records are those of the test above."""
+    worker = pool.workers["torch"]
+    for item in trained:
+        if not plants.matters(plant, item.description):
+            continue
+        worker.submit({"description": item.description, "policy": None, "compile": None, "plant": plant})
+        faulty = {**item.records, "torch": worker.result()}
+        wide = faulty if item.baselines is item.records else item.baselines
+        if findings(item.description, faulty, wide):
+            return
+    pytest.fail(f"no seed of {SEEDS} shows that {plants.PLANTS[plant]}")
+
+
+def test_a_worker_that_dies_is_a_finding_and_is_replaced(pool: Pool) -> None:
+    worker = pool.workers["reference"]
+    mlp = next(describe(seed) for seed in SEEDS if describe(seed)["kind"] == "mlp")
+    job: dict[str, Any] = {"description": mlp, "policy": None, "compile": None, "plant": "die"}
+    worker.submit(job)
+    assert "the process ended with status 7" in worker.result()["error"]
+    worker.submit({**job, "plant": None})
+    assert "error" not in worker.result()
+
+
+def test_a_description_is_plain_data_and_the_same_every_time() -> None:
+    for seed in range(200):
+        assert json.loads(json.dumps(describe(seed))) == json.loads(json.dumps(describe(seed)))
+
+
+def test_the_grammar_reaches_everything() -> None:
+    """Every layer, loss, policy, scaler, optimizer and schedule is among the first seeds, or it is never tested."""
+    several = [describe(seed) for seed in range(300)]
+    assert {layer["op"] for found in several for layer in walk(found["layers"])} >= {
+        "dense", "conv", "layer_norm", "rms_norm", "batch_norm", "group_norm", "attention", "embedding", "positions",
+        "rnn", "gru", "residual", "tied", "unused", "detached", "zeroed", "scale", *ACTIVATIONS, *SENSITIVE,
+    }  # fmt: skip
+    assert {head["loss"] for found in several for head in found["heads"]} >= {"softmax_cross_entropy", "unused"}
+    assert any("tied" in head for found in several for head in found["heads"])
+    assert {found["optimizer"]["type"] for found in several} == {"sgd", "adam", "adamw", "rmsprop", "adagrad", "lion"}
+    assert {found["scaler"]["kind"] for found in several} == {"dynamic", "static", "like", "off"}
+    rates = [found["optimizer"]["learning_rate"] for found in several]
+    assert {rate["type"] for rate in rates if isinstance(rate, dict)} == {
+        "constant", "linear_warmup", "cosine", "warmup_cosine", "step", "piecewise",
+    }  # fmt: skip
+    assert {found["accumulate_steps"] for found in several} == {1, 2, 4}
+    assert {found["policy"].get("mode") for found in several} == {None, "cast"}
+    assert sum(bool(found["overflows"]) for found in several) > 50
+    assert sum(bool(found["policy"].get("overrides")) for found in several) > 20
+
+
+def test_a_failure_is_made_small() -> None:
+    """A failure that only a convolution and two steps cause is left with little else."""
+    big = next(d for d in map(describe, range(300)) if d["kind"] == "image" and len(walk(d["layers"])) > 5)
+
+    def check(description: Description) -> list[str]:
+        convolutions = sum(layer["op"] == "conv" for layer in walk(description["layers"]))
+        return [f"torch: {convolutions} convolutions"] if convolutions and description["steps"] >= 2 else []
+
+    small, left = smallest(big, check)
+    assert left == ["torch: 1 convolutions"]
+    assert [layer["op"] for layer in walk(small["layers"])] == ["conv"]
+    assert (small["steps"], small["accumulate_steps"], small["policy"]) == (2, 1, {"name": "float32"})
+    assert not any(check(candidate) for candidate in candidates(small))
+
+
+def test_a_printed_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is pasted; with NumPy, which needs no process of its own."""
+    mlp = next(describe(seed) for seed in SEEDS if can(describe(seed)))
+    exec(program(mlp, "reference"), {})
+    assert capsys.readouterr().out.count("'violations': []") == 2
+    assert "'torch', 'tensorflow', 'jax'" in program(mlp, "reference")
+
+
+def test_a_report_names_the_framework_that_fails() -> None:
+    text = report(describe(4), ["jax: S23: unused, but these arrays changed: model/unused0/bias"])
+    assert "framework = 'jax'" in text
+    assert "seed 4" in text
+
+
+def test_kinds_of_findings_forget_the_numbers() -> None:
+    assert kind("scale differs: torch [1, 2], jax [1, 4]") == kind("scale differs: torch [8, 2], jax [8, 4]")
+    assert kind("scale differs: torch [1], jax [2]") != kind("float32 loss is 1.0e-01 apart: torch [1], jax [2]")
+
+
+def test_arrays_travel_whole() -> None:
+    import numpy as np
+
+    value = np.asarray([[1.0, np.inf, -0.0]], np.float32)
+    assert decode(json.loads(json.dumps(encode(value)))).tobytes() == value.tobytes()
