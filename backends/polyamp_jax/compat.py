@@ -80,12 +80,14 @@ def with_programs(params: dict[str, Any], change: Callable[[JaxprEqn], dict[str,
     """
 
     def one(item: Any) -> Any:
+        replaceable: Any = item  # JAX does not annotate `replace`
         if isinstance(item, ClosedJaxpr):
-            return item.replace(jaxpr=one(item.jaxpr))
+            return replaceable.replace(jaxpr=one(item.jaxpr))
         if isinstance(item, Jaxpr):
             kept = _changed.setdefault(item, {})
             if key not in kept:
-                kept[key] = item.replace(eqns=[eqn.replace(params=change(eqn)) for eqn in item.eqns])
+                eqns: list[Any] = list(item.eqns)
+                kept[key] = replaceable.replace(eqns=[eqn.replace(params=change(eqn)) for eqn in eqns])
             return kept[key]
         return item
 

@@ -213,7 +213,7 @@ class Interpreter:
             return FLOAT32, "float32 (square)"
         if name == "div" and operands[0].constant is not None:
             return FLOAT32, "float32 (reciprocal)"
-        if name in ("add", "sub") and _is_bias(operands):
+        if name in ("add", "sub") and _is_bias(operands, either=name == "add"):
             return dtype, "compute (bias)"
         need = lookahead.float32_for(name, needs)
         return (FLOAT32, f"float32 ({need})") if need else (rule, rule)
@@ -301,15 +301,17 @@ def _read(eqn: compat.JaxprEqn, operand: Value, arrays: Sequence[Any]) -> Any:
     return made(*arrays)
 
 
-def _is_bias(operands: list[Value]) -> bool:
-    """A float32 parameter of the layer that made the 16-bit product it is added to, or where layers are not known, a
+def _is_bias(operands: list[Value], *, either: bool) -> bool:
+    """Whether it is a product and its bias, in this order or in `either` one.
+
+    A float32 parameter of the layer that made the 16-bit product it is added to, or where layers are not known, a
     vector added to a matrix: the bias of a linear layer or convolution, which torch adds in 16 bits within the layer.
 
     Not a mask, a position embedding or a residual: those promote, as in torch.
     """
     if len(operands) != 2 or not all(v.widens for v in operands):
         return False
-    for product, bias in (operands, operands[::-1]):
+    for product, bias in (operands, operands[::-1]) if either else (operands,):
         made, added = product.traits, bias.traits
         if not (made.product and product.dtype != FLOAT32 and added.leaf and bias.dtype == FLOAT32):
             continue

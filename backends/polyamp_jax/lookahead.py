@@ -84,7 +84,8 @@ def float32_for(name: str, needs: Iterable[Need]) -> Need:
 
 def none(count: int) -> tuple[Need, ...]:
     """No need of any of `count` values."""
-    return ("",) * count
+    empty: Need = ""
+    return (empty,) * count
 
 
 def loop_wanted(

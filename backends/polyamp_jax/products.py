@@ -63,7 +63,8 @@ def is_outer(eqn: compat.JaxprEqn) -> bool:
     if compat.name_of(eqn) != "dot_general":
         return False
     (axes, _), _ = eqn.params["dimension_numbers"]
-    return math.prod(compat.shape(eqn.invars[0])[axis] for axis in axes) == 1
+    shape = compat.shape(eqn.invars[0])
+    return bool(math.prod(shape[axis] for axis in axes) == 1)
 
 
 def may_compute(eqn: compat.JaxprEqn, operands: list[Value]) -> bool:

@@ -241,3 +241,14 @@ def test_products_that_contract_nothing_follow_their_operands(name: str) -> None
         assert rows(angles, POSITIONS, FREQUENCIES) == [("float32", "promote (outer product)")]
         (product,) = eager(HALF.autocast(lambda w, x: angles(x @ w[:, 0], x @ w[:, 1])), W, X)[2:]
         assert {str(v.aval.dtype) for v in (*product.invars, *product.outvars)} == {"float16"}
+
+
+def test_a_vector_minus_a_product_has_no_bias() -> None:
+    """Thresholds minus a score: not what a layer adds to its product."""
+    policy = polyamp.Policy("mixed_float16")
+
+    def rule(function: Any) -> Any:
+        return [row[2:4] for row in polyamp.explain(function, policy, W, X).operations if row.name == "sub"]
+
+    assert rule(lambda w, x: w[0] - x @ w) == [("float32", "promote")]
+    assert rule(lambda w, x: x @ w - w[0]) == [("float16", "compute (bias)")]

@@ -139,6 +139,22 @@ def test_complex_products_stay_complex() -> None:
     assert np.array_equal(run(z, z), z @ z)
 
 
+def test_float8_passes_untouched() -> None:
+    x = jnp.ones((2, 2), jnp.float8_e4m3fn)
+    run = HALF.autocast(lambda a: (a.T, lax.dot(a, a, preferred_element_type=jnp.float32)))
+    moved, product = jax.make_jaxpr(run)(x).jaxpr.outvars
+    assert (str(moved.aval.dtype), str(product.aval.dtype)) == ("float8_e4m3fn", "float32")
+    (dot,) = [e for e in equations(run, x) if e.primitive.name == "dot_general"]
+    assert {str(v.aval.dtype) for v in dot.invars} == {"float8_e4m3fn"}
+
+
+def test_the_native_op_list_is_the_same() -> None:
+    def rows(policy: polyamp.Policy) -> Any:
+        return polyamp.explain(lambda w, x: jnp.log(jax.nn.sigmoid(x @ w)).sum(), policy, W, X).operations
+
+    assert rows(polyamp.Policy("mixed_float16", op_list="native")) == rows(HALF)
+
+
 # random numbers, integers, weak types, float64
 
 

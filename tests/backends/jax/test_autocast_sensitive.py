@@ -352,6 +352,29 @@ def test_linear_algebra_runs_in_float32_as_a_whole(name: str) -> None:
     assert {row.dtype for row in rows if "linear algebra" in row.rule} == {"float32"}
 
 
+DIFFERENTIABLE: dict[str, Callable[[Any], Any]] = {
+    "cholesky": jnp.linalg.cholesky,
+    "inv": jnp.linalg.inv,
+    "solve": lambda x: jnp.linalg.solve(x, x[0]),
+    "eigh": lambda x: jnp.linalg.eigh(x)[1],
+    "svd": lambda x: jnp.linalg.svd(x, full_matrices=False)[0],
+    "qr": lambda x: jnp.linalg.qr(x)[0],
+    "lu": lambda x: jax.scipy.linalg.lu(x)[1],
+    "pinv": jnp.linalg.pinv,
+    "jax.lax": jax.lax.linalg.cholesky,
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_derivatives_of_linear_algebra_taken_inside_stay_in_float32(name: str) -> None:
+    """They are linear algebra themselves, or products that ask for the highest precision."""
+    square = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)) / 2, jnp.float32)
+    x, gradient = square @ square.T + 4 * jnp.eye(4), jax.grad(lambda x: DIFFERENTIABLE[name](x).sum())
+    run = polyamp.Policy("mixed_float16").autocast(gradient)
+    assert "f16" not in str(jax.make_jaxpr(run)(x))
+    np.testing.assert_array_equal(run(x), gradient(x))
+
+
 def test_a_users_function_with_a_name_of_linear_algebra_is_no_linear_algebra() -> None:
     @jax.jit
     def inv(x: Any) -> Any:
