@@ -17,6 +17,7 @@ import numpy as np
 
 from polyamp import checks
 from polyamp.backend import Backend, Gradients
+from polyamp.errors import CheckpointError
 from polyamp.loss_scale import LossScaleState
 from polyamp.recipe import Recipe
 from polyamp_jax import compat
@@ -172,8 +173,20 @@ def create(parts: Parts, recipe: Recipe, rngs: dict[str, jax.Array], scale_state
 
 
 def export(state: JaxState) -> dict[str, np.ndarray[Any, Any]]:
-    """Every array of the state by name, on the host; PRNG keys as their data."""
-    return {name: to_numpy(leaf) for name, leaf in _arrays(state).items()}
+    """Every array of the state by name, on the host; PRNG keys as their data.
+
+    Raises:
+        CheckpointError: the state was donated to a step, before or meanwhile.
+    """
+    try:
+        return {name: to_numpy(leaf) for name, leaf in _arrays(state).items()}
+    except (RuntimeError, ValueError) as error:
+        if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+            raise
+        raise CheckpointError(
+            "this state was donated to a step, so its arrays are gone. Save the state that the step returned, before "
+            "the next step begins; from another thread, with train_step(..., donate=False), which keeps both."
+        ) from error
 
 
 def replaced(state: JaxState, arrays: Mapping[str, np.ndarray[Any, Any]]) -> JaxState:
