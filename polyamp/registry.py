@@ -295,7 +295,7 @@ def _root(kind: type, known: Mapping[str, Any]) -> str | None:
 @functools.cache
 def _packages() -> Mapping[str, str]:
     """Root module of a backend's own classes, such as the models that `loss_fn` sees -> its name."""
-    return {entry.module.partition(".")[0]: name for name, entry in reversed(entries().items())}
+    return {entry.module.partition(".")[0]: name for name, entry in reversed([*entries().items()])}
 
 
 def _distribution(entry: EntryPoint) -> str:

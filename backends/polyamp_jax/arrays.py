@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.arrays import ArrayNamespace
+from polyamp.batches import host_array
 from polyamp.checks import FLOATING
 from polyamp.errors import ModelError, UnsupportedError
 from polyamp.policy import Policy
@@ -89,6 +90,17 @@ def cast_arguments(tree: Any, dtype: str, *, float64: bool) -> Any:
     JAX holds NumPy's float64 as float32 unless x64 is on, also without a cast, so such an array counts as float32.
     """
     return cast(jax.tree.map(lambda x: jnp.asarray(x) if _numeric(x) else x, tree), dtype, float64=float64)
+
+
+def entering(batch: Any, policy: Policy, *, compiled: bool) -> Any:
+    """A batch on its way into a step, with NumPy's float64 as float32 (S26).
+
+    `jax.jit` does so by itself unless x64 is on; then, and where nothing is compiled, the batch is walked through.
+    """
+    if compiled and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # set at run time
+        return batch
+    numbers = (np.ndarray, np.generic)
+    return jax.tree.map(lambda x: host_array(x, policy.param) if isinstance(x, numbers) else x, batch)
 
 
 def fresh(tree: Any) -> Any:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from polyamp.backend import Gradients, LossFunction, Skip, StepResult
 from polyamp.errors import StateError
 from polyamp_jax import step as steps
-from polyamp_jax.arrays import is_key, made_first
+from polyamp_jax.arrays import entering, is_key, made_first
 from polyamp_jax.state import JaxState
 
 
@@ -39,11 +39,13 @@ class Step:
 
     def __init__(self, loss_fn: LossFunction, *, compiled: bool, donate: bool) -> None:
         self._loss_fn = loss_fn
+        self._compiled = compiled
         self._donate = compiled and donate
         run: Callable[..., Any] = self._run
         self._call = jax.jit(run, static_argnums=2, donate_argnums=(0,) if donate else ()) if compiled else run
 
     def __call__(self, state: JaxState, batch: Any) -> tuple[JaxState, StepResult]:
+        batch = entering(batch, state.recipe.policy, compiled=self._compiled)
         try:
             state, result, lagging = self._call(state, batch, state.lagging)
         except Exception as error:
@@ -73,6 +75,7 @@ def value_and_grad(loss_fn: LossFunction, *, compiled: bool) -> Callable[..., tu
     call = jax.jit(run) if compiled else run
 
     def go_on(states: Sequence[JaxState], batch: Any) -> tuple[Any, list[Gradients]]:
+        batch = entering(batch, states[0].recipe.policy, compiled=compiled)
         try:
             value, gradients = call([state.continued() for state in states], batch)
         except Exception as error:

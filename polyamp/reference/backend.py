@@ -242,8 +242,7 @@ BACKEND: Final[Backend] = ReferenceBackend()
 
 def _entered(batch: Any, recipe: Recipe) -> Any:
     """The batch as it goes into a step: not empty (S24), and NumPy's float64 as float32 (S26)."""
-    arrays = [leaf for _, leaf in leaves(batch) if isinstance(leaf, (np.ndarray, np.generic))]
-    check_has_rows(leaf.shape[0] for leaf in arrays if leaf.ndim)
+    check_has_rows(len(leaf) for _, leaf in leaves(batch) if isinstance(leaf, np.ndarray) and leaf.ndim)
     numbers = (np.ndarray, np.generic)
     return map_tree(lambda x: host_array(x, recipe.policy.param) if isinstance(x, numbers) else x, batch)
 

@@ -1,4 +1,4 @@
-"""The conformance suite: one test per rule of the semantics (S1 to S22) and per trap that concerns the step.
+"""The conformance suite: one test per rule of the semantics (S1 to S26) and per trap that concerns the step.
 
     pytest --pyargs polyamp.testing.conformance --polyamp-backend=torch
 

@@ -74,7 +74,7 @@ def test_s26_host_arrays_of_float64_train_as_float32(
         states.append(flat(harness, state))
         losses.append(number(backend, result.loss))
     assert losses[0] == losses[1]
-    assert np.array_equal(*states)
+    assert np.array_equal(states[0], states[1])
     if form == "one":
         state = polyamp.init(harness.mlp(layers()), made)
         found = [polyamp.value_and_grad(loss_fn)(state, item) for item in (wide, narrow)]
