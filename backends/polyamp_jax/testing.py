@@ -25,10 +25,11 @@ Array = np.ndarray[Any, Any]
 
 
 class MLP(linen.Module):  # type: ignore[misc]  # flax is not typed
-    """dense -> [batch normalisation] -> relu -> ... -> dense."""
+    """dense -> [batch normalisation] -> relu -> [dropout] -> ... -> dense."""
 
     widths: tuple[int, ...]
     normalize: bool = False
+    dropout: float = 0.0
     observe: Observe | None = None
 
     @linen.compact  # type: ignore[untyped-decorator]  # flax is not typed
@@ -41,6 +42,8 @@ class MLP(linen.Module):  # type: ignore[misc]  # flax is not typed
                 if self.normalize:
                     x = linen.BatchNorm(use_running_average=False, momentum=0.9, epsilon=1e-5, name=f"norm{number}")(x)
                 x = linen.relu(x)
+                if self.dropout:
+                    x = linen.Dropout(self.dropout, deterministic=False)(x)
         return x
 
 
@@ -108,6 +111,9 @@ class JaxHarness:
         running = {"mean": jnp.zeros(width, jnp.float32), "var": jnp.ones(width, jnp.float32)}
         variables = {"params": {**_dense_params(layers), "norm0": norm}, "batch_stats": {"norm0": running}}
         return MLP(_widths(layers), normalize=True), variables
+
+    def dropout_mlp(self, layers: Sequence[Layer]) -> tuple[Any, dict[str, Any]]:
+        return (MLP(_widths(layers), dropout=0.5), {"params": _dense_params(layers)}), {"rngs": {"dropout": 0}}
 
     def digits(self, weights: Mapping[str, Array]) -> Any:
         params: dict[str, dict[str, Any]] = {}

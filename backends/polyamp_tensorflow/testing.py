@@ -58,6 +58,17 @@ class TensorFlowHarness:
             ]
         )
 
+    def dropout_mlp(self, layers: Sequence[Layer]) -> tuple[Any, dict[str, Any]]:
+        first, second = layers
+        made = [
+            keras.Input((first.kernel.shape[0],)),
+            _dense(first, "dense0"),
+            keras.layers.ReLU(),
+            keras.layers.Dropout(0.5),
+            _dense(second, "dense1"),
+        ]
+        return keras.Sequential(made), {}
+
     def digits(self, weights: Mapping[str, Array]) -> Any:
         model = Digits(weights)
         model.build((None, digits.ROWS, digits.ROWS))

@@ -54,6 +54,14 @@ class GatheredMLP(MLP):
         return super().forward(x)[self.get_buffer("rows")]
 
 
+class DropoutMLP(MLP):
+    """dense -> relu -> dropout of a half -> dense."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The network's output, shape (batch, out)."""
+        return self.get_submodule("dense1")(functional.dropout(functional.relu(self.get_submodule("dense0")(x))))
+
+
 class Branches(MLP):
     """The dense layers side by side."""
 
@@ -108,6 +116,9 @@ class TorchHarness:
 
     def normalized_mlp(self, layers: Sequence[Layer]) -> nn.Module:
         return MLP(layers, None, normalize=True)
+
+    def dropout_mlp(self, layers: Sequence[Layer]) -> tuple[nn.Module, dict[str, Any]]:
+        return DropoutMLP(layers, None), {}
 
     def digits(self, weights: Mapping[str, Array]) -> nn.Module:
         return DigitsTransformer(weights)

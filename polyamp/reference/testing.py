@@ -52,6 +52,9 @@ class ReferenceHarness:
         running = {"norm0/mean": np.zeros(width, np.float32), "norm0/variance": np.ones(width, np.float32)}
         return MLP({**_named(layers), **scale}, running)
 
+    def dropout_mlp(self, layers: Sequence[Layer]) -> None:
+        """Nothing: the reference's models have no randomness."""
+
     def digits(self, weights: Mapping[str, Array]) -> Any:
         raise UnsupportedError("the reference backend trains MLPs only; the digits transformer needs a framework.")
 

@@ -52,6 +52,10 @@ class Harness(Protocol):
     def normalized_mlp(self, layers: Sequence[Layer]) -> Any:
         """dense -> batch normalisation with running statistics -> relu -> dense, in training mode (two layers)."""
 
+    def dropout_mlp(self, layers: Sequence[Layer]) -> tuple[Any, dict[str, Any]] | None:
+        """dense -> relu -> dropout of a half of the features -> dense in training mode (two layers), and the options
+        that `polyamp.init` needs for its random streams; None where models have no randomness (S12)."""
+
     def digits(self, weights: Mapping[str, Array]) -> Any:
         """The transformer of `polyamp.testing.digits` with these weights."""
 

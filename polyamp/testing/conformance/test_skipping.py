@@ -71,6 +71,32 @@ def test_s12_the_two_halves_keep_running_statistics_until_applied(backend: Backe
     assert any(name.startswith("running/") for name in unmoved(before, backend.export_state(state)))
 
 
+def test_s12_two_calls_draw_two_masks(backend: Backend, harness: Harness) -> None:
+    """By hand on one state, in the next attempt on it, and over the micro-batches of a window."""
+    model = harness.dropout_mlp(layers((4, 64, 3)))
+    if model is None:
+        return  # a backend whose models have no randomness says so, and has nothing to draw
+    made = recipe(optimizer=polyamp.sgd(0.0), accumulate_steps=3)
+
+    def with_output(model: Any, batch: Any) -> Any:
+        output = model(batch["x"])
+        return polyamp.losses.mean_squared_error(output, batch["y"]), output
+
+    state = polyamp.init(model[0], made, **model[1])
+    run = polyamp.value_and_grad(with_output)
+    outputs = []
+    for _ in range(2):
+        for _ in range(3):
+            (_, output), gradients = run(state, batch())
+            outputs.append(backend.to_numpy(output))
+        state, _ = polyamp.apply_gradients(state, gradients)
+    _, result = polyamp.train_step(with_output, made)(state, [batch()] * 3)
+    outputs.extend(backend.to_numpy(result.aux))
+    assert len({output.tobytes() for output in outputs}) == 9
+    mean = np.mean(outputs, 0)
+    assert all(float(np.abs(output - mean).max()) > 0.05 for output in outputs), "a mask moves more than rounding does"
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
 def test_s13_only_applied_updates_count(backend: Backend, harness: Harness, optimizer: Any) -> None:
     """Overflows in between change nothing: the same weights, bit for bit, as without those batches."""
