@@ -20,6 +20,7 @@ import keras
 
 from polyamp.policy import Policy
 from polyamp_tensorflow.arrays import cast
+from polyamp_tensorflow.dataflow import is_gather, summed_in_float32
 from polyamp_tensorflow.dtype_policies import (
     NARROW,
     STACK,
@@ -30,7 +31,7 @@ from polyamp_tensorflow.dtype_policies import (
     keras_policy,
     own_policy,
 )
-from polyamp_tensorflow.models import as_output, in_dtype, is_layer, modules, only_contains
+from polyamp_tensorflow.models import as_output, in_dtype, is_layer, modules, only_contains, signature_of
 from polyamp_tensorflow.op_list import SENSITIVE_LAYERS
 from polyamp_tensorflow.regularizers import in_float32, without_float32
 
@@ -53,7 +54,7 @@ class _Setting(NamedTuple):
 
 
 class Application:
-    """A policy on a model, from the moment this is made until `restore`.
+    """A policy on a model, from `put` until `restore`.
 
     Args:
         model: a Keras layer or model.
@@ -61,7 +62,7 @@ class Application:
         heads: as in `choose`.
 
     Attributes:
-        choices: what each layer got and why.
+        choices: what each layer gets and why.
     """
 
     def __init__(self, model: Any, policy: Policy, *, heads: bool = False) -> None:
@@ -70,6 +71,10 @@ class Application:
             self.choices = choose(model, policy, heads=heads)
             dtypes = {id(choice.target): choice.dtype for choice in self.choices}
             self._settings = [(choice.target, self._setting(choice, policy, dtypes)) for choice in self.choices]
+
+    def put(self) -> None:
+        """Put it on; if that is interrupted, `restore` takes off what is on."""
+        with _LOCK:
             for target, setting in self._settings:
                 own = _Setting(getattr(target, "_dtype_policy", None), _own(target))
                 vars(target).setdefault(STACK, [own]).append(setting)
@@ -77,10 +82,13 @@ class Application:
                 _regularize(target, in_float32)
 
     def restore(self) -> None:
-        """Take the policy off; what was applied before or since stays. A second call does nothing."""
+        """Take the policy off; what was applied before or since stays. A second call does nothing; one that is
+        interrupted can be repeated."""
         with _LOCK:
             for target, setting in self._settings:
-                stack = vars(target)[STACK]
+                stack = vars(target).get(STACK)
+                if stack is None:  # a call before this one was interrupted after this target
+                    continue
                 stack[:] = [other for other in stack if other is not setting]
                 _show(target, stack[-1])
                 if len(stack) == 1:
@@ -101,12 +109,17 @@ class Application:
 
     def _setting(self, choice: Choice, policy: Policy, dtypes: Mapping[int, str | None]) -> _Setting:
         target, dtype = choice.target, choice.dtype
+        call = _method(target, "call")
+        gathers = has_islands(policy) and is_gather(target)
+        if gathers:
+            call = summed_in_float32(call)
         if not is_layer(target):
-            return _Setting(None, {"call": _casting_inputs(_method(target, "call"), str(dtype))})
+            return _Setting(None, {"call": call if dtype is None else _casting_inputs(call, dtype)})
         own = None if dtype is None else keras_policy(policy.param, dtype)
         # A sum of the user's own stays in the dtype of its operands; `fit` adds it to float32 ones.
         methods = {"add_loss": _casting_inputs(_method(target, "add_loss"), "float32")}
-        call = _method(target, "call")
+        if gathers:
+            methods["call"] = call
         if isinstance(target, SENSITIVE_LAYERS) and not target.autocast and dtype not in (None, *NARROW):
             # Keras leaves the input of its normalisations alone, and rounds their result to the input's dtype.
             methods["call"] = call = _casting_inputs(call, str(dtype))
@@ -119,7 +132,8 @@ class Application:
         elif isinstance(target, keras.layers.SpectralNormalization) and choice.why == "sensitive":
             methods["call"] = _rounding(call, policy.compute)
         if isinstance(target, keras.layers.Attention) and dtype in NARROW and has_islands(policy):
-            methods["_apply_scores"] = functools.partial(_apply_scores, target)
+            own_scores = functools.partial(_apply_scores, target)
+            methods["_apply_scores"] = signature_of(_method(target, "_apply_scores"), own_scores)
             if isinstance(target, keras.layers.AdditiveAttention) or target.score_mode == "concat":
                 methods["_calculate_scores"] = _casting_inputs(_method(target, "_calculate_scores"), "float32")
         return _Setting(own, methods)
@@ -165,15 +179,15 @@ def _regularize(target: Any, change: Callable[[Any], Any]) -> None:
 
 
 def _rounding(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
-    return lambda *args, **kwargs: in_dtype(call(*args, **kwargs), dtype)
+    return signature_of(call, lambda *args, **kwargs: in_dtype(call(*args, **kwargs), dtype))
 
 
 def _casting_inputs(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
-    return lambda *args, **kwargs: call(*cast(args, dtype), **cast(kwargs, dtype))
+    return signature_of(call, lambda *args, **kwargs: call(*cast(args, dtype), **cast(kwargs, dtype)))
 
 
 def _giving_output(call: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    return lambda *args, **kwargs: as_output(call(*args, **kwargs), policy)
+    return signature_of(call, lambda *args, **kwargs: as_output(call(*args, **kwargs), policy))
 
 
 def _apply_scores(layer: Any, scores: Any, value: Any, scores_mask: Any = None, training: bool = False) -> Any:

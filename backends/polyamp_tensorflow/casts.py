@@ -19,6 +19,7 @@ from polyamp.policy import Policy
 from polyamp_tensorflow.applied_policies import Application
 from polyamp_tensorflow.arrays import dtype_name, is_floating, raw
 from polyamp_tensorflow.dtype_policies import choose
+from polyamp_tensorflow.interrupts import ending
 from polyamp_tensorflow.op_list import gives_probabilities
 
 
@@ -90,22 +91,27 @@ def cast_variables(model: Any, policy: Policy) -> Iterator[None]:
             return named if any(named[key] is not value[key] for key in named) else value
         return value
 
-    with contextlib.ExitStack() as stack:
-        try:
-            for holder in _holders(model):
-                if isinstance(holder, keras.Layer):
-                    stack.callback(Application(holder, _inside(holder, policy)).restore)
-                    continue
-                slots = vars(holder)
-                for name, value in list(slots.items()):
-                    cast = narrow(value)
-                    if cast is not value:
-                        replaced.append((slots, name, value))
-                        slots[name] = cast
-            yield
-        finally:
-            for slots, name, value in replaced:
-                slots[name] = value
+    applied: list[Application] = []
+
+    def put_back() -> None:
+        for slots, name, value in replaced:
+            slots[name] = value
+        for application in applied:
+            application.restore()
+
+    with ending(put_back):
+        for holder in _holders(model):
+            if isinstance(holder, keras.Layer):
+                applied.append(Application(holder, _inside(holder, policy)))
+                applied[-1].put()
+                continue
+            slots = vars(holder)
+            for name, value in list(slots.items()):
+                cast = narrow(value)
+                if cast is not value:
+                    replaced.append((slots, name, value))
+                    slots[name] = cast
+        yield
 
 
 def _inside(layer: Any, policy: Policy) -> Policy:

@@ -17,6 +17,7 @@ import tensorflow as tf
 from polyamp.checks import FLOATING
 from polyamp.errors import PolicyError, UnsupportedError
 from polyamp.policy import Policy, glob_covers
+from polyamp_tensorflow.dataflow import feeding_logarithms, is_gather, is_inner_product, multiplies
 from polyamp_tensorflow.models import Module, modules, only_contains
 from polyamp_tensorflow.op_list import (
     gives_probabilities,
@@ -43,7 +44,7 @@ class Choice(NamedTuple):
         dtype: what it computes in; None where its own policy stays.
         why: "compute", "override", "given" (to its constructor), "quantized", "not floating", "float64" (S2), "head",
             "sensitive", "constants", "contains" (a functional or sequential model), "inner" (a wrapper follows what it
-            wraps), or "product" (of an operation).
+            wraps), "product" or "gather" (of an operation).
         parent: the layer that calls it, where that is not a functional or sequential model; else None.
     """
 
@@ -153,13 +154,15 @@ def choose(model: Any, policy: Policy, *, heads: bool = False) -> list[Choice]:
     _check_overrides(model, policy)
     found = modules(model)
     giving_output = _heads(found)
+    feeding = _feeding(found) if has_islands(policy) else set()
     choices: dict[int, Choice] = {}
     clear: set[int] = set()  # what only contains layers, whose way to the output can be followed
     for module in found:
         layer = module.layer
         if only_contains(layer) and (module.parent is None or id(module.parent) in clear):
             clear.add(id(layer))
-        dtype, why = _layer_dtype(module, policy, giving_output if heads else {}, choices.get(id(module.parent)))
+        given_heads = giving_output if heads else {}
+        dtype, why = _layer_dtype(module, policy, given_heads, feeding, choices.get(id(module.parent)))
         if why == "compute" and has_islands(policy) and may_be_binary_head(layer) and id(module.parent) not in clear:
             dtype, why = "float32", "sensitive"
         called_by = None if module.parent is None or only_contains(module.parent) else module.parent
@@ -168,11 +171,18 @@ def choose(model: Any, policy: Policy, *, heads: bool = False) -> list[Choice]:
         choices[id(layer)] = _probabilities(choice, policy) if sure else choice
     for module in reversed(found):
         _follow(module.layer, choices)
-    operations = [choice for module in found for choice in _operation_choices(module, policy, giving_output)]
+    operations = [choice for module in found for choice in _operation_choices(module, policy, giving_output, feeding)]
     return [*choices.values(), *operations]
 
 
-def _layer_dtype(module: Module, policy: Policy, heads: dict[int, Any], above: Choice | None) -> tuple[str | None, str]:
+def _feeding(found: list[Module]) -> set[int]:
+    """ids of what feeds a logarithm or `1 - x` in the functional models."""
+    return {one for module in found if only_contains(module.layer) for one in feeding_logarithms(module.layer)}
+
+
+def _layer_dtype(
+    module: Module, policy: Policy, heads: dict[int, Any], feeding: set[int], above: Choice | None
+) -> tuple[str | None, str]:
     layer, own = module.layer, own_policy(module.layer)
     if getattr(own, "quantization_mode", None):
         return None, "quantized"
@@ -192,7 +202,7 @@ def _layer_dtype(module: Module, policy: Policy, heads: dict[int, Any], above: C
         return policy.compute, "compute"
     if heads.get(id(layer)) == "logits" and policy.output not in NARROW:
         return "float32", "head"
-    if has_islands(policy) and is_sensitive(layer):
+    if has_islands(policy) and (is_sensitive(layer) or id(layer) in feeding or is_inner_product(layer)):
         return "float32", "sensitive"
     if _holds_constants(layer):
         return "float32", "constants"
@@ -332,7 +342,7 @@ def _operations(module: Module) -> list[tuple[Any, str]]:
     ]
 
 
-def _operation_choices(module: Module, policy: Policy, heads: dict[int, str]) -> Iterator[Choice]:
+def _operation_choices(module: Module, policy: Policy, heads: dict[int, str], feeding: set[int]) -> Iterator[Choice]:
     for operation, path in _operations(module):
         override = _override((path,), policy)
         if override is not None:
@@ -340,7 +350,11 @@ def _operation_choices(module: Module, policy: Policy, heads: dict[int, str]) ->
             yield _probabilities(choice, policy) if heads.get(id(operation)) == "probabilities" else choice
         elif heads.get(id(operation)) == "probabilities" and policy.param == "float32":
             yield Choice(operation, path, "float32", "head")
-        elif has_islands(policy) and is_sensitive_operation(operation):
+        elif has_islands(policy) and (
+            is_sensitive_operation(operation) or id(operation) in feeding or is_inner_product(operation)
+        ):
             yield Choice(operation, path, "float32", "sensitive")
-        elif is_product(operation) and policy.compute in NARROW:
+        elif is_product(operation) and policy.compute in NARROW and not multiplies(operation):
             yield Choice(operation, path, policy.compute, "product")
+        elif has_islands(policy) and is_gather(operation):
+            yield Choice(operation, path, None, "gather")

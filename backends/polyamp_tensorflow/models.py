@@ -9,7 +9,7 @@ import functools
 import inspect
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
@@ -192,6 +192,15 @@ def in_dtype(tree: Any, dtype: str) -> Any:
         return narrow
 
     return keras.tree.map_structure(one, tree)
+
+
+def signature_of(method: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """`stand_in` with the name, documentation and signature of the method whose place it takes: code asks
+    `inspect.signature(layer.call)` whether a layer takes `training` or `mask`."""
+    functools.update_wrapper(stand_in, method)
+    del stand_in.__wrapped__  # type: ignore[attr-defined]  # or AutoGraph would go past the stand-in
+    stand_in.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]  # functions take any attribute
+    return stand_in
 
 
 def as_output(tree: Any, policy: Policy) -> Any:

@@ -11,42 +11,43 @@ from typing import Any, Final
 import keras
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
+    """The words of a text."""
     return frozenset(text.split())
 
 
-def _layers(text: str) -> tuple[Any, ...]:
+def layers_named(text: str) -> tuple[Any, ...]:
     """The Keras layers of these names; those newer than the installed Keras are left out."""
     return tuple(getattr(keras.layers, name) for name in text.split() if hasattr(keras.layers, name))
 
 
-SENSITIVE_LAYERS: Final = _layers(
+SENSITIVE_LAYERS: Final = layers_named(
     "BatchNormalization LayerNormalization GroupNormalization RMSNormalization UnitNormalization SpectralNormalization "
     "Softmax ActivityRegularization Masking GlobalAveragePooling1D GlobalAveragePooling2D GlobalAveragePooling3D "
     "AdaptiveAveragePooling1D AdaptiveAveragePooling2D AdaptiveAveragePooling3D"
 )
-SENSITIVE_FUNCTIONS: Final = _names(
+SENSITIVE_FUNCTIONS: Final = names(
     "softmax log_softmax sparsemax logsumexp reduce_logsumexp softplus log_sigmoid exponential exp exp2 expm1 log "
     "log1p log2 log10 logaddexp pow power rsqrt reciprocal erfinv sum mean var std prod trace cumsum cumprod "
     "reduce_sum reduce_mean reduce_prod reduce_variance reduce_std moments "
     "layer_normalization rms_normalization batch_normalization normalize norm"
 )
-SENSITIVE_OPERATIONS: Final = _names(
+SENSITIVE_OPERATIONS: Final = names(
     "Exp Exp2 Expm1 Log Log1p Log2 Log10 Logaddexp Logaddexp2 Logsumexp Power Rsqrt Reciprocal Erfinv Softplus "
     "Sum Nansum Mean Nanmean Average Var Nanvar Std Nanstd Prod Nanprod Cumsum Cumprod Nancumsum Nancumprod Trace "
     "Trapezoid Moments SegmentReduction Softmax LogSoftmax LogSigmoid Sparsemax BatchNorm LayerNorm RMSNorm Normalize "
     "BinaryCrossentropy CategoricalCrossentropy SparseCategoricalCrossentropy CTCLoss CDist Corrcoef Correlate "
     "FFT FFT2 IFFT2 RFFT IRFFT STFT ISTFT Logdet Slogdet"
 )
-PRODUCTS: Final = _names(
-    "Matmul Einsum Dot Tensordot Inner Vdot Outer Conv ConvTranspose DepthwiseConv SeparableConv DotProductAttention"
+PRODUCTS: Final = names(
+    "Matmul Einsum Dot Tensordot Inner Vdot Conv ConvTranspose DepthwiseConv SeparableConv DotProductAttention"
 )
-DENSE_LAYERS: Final = _layers(
+DENSE_LAYERS: Final = layers_named(
     "Dense EinsumDense Conv1D Conv2D Conv3D Conv1DTranspose Conv2DTranspose Conv3DTranspose SeparableConv1D "
     "SeparableConv2D DepthwiseConv1D DepthwiseConv2D"
 )
-_PROBABILITIES: Final = _names("softmax log_softmax sparsemax sigmoid log_sigmoid")
-_PROBABILITY_OPERATIONS: Final = _names("Softmax LogSoftmax Sparsemax Sigmoid LogSigmoid")
+_PROBABILITIES: Final = names("softmax log_softmax sparsemax sigmoid log_sigmoid")
+_PROBABILITY_OPERATIONS: Final = names("Softmax LogSoftmax Sparsemax Sigmoid LogSigmoid")
 _PREPARING: Final = ("keras.src.layers.preprocessing.", "keras.layers.preprocessing.")
 
 
@@ -73,7 +74,7 @@ def is_sensitive_operation(operation: Any) -> bool:
 
 
 def is_product(operation: Any) -> bool:
-    """True for matrix products, convolutions and attention."""
+    """True for matrix products, convolutions and attention. `dataflow` knows which of them are none by their axes."""
     return type(operation).__name__ in PRODUCTS
 
 
@@ -84,6 +85,18 @@ def gives_probabilities(target: Any) -> bool:
     if isinstance(target, keras.Layer):
         return _name(getattr(target, "activation", None)) in _PROBABILITIES
     return type(target).__name__ in _PROBABILITY_OPERATIONS
+
+
+def function_name(target: Any) -> str:
+    """What an operation computes, or the last thing that a layer without sublayers does: its class, or the name of the
+    activation or of a `Lambda`'s function; what a wrapper such as TimeDistributed wraps counts."""
+    if not isinstance(target, keras.Layer):
+        return type(target).__name__
+    if isinstance(target, keras.layers.Wrapper):
+        return function_name(target.layer)
+    if isinstance(target, keras.layers.Lambda):
+        return _name(target.function)
+    return "" if target._flatten_layers(include_self=False) else _name(getattr(target, "activation", None))
 
 
 def is_dense(layer: Any) -> bool:

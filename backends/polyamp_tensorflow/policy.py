@@ -22,6 +22,7 @@ from polyamp_tensorflow.applied_policies import Application, drop_cached_functio
 from polyamp_tensorflow.arrays import cast
 from polyamp_tensorflow.casts import cast_variables, check_castable, is_cast
 from polyamp_tensorflow.dtype_policies import choose, keras_policy, policy_map
+from polyamp_tensorflow.interrupts import ending, repair
 from polyamp_tensorflow.models import as_output, is_built, is_layer
 
 
@@ -73,10 +74,9 @@ def layer_policies(model: Any, policy: Policy) -> Iterator[None]:
             yield
         return
     application = Application(model, policy)
-    try:
+    with ending(application.restore):
+        application.put()
         yield
-    finally:
-        application.restore()
 
 
 class AppliedPolicy:
@@ -90,8 +90,14 @@ class AppliedPolicy:
     def __init__(self, model: Any, policy: Policy, *, heads: bool) -> None:
         self.model = model
         self.policy = policy
+        repair()
         self._application = Application(model, policy, heads=heads)
-        drop_cached_functions(model)
+        try:
+            self._application.put()
+            drop_cached_functions(model)
+        except BaseException:  # an interrupt too
+            self.restore()
+            raise
 
     @property
     def choices(self) -> Mapping[str, tuple[str | None, str]]:
@@ -104,8 +110,13 @@ class AppliedPolicy:
 
     def restore(self) -> None:
         """Give every layer back what it had. What other policies have done since stays; a second call does nothing."""
-        self._application.restore()
-        drop_cached_functions(self.model)
+        try:
+            self._application.restore()
+        except BaseException:  # an interrupt: finish first
+            self._application.restore()
+            raise
+        finally:
+            drop_cached_functions(self.model)
 
     def __enter__(self) -> AppliedPolicy:
         return self
@@ -200,6 +211,7 @@ def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
         check_castable(target, policy)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        repair()
         if not is_built(target):
             _build(target, args, kwargs)
             check_policy(target, policy)

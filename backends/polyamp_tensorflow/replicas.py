@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from polyamp.errors import LossScaleError, UnsupportedError
 from polyamp_tensorflow.arrays import raw
+from polyamp_tensorflow.interrupts import ending
 from polyamp_tensorflow.optimizer_checks import members
 
 Run = Callable[..., Any]
@@ -125,10 +126,12 @@ def reduced_already(optimizer: Any) -> Iterator[None]:
             f"{type(optimizer).__qualname__} has no {_REDUCTION}, so polyamp cannot keep it from adding up gradients "
             "over the replicas twice. Use Keras 3.9 to 3.15, or train on one replica."
         )
-    for part in parts:
-        object.__setattr__(part, _REDUCTION, lambda pairs: pairs)
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for part in parts:
-            object.__delattr__(part, _REDUCTION)
+            vars(part).pop(_REDUCTION, None)
+
+    with ending(put_back):
+        for part in parts:
+            object.__setattr__(part, _REDUCTION, lambda pairs: pairs)
+        yield

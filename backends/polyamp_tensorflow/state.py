@@ -5,9 +5,12 @@ Made by `TensorFlowBackend.init`; read and written by the step; exported to and 
 
 from __future__ import annotations
 
+import contextlib
 import operator
+import threading
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 
 _TRAINABLE: Final = operator.attrgetter("trainable")
+_PAUSE: Final = 1e-3
+"""Seconds in which a thread that waits for a lock wakes up and takes it."""
 
 
 class _Training(NamedTuple):
@@ -54,6 +59,8 @@ class TensorFlowState:
         optimizer_settings: the optimizer's configuration as it was when it was made, for checkpoints.
         programs: the graph functions traced for this state, by the object that runs them.
         warned_of_additions: whether it was said that `loss_fn` leaves out what the model adds to its loss (S25).
+        turn: held by a step, and by an export, which reads one variable after the other.
+        waiting: how many threads wait for the turn to read or replace everything.
     """
 
     def __init__(self, model: Any, recipe: Recipe, backend: Backend) -> None:
@@ -62,6 +69,8 @@ class TensorFlowState:
         self.programs: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
         self.strategy = tf.distribute.get_strategy()
         self.warned_of_additions = False
+        self.turn = threading.RLock()
+        self.waiting = 0
         self._backend = backend
         self._scale = LossScaleState(
             *(tf.Variable(value, trainable=False, name=name) for name, value in _fresh(recipe.loss_scaler))
@@ -189,13 +198,25 @@ class TensorFlowState:
         write(self._scale, update(self.recipe.loss_scaler, self.scale_state, finite, XP))
 
     def export(self) -> dict[str, Array]:
-        """Every array by name, on the host."""
-        return {name: to_numpy(variable) for name, variable in self._everything().items()}
+        """Every array by name, on the host, as they are between two steps of whatever threads."""
+        with self._between_steps():
+            return {name: to_numpy(variable) for name, variable in self._everything().items()}
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Replace every array."""
-        for name, variable in self._everything().items():
-            raw(variable).assign(tf.convert_to_tensor(arrays[name]))
+        """Replace every array, between two steps."""
+        with self._between_steps():
+            for name, variable in self._everything().items():
+                raw(variable).assign(tf.convert_to_tensor(arrays[name]))
+
+    @contextlib.contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """The state's turn, before the next step of a thread that steps without a pause (see `turns`)."""
+        self.waiting += 1
+        try:
+            with self.turn:
+                yield
+        finally:
+            self.waiting -= 1
 
     def _everything(self) -> dict[str, Any]:
         parameters, frozen, running, rng, _ = self.variables
@@ -216,6 +237,21 @@ class TensorFlowState:
                 "build the model before init: call it once, or give its first layer an Input."
             )
         return self._training
+
+
+@contextlib.contextmanager
+def turns(states: Sequence[TensorFlowState]) -> Iterator[None]:
+    """The turn of each of the states, for one step, in one order whatever order they come in.
+
+    A lock in Python goes back to the thread that has just released it as a rule: a thread that steps and steps would
+    keep an export waiting, so it pauses first.
+    """
+    if any(state.waiting for state in states):
+        time.sleep(_PAUSE)
+    with contextlib.ExitStack() as stack:
+        for state in sorted(states, key=id):
+            stack.enter_context(state.turn)
+        yield
 
 
 def _values(variables: Mapping[str, Any]) -> dict[str, Any]:

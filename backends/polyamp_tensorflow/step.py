@@ -10,6 +10,7 @@ the graph; Python never waits for it. Called by the backend.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,9 +26,10 @@ from polyamp_tensorflow.additions import awaited
 from polyamp_tensorflow.arrays import XP, at_least_float32, dense, dense_wide, is_floating, leaves, raw
 from polyamp_tensorflow.distribution import mean, on_replicas, several, stacked
 from polyamp_tensorflow.gradients import norm_and_flag, scale_loss
+from polyamp_tensorflow.interrupts import ending, repair
 from polyamp_tensorflow.models import BoundModel
 from polyamp_tensorflow.policy import layer_policies, matmul_precision
-from polyamp_tensorflow.state import TensorFlowState
+from polyamp_tensorflow.state import TensorFlowState, turns
 from polyamp_tensorflow.unused import leaving_alone
 from polyamp_tensorflow.xla import needs_xla
 
@@ -72,8 +74,9 @@ class GraphFunction:
         self._jit_compile = jit_compile
 
     def __call__(self, states: States, *tensors: Any) -> Any:
-        program = self._program(tuple(states))
-        with matmul_precision(states[0].recipe.policy):
+        repair()
+        with turns(states), matmul_precision(states[0].recipe.policy):
+            program = self._program(tuple(states))
             try:
                 return program(*tensors)
             except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError) as error:
@@ -336,7 +339,9 @@ def _scaled(states: States, loss_fn: LossFunction, batch: Any) -> _Scaled:
     parameters = [state.variables.parameters for state in states]
     watched = [raw(variable) for own in parameters for variable in own.values()]
     with contextlib.ExitStack() as stack:
-        tape = stack.enter_context(tf.GradientTape(watch_accessed_variables=False))
+        tape = tf.GradientTape(watch_accessed_variables=False)
+        stack.enter_context(ending(functools.partial(tape.__exit__, None, None, None)))
+        tape.__enter__()
         tape.watch(watched)
         for state in states:  # inside the tape, which must see the casts of variables
             stack.enter_context(layer_policies(state.model, state.recipe.policy))

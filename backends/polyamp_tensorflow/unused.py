@@ -16,6 +16,7 @@ import keras
 
 from polyamp.errors import UnsupportedError
 from polyamp_tensorflow.arrays import raw
+from polyamp_tensorflow.interrupts import ending
 from polyamp_tensorflow.optimizer_checks import members
 
 _FILTER: Final = "_filter_empty_gradients"
@@ -45,15 +46,17 @@ def leaving_alone(optimizer: Any, unused: Sequence[Any], *, warn: bool = False) 
             f"{type(optimizer).__qualname__} has no {_FILTER}, {_AVERAGE} or {_OVERWRITE}, so polyamp cannot keep it "
             "from parameters that the loss does not depend on. Use Keras 3.9 to 3.15, or freeze them."
         )
-    try:
+
+    def put_back() -> None:
+        for part in parts:
+            for name in (_FILTER, _AVERAGE, _OVERWRITE):
+                vars(part).pop(name, None)
+
+    with ending(put_back):
         for part in parts:
             for name, method in _methods(part, ids, warn).items():
                 object.__setattr__(part, name, method)
         yield
-    finally:
-        for part in parts:
-            for name in (_FILTER, _AVERAGE, _OVERWRITE):
-                vars(part).pop(name, None)
 
 
 def _methods(part: Any, unused: set[int], warn: bool) -> dict[str, Callable[..., Any]]:
