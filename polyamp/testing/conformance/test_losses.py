@@ -158,13 +158,13 @@ def test_s24_a_label_outside_of_the_classes_is_never_another_class(
     state = state_of(harness, LOGITS, made)
     before = backend.export_state(state)
     given = {"x": np.eye(6, dtype=np.float32), "y": labels}
-    if backend.name not in ("jax", "tensorflow"):  # whose steps are compiled
-        for run in (polyamp.value_and_grad(loss_fn), polyamp.train_step(loss_fn, made)):
-            with pytest.raises(LossError, match=said):
-                run(state, given)
+    try:
+        (loss, rows), gradients = polyamp.value_and_grad(loss_fn)(state, given)
+    except LossError:  # a step that is not compiled sees the values
+        with pytest.raises(LossError, match=said):
+            polyamp.train_step(loss_fn, made)(state, given)
         assert unmoved(before, backend.export_state(state)) == []
         return
-    (loss, rows), gradients = polyamp.value_and_grad(loss_fn)(state, given)
     assert np.isnan(number(backend, loss))
     assert np.isnan(backend.to_numpy(rows)).tolist() == [False] * 3 + [True] + [False] * 2
     assert np.isnan(of_logits(backend, gradients)[3]).all()
