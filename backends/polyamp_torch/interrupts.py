@@ -7,9 +7,14 @@ signals reach; other exceptions find `finally` clauses.
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
-from typing import Any
+from typing import Any, Final
+
+_PLAIN: Final[Any] = importlib.import_module("_signal")
+"""What `signal` itself calls after it has looked for the names of numbers, which is 9 of 10 parts of a call."""
+_NUMBER: Final = int(signal.SIGINT)
 
 
 class Undisturbed:
@@ -27,45 +32,54 @@ class Undisturbed:
         ['whole', 'interrupted']
     """
 
-    __slots__ = ("_came", "_handler")
+    __slots__ = ("_came", "_handler", "_open")
 
     def __init__(self) -> None:
         self._came = False
+        self._open = False
         self._handler: Any = None
 
     def __enter__(self) -> Undisturbed:
-        self._came = False
         if threading.current_thread() is threading.main_thread():
-            self._handler = signal.getsignal(signal.SIGINT)  # None for one that was not set from Python: then it stays
+            self._handler = _PLAIN.getsignal(_NUMBER)  # None for one that was not set from Python: then it stays
             if self._handler is not None:
-                signal.signal(signal.SIGINT, self._note)
+                _PLAIN.signal(_NUMBER, self._note)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.let_through()
-
-    def let_through(self) -> None:
-        """From here on an interrupt arrives at once, and so does one that came before."""
         if self._handler is None:
             return
-        signal.signal(signal.SIGINT, self._handler)
+        if _PLAIN.getsignal(_NUMBER) == self._note:  # user code may have set another one, for good
+            _PLAIN.signal(_NUMBER, self._handler)
         if self._came:
             self._came = False
-            signal.raise_signal(signal.SIGINT)
+            _PLAIN.raise_signal(_NUMBER)
 
     @property
     def disturbed(self) -> Disturbed:
         """A block inside, in which interrupts arrive: around user code, and what may take long."""
         return Disturbed(self)
 
-    def hold_back(self) -> None:
-        """The opposite of `let_through`. A handler that user code has set meanwhile is kept."""
-        if self._handler is not None:
-            before = signal.signal(signal.SIGINT, self._note)
-            self._handler = self._handler if before is None else before
+    def let_through(self) -> None:
+        """From here on an interrupt arrives at once, and so does one that came before."""
+        self._open = True
+        if self._came:
+            self._came = False
+            _PLAIN.raise_signal(_NUMBER)
 
-    def _note(self, *_: object) -> None:
-        self._came = True
+    def hold_back(self) -> None:
+        """The opposite of `let_through`."""
+        self._open = False
+
+    def _note(self, number: int, frame: Any) -> None:
+        """The handler: setting it is what costs, so it stays in both kinds of block."""
+        if not self._open:
+            self._came = True
+        elif callable(self._handler):
+            self._handler(number, frame)
+        elif self._handler == _PLAIN.SIG_DFL:  # which ends the process
+            _PLAIN.signal(number, self._handler)
+            _PLAIN.raise_signal(number)
 
 
 class Disturbed:

