@@ -55,8 +55,8 @@ class Gradients(NamedTuple):
             scaled gradient overflowed; None for a parameter that the loss does not depend on (S23). Replace them with
             `gradients._replace(values=...)`.
         running: the model's running statistics after this forward pass. They become the model's when the
-            update is applied and are dropped when it is skipped (S12). Random-number streams that live in the model
-            travel here too, and move on in both cases.
+            update is applied and are dropped when it is skipped (S12). In JAX the model's random-number streams
+            travel here too and move on in both cases; elsewhere they have moved on already.
     """
 
     values: Any

@@ -239,8 +239,7 @@ class TensorFlowState:
         return self._training
 
 
-@contextlib.contextmanager
-def turns(states: Sequence[TensorFlowState]) -> Iterator[None]:
+def turns(states: Sequence[TensorFlowState]) -> contextlib.AbstractContextManager[Any]:
     """The turn of each of the states, for one step, in one order whatever order they come in.
 
     A lock in Python goes back to the thread that has just released it as a rule: a thread that steps and steps would
@@ -248,6 +247,11 @@ def turns(states: Sequence[TensorFlowState]) -> Iterator[None]:
     """
     if any(state.waiting for state in states):
         time.sleep(_PAUSE)
+    return states[0].turn if len(states) == 1 else _together(states)
+
+
+@contextlib.contextmanager
+def _together(states: Sequence[TensorFlowState]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for state in sorted(states, key=id):
             stack.enter_context(state.turn)

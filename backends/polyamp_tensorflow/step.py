@@ -157,8 +157,8 @@ def _what_may_fail(loss: Any, aux: Any) -> list[Any]:
 
 def differentiate(states: States, loss_fn: LossFunction, batch: Any, count: int) -> tuple[Any, Any, list[Gradients]]:
     """Unscaled loss, aux and gradients over `count` micro-batches and all replicas. The states' variables end as they
-    began, but for the random-number streams: they have moved on by `count` forward passes (S12), and only an error
-    takes them back."""
+    began, but for the random-number streams: they have moved on by `count` forward passes (S12). An error takes
+    them back, unless it comes while a graph runs."""
     _check_rows(batch)
     streams = [state.read_rng() for state in states]
     statistics = [state.read_statistics() for state in states]
