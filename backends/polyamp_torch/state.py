@@ -27,8 +27,7 @@ Array = np.ndarray[Any, Any]
 _TRAINED: Final = operator.attrgetter("requires_grad")
 _FORM: Final = operator.attrgetter("shape", "dtype", "device")
 _STRIDES: Final = torch.Tensor.stride
-_VALUES: Final = operator.methodcaller("values")
-"""Not `dict.values`: torch keeps children and parameters in subclasses of it in some versions."""
+_END: Final = object()
 
 
 class TorchState:
@@ -102,9 +101,7 @@ class TorchState:
             UnsupportedError: an option in the optimizer's groups that a spec does not have.
         """
         # held and compared as objects: a new one may lie where a freed one lay, and then has its id
-        if sum(map(len, self._places)) != len(self._members) or not all(
-            map(operator.is_, _members(self._places), self._members)
-        ):
+        if not all(map(operator.is_, _members(self._places), self._members)):
             self._look_again()
         held = _held(self.optimizer)
         if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
@@ -237,4 +234,5 @@ def _places(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _members(places: list[dict[str, Any]]) -> Iterator[Any]:
-    return itertools.chain.from_iterable(map(_VALUES, places))
+    """Every parameter and child, and a mark of the end, so that one comparison finds another number of them too."""
+    return itertools.chain(itertools.chain.from_iterable(map(dict.values, places)), (_END,))
