@@ -293,13 +293,8 @@ def apply(layer: dict[str, Any], own: Any, x: Any) -> Any:
         return x + own["table"]
     if op == "scale":
         return x * own["scale"]
-    if op == "rms_norm":
-        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * own["scale"]
-    if op == "layer_norm":
-        return jax.nn.standardize(x, epsilon=1e-5) * own["scale"] + own["bias"]
-    if op == "group_norm":
-        grouped = x.reshape(*x.shape[:-1], 2, -1)
-        return jax.nn.standardize(grouped, (1, 2, 4), epsilon=1e-5).reshape(x.shape) * own["scale"] + own["bias"]
+    if op in ("rms_norm", "layer_norm", "group_norm"):
+        return _normalized(op, own, x.astype(jnp.float32)).astype(x.dtype)
     if op == "attention":
         return _attention(layer, own, x)
     if op == "rnn":
@@ -324,6 +319,16 @@ def apply(layer: dict[str, Any], own: Any, x: Any) -> Any:
         return jax.lax.scan(gate, start, x.swapaxes(0, 1))[1].swapaxes(0, 1)
     x = x @ own["kernel"]
     return x + own["bias"] if "bias" in own else x
+
+
+def _normalized(op: str, own: Any, x: Any) -> Any:
+    """A normalisation of float32, as flax's compute theirs whatever the dtype of the input."""
+    if op == "rms_norm":
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * own["scale"]
+    if op == "layer_norm":
+        return jax.nn.standardize(x, epsilon=1e-5) * own["scale"] + own["bias"]
+    grouped = x.reshape(*x.shape[:-1], 2, -1)
+    return jax.nn.standardize(grouped, (1, 2, 4), epsilon=1e-5).reshape(x.shape) * own["scale"] + own["bias"]
 
 
 def _attention(layer: dict[str, Any], own: Any, x: Any) -> Any:

@@ -266,6 +266,10 @@ class Rnn(keras.layers.Layer):
         for name, value in self.own.items():
             setattr(self, f"{name}_weight", self.add_weight(name=name, shape=value.shape, initializer=_constant(value)))
 
+    def compute_output_shape(self, shape: Any) -> Any:
+        """The input's shape with the layer's width."""
+        return (*shape[:-1], self.own["bias"].shape[0])
+
     def call(self, x: Any) -> Any:
         """(batch, length, width) in and out."""
         h = ops.zeros_like(x[:, 0] @ self.input_weight)

@@ -215,7 +215,8 @@ def _policy(rng: random.Random, found: Description) -> dict[str, Any]:
     policy: dict[str, Any] = {"name": word}
     if word == "float32":
         return policy
-    if rng.random() < 0.25:
+    by_hand = any(layer["op"] in SENSITIVE for layer in walk(found["layers"]))
+    if rng.random() < 0.25 and not by_hand:  # cast mode leaves them in 16 bits, where float16 may overflow
         policy["mode"] = "cast"
     named = sorted({layer["name"] for layer in walk(found["layers"]) if "name" in layer and layer["op"] != "unused"})
     if found["kind"] != "mlp" and rng.random() < 0.35:
