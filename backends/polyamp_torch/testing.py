@@ -59,7 +59,9 @@ class DropoutMLP(MLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The network's output, shape (batch, out)."""
-        return self.get_submodule("dense1")(functional.dropout(functional.relu(self.get_submodule("dense0")(x))))
+        hidden = functional.dropout(functional.relu(self.get_submodule("dense0")(x)))
+        out: torch.Tensor = self.get_submodule("dense1")(hidden)
+        return out
 
 
 class Branches(MLP):
