@@ -20,6 +20,7 @@ import polyamp_tensorflow
 from polyamp_tensorflow import apply_policy
 from polyamp_tensorflow.interrupts import _OPEN, repair
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*polyamp.losses.regularization")  # S25: the model has a regularizer
 FOLDER = str(Path(polyamp_tensorflow.__file__).parent)
 POLICY = polyamp.Policy(compute="bfloat16", float32_matmul="high")
 PER_KIND = int(os.environ.get("POLYAMP_INTERRUPTS", "12"))
