@@ -36,9 +36,9 @@ def keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:
         >>> import jax.numpy as jnp, polyamp
         >>> policy = polyamp.Policy(compute="bfloat16", output="float32")
         >>> square = lambda x: x @ x
-        >>> x = jnp.full((1, 1), 1.001)
+        >>> x = jnp.full((2, 2), 1.001)
         >>> float(policy.autocast(square)(x)[0, 0]), round(float(policy.autocast(keep_precision(square))(x)[0, 0]), 4)
-        (1.0, 1.002)
+        (2.0, 2.004)
     """
 
     @functools.wraps(function)

@@ -76,8 +76,8 @@ class JaxBackend:
 
         >>> import jax.numpy as jnp, polyamp
         >>> cast = polyamp.Policy(compute="bfloat16", output="float32").native("jax")
-        >>> float(cast(lambda x: x @ x)(jnp.full((1, 1), 1.001))[0, 0])
-        1.0
+        >>> float(cast(lambda x: x @ x)(jnp.full((2, 2), 1.001))[0, 0])
+        2.0
         """
         check_policy(policy)
         return functools.partial(self.autocast, policy=policy)
