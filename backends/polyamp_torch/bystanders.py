@@ -124,4 +124,4 @@ def _inside(function: Any) -> Iterator[torch.Tensor]:
         cells += [function.func, *function.args]
     for found in (function, getattr(function, "__self__", None), *cells):
         if isinstance(found, nn.Module):
-            yield from (p for p in found.parameters() if p.requires_grad)
+            yield from (p for p in found.parameters() if p.requires_grad and p.is_leaf)  # not cast mode's copies
