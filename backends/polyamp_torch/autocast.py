@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
@@ -20,28 +20,11 @@ from polyamp.policy import Policy
 from polyamp.process_setting import ProcessSetting
 from polyamp.trees import leaves
 from polyamp_torch.arrays import DTYPES, cast_tree
-from polyamp_torch.compiler import backward_as_eager
+from polyamp_torch.compiler import NOTHING
 from polyamp_torch.islands import DEVICE_TYPES, captured, device_types, islands, restored
+from polyamp_torch.regions import OPENED, Region, innermost, owned, repair
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-class _Opened(threading.local):
-    """What is open in one thread.
-
-    Attributes:
-        regions: the regions entered through `autocast` objects, innermost last.
-        bound: the models whose casts and overrides are installed, innermost last.
-        overrides: the overridden modules that are running: whose they are, and their dtype.
-    """
-
-    def __init__(self) -> None:
-        self.regions: list[contextlib.AbstractContextManager[None]] = []
-        self.bound: list[Any] = []
-        self.overrides: list[tuple[Any, str]] = []
-
-
-OPENED: Final = _Opened()
 
 
 class autocast:  # noqa: N801  # named and used like torch.autocast
@@ -85,12 +68,29 @@ class autocast:  # noqa: N801  # named and used like torch.autocast
         self.device_type = device_type
 
     def __enter__(self) -> None:
-        region = opened(self.policy, self.device_type)
-        region.__enter__()
-        OPENED.regions.append(region)
+        if torch.compiler.is_compiling():
+            traced = opened(self.policy, self.device_type)
+            traced.__enter__()
+            OPENED.traced.append(traced)
+            return
+        repair()
+        block = _block(self.policy.compute, self.policy, self.device_type, matmul_precision(self.policy.float32_matmul))
+        block.owner = owned(self)
+        block.opened_in(sys._getframe(1))
 
     def __exit__(self, *error: Any) -> bool | None:
-        return OPENED.regions.pop().__exit__(*error)
+        if torch.compiler.is_compiling():
+            return OPENED.traced.pop().__exit__(*error)
+        try:
+            block = innermost(self)
+            if block is not None:
+                block.close(interrupted=error[0] is not None)
+        except BaseException:  # an interrupt in the midst of it
+            block = innermost(self)
+            if block is not None:
+                block.close(interrupted=True)
+            raise
+        return None
 
     def __call__(self, function: _Function) -> _Function:
         """A function that runs in the region."""
@@ -110,30 +110,44 @@ class autocast:  # noqa: N801  # named and used like torch.autocast
         return call  # type: ignore[return-value]  # wraps() keeps the signature, which mypy cannot see
 
 
-@contextlib.contextmanager
-def opened(policy: Policy, device_type: str) -> Iterator[None]:
+def opened(policy: Policy, device_type: str) -> contextlib.AbstractContextManager[None]:
     """The region of a policy in its compute dtype; overrides and casts of a model are its caller's."""
-    with matmul_precision(policy.float32_matmul), region(policy.compute, policy, device_type):
-        yield
+    if torch.compiler.is_compiling():
+        return _traced(policy.compute, policy, device_type, matmul_precision(policy.float32_matmul))
+    return _block(policy.compute, policy, device_type, matmul_precision(policy.float32_matmul))
 
 
-@contextlib.contextmanager
-def region(dtype: str, policy: Policy, device_type: str) -> Iterator[None]:
+def region(dtype: str, policy: Policy, device_type: str) -> contextlib.AbstractContextManager[None]:
     """`torch.autocast` in `dtype` with the policy's op list, or with autocast off where it does not mix dtypes.
 
     The weight cache is off: torch keys it by the tensor alone and shares it between threads, so it serves weights from
     before an optimizer step, in another dtype, or without their gradient. See docs/torch_autocast.md for its worth.
     """
-    if not mixes(dtype, policy):
-        with torch.autocast(device_type, enabled=False):
+    if torch.compiler.is_compiling():
+        return _traced(dtype, policy, device_type, NOTHING)
+    return _block(dtype, policy, device_type, NOTHING)
+
+
+def _block(dtype: str, policy: Policy, device_type: str, precision: contextlib.AbstractContextManager[None]) -> Region:
+    wanted = DTYPES[dtype] if mixes(dtype, policy) else None
+    return Region(device_type, wanted, precision, acting=policy.op_list == "polyamp")
+
+
+@contextlib.contextmanager
+def _traced(
+    dtype: str, policy: Policy, device_type: str, precision: contextlib.AbstractContextManager[None]
+) -> Iterator[None]:
+    """The same for a compiler, which keeps no state that could be left behind."""
+    with precision:
+        if not mixes(dtype, policy):
+            with torch.autocast(device_type, enabled=False):
+                yield
+            return
+        with (
+            torch.autocast(device_type, dtype=DTYPES[dtype], cache_enabled=False),
+            islands(device_type, acting=policy.op_list == "polyamp"),
+        ):
             yield
-        return
-    with (
-        torch.autocast(device_type, dtype=DTYPES[dtype], cache_enabled=False),
-        islands(device_type, acting=policy.op_list == "polyamp"),
-        backward_as_eager(),
-    ):
-        yield
 
 
 def mixes(dtype: str, policy: Policy) -> bool:
@@ -172,7 +186,7 @@ _FLOAT32_MATMUL: Final[ProcessSetting[str]] = ProcessSetting(
 
 def matmul_precision(wanted: str | None) -> contextlib.AbstractContextManager[None]:
     """torch's process-wide float32 matmul precision, set for the time of a block; None leaves it alone."""
-    return contextlib.nullcontext() if wanted is None else _FLOAT32_MATMUL.held(wanted)
+    return NOTHING if wanted is None else _FLOAT32_MATMUL.held(wanted)
 
 
 def run_under(target: Callable[..., Any], policy: Policy) -> Callable[..., Any]:

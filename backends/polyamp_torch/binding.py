@@ -19,11 +19,12 @@ from polyamp.errors import UnsupportedError
 from polyamp.policy import Policy
 from polyamp_torch import checkpointing
 from polyamp_torch.arrays import cast_tree
-from polyamp_torch.autocast import OPENED, carried, mixes, opened, region
+from polyamp_torch.autocast import carried, mixes, opened, region
 from polyamp_torch.casts import Casts
-from polyamp_torch.compiler import constant_when_compiled
+from polyamp_torch.compiler import NOTHING, constant_when_compiled
 from polyamp_torch.islands import islands
 from polyamp_torch.paths import inner_paths
+from polyamp_torch.regions import OPENED, Block, Kept, repair
 
 Replace = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes the method that stands in a module's method's place."""
@@ -84,26 +85,38 @@ class BoundModule:
         """The module's output with floating tensors in the policy's output dtype."""
         policy, double = self._policy, self._policy.casts_float64
         inside = any(model is self for model in OPENED.bound)
-        with contextlib.nullcontext() if inside else self.installed(), opened(policy, self._device.type):
-            if policy.mode == "cast" or policy.param == policy.compute != "float32":
-                args = cast_tree(args, policy.compute, float64=double)
-                kwargs = {name: cast_tree(value, policy.compute, float64=double) for name, value in kwargs.items()}
-            return cast_tree(self._module(*args, **kwargs), policy.output, float64=double)
+        installed = NOTHING if inside else self.installed()
+        around = opened(policy, self._device.type)
+        try:
+            with installed, around:
+                if policy.mode == "cast" or policy.param == policy.compute != "float32":
+                    args = cast_tree(args, policy.compute, float64=double)
+                    kwargs = {name: cast_tree(value, policy.compute, float64=double) for name, value in kwargs.items()}
+                return cast_tree(self._module(*args, **kwargs), policy.output, float64=double)
+        except BaseException:
+            _closed(around, installed)
+            raise
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> contextlib.AbstractContextManager[None]:
         """Overrides and, in cast mode, cast parameters in the module's place of its own, for the time of a block.
 
         The float32 islands are kept open as well: they act wherever autocast is on, in a repeated forward pass too.
         """
         kept = self._acting and self._policy.op_list == "polyamp"
+        if torch.compiler.is_compiling():
+            return self._traced(kept=kept)
+        return _Installed(self, self._installation, self._device.type if kept else None)
+
+    @contextlib.contextmanager
+    def _traced(self, *, kept: bool) -> Iterator[None]:
+        """The same for a compiler."""
         with self._installation.held(), islands(self._device.type) if kept else contextlib.nullcontext():
             bound = OPENED.bound
             bound.append(self)
             try:
                 yield
             finally:
-                bound.remove(self)  # not pop(): a training library closes what it opened in any order
+                bound.remove(self)
 
     def check_overrides_ran(self) -> None:
         """Refuse overrides of modules that own parameters but are never called as modules.
@@ -139,9 +152,10 @@ class _Installation:
             (part, "parallel_apply", _carrying) for part in module.modules() if isinstance(part, nn.DataParallel)
         ]
         self.made: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-        self.lock = threading.Lock()
-        self.count = 0
-        self.undo = contextlib.ExitStack()
+        self.lock = threading.RLock()  # not Lock: an interrupt's handler may come while this thread holds it
+        self.holders: list[Any] = []
+        self.placed: list[tuple[nn.Module, str, Any]] = []
+        self.hooks: list[Any] = []
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -153,19 +167,31 @@ class _Installation:
             with self._traced():
                 yield
             return
-        with self.lock:
-            if self.count == 0:
-                self._install()
-            elif self.casts is not None:
-                self.casts.refresh()
-            self.count += 1
+        token = object()
         try:
+            self.hold(token)
             yield
         finally:
-            with self.lock:
-                self.count -= 1
-                if self.count == 0:
-                    self.undo.pop_all().close()
+            self.release(token)
+
+    def hold(self, holder: Any) -> None:
+        """Have everything in its place until `holder` is released."""
+        if self.casts is None and not self.replaced:
+            return
+        with self.lock:
+            if not self.holders:
+                self._take_out()  # what an interrupt may have left
+                self._put_in()
+            elif self.casts is not None:
+                self.casts.refresh()
+            self.holders = [*self.holders, holder]
+
+    def release(self, holder: Any) -> None:
+        """Let go; a second time, or of what never held, changes nothing."""
+        with self.lock:
+            self.holders = [other for other in self.holders if other is not holder]
+            if not self.holders:
+                self._take_out()
 
     @contextlib.contextmanager
     def _traced(self) -> Iterator[None]:
@@ -184,15 +210,27 @@ class _Installation:
                 else:
                     part.__dict__[name] = before
 
-    def _install(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for number, (part, name, replace) in enumerate(self.replaced):
-                stack.enter_context(_in_place(part, name, self._replacement(number, getattr(part, name), replace)))
-                if self.casts is not None and name == "forward":
-                    stack.callback(part.register_forward_hook(self._cast_back).remove)
-            if self.casts is not None:
-                stack.enter_context(self.casts)
-            self.undo = stack.pop_all()
+    def _put_in(self) -> None:
+        for number, (part, name, replace) in enumerate(self.replaced):
+            value = self._replacement(number, getattr(part, name), replace)
+            self.placed.append((part, name, part.__dict__.get(name, part)))
+            part.__dict__[name] = value
+            if self.casts is not None and name == "forward":
+                self.hooks.append(part.register_forward_hook(self._cast_back))
+        if self.casts is not None:
+            self.casts.__enter__()
+
+    def _take_out(self) -> None:
+        if self.casts is not None and self.casts.places:
+            self.casts.__exit__()
+        for part, name, before in reversed(self.placed):
+            if before is part:
+                part.__dict__.pop(name, None)
+            else:
+                part.__dict__[name] = before
+        for hook in self.hooks:
+            hook.remove()
+        self.placed, self.hooks = [], []
 
     def _replacement(self, number: int, method: Callable[..., Any], replace: Replace) -> Callable[..., Any]:
         """The same object each time, or torch.compile would compile again."""
@@ -242,18 +280,54 @@ def _noted(called: set[str], path: str) -> None:
     called.add(path)
 
 
-@contextlib.contextmanager
-def _in_place(part: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """`value` as an attribute of this one module object."""
-    before = part.__dict__.get(name, part)
-    part.__dict__[name] = value
-    try:
-        yield
-    finally:
-        if before is part:
-            del part.__dict__[name]
-        else:
-            part.__dict__[name] = before
+class _Installed(Block):
+    """The block in which a bound model is installed: see `BoundModule.installed`.
+
+    Args:
+        model: the bound model.
+        installation: what it puts in its module.
+        islands_on: the device type whose islands are kept open, or None.
+    """
+
+    def __init__(self, model: BoundModule, installation: _Installation, islands_on: str | None) -> None:
+        self.model = model
+        self.installation = installation
+        self.region = None if islands_on is None else Kept(islands_on)
+
+    def open(self) -> None:
+        repair()
+        self.depths = len(OPENED.regions), len(OPENED.overrides)
+        OPENED.installed.append(self)
+        self.installation.hold(self)
+        if self.region is not None:
+            self.region.open()
+        OPENED.bound.append(self.model)
+
+    def close(self, *, interrupted: bool) -> None:
+        if self not in OPENED.installed:
+            return
+        regions, overrides = self.depths
+        if interrupted:
+            while len(OPENED.regions) > regions:
+                OPENED.regions[-1].close(interrupted=True)
+            del OPENED.overrides[overrides:]
+        if self.region is not None:
+            self.region.close()
+        self.installation.release(self)
+        left = [block for block in OPENED.installed if block is not self]
+        while sum(model is self.model for model in OPENED.bound) > sum(
+            isinstance(block, _Installed) and block.model is self.model for block in left
+        ):
+            OPENED.bound.remove(self.model)  # not pop(): a training library closes what it opened in any order
+        OPENED.installed.remove(self)
+        self.frame = None
+
+
+def _closed(*blocks: contextlib.AbstractContextManager[None]) -> None:
+    """An exception is on its way: close what an interrupt kept from closing itself."""
+    for block in blocks:
+        if isinstance(block, Block):
+            block.close(interrupted=True)
 
 
 def _carrying(parallel_apply: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,10 +27,11 @@ from polyamp.trees import map_tree, micro_batches
 from polyamp_torch import buffers, optimizers
 from polyamp_torch.arrays import XP, to_device
 from polyamp_torch.attention import Attention
-from polyamp_torch.autocast import OPENED, matmul_precision, opened
+from polyamp_torch.autocast import matmul_precision, opened
 from polyamp_torch.binding import BoundModule
 from polyamp_torch.gradients import divisor, measured
 from polyamp_torch.interrupts import Undisturbed
+from polyamp_torch.regions import OPENED
 from polyamp_torch.state import TorchState
 from polyamp_torch.trial import Watch, traced_again, tried
 from polyamp_torch.window import NARROW, mean_and_stack, produced_by

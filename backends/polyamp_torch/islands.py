@@ -42,12 +42,15 @@ class Islands(TorchFunctionMode):
     Attributes:
         device_type: "cpu", "cuda", ...
         acting: False while a region with torch's own op list is open inside.
+        closed: whether its block has ended. torch puts a mode aside while it handles a function, and one that is
+            interrupted there comes back to the stack later than its block ends; then it does nothing.
     """
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self.device_type = device_type
         self.acting = True
+        self.closed = False
         self.rule_of = cuda_rule if device_type == "cuda" else rule
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -188,7 +191,7 @@ def _chooses_dtype(kwargs: dict[str, Any]) -> bool:
 def current(device_type: str) -> Islands | None:
     """The islands of a device type that are open in this thread."""
     for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]  # torch does not annotate it
-        if isinstance(mode, Islands) and mode.device_type == device_type:
+        if isinstance(mode, Islands) and mode.device_type == device_type and not mode.closed:
             return mode
     return None
 
