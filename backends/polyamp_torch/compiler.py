@@ -6,7 +6,6 @@ Called by `op_lists`, `binding`, `functions`, `autocast` and `islands`.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -33,22 +32,20 @@ class _BackwardAsEager:
     thread-local (in 2.7 it is the process's), and is what it was behind the block.
     """
 
+    before: str | None = None
+
     def __enter__(self) -> None:
-        self.revert: Callable[[], None] = _patcher()()
+        from torch._functorch import config  # loaded with the compiler
+
+        self.before = config.backward_pass_autocast
+        config.backward_pass_autocast = "off"
 
     def __exit__(self, *_: object) -> None:
-        self.revert()
+        """Put back what was there; nothing, if an interrupt came before it was noted."""
+        from torch._functorch import config
 
-
-@functools.cache
-def _patcher() -> Callable[[], Callable[[], None]]:
-    from torch._functorch import config  # loaded with the compiler
-
-    if not hasattr(config, "backward_pass_autocast"):  # torch before 2.7
-        return lambda: lambda: None
-    make: Any = config._make_closure_patcher  # type: ignore[attr-defined]  # a method that torch gives its module
-    patcher: Callable[[], Callable[[], None]] = make(backward_pass_autocast="off")  # noqa: S106  # a pass, no password
-    return patcher
+        if self.before is not None:
+            config.backward_pass_autocast = self.before
 
 
 NOTHING: Final = contextlib.nullcontext()

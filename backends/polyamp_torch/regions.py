@@ -186,8 +186,8 @@ class Region(Block):
         self._islands.open()
         compiled = backward_as_eager()
         if compiled is not NOTHING:
+            self._settings.append(compiled)  # first: an interrupt may come right behind its __enter__
             compiled.__enter__()
-            self._settings.append(compiled)
 
     def close(self, *, interrupted: bool) -> None:
         if self not in OPENED.regions:
