@@ -38,7 +38,7 @@ class _BackwardAsEager:
         from torch._functorch import config  # loaded with the compiler
 
         self.before = config.backward_pass_autocast
-        config.backward_pass_autocast = "off"
+        config.backward_pass_autocast = "off"  # noqa: S105  # a pass, no password
 
     def __exit__(self, *_: object) -> None:
         """Put back what was there; nothing, if an interrupt came before it was noted."""
