@@ -1,4 +1,4 @@
-"""Gradient accumulation: four micro-batches make one update, the same update as one batch four times as large.
+"""Gradient accumulation: four micro-batches make one update, that of one batch four times as large (to rounding).
 
 python examples/accumulation.py --framework tensorflow
 """

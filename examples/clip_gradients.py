@@ -1,4 +1,5 @@
-"""Working with unscaled gradients: between the two halves of a step they are plain float32, so any clipping goes.
+"""Working with unscaled gradients: between the two halves of a step they are plain arrays in the masters' dtype,
+float32 here, so any clipping goes.
 
 `clip_norm` in the recipe clips by global norm. This clips each element instead, by hand.
 
@@ -39,8 +40,10 @@ def clipper(framework: str) -> Callable[[Any], Any]:
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`function` over a tree of dicts."""
-    return {name: mapped(function, part) for name, part in tree.items()} if isinstance(tree, dict) else function(tree)
+    """`function` over a tree of dicts; None stays, the gradient of a parameter that the loss does not depend on."""
+    if isinstance(tree, dict):
+        return {name: mapped(function, part) for name, part in tree.items()}
+    return None if tree is None else function(tree)
 
 
 def main() -> None:

@@ -30,7 +30,8 @@ def made() -> int:
 
 
 class Graphs:
-    """Sizes of the graphs of one loss function that lead to nothing but the state's own parameters.
+    """Sizes of the graphs of one loss function that lead to nothing but the state's own parameters, as far as the first
+    graph of each size tells.
 
     Copies and pickles know none.
     """

@@ -2,7 +2,8 @@
 
 The graph is a function of tensors: parameters, optimizer slots, buffers, loss-scale state and batch. It differentiates
 with `torch.func`, runs the optimizer specs' own formulas, selects by the flag, and writes the new values in place. No
-number that changes from step to step is a Python number, so nothing is compiled twice. Called by `backend`.
+number that changes from step to step is a Python number, so that neither a skip nor a new scale or rate compiles it
+again. Called by `backend`.
 """
 
 from __future__ import annotations

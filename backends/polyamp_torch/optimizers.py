@@ -2,7 +2,8 @@
 
 SGD, Adam and AdamW use torch's fused kernels, which take the flag and the divisor themselves. RMSprop, Adagrad and Lion
 run polyamp's own formulas over multi-tensor kernels, and select by the flag on the device. Neither synchronises with
-the host. Native optimizers without fused kernels read the flag once a step.
+the host. What cannot be told on the device reads the flag once a step: native optimizers without fused kernels, or
+without their state yet, and parameters that the fused kernels do not take.
 """
 
 from __future__ import annotations

@@ -254,7 +254,9 @@ class ScalerState(torch.cuda.amp.GradScaler):
     def state_dict(self) -> dict[str, Any]:
         """The state as numbers: torch's five keys, and what torch has no word for under "polyamp".
 
-        A `torch.amp.GradScaler` loads it; a scale that never moves tells torch so by factors of 1. Empty if disabled.
+        A `torch.amp.GradScaler` loads it; a scale that never moves tells torch so by factors of 1. Its count of good
+        steps is held below the interval, from where torch's goes on growing (it compares by `==`): a `growth_delay`,
+        or a smaller interval set since, can have taken polyamp's beyond. Empty if disabled.
 
         Example:
             >>> import polyamp, torch
@@ -267,15 +269,20 @@ class ScalerState(torch.cuda.amp.GradScaler):
         if not self._enabled:
             return {}
         now = self._read()
-        own = {"hysteresis": now.hysteresis, "skipped": now.skipped, "stuck": now.stuck}
+        own = now._asdict()
+        del own["scale"]  # torch has a word for it
         return {
             "scale": now.scale,
             "growth_factor": self._growth_factor,
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
-            "_growth_tracker": now.good_steps,
+            "_growth_tracker": self._told(now.good_steps),
             "polyamp": {**own, "scaler": msgspec.structs.asdict(self._scaler)},
         }
+
+    def _told(self, good_steps: int) -> int:
+        """The count of good steps that torch is told."""
+        return min(good_steps, self._growth_interval - 1)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class or of torch's returned. The constants come with it, as in torch.
@@ -303,9 +310,10 @@ class ScalerState(torch.cuda.amp.GradScaler):
         except GradScalerError:
             self._scaler = before
             raise
+        good, known = int(state_dict["_growth_tracker"]), int(own.get("good_steps", 0))
         self._begin = LossScaleState(
             scale=scale,
-            good_steps=int(state_dict["_growth_tracker"]),
+            good_steps=known if self._told(known) == good else good,
             hysteresis=int(own.get("hysteresis", self._scaler.hysteresis)),
             skipped=int(own.get("skipped", 0)),
             stuck=int(own.get("stuck", 0)),

@@ -1,8 +1,9 @@
 """The torch step: scaled gradients, norm and flag, unscale and clip, optimizer, scale adjustment (S6 to S15).
 
 `value_and_grad` is the first half, `apply_gradients` the second. `train_step` is both on one state, and unscales and
-clips in one go. Nothing here reads a value on the host of an accelerator; see `optimizers.apply` for the optimizers
-that must. On the CPU, where reading costs nothing, the flag is read and a skipped step touches nothing.
+clips in one go. Nothing here reads a value on the host of an accelerator; `optimizers.apply` does for the optimizers
+that must, and `buffers.settle` for buffers that were replaced. On the CPU, where reading costs nothing, the flag is
+read and a skipped step touches nothing.
 """
 
 from __future__ import annotations

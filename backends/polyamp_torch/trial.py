@@ -34,7 +34,7 @@ class Tried(NamedTuple):
 
 
 def tried(loss_fn: LossFunction, state: TorchState, part: Any) -> Tried:
-    """One eager pass that changes nothing, random numbers included.
+    """One eager pass, after which parameters, gradients, buffers and random numbers are as they were.
 
     Raises:
         PolyampError: what the eager step raises.

@@ -374,6 +374,17 @@ def test_a_branch_with_other_parameters_is_refused() -> None:
         assert int(step(state, item(1.0, 2))[1].step) == 2
 
 
+def test_a_divisor_beyond_float32_counts_as_not_finite_as_off_the_cpu() -> None:
+    """A graph looks at nothing, so that what the eager step does on the CPU by looking is not there."""
+    settings: Any = {"optimizer": polyamp.sgd(0.1), "clip_norm": 1e-3, "scaler": polyamp.LossScaler(init_scale=1.0)}
+    recipe, skipped = polyamp.Recipe(**settings), []
+    for how in (False, TRACED):
+        state = polyamp.init(nn.Linear(3, 3, bias=False), recipe)
+        step = polyamp.train_step(lambda model, x: model(x).sum() * 1e36, recipe, compile=how)
+        skipped.append(bool(step(state, torch.ones(2, 3))[1].skipped))
+    assert skipped == [False, True]
+
+
 def test_batches_of_another_shape_and_modes_are_compiled_again() -> None:
     def part(seed: int) -> dict[str, Any]:
         return {name: value[: 8 - seed] for name, value in item(1.0, seed).items()}

@@ -197,6 +197,31 @@ def test_states_are_exchanged_with_torch(started: bool) -> None:
             assert {key: ours[key] for key in FIVE} == {key: theirs[key] for key in FIVE}
 
 
+@pytest.mark.parametrize("settings", [{"growth_delay": "always"}, {"growth_delay": "after_overflow"}, {}])
+def test_torch_grows_from_every_state(settings: dict[str, Any]) -> None:
+    """torch compares its count with the interval by `==`: a count that is beyond would never grow again."""
+    for good in range(6):
+        source = GradScaler(polyamp.LossScaler(init_scale=16.0, growth_interval=4, **settings))
+        advanced(source, [1.0] * good)
+        if not settings:
+            source.set_growth_interval(3)
+        theirs, own = torch.amp.GradScaler("cpu"), GradScaler()
+        for target in (theirs, own):
+            target.load_state_dict(source.state_dict())
+        assert advanced(theirs, [1.0] * 4).get_scale() > source.get_scale()
+        assert own.state_dict() == source.state_dict()
+        for _ in range(5):
+            assert advanced(own, [1.0]).get_scale() == advanced(source, [1.0]).get_scale()
+
+
+def test_a_count_that_was_written_into_a_state_counts() -> None:
+    source = advanced(GradScaler(polyamp.LossScaler(growth_interval=4, growth_delay="always")), [1.0] * 4)
+    state = {**source.state_dict(), "_growth_tracker": 1}
+    target = GradScaler()
+    target.load_state_dict(state)
+    assert target.state_dict()["_growth_tracker"] == 1
+
+
 def test_a_static_scale_stays_where_it_is_in_torch() -> None:
     theirs = torch.amp.GradScaler("cpu", growth_interval=1)
     theirs.load_state_dict(GradScaler(polyamp.LossScaler.static(64.0, growth_interval=1)).state_dict())

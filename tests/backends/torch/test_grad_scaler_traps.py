@@ -82,6 +82,21 @@ def test_trap_the_scale_has_a_ceiling(host: str) -> None:
     assert unbounded.get_scale() == 2.0**127
 
 
+def test_trap_a_smaller_growth_interval_ends_all_growth() -> None:
+    """torch compares the count of good steps with the interval by `==`."""
+    for scaler, scales in ((theirs(init_scale=16.0), [16.0] * 4), (ours(init_scale=16.0), [32.0, 32.0, 32.0, 64.0])):
+        p = parameter(1.0)
+        optimizer = torch.optim.SGD([p], 0.25)
+        for _ in range(5):
+            run(scaler, p, optimizer)
+        scaler.set_growth_interval(3)
+        seen = []
+        for _ in range(4):
+            run(scaler, p, optimizer)
+            seen.append(scaler.get_scale())
+        assert seen == scales
+
+
 def test_trap_a_16_bit_loss_of_one_element_is_infinite() -> None:
     loss = torch.tensor([1.0], dtype=torch.float16)
     assert torch.isinf(theirs().scale(loss)).all()

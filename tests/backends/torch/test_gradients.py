@@ -344,6 +344,42 @@ def test_native_optimizers_without_fused_kernels_read_the_flag_once(
     assert reads.count == 3 * reads_a_step
 
 
+class Gapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 12)[:, ::2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+@pytest.mark.parametrize(
+    ("make", "policy", "optimizer", "reads"),
+    [
+        (network, "float32", lambda p: torch.optim.AdamW(p, 0.1, fused=True), [1, 0, 0]),  # until its state is there
+        (Gapped, "float32", lambda _: polyamp.sgd(0.1), [1, 1, 1]),
+        (lambda: network().to(torch.bfloat16), "bfloat16", lambda _: polyamp.sgd(0.1), [1, 1, 1]),  # fused on CUDA
+    ],
+    ids=["native", "gaps", "16 bits"],
+)
+def test_what_cannot_be_told_on_the_device_reads_the_flag_once(
+    make: Any, policy: str, optimizer: Any, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_to_look(monkeypatch)
+    model = make()
+    recipe = polyamp.Recipe(
+        policy=policy, optimizer=optimizer(model.parameters()), scaler=polyamp.LossScaler.static(4.0)
+    )
+    run = polyamp.train_step(loss_fn, recipe)
+    state = polyamp.init(model, recipe)
+    seen = []
+    for seed in range(3):
+        with Reads() as counted:
+            run(state, item(1.0, seed))
+        seen.append(counted.count)
+    assert seen == reads
+
+
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("name", SPECS)
 def test_looking_and_not_looking_agree(name: str, clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
