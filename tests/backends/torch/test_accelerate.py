@@ -305,6 +305,8 @@ def test_what_accelerate_cannot_honour_is_refused(monkeypatch: pytest.MonkeyPatc
         ours(polyamp.Policy("mixed_float16", mode="cast"))
     with pytest.raises(UnsupportedError, match="Received: param='bfloat16'"):
         ours("bf16-true")
+    with pytest.raises(polyamp.errors.RecipeError, match="scale the loss a second time"):
+        Accelerator("mixed_float16", torch.amp.GradScaler("cpu"), cpu=True)  # type: ignore[arg-type]  # refused
     with pytest.raises(PolicyError, match="Received: mixed_precision='bf16'"):
         ours(mixed_precision="bf16")
     with pytest.raises(PolicyError, match="what GradScalerKwargs would"):

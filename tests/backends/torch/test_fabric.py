@@ -231,6 +231,10 @@ def test_teardown_lets_go_of_the_models() -> None:
 def test_what_fabric_cannot_honour_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="Received: mode='cast'"):
         ours(polyamp.Policy("mixed_float16", mode="cast"))
+    with pytest.raises(UnsupportedError, match="Received: param='bfloat16'"):
+        ours("bfloat16")
+    with pytest.raises(polyamp.errors.RecipeError, match="scale the loss a second time"):
+        FabricPrecision("mixed_float16", torch.amp.GradScaler("cpu"), device="cpu")  # type: ignore[arg-type]  # refused
     with pytest.raises(UnsupportedError, match="Pass device='cpu'"):
         Loop(FabricPrecision("mixed_bfloat16", device="cuda")).run([1.0])
     with pytest.raises(UnsupportedError, match="LBFGS"):

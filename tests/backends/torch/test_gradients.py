@@ -75,10 +75,13 @@ def test_norm_and_flag_at_the_edges(grads: list[torch.Tensor], scale: float, nor
 
 
 @pytest.mark.parametrize("size", [1e-170, 1e170])
-def test_float64_gradients_whose_squares_leave_float64(size: float) -> None:
-    found = measured([torch.full((4,), size, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)])
+def test_float64_gradients_whose_squares_leave_float64(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    grads = [torch.full((4,), size, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)]
+    found = measured(grads)
     assert found.norm.item() == pytest.approx(2 * size, rel=1e-12, abs=0.0)
     assert bool(found.finite)
+    refuse_to_look(monkeypatch)
+    assert bool(measured(grads).finite) is (size < 1.0), "elsewhere the largest count as not finite"
 
 
 def test_a_known_least_scale_spares_the_second_look(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,19 @@ def test_whoever_watches_the_optimizers_step_is_called(spec: Any) -> None:
     assert torch.equal(*weights)
 
 
+@pytest.mark.parametrize("spec", [polyamp.rmsprop(0.1), polyamp.adagrad(0.1), polyamp.lion(0.1)])
+def test_specs_whose_formula_runs_here_never_call_the_optimizers_step(spec: Any) -> None:
+    """Hooks on it do not run, and torch's schedulers warn."""
+    recipe, calls = polyamp.Recipe(optimizer=spec), []
+    state = polyamp.init(linear(), recipe)
+    state.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    scheduler = torch.optim.lr_scheduler.StepLR(state.optimizer, 1)
+    polyamp.train_step(loss_fn, recipe)(state, batch())
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        scheduler.step()
+    assert calls == []
+
+
 def test_torchs_scheduler_on_the_states_optimizer() -> None:
     """It warns if `optimizer.step` is never called."""
     recipe = polyamp.Recipe(optimizer=polyamp.sgd(1.0))
