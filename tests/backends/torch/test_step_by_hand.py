@@ -150,17 +150,17 @@ def apart(one: nn.Module, other: nn.Module) -> float:
 
 
 def amplified_rounding(native: Native, policy: str, clip_norm: float | None) -> float:
-    """How far the loop by hand ends from itself, at most, when its first weights are off by one float32 rounding."""
-    runs = [ByHand(native, policy, clip_norm) for _ in range(6)]
-    for seed, run in enumerate(runs[1:]):
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for p in run.model.parameters():
-                p *= 1.0 + 6e-8 * torch.empty_like(p).uniform_(-1.0, 1.0, generator=generator).sign()
+    """How far the loop by hand ends from itself, at most, when each of its updates is off by one float32 rounding."""
+    whole, *others = [ByHand(native, policy, clip_norm) for _ in range(11)]
+    generators = [torch.Generator().manual_seed(seed) for seed in range(len(others))]
     for item in batches():
-        for run in runs:
+        whole.step(item)
+        for run, generator in zip(others, generators, strict=True):
             run.step(item)
-    return max(apart(runs[0].model, run.model) for run in runs[1:])
+            with torch.no_grad():
+                for p in run.model.parameters():
+                    p *= 1.0 + 6e-8 * torch.empty_like(p).uniform_(-1.0, 1.0, generator=generator).sign()
+    return max(apart(whole.model, run.model) for run in others)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
@@ -197,6 +197,7 @@ def test_ten_updates_and_two_skips_equal_the_loop_by_hand(name: str, policy: str
     assert (int(ours.result.step), float(ours.result.scale)) == (10, SCALE / 4)
     assert far <= 2.0 * wide < 2e-7
     # Rounding is amplified: a weight that falls on the other side of a 16-bit rounding moves Adam by 1e-6, RMSprop's
-    # first steps are ten times its rate. So the measure is how far apart two trainings by hand end that start a
-    # float32 rounding apart.
-    assert apart(ours.model, theirs.model) <= max(1e-6, amplified_rounding(native, policy, clip_norm))
+    # first steps are ten times its rate. Beyond 1e-6 the measure is therefore how far apart two trainings by hand end
+    # whose updates are each a float32 rounding apart; that each single update is no further, the test above holds.
+    distance = apart(ours.model, theirs.model)
+    assert distance <= 1e-6 or distance <= 2.0 * amplified_rounding(native, policy, clip_norm)
