@@ -67,6 +67,7 @@ class Net(nn.Module):
     def __init__(self, description: Description, weights: Weights) -> None:
         super().__init__()
         self.description = description
+        self.generator = torch.Generator().manual_seed(description.get("jiggled", 0))
         given = widths(description)
         for layer in walk(description["layers"]):
             if "name" in layer:
@@ -99,7 +100,15 @@ class Net(nn.Module):
                 h = h + self.get_submodule(layer["name"])(h) * 0.0
             elif op != "unused":
                 h = self.get_submodule(layer["name"])(h)
+            h = self._rounded(h)
         return h
+
+    def _rounded(self, h: torch.Tensor) -> torch.Tensor:
+        """What `judge` asks for: every value moved up or down by one digit, as if it had been rounded."""
+        digit = self.description.get("rounding", 0.0)
+        if not digit or not h.is_floating_point():
+            return h
+        return h + h.detach() * digit * (torch.randint(0, 2, h.shape, generator=self.generator) * 2 - 1)
 
     def _head(self, head: dict[str, Any], h: torch.Tensor) -> torch.Tensor:
         if head["pool"] == "mean":

@@ -135,7 +135,7 @@ def _mixed(description: Description, whole: Mapping[str, Record], wide: Mapping[
                 if apart > allowed + FLOAT32:
                     found.append(f"{what} is {apart:.1e} apart, more than {allowed:.1e}: {one} "
                                  f"{_short(whole[one][what])}, {other} {_short(whole[other][what])}")  # fmt: skip
-    first = {name: _first_steps(whole[name], wide[name]) for name in names}
+    first = {name: first_steps(whole[name], wide[name]) for name in names}
     floor = FLOOR[description["policy"]["name"]]
     for what in ("plain", "grad_norm"):
         distances = {name: first[name][what] for name in names}
@@ -153,7 +153,7 @@ def _mixed(description: Description, whole: Mapping[str, Record], wide: Mapping[
     return found
 
 
-def _first_steps(record: Record, wide: Record) -> dict[str, float]:
+def first_steps(record: Record, wide: Record) -> dict[str, float]:
     """Distances from float32 while both have the same parameters, which is until the first update."""
     applied = next((n for n, skipped in enumerate(record["skipped"]) if not skipped), 0) + 1
     return {what: distance(record[what][:applied], wide[what][:applied]) for what in ("plain", "grad_norm")}

@@ -1,9 +1,11 @@
-"""`judged`: which differences of float curves a network's own sensitivity explains.
+"""`judged`: which differences of numbers a network's own sensitivity explains.
 
 A network may blow up the last digit of a float: a normalisation of nearly equal numbers, Adam's first steps on tiny
-gradients. So before a difference of numbers becomes a finding, the description is trained once more in one framework
-with every weight moved by one part in 2^23, and what that moves the curve by, times `FACTOR`, is allowed between
-frameworks. Called by the command and the tests; skips, scales, counters and bits are never excused.
+gradients, a relu at its corner. So before a difference of numbers becomes a finding, one framework trains the
+description again in float32 with every weight moved by its last digit: that of float32, or for 16-bit policies that of
+the policy's dtype, several times in random directions and with what every layer gives moved as well. What that moves
+the numbers by, times a factor, is allowed between frameworks. Called by the command and the tests; skips, scales,
+counters and bits are never excused. Only torch moves what layers give; it is the first of the frameworks.
 """
 
 from __future__ import annotations
@@ -11,29 +13,39 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from tests.fuzz.compare import CURVES, distance, findings
+from tests.fuzz.compare import CURVES, distance, findings, first_steps
 from tests.fuzz.grammar import Description
 from tests.fuzz.pool import Pool
+from tests.fuzz.worker import Record
 
-JIGGLE: Final = 2.0**-23
+JIGGLE: Final = {"float32": 2.0**-23, "mixed_bfloat16": 2.0**-9, "mixed_float16": 2.0**-12}
 FACTOR: Final = 20.0
-_NUMBERS: Final = re.compile(r"(float32 )?(loss|plain|grad_norm) is (\S+) apart|float32 (parameters|running) ")
+"""For one move in the last digit of float32: rounding goes on in every operation."""
+FACTOR_NARROW: Final = 2.0
+"""For the largest of `TRIES` moves in the last digit of 16 bits."""
+TRIES: Final = 8
+_FLOAT32: Final = re.compile(r"float32 (?:(?:loss|plain|grad_norm) is \S+ apart|parameters |running )")
+_CURVE: Final = re.compile(r"float32 (loss|plain|grad_norm) is (\S+) apart")
+_NARROW: Final = re.compile(r"\w+ is (\S+) from its float32 at the first steps \((plain|grad_norm)\)")
 
 
 def judged(description: Description, found: list[str], pool: Pool) -> list[str]:
     """The findings that stand."""
-    if not any(_NUMBERS.match(finding) for finding in found):
-        return found
     name = next(name for name in pool.workers if name != "reference")
-    moved = sensitivity(description, name, pool)
-    return [finding for finding in found if not _explained(finding, moved)]
+    if any(_FLOAT32.match(finding) for finding in found):
+        moved = sensitivity(description, name, pool)
+        found = [finding for finding in found if not _explained(finding, moved)]
+    if any(_NARROW.match(finding) for finding in found):
+        moved = narrow_sensitivity(description, name, pool)
+        found = [finding for finding in found if not _explained_narrow(finding, moved)]
+    return found
 
 
 def sensitivity(description: Description, framework: str, pool: Pool) -> dict[str, float]:
     """How far the float32 curves and arrays of one framework move when its weights do, in the last digit."""
     single = {**description, "policy": {"name": "float32"}}
     one = _alone(single, framework, pool)
-    other = _alone({**single, "jiggle": JIGGLE}, framework, pool)
+    other = _alone({**single, "jiggle": JIGGLE["float32"]}, framework, pool)
     if "error" in one or "error" in other:
         return {}
     moved = {what: distance(one[what], other[what]) for what in CURVES}
@@ -41,16 +53,34 @@ def sensitivity(description: Description, framework: str, pool: Pool) -> dict[st
     return moved
 
 
-def _alone(description: Description, framework: str, pool: Pool) -> dict[str, object]:
+def narrow_sensitivity(description: Description, framework: str, pool: Pool) -> dict[str, float]:
+    """How far the first steps move in float32 when weights and layers' results do, in the policy's last digit."""
+    single = {**description, "policy": {"name": "float32"}}
+    one = _alone(single, framework, pool)
+    moved = dict.fromkeys(("plain", "grad_norm"), 0.0)
+    for number in range(TRIES):
+        digit = JIGGLE[description["policy"]["name"]]
+        other = _alone({**single, "jiggle": digit, "rounding": digit, "jiggled": number}, framework, pool)
+        if "error" not in one and "error" not in other:
+            moved = {what: max(value, first_steps(other, one)[what]) for what, value in moved.items()}
+    return moved
+
+
+def _alone(description: Description, framework: str, pool: Pool) -> Record:
     worker = pool.workers[framework]
     worker.submit({"description": description, "policy": None, "compile": None, "plant": None})
     return worker.result()
 
 
 def _explained(finding: str, moved: dict[str, float]) -> bool:
-    match = _NUMBERS.match(finding)
-    if match is None:
+    if not _FLOAT32.match(finding):
         return False
-    if match[3] is None:
-        return bool(moved.get("arrays"))
-    return float(match[3]) <= FACTOR * moved.get(match[2], 0.0)
+    curve = _CURVE.match(finding)
+    if curve is None:
+        return bool(moved.get("arrays")) and "elements differ" in finding
+    return float(curve[2]) <= FACTOR * moved.get(curve[1], 0.0)
+
+
+def _explained_narrow(finding: str, moved: dict[str, float]) -> bool:
+    match = _NARROW.match(finding)
+    return match is not None and float(match[1]) <= FACTOR_NARROW * moved[match[2]]

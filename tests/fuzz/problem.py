@@ -99,7 +99,7 @@ def weights(description: Description) -> Weights:
             found[f"{name}/{array}"] = value.astype(np.float32)
     jiggle = description.get("jiggle", 0.0)
     if jiggle:
-        rng = np.random.default_rng(description["seed"] + 1)
+        rng = np.random.default_rng([description["seed"], 2, description.get("jiggled", 0)])
         found = {name: (v * (1.0 + jiggle * rng.choice((-1.0, 1.0), v.shape))).astype(np.float32)
                  for name, v in found.items()}  # fmt: skip
     return found

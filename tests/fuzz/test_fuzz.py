@@ -16,7 +16,7 @@ from tests.fuzz.__main__ import program, report
 from tests.fuzz.build_reference import can
 from tests.fuzz.compare import findings
 from tests.fuzz.grammar import ACTIVATIONS, SENSITIVE, Description, describe, walk
-from tests.fuzz.judge import judged
+from tests.fuzz.judge import judged, narrow_sensitivity
 from tests.fuzz.minimise import candidates, kind, smallest
 from tests.fuzz.pool import Pool
 from tests.fuzz.worker import Record, decode, encode
@@ -120,6 +120,18 @@ def test_a_failure_is_made_small() -> None:
     assert [layer["op"] for layer in walk(small["layers"])] == ["conv"]
     assert (small["steps"], small["accumulate_steps"], small["policy"]) == (2, 1, {"name": "float32"})
     assert not any(check(candidate) for candidate in candidates(small))
+
+
+def test_what_a_network_blows_up_by_itself_is_no_finding(pool: Pool) -> None:
+    """The same distance is excused where the network has it, and only there."""
+    mlp = next(d for d in map(describe, SEEDS) if d["kind"] == "mlp" and d["policy"]["name"] != "float32")
+    text = "jax is {} from its float32 at the first steps (grad_norm), another framework only 1.0e-06"
+    moved = narrow_sensitivity(mlp, "torch", pool)["grad_norm"]
+    assert 0.0 < moved < 0.5
+    assert judged(mlp, [text.format(f"{moved:.1e}")], pool) == []
+    assert judged(mlp, [text.format(f"{moved * 3:.1e}")], pool) == [text.format(f"{moved * 3:.1e}")]
+    exact = ["scale differs: torch [1.0], jax [2.0]", "jax: S12: step 1 was skipped, but these arrays changed: step"]
+    assert judged(mlp, exact, pool) == exact
 
 
 def test_a_printed_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
