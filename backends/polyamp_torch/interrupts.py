@@ -21,6 +21,7 @@ class Undisturbed:
     """A block that a SIGINT does not end before its end. What comes meanwhile is handed to its handler afterwards.
 
     Example:
+        >>> before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" has SIGINT ignored
         >>> seen = []
         >>> try:
         ...     with Undisturbed():
@@ -30,6 +31,7 @@ class Undisturbed:
         ...     seen.append("interrupted")
         >>> seen
         ['whole', 'interrupted']
+        >>> _ = signal.signal(signal.SIGINT, before)
     """
 
     __slots__ = ("_came", "_handler", "_open")

@@ -239,6 +239,7 @@ def test_the_optimizer_inside_reduces_gradients_again_afterwards(error: bool) ->
     assert not any("_all_reduce_sum_gradients" in vars(part) for part in parts)
 
 
+@pytest.mark.filterwarnings("ignore:loss_fn leaves out")
 def test_leaves_that_have_no_part_for_each_replica() -> None:
     """A scalar in the batch is refused; None passes through batch and aux."""
     made = polyamp.Recipe(optimizer=polyamp.sgd(0.1))

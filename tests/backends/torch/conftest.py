@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+
 import pytest
 
 from polyamp_torch import loss_scale, scaler_state
@@ -14,3 +17,11 @@ def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         monkeypatch.setattr(loss_scale, "looks", lambda device: False)
         monkeypatch.setattr(scaler_state, "looks", lambda device: False)
     return str(request.param)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where whoever started the tests has it ignored, as a shell's `&` does."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -17,6 +17,8 @@ import polyamp
 from polyamp_torch.autocast import autocast
 from polyamp_torch.regions import OPENED, nesting
 
+pytestmark = pytest.mark.usefixtures("ctrl_c")
+
 X = torch.linspace(-1.0, 1.0, 32).reshape(4, 8)
 POLICY = polyamp.Policy("mixed_bfloat16", float32_matmul="medium")
 FILES = ("polyamp_torch/", "torch/amp/autocast_mode.py", "contextlib.py")

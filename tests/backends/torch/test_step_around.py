@@ -19,6 +19,8 @@ import polyamp
 import polyamp_torch
 from polyamp.testing.conformance.problems import unmoved
 
+pytestmark = pytest.mark.usefixtures("ctrl_c")
+
 PACKAGE = str(Path(polyamp_torch.__file__).parent)
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
