@@ -71,7 +71,7 @@ class Block:
 
     def open(self) -> None:
         """Open the block; it is closed again if that fails."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: each kind of block has its own
 
     def close(self, *, interrupted: bool) -> None:
         """Put back what was there before; a second time changes nothing.
@@ -79,7 +79,7 @@ class Block:
         Args:
             interrupted: an exception is on its way, so what was opened inside and is still there was left behind.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: each kind of block has its own
 
     def opened_in(self, frame: FrameType) -> None:
         """Open the block for the `with` statement that runs in `frame`."""
