@@ -19,7 +19,7 @@ from polyamp_torch import checkpointing
 from polyamp_torch.compiler import NOTHING, backward_as_eager
 from polyamp_torch.gathers import gathered, source
 from polyamp_torch.op_lists import BACKWARD, ENTERED, Rule, cuda_rule, rule, without_dispatch
-from polyamp_torch.products import classified
+from polyamp_torch.products import classified, plain
 
 _AVAILABLE: Final[dict[str, Callable[[], bool]]] = {
     "cpu": lambda: True,
@@ -56,17 +56,17 @@ class Islands(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every call of a torch function passes here, and most go straight on."""
         found = self.rule_of(func)
-        if found is not None:
+        if found is not None and not (found == "matmul" and plain(args)):
             return self._ruled(found, func, types, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _ruled(self, found: Rule, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         compiling = torch.compiler.is_compiling()
-        if found not in ("widen", "statistics", "isolate", "lstm", "product", "gather"):
+        if found not in ("widen", "statistics", "isolate", "lstm", "matmul", "product", "gather"):
             return self._seen_through(found, func, types, args, kwargs, compiling=compiling)
         if not self.acting or not torch.is_autocast_enabled(self.device_type):
             return func(*args, **kwargs)
-        if found == "product":
+        if found in ("matmul", "product"):
             return self._product(func, args, kwargs, compiling=compiling)
         if found == "gather":
             narrow = source(func, args, kwargs)
@@ -92,8 +92,8 @@ class Islands(TorchFunctionMode):
 
     def _product(self, func: Any, args: Any, kwargs: dict[str, Any], *, compiling: bool) -> Any:
         """An inner product in float32, a multiplication in its operands' dtype, a matrix product as autocast has it."""
-        kind = classified(func, args, kwargs)
-        if kind is None or _chooses_dtype(kwargs):
+        kind = None if _chooses_dtype(kwargs) else classified(func, args, kwargs)
+        if kind is None:
             return func(*args, **kwargs)
         operands = _tensors((*args, *kwargs.values()))
         dtypes = {operand.dtype for operand in operands}

@@ -16,8 +16,9 @@ Where it differs from torch's CUDA list, and why:
 - lstm: float16 has no kernel on the CPU, and torch raises.
 - upsampling (on CUDA's list in newer versions) is left in the dtype of its input: S4 does not name it.
 - lobpcg, pca_lowrank, svd_lowrank: torch shows modes what they call, not them; their products run in 16 bits.
-- sigmoid, tanh, erf and what else saturates: next to a bound 16 bits lose every digit of the distance, and with it of
-  `log(1 - p)`, and torch's modes see one call at a time, not what the result will feed. See docs/torch_autocast.md.
+- sigmoid, erf and what else gives probabilities: next to a bound 16 bits lose every digit of the distance, and with it
+  of `log(1 - p)`, and torch's modes see one call at a time, not what the result will feed. tanh is left alone: it is an
+  activation far more often, and float32 behind every layer costs a third of a step. See docs/torch_autocast.md.
 - products without free axes (`dot`, `einsum("bi,bi->b")`) are sums, those that contract nothing (`einsum("i,j->ij")`)
   multiplications: see `products`. multi_dot and chain_matmul: matrix products, so 16-bit, as in torch.
 - gathers (indexing, embeddings) have gradients that are sums: see `gathers`.
@@ -36,11 +37,21 @@ from torch.nn import functional
 
 from polyamp_torch.compiler import constant_when_compiled
 from polyamp_torch.gathers import GATHERS
-from polyamp_torch.products import PRODUCTS
+from polyamp_torch.products import PLAIN, PRODUCTS
 
 Function = Callable[..., Any]
 Rule = Literal[
-    "widen", "isolate", "statistics", "lstm", "product", "gather", "enter", "unflatten", "function", "grad_mode"
+    "widen",
+    "isolate",
+    "statistics",
+    "lstm",
+    "matmul",
+    "product",
+    "gather",
+    "enter",
+    "unflatten",
+    "function",
+    "grad_mode",
 ]
 """What the islands do with a function:
 
@@ -48,6 +59,7 @@ Rule = Literal[
 - "isolate": the same with autocast off inside, because it is made of matrix products too;
 - "statistics": cast like "widen", unless a tensor beside the input is float32: then the kernel does it by itself;
 - "lstm": like "isolate", in float16 on the CPU only, where torch has no such LSTM and raises;
+- "matmul": one of `products.PLAIN`: most calls are matrix products and go straight on, the others are "product";
 - "product": like "isolate" where the call's shapes make it a sum, and only the "isolate" of it where they make it a
   multiplication;
 - "gather": accumulate its gradient in float32;
@@ -86,7 +98,7 @@ ROWS: Final = (
         "pow rsqrt reciprocal __pow__ __rpow__ __rdiv__ __rtruediv__ lp_pool1d lp_pool2d lp_pool3d",
         on_cuda=True,
     ),
-    Row("saturating functions", "sigmoid expit tanh tanhshrink softsign erf erfc ndtr cos"),
+    Row("saturating functions", "sigmoid expit tanhshrink softsign erf erfc ndtr"),
     Row("steep trigonometry", "acos arccos asin arcsin tan", on_cuda=True),
     Row("sums", "sum prod cumsum cumprod", on_cuda=True),
     Row("sums", "mean nanmean nansum sum_to_size logcumsumexp std std_mean var var_mean"),
@@ -183,6 +195,7 @@ ENTERED: Final[dict[Function, Function]] = {
 ALL_RULES: Final[dict[Function, Rule]] = {
     **{function: row.rule for row in ROWS for _, function in functions(row)},
     **dict.fromkeys(PRODUCTS, "product"),
+    **dict.fromkeys(PLAIN, "matmul"),
     **dict.fromkeys(GATHERS, "gather"),
     **dict.fromkeys(ENTERED, "enter"),
     torch.Tensor.unflatten: "unflatten",

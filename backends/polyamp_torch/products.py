@@ -22,7 +22,7 @@ Kind = Literal["sum", "multiplication"]
 _Classify = Callable[..., Kind | None]
 
 
-def _matmul(left: Any, right: Any) -> Kind | None:
+def _matmul(left: Any, right: Any, *_: Any) -> Kind | None:
     a, b = left.shape, right.shape
     if not a or not b:  # torch raises
         return None
@@ -123,6 +123,8 @@ def _einsum(equation: Any, *operands: Any) -> Kind | None:
         return _einsum(*_as_equation((equation, *operands)))
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
+    if not all(isinstance(operand, torch.Tensor) for operand in operands):  # torch raises
+        return None
     found = _parsed(equation, tuple(operand.dim() for operand in operands))
     if found is None:
         return None
@@ -161,7 +163,25 @@ PRODUCTS: Final[dict[Any, _Classify]] = {
 }
 """Each function -> what tells its calls apart."""
 
+_OPERANDS: Final = (
+    *("input", "self", "a", "x", "mat", "mat1", "batch1", "vec1"),
+    *("other", "tensor", "b", "y", "mat2", "batch2", "vec", "vec2"),
+)
+"""What torch calls the operands of its products, so sorted that those of any one product stand in its order."""
+PLAIN: Final = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
+"""Those of `PRODUCTS` for which `plain` may be asked first: `x @ w` stands in every model, and its call counts."""
+
+
+def plain(args: Any) -> bool:
+    """Whether a call of one of `PLAIN` is a product of two matrices that contracts something: for the least time."""
+    if len(args) != 2:
+        return False
+    left, right = args
+    return bool(left.dim() == 2 and right.dim() == 2 and left.size(1) != 1)
+
 
 def classified(function: Any, args: Any, kwargs: dict[str, Any]) -> Kind | None:
     """What a call of one of `PRODUCTS` is, or None for a matrix product."""
-    return PRODUCTS[function](*args, **kwargs)
+    operands = [kwargs[name] for name in _OPERANDS if name in kwargs] if kwargs else ()
+    others = {name: value for name, value in kwargs.items() if name not in _OPERANDS}
+    return PRODUCTS[function](*args, *operands, **others)

@@ -28,13 +28,11 @@ SATURATING: dict[str, tuple[float, Function]] = {
     "logsigmoid": (9.0, functional.logsigmoid),
     "clamp": (9.0, lambda x: torch.log(torch.sigmoid(x).clamp(1e-6, 1 - 1e-6))),
     "binary_cross_entropy": (9.0, lambda x: functional.binary_cross_entropy(torch.sigmoid(x), SIGNS, reduction="none")),
-    "tanh": (4.0, lambda x: torch.log(1 - torch.tanh(x) ** 2 + 1e-6)),
     "tanhshrink": (0.1, functional.tanhshrink),
     "erfc": (4.0, lambda x: torch.log(torch.special.erfc(x))),
     "1 + erf": (3.0, lambda x: 1 + torch.erf(x)),
     "ndtr": (4.0, lambda x: torch.log(torch.special.ndtr(x))),
     "softsign": (60.0, lambda x: torch.log(1 - functional.softsign(x))),
-    "1 - cos": (0.1, lambda x: 1 - torch.cos(x)),
 }
 
 
@@ -48,6 +46,18 @@ def test_what_feeds_a_logarithm_or_a_difference_from_one(name: str, policy: poly
         got = function(narrow)
     assert got.dtype == torch.float32
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("policy", [BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("function", [torch.tanh, torch.cos, nn.Tanh()], ids=str)
+def test_activations_that_are_no_probabilities_follow_their_input(function: Function, policy: polyamp.Policy) -> None:
+    """Or every layer of a network of tanh would be float32 wide."""
+    narrow = torch.linspace(-4.0, 4.0, 64).to(getattr(torch, policy.compute))
+    with autocast(policy, "cpu"):
+        got, wide = function(narrow), torch.log(1 - function(narrow.float()) ** 2 + 1e-6)
+    assert got.dtype == narrow.dtype
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide, torch.log(1 - function(narrow.float()) ** 2 + 1e-6))  # what the docs tell to write
 
 
 def test_a_handwritten_cross_entropy_and_a_recurrence_near_one() -> None:
@@ -278,3 +288,37 @@ def test_what_reads_no_row_twice_is_left_alone() -> None:
     assert all(result.grad_fn is not None and "ToCopy" not in result.grad_fn.name() for result in results)
     assert seen.names.count("float") == 1, "the one above"
     assert set(seen.names) <= {"__getitem__", "embedding", "detach", "float", "_set_grad_enabled", "__get__"}
+
+
+VECTOR, MATRIX, MATRICES = torch.full((300,), 30.0), torch.full((3, 300), 30.0), torch.full((2, 3, 300), 30.0)
+BY_NAME: dict[str, dict[str, object]] = {
+    "dot": {"input": VECTOR, "tensor": VECTOR},
+    "vdot": {"other": VECTOR, "input": VECTOR},
+    "inner": {"other": VECTOR, "input": VECTOR},
+    "matmul": {"input": VECTOR, "other": VECTOR},
+    "tensordot": {"a": MATRIX, "b": MATRIX, "dims": 2},
+    "bmm": {"input": MATRICES[:, :1], "mat2": MATRICES[:, :1].mT},
+    "mm": {"mat2": MATRIX[:, :1].T, "input": MATRIX[:, :1]},
+    "mv": {"input": MATRIX[:, :1], "vec": VECTOR[:1]},
+    "addr": {"input": MATRIX[:, :3], "vec1": VECTOR[:3], "vec2": VECTOR[:3]},
+    "addmm": {"input": MATRIX[:, :3], "mat1": MATRIX[:, :1], "mat2": MATRIX[:, :1].T, "beta": 2},
+    "addmv": {"input": VECTOR[:3], "mat": MATRIX[:, :1], "vec": VECTOR[:1]},
+    "baddbmm": {"input": MATRICES[:, :, :3], "batch1": MATRICES[:, :, :1], "batch2": MATRICES[:, :, :1].mT},
+    "addbmm": {"input": MATRIX[:, :3], "batch1": MATRICES[:, :, :1], "batch2": MATRICES[:, :, :1].mT},
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_products_are_told_apart_by_names_too(name: str) -> None:
+    with autocast(BFLOAT16, "cpu"):
+        got = getattr(torch, name)(**BY_NAME[name])
+    assert got.dtype == torch.float32
+    assert torch.equal(got, getattr(torch, name)(**BY_NAME[name]))
+
+
+def test_matrix_products_by_name_and_calls_that_torch_refuses() -> None:
+    with autocast(BFLOAT16, "cpu"):
+        assert torch.matmul(MATRIX, other=MATRIX.T).dtype == torch.bfloat16
+        assert torch.matmul(VECTOR, VECTOR, out=torch.empty(())).dtype == torch.float32
+        with pytest.raises(TypeError, match="expected Tensor as element 1"):
+            torch.einsum("ij,jk", MATRIX, 3)  # type: ignore[arg-type]
