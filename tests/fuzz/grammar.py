@@ -27,6 +27,8 @@ CLASSES: Final = 3
 ACTIVATIONS: Final = ("relu", "tanh", "gelu", "silu", "sigmoid")
 SENSITIVE: Final = ("softmax", "hand_softmax", "log_gate", "inner", "cumsum", "logsumexp", "hand_rms", "square")
 """What S4 keeps in float32, written as operations and not as layers."""
+PRODUCTS: Final = ("dense", "conv", "attention", "rnn", "gru")
+"""Layers with matrix products; heads are dense layers."""
 NORMS: Final = ("layer_norm", "rms_norm", "batch_norm", "group_norm")
 MODELS: Final = {"tensorflow": ("functional", "subclass"), "jax": ("nnx", "linen", "function")}
 

@@ -23,7 +23,8 @@ FACTOR: Final = 20.0
 """For one move in the last digit of float32: rounding goes on in every operation."""
 FACTOR_NARROW: Final = 2.0
 """For the largest of `TRIES` moves in the last digit of 16 bits."""
-TRIES: Final = 8
+TRIES: Final = 32
+"""A relu at its corner turns over in one direction of eight."""
 _FLOAT32: Final = re.compile(r"float32 (?:(?:loss|plain|grad_norm) is \S+ apart|parameters |running )")
 _CURVE: Final = re.compile(r"float32 (loss|plain|grad_norm) is (\S+) apart")
 _NARROW: Final = re.compile(r"\w+ is (\S+) from its float32 at the first steps \((plain|grad_norm)\)")
