@@ -119,6 +119,8 @@ class Net(nn.Module):
             h = h[:, -1]
         if "tied" in head:
             table: Any = self.get_submodule(head["tied"])
+            if self.description["policy"].get("mode") == "cast":  # where an override may keep the table in float32
+                h = h.to(torch.promote_types(h.dtype, table.weight.dtype))
             return functional.linear(h, table.weight)
         result: torch.Tensor = self.get_submodule(head["name"])(h)
         return result
