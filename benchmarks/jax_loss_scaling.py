@@ -26,8 +26,8 @@ import results
 from results import Entry, Side
 
 import polyamp
-from polyamp.backend import Gradients
-from polyamp_jax import step as steps
+from polyamp.contract.backend import Gradients
+from polyamp_jax.step import step as steps
 
 RATE: Final = 0.1
 CLIP: Final = 1.0

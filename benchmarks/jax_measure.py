@@ -27,7 +27,7 @@ import results
 from results import Entry, Side
 
 import polyamp
-from polyamp import registry
+from polyamp.contract import registry
 
 _THREADS: Final = 2
 _CONVERT: Final = re.compile(r"\bconvert\(")

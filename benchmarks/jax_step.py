@@ -35,7 +35,7 @@ from jax_measure import Measured, Settings, Variant
 from results import Entry, Side
 
 import polyamp
-from polyamp import registry
+from polyamp.contract import registry
 
 _STEP: Final = 1.02
 _COMPILE: Final = 1.25

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from polyamp.testing import digits
+from polyamp.parity import digits
 
 PIXELS, CLASSES = 64, 10
 

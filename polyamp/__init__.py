@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from polyamp import schedules
 from polyamp._version import __version__
-from polyamp.backend import Backend, BackendInfo, Gradients, State, StepResult
+from polyamp.contract.backend import Backend, BackendInfo, Gradients, State, StepResult
+from polyamp.contract.registry import BackendStatus, backends, explain
+from polyamp.contract.report import CastingReport
 from polyamp.errors import (
     BackendError,
     BackendNotInstalledError,
@@ -26,20 +28,18 @@ from polyamp.errors import (
     TraceError,
     UnsupportedError,
 )
-from polyamp.loss_scale import LossScaler, LossScaleState
-from polyamp.optimizers import adagrad, adam, adamw, lion, rmsprop, sgd
-from polyamp.policy import Policy
-from polyamp.recipe import Recipe
-from polyamp.registry import BackendStatus, backends, explain
-from polyamp.report import CastingReport
-from polyamp.step import apply_gradients, init, train_step, value_and_grad
+from polyamp.recipe.optimizers import adagrad, adam, adamw, lion, rmsprop, sgd
+from polyamp.recipe.policy import Policy
+from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import LossScaler, LossScaleState
+from polyamp.train.step import apply_gradients, init, train_step, value_and_grad
 
 if TYPE_CHECKING:
     from polyamp import losses
-    from polyamp.checkpoint import restore, save
+    from polyamp.train.checkpoint import restore, save
 
-_LAZY = {"losses": ("polyamp.losses", None), "save": ("polyamp.checkpoint", "save"),
-         "restore": ("polyamp.checkpoint", "restore")}  # fmt: skip
+_LAZY = {"losses": ("polyamp.losses", None), "save": ("polyamp.train.checkpoint", "save"),
+         "restore": ("polyamp.train.checkpoint", "restore")}  # fmt: skip
 
 __all__ = [
     "Backend",

@@ -2,7 +2,7 @@
 
 They are dispatched on the array's type. Each takes the framework's own arrays; labels, targets and weights may be NumPy
 arrays as well. The formulas are written here, over the few functions that a backend offers
-(`polyamp.backend.LossFunctions`). Shapes that do not match are refused, not broadcast.
+(`polyamp.contract.backend.LossFunctions`). Shapes that do not match are refused, not broadcast.
 
 `regularization` is what a model adds to the loss by itself (S25).
 """
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from polyamp import registry
-from polyamp.backend import LossFunctions
+from polyamp.contract import registry
+from polyamp.contract.backend import LossFunctions
 from polyamp.errors import LossError
-from polyamp.loss_checks import (
+from polyamp.rules.labels import (
     check_class_weights,
     check_ignore_index,
     check_label_range,

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from polyamp.checks import check_micro_batches, micro_batch_size
+from polyamp.rules.refusals import check_micro_batches, micro_batch_size
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:

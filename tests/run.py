@@ -25,7 +25,7 @@ PYTEST = [sys.executable, "-m", "pytest", "-q"]
 CONFORMANCE = [
     *PYTEST,
     "--pyargs",
-    "polyamp.testing.conformance",
+    "polyamp.conformance",
     "--polyamp-deviations=tests/conformance/deviations.py",
 ]
 
@@ -34,7 +34,7 @@ SUITES: dict[str, list[str]] = {
     "format": [sys.executable, "-m", "ruff", "format", "--check", "."],
     "types": [sys.executable, "-m", "mypy"],
     "core": [*PYTEST, "tests/core"],
-    "doctest-core": [*PYTEST, "--doctest-modules", "polyamp", "--ignore=polyamp/testing/conformance"],
+    "doctest-core": [*PYTEST, "--doctest-modules", "polyamp", "--ignore=polyamp/conformance"],
     "conformance-reference": [*CONFORMANCE, "--polyamp-backend=reference"],
 }
 for name in FRAMEWORKS:

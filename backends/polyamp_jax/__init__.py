@@ -17,11 +17,11 @@ Example:
     (1.0, 'float32')
 """
 
-from polyamp_jax.autocast import autocast, explain, keep_precision
 from polyamp_jax.backend import BACKEND, JaxBackend
-from polyamp_jax.loss_scale import scaled_value_and_grad
-from polyamp_jax.op_rules import register_rule
-from polyamp_jax.state import JaxState, continue_streams
+from polyamp_jax.own_loop.scaled_value_and_grad import scaled_value_and_grad
+from polyamp_jax.precision.autocast import autocast, explain, keep_precision
+from polyamp_jax.precision.op_list import register_rule
+from polyamp_jax.step.state import JaxState, continue_streams
 
 __all__ = [
     "BACKEND",

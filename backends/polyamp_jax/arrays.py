@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.arrays import ArrayNamespace
-from polyamp.batches import host_array
-from polyamp.checks import FLOATING
 from polyamp.errors import ModelError, UnsupportedError
-from polyamp.policy import Policy
-from polyamp_jax.op_rules import rules_for
+from polyamp.recipe.policy import Policy
+from polyamp.rules.batches import host_array
+from polyamp.rules.refusals import FLOATING
+from polyamp_jax.precision.op_list import rules_for
 
 _MATMUL_PRECISION: Final = {"highest": "float32", "high": "tensorfloat32", "medium": "bfloat16"}
 """`Policy.float32_matmul` -> JAX's name; XLA picks the nearest that the device has."""
@@ -158,7 +158,7 @@ def check_policy(policy: Policy) -> None:
     """Refuse what this backend cannot compute, before the first step (S20).
 
     Raises:
-        PolicyError: `op_rules` names an operation that does not exist.
+        PolicyError: `op_list` names an operation that does not exist.
         UnsupportedError: float64 without JAX's x64 mode.
     """
     rules_for(policy.op_rules)

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp import checks
 from polyamp.arrays import ArrayNamespace
-from polyamp.backend import (
+from polyamp.contract.backend import (
     Backend,
     BackendInfo,
     Gradients,
@@ -23,20 +22,21 @@ from polyamp.backend import (
     StepResult,
     ValueAndGrad,
 )
+from polyamp.contract.harness import Harness
+from polyamp.contract.report import CastingReport
 from polyamp.errors import GradientError
-from polyamp.loss_scale import LossScaler
-from polyamp.policy import Mode, Policy
-from polyamp.recipe import Recipe
-from polyamp.report import CastingReport
-from polyamp.testing.harness import Harness
-from polyamp_jax import calls, resuming
-from polyamp_jax import state as states_
-from polyamp_jax import step as steps
+from polyamp.recipe.policy import Mode, Policy
+from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import LossScaler
+from polyamp.rules import refusals
 from polyamp_jax.arrays import XP, cast, check_policy, dtype_name, named_leaves, to_numpy
-from polyamp_jax.autocast import autocast, explain
-from polyamp_jax.loss_scale import scaled_value_and_grad
 from polyamp_jax.losses import JaxLosses
-from polyamp_jax.models import adapt, random_keys
+from polyamp_jax.models.adapt import adapt, random_keys
+from polyamp_jax.own_loop.scaled_value_and_grad import scaled_value_and_grad
+from polyamp_jax.precision.autocast import autocast, explain
+from polyamp_jax.step import calls, resuming
+from polyamp_jax.step import state as states_
+from polyamp_jax.step import step as steps
 
 
 class JaxBackend:
@@ -84,7 +84,7 @@ class JaxBackend:
 
     def native_scaler(self, scaler: LossScaler, **options: Any) -> Any:
         """A function transform: `scaler.native("jax")(fun)` is `polyamp_jax.scaled_value_and_grad(fun, scaler)`."""
-        checks.check_options(options, ("argnums", "has_aux"), function="native", backend=self.name)
+        refusals.check_options(options, ("argnums", "has_aux"), function="native", backend=self.name)
         return functools.partial(scaled_value_and_grad, scaler=scaler, **options)
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
@@ -101,7 +101,7 @@ class JaxBackend:
         if not leaves:
             raise GradientError("unscale() got no gradients.")
         for leaf in leaves:
-            if dtype_name(leaf) not in checks.FLOATING:
+            if dtype_name(leaf) not in refusals.FLOATING:
                 raise GradientError(f"gradients must be floating arrays. Received: {dtype_name(leaf)}.")
         unscaled, finite = _unscale(leaves, scale)
         return jax.tree.unflatten(structure, unscaled), finite
@@ -113,7 +113,7 @@ class JaxBackend:
         """A fresh state.
 
         Args:
-            model: see `polyamp_jax.models.ACCEPTED`. Its arrays are copied.
+            model: see `polyamp_jax.models.adapt.ACCEPTED`. Its arrays are copied.
             recipe: the recipe.
             **options: `rngs`, the seeds or keys of the model's random streams: by name for linen and for functions
                 (as keyword arguments), a single one for haiku (`rng`) and equinox (`key`). An nnx module moves its
@@ -121,7 +121,7 @@ class JaxBackend:
                 `nnx.Rngs`: call `model(x)` in `loss_fn`.
                 `axis_name`: map an equinox module over the batch axis.
         """
-        checks.check_options(options, ("rngs", "axis_name"), function="init", backend=self.name)
+        refusals.check_options(options, ("rngs", "axis_name"), function="init", backend=self.name)
         check_policy(recipe.policy)
         parts = adapt(model, axis_name=options.get("axis_name"))
         rngs = random_keys(options.get("rngs"), parts.adapter)
@@ -136,7 +136,7 @@ class JaxBackend:
             **options: `compile` (True): wrap in `jax.jit`. `donate` (True): the step consumes the state it is given,
                 so that new arrays take the place of the old; False keeps both, also when a step is interrupted.
         """
-        checks.check_options(options, ("compile", "donate"), function="train_step", backend=self.name)
+        refusals.check_options(options, ("compile", "donate"), function="train_step", backend=self.name)
         return calls.Step(loss_fn, compiled=options.get("compile", True), donate=options.get("donate", True))
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
@@ -145,7 +145,7 @@ class JaxBackend:
         The n-th call on one state draws the masks of the n-th micro-batch of a window (S12). Across calls of a
         function of your own that is compiled, see `polyamp_jax.continue_streams`.
         """
-        checks.check_options(options, ("compile",), function="value_and_grad", backend=self.name)
+        refusals.check_options(options, ("compile",), function="value_and_grad", backend=self.name)
         return calls.value_and_grad(loss_fn, compiled=options.get("compile", True))
 
     def apply_gradients(
@@ -169,7 +169,7 @@ class JaxBackend:
         return resuming.setting_of(state.recipe.optimizer, name)
 
     def testing(self) -> Harness:
-        from polyamp_jax.testing import JaxHarness
+        from polyamp_jax.harness import JaxHarness
 
         return JaxHarness()
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp_jax.staging import KEEP
+from polyamp_jax.precision.interpreter.staging import KEEP
 
 
 class JaxLosses:

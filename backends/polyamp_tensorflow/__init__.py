@@ -12,11 +12,11 @@ with PyTorch's formulas.
 from __future__ import annotations
 
 from polyamp_tensorflow.backend import BACKEND, TensorFlowBackend
-from polyamp_tensorflow.fit import LossScaleLogger, compile, guard  # noqa: A004  # Keras's word for it
-from polyamp_tensorflow.loss_scale import LossScaleOptimizer
-from polyamp_tensorflow.optimizers import SpecOptimizer
-from polyamp_tensorflow.policy import AppliedPolicy, apply_policy, dtype_policy
-from polyamp_tensorflow.state import TensorFlowState
+from polyamp_tensorflow.own_loop.fit import LossScaleLogger, compile, guard  # noqa: A004  # Keras's word for it
+from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
+from polyamp_tensorflow.precision.autocast import AppliedPolicy, apply_policy, dtype_policy
+from polyamp_tensorflow.step.optimizers import SpecOptimizer
+from polyamp_tensorflow.step.state import TensorFlowState
 
 __all__ = [
     "BACKEND",

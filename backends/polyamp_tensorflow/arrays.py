@@ -13,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.arrays import ArrayNamespace
-from polyamp.batches import host_array
-from polyamp.checks import FLOATING
 from polyamp.errors import BatchError, GradientError
+from polyamp.rules.batches import host_array
+from polyamp.rules.refusals import FLOATING
 
 Array = np.ndarray[Any, Any]
 

@@ -1,4 +1,4 @@
-"""`TensorFlowBackend`: the contract of `polyamp.backend` for TensorFlow and Keras; each method is a line or two."""
+"""`TensorFlowBackend`: the contract of `polyamp.contract.backend` for TensorFlow and Keras; each method is a line or two."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from polyamp.arrays import ArrayNamespace
-from polyamp.backend import (
+from polyamp.contract.backend import (
     Backend,
     BackendInfo,
     Gradients,
@@ -19,24 +19,24 @@ from polyamp.backend import (
     StepResult,
     ValueAndGrad,
 )
-from polyamp.checks import check_options
+from polyamp.contract.harness import Harness
 from polyamp.errors import RecipeError
-from polyamp.loss_scale import LossScaler
-from polyamp.policy import Mode, Policy
-from polyamp.recipe import Recipe
-from polyamp.testing.harness import Harness
-from polyamp_tensorflow import additions, resuming, step
+from polyamp.recipe.policy import Mode, Policy
+from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import LossScaler
+from polyamp.rules.refusals import check_options
 from polyamp_tensorflow import arrays as conversions
-from polyamp_tensorflow import gradients as scaling
-from polyamp_tensorflow import policy as policies
 from polyamp_tensorflow.arrays import Array
-from polyamp_tensorflow.distribution import several
-from polyamp_tensorflow.loss_scale import LossScaleOptimizer
 from polyamp_tensorflow.losses import TensorFlowLosses
-from polyamp_tensorflow.models import check_model
-from polyamp_tensorflow.optimizer_checks import check_recipe_optimizer
-from polyamp_tensorflow.replicas import check_strategy
-from polyamp_tensorflow.state import TensorFlowState
+from polyamp_tensorflow.models.layers import check_model
+from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
+from polyamp_tensorflow.precision import autocast as policies
+from polyamp_tensorflow.step import additions, resuming, step
+from polyamp_tensorflow.step import measure as scaling
+from polyamp_tensorflow.step.distribution import several
+from polyamp_tensorflow.step.optimizer_checks import check_recipe_optimizer
+from polyamp_tensorflow.step.replicas import check_strategy
+from polyamp_tensorflow.step.state import TensorFlowState
 
 _STEP_OPTIONS: Final = ("compile", "jit_compile")
 
@@ -168,7 +168,7 @@ class TensorFlowBackend:
         return resuming.setting_of(state.optimizer, name)
 
     def testing(self) -> Harness:
-        from polyamp_tensorflow.testing import TensorFlowHarness
+        from polyamp_tensorflow.harness import TensorFlowHarness
 
         return TensorFlowHarness()
 

@@ -4,10 +4,10 @@
 own: `autocast` and `GradScaler`. `polyamp_torch.lightning` and `polyamp_torch.accelerate` are imported by name.
 """
 
-from polyamp_torch.autocast import autocast, carried
 from polyamp_torch.backend import BACKEND, TorchBackend
-from polyamp_torch.functions import custom_bwd, custom_fwd
-from polyamp_torch.loss_scale import GradScaler
-from polyamp_torch.state import TorchState
+from polyamp_torch.own_loop.grad_scaler import GradScaler
+from polyamp_torch.precision.autocast import autocast, carried
+from polyamp_torch.precision.custom_function import custom_bwd, custom_fwd
+from polyamp_torch.step.state import TorchState
 
 __all__ = ["BACKEND", "GradScaler", "TorchBackend", "TorchState", "autocast", "carried", "custom_bwd", "custom_fwd"]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from polyamp.arrays import ArrayNamespace
-from polyamp.batches import check_has_rows, host_array
+from polyamp.rules.batches import check_has_rows, host_array
 from polyamp.trees import map_tree
 
 DTYPES: Final[dict[str, torch.dtype]] = {

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from polyamp import checks
 from polyamp.arrays import ArrayNamespace
-from polyamp.backend import (
+from polyamp.contract.backend import (
     Backend,
     BackendInfo,
     Gradients,
@@ -22,20 +21,21 @@ from polyamp.backend import (
     StepResult,
     ValueAndGrad,
 )
+from polyamp.contract.harness import Harness
 from polyamp.errors import GradientError, LossError, UnsupportedError
-from polyamp.loss_scale import LossScaler
-from polyamp.policy import Mode, Policy
-from polyamp.recipe import Recipe
-from polyamp.testing.harness import Harness
+from polyamp.recipe.policy import Mode, Policy
+from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import LossScaler
+from polyamp.rules import refusals
 from polyamp.trees import leaves, map_tree
-from polyamp_torch import resuming, step
 from polyamp_torch.arrays import XP, cast_tree, dtype_name, to_numpy
-from polyamp_torch.autocast import autocast, run_under
-from polyamp_torch.binding import BoundModule, device_of
-from polyamp_torch.gradients import global_norm, reciprocal
-from polyamp_torch.loss_scale import GradScaler
 from polyamp_torch.losses import TorchLosses
-from polyamp_torch.state import TorchState
+from polyamp_torch.own_loop.grad_scaler import GradScaler
+from polyamp_torch.precision.autocast import autocast, run_under
+from polyamp_torch.precision.bound import BoundModule, device_of
+from polyamp_torch.step import resuming, step
+from polyamp_torch.step.measure import global_norm, reciprocal
+from polyamp_torch.step.state import TorchState
 
 
 class TorchBackend:
@@ -75,7 +75,7 @@ class TorchBackend:
 
     def native_scaler(self, scaler: LossScaler, **options: Any) -> GradScaler:
         """A `torch.amp.GradScaler`; `options` are those of `polyamp_torch.GradScaler`."""
-        checks.check_options(options, ("device", "enabled", "skip"), function="native", backend=self.name)
+        refusals.check_options(options, ("device", "enabled", "skip"), function="native", backend=self.name)
         return GradScaler(scaler, **options)
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
@@ -86,7 +86,7 @@ class TorchBackend:
     def scale_loss(self, loss: Any, scale: Any | None) -> Any:
         if not isinstance(loss, torch.Tensor):
             raise LossError(f"scale() needs a tensor. Received: {type(loss).__name__}.")
-        checks.check_loss(tuple(loss.shape), dtype_name(loss.dtype), what="scale()")
+        refusals.check_loss(tuple(loss.shape), dtype_name(loss.dtype), what="scale()")
         return loss.float() if scale is None else loss.float() * scale
 
     def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
@@ -106,14 +106,14 @@ class TorchBackend:
         return torch.zeros((), device=next((p.device for p in model.parameters()), None), dtype=torch.float32)
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TorchState:
-        checks.check_options(options, (), function="init", backend=self.name)
+        refusals.check_options(options, (), function="init", backend=self.name)
         state = TorchState(model, recipe, self)
         if state.device.type == "cuda" and "bfloat16" in (recipe.policy.compute, *recipe.policy.overrides.values()):
             _require_bfloat16()
         return state
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
-        checks.check_options(options, ("compile",), function="train_step", backend=self.name)
+        refusals.check_options(options, ("compile",), function="train_step", backend=self.name)
         how = options.get("compile", False)
         if not isinstance(how, bool | Mapping):
             raise UnsupportedError(
@@ -121,13 +121,13 @@ class TorchBackend:
             )
         if how is False:
             return lambda state, batch: (state, step.train_step(loss_fn, recipe, state, batch))
-        from polyamp_torch.compiled import CompiledStep  # imports torch.func, which an eager step does not need
+        from polyamp_torch.step.compiled import CompiledStep  # imports torch.func, which an eager step does not need
 
         compiled = CompiledStep(loss_fn, recipe, how if isinstance(how, Mapping) else {})
         return lambda state, batch: (state, compiled(state, batch))
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
-        checks.check_options(options, (), function="value_and_grad", backend=self.name)
+        refusals.check_options(options, (), function="value_and_grad", backend=self.name)
         return lambda states, batch: step.value_and_grad(loss_fn, states, batch)
 
     def apply_gradients(
@@ -157,7 +157,7 @@ class TorchBackend:
         return resuming.problems(state, arrays)
 
     def testing(self) -> Harness:
-        from polyamp_torch.testing import TorchHarness
+        from polyamp_torch.harness import TorchHarness
 
         return TorchHarness()
 

@@ -1,4 +1,4 @@
-"""The commands `demo`, `parity`, `doctor`, `bench`: they read arguments, call polyamp, print and set the exit status.
+"""The commands `demo`, `runner`, `doctor`, `bench`: they read arguments, call polyamp, print and set the exit status.
 
 Exit status: 0 all fine; 1 a framework failed or a distance is outside the tolerance; 2 a wrong argument or recipe.
 """
@@ -19,8 +19,8 @@ import polyamp
 from polyamp.cli import tables
 from polyamp.cli.progress import show_progress
 from polyamp.errors import PolyampError
-from polyamp.recipe import Recipe
-from polyamp.testing import parity as runner
+from polyamp.parity import runner
+from polyamp.recipe.recipe import Recipe
 
 app = typer.Typer(
     help="One Policy / LossScaler API for mixed-precision training in PyTorch, TensorFlow and JAX.",

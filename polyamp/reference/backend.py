@@ -9,9 +9,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from polyamp import checks
 from polyamp.arrays import ArrayNamespace
-from polyamp.backend import (
+from polyamp.contract.backend import (
     Backend,
     BackendInfo,
     Gradients,
@@ -22,17 +21,18 @@ from polyamp.backend import (
     StepResult,
     ValueAndGrad,
 )
-from polyamp.batches import check_has_rows, host_array
+from polyamp.contract.harness import Harness
 from polyamp.errors import BatchError, GradientError, ModelError, UnsupportedError
-from polyamp.loss_scale import LossScaler, LossScaleState, update
-from polyamp.policy import Mode, Policy
-from polyamp.recipe import Recipe
+from polyamp.recipe.policy import Mode, Policy
+from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import LossScaler, LossScaleState, update
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import XP, Array, cast_tree, dtype_name, is_floating
 from polyamp.reference.losses import ReferenceLosses
 from polyamp.reference.models import MLP, BoundMLP
 from polyamp.reference.tensor import Tensor
-from polyamp.testing.harness import Harness
+from polyamp.rules import refusals
+from polyamp.rules.batches import check_has_rows, host_array
 from polyamp.trees import leaves, map_tree, map_trees, micro_batches
 
 
@@ -109,7 +109,7 @@ class ReferenceBackend:
 
     def scale_loss(self, loss: Any, scale: Any | None) -> Any:
         source = ops.tensor(loss)
-        checks.check_loss(source.shape, dtype_name(source.dtype), what="scale()")
+        refusals.check_loss(source.shape, dtype_name(source.dtype), what="scale()")
         wide = ops.cast(source, "float32")
         scaled = wide if scale is None else wide * scale
         return scaled if isinstance(loss, Tensor) else scaled.data
@@ -137,14 +137,14 @@ class ReferenceBackend:
         return np.zeros((), np.float32)
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> ReferenceState:
-        checks.check_options(options, (), function="init", backend=self.name)
+        refusals.check_options(options, (), function="init", backend=self.name)
         if not isinstance(model, MLP):
             raise ModelError(
                 f"the reference backend trains polyamp.reference.MLP. Received: {type(model).__name__}. For a model of "
                 "another framework whose parameters are NumPy arrays, name it: polyamp.init(..., backend='jax')."
             )
         parameters = [(name, dtype_name(value.dtype)) for name, value in model.parameters.items()]
-        checks.check_parameters(parameters, recipe)
+        refusals.check_parameters(parameters, recipe)
         recipe.policy.resolve_overrides(model.module_paths())
         spec = recipe.optimizer
         if not hasattr(spec, "slots"):
@@ -162,7 +162,7 @@ class ReferenceBackend:
         )
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
-        checks.check_options(options, (), function="train_step", backend=self.name)
+        refusals.check_options(options, (), function="train_step", backend=self.name)
 
         def step(state: Any, batch: Any) -> tuple[Any, StepResult]:
             with np.errstate(all="ignore"):
@@ -175,7 +175,7 @@ class ReferenceBackend:
         return step
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
-        checks.check_options(options, (), function="value_and_grad", backend=self.name)
+        refusals.check_options(options, (), function="value_and_grad", backend=self.name)
 
         def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:
             batch = _entered(batch, states[0].recipe)
@@ -190,7 +190,7 @@ class ReferenceBackend:
         self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip
     ) -> tuple[list[Any], list[StepResult]]:
         for state, item in zip(states, grads, strict=True):
-            checks.check_gradients(
+            refusals.check_gradients(
                 [(name, value.shape) for name, value in state.model.parameters.items()],
                 [(name, None if value is None else value.shape) for name, value in item.values.items()],
             )
@@ -232,7 +232,7 @@ class ReferenceBackend:
         )
 
     def testing(self) -> Harness:
-        from polyamp.reference.testing import ReferenceHarness
+        from polyamp.reference.harness import ReferenceHarness
 
         return ReferenceHarness()
 
@@ -255,10 +255,10 @@ def _scaled_gradients(loss_fn: LossFunction, states: Sequence[Any], batch: Any) 
         models.append(state.model.with_arrays(tensors, state.model.running))
         inputs.append(tensors)
     bound = [BoundMLP(model, state.recipe.policy) for model, state in zip(models, states, strict=True)]
-    loss, aux = checks.split_result(loss_fn(bound[0] if len(bound) == 1 else tuple(bound), batch))
+    loss, aux = refusals.split_result(loss_fn(bound[0] if len(bound) == 1 else tuple(bound), batch))
     if not isinstance(loss, Tensor):
         raise GradientError("loss_fn returned a loss that does not depend on the model.")
-    checks.check_loss(loss.shape, dtype_name(loss.dtype))
+    refusals.check_loss(loss.shape, dtype_name(loss.dtype))
     wide = ops.cast(loss, "float32")
     scaler: LossScaler = states[0].recipe.loss_scaler
     scaled = wide * states[0].scale_state.scale if scaler.scales else wide
@@ -304,7 +304,7 @@ def _applied(state: ReferenceState, grads: Gradients, own: bool, every: bool) ->
     if scaler.checks:
         state = msgspec.structs.replace(state, scale_state=update(scaler, state.scale_state, np.asarray(every), XP))
     if not skipped:
-        factor = np.float32(1.0) if recipe.clip_norm is None else checks.clip_factor(norm, recipe.clip_norm, XP)
+        factor = np.float32(1.0) if recipe.clip_norm is None else refusals.clip_factor(norm, recipe.clip_norm, XP)
         rate = recipe.optimizer.rate(count, XP)
         parameters, slots, counts = dict(state.model.parameters), dict(state.slots), dict(state.counts)
         for name, value in present.items():

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from polyamp.policy import Policy
+from polyamp.recipe.policy import Policy
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import Array, dtype_name
 from polyamp.reference.tensor import Tensor

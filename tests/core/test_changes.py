@@ -11,7 +11,8 @@ import pytest
 from array_state import ArrayState, example
 
 import polyamp
-from polyamp import CheckpointError, LossScaler, Policy, Recipe, changes, checkpoint, schedules
+from polyamp import CheckpointError, LossScaler, Policy, Recipe, schedules
+from polyamp.train import changes, checkpoint
 
 BASE = Recipe(policy=Policy("mixed_float16"), optimizer=polyamp.adamw(0.001))
 CHANGED: list[tuple[Recipe, list[str]]] = [

@@ -22,8 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import polyamp
-from polyamp import CheckpointError, Recipe, checkpoint
+from polyamp import CheckpointError, Recipe
 from polyamp.reference import MLP
+from polyamp.train import checkpoint
 
 DTYPES = [
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp import checks, loss_checks, registry
 from polyamp.arrays import PYTHON
+from polyamp.contract import registry
 from polyamp.errors import BackendNotInstalledError, BatchError, CheckpointError, GradientError, LossError
 from polyamp.reference import MLP
 from polyamp.reference.tensor import Tensor
+from polyamp.rules import labels, refusals
 from polyamp.trees import map_tree, micro_batches
 
 
 def test_an_empty_batch_cannot_be_split() -> None:
     with pytest.raises(BatchError, match="batch is empty"):
-        checks.micro_batch_size([("['x']", (0, 4))], 2)
+        refusals.micro_batch_size([("['x']", (0, 4))], 2)
 
 
 def test_numbers_and_text_go_into_every_micro_batch() -> None:
@@ -62,22 +63,22 @@ def test_trees_keep_their_types() -> None:
 
 
 def test_clip_factor_is_exact_for_small_and_zero_norms() -> None:
-    assert checks.clip_factor(2e-6, 1e-6, PYTHON) == 0.5
-    assert checks.clip_factor(0.0, 1.0, PYTHON) == 1.0
+    assert refusals.clip_factor(2e-6, 1e-6, PYTHON) == 0.5
+    assert refusals.clip_factor(0.0, 1.0, PYTHON) == 1.0
 
 
 def test_shapes_that_would_broadcast_and_surplus_gradients_are_refused() -> None:
     with pytest.raises(LossError, match="one shape"):
-        loss_checks.check_loss_pair(np.ones((8, 3)), np.ones((8, 1)), what="mean_squared_error")
+        labels.check_loss_pair(np.ones((8, 3)), np.ones((8, 1)), what="mean_squared_error")
     with pytest.raises(GradientError, match=r"not a parameter: \['b'\]"):
-        checks.check_gradients([("a", (2,))], [("a", (2,)), ("b", (2,))])
+        refusals.check_gradients([("a", (2,))], [("a", (2,)), ("b", (2,))])
 
 
 def test_a_gradient_of_none_is_an_unused_parameter_unless_there_is_nothing_else() -> None:
     parameters = [("a", (2,)), ("b", (3,))]
-    checks.check_gradients(parameters, [("a", None), ("b", (3,))])
+    refusals.check_gradients(parameters, [("a", None), ("b", (3,))])
     with pytest.raises(GradientError, match="depends on none of the model's trainable parameters"):
-        checks.check_gradients(parameters, [("a", None), ("b", None)])
+        refusals.check_gradients(parameters, [("a", None), ("b", None)])
 
 
 def test_damage_far_into_a_large_file_is_detected(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from polyamp import BackendStatus, cli
 from polyamp.cli import tables
 from polyamp.cli.app import app
 from polyamp.cli.progress import show_progress
-from polyamp.testing import parity
-from polyamp.testing.parity_report import Failure, Report, Run, compare
+from polyamp.parity import runner
+from polyamp.parity.report import Failure, Report, Run, compare
 
 
 def make_report(**changes: Any) -> Report:
@@ -49,7 +49,7 @@ def runner_returns(monkeypatch: pytest.MonkeyPatch) -> Any:
             calls.append({"recipe": recipe, **settings})
             return report
 
-        monkeypatch.setattr(parity, "run", run)
+        monkeypatch.setattr(runner, "run", run)
         return calls
 
     return prepare
@@ -63,7 +63,7 @@ def test_demo_writes_its_files_and_ends_with_0(runner_returns: Any, tmp_path: Pa
     calls = runner_returns(make_report())
     result = invoke("demo", "--out", tmp_path)
     assert result.exit_code == 0, result.output
-    assert calls[0]["recipe"] == parity.demo_recipe()
+    assert calls[0]["recipe"] == runner.demo_recipe()
     assert calls[0]["policies"] == ("float32", "mixed_bfloat16", "mixed_float16")
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == 40
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
@@ -143,7 +143,7 @@ def test_wrong_arguments_end_with_2(arguments: list[str], message: str) -> None:
 
 def test_an_unknown_policy_ends_with_2(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
-    parity.demo_recipe().dump(recipe)
+    runner.demo_recipe().dump(recipe)
     result = invoke("parity", recipe, "--policies", "mixed_flot16")
     assert result.exit_code == 2
     assert "mixed_flot16" in result.stderr
@@ -224,14 +224,14 @@ def test_curves_that_are_not_finite_are_shown_and_drawn(tmp_path: Path) -> None:
 def test_progress_tells_what_happens(terminal: bool) -> None:
     console = Console(file=io.StringIO(), width=110, force_terminal=terminal, color_system=None)
     with show_progress(console) as on_event:
-        on_event(parity.Starting(backend="torch"))
-        on_event(parity.Started(backend="torch", version="2.13.0", device="cpu"))
+        on_event(runner.Starting(backend="torch"))
+        on_event(runner.Started(backend="torch", version="2.13.0", device="cpu"))
         for step in range(10, 41, 10):
-            on_event(parity.Progress(backend="torch", policy="mixed_float16", step=step, steps=40, loss=0.5,
+            on_event(runner.Progress(backend="torch", policy="mixed_float16", step=step, steps=40, loss=0.5,
                                      scale=2.0**13, skipped=2))  # fmt: skip
-        on_event(parity.Starting(backend="jax"))
-        on_event(parity.Missing(backend="jax", message="long"))
-        on_event(parity.Failed(failure=Failure(backend="keras", policy="fp16", message="long")))
+        on_event(runner.Starting(backend="jax"))
+        on_event(runner.Missing(backend="jax", message="long"))
+        on_event(runner.Failed(failure=Failure(backend="keras", policy="fp16", message="long")))
     shown = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
     assert "torch 2.13.0 on cpu" in shown
     assert "loss 0.5000   scale 2^13   skipped 2" in shown

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp import BackendError, Policy, evidence, registry
+from polyamp import BackendError, Policy
+from polyamp.contract import evidence, registry
 from polyamp.reference import tensor
 from polyamp.reference.tensor import Tensor
 

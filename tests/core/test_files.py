@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from array_state import example
 
-from polyamp import Policy, Recipe, RecipeError, adamw, checkpoint, schedules, sgd
+from polyamp import Policy, Recipe, RecipeError, adamw, schedules, sgd
 from polyamp.files import write_atomically
-from polyamp.loss_scale import LossScaler
+from polyamp.recipe.scaler import LossScaler
+from polyamp.train import checkpoint
 
 WRITERS: list[Callable[[Path], None]] = [
     lambda path: checkpoint.save(example(2), path),

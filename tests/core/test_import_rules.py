@@ -120,7 +120,7 @@ def test_a_breach_in_the_core_is_seen(source: str) -> None:
         "import polyamp_jax",
         "from backends.polyamp_torch import BACKEND",
         "from polyamp._version import __version__",
-        "from polyamp.registry import _look",
+        "from polyamp.contract.registry import _look",
         "def f():\n    import tensorflow as tf",
     ],
 )
@@ -129,6 +129,6 @@ def test_a_breach_in_a_backend_is_seen(source: str) -> None:
 
 
 def test_what_is_allowed_is_not_a_breach() -> None:
-    assert breaches_of_core("import numpy, msgspec\nfrom polyamp.policy import Policy\nfrom . import torch") == []
+    assert breaches_of_core("import numpy, msgspec\nfrom polyamp import Policy\nfrom . import torch") == []
     source = "import torch\nfrom polyamp import Policy\nfrom polyamp_torch.step import f\nfrom polyamp import checks"
     assert breaches_of_backend(source, "polyamp_torch") == []

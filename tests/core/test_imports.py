@@ -38,7 +38,7 @@ def imported() -> set[str]:
 
 
 def test_no_framework_and_nothing_heavy_is_imported(imported: set[str]) -> None:
-    assert "polyamp.policy" in imported
+    assert "polyamp.recipe.policy" in imported
     assert imported & (FRAMEWORKS | HEAVY) == set()
     late = re.compile(r"polyamp_|polyamp\.(testing|cli|reference|checkpoint|losses)")
     assert [name for name in imported if late.match(name)] == []
@@ -57,7 +57,7 @@ def test_the_only_distribution_it_needs_is_msgspec(imported: set[str]) -> None:
         "import polyamp; polyamp.Recipe(policy='mixed_float16', scaler='megatron').to_toml()",
         "import polyamp; polyamp.backends()",
         "import polyamp; hash(polyamp.Policy('O2', overrides={'a/*': 'f32'}).spelled)",
-        "import polyamp.testing, polyamp.testing.harness, polyamp.testing.digits",
+        "import polyamp.contract.harness, polyamp.parity.digits",
         "import polyamp.cli",
     ],
 )

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from polyamp import LossScaleError, LossScaler, LossScaleState, Policy, UnsupportedError
 from polyamp.arrays import PYTHON
-from polyamp.loss_scale import PRESETS, update
+from polyamp.conformance.published import OVERFLOWS, REFERENCES
+from polyamp.recipe.scaler import PRESETS, update
 from polyamp.reference.arrays import XP
-from polyamp.testing.conformance.published import OVERFLOWS, REFERENCES
 
 
 class Plain(NamedTuple):

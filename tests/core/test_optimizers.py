@@ -13,7 +13,7 @@ import pytest
 
 from polyamp import RecipeError, adagrad, adam, adamw, lion, rmsprop, schedules, sgd
 from polyamp.arrays import PYTHON
-from polyamp.optimizers import SPECS, is_spec
+from polyamp.recipe.optimizers import SPECS, is_spec
 from polyamp.reference.arrays import XP
 
 Array = np.ndarray[Any, np.dtype[np.float64]]

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from polyamp import BackendError, LossScaler, PolicyError, Recipe, RecipeError, adam, sgd
+from polyamp.parity import runner, worker
+from polyamp.parity.report import Report, Run, compare, distance
 from polyamp.reference import MLP
-from polyamp.reference.testing import ReferenceHarness
-from polyamp.testing import parity, parity_worker
-from polyamp.testing.parity_report import Report, Run, compare, distance
+from polyamp.reference.harness import ReferenceHarness
 
 
 def make_run(
@@ -142,24 +142,24 @@ def test_one_run_has_nothing_to_be_compared_with() -> None:
 
 def test_the_scaler_is_the_recipes_where_float16_needs_one_and_off_elsewhere() -> None:
     recipe = Recipe(scaler=LossScaler(init_scale=8.0), optimizer=sgd(0.1))
-    assert parity.recipe_for(recipe, "mixed_float16").loss_scaler.init_scale == 8.0
-    assert parity.recipe_for(recipe, "float32").loss_scaler == LossScaler.off()
-    assert parity.recipe_for(recipe, "bf16-mixed").loss_scaler == LossScaler.off()
+    assert runner.recipe_for(recipe, "mixed_float16").loss_scaler.init_scale == 8.0
+    assert runner.recipe_for(recipe, "float32").loss_scaler == LossScaler.off()
+    assert runner.recipe_for(recipe, "bf16-mixed").loss_scaler == LossScaler.off()
 
 
 def test_mode_and_overrides_stay_but_overrides_do_not_touch_float32() -> None:
     from polyamp import Policy
 
     recipe = Recipe(policy=Policy("mixed_float16", mode="cast", overrides={"head": "float32"}))
-    assert parity.recipe_for(recipe, "bf16").policy == Policy("bf16", mode="cast", overrides={"head": "float32"})
-    assert parity.recipe_for(recipe, "float32").policy == Policy("float32", mode="cast")
+    assert runner.recipe_for(recipe, "bf16").policy == Policy("bf16", mode="cast", overrides={"head": "float32"})
+    assert runner.recipe_for(recipe, "float32").policy == Policy("float32", mode="cast")
 
 
 def test_the_demos_recipe_starts_with_a_scale_that_float16_cannot_hold() -> None:
-    recipe = parity.demo_recipe()
+    recipe = runner.demo_recipe()
     assert recipe.clip_norm == 1.0
     assert recipe.loss_scaler.init_scale == 2.0**24
-    assert recipe.optimizer.learning_rate.total_steps == parity.STEPS
+    assert recipe.optimizer.learning_rate.total_steps == runner.STEPS
 
 
 # ---------------------------------------------------------------- arguments
@@ -167,23 +167,23 @@ def test_the_demos_recipe_starts_with_a_scale_that_float16_cannot_hold() -> None
 
 def test_an_unknown_backend_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(BackendError, match=r"Received: 'torhc'\. Did you mean 'torch'\?"):
-        parity.run(Recipe(), backends=["torhc"])
+        runner.run(Recipe(), backends=["torhc"])
 
 
 def test_an_interpreter_for_a_backend_that_does_not_run_is_refused() -> None:
     with pytest.raises(BackendError, match="an interpreter was given for jax"):
-        parity.run(Recipe(), backends=["torch"], interpreters={"jax": sys.executable})
+        runner.run(Recipe(), backends=["torch"], interpreters={"jax": sys.executable})
 
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(PolicyError, match="mixed_flot16"):
-        parity.run(Recipe(), policies=["mixed_flot16"])
+        runner.run(Recipe(), policies=["mixed_flot16"])
 
 
 @pytest.mark.parametrize("settings", [{"steps": 0}, {"batch_size": 0}, {"batch_size": 2000}, {"batch_size": 33}])
 def test_impossible_sizes_are_refused(settings: dict[str, int]) -> None:
     with pytest.raises(RecipeError, match=f"Received: {next(iter(settings))}"):
-        parity.run(Recipe(accumulate_steps=2), **settings)  # type: ignore[arg-type]
+        runner.run(Recipe(accumulate_steps=2), **settings)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- processes
@@ -208,12 +208,12 @@ for policy in job["recipes"]:
 
 
 def quick(interpreters: dict[str, Path], **settings: Any) -> Report:
-    return parity.run(Recipe(), backends=list(interpreters), interpreters=interpreters, steps=2, **settings)
+    return runner.run(Recipe(), backends=list(interpreters), interpreters=interpreters, steps=2, **settings)
 
 
 def test_two_frameworks_that_agree(tmp_path: Path) -> None:
     honest = interpreter(tmp_path, "honest", HONEST)
-    events: list[parity.Event] = []
+    events: list[runner.Event] = []
     report = quick({"torch": honest, "jax": honest}, policies=["mixed_bfloat16"], on_event=events.append)
     assert report.ok
     assert [(run.backend, run.policy) for run in report.runs] == [
@@ -271,7 +271,7 @@ def test_a_framework_that_is_not_installed_is_no_failure_but_nothing_ran(tmp_pat
 
 
 def test_a_real_worker_reports_what_the_backend_refuses() -> None:
-    report = parity.run(Recipe(), backends=["reference"], interpreters={"reference": sys.executable}, steps=2)
+    report = runner.run(Recipe(), backends=["reference"], interpreters={"reference": sys.executable}, steps=2)
     assert [(failure.backend, failure.policy) for failure in report.failures] == [
         ("reference", "float32"),
         ("reference", "mixed_bfloat16"),
@@ -296,18 +296,18 @@ def flat_digits(monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray[Any, An
 
 def test_the_worker_trains_skips_and_retraces_in_float32(flat_digits: dict[str, np.ndarray[Any, Any]]) -> None:
     recipe = Recipe(scaler=LossScaler(init_scale=2.0**22, growth_interval=8), optimizer=adam(0.05), clip_norm=1.0)
-    job = parity_worker.Job(
+    job = worker.Job(
         backend="reference",
         problem="",
-        recipes={name: parity.recipe_for(recipe, name).to_json() for name in ("float32", "mixed_float16")},
+        recipes={name: runner.recipe_for(recipe, name).to_json() for name in ("float32", "mixed_float16")},
         baseline="float32",
         report_every=10,
     )
-    events: list[parity.Event] = []
-    parity_worker.work(job, flat_digits, events.append)
-    plain, half = (event.run for event in events if isinstance(event, parity.Finished))
-    assert isinstance(events[0], parity.Started)
-    assert [event.step for event in events if isinstance(event, parity.Progress)] == [10, 20, 30, 10, 20, 30]
+    events: list[runner.Event] = []
+    worker.work(job, flat_digits, events.append)
+    plain, half = (event.run for event in events if isinstance(event, runner.Finished))
+    assert isinstance(events[0], runner.Started)
+    assert [event.step for event in events if isinstance(event, runner.Progress)] == [10, 20, 30, 10, 20, 30]
 
     assert plain.skipped == 0
     assert plain.twin_losses is None

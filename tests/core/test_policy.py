@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from polyamp import Policy, PolicyError
-from polyamp.dialects import WORDS
 from polyamp.dtypes import ALIASES, canonical
+from polyamp.recipe.dialects import WORDS
 
 F16, BF16, F32, F64 = "float16", "bfloat16", "float32", "float64"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from polyamp.errors import UnsupportedError
-from polyamp.process_setting import ProcessSetting
+from polyamp.rules.process_setting import ProcessSetting
 
 
 def switch() -> tuple[ProcessSetting[str], list[str]]:

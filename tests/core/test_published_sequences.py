@@ -10,9 +10,9 @@ import pytest
 
 from polyamp import LossScaler, LossScaleState
 from polyamp.arrays import PYTHON
-from polyamp.loss_scale import PRESETS, update
-from polyamp.testing.conformance import published
-from polyamp.testing.conformance.published import CASES, OVERFLOWS, REFERENCES, Case
+from polyamp.conformance import published
+from polyamp.conformance.published import CASES, OVERFLOWS, REFERENCES, Case
+from polyamp.recipe.scaler import PRESETS, update
 
 SEQUENCES = list(itertools.product([False, True], repeat=8))
 

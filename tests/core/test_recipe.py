@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import polyamp
 from polyamp import LossScaleError, LossScaler, Policy, PolicyError, Recipe, RecipeError, schedules
-from polyamp.loss_scale import PRESETS
-from polyamp.optimizers import SPECS
+from polyamp.recipe.optimizers import SPECS
+from polyamp.recipe.scaler import PRESETS
 
 RATES = st.floats(0.0, 10.0)
 COUNTS = st.integers(1, 10**6)

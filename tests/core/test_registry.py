@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp import BackendError, Policy, registry
+from polyamp import BackendError, Policy
+from polyamp.contract import registry
 from polyamp.reference import BACKEND
 from polyamp.reference.tensor import Tensor
 
 WORKING = """
-    from polyamp.backend import BackendInfo
+    from polyamp.contract.backend import BackendInfo
 
     class Backend:
         name = "tiny"
@@ -55,7 +56,7 @@ class Site:
     def run(self, code: str) -> Any:
         """What `code` assigns to `answer`; an exception as (type names, message, cause)."""
         script = (
-            "import json, sys\nfrom polyamp import registry\nanswer = None\ntry:\n"
+            "import json, sys\nfrom polyamp.contract import registry\nanswer = None\ntry:\n"
             + indent(dedent(code).strip(), "    ")
             + "\nexcept Exception as error:\n"
             "    kinds = [kind.__name__ for kind in type(error).__mro__]\n"

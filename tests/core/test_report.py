@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import polyamp
+from polyamp.contract.report import Cast, CastingReport, Operation
 from polyamp.errors import PolicyError, UnsupportedError
 from polyamp.reference.tensor import Tensor
-from polyamp.report import Cast, CastingReport, Operation
 
 POLICY = polyamp.Policy("mixed_float16")
 ROWS = (
@@ -85,7 +85,7 @@ def test_a_backend_without_rules_per_operation_says_so() -> None:
         changed.autocast(lambda x: x, backend="reference")
     with pytest.raises(UnsupportedError, match="cannot change the rule of one operation"):
         changed.native("reference")
-    model = polyamp.registry.get("reference").testing().mlp([])
+    model = polyamp.contract.registry.get("reference").testing().mlp([])
     with pytest.raises(UnsupportedError, match="cannot change the rule of one operation"):
         polyamp.init(model, polyamp.Recipe(policy=changed, optimizer=polyamp.sgd(0.1)))
 

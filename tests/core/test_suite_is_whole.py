@@ -6,9 +6,9 @@ import ast
 import re
 from pathlib import Path
 
-import polyamp.testing.conformance
+import polyamp.conformance
 
-SUITE = Path(polyamp.testing.conformance.__file__).parent
+SUITE = Path(polyamp.conformance.__file__).parent
 SEMANTICS = Path(__file__).parents[2] / "docs" / "semantics.md"
 WITHOUT_A_TEST: set[int] = set()
 """New rules; each leaves this set with the commit that brings its test."""

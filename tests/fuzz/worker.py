@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 import polyamp
-from polyamp import registry
+from polyamp.contract import registry
 from tests.fuzz import plants, problem
 from tests.fuzz.grammar import Description, walk
 

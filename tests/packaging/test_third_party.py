@@ -35,7 +35,7 @@ def test_the_backend_is_found_by_its_entry_point(environment: dict[str, str], tm
 
 
 def test_the_backend_passes_the_suite(environment: dict[str, str], tmp_path: Path) -> None:
-    suite = ["-m", "pytest", "--pyargs", "polyamp.testing.conformance", "--polyamp-backend=tiny", "-q"]
+    suite = ["-m", "pytest", "--pyargs", "polyamp.conformance", "--polyamp-backend=tiny", "-q"]
     done = run(environment, *suite, "-p", "no:cacheprovider", f"--rootdir={tmp_path}")
     last = done.stdout.strip().splitlines()[-1]
     assert done.returncode == 0, done.stdout + done.stderr
@@ -47,7 +47,7 @@ def test_the_backend_passes_the_suite(environment: dict[str, str], tmp_path: Pat
 def test_an_unlisted_deviation_and_a_stale_one_both_fail(environment: dict[str, str], tmp_path: Path) -> None:
     stale = tmp_path / "deviations.py"
     stale.write_text("DEVIATIONS = [('tiny', 's11_clip', 'said to be missing, but it passes')]\n")
-    suite = ["-m", "pytest", "--pyargs", "polyamp.testing.conformance", "--polyamp-backend=tiny", "-q", "-k", "s11"]
+    suite = ["-m", "pytest", "--pyargs", "polyamp.conformance", "--polyamp-backend=tiny", "-q", "-k", "s11"]
     options = ["-p", "no:cacheprovider", f"--rootdir={tmp_path}", f"--polyamp-deviations={stale}"]
     done = run(environment, *suite, *options)
     assert done.returncode == 1
@@ -55,7 +55,7 @@ def test_an_unlisted_deviation_and_a_stale_one_both_fail(environment: dict[str, 
 
 
 def test_the_suite_needs_a_backend_and_known_rules(environment: dict[str, str], tmp_path: Path) -> None:
-    suite = ["-m", "pytest", "--pyargs", "polyamp.testing.conformance", "-q", f"--rootdir={tmp_path}"]
+    suite = ["-m", "pytest", "--pyargs", "polyamp.conformance", "-q", f"--rootdir={tmp_path}"]
     done = run(environment, *suite)
     assert done.returncode == 4
     assert "needs --polyamp-backend=NAME" in done.stderr + done.stdout

@@ -66,7 +66,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(names: set[str]) -> None:
 
 def test_the_wheel_holds_type_markers_and_data(names: set[str]) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
-    assert "polyamp/testing/digits.toml" in names
+    assert "polyamp/parity/digits.toml" in names
 
 
 def test_the_wheel_holds_no_settings_tests_or_litter(names: set[str]) -> None:
@@ -103,13 +103,13 @@ def test_polyamp_runs_from_the_installed_wheel(installed: Path, tmp_path: Path) 
     script = f"""
 import importlib.util, json
 import polyamp
-from polyamp import registry
+from polyamp.contract import registry
 from polyamp.reference import MLP
-from polyamp.testing import parity
+from polyamp.parity import runner
 places = [polyamp.__file__] + [importlib.util.find_spec(name).origin for name in {PACKAGES[1:]}]
 polyamp.init(MLP.random([2, 2], seed=0), polyamp.Recipe(policy="mixed_float16"))
 entry = registry.entries()["torch"]
-print(json.dumps([places, sorted(polyamp.backends()), str(entry.dist.locate_file("")), str(parity.__file__)]))
+print(json.dumps([places, sorted(polyamp.backends()), str(entry.dist.locate_file("")), str(runner.__file__)]))
 """
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -130,5 +130,5 @@ print(json.dumps([places, sorted(polyamp.backends()), str(entry.dist.locate_file
 
 
 def test_the_recipe_of_the_demo_can_be_read_from_the_wheel(installed: Path) -> None:
-    recipe = polyamp.Recipe.load(installed / "polyamp" / "testing" / "digits.toml")
-    assert recipe == polyamp.Recipe.load(ROOT / "polyamp" / "testing" / "digits.toml")
+    recipe = polyamp.Recipe.load(installed / "polyamp" / "parity" / "digits.toml")
+    assert recipe == polyamp.Recipe.load(ROOT / "polyamp" / "parity" / "digits.toml")

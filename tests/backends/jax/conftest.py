@@ -15,7 +15,7 @@ import pytest
 from flax import linen, nnx
 
 import polyamp
-from polyamp import registry
+from polyamp.contract import registry
 
 WIDTHS = (4, 8, 8, 3)
 RATE = 0.5

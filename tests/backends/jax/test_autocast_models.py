@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.report import CastingReport
+from polyamp.contract.report import CastingReport
 from tests.backends.jax.transformers import BLOCKS, LIBRARIES, build_linen, tokens, weights
 
 MIXED = polyamp.Policy("mixed_float16")

@@ -14,9 +14,9 @@ from jax.interpreters import ad, batching, mlir
 
 import polyamp
 import polyamp_jax
+from polyamp.contract.report import Cast, Operation
 from polyamp.errors import PolicyError, UnsupportedError
-from polyamp.report import Cast, Operation
-from polyamp_jax import op_rules
+from polyamp_jax.precision import op_list
 
 MIXED = polyamp.Policy("mixed_float16")
 X, W = jnp.ones((2, 4)), jnp.ones((4, 3))
@@ -159,7 +159,7 @@ def test_op_rules_give_a_primitive_of_ones_own_a_rule() -> None:
 
 
 def test_a_rule_may_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op_rules, "RULES", dict(op_rules.RULES))
+    monkeypatch.setattr(op_list, "RULES", dict(op_list.RULES))
     mine = primitive("test_report_registered")
     polyamp_jax.register_rule("test_report_registered", "follow")
     polyamp_jax.register_rule("test_report_registered", "follow")

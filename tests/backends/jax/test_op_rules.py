@@ -24,11 +24,13 @@ from jax import lax, nn
 from jax.extend.core import Primitive
 
 import polyamp
-from polyamp_jax import compat, op_rules, structure
+from polyamp_jax import compat
+from polyamp_jax.precision import op_list
+from polyamp_jax.precision.interpreter import control_flow
 
 DOCUMENT: Final = (Path(__file__).parents[3] / "docs" / "jax_autocast.md").read_text(encoding="utf-8")
 NAMES: Final = ("COMPUTE", "FLOAT32", "PROMOTE", "FOLLOW", "MOVE", "OPAQUE", "STRUCTURE")
-LISTED: Final = {name: getattr(op_rules, name).split() for name in NAMES}
+LISTED: Final = {name: getattr(op_list, name).split() for name in NAMES}
 
 ALL: Final = [name for names in LISTED.values() for name in names]
 
@@ -67,22 +69,22 @@ def test_every_name_is_a_primitive() -> None:
 
 def test_every_public_primitive_has_a_rule() -> None:
     names = {compat.canonical(p.name) for p in vars(public).values() if isinstance(p, Primitive)}
-    assert names - set(op_rules.RULES) - op_rules.STRUCTURES == set()
+    assert names - set(op_list.RULES) - op_list.STRUCTURES == set()
 
 
 def test_every_structure_has_a_rule_of_its_own() -> None:
-    assert set(structure.RULES) | {"convert_element_type"} == op_rules.STRUCTURES
-    assert op_rules.STRUCTURES.isdisjoint(op_rules.RULES)
+    assert set(control_flow.RULES) | {"convert_element_type"} == op_list.STRUCTURES
+    assert op_list.STRUCTURES.isdisjoint(op_list.RULES)
 
 
 def test_sensitive_and_shifting_operations_are_listed_as_such() -> None:
     sensitive = (
         "exp log log1p expm1 pow integer_pow square rsqrt reduce_sum cumsum cumlogsumexp reduce_prod fft cholesky"
     )
-    assert {op_rules.RULES[name] for name in sensitive.split()} == {"float32"}
-    assert {op_rules.RULES[name] for name in op_rules.SHIFTS} == {"float32"}
-    assert {op_rules.RULES[name] for name in op_rules.MOVES} == {"follow"}
-    assert {op_rules.RULES[name] for name in op_rules.TOWARDS_SHIFT} == {"follow", "promote"}
+    assert {op_list.RULES[name] for name in sensitive.split()} == {"float32"}
+    assert {op_list.RULES[name] for name in op_list.SHIFTS} == {"float32"}
+    assert {op_list.RULES[name] for name in op_list.MOVES} == {"follow"}
+    assert {op_list.RULES[name] for name in op_list.TOWARDS_SHIFT} == {"follow", "promote"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,7 +13,7 @@ import pytest
 import polyamp
 from polyamp.errors import UnsupportedError
 from polyamp.reference.arrays import XP as NUMPY
-from polyamp_jax.optimizers import transformation, widened
+from polyamp_jax.step.optimizers import transformation, widened
 
 SPECS = {
     "sgd": polyamp.sgd(0.1),

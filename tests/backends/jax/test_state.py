@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import polyamp
-from polyamp.loss_scale import LossScaleState
+from polyamp.recipe.scaler import LossScaleState
 from polyamp_jax import BACKEND, JaxState
 
 

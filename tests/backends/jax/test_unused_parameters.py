@@ -14,7 +14,7 @@ import pytest
 
 import polyamp
 from polyamp.errors import GradientError, LossError
-from polyamp_jax.dependence import gradients_made
+from polyamp_jax.step.dependence import gradients_made
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 BATCH = {"x": X, "y": X.sum(-1, keepdims=True)}

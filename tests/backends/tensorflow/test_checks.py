@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import polyamp
+from polyamp.conformance.problems import batch, loss_fn, recipe
 from polyamp.errors import LossScaleError, ModelError, RecipeError, UnsupportedError
-from polyamp.testing.conformance.problems import batch, loss_fn, recipe
 from polyamp_tensorflow import LossScaleOptimizer
 from polyamp_tensorflow import compile as compile_model
 

@@ -12,9 +12,10 @@ import tensorflow as tf
 
 import polyamp
 from polyamp.errors import LossError, LossScaleError, LossScaleStuckError, ModelError, PolyampError, RecipeError
-from polyamp_tensorflow import LossScaleOptimizer, SpecOptimizer, xla
+from polyamp_tensorflow import LossScaleOptimizer, SpecOptimizer
 from polyamp_tensorflow import compile as compile_model
-from polyamp_tensorflow.fit import guard
+from polyamp_tensorflow.own_loop.fit import guard
+from polyamp_tensorflow.step import xla
 
 
 def make_model(*, norm: bool = True) -> Any:

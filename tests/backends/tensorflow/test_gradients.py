@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from polyamp_tensorflow.gradients import norm_and_flag
+from polyamp_tensorflow.step.measure import norm_and_flag
 
 INF, NAN = float("inf"), float("nan")
 EDGES: list[tuple[str, list[Any], float, bool]] = [

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import polyamp
 import polyamp_tensorflow
-from polyamp.testing.conformance.problems import batch, recipe
+from polyamp.conformance.problems import batch, recipe
 
 BACKEND = polyamp_tensorflow.BACKEND
 

@@ -13,10 +13,10 @@ import tensorflow as tf
 
 import polyamp
 import polyamp_tensorflow
+from polyamp.conformance.problems import batch, layers, loss_fn, recipe
 from polyamp.errors import ModelError, PolicyError, UnsupportedError
-from polyamp.testing import digits
-from polyamp.testing.conformance.problems import batch, layers, loss_fn, recipe
-from polyamp_tensorflow.models import modules
+from polyamp.parity import digits
+from polyamp_tensorflow.models.layers import modules
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 on TensorFlow's CPU")
 BACKEND = polyamp_tensorflow.BACKEND

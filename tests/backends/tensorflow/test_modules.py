@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import polyamp
 import polyamp_tensorflow
+from polyamp.conformance.problems import batch, loss_fn, recipe
 from polyamp.errors import ModelError, UnsupportedError
-from polyamp.testing.conformance.problems import batch, loss_fn, recipe
 
 RNG = np.random.default_rng(0)
 FIRST, SECOND = (RNG.standard_normal(shape).astype(np.float32) for shape in ((4, 5), (5, 3)))

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import polyamp
 import polyamp_tensorflow
+from polyamp.conformance.problems import batch, flat, layers, loss_fn, recipe, train
 from polyamp.errors import LossScaleError, PolyampError, RecipeError
-from polyamp.testing.conformance.problems import batch, flat, layers, loss_fn, recipe, train
 from polyamp_tensorflow import SpecOptimizer
 
 HARNESS = polyamp_tensorflow.BACKEND.testing()

@@ -16,9 +16,9 @@ import tensorflow as tf
 import polyamp
 import polyamp_tensorflow
 from polyamp import Policy
+from polyamp.conformance.problems import batch, layers, loss_fn, recipe
 from polyamp.errors import PolicyError, UnsupportedError
-from polyamp.testing.conformance.problems import batch, layers, loss_fn, recipe
-from polyamp_tensorflow.policy import layer_policies
+from polyamp_tensorflow.precision.autocast import layer_policies
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 on TensorFlow's CPU")
 HARNESS = polyamp_tensorflow.BACKEND.testing()

@@ -19,7 +19,7 @@ import tensorflow as tf
 from polyamp import Policy
 from polyamp.errors import ModelError, PolicyError, UnsupportedError
 from polyamp_tensorflow import apply_policy
-from polyamp_tensorflow.policy import layer_policies
+from polyamp_tensorflow.precision.autocast import layer_policies
 
 layers = keras.layers
 BFLOAT16, FLOAT16, FLOAT32 = Policy("mixed_bfloat16"), Policy("mixed_float16"), Policy("float32")

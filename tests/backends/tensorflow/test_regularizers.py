@@ -19,7 +19,7 @@ import polyamp
 import polyamp_tensorflow
 from polyamp import Policy
 from polyamp_tensorflow import apply_policy
-from polyamp_tensorflow.policy import layer_policies
+from polyamp_tensorflow.precision.autocast import layer_policies
 
 layers, regularizers = keras.layers, keras.regularizers
 BFLOAT16, FLOAT16, FLOAT32 = Policy("mixed_bfloat16"), Policy("mixed_float16"), Policy("float32")

@@ -15,7 +15,7 @@ import polyamp
 from polyamp.errors import BatchError, LossScaleError, PolyampError, UnsupportedError
 from polyamp_tensorflow import LossScaleOptimizer
 from polyamp_tensorflow import compile as compile_model
-from polyamp_tensorflow.replicas import reduced_already
+from polyamp_tensorflow.step.replicas import reduced_already
 
 STRATEGY: Any = None
 OPTIMIZERS: dict[str, Callable[[], Any]] = {

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from polyamp import Policy
 from polyamp_tensorflow import apply_policy
-from polyamp_tensorflow.policy import layer_policies
+from polyamp_tensorflow.precision.autocast import layer_policies
 
 layers = keras.layers
 POLICY = Policy("mixed_bfloat16")

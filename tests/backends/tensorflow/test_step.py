@@ -11,9 +11,9 @@ import tensorflow as tf
 
 import polyamp
 import polyamp_tensorflow
+from polyamp.conformance.problems import batch, layers, loss_fn, recipe
 from polyamp.errors import BatchError, LossError, UnsupportedError
-from polyamp.testing.conformance.problems import batch, layers, loss_fn, recipe
-from polyamp_tensorflow import xla
+from polyamp_tensorflow.step import xla
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 on TensorFlow's CPU")
 BACKEND = polyamp_tensorflow.BACKEND

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from polyamp_torch import loss_scale, scaler_state
+from polyamp_torch.own_loop import grad_scaler, scaler_state
 
 
 @pytest.fixture(params=["reading is free", "reading waits"])
 def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """`GradScaler` as on the CPU, and on the path that accelerators take, which reads nothing that need not be read."""
     if request.param == "reading waits":
-        monkeypatch.setattr(loss_scale, "looks", lambda device: False)
+        monkeypatch.setattr(grad_scaler, "looks", lambda device: False)
         monkeypatch.setattr(scaler_state, "looks", lambda device: False)
     return str(request.param)
 

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 import polyamp
 from polyamp.errors import UnsupportedError
-from polyamp_torch.autocast import autocast
-from polyamp_torch.islands import current
+from polyamp_torch.precision.autocast import autocast
+from polyamp_torch.precision.islands import current
 
 BFLOAT16, FLOAT16, FLOAT32 = (polyamp.Policy(name) for name in ("mixed_bfloat16", "mixed_float16", "float32"))
 NATIVE = BFLOAT16.replace(op_list="native")

@@ -15,8 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import polyamp
 from polyamp.errors import PolicyError
-from polyamp_torch.autocast import autocast, carried
-from polyamp_torch.paths import inner_paths
+from polyamp_torch.precision.autocast import autocast, carried
+from polyamp_torch.precision.paths import inner_paths
 
 BFLOAT16 = polyamp.Policy("mixed_bfloat16")
 ISLAND = BFLOAT16.replace(overrides={"2": "float32"})

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import polyamp
-from polyamp_torch.autocast import autocast
+from polyamp_torch.precision.autocast import autocast
 
 BFLOAT16, FLOAT16 = (polyamp.Policy(name) for name in ("mixed_bfloat16", "mixed_float16"))
 Function = Callable[[torch.Tensor], torch.Tensor]

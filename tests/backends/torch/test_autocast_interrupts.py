@@ -14,8 +14,8 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
 import polyamp
-from polyamp_torch.autocast import autocast
-from polyamp_torch.regions import OPENED, nesting
+from polyamp_torch.precision.autocast import autocast
+from polyamp_torch.precision.regions import OPENED, nesting
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
 

@@ -12,10 +12,10 @@ from torch.nn import functional
 from torch.overrides import get_overridable_functions
 
 import polyamp
-from polyamp_torch.autocast import autocast
-from polyamp_torch.gathers import GATHERS
-from polyamp_torch.op_lists import ALL_RULES, CUDA_RULES, ENTERED, ROWS, functions
-from polyamp_torch.products import PRODUCTS
+from polyamp_torch.precision.autocast import autocast
+from polyamp_torch.precision.gathers import GATHERS
+from polyamp_torch.precision.op_list import ALL_RULES, CUDA_RULES, ENTERED, ROWS, functions
+from polyamp_torch.precision.products import PRODUCTS
 
 BFLOAT16, FLOAT16 = polyamp.Policy("mixed_bfloat16"), polyamp.Policy("mixed_float16")
 

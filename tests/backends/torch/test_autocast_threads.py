@@ -15,8 +15,8 @@ from torch.nn.parallel import parallel_apply
 
 import polyamp
 from polyamp.errors import UnsupportedError
-from polyamp_torch.autocast import autocast, carried
-from polyamp_torch.binding import BoundModule
+from polyamp_torch.precision.autocast import autocast, carried
+from polyamp_torch.precision.bound import BoundModule
 
 BFLOAT16, FLOAT16 = polyamp.Policy("mixed_bfloat16"), polyamp.Policy("mixed_float16")
 X = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import polyamp
-from polyamp_torch.autocast import autocast, carried
+from polyamp_torch.precision.autocast import autocast, carried
 
 BFLOAT16 = polyamp.Policy("mixed_bfloat16")
 NATIVE = BFLOAT16.replace(op_list="native")

@@ -11,8 +11,8 @@ from torch import nn
 
 import polyamp
 from polyamp.errors import GradientError, LossScaleStuckError, UnsupportedError
-from polyamp_torch.loss_scale import GradScaler
-from polyamp_torch.scaler_state import GradScalerError
+from polyamp_torch.own_loop.grad_scaler import GradScaler
+from polyamp_torch.own_loop.scaler_state import GradScalerError
 
 INF, NAN = float("inf"), float("nan")
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import polyamp
-from polyamp_torch import loss_scale
-from polyamp_torch.loss_scale import GradScaler
-from polyamp_torch.scaler_gradients import overflow, together, unscale_
-from polyamp_torch.scaler_run import Known, Run
-from polyamp_torch.scaler_state import GradScalerError
+from polyamp_torch.own_loop import grad_scaler
+from polyamp_torch.own_loop.grad_scaler import GradScaler
+from polyamp_torch.own_loop.loop_memory import Known, Run
+from polyamp_torch.own_loop.scaler_gradients import overflow, together, unscale_
+from polyamp_torch.own_loop.scaler_state import GradScalerError
 
 INF = float("inf")
 TINY = 2.0**-10
@@ -244,7 +244,7 @@ def divides_twice(monkeypatch: pytest.MonkeyPatch, loop: Loop) -> bool:
         return overflow(*args, grows=grows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loss_scale, "overflow", counting)
+        patch.setattr(grad_scaler, "overflow", counting)
         loop.backward(1.0)
         loop.steps()
     (grows,) = seen

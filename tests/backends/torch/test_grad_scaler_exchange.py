@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import polyamp
 from polyamp.errors import LossScaleStuckError
-from polyamp_torch import loss_scale, scaler_state
-from polyamp_torch.autocast import autocast
-from polyamp_torch.loss_scale import GradScaler
-from polyamp_torch.scaler_state import GradScalerError
+from polyamp_torch.own_loop import grad_scaler, scaler_state
+from polyamp_torch.own_loop.grad_scaler import GradScaler
+from polyamp_torch.own_loop.scaler_state import GradScalerError
+from polyamp_torch.precision.autocast import autocast
 
 INF = float("inf")
 FIVE = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
@@ -76,7 +76,7 @@ def test_a_loop_for_torch_gives_the_same_bits(
 ) -> None:
     """Only the two constructors are replaced. The scale grows, by a factor that is exact or one that is not."""
     if reading == "waits":
-        monkeypatch.setattr(loss_scale, "looks", lambda device: False)
+        monkeypatch.setattr(grad_scaler, "looks", lambda device: False)
         monkeypatch.setattr(scaler_state, "looks", lambda device: False)
     settings: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 5, "growth_factor": growth_factor}
     policy = polyamp.Policy("mixed_float16", op_list="native")

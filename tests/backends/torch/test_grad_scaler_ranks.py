@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from polyamp_torch import gradients, loss_scale, scaler_state
+from polyamp_torch.own_loop import grad_scaler, scaler_state
+from polyamp_torch.step import measure
 
 INF = float("inf")
 
@@ -28,12 +29,12 @@ def iterations(wrap: Any, *, fused: bool, init_scale: float, waits: bool) -> lis
 
     Of a sharded weight, the second process alone holds that row.
     """
-    for module in (loss_scale, scaler_state):
-        vars(module)["looks"] = (lambda device: False) if waits else gradients.looks
+    for module in (grad_scaler, scaler_state):
+        vars(module)["looks"] = (lambda device: False) if waits else measure.looks
     torch.manual_seed(0)
     model = wrap(nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=fused)
-    scaler = loss_scale.GradScaler("cpu", init_scale=init_scale)
+    scaler = grad_scaler.GradScaler("cpu", init_scale=init_scale)
     found = []
     for gain in (1.0, INF, 1.0):
         optimizer.zero_grad()

@@ -12,9 +12,9 @@ from torch import nn
 
 import polyamp
 from polyamp.errors import UnsupportedError
-from polyamp_torch import loss_scale, scaler_state
-from polyamp_torch.loss_scale import GradScaler
-from polyamp_torch.scaler_state import GradScalerError
+from polyamp_torch.own_loop import grad_scaler, scaler_state
+from polyamp_torch.own_loop.grad_scaler import GradScaler
+from polyamp_torch.own_loop.scaler_state import GradScalerError
 
 INF, NAN = float("inf"), float("nan")
 
@@ -476,7 +476,7 @@ def test_what_an_iteration_reads_where_reading_waits(
 
         return read
 
-    monkeypatch.setattr(loss_scale, "looks", lambda device: False)
+    monkeypatch.setattr(grad_scaler, "looks", lambda device: False)
     monkeypatch.setattr(scaler_state, "looks", lambda device: False)
     p = parameter(1.0)
     optimizer = torch.optim.AdamW([p], 0.1, fused=fused)

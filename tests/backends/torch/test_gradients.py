@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
-from polyamp_torch import buffers, gradients, optimizers, step
-from polyamp_torch.gradients import divisor, global_norm, measured
+from polyamp_torch.step import measure, optimizers, step
+from polyamp_torch.step import running as buffers
+from polyamp_torch.step.measure import divisor, global_norm, measured
 
 LARGEST = torch.finfo(torch.float32).max
 INF, NAN = float("inf"), float("nan")
@@ -22,7 +23,7 @@ INF, NAN = float("inf"), float("nan")
 
 def refuse_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens on an accelerator, on the CPU: nothing may be read on the host."""
-    for module in (gradients, optimizers, buffers, step):
+    for module in (measure, optimizers, buffers, step):
         monkeypatch.setattr(module, "looks", lambda device: False)
 
 

@@ -14,8 +14,8 @@ import polyamp
 from polyamp.errors import LossError
 from polyamp.reference import Tensor
 from polyamp.reference import tensor as ops
-from polyamp_torch import compiled as _substitutes  # noqa: F401  # the registry's place in a graph
 from polyamp_torch.losses import TorchLosses
+from polyamp_torch.step import compiled as _substitutes  # noqa: F401  # the registry's place in a graph
 
 LOSSES = {
     "mean_squared_error": functional.mse_loss,

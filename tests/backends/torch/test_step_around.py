@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polyamp
 import polyamp_torch
-from polyamp.testing.conformance.problems import unmoved
+from polyamp.conformance.problems import unmoved
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
 

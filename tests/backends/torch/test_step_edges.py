@@ -161,7 +161,7 @@ def test_trap_native_fused_sgd_with_16_bit_parameters() -> None:
 @pytest.mark.parametrize("blind", [False, True])
 def test_buffers_that_the_forward_pass_replaces(gain: float, blind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the step: one like the old is written into it, an unlike one takes its place, and a skip restores both."""
-    from polyamp_torch import buffers
+    from polyamp_torch.step import running as buffers
 
     if blind:
         monkeypatch.setattr(buffers, "looks", lambda device: False)

@@ -1,0 +1,227 @@
+"""The JAX backend's harness: flax linen models for the conformance suite, the demo and the parity runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+from polyamp.contract.backend import LossFunction, StepResult
+from polyamp.contract.harness import Layer, Observe
+from polyamp.errors import UnsupportedError
+from polyamp.parity import digits
+from polyamp.recipe.recipe import Recipe
+from polyamp_jax.arrays import to_numpy
+from polyamp_jax.precision.op_list import register_rule
+
+Array = np.ndarray[Any, Any]
+
+
+class MLP(linen.Module):  # type: ignore[misc]  # flax is not typed
+    """dense -> [batch normalisation] -> relu -> [dropout] -> ... -> dense."""
+
+    widths: tuple[int, ...]
+    normalize: bool = False
+    dropout: float = 0.0
+    observe: Observe | None = None
+
+    @linen.compact  # type: ignore[untyped-decorator]  # flax is not typed
+    def __call__(self, x: Any) -> Any:
+        for number, width in enumerate(self.widths):
+            x = linen.Dense(width, name=f"dense{number}")(x)
+            if self.observe is not None:
+                x = _observed(x, self.observe)
+            if number < len(self.widths) - 1:
+                if self.normalize:
+                    x = linen.BatchNorm(use_running_average=False, momentum=0.9, epsilon=1e-5, name=f"norm{number}")(x)
+                x = linen.relu(x)
+                if self.dropout:
+                    x = linen.Dropout(self.dropout, deterministic=False)(x)
+        return x
+
+
+class GatheredMLP(linen.Module):  # type: ignore[misc]  # flax is not typed
+    """An MLP whose output is read at some rows of the batch."""
+
+    widths: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @linen.compact  # type: ignore[untyped-decorator]  # flax is not typed
+    def __call__(self, x: Any) -> Any:
+        for number, width in enumerate(self.widths):
+            x = linen.Dense(width, name=f"dense{number}")(linen.relu(x) if number else x)
+        return jnp.take(x, np.asarray(self.rows), axis=0)
+
+
+class Branches(linen.Module):  # type: ignore[misc]  # flax is not typed
+    """Dense layers side by side."""
+
+    widths: tuple[int, ...]
+
+    @linen.compact  # type: ignore[untyped-decorator]  # flax is not typed
+    def __call__(self, x: Any) -> Any:
+        return tuple(linen.Dense(width, name=f"dense{number}")(x) for number, width in enumerate(self.widths))
+
+
+class Transformer(linen.Module):  # type: ignore[misc]  # flax is not typed
+    """The one-block transformer of `polyamp.parity.digits`, every layer written out."""
+
+    @linen.compact  # type: ignore[untyped-decorator]  # flax is not typed
+    def __call__(self, x: Any) -> Any:
+        h = _dense("embed")(x)
+        h = h + self._attention(_norm("norm1")(h))
+        h = h + _dense("mlp2")(linen.relu(_dense("mlp1")(_norm("norm2")(h))))
+        h = _norm("norm3")(h)
+        return _dense("head")(h.reshape(h.shape[0], -1))
+
+    def _attention(self, x: Any) -> Any:
+        size = digits.WIDTH // digits.HEADS
+
+        def heads(name: str) -> Any:
+            return _dense(name)(x).reshape(*x.shape[:2], digits.HEADS, size)
+
+        query, key, value = heads("query"), heads("key"), heads("value")
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / size**0.5
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), value)
+        return _dense("out")(mixed.reshape(x.shape))
+
+
+class JaxHarness:
+    """`Harness` over flax linen."""
+
+    def array(self, value: Array) -> Any:
+        return jnp.array(value)
+
+    def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> Any:
+        return MLP(_widths(layers), observe=observe), {"params": _dense_params(layers)}
+
+    def branches(self, layers: Sequence[Layer]) -> Any:
+        return Branches(_widths(layers)), {"params": _dense_params(layers)}
+
+    def normalized_mlp(self, layers: Sequence[Layer]) -> Any:
+        width = layers[0].bias.shape
+        norm = {"scale": jnp.ones(width, jnp.float32), "bias": jnp.zeros(width, jnp.float32)}
+        running = {"mean": jnp.zeros(width, jnp.float32), "var": jnp.ones(width, jnp.float32)}
+        variables = {"params": {**_dense_params(layers), "norm0": norm}, "batch_stats": {"norm0": running}}
+        return MLP(_widths(layers), normalize=True), variables
+
+    def dropout_mlp(self, layers: Sequence[Layer]) -> tuple[Any, dict[str, Any]]:
+        return (MLP(_widths(layers), dropout=0.5), {"params": _dense_params(layers)}), {"rngs": {"dropout": 0}}
+
+    def digits(self, weights: Mapping[str, Array]) -> Any:
+        params: dict[str, dict[str, Any]] = {}
+        for path, value in weights.items():
+            module, _, name = path.partition("/")
+            params.setdefault(module, {})[name] = jnp.array(value)
+        return Transformer(), {"params": params}
+
+    def weights(self, state: Any) -> list[Layer]:
+        params = state.params
+        return [
+            Layer(to_numpy(params[f"dense{n}"]["kernel"]), to_numpy(params[f"dense{n}"]["bias"]))
+            for n in range(sum(name.startswith("dense") for name in params))
+        ]
+
+    def sensitive(self) -> Mapping[str, Callable[[Any], Any]]:
+        operations: dict[str, Callable[[Any], Any]] = {
+            "exp": jnp.exp,
+            "log": jnp.log,
+            "pow": lambda x: jnp.power(x, 3.0),
+            "rsqrt": jax.lax.rsqrt,
+            "sum": jnp.sum,
+            "mean": jnp.mean,
+            "cumsum": jnp.cumsum,
+            "softmax": jax.nn.softmax,
+            "log_softmax": jax.nn.log_softmax,
+            "logsumexp": jax.nn.logsumexp,
+            "layer_norm": lambda x: jax.nn.standardize(x, epsilon=digits.EPSILON),
+        }
+        # compiled as a whole: eagerly JAX fuses what it has jitted itself, and rounds differently from its parts
+        return {name: jax.jit(operation) for name, operation in operations.items()}
+
+    def saturating(self) -> Mapping[str, Callable[[Any], Any]]:
+        operations: dict[str, Callable[[Any], Any]] = {
+            "log(p + eps) of sigmoid": lambda x: jnp.log(jax.nn.sigmoid(-x) + 1e-6),
+            "log(1 - p) of sigmoid": lambda x: jnp.log(1 - jax.nn.sigmoid(x)),
+            "log of erfc": lambda x: jnp.log(jax.lax.erfc(x)),
+            "1 - p of sigmoid": lambda x: 1 - jax.nn.sigmoid(x),
+        }
+        return {name: jax.jit(operation) for name, operation in operations.items()}
+
+    def inner_products(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {
+            "einsum": lambda x: jnp.einsum("bi,bi->b", x, x),
+            "vmap of dot": lambda x: jax.vmap(jnp.dot)(x, x),
+        }
+
+    def matmul(self, left: Any, right: Any) -> Any:
+        return jnp.matmul(left, right)
+
+    def outer(self, left: Any, right: Any) -> Any:
+        return jnp.einsum("i,j->ij", left, right)
+
+    def gathered(self, layers: Sequence[Layer], rows: Array) -> Any:
+        return GatheredMLP(_widths(layers), tuple(rows.tolist())), {"params": _dense_params(layers)}
+
+    def unusable(self, kind: str) -> Any:
+        if kind == "empty":
+            return MLP(()), {"params": {}}
+        dtype = {"integer": jnp.int32, "complex": jnp.complex64, "float16": jnp.float16}[kind]
+        layer = {"kernel": jnp.ones((2, 2), dtype), "bias": jnp.ones(2, dtype)}
+        return MLP((2,)), {"params": {"dense0": layer}}
+
+    def replicate(
+        self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
+    ) -> list[tuple[Any, StepResult]]:
+        raise UnsupportedError("the jax backend does not run replicas yet.")
+
+    def native_optimizer(self, model: Any, learning_rate: float) -> Any:
+        return optax.sgd(learning_rate)
+
+
+def _observed(x: Any, observe: Observe) -> Any:
+    """`x`, whose dtype `observe` hears of when the program is lowered: what Python sees while tracing is the dtype
+    before autocast."""
+    return _observe_p.bind(x, observe=observe)
+
+
+def _lower_observed(ctx: Any, x: Any, *, observe: Observe) -> Any:
+    observe(str(ctx.avals_in[0].dtype))
+    return [x]
+
+
+_observe_p: Final[Any] = Primitive("observe")
+_observe_p.def_abstract_eval(lambda aval, *, observe: aval)
+mlir.register_lowering(_observe_p, _lower_observed)
+register_rule("observe", "follow")
+ad.primitive_jvps[_observe_p] = lambda primals, tangents, *, observe: (
+    _observe_p.bind(*primals, observe=observe),
+    *tangents,
+)
+
+
+def _dense(name: str) -> Any:
+    return linen.Dense(digits.DENSE[name][1], name=name)
+
+
+def _norm(name: str) -> Any:
+    # flax's fast variance, E[x^2] - E[x]^2, loses digits that the other frameworks keep
+    return linen.LayerNorm(epsilon=digits.EPSILON, use_fast_variance=False, name=name)
+
+
+def _widths(layers: Sequence[Layer]) -> tuple[int, ...]:
+    return tuple(layer.bias.shape[0] for layer in layers)
+
+
+def _dense_params(layers: Sequence[Layer]) -> dict[str, Any]:
+    return {
+        f"dense{n}": {"kernel": jnp.array(layer.kernel), "bias": jnp.array(layer.bias)}
+        for n, layer in enumerate(layers)
+    }

@@ -1,0 +1,115 @@
+"""Adapters for equinox modules, with or without `eqx.nn.State`. Loaded by `models.adapt`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from polyamp.errors import ModelError
+from polyamp_jax.arrays import path_name
+from polyamp_jax.models.adapt import Casts, Keys, Opaque, Parts, Running
+from polyamp_jax.models.call_hook import calling, set_class
+
+
+@dataclasses.dataclass(frozen=True)
+class EquinoxAdapter:
+    """An equinox module: inexact arrays are trained, other arrays and the `State` run with the step.
+
+    Without `axis_name` the bound model is called as the module itself is, less its state. With it, positional
+    arguments are mapped over axis 0 (equinox modules take one example), every example has a random key of its own,
+    and the `State` is shared.
+    """
+
+    static: Opaque
+    stateful: bool
+    axis_name: str | None
+    pinned: frozenset[str]
+    stream: str | None = "key"
+
+    def call(
+        self, params: Any, running: Running, keys: Keys, casts: Casts, args: Any, kwargs: Any
+    ) -> tuple[Any, Running]:
+        buffers, state = running.statistics
+        module = self._cast(eqx.combine(params, buffers, self.static.value), casts)
+        state = jax.tree.map(lambda leaf: leaf, state)  # a State dies when it is used; the copy dies in its place
+        keys = {name: key for name, key in keys.items() if name not in kwargs}
+
+        def one(args: Any, keys: Any) -> tuple[Any, Any]:
+            if not self.stateful:
+                return module(*args, **keys, **kwargs), None
+            output, changed = module(*args, state, **keys, **kwargs)
+            return output, changed
+
+        if self.axis_name is not None:
+            size = jax.tree.leaves(args)[0].shape[0]
+            keys = {name: jax.random.split(key, size) for name, key in keys.items()}
+            one = jax.vmap(one, in_axes=(0, 0), out_axes=(0, None), axis_name=self.axis_name)
+        with calling(casts):
+            output, changed = one(args, keys)
+        return output, running._replace(statistics=(buffers, changed))
+
+    def join(self, params: Any, running: Running) -> Any:
+        buffers, state = running.statistics
+        module = eqx.combine(params, buffers, self.static.value)
+        return (module, jax.tree.map(lambda leaf: leaf, state)) if self.stateful else module
+
+    def write_back(self, model: Any, running: Running) -> None:
+        """Nothing: equinox modules are immutable."""
+
+    def check_streams(self, names: Collection[str]) -> None:
+        """Every stream is a keyword argument, so any name will do."""
+
+    def _cast(self, module: Any, casts: Casts) -> Any:
+        """The module with copies in place of those inside it that cast their inputs or open scopes."""
+        if not casts.scoped and not casts.dtypes and not self.pinned:
+            return module
+        policy = casts.policy
+
+        def copied(node: Any, keys: tuple[Any, ...]) -> Any:
+            children, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda item: item is not node)
+            if jax.tree_util.treedef_is_leaf(structure) or _is_index(node):
+                return node
+            made = jax.tree.unflatten(structure, [copied(child, keys + key) for key, child in children])
+            if isinstance(node, eqx.Module):
+                path = path_name(keys)
+                if casts.scoped:
+                    casts.expect([path])
+                    set_class(made, path, casts)
+                elif path in self.pinned and policy.dtype_at(path) is None and policy.compute != policy.param:
+                    set_class(made, path, casts, inputs=policy.param, outputs=policy.compute)
+                elif path in casts.dtypes:
+                    set_class(made, path, casts)
+            return made
+
+        return copied(module, ())
+
+
+def adapt_equinox(model: Any, axis_name: str | None) -> Parts:
+    """The parts of an equinox module, or of `(module, eqx.nn.State)`."""
+    module, state = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
+    if not isinstance(module, eqx.Module) or (state is not None and not isinstance(state, eqx.nn.State)):
+        raise ModelError(
+            "pass an equinox model as the module, or as (module, state) with the eqx.nn.State that "
+            f"eqx.nn.make_with_state(...) returned. Received: {model!r}."
+        )
+    params, rest = eqx.partition(module, eqx.is_inexact_array)
+    buffers, static = eqx.partition(rest, eqx.is_array)
+    adapter = EquinoxAdapter(Opaque(static), state is not None, axis_name, _pinned(module))
+    return Parts(adapter, params, Running((buffers, state), ()))
+
+
+def _pinned(module: Any) -> frozenset[str]:
+    """Paths of the modules that keep a state, which are equinox's BatchNorm and SpectralNorm.
+
+    BatchNorm selects between its statistics (float32) and its input's, which must agree in dtype.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(module, is_leaf=_is_index)
+    return frozenset(path_name(keys[:-1]) for keys, leaf in leaves if _is_index(leaf))
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, eqx.nn.StateIndex)

@@ -1,0 +1,82 @@
+"""Adapter for haiku's transformed functions with their parameters and state. Loaded by `models.adapt`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import haiku as hk
+
+from polyamp.errors import ModelError, UnsupportedError
+from polyamp_jax.models.adapt import Casts, Keys, Opaque, Parts, Running, owners
+
+
+@dataclasses.dataclass(frozen=True)
+class HaikuAdapter:
+    """`(hk.Transformed, params)`, or `(hk.TransformedWithState, (params, state))`; `apply` gets the one random key.
+
+    `flat` remembers that the model came as three items, so that it is given back as three.
+    """
+
+    transformed: Opaque
+    stateful: bool
+    flat: bool
+    stream: str | None = "rng"
+    pinned: frozenset[str] = frozenset()
+
+    def call(
+        self, params: Any, running: Running, keys: Keys, casts: Casts, args: Any, kwargs: Any
+    ) -> tuple[Any, Running]:
+        apply = self.transformed.value.apply
+        # hk.without_apply_rng takes the argument away
+        names = list(inspect.signature(apply).parameters)[1 + self.stateful :]
+        key = (next(iter(keys.values()), None),) if names[:1] == ["rng"] else ()
+        casts.expect(owners(params))
+        with hk.intercept_methods(_interceptor(casts)):
+            if not self.stateful:
+                return apply(params, *key, *args, **kwargs), running
+            output, changed = apply(params, running.statistics, *key, *args, **kwargs)
+        return output, running._replace(statistics=changed)
+
+    def join(self, params: Any, running: Running) -> Any:
+        if not self.stateful:
+            return self.transformed.value, params
+        both = (params, running.statistics)
+        return (self.transformed.value, *both) if self.flat else (self.transformed.value, both)
+
+    def write_back(self, model: Any, running: Running) -> None:
+        """Nothing: haiku's functions hold no arrays."""
+
+    def check_streams(self, names: Collection[str]) -> None:
+        if len(names) > 1:
+            raise UnsupportedError(f"haiku's apply takes one random key. Received: rngs for {sorted(names)}.")
+
+
+def adapt_haiku(model: Any) -> Parts:
+    """The parts of a transformed function with its parameters."""
+    stateful = isinstance(model, tuple) and isinstance(model[0], hk.TransformedWithState)
+    both = model[1:] if len(model) == 3 else model[-1]
+    fits = not isinstance(model, hk.Transformed | hk.TransformedWithState) and (
+        (isinstance(both, tuple) and len(both) == 2 and all(isinstance(item, Mapping) for item in both))
+        if stateful
+        else len(model) == 2
+    )
+    if not fits:
+        raise ModelError(
+            "pass a haiku model as (hk.Transformed, params) or (hk.TransformedWithState, (params, state)), with what "
+            "its init(...) returned."
+        )
+    params, state = both if stateful else (both, ())
+    return Parts(HaikuAdapter(Opaque(model[0]), stateful, len(model) == 3), params, Running(state, ()))
+
+
+def _interceptor(casts: Casts) -> Any:
+    def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if not casts.active or context.method_name == "__init__":
+            return call(*args, **kwargs)
+        with casts.module(context.module.module_name, args, kwargs, None) as (args, kwargs):
+            return call(*args, **kwargs)
+
+    return intercept

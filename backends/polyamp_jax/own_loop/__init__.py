@@ -1,0 +1,1 @@
+"""Loss scaling for training loops that people keep in their own hands."""

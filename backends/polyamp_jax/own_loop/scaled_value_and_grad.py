@@ -1,0 +1,92 @@
+"""`scaled_value_and_grad`: loss scaling for people who keep their own JAX training loop. Called by users and by
+`LossScaler.native("jax")`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from polyamp.errors import LossScaleError
+from polyamp.recipe.scaler import LossScaler, LossScaleState
+from polyamp_jax.step.step import check_axes, unscaled_leaf
+
+
+def scaled_value_and_grad(
+    fun: Callable[..., Any], scaler: LossScaler, *, argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., tuple[Any, Any, jax.Array]]:
+    """`jax.value_and_grad` of the scaled loss, with the gradients unscaled and tested (S6, S7, S10).
+
+    Args:
+        fun: returns a floating scalar, the loss, or `(loss, aux)` with `has_aux`.
+        scaler: how the loss is scaled.
+        argnums: arguments of `fun` to differentiate by; their floating leaves get float32 gradients.
+        has_aux: whether `fun` returns something beside the loss.
+
+    Returns:
+        A function `(scale_state, *args, **kwargs) -> (value, grads, finite)`: `value` is what `fun` returned, the loss
+        in float32; `grads` those of the unscaled loss; `finite` a boolean scalar, which `scaler.update` takes (True,
+        untested, where the scaler makes no test). An argument that the loss does not depend on has a gradient of
+        zeros, as from `jax.grad`. It runs under `jax.jit`, `vmap` and `scan`; its signature is that of `fun` behind
+        `scale_state`, so that `jax.jit(graded, donate_argnames=...)` finds the arguments by name.
+
+    Raises (from the returned function):
+        LossScaleError: the first argument is not a `LossScaleState`.
+        LossError: the loss is not a floating scalar.
+        UnsupportedError: it is called inside `shard_map` or `pmap`.
+
+    Example:
+        >>> import jax.numpy as jnp, polyamp
+        >>> scaler = polyamp.LossScaler(init_scale=2.0**15)
+        >>> loss_fn = polyamp.Policy("mixed_float16").autocast(lambda w, x: jnp.mean(x @ w), backend="jax")
+        >>> graded = scaled_value_and_grad(loss_fn, scaler)
+        >>> scale_state = scaler.init("jax")
+        >>> loss, grads, finite = graded(scale_state, jnp.ones((2, 1)), jnp.ones((4, 2)))
+        >>> float(loss), grads.dtype.name, grads.ravel().tolist(), bool(finite)
+        (2.0, 'float32', [1.0, 1.0], True)
+        >>> scale_state = scaler.update(scale_state, finite)
+    """
+
+    @functools.wraps(fun)
+    def call(scale_state: LossScaleState, *args: Any, **kwargs: Any) -> tuple[Any, Any, jax.Array]:
+        if not isinstance(scale_state, LossScaleState):
+            raise LossScaleError(
+                "the first argument of a function made by scaled_value_and_grad is the loss-scale state, made by "
+                f"scaler.init('jax'); the others are those of the loss. Received: {type(scale_state).__name__}."
+            )
+        check_axes("scaled_value_and_grad")
+
+        @functools.wraps(fun)
+        def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+            loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+            return scaler.scale(loss, scale_state), (LossScaler.off().scale(loss, scale_state), aux)
+
+        grads, (loss, aux) = jax.grad(scaled, argnums, has_aux=True)(*args, **kwargs)
+        if scaler.checks:
+            grads, finite = scaler.unscale(grads, scale_state)
+        else:  # S19: neither a division nor a test
+            grads, finite = jax.tree.map(lambda grad: unscaled_leaf(grad, None), grads), jnp.asarray(True)
+        return ((loss, aux) if has_aux else loss), grads, finite
+
+    shown: Any = call
+    try:
+        shown.__signature__ = _behind_scale_state(inspect.signature(fun))
+    except ValueError:  # a builtin has none, and what `wraps` left would be looked up there
+        del shown.__wrapped__
+    return call
+
+
+def _behind_scale_state(signature: inspect.Signature) -> inspect.Signature:
+    """The signature with the scale state in front; JAX finds the arguments that it donates by name."""
+    parameters = list(signature.parameters.values())
+    named = "scale_state" not in signature.parameters and all(
+        parameter.kind is not inspect.Parameter.POSITIONAL_ONLY for parameter in parameters
+    )
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if named else inspect.Parameter.POSITIONAL_ONLY
+    name = "scale_state" if "scale_state" not in signature.parameters else "loss_scale_state"
+    first = inspect.Parameter(name, kind, annotation=LossScaleState)
+    return signature.replace(parameters=[first, *parameters], return_annotation=inspect.Signature.empty)

@@ -1,0 +1,210 @@
+"""The op lists: in which dtype each of JAX's primitives runs under autocast (S3, S4). Read by `walk`.
+
+The lists mirror those of `torch.autocast` on CUDA; `docs/jax_autocast.md` says where they differ, and why. A primitive
+that is in no list and that `control_flow` has no rule for is opaque: it runs in the dtypes the program declares, and
+the casting report names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, get_args
+
+import jax
+
+from polyamp.errors import PolicyError, did_you_mean
+from polyamp_jax import compat
+
+Rule = Literal["compute", "float32", "promote", "follow", "opaque"]
+
+COMPUTE: Final = """
+    conv_general_dilated dot_general ragged_dot_general
+"""
+"""Run in the policy's compute dtype: where the time goes, and what matrix units are for."""
+
+FLOAT32: Final = """
+    acos asin bessel_i0e bessel_i1e cbrt cosh cumlogsumexp cumprod cumsum digamma erf_inv exp exp2 expm1 igamma
+    igamma_grad_a igammac integer_pow lgamma log log1p polygamma pow random_gamma reciprocal reduce_prod reduce_sum
+    reduce_window_sum regularized_incomplete_beta rsqrt scatter_add scatter_mul scatter_sub sinh square tan zeta
+
+    cholesky cholesky_update eig eigh eigh_jacobi fft geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd
+    symmetric_product triangular_solve tridiagonal tridiagonal_solve
+"""
+"""Run in float32 (S4): they overflow or lose digits in 16 bits. Then linear algebra and FFT."""
+
+PROMOTE: Final = """
+    add add_any atan2 clamp concatenate div dynamic_update_slice eq eq_to ge gt le le_to lt lt_to max min mul ne
+    nextafter pad ragged_all_to_all rem scatter select_and_gather_add select_and_scatter_add select_if_vmap select_n
+    stack sub
+"""
+"""Several operands: run in the widest dtype among them. Python scalars and other constants do not widen."""
+
+FOLLOW: Final = """
+    abs acosh argmax argmin asinh atan atanh ceil cos cummax cummin debug_callback debug_print erf erfc floor
+    is_finite logistic neg pgather pmax pmin psend psum psum_invariant reduce_max reduce_min reduce_scatter
+    reduce_window_max reduce_window_min round sign sin sort sqrt tanh top_k unreduced_psum unreduced_reduce_scatter
+    unvmap_all unvmap_any unvmap_max
+"""
+"""Run in the dtype that their operand has."""
+
+MOVE: Final = """
+    all_gather all_gather_invariant all_gather_reduced all_to_all broadcast_in_dim broadcast_to copy device_put
+    dynamic_slice gather global_array_to_host_local_array host_local_array_to_global_array layout_constraint mesh_cast
+    name nonbatchable nondifferentiable_backward nontraceable optimization_barrier pbroadcast ppermute preduced pvary
+    reduced_vary_cast reshape reshard rev sharding_constraint slice split squeeze stage stop_gradient tie tile
+    transpose unstack vary_unreduced_cast with_memory_space_constraint xla_metadata_value
+"""
+"""Move data without computing: they keep the dtype of what they move, and the casting report leaves them out."""
+
+OPAQUE: Final = """
+    accum_grad_in_ref after_all and announce_jaxpr approx_top_k axis_index bcoo_dot_general bcoo_dot_general_sampled
+    bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose
+    bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense bias_bwd bias_fwd bitcast_convert_type buffer_callback
+    call_exported call_tf check clz complex composite conj coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv
+    coo_todense core_map create_linear create_token csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense
+    cudnn_fusion custom_dce_call custom_lin custom_linear_solve custom_partitioning custom_transpose_call
+    custom_vmap_call dce_sink dim_as_value dimension_size dot_product_attention_bwd dot_product_attention_bwd_wrapper
+    dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd
+    dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd dot_product_attention_fwd_wrapper empty empty2
+    ffi_call from_edtype get_variable imag inspect_sharding io_callback iota iota_2x32_shape linear_call
+    lu_pivots_to_permutation maybe_set mosaic_gpu mulhi new_variable noinline not or pallas_call philox2x32 philox4x32
+    pin platform_index population_count precv pure_callback random_bits random_clone random_fold_in random_seed
+    random_split random_unwrap random_wrap real reduce reduce_and reduce_or reduce_precision reduce_window reduce_xor
+    rng_bit_generator rng_uniform rnn_bwd rnn_fwd run_state scaled_dot scaled_matmul scaled_matmul_wrapper scatter_max
+    scatter_min select_and_scatter set_variable shape_assertion shift_left
+    shift_right_arithmetic shift_right_logical spsolve threefry2x32 threefry4x32 to_edtype tpu_custom_call unpin vprim
+    xor zeros_like
+
+    addupdate empty_ref free_ref freeze get new_ref mutable_array swap
+"""
+"""Run in the dtypes the program declares, since their code, their types or their users' code were made for those."""
+
+STRUCTURE: Final = """
+    call closed_call compute_on cond convert_element_type custom_jvp_call custom_vjp_call jit remat remat_opt scan
+    shard_map while xla_pmap
+"""
+"""Rules of their own, in `control_flow` and `walk`; `op_list` can make them opaque, and nothing else."""
+
+
+def _table() -> dict[str, Rule]:
+    lists: dict[Rule, str] = {
+        "compute": COMPUTE,
+        "float32": FLOAT32,
+        "promote": PROMOTE,
+        "follow": FOLLOW + MOVE,
+        "opaque": OPAQUE,
+    }
+    return {name: rule for rule, names in lists.items() for name in names.split()}
+
+
+RULES: Final = _table()
+"""Primitive name -> rule."""
+
+MOVES: Final = frozenset(MOVE.split())
+PRODUCTS: Final = frozenset(COMPUTE.split())
+STRUCTURES: Final = frozenset(STRUCTURE.split())
+
+SHIFTS: Final = frozenset({"exp", "exp2", "expm1"})
+"""A subtraction whose result reaches one of these (through `TOWARDS_SHIFT`) runs in float32: it is the shift by the
+maximum in a softmax or logsumexp written by hand, and rounding it to 16 bits would not equal casting the input."""
+
+TOWARDS_SHIFT: Final = frozenset({"abs", "broadcast_in_dim", "mul", "neg", "reshape", "stop_gradient", "transpose"})
+
+LOGARITHMS: Final = frozenset({"log", "log1p"})
+"""What makes their operand runs in float32, back through `ROUNDING`, `PASSING` and moves to a product, to `SATURATING`
+or to what is float32 anyway; likewise what makes `x` in `1 - x`. A 16-bit probability near 0 or 1 has no digits."""
+
+_ROUNDS: Final = "add add_any clamp div max min mul nextafter rem select_if_vmap select_n sqrt sub"
+_PASSES: Final = """
+    abs concatenate cummax cummin cumprod cumsum dynamic_update_slice integer_pow neg pad pow reciprocal reduce_max
+    reduce_min reduce_prod reduce_sum reduce_window_max reduce_window_min reduce_window_sum rsqrt scatter scatter_add
+    sort square stack
+"""
+_SATURATES: Final = "acosh asinh atan atan2 atanh cos erf erfc logistic sin tanh"
+
+ROUNDING: Final = frozenset(_ROUNDS.split())
+"""For a logarithm or `1 - x` they run in float32, and so does what makes their operands. Of a maximum, a clamp or a
+selection it is the constants that would be rounded."""
+
+PASSING: Final = frozenset(_PASSES.split())
+"""Exact, or float32 anyway: for a logarithm or `1 - x`, what makes their operands runs in float32."""
+
+SATURATING: Final = frozenset(_SATURATES.split())
+"""For a logarithm or `1 - x` they run in float32; of their own operands 16 bits are enough, as for `exp`."""
+
+SUMS: Final = frozenset({"cumprod", "cumsum", "reduce_prod", "reduce_sum", "reduce_window_sum"})
+"""What JAX itself takes in float32 for 16-bit arrays, returning to 16 bits afterwards."""
+
+SCATTERS: Final[Mapping[str, Callable[..., Any]]] = {
+    "scatter_add": jax.lax.scatter_add,
+    "scatter_mul": jax.lax.scatter_mul,
+    "scatter_sub": jax.lax.scatter_sub,
+}
+"""Sums and products typed by a function among their parameters: what binds one in another dtype."""
+
+READS: Final = frozenset({"dynamic_slice", "gather"})
+"""Moves whose gradient is a sum over the places that were read, where those are computed and may repeat."""
+
+
+_registered: list[str] = []
+
+
+def register_rule(name: str, rule: Rule) -> None:
+    """Give a primitive of your own a rule, as `torch.library.register_autocast` does; a policy's `op_list` still wins.
+
+    Args:
+        name: the primitive's name.
+        rule: "compute", "float32", "promote", "follow" or "opaque".
+
+    Raises:
+        PolicyError: no such rule, or the primitive has one already.
+
+    >>> register_rule("my_rotary_embedding", "follow")
+    """
+    _check_rule(name, rule)
+    if RULES.get(name, rule) != rule or name in STRUCTURES:
+        raise PolicyError(
+            f"the primitive {name!r} has the rule {RULES.get(name, 'structure')!r} already. Rename yours, or change "
+            f"the entry in one policy with Policy(op_rules={{{name!r}: {rule!r}}})."
+        )
+    if name not in RULES:
+        RULES[name] = rule
+        _registered.append(name)
+
+
+def registered() -> int:
+    """How many rules have been registered."""
+    return len(_registered)
+
+
+def rules_for(changes: Mapping[str, str]) -> Mapping[str, Rule]:
+    """The table with a policy's `op_list` in it.
+
+    Raises:
+        PolicyError: no such operation, or no such rule for it.
+
+    >>> rules_for({"exp": "compute"})["exp"]
+    'compute'
+    """
+    table = dict(RULES)
+    for given, rule in changes.items():
+        name = compat.canonical(given)
+        if name not in RULES and name not in STRUCTURES and name not in compat.operations():
+            raise PolicyError(
+                f"op_rules: JAX has no operation {given!r}."
+                + did_you_mean(given, [*RULES, *STRUCTURES])
+                + " Names are those of JAX's primitives, as jax.make_jaxpr(fn)(...) prints them."
+            )
+        _check_rule(name, rule)
+        if name in STRUCTURES and rule != "opaque":
+            raise PolicyError(
+                f"op_rules: {name!r} holds other operations, which have rules of their own; the only rule for it is "
+                f"'opaque', which leaves all that is inside as it is. Received: {rule!r}."
+            )
+        table[name] = rule  # type: ignore[assignment]  # checked above
+    return table
+
+
+def _check_rule(name: str, rule: str) -> None:
+    if rule not in get_args(Rule):
+        raise PolicyError(f"op_rules[{name!r}] must be one of {get_args(Rule)}. Received: {rule!r}.")

@@ -1,0 +1,266 @@
+"""`JaxState`: a model under training as a pytree, and its arrays by name for checkpoints.
+
+Called by `backend` and `step`. It goes through `jax.jit`, `jax.tree.map` and donation like any pytree; unflattening
+checks nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyamp.contract.backend import Backend, Gradients
+from polyamp.errors import CheckpointError
+from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import LossScaleState
+from polyamp.rules import refusals
+from polyamp_jax import compat
+from polyamp_jax.arrays import dtype_name, fresh, is_key, named_leaves, to_numpy
+from polyamp_jax.models.adapt import Parts, Running
+from polyamp_jax.precision.bound import Plan, check_overrides
+from polyamp_jax.step.optimizers import lagging, transformation, widened
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("params", "opt_state", "scale_state", "running", "rngs", "step"),
+    meta_fields=("plan",),
+)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class JaxState:
+    """A JAX model under training.
+
+    Attributes:
+        params: the master weights, a pytree in the policy's `param` dtype.
+        opt_state: the optimizer's state, as optax made it, over float32 parameters.
+        scale_state: the loss-scale state.
+        running: running statistics and the model's own random streams.
+        rngs: base keys of the random streams given to `init`; folded with the number of attempted steps.
+        step: number of applied updates, int32 scalar.
+        plan: what does not change: how to call the model, and the recipe.
+    """
+
+    params: Any
+    opt_state: Any
+    scale_state: LossScaleState
+    running: Running
+    rngs: dict[str, jax.Array]
+    step: Any
+    plan: Plan
+
+    lagging: ClassVar[frozenset[int] | None] = None
+    """Parameters known to have missed an update (S23), by number; None where it is not known, as inside a trace. It
+    is no part of the pytree: `knowing` sets it on one object."""
+
+    def knowing(self, lagging: frozenset[int] | None) -> JaxState:
+        """This very state, with `lagging` known."""
+        object.__setattr__(self, "lagging", lagging)
+        return self
+
+    _moved: ClassVar[Running | None] = None
+    """Where the last call of `value_and_grad` on this very object left the streams."""
+    _traced: ClassVar[tuple[Any, Running] | None] = None
+    """The same of the last call inside a trace, which only counts in that trace."""
+
+    def note(self, running: Running) -> None:
+        """Remember how far the streams have come, for the next call on this object (S12)."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((running.streams, running.draws))):
+            object.__setattr__(self, "_traced", (compat.trace_state(), running))
+        else:
+            object.__setattr__(self, "_moved", running)
+
+    def continued(self) -> JaxState:
+        """The state with its streams where the last call on it left them; itself, if there was none."""
+        moved = self._moved
+        if self._traced is not None and self._traced[0] == compat.trace_state():
+            moved = self._traced[1]
+        return self if moved is None else with_streams(self, moved)
+
+    @property
+    def backend(self) -> Backend:
+        from polyamp_jax.backend import BACKEND
+
+        return BACKEND
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.plan.recipe
+
+    @property
+    def model(self) -> Any:
+        """The current model in its native form, around this state's arrays.
+
+        A compiled step donates them, so use the model, or copy it, before the next step.
+        """
+        return self.plan.adapter.join(self.params, self.running)
+
+    @property
+    def attempts(self) -> Any:
+        """Number of steps tried, skipped ones included, int32 scalar."""
+        return self.step + self.scale_state.skipped
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self.params)
+        count = sum(int(np.prod(jnp.shape(leaf))) for leaf in leaves)
+        return (
+            f"JaxState(backend='jax', device={_device(leaves[0])!r}, parameters={count:,}, "
+            f"policy={self.recipe.policy}, scale={_number(self.scale_state.scale)}, step={_number(self.step)})"
+        )
+
+
+def with_streams(state: JaxState, running: Running) -> JaxState:
+    """A state with the random streams of `running`, and all else its own."""
+    own = state.running._replace(streams=running.streams, draws=running.draws)
+    return dataclasses.replace(state, running=own).knowing(state.lagging)
+
+
+def continue_streams(state: JaxState, gradients: Gradients) -> JaxState:
+    """The state with its random streams where the call of `value_and_grad` that made `gradients` left them.
+
+    Two calls of `value_and_grad` on one state draw two masks by themselves, also inside one `jax.jit`. A function
+    that is compiled once and called again, or the body of a `jax.lax.scan`, knows of its arguments alone: there the
+    streams have to go in and come out.
+
+    Args:
+        state: the state that `value_and_grad` was called with.
+        gradients: what the call returned.
+
+    Returns:
+        A state that differs in its streams alone, with the structure of `state`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, polyamp
+        >>> def apply_fn(params, x, rng):
+        ...     return params["w"] * x * jax.random.bernoulli(rng, 0.5, x.shape)
+        >>> recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1))
+        >>> state = polyamp.init((apply_fn, {"w": jnp.ones(())}), recipe, rngs=0)
+        >>> half = jax.jit(polyamp.value_and_grad(lambda model, x: model(x).sum()))
+        >>> _, first = half(state, jnp.ones(64))
+        >>> _, again = half(state, jnp.ones(64))
+        >>> _, second = half(continue_streams(state, first), jnp.ones(64))
+        >>> (first.values["w"] == again.values["w"]).item(), (first.values["w"] == second.values["w"]).item()
+        (True, False)
+    """
+    return with_streams(state, gradients.running)
+
+
+def create(parts: Parts, recipe: Recipe, rngs: dict[str, jax.Array], scale_state: LossScaleState) -> JaxState:
+    """A fresh state; every array is copied, so that donating it never deletes the user's.
+
+    Raises:
+        ModelError, PolicyError, UnsupportedError: what the recipe asks for and this model cannot honour (S20).
+    """
+    refusals.check_parameters([(path, dtype_name(leaf)) for path, leaf in named_leaves(parts.params).items()], recipe)
+    check_overrides(parts.params, recipe.policy)
+    named_leaves(parts.running)
+    params = fresh(parts.params)
+    state = JaxState(
+        params=params,
+        opt_state=fresh(transformation(recipe.optimizer).init(widened(params))),
+        scale_state=scale_state,
+        running=fresh(parts.running),
+        rngs=fresh(rngs),
+        step=jnp.array(0, jnp.int32),
+        plan=Plan(parts.adapter, recipe),
+    )
+    return _settled(state, next(iter(jax.tree.leaves(params)))).knowing(frozenset())
+
+
+def export(state: JaxState) -> dict[str, np.ndarray[Any, Any]]:
+    """Every array of the state by name, on the host; PRNG keys as their data.
+
+    Raises:
+        CheckpointError: the state was donated to a step, before or meanwhile.
+    """
+    try:
+        return {name: to_numpy(leaf) for name, leaf in _arrays(state).items()}
+    except (RuntimeError, ValueError) as error:
+        if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+            raise
+        raise CheckpointError(
+            "this state was donated to a step, so its arrays are gone. Save the state that the step returned, before "
+            "the next step begins; from another thread, with train_step(..., donate=False), which keeps both."
+        ) from error
+
+
+def replaced(state: JaxState, arrays: Mapping[str, np.ndarray[Any, Any]]) -> JaxState:
+    """The state with its arrays replaced by those of the same names, with dtypes and placement kept."""
+    names = iter(_arrays(state))
+    leaves, structure = jax.tree.flatten(_tree(state))
+    new = jax.tree.unflatten(structure, [_like(leaf, arrays[next(names)]) for leaf in leaves])
+    return dataclasses.replace(
+        state,
+        params=new["model"],
+        opt_state=new["optimizer"],
+        scale_state=new["loss_scale"],
+        running=Running(new["running"], new["rng"]["model"], new["rng"]["draws"]),
+        rngs=new["rng"]["given"],
+        step=new["step"],
+    ).knowing(lagging(new["optimizer"]))
+
+
+def _tree(state: JaxState) -> dict[str, Any]:
+    """The state as one tree whose paths are the names in a checkpoint."""
+    return {
+        "model": state.params,
+        "optimizer": state.opt_state,
+        "loss_scale": state.scale_state,
+        "running": state.running.statistics,
+        "rng": {"model": state.running.streams, "given": state.rngs, "draws": state.running.draws},
+        "step": state.step,
+    }
+
+
+def _arrays(state: JaxState) -> dict[str, Any]:
+    return named_leaves(_tree(state))
+
+
+def scalar_placement(like: jax.Array) -> Any:
+    """Where a scalar that goes with `like` lies: on the same device, or replicated over the same mesh."""
+    if isinstance(like.sharding, jax.sharding.NamedSharding):
+        everywhere = jax.sharding.PartitionSpec()  # type: ignore[no-untyped-call]  # JAX does not annotate it
+        return jax.sharding.NamedSharding(like.sharding.mesh, everywhere)
+    return next(iter(like.devices()))
+
+
+def _settled(state: JaxState, like: jax.Array) -> JaxState:
+    """The state with all of it committed where the parameters are, if they are: the step's results will be, and a
+    mixture would compile the second step anew."""
+    if isinstance(like, jax.core.Tracer) or not like.committed:
+        return state
+    place = scalar_placement(like)
+    settled: JaxState = jax.tree.map(lambda leaf: leaf if leaf.committed else jax.device_put(leaf, place), state)
+    return settled
+
+
+def _like(leaf: Any, array: np.ndarray[Any, Any]) -> jax.Array:
+    if is_key(leaf):
+        new: jax.Array = jax.random.wrap_key_data(jnp.array(array), impl=jax.random.key_impl(leaf))
+    else:
+        new = jnp.array(array, dtype=leaf.dtype, copy=True)
+    if leaf.committed:
+        new = jax.device_put(new, leaf.sharding)
+    return new
+
+
+def _device(leaf: Any) -> str:
+    if isinstance(leaf, jax.core.Tracer):
+        return "traced"
+    if not isinstance(leaf, jax.Array):
+        return type(leaf).__name__
+    devices: Any = leaf.sharding.device_set
+    return ", ".join(sorted(f"{device.platform}:{device.id}" for device in devices))
+
+
+def _number(leaf: Any) -> str:
+    if isinstance(leaf, jax.core.Tracer):
+        return "traced"
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        return "donated"
+    return f"{leaf.item():g}" if hasattr(leaf, "item") else str(leaf)

@@ -1,0 +1,269 @@
+"""`TensorFlowHarness`: Keras models with given weights, for the conformance suite, the demo and the parity runner."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import polyamp
+from polyamp.contract.backend import LossFunction, StepResult
+from polyamp.contract.harness import Layer, Observe
+from polyamp.errors import UnsupportedError
+from polyamp.parity import digits
+from polyamp.recipe.recipe import Recipe
+from polyamp_tensorflow.arrays import Array, dtype_name, to_numpy
+
+
+class TensorFlowHarness:
+    """`Harness` over Keras. Made before TensorFlow starts, it asks for two logical CPUs, which replicas need."""
+
+    def __init__(self) -> None:
+        (cpu, *_) = tf.config.list_physical_devices("CPU")
+        with contextlib.suppress(RuntimeError):  # TensorFlow runs already; then `replicate` says so
+            if not tf.config.get_logical_device_configuration(cpu):
+                two = [tf.config.LogicalDeviceConfiguration()] * 2
+                tf.config.set_logical_device_configuration(cpu, two)
+
+    def array(self, value: Array) -> Any:
+        return tf.convert_to_tensor(value)
+
+    def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> Any:
+        inputs = hidden = keras.Input((layers[0].kernel.shape[0],))
+        made = [_ObservedDense(layer, name=f"dense{number}") for number, layer in enumerate(layers)]
+        for dense in made[:-1]:
+            hidden = keras.layers.ReLU()(dense(hidden))
+        model = keras.Model(inputs, made[-1](hidden))
+        for dense in made:
+            dense.observe = observe
+        return model
+
+    def branches(self, layers: Sequence[Layer]) -> Any:
+        inputs = keras.Input((layers[0].kernel.shape[0],))
+        return keras.Model(inputs, [_dense(layer, f"dense{number}")(inputs) for number, layer in enumerate(layers)])
+
+    def normalized_mlp(self, layers: Sequence[Layer]) -> Any:
+        first, second = layers
+        return keras.Sequential(
+            [
+                keras.Input((first.kernel.shape[0],)),
+                _dense(first, "dense0"),
+                keras.layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name="norm0"),
+                keras.layers.ReLU(),
+                _dense(second, "dense1"),
+            ]
+        )
+
+    def dropout_mlp(self, layers: Sequence[Layer]) -> tuple[Any, dict[str, Any]]:
+        first, second = layers
+        made = [
+            keras.Input((first.kernel.shape[0],)),
+            _dense(first, "dense0"),
+            keras.layers.ReLU(),
+            keras.layers.Dropout(0.5),
+            _dense(second, "dense1"),
+        ]
+        return keras.Sequential(made), {}
+
+    def digits(self, weights: Mapping[str, Array]) -> Any:
+        model = Digits(weights)
+        model.build((None, digits.ROWS, digits.ROWS))
+        return model
+
+    def weights(self, state: Any) -> list[Layer]:
+        dense = [layer for layer in state.model.layers if isinstance(layer, keras.layers.Dense | _CopiedDense)]
+        return [Layer(to_numpy(layer.kernel), to_numpy(layer.bias)) for layer in dense]
+
+    def sensitive(self) -> Mapping[str, Callable[[Any], Any]]:
+        operations: dict[str, Callable[[Any], Any]] = {
+            "exp": keras.ops.exp,
+            "log": keras.ops.log,
+            "pow": lambda x: keras.ops.power(x, 3.0),
+            "rsqrt": keras.ops.rsqrt,
+            "sum": keras.ops.sum,
+            "mean": keras.ops.mean,
+            "cumsum": keras.ops.cumsum,
+            "softmax": keras.ops.softmax,
+            "log_softmax": keras.ops.log_softmax,
+            "logsumexp": lambda x: keras.ops.logsumexp(x, axis=-1),
+            "norm": keras.ops.norm,
+            "layer_norm": lambda x: keras.ops.layer_normalization(x, epsilon=1e-5),
+        }
+        layers = {
+            "Softmax": keras.layers.Softmax(),
+            "softmax activation": keras.layers.Activation("softmax"),
+            "log_softmax activation": keras.layers.Activation("log_softmax"),
+            "exponential activation": keras.layers.Activation("exponential"),
+            "LayerNormalization": keras.layers.LayerNormalization(),
+            "BatchNormalization": keras.layers.BatchNormalization(),
+            "GroupNormalization": keras.layers.GroupNormalization(groups=4),
+            "UnitNormalization": keras.layers.UnitNormalization(),
+        }
+        return {**{name: _functional(operation) for name, operation in operations.items()}, **layers}
+
+    def saturating(self) -> Mapping[str, Callable[[Any], Any]]:
+        operations: dict[str, Callable[[Any], Any]] = {
+            "log(p + eps) of sigmoid": lambda x: keras.ops.log(keras.ops.sigmoid(-x) + 1e-6),
+            "log(1 - p) of sigmoid": lambda x: keras.ops.log(1 - keras.ops.sigmoid(x)),
+            "1 - p of sigmoid": lambda x: 1 - keras.ops.sigmoid(x),
+        }
+        return {name: _functional(operation) for name, operation in operations.items()}
+
+    def inner_products(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {"einsum": _functional(lambda x: keras.ops.einsum("bi,bi->b", x, x))}
+
+    def matmul(self, left: Any, right: Any) -> Any:
+        return tf.matmul(left, right)
+
+    def outer(self, left: Any, right: Any) -> Any:
+        return keras.ops.einsum("i,j->ij", left, right)
+
+    def gathered(self, layers: Sequence[Layer], rows: Array) -> Any:
+        inputs = hidden = keras.Input((layers[0].kernel.shape[0],))
+        for number, layer in enumerate(layers):
+            hidden = _dense(layer, f"dense{number}")(keras.ops.relu(hidden) if number else hidden)
+        return keras.Model(inputs, keras.ops.take(hidden, rows, axis=0))
+
+    def unusable(self, kind: str) -> Any:
+        if kind == "empty":
+            return keras.Sequential([keras.Input((2,)), keras.layers.ReLU()])
+        if kind == "float16":
+            return keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, dtype="float16")])
+        return _Linear(np.ones((2, 2), {"integer": np.int32, "complex": np.complex64}[kind]))
+
+    def replicate(
+        self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
+    ) -> list[tuple[Any, StepResult]]:
+        devices = [device.name for device in tf.config.list_logical_devices("CPU")][: len(batches)]
+        if len(devices) < len(batches):
+            raise UnsupportedError(
+                f"{len(batches)} replicas need as many logical CPUs, set before TensorFlow starts. Received: "
+                f"{len(devices)}."
+            )
+        strategy = tf.distribute.MirroredStrategy(devices)
+        with strategy.scope():
+            state = polyamp.init(self.mlp(layers), recipe)
+        step = polyamp.train_step(loss_fn, recipe)
+        for parts in zip(*batches, strict=True):
+            whole = keras.tree.map_structure(lambda *members: np.concatenate(members), *parts)
+            _, result = step(state, whole)
+        return [(_Copy(state.model, strategy, number), result) for number in range(len(batches))]
+
+    def native_optimizer(self, model: Any, learning_rate: float) -> Any:
+        return keras.optimizers.SGD(learning_rate)
+
+
+def _functional(operation: Callable[[Any], Any]) -> Any:
+    """A functional model of one operation, after a layer that gives it its input in the compute dtype."""
+    inputs = keras.Input((600,))
+    return keras.Model(inputs, operation(keras.layers.Identity()(inputs)))
+
+
+class _Copy:
+    """One replica's copy of a model, as far as `TensorFlowHarness.weights` reads it."""
+
+    def __init__(self, model: Any, strategy: Any, number: int) -> None:
+        self.model = self
+        self.layers = [
+            _CopiedDense(*(strategy.experimental_local_results(weight.value)[number] for weight in layer.weights))
+            for layer in model.layers
+            if isinstance(layer, keras.layers.Dense)
+        ]
+
+
+class _CopiedDense(NamedTuple):
+    """A dense layer's weights on one replica."""
+
+    kernel: Any
+    bias: Any
+
+
+class Digits(keras.Model):  # type: ignore[misc]  # Keras is untyped
+    """The one-block transformer of `polyamp.parity.digits` from Dense and LayerNormalization layers."""
+
+    def __init__(self, weights: Mapping[str, Array]) -> None:
+        super().__init__(name="digits")
+        made: dict[str, Any] = {
+            name: _dense(Layer(weights[f"{name}/kernel"], weights[f"{name}/bias"]), name) for name in digits.DENSE
+        }
+        for name in digits.NORMS:
+            made[name] = keras.layers.LayerNormalization(
+                epsilon=digits.EPSILON,
+                gamma_initializer=keras.initializers.Constant(weights[f"{name}/scale"]),
+                beta_initializer=keras.initializers.Constant(weights[f"{name}/bias"]),
+                name=name,
+            )
+        self.blocks = made
+
+    def build(self, input_shape: Any) -> None:
+        """Create every layer's variables; the shapes do not depend on the batch."""
+        for name, (inputs, _) in digits.DENSE.items():
+            self.blocks[name].build((None, inputs))
+        for name in digits.NORMS:
+            self.blocks[name].build((None, digits.ROWS, digits.WIDTH))
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        """Logits, shape (batch, 10), of images, shape (batch, 8, 8)."""
+        hidden = self.blocks["embed"](x)
+        hidden = hidden + self._attention(self.blocks["norm1"](hidden))
+        inner = keras.ops.relu(self.blocks["mlp1"](self.blocks["norm2"](hidden)))
+        hidden = hidden + self.blocks["mlp2"](inner)
+        normed = self.blocks["norm3"](hidden)
+        return self.blocks["head"](keras.ops.reshape(normed, (-1, digits.ROWS * digits.WIDTH)))
+
+    def _attention(self, hidden: Any) -> Any:
+        heads, size = digits.HEADS, digits.WIDTH // digits.HEADS
+
+        def split(name: str) -> Any:
+            projected = keras.ops.reshape(self.blocks[name](hidden), (-1, digits.ROWS, heads, size))
+            return keras.ops.transpose(projected, (0, 2, 1, 3))
+
+        query, key, value = split("query"), split("key"), split("value")
+        scores = keras.ops.matmul(query, keras.ops.transpose(key, (0, 1, 3, 2))) / size**0.5
+        # Softmax in float32 as S4 asks; the product with the values runs in the compute dtype again.
+        shares = keras.ops.cast(keras.ops.softmax(keras.ops.cast(scores, "float32")), value.dtype)
+        mixed = keras.ops.transpose(keras.ops.matmul(shares, value), (0, 2, 1, 3))
+        return self.blocks["out"](keras.ops.reshape(mixed, (-1, digits.ROWS, digits.WIDTH)))
+
+
+class _ObservedDense(keras.layers.Dense):  # type: ignore[misc]  # Keras is untyped
+    """A dense layer that reports the dtype of its result."""
+
+    def __init__(self, layer: Layer, name: str) -> None:
+        super().__init__(**_settings(layer), name=name)
+        self.observe: Observe | None = None
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        result = super().call(inputs, training=training)
+        if self.observe is not None:
+            self.observe(dtype_name(result))
+        return result
+
+
+class _Linear(tf.Module):  # type: ignore[misc]  # TensorFlow is untyped
+    """A callable with `trainable_variables` that is no Keras layer."""
+
+    def __init__(self, kernel: Array) -> None:
+        super().__init__()
+        self.kernel = tf.Variable(kernel, name="kernel")
+
+    def __call__(self, x: Any) -> Any:
+        return tf.matmul(x, self.kernel)
+
+
+def _dense(layer: Layer, name: str) -> Any:
+    return keras.layers.Dense(**_settings(layer), name=name)
+
+
+def _settings(layer: Layer) -> dict[str, Any]:
+    return {
+        "units": layer.kernel.shape[1],
+        "kernel_initializer": keras.initializers.Constant(layer.kernel),
+        "bias_initializer": keras.initializers.Constant(layer.bias),
+        **({} if layer.kernel.dtype.name == "float32" else {"dtype": layer.kernel.dtype.name}),
+    }

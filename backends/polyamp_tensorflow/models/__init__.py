@@ -1,0 +1,1 @@
+"""What a Keras model is made of."""

@@ -1,0 +1,283 @@
+"""`compile`: a recipe for `model.fit`; and `LossScaleLogger`, which shows the scale while it runs.
+
+`fit`, `evaluate` and `predict` stay Keras's. Around the model's own `train_step` a skipped update takes back what the
+forward pass did to running statistics, and the host looks for a stuck scale once every `patience` batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import keras
+import tensorflow as tf
+
+from polyamp.errors import LossError, LossScaleError, ModelError, UnsupportedError
+from polyamp.recipe.policy import Policy
+from polyamp.recipe.recipe import Recipe
+from polyamp.rules import refusals
+from polyamp_tensorflow.arrays import dtype_name
+from polyamp_tensorflow.models.layers import is_built, variables_of
+from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
+from polyamp_tensorflow.precision.autocast import apply_policy, check_policy, matmul_precision
+from polyamp_tensorflow.precision.layer_choice import NARROW
+from polyamp_tensorflow.step.optimizer_checks import check_recipe_optimizer
+from polyamp_tensorflow.step.optimizers import make_optimizer
+from polyamp_tensorflow.step.xla import needs_xla
+
+_APPLIED: Final = "_polyamp_applied_by_compile"
+_KINDS: Final = ("train", "test", "predict")
+
+
+def compile(  # noqa: A001  # Keras's word for it
+    model: Any,
+    recipe: Recipe,
+    *,
+    loss: Any = None,
+    metrics: Any = None,
+    loss_weights: Any = None,
+    weighted_metrics: Any = None,
+    run_eagerly: bool = False,
+    steps_per_execution: int = 1,
+    jit_compile: bool | str | None = None,
+) -> None:
+    """`model.compile` by a recipe: then `fit`, `evaluate` and `predict` follow its policy, scaler, optimizer and clip.
+
+    The policy is put on the model for good, and variables stay float32. Each batch that `fit` draws is a micro-batch,
+    as with Keras's own accumulation: `accumulate_steps` of them make one update. A window that an epoch's end leaves
+    open goes on in the next epoch.
+
+    Args:
+        model: a built `keras.Model`; under a strategy, made in its scope.
+        recipe: what `polyamp.train_step` would take.
+        loss, metrics, loss_weights, weighted_metrics, run_eagerly, steps_per_execution: as in `model.compile`. Losses
+            are computed in float32.
+        jit_compile: True, False or "auto" as in Keras. None is "auto", but float16 on one CPU is compiled with XLA,
+            which a warning says once per process.
+
+    Raises:
+        ModelError: not a `keras.Model`, not built, or without float32 parameters.
+        LossError: a loss in 16 bits.
+        PolicyError, RecipeError, LossScaleError, UnsupportedError: as from `polyamp.init`; and XLA on several replicas.
+
+    Example:
+        >>> import keras, polyamp
+        >>> import polyamp_tensorflow
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        >>> recipe = polyamp.Recipe(policy="mixed_bfloat16", optimizer=polyamp.adamw(1e-3), clip_norm=1.0)
+        >>> polyamp_tensorflow.compile(model, recipe, loss="mse", metrics=["mae"])
+        >>> history = model.fit(keras.ops.ones((8, 4)), keras.ops.zeros((8, 2)), verbose=0)
+        >>> int(model.optimizer.iterations), sorted(history.history)
+        (1, ['loss', 'mae'])
+    """
+    if not isinstance(model, keras.Model):
+        raise ModelError(
+            f"compile takes a keras.Model. Received: {type(model).__module__}.{type(model).__qualname__}. For other "
+            "models keep the loop: polyamp.train_step, or polyamp_tensorflow.LossScaleOptimizer."
+        )
+    if not is_built(model):
+        raise ModelError(
+            f"compile needs a built model, to put the policy on its layers. Received: {model.name!r}, which is not "
+            "built. Call it once on a batch, or give its first layer an Input."
+        )
+    _check_losses(loss)
+    check_policy(model, recipe.policy)
+    check_recipe_optimizer(recipe.optimizer)
+    parameters = variables_of(model).parameters
+    refusals.check_parameters([(name, dtype_name(variable)) for name, variable in parameters.items()], recipe)
+    with model.distribute_strategy.scope():
+        optimizer = LossScaleOptimizer(
+            make_optimizer(recipe, parameters),
+            recipe.loss_scaler,
+            clip_norm=recipe.clip_norm,
+            accumulate_steps=recipe.accumulate_steps,
+        )
+        optimizer.build(model.trainable_variables)
+        jit = _jit_compile(model, recipe.policy, jit_compile, run_eagerly)
+        _put_policy(model, recipe.policy)
+        model.compile(
+            optimizer,
+            loss=loss,
+            loss_weights=loss_weights,
+            metrics=metrics,
+            weighted_metrics=weighted_metrics,
+            run_eagerly=run_eagerly,
+            steps_per_execution=steps_per_execution,
+            jit_compile=jit,
+            auto_scale_loss=False,
+        )
+        guard(model, recipe.policy)
+
+
+def _put_policy(model: Any, policy: Policy) -> None:
+    """The policy for good, in place of the one that an earlier `compile` put there."""
+    before = vars(model).get(_APPLIED)
+    vars(model)[_APPLIED] = apply_policy(model, policy)  # first, since it may be refused
+    if before is not None:
+        before.restore()
+
+
+def guard(model: Any, policy: Policy | None = None) -> None:
+    """Watch over `model.fit` with a `LossScaleOptimizer`: running statistics and a stuck scale.
+
+    `compile` does this by itself. Call it for a model that `keras.models.load_model` returned, or that was given its
+    `LossScaleOptimizer` in `model.compile`.
+
+    Args:
+        model: a compiled, built model.
+        policy: what `fit`, `evaluate` and `predict` follow with `float32_matmul`.
+
+    Raises:
+        LossScaleError: the model's optimizer is not a `polyamp_tensorflow.LossScaleOptimizer`.
+        ModelError: a model that is not built.
+    """
+    with model.distribute_strategy.scope():
+        _scaling_optimizer(model).prepare_statistics(model)
+    cls = type(model)
+    several_workers = isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy)
+
+    def train_step(data: Any) -> Any:
+        guarded = isinstance(model.optimizer, LossScaleOptimizer)  # the user may have compiled the model anew
+        with model.optimizer.keep_statistics(model) if guarded else contextlib.nullcontext():
+            logs = cls.train_step(model, data)
+        return _as_vectors(logs) if several_workers else logs
+
+    model.train_step = train_step
+    if several_workers:
+        model.test_step = lambda data: _as_vectors(cls.test_step(model, data))
+        model._maybe_symbolic_build = functools.partial(_build_on_first_batch, model)
+    for kind in _KINDS:
+        setattr(model, f"make_{kind}_function", _maker(model, kind, policy))
+        setattr(model, f"{kind}_function", None)
+
+
+def _build_on_first_batch(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
+    """Keras's `_maybe_symbolic_build`, which in Keras 3.15 cannot read a batch of several workers: `strategy.reduce`
+    takes no tuple there. What it builds depends on shapes and dtypes alone, so this worker's part of the batch serves.
+    """
+    strategy = model.distribute_strategy
+    if iterator is not None:
+        *_, batches = next(iter(iterator))
+        data_batch = keras.tree.map_structure(lambda part: strategy.experimental_local_results(part)[0], next(batches))
+    with strategy.scope():
+        model._symbolic_build(data_batch=data_batch)
+
+
+def _as_vectors(logs: Any) -> Any:
+    """Numbers as vectors of one: Keras 3.15 reduces the logs of several workers along axis 0, which a scalar lacks."""
+    return keras.tree.map_structure(lambda value: value[None] if value.shape.rank == 0 else value, logs)
+
+
+def _maker(model: Any, kind: str, policy: Policy | None) -> Callable[..., Any]:
+    """Keras's `make_train_function` and its like, with the host's part of the guard around what it makes."""
+    attribute = f"{kind}_function"
+    own = getattr(type(model), f"make_{attribute}")
+
+    def make(force: bool = False) -> Any:
+        if getattr(model, attribute) is None or force:
+            own(model, force)
+            setattr(model, attribute, _watched(model, getattr(model, attribute), kind == "train", policy))
+        return getattr(model, attribute)
+
+    return make
+
+
+def _watched(model: Any, function: Callable[..., Any], trains: bool, policy: Policy | None) -> Callable[..., Any]:
+    batches = 0
+
+    def run(*args: Any) -> Any:
+        nonlocal batches
+        if policy is None:
+            result = function(*args)
+        else:
+            with matmul_precision(policy):
+                result = function(*args)
+        if trains and isinstance(model.optimizer, LossScaleOptimizer):
+            period = model.optimizer.scaler.patience * model.optimizer.accumulate_steps
+            before, batches = batches, batches + model.steps_per_execution
+            if before // period != batches // period:
+                model.optimizer.raise_if_stuck()
+        return result
+
+    return run
+
+
+def _scaling_optimizer(model: Any) -> LossScaleOptimizer:
+    optimizer = getattr(model, "optimizer", None)
+    if not isinstance(optimizer, LossScaleOptimizer):
+        raise LossScaleError(
+            "the model must be compiled with a polyamp_tensorflow.LossScaleOptimizer, by polyamp_tensorflow.compile or "
+            f"by model.compile. Received: {type(optimizer).__module__}.{type(optimizer).__qualname__}."
+        )
+    return optimizer
+
+
+def _check_losses(loss: Any) -> None:
+    """Refuse losses that would be computed in 16 bits (S6)."""
+    if keras.config.floatx() in NARROW:
+        raise UnsupportedError(
+            "losses are computed in keras.config.floatx(), which must be float32 (S6). Received: "
+            f"{keras.config.floatx()}. Call keras.config.set_floatx('float32') and set the compute dtype by a policy."
+        )
+    for part in keras.tree.flatten(loss):
+        if getattr(part, "dtype", None) in NARROW:
+            raise LossError(
+                f"loss must be computed in float32. Received: {type(part).__qualname__}(dtype={part.dtype!r}). Drop "
+                "its dtype."
+            )
+
+
+def _jit_compile(model: Any, policy: Policy, asked: bool | str | None, run_eagerly: bool) -> bool | str:
+    count = model.distribute_strategy.num_replicas_in_sync
+    if asked is True and count > 1:
+        raise UnsupportedError(
+            f"jit_compile=True compiles the step of one replica. Received: a model on a strategy with {count} "
+            "replicas. Drop it."
+        )
+    if asked is not None:
+        return asked
+    if run_eagerly or count > 1:
+        return "auto"
+    return True if needs_xla([policy], model.trainable_variables, stacklevel=3) else "auto"
+
+
+class LossScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+    """Adds `loss_scale_optimizer` and `skipped_steps` to the logs: progress bar, `history`, TensorBoard and CSV files.
+
+    Callbacks see the logs in turn, so list it before `TensorBoard` and `CSVLogger`. Reading the two numbers waits for
+    the device after each batch, as the progress bar does.
+
+    Raises (when `fit` starts):
+        LossScaleError: the model's optimizer is not a `polyamp_tensorflow.LossScaleOptimizer`.
+
+    Example:
+        >>> import keras, polyamp
+        >>> import polyamp_tensorflow
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        >>> recipe = polyamp.Recipe(scaler=polyamp.LossScaler(init_scale=64.0), optimizer=polyamp.sgd(0.1))
+        >>> polyamp_tensorflow.compile(model, recipe, loss="mse")
+        >>> x, y = keras.ops.ones((8, 4)), keras.ops.full((8, 2), float("nan"))
+        >>> history = model.fit(x, y, verbose=0, callbacks=[polyamp_tensorflow.LossScaleLogger()])
+        >>> history.history["loss_scale"], history.history["skipped_steps"]
+        ([32.0], [1])
+    """
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Refuse a model without a loss scale."""
+        _scaling_optimizer(self.model)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Add both numbers to the batch's logs."""
+        self._add(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Add both numbers to the epoch's logs."""
+        self._add(logs)
+
+    def _add(self, logs: dict[str, Any] | None) -> None:
+        if logs is not None:
+            optimizer = _scaling_optimizer(self.model)
+            logs["loss_scale"] = float(optimizer.scale_state.scale)
+            logs["skipped_steps"] = optimizer.skipped_steps

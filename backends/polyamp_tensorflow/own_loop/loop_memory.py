@@ -1,0 +1,125 @@
+"""Around a skipped update: whether `scale_loss` was forgotten, what running statistics were, what to say when stuck.
+
+Called by `LossScaleOptimizer`; none of it is saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.errors import LossScaleError, ModelError
+from polyamp_tensorflow.arrays import raw, write
+from polyamp_tensorflow.models.layers import is_built, variables_of
+from polyamp_tensorflow.step import replicas
+
+
+class ScaleCalls:
+    """Which calls of `scale_loss` are known, to notice that one was forgotten.
+
+    An eager call counts for one `apply`. A call in a graph is seen once, while its function is traced, and belongs to
+    every `apply` of that function. One that no `apply` there uses up is open: its gradients leave the function, so it
+    may belong to any `apply` anywhere from then on.
+    """
+
+    def __init__(self) -> None:
+        self._eager = False
+        self._open = 0
+        self._by_function: weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+
+    def note(self) -> None:
+        """`scale_loss` was called."""
+        if tf.executing_eagerly():
+            self._eager = True
+            return
+        graph = tf.compat.v1.get_default_graph()
+        self._by_function.setdefault(_function(graph), []).append(weakref.ref(graph))
+        self._open += 1
+
+    def consume(self) -> None:
+        """`apply` was called.
+
+        Raises:
+            LossScaleError: no call of `scale_loss` can belong to it.
+        """
+        eager = tf.executing_eagerly()
+        graph = None if eager else tf.compat.v1.get_default_graph()
+        calls = None if eager else self._by_function.get(_function(graph))
+        if calls is None and not (self._eager or self._open):
+            where = "since the last update" if eager else "in its function"
+            raise LossScaleError(
+                f"apply() was called, but scale_loss() was not {where}: dividing by the scale would shrink correct "
+                "gradients. Differentiate scaled = optimizer.scale_loss(loss), once for each apply()."
+            )
+        if eager:
+            self._eager = False
+        elif calls and (graph is _function(graph) or graph is calls[-1]()):
+            calls.pop()
+            self._open -= 1  # not by an `apply` under a condition, which may leave gradients to be applied elsewhere
+
+
+class WindowStarts:
+    """By model, variables for what running statistics were at the first micro-batch of a window."""
+
+    def __init__(self) -> None:
+        self._variables: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+    def of(self, model: Any) -> list[Any]:
+        """The model's; created at the first call."""
+        if model not in self._variables:
+            with tf.init_scope():
+                self._variables[model] = [
+                    tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
+                    for variable in running_statistics(model)
+                ]
+        return self._variables[model]
+
+    def kept(self, model: Any, values: list[Any], micro_step: Any) -> list[Any]:
+        """The model's variables, after `values` were written to them if this is the first micro-batch of a window."""
+        held = self.of(model)
+
+        def decide(_: replicas.Run, values: Sequence[Any]) -> None:
+            tf.cond(tf.equal(micro_step, 0), lambda: write(held, values), lambda: None)
+
+        replicas.together(decide, values)
+        return held
+
+
+def _function(graph: Any) -> Any:
+    """The graph of the function that a graph, perhaps a condition's or a loop's body, lies in."""
+    plain = tf.__internal__.FuncGraph  # that of a `tf.function`; of control flow it is a subclass
+    while isinstance(graph, plain) and type(graph) is not plain and isinstance(graph.outer_graph, plain):
+        graph = graph.outer_graph
+    return graph
+
+
+def running_statistics(model: Any) -> list[Any]:
+    """What the model's forward pass writes, but for the seeds of random numbers.
+
+    Raises:
+        ModelError: a model that is not built.
+    """
+    if not is_built(model):
+        raise ModelError(
+            "running statistics are known only of a built model. Build it or call it once first, or give its first "
+            "layer an Input."
+        )
+    return [raw(variable) for variable in variables_of(model).left_by_a_forward_pass.values()]
+
+
+def not_finite(gradient: Any) -> Any:
+    """How many elements of a gradient are inf or NaN, int32 scalar."""
+    return tf.reduce_sum(tf.cast(tf.logical_not(tf.math.is_finite(gradient)), tf.int32))
+
+
+def stuck_message(skips: int, floor: float, names: Sequence[str]) -> str:
+    """What is said when the scale is at its floor and updates are skipped all the same."""
+    return (
+        f"{skips} steps in a row were skipped although the loss scale is at its floor of {floor:g}: the gradients are "
+        f"not finite whatever the scale. Parameters with inf or NaN gradients: {', '.join(names) or 'unknown'}. Look "
+        "for a division by zero, a log of zero or a mask of -inf in the model or the loss, or lower the learning rate; "
+        "LossScaler(on_stuck=...) chooses 'raise', 'warn' or 'ignore'."
+    )

@@ -1,0 +1,434 @@
+"""`LossScaleOptimizer`: a Keras optimizer that scales losses by polyamp's rules, for `fit` and for loops of one's own.
+
+    scale_loss(loss)     float32 first, then times the scale (S6)
+    apply(gradients)     sum over replicas -> [window of micro-batches] -> unscale -> norm and finite flag -> clip
+                         -> the inner optimizer under one condition for all replicas -> scale adjustment  (S8 to S15)
+
+`replicas` holds what `tf.distribute` asks for, `loop_memory` what is known of skipped steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import keras
+import msgspec
+import tensorflow as tf
+
+from polyamp.errors import GradientError, LossScaleStuckError, UnsupportedError
+from polyamp.recipe.optimizers import is_spec
+from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import LossScaler, LossScaleState, update
+from polyamp.rules import refusals
+from polyamp_tensorflow.arrays import XP, at_least_float32, dense_wide, raw, variable_name, write
+from polyamp_tensorflow.own_loop.loop_memory import (
+    ScaleCalls,
+    WindowStarts,
+    not_finite,
+    running_statistics,
+    stuck_message,
+)
+from polyamp_tensorflow.step import replicas
+from polyamp_tensorflow.step.measure import norm_and_flag, scale_loss
+from polyamp_tensorflow.step.optimizer_checks import check_built_for, check_inner_optimizer, check_scaled_variables
+from polyamp_tensorflow.step.optimizers import SpecOptimizer, build_optimizer, load_without
+from polyamp_tensorflow.step.unused import leaving_alone
+
+_Base: Any = keras.optimizers.LossScaleOptimizer
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _as_written(method: _Method) -> _Method:
+    """Keep AutoGraph away, which would rewrite the method and the exceptions from it."""
+    unconverted: _Method = tf.autograph.experimental.do_not_convert(method)
+    return unconverted
+
+
+@keras.saving.register_keras_serializable(package="polyamp")
+class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
+    """Wraps a Keras optimizer: scaled losses in, unscaled, checked and clipped gradients to the inner optimizer.
+
+    It is a `keras.optimizers.LossScaleOptimizer`, so that `model.compile` does not wrap it again. A step whose
+    gradients are not finite leaves the inner optimizer as it is, with its moments, count, schedule and moving average,
+    and the parameters with their decay and constraints; `keep_statistics` does the same for running statistics.
+
+    Args:
+        optimizer: a Keras optimizer or one of polyamp's specs. Its `clipnorm`, `clipvalue` or `global_clipnorm` act on
+            the unscaled gradients, after the sum over replicas.
+        scaler: a `polyamp.LossScaler`, "dynamic", "off" or a preset's name.
+        clip_norm: largest global L2 norm of the unscaled gradients (S11), or None.
+        accumulate_steps: calls of `apply` per update (S8). Between them nothing but the sum of gradients moves.
+        name: as of any Keras optimizer.
+
+    Attributes:
+        scaler, clip_norm, accumulate_steps: as given; the scaler as a `LossScaler`.
+        dynamic_scale: the scale, float32 scalar variable.
+
+    Raises:
+        LossScaleError: a scaler wrapped twice, or an inner `loss_scale_factor`.
+        RecipeError: an impossible value, or a setting of the inner optimizer that would act a second time.
+
+    Example:
+        >>> import keras, polyamp
+        >>> from polyamp_tensorflow import LossScaleOptimizer
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> scaler = polyamp.LossScaler(init_scale=1024.0)
+        >>> optimizer = LossScaleOptimizer(keras.optimizers.Adam(1e-3), scaler, clip_norm=1.0)
+        >>> model.compile(optimizer, loss="mse")
+        >>> _ = model.fit(keras.ops.full((4, 2), float("inf")), keras.ops.zeros((4, 1)), verbose=0)
+        >>> float(optimizer.dynamic_scale), optimizer.skipped_steps, int(optimizer.iterations)
+        (512.0, 1, 0)
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        scaler: LossScaler | str | None = None,
+        *,
+        clip_norm: float | None = None,
+        accumulate_steps: int = 1,
+        name: str | None = None,
+    ) -> None:
+        values: Any = {"scaler": scaler, "clip_norm": clip_norm, "accumulate_steps": accumulate_steps}
+        scaler = Recipe(policy="mixed_float16", **values).loss_scaler  # a recipe checks all three
+        inner = SpecOptimizer(optimizer) if is_spec(optimizer) else optimizer
+        check_inner_optimizer(inner, clip_norm)
+        super().__init__(inner, initial_scale=scaler.init_scale, dynamic_growth_steps=scaler.growth_interval, name=name)
+        self.scaler = scaler
+        self.clip_norm = clip_norm
+        self.accumulate_steps = accumulate_steps
+        start = LossScaleState(scaler.init_scale, 0, scaler.hysteresis, 0, 0)
+        self._scale_variables = LossScaleState(*(self._scalar(field, v) for field, v in start._asdict().items()))
+        self.dynamic_scale, self.step_counter = self._scale_variables[:2]  # Keras's names for them
+        self._skipped = self._scalar("last_update_skipped", 0)
+        self._micro_step = self._scalar("micro_step", 0)
+        self._calls = ScaleCalls()
+        self._window_starts = WindowStarts()
+        self._eager_steps = 0
+
+    def _scalar(self, name: str, value: float) -> Any:
+        dtype = "float32" if name == "scale" else "int32"
+        return self.add_variable((), keras.initializers.Constant(value), dtype, name=name)
+
+    def build(self, var_list: Any) -> None:
+        """Create the inner optimizer's variables, and those of the window of micro-batches.
+
+        Raises:
+            RecipeError: it or the inner optimizer is built for other variables; a member of the inner one (of a
+                `keras.optimizers.MultiOptimizer`) has a setting that would act a second time.
+            LossScaleError: float16 parameters with a scaler that scales; made outside of the strategy's scope.
+            UnsupportedError: variables that are overwritten by their gradients (float8); what Keras's optimizer does
+                not do on several replicas.
+        """
+        variables = list(var_list)
+        if self.built:
+            check_built_for(self, variables)
+            return
+        check_scaled_variables(variables, self.scaler)
+        replicas.check_replicated(self)
+        build_optimizer(
+            self.inner_optimizer, variables, functools.partial(check_inner_optimizer, clip_norm=self.clip_norm)
+        )
+        keras.optimizers.Optimizer.build(self, variables)  # not the parent's, which adds a scale of its own
+        self._not_finite = self.add_variable((len(variables),), "zeros", "int32", name="not_finite")
+        self._sums = []
+        if self.accumulate_steps > 1:
+            self._used = self.add_variable((len(variables),), "zeros", "int32", name="used_in_window")
+            self._sums = [
+                self.add_variable(variable.shape, "zeros", at_least_float32(variable.dtype).name, name="gradient_sum")
+                for variable in variables
+            ]
+
+    # What is known.
+
+    @property
+    def scale_state(self) -> LossScaleState:
+        """The loss-scale state as tensors: float32 scale, int32 counters."""
+        return LossScaleState(*(tf.convert_to_tensor(raw(variable)) for variable in self._scale_variables))
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates skipped so far. Reading it waits for the device."""
+        return int(self._scale_variables.skipped.numpy())
+
+    @property
+    def update_was_skipped(self) -> Any:
+        """Boolean scalar: the last call of `apply` ended in a skipped update."""
+        return tf.not_equal(raw(self._skipped), 0)
+
+    @property
+    def iterations(self) -> Any:
+        """Number of applied updates, the inner optimizer's own count (S13)."""
+        return self.inner_optimizer.iterations
+
+    def not_finite(self) -> list[str]:
+        """Paths of the parameters whose gradients were not finite at the last skipped update."""
+        if not self.built:
+            return []
+        counts = self._not_finite.numpy()
+        pairs = zip(self._trainable_variables, counts, strict=True)
+        return [variable_name(variable) for variable, count in pairs if count]
+
+    def raise_if_stuck(self) -> None:
+        """Look on the host whether every update is skipped at the floor of the scale (S17), by `scaler.on_stuck`.
+
+        `polyamp_tensorflow.compile` and eager loops do so every `patience` steps; a `tf.function` of one's own cannot.
+
+        Raises:
+            LossScaleStuckError: `patience` updates in a row were skipped there.
+        """
+        scaler, skips = self.scaler, int(self._scale_variables.stuck.numpy())
+        if scaler.on_stuck == "ignore" or not scaler.checks or skips < scaler.patience:
+            return
+        message = stuck_message(skips, scaler.min_scale, self.not_finite())
+        if scaler.on_stuck == "raise":
+            raise LossScaleStuckError(message)
+        warnings.warn(message, stacklevel=2)
+
+    @contextlib.contextmanager
+    def keep_statistics(self, model: Any) -> Iterator[None]:
+        """A `with` block around one forward pass and its `apply`: a skipped update takes back running statistics.
+
+        What the forward pass writes, such as BatchNorm's moving mean, is put back as it was at the start of the block,
+        or of the window of micro-batches. Seeds of random numbers move on. Without a strategy, or inside a replica.
+
+        Args:
+            model: a built Keras model or layer.
+
+        Raises:
+            ModelError: a model that is not built.
+        """
+        running = running_statistics(model)
+        before = [tf.identity(variable) for variable in running]
+        if self.accumulate_steps > 1:
+            before = self._window_starts.kept(model, before, raw(self._micro_step))
+        try:
+            yield
+        except BaseException:
+            if tf.executing_eagerly() and not tf.distribute.has_strategy():
+                write(running, before)
+            raise
+
+        def decide(_: replicas.Run, before: Sequence[Any]) -> None:
+            tf.cond(self.update_was_skipped, lambda: write(running, before), lambda: None)
+
+        if running:
+            replicas.together(decide, before)
+
+    def prepare_statistics(self, model: Any) -> None:
+        """Create what `keep_statistics` needs with `accumulate_steps`; call it in a strategy's scope beforehand.
+
+        Raises:
+            ModelError: a model that is not built.
+        """
+        running_statistics(model)
+        if self.accumulate_steps > 1:
+            self._window_starts.of(model)
+
+    # The two halves of a step.
+
+    @_as_written
+    def scale_loss(self, loss: Any) -> Any:
+        """The loss in float32, times the scale.
+
+        Args:
+            loss: floating scalar of any width.
+
+        Raises:
+            LossError: not a floating scalar.
+        """
+        self._calls.note()
+        scale = raw(self.dynamic_scale) if self.scaler.scales else None
+        return scale_loss(loss, scale, what="what calls scale_loss()")
+
+    @_as_written
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Unscale, check and clip gradients of the scaled loss, and update unless one of them is not finite.
+
+        Args:
+            grads: one gradient per variable, floating; None and `tf.IndexedSlices` are accepted. A variable whose
+                gradient is None at every call of a window of `accumulate_steps`, and the inner optimizer's state of
+                it, stay as they are (S23); a None among others counts as 0.
+            trainable_variables: the variables; those that `build` was given if None.
+
+        Raises:
+            LossScaleError: `scale_loss` was not called; or a call outside of the replicas.
+            GradientError: no gradients, one that is not floating, or another number of them than of variables.
+        """
+        replicas.check_context()
+        grads = list(grads)
+        if not self.built:
+            if trainable_variables is None:
+                raise GradientError("apply() without variables needs build(trainable_variables) first.")
+            with keras.name_scope(self.name):
+                self.build(trainable_variables)
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        if len(grads) != len(variables):
+            raise GradientError(f"apply() got {len(grads)} gradients for {len(variables)} variables.")
+        self._check_variables_are_known(variables)
+        if self.scaler.scales:
+            self._calls.consume()
+        indices = [index for index, gradient in enumerate(grads) if gradient is not None]
+        if not indices:
+            raise GradientError("apply() got no gradients: the loss depends on none of the trainable variables.")
+        unused = [variable for gradient, variable in zip(grads, variables, strict=True) if gradient is None]
+        if self.accumulate_steps > 1:  # what has no gradient now may have had one earlier in the window
+            grads = [
+                tf.zeros(v.shape, at_least_float32(v.dtype)) if g is None else g
+                for g, v in zip(grads, variables, strict=True)
+            ]
+            indices = list(range(len(grads)))
+        summed = replicas.total([dense_wide(grads[index], variables[index]) for index in indices])
+        self._update([variables[index] for index in indices], summed, variables, unused)
+        if tf.executing_eagerly():
+            self._eager_steps += 1
+            if self._eager_steps % self.scaler.patience == 0:
+                self.raise_if_stuck()
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        """`apply` on pairs; returns the number of applied updates."""
+        grads, variables = zip(*grads_and_vars, strict=True)
+        self.apply(list(grads), list(variables))
+        return self.iterations
+
+    def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        """Keras's JAX form of `apply`, which does not exist on TensorFlow."""
+        raise UnsupportedError("stateless_apply is for Keras on JAX. On TensorFlow call apply(grads, variables).")
+
+    # An update in three parts: numbers, decision, writes.
+
+    def _update(self, variables: list[Any], gradients: list[Any], every: list[Any], unused: list[Any]) -> None:
+        """The update, or a micro-step of it; `every` are the variables with the `unused` ones, which got no gradient.
+
+        In a window the unused ones have sums too: whether they were used before is known when it ends.
+        """
+        owners = [self._get_variable_index(variable) for variable in variables]
+        if self.accumulate_steps > 1:
+            sums = [raw(self._sums[owner]) for owner in owners]
+            gradients = [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
+            measured = tf.cond(
+                self._window_ends(),
+                lambda: self._measured(gradients),
+                lambda: (gradients, tf.constant(1.0), tf.constant(True)),
+            )
+        else:
+            measured = self._measured(gradients)
+
+        def decide(run: replicas.Run, sums: Any, unscaled: Any, factor: Any, finite: Any) -> None:
+            if self.accumulate_steps == 1:
+                self._end_window(run, variables, unscaled, factor, finite, every, unused)
+                return
+            tf.cond(
+                self._window_ends(),
+                lambda: self._end_window(run, variables, unscaled, factor, finite, every, unused),
+                lambda: self._add(owners, sums, unused),
+            )
+
+        replicas.together(decide, gradients, *measured)
+
+    def _window_ends(self) -> Any:
+        return tf.equal(raw(self._micro_step), self.accumulate_steps - 1)
+
+    def _measured(self, gradients: list[Any]) -> tuple[list[Any], Any, Any]:
+        """Unscaled gradients, the factor that clips them, and the finite flag."""
+        count, scaler = float(self.accumulate_steps), self.scaler
+        if scaler.scales or count > 1:
+            divisor = raw(self.dynamic_scale) * count if scaler.scales else tf.constant(count)
+            gradients = [gradient / tf.cast(divisor, gradient.dtype) for gradient in gradients]
+        if not scaler.checks and self.clip_norm is None:
+            return gradients, tf.constant(1.0), tf.constant(True)
+        norm, finite = norm_and_flag(gradients)
+        if self.clip_norm is None:
+            return gradients, tf.constant(1.0), finite
+        return gradients, refusals.clip_factor(norm, self.clip_norm, XP), finite
+
+    def _add(self, owners: Sequence[int], sums: Sequence[Any], unused: Sequence[Any]) -> None:
+        write([self._sums[owner] for owner in owners], sums)
+        left = {self._get_variable_index(variable) for variable in unused}
+        now = tf.constant([int(owner not in left) for owner in range(len(self._sums))])
+        raw(self._used).assign(tf.maximum(replicas.shared(raw(self._used)), now))
+        raw(self._micro_step).assign_add(1)
+        raw(self._skipped).assign(0)
+
+    def _end_window(
+        self,
+        run: replicas.Run,
+        variables: list[Any],
+        unscaled: Any,
+        factor: Any,
+        finite: Any,
+        every: list[Any],
+        unused: list[Any],
+    ) -> None:
+        """The decision of all replicas, the update or none, and rule S15."""
+
+        def update_all_but(left: list[Any]) -> None:
+            without = {id(variable) for variable in left}
+
+            def commit(unscaled: Any, factor: Any) -> None:
+                if self.clip_norm is not None:
+                    unscaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in unscaled]
+                pairs = zip(variables, unscaled, strict=True)
+                known = {id(variable): gradient for variable, gradient in pairs if id(variable) not in without}
+                self.inner_optimizer.apply([known.get(id(variable)) for variable in every], every)
+
+            with replicas.reduced_already(self.inner_optimizer), leaving_alone(self.inner_optimizer, left, warn=True):
+                run(commit, unscaled, factor)
+
+        def apply() -> None:
+            if not (unused and self._sums):
+                update_all_but(unused)
+                return
+            owners = [self._get_variable_index(variable) for variable in unused]
+            before = tf.gather(replicas.shared(raw(self._used)), owners)
+            tf.cond(tf.reduce_any(before > 0), lambda: update_all_but([]), lambda: update_all_but(unused))
+
+        if not self.scaler.checks:
+            apply()
+        else:
+            flag = replicas.shared(finite)
+            tf.cond(flag, apply, lambda: self._note_skip(variables, unscaled))
+            new = update(self.scaler, self.scale_state, flag, XP)
+            write(self._scale_variables, new)
+            raw(self._skipped).assign(tf.where(flag, 0, 1))
+        if self._sums:
+            write(self._sums, [tf.zeros(total.shape, total.dtype) for total in self._sums])
+            raw(self._used).assign(tf.zeros(self._used.shape, tf.int32))
+            raw(self._micro_step).assign(0)
+
+    def _note_skip(self, variables: list[Any], gradients: Any) -> None:
+        """How many elements of each gradient were not finite, for the report on a stuck scale."""
+        counts = dict.fromkeys(range(len(self._trainable_variables)), tf.constant(0))
+        for variable, gradient in zip(variables, gradients, strict=True):
+            counts[self._get_variable_index(variable)] = not_finite(replicas.shared(gradient))
+        raw(self._not_finite).assign(tf.stack(list(counts.values())))
+
+    # Saving.
+
+    def load_own_variables(self, store: Any) -> None:
+        """Keras's, and also from files written before it was known which parameters a window and an update used."""
+        later = [(self._used, 1)] if self.built and self._sums else []
+        if self.built and isinstance(self.inner_optimizer, SpecOptimizer):
+            later.append((self.inner_optimizer.missed_updates, 0))
+        load_without(self, store, later)
+
+    def get_config(self) -> dict[str, Any]:
+        """Everything that `from_config` needs, as plain values."""
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "scaler": msgspec.structs.asdict(self.scaler),
+            "clip_norm": self.clip_norm,
+            "accumulate_steps": self.accumulate_steps,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> LossScaleOptimizer:
+        """The optimizer that `get_config` described."""
+        config = dict(config)
+        inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects=custom_objects)
+        return cls(inner, LossScaler(**config.pop("scaler")), **config)

@@ -1,0 +1,243 @@
+"""A `Policy` on Keras layers: as a `keras.DTypePolicy`, on a built model, and around any callable.
+
+Keras's finest grain is the layer, and in a functional model also the operation, so both modes (S3) set what each layer
+computes in; variables stay as they are. Which layer gets what stands in `layer_choice`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import keras
+import tensorflow as tf
+
+from polyamp.contract import registry
+from polyamp.errors import ModelError, UnsupportedError
+from polyamp.recipe.policy import Policy
+from polyamp.rules.process_setting import ProcessSetting
+from polyamp_tensorflow.arrays import cast
+from polyamp_tensorflow.models.layers import as_output, is_built, is_layer
+from polyamp_tensorflow.precision.cast_mode import cast_variables, check_castable, is_cast
+from polyamp_tensorflow.precision.layer_choice import choose, keras_policy, policy_map
+from polyamp_tensorflow.precision.layer_stack import Application, drop_cached_functions
+from polyamp_tensorflow.step.interrupts import ending, repair
+
+
+def require_tensorflow() -> None:
+    """Refuse to run Keras on another backend than TensorFlow.
+
+    Raises:
+        UnsupportedError: says which one is set and how to change it.
+    """
+    if keras.config.backend() != "tensorflow":
+        raise UnsupportedError(
+            "polyamp trains Keras models on TensorFlow. Received: Keras on its "
+            f"{keras.config.backend()!r} backend. Set KERAS_BACKEND=tensorflow before Keras is imported."
+        )
+
+
+def dtype_policy(policy: Policy) -> Any:
+    """The `keras.DTypePolicy` of a policy; with overrides a `keras.dtype_policies.DTypePolicyMap`.
+
+    Either can be given to `keras.config.set_dtype_policy` or to a layer's `dtype=`. They say what Keras's own policies
+    can say: no layer is sensitive and no head is found; `apply_policy` does that. A map matches `layer.path`.
+
+    Args:
+        policy: parameters in float32 and `compute` float16, bfloat16 or float32, or both in one dtype.
+
+    Raises:
+        UnsupportedError: Keras has no policy with these dtypes.
+
+    Example:
+        >>> import polyamp
+        >>> from polyamp_tensorflow.precision.autocast import dtype_policy
+        >>> dtype_policy(polyamp.Policy("mixed_bfloat16")).name
+        'mixed_bfloat16'
+        >>> mapped = dtype_policy(polyamp.Policy("mixed_bfloat16", overrides={"encoder/norm*": "float32"}))
+        >>> mapped["encoder/norm1"].compute_dtype, mapped["encoder/dense"].compute_dtype
+        ('float32', 'bfloat16')
+    """
+    return policy_map(policy) if policy.overrides else keras_policy(policy.param, policy.compute)
+
+
+@contextlib.contextmanager
+def layer_policies(model: Any, policy: Policy) -> Iterator[None]:
+    """Every layer of a model under the policy; afterwards each has again the policy it had.
+
+    Of a model that is no layer the variables are cast (see `cast_mode`); a function passes.
+    """
+    if not is_layer(model):
+        with cast_variables(model, policy) if is_cast(model, policy) else contextlib.nullcontext():
+            yield
+        return
+    application = Application(model, policy)
+    with ending(application.restore):
+        application.put()
+        yield
+
+
+class AppliedPolicy:
+    """What `apply_policy` returns: the policy is on the model until `restore`, or until the end of a `with` block.
+
+    Attributes:
+        model: the model.
+        policy: the policy.
+    """
+
+    def __init__(self, model: Any, policy: Policy, *, heads: bool) -> None:
+        self.model = model
+        self.policy = policy
+        repair()
+        self._application = Application(model, policy, heads=heads)
+        try:
+            self._application.put()
+            drop_cached_functions(model)
+        except BaseException:  # an interrupt too
+            self.restore()
+            raise
+
+    @property
+    def choices(self) -> Mapping[str, tuple[str | None, str]]:
+        """Path -> (compute dtype, why) of every layer, and of the operations of functional models that are cast.
+
+        The dtype is None where the layer's own policy stays. The reasons are those of `dtype_policies.Choice`.
+        """
+        found = {choice.path: (choice.dtype, choice.why) for choice in self._application.choices}
+        return MappingProxyType(found)
+
+    def restore(self) -> None:
+        """Give every layer back what it had. What other policies have done since stays; a second call does nothing."""
+        try:
+            self._application.restore()
+        except BaseException:  # an interrupt: finish first
+            self._application.restore()
+            raise
+        finally:
+            drop_cached_functions(self.model)
+
+    def __enter__(self) -> AppliedPolicy:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
+    def __repr__(self) -> str:
+        return f"AppliedPolicy({self.model.name!r}, {self.policy})"
+
+
+def apply_policy(model: Any, policy: Policy, *, heads: bool = True) -> AppliedPolicy:
+    """Put a policy on a built Keras model: at once, for good or for the time of a `with` block.
+
+    Every layer gets its compute dtype: sensitive layers float32 (S4), heads float32, overrides (S5) what they say;
+    quantized layers and those whose constructor was given a dtype keep theirs. `fit`, `evaluate` and `predict` are
+    traced anew. Variables stay as they are. Loss scaling for float16 is the optimizer's: a policy brings none.
+
+    Args:
+        model: a built `keras.Model` or layer.
+        policy: what its layers compute in, and its output's dtype. `float32_matmul` is the process's and is not set.
+        heads: keep the layers that give logits in float32 too; those that give probabilities always are.
+
+    Returns:
+        The policy as a context manager, with `restore()` and `choices`.
+
+    Raises:
+        UnsupportedError: not a Keras layer, dtypes that Keras has no policy for, or `op_rules`.
+        ModelError: not built.
+        PolicyError: an override matches no layer, or puts a softmax head in 16 bits.
+
+    Example:
+        >>> import keras, polyamp, polyamp_tensorflow
+        >>> layers = [keras.layers.Dense(4, name="hidden"), keras.layers.Dense(2, name="out")]
+        >>> model = keras.Sequential([keras.Input((4,)), *layers])
+        >>> with polyamp_tensorflow.apply_policy(model, polyamp.Policy("mixed_bfloat16")) as applied:
+        ...     inside = [layer.compute_dtype for layer in model.layers]
+        >>> inside, applied.choices["out"], [layer.compute_dtype for layer in model.layers]
+        (['bfloat16', 'float32'], ('float32', 'head'), ['float32', 'float32'])
+    """
+    require_tensorflow()
+    if not is_layer(model):
+        raise UnsupportedError(f"apply_policy takes a keras.Model or layer. Received: {type(model).__qualname__}.")
+    registry.supporting(registry.get("tensorflow"), policy)
+    check_policy(model, policy)
+    if not is_built(model):
+        raise ModelError(
+            f"apply_policy takes a built model, whose layers all exist. Received: {model.name!r}, which is not built. "
+            "Call it once on a batch, give it a keras.Input, or build it."
+        )
+    return AppliedPolicy(model, policy, heads=heads)
+
+
+def check_policy(model: Any, policy: Policy) -> None:
+    """Refuse a policy that this model cannot follow, before the first step (S20).
+
+    Whether the overrides match is seen once the model is built.
+
+    Raises:
+        UnsupportedError: dtypes without a Keras policy; overrides or mode="autocast" on what is no Keras layer.
+        PolicyError: an override matches no layer, or puts a softmax head in 16 bits.
+    """
+    require_tensorflow()
+    for compute in (policy.compute, *policy.overrides.values()):
+        keras_policy(policy.param, compute)
+    if is_layer(model):
+        choose(model, policy if is_built(model) else policy.replace(overrides={}))
+    else:
+        check_castable(model, policy)
+
+
+def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
+    """A Keras layer or model, another model, or a function, as a callable that runs under the policy.
+
+    A layer's sublayers follow the policy; one that is not built is built by the first call. Anything else runs in
+    "cast" mode: floating arguments are cast to `compute`, and so are the trainable variables of a `tf.Module`. In every
+    case floating results are cast to `output`.
+
+    Raises:
+        UnsupportedError: mode="autocast" for a function; dtypes that Keras has no policy for.
+    """
+    require_tensorflow()
+    if is_layer(target):
+        check_policy(target, policy)
+    elif policy.mode == "autocast" or policy.overrides:
+        raise UnsupportedError(
+            "on TensorFlow the layer is the finest grain of mode='autocast' and of overrides, so they need a "
+            f"keras.Model or layer. Received: {getattr(target, '__qualname__', type(target).__qualname__)} with "
+            f"{policy}. Use policy.replace(mode='cast') for a function."
+        )
+    elif hasattr(target, "trainable_variables"):
+        check_castable(target, policy)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        repair()
+        if not is_built(target):
+            _build(target, args, kwargs)
+            check_policy(target, policy)
+        with matmul_precision(policy), layer_policies(target, policy):
+            if not is_layer(target):
+                args, kwargs = cast((args, kwargs), policy.compute, float64=policy.casts_float64)
+            return as_output(target(*args, **kwargs), policy)
+
+    return call
+
+
+def _build(layer: Any, args: Any, kwargs: Any) -> None:
+    """Create a layer's variables and sublayers by tracing a call that never runs: what each computes in is chosen when
+    all of them are there."""
+    tf.function(lambda: layer(*args, **kwargs), autograph=False).get_concrete_function()
+
+
+_TF32: Final[ProcessSetting[bool]] = ProcessSetting(
+    "float32_matmul (whether TF32 is allowed)",
+    tf.config.experimental.tensor_float_32_execution_enabled,
+    tf.config.experimental.enable_tensor_float_32_execution,
+)
+
+
+def matmul_precision(policy: Policy) -> contextlib.AbstractContextManager[None]:
+    """TensorFlow's switch for TF32, process-global and read when a kernel starts, set for the time of a call."""
+    if policy.float32_matmul is None:
+        return contextlib.nullcontext()
+    return _TF32.held(policy.float32_matmul != "highest")

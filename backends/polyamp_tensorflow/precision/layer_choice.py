@@ -1,0 +1,360 @@
+"""What dtype each layer of a Keras model gets under a `Policy`, and why.
+
+`choose` goes through the rules of docs/tensorflow_policy.md from the top; the first that applies decides. It changes
+nothing: `layer_stack` puts the choices on the layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from polyamp.errors import PolicyError, UnsupportedError
+from polyamp.recipe.policy import Policy, glob_covers
+from polyamp.rules.refusals import FLOATING
+from polyamp_tensorflow.models.layers import Module, modules, only_contains
+from polyamp_tensorflow.precision.dataflow import feeding_logarithms, is_gather, is_inner_product, multiplies
+from polyamp_tensorflow.precision.op_list import (
+    gives_probabilities,
+    is_dense,
+    is_product,
+    is_sensitive,
+    is_sensitive_operation,
+    may_be_binary_head,
+)
+
+NARROW: Final = ("float16", "bfloat16")
+STACK: Final = "_polyamp_policies"  # attribute of a layer that a policy is applied to
+
+_HEAD_NAMES: Final = frozenset({"head", "logits", "predictions", "probabilities", "classifier"})
+_TENSORS: Final = (tf.__internal__.EagerTensor, tf.Variable)
+
+
+class Choice(NamedTuple):
+    """What a layer, or an operation of a functional model, gets.
+
+    Attributes:
+        target: the layer or operation.
+        path: where it lies; "" for the model itself.
+        dtype: what it computes in; None where its own policy stays.
+        why: "compute", "override", "given" (to its constructor), "quantized", "not floating", "float64" (S2), "head",
+            "sensitive", "constants", "contains" (a functional or sequential model), "inner" (a wrapper follows what it
+            wraps), "product" or "gather" (of an operation).
+        parent: the layer that calls it, where that is not a functional or sequential model; else None.
+    """
+
+    target: Any
+    path: str
+    dtype: str | None
+    why: str
+    parent: Any = None
+
+
+def keras_policy(param: str, compute: str) -> Any:
+    """The `keras.DTypePolicy` with these dtypes.
+
+    Raises:
+        UnsupportedError: Keras has none.
+    """
+    if param == compute:
+        return keras.DTypePolicy(param)
+    if param == "float32" and compute in NARROW:
+        return keras.DTypePolicy(f"mixed_{compute}")
+    raise UnsupportedError(
+        "Keras can store parameters in float32 and compute in float16 or bfloat16, or do both in one dtype. "
+        f"Received: param={param!r}, compute={compute!r}."
+    )
+
+
+def own_policy(layer: Any) -> Any:
+    """The Keras policy that a layer has without those of polyamp (see `layer_stack`).
+
+    A layer that was quantized while one of those was on it is quantized without them too.
+    """
+    stack = vars(layer).get(STACK)
+    policy = stack[0].policy if stack else layer.dtype_policy
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and layer.path:
+        policy = policy[layer.path]
+    if not is_quantized(layer) or isinstance(policy, keras.dtype_policies.QuantizedDTypePolicy):
+        return policy
+    if policy.compute_dtype == "float16":  # Keras has no int8 with it
+        return layer.dtype_policy
+    mode, _, _ = layer.dtype_policy.name.rpartition("_from_")
+    return keras.dtype_policies.get(f"{mode}_from_{policy.name}")
+
+
+def is_quantized(layer: Any) -> bool:
+    """True for a layer whose kernel holds integers or float8: its Keras policy tells how to read it."""
+    return isinstance(layer.dtype_policy, keras.dtype_policies.QuantizedDTypePolicy)
+
+
+def policy_map(policy: Policy) -> Any:
+    """The policy with its overrides as a `keras.dtype_policies.DTypePolicyMap`.
+
+    Keras looks a layer up by `layer.path` and refuses a path that two patterns match, so each pattern excludes what a
+    longer glob covers. In a subclassed model that path begins with the model's name, in a functional one it does not:
+    a pattern allows one segment before the glob. `apply_policy` knows a layer's place exactly.
+    """
+    ranked = sorted(policy.overrides, key=lambda glob: (len(glob), glob), reverse=True)
+    patterns = {glob: rf"(?:[^/]*/)?{_regex(glob)}(?:/.*)?" for glob in ranked}
+    found = keras.dtype_policies.DTypePolicyMap(default_policy=keras_policy(policy.param, policy.compute))
+    for place, glob in enumerate(ranked):
+        longer = "".join(f"(?!{patterns[other]}$)" for other in ranked[:place])
+        found[f"^(?:{longer}{patterns[glob]})$"] = keras_policy(policy.param, policy.overrides[glob])
+    return found
+
+
+def _regex(glob: str) -> str:
+    """A glob of S5 as a regular expression."""
+    words = {"**/": "(?:.*/)?", "/**": "(?:/.*)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|/\*\*$|\*\*|\*|\?|\[[^]]+\])", glob)
+    return "".join(
+        part.replace("[!", "[^", 1) if part.startswith("[") else words.get(part, re.escape(part)) for part in parts
+    )
+
+
+def has_islands(policy: Policy) -> bool:
+    """True if sensitive layers compute in float32 (S4): in autocast mode, with polyamp's list, over float32 masters."""
+    return (
+        policy.mode != "cast"
+        and policy.op_list == "polyamp"
+        and policy.param == "float32"
+        and any(dtype in NARROW for dtype in (policy.compute, *policy.overrides.values()))
+    )
+
+
+def _check_overrides(model: Any, policy: Policy) -> None:
+    """Refuse a glob that matches nothing in the model.
+
+    Raises:
+        PolicyError: with the nearest paths.
+    """
+    found = modules(model)
+    known = [path for module in found for path in (module.path, *module.other_paths) if path]
+    policy.resolve_overrides([*known, *(path for module in found for _, path in _operations(module))])
+
+
+def choose(model: Any, policy: Policy, *, heads: bool = False) -> list[Choice]:
+    """A choice for every layer of a model, and for those operations of functional models that need one.
+
+    Args:
+        model: a Keras layer or model.
+        policy: the policy.
+        heads: layers that give logits compute in float32, unless `autocast.output` is narrower.
+
+    Raises:
+        PolicyError: an override matches nothing, or puts a head that gives probabilities in 16 bits.
+        UnsupportedError: dtypes that Keras has no policy for.
+    """
+    _check_overrides(model, policy)
+    found = modules(model)
+    giving_output = _heads(found)
+    feeding = _feeding(found) if has_islands(policy) else set()
+    choices: dict[int, Choice] = {}
+    clear: set[int] = set()  # what only contains layers, whose way to the output can be followed
+    for module in found:
+        layer = module.layer
+        if only_contains(layer) and (module.parent is None or id(module.parent) in clear):
+            clear.add(id(layer))
+        given_heads = giving_output if heads else {}
+        dtype, why = _layer_dtype(module, policy, given_heads, feeding, choices.get(id(module.parent)))
+        if why == "compute" and has_islands(policy) and may_be_binary_head(layer) and id(module.parent) not in clear:
+            dtype, why = "float32", "sensitive"
+        called_by = None if module.parent is None or only_contains(module.parent) else module.parent
+        choice = Choice(layer, module.path, dtype, why, called_by)
+        sure = giving_output.get(id(layer)) == "probabilities" and why not in ("quantized", "not floating", "float64")
+        choices[id(layer)] = _probabilities(choice, policy) if sure else choice
+    for module in reversed(found):
+        _follow(module.layer, choices)
+    operations = [choice for module in found for choice in _operation_choices(module, policy, giving_output, feeding)]
+    return [*choices.values(), *operations]
+
+
+def _feeding(found: list[Module]) -> set[int]:
+    """ids of what feeds a logarithm or `1 - x` in the functional models."""
+    return {one for module in found if only_contains(module.layer) for one in feeding_logarithms(module.layer)}
+
+
+def _layer_dtype(
+    module: Module, policy: Policy, heads: dict[int, Any], feeding: set[int], above: Choice | None
+) -> tuple[str | None, str]:
+    layer, own = module.layer, own_policy(module.layer)
+    if getattr(own, "quantization_mode", None):
+        return None, "quantized"
+    if own.compute_dtype not in FLOATING:
+        return None, "not floating"
+    if own.compute_dtype == "float64" and not policy.casts_float64:
+        return None, "float64"
+    if only_contains(layer):
+        given = (above is not None and above.why == "given") or _is_given(layer, policy)
+        return (None, "given") if given else (policy.param, "contains")
+    override = _override((module.path, *module.other_paths), policy)
+    if override is not None:
+        return override, "override"
+    if (above is not None and above.why == "given") or _is_given(layer, policy):
+        return None, "given"
+    if policy.compute not in NARROW or policy.param != "float32":
+        return policy.compute, "compute"
+    if heads.get(id(layer)) == "logits" and policy.output not in NARROW:
+        return "float32", "head"
+    if has_islands(policy) and (is_sensitive(layer) or id(layer) in feeding or is_inner_product(layer)):
+        return "float32", "sensitive"
+    if _holds_constants(layer):
+        return "float32", "constants"
+    return policy.compute, "compute"
+
+
+def _override(paths: tuple[str, ...], policy: Policy) -> str | None:
+    """The dtype of the longest glob that covers the layer in any of the places where it lies (S5)."""
+    matching = [glob for glob in policy.overrides if any(path and glob_covers(glob, path) for path in paths)]
+    return policy.overrides[max(matching, key=lambda glob: (len(glob), glob))] if matching else None
+
+
+def _is_given(layer: Any, policy: Policy) -> bool:
+    """True if the user gave the layer's constructor a dtype that this policy can leave alone.
+
+    Keras keeps the arguments of a constructor for `get_config` if all are plain. Layers from `load_model` and
+    `clone_model` have been given every argument, `trainable` among them, so theirs says nothing. A 16-bit dtype yields
+    to a policy that brings no loss scaling for it, or that asks for full precision.
+    """
+    arguments = getattr(getattr(layer, "_auto_config", None), "config", None)
+    if arguments is None or arguments.get("dtype") is None or "trainable" in arguments:
+        return False
+    dtype = own_policy(layer).compute_dtype
+    if dtype == "float16":
+        return policy.needs_loss_scaling
+    return dtype != "bfloat16" or policy.compute in NARROW
+
+
+def _holds_constants(layer: Any) -> bool:
+    """True for a layer of the user's that keeps float32 tensors: TensorFlow refuses to combine them with 16 bits."""
+    if isinstance(layer, keras.layers.TFSMLayer):
+        return True
+    if isinstance(layer, keras.layers.Lambda):
+        own = [cell.cell_contents for cell in getattr(layer.function, "__closure__", None) or ()]
+    elif type(layer).__module__.startswith("keras."):
+        return False
+    else:
+        own = [value for name, value in vars(layer).items() if name not in _attributes_of_layers()]
+    return any(isinstance(leaf, _TENSORS) and leaf.dtype == tf.float32 for leaf in _flat(own))
+
+
+@functools.cache
+def _attributes_of_layers() -> frozenset[str]:
+    """Names that Keras itself sets. Asked for late: the first layer of a process settles Keras's global policy."""
+    return frozenset(vars(keras.layers.Layer(name="none")))
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def _follow(layer: Any, choices: dict[int, Choice]) -> None:
+    """A wrapper such as TimeDistributed only passes on what its layer gives: it takes that layer's dtype."""
+    own = choices[id(layer)]
+    if isinstance(layer, keras.layers.Wrapper) and own.why in ("compute", "head"):
+        inner = choices[id(layer.layer)]
+        dtype = inner.dtype or own_policy(layer.layer).compute_dtype
+        if dtype in FLOATING and inner.why != "quantized":
+            choices[id(layer)] = own._replace(dtype=dtype, why=own.why if dtype == own.dtype else "inner")
+
+
+def _heads(found: list[Module]) -> dict[int, str]:
+    """id -> "probabilities" or "logits" of the layers and operations that give a model's output.
+
+    Those of a functional or sequential model are found by going back from its outputs; elsewhere a name tells.
+    """
+    ending: list[Any] = []
+    for module in found:
+        named = bool(module.path) and _last_word(module.layer.name) in _HEAD_NAMES
+        if only_contains(module.layer) and (named or not module.path):
+            ending += _ending(module.layer)
+        elif (named and is_dense(module.layer)) or ((named or len(found) == 1) and gives_probabilities(module.layer)):
+            ending.append(module.layer)
+    ending += [layer.layer for layer in ending if isinstance(layer, keras.layers.Wrapper)]
+    return {id(last): "probabilities" if gives_probabilities(last) else "logits" for last in ending}
+
+
+def _last_word(name: str) -> str:
+    """ "lm_head_1" -> "head" """
+    return name.rstrip("0123456789_").rpartition("_")[2]
+
+
+def _ending(container: Any) -> list[Any]:
+    """What a functional model's outputs come from, back to the last layer with weights if that is a dense one."""
+    ending = []
+    for tensor in keras.tree.flatten(getattr(container, "outputs", None) or []):  # one that is not built has none
+        walked = list(_back(tensor))
+        keep = not walked or not getattr(walked[-1], "weights", None) or is_dense(walked[-1])
+        ending += walked if keep else walked[:-1]
+    return ending
+
+
+def _back(tensor: Any) -> Iterator[Any]:
+    operation, node, place = tensor._keras_history
+    if isinstance(operation, keras.layers.InputLayer):
+        return
+    if only_contains(operation):
+        yield from _back(keras.tree.flatten(operation.outputs)[place])
+        return
+    yield operation
+    inputs = operation._inbound_nodes[node].input_tensors
+    if not getattr(operation, "weights", None) and len(inputs) == 1:
+        yield from _back(inputs[0])
+
+
+def _probabilities(choice: Choice, policy: Policy) -> Choice:
+    """Probabilities come in float32, in every mode: Keras's cross-entropy clips them, and in 16 bits loses the logits.
+
+    Raises:
+        PolicyError: an override asks for 16 bits.
+    """
+    dtype = choice.dtype or own_policy(choice.target).compute_dtype
+    if policy.param in NARROW or dtype not in NARROW:
+        return choice
+    if choice.why == "override":
+        raise PolicyError(
+            f"overrides: {choice.path!r} gives probabilities, and cross-entropy of 16-bit probabilities is wrong (a "
+            f"loss of 30 is reported as 16.1). Received: {dtype}. Leave it in float32, or let it give logits "
+            "(activation=None, from_logits=True in the loss)."
+        )
+    return choice._replace(dtype="float32", why="head")
+
+
+def _operations(module: Module) -> list[tuple[Any, str]]:
+    """(operation, path) of what a functional model calls beside its layers."""
+    if not isinstance(module.layer, keras.Function) or not only_contains(module.layer):
+        return []
+    prefix = f"{module.path}/" if module.path else ""
+    return [
+        (operation, prefix + operation.name)
+        for operation in module.layer.operations
+        if not isinstance(operation, keras.Layer)
+    ]
+
+
+def _operation_choices(module: Module, policy: Policy, heads: dict[int, str], feeding: set[int]) -> Iterator[Choice]:
+    for operation, path in _operations(module):
+        override = _override((path,), policy)
+        if override is not None:
+            choice = Choice(operation, path, override, "override")
+            yield _probabilities(choice, policy) if heads.get(id(operation)) == "probabilities" else choice
+        elif heads.get(id(operation)) == "probabilities" and policy.param == "float32":
+            yield Choice(operation, path, "float32", "head")
+        elif has_islands(policy) and (
+            is_sensitive_operation(operation) or id(operation) in feeding or is_inner_product(operation)
+        ):
+            yield Choice(operation, path, "float32", "sensitive")
+        elif is_product(operation) and policy.compute in NARROW and not multiplies(operation):
+            yield Choice(operation, path, policy.compute, "product")
+        elif has_islands(policy) and is_gather(operation):
+            yield Choice(operation, path, None, "gather")

@@ -1,0 +1,202 @@
+"""Putting a policy's choices on the layers of a model, and taking them off again.
+
+A layer's compute dtype is its Keras `dtype_policy`. What that cannot say stands in for one of the layer's own methods:
+casting what a layer returns (inside a layer with its own `call`, where TensorFlow's operators refuse mixed dtypes), the
+softmax in the middle of an attention layer, an operation of a functional model, the dtype of the model's output, and
+that of regularization losses.
+
+Each layer carries a stack of settings, its own at the bottom, so that policies that are applied and taken off in any
+order, in several threads as well, leave it with those that remain, and in the end with its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import keras
+
+from polyamp.recipe.policy import Policy
+from polyamp_tensorflow.arrays import cast
+from polyamp_tensorflow.models.layers import as_output, in_dtype, is_layer, modules, only_contains, signature_of
+from polyamp_tensorflow.precision.dataflow import is_gather, summed_in_float32
+from polyamp_tensorflow.precision.layer_choice import (
+    NARROW,
+    STACK,
+    Choice,
+    choose,
+    has_islands,
+    is_quantized,
+    keras_policy,
+    own_policy,
+)
+from polyamp_tensorflow.precision.op_list import SENSITIVE_LAYERS
+from polyamp_tensorflow.precision.regularizers import in_float32, without_float32
+
+_CACHED_FUNCTIONS: Final = ("train_function", "test_function", "predict_function")
+_REPLACED: Final = ("call", "add_loss", "_apply_scores", "_calculate_scores")
+_REGULARIZER: Final = "activity_regularizer"
+_LOCK: Final = threading.RLock()
+
+
+class _Setting(NamedTuple):
+    """What a layer is set to.
+
+    Attributes:
+        policy: its `keras.DTypePolicy`; None for its own, and for an operation.
+        methods: functions that stand in for methods of the same name.
+    """
+
+    policy: Any
+    methods: Mapping[str, Callable[..., Any]]
+
+
+class Application:
+    """A policy on a model, from `put` until `restore`.
+
+    Args:
+        model: a Keras layer or model.
+        policy: the policy.
+        heads: as in `choose`.
+
+    Attributes:
+        choices: what each layer gets and why.
+    """
+
+    def __init__(self, model: Any, policy: Policy, *, heads: bool = False) -> None:
+        self._model = model
+        with _LOCK:
+            self.choices = choose(model, policy, heads=heads)
+            dtypes = {id(choice.target): choice.dtype for choice in self.choices}
+            self._settings = [(choice.target, self._setting(choice, policy, dtypes)) for choice in self.choices]
+
+    def put(self) -> None:
+        """Put it on; if that is interrupted, `restore` takes off what is on."""
+        with _LOCK:
+            for target, setting in self._settings:
+                own = _Setting(getattr(target, "_dtype_policy", None), _own(target))
+                vars(target).setdefault(STACK, [own]).append(setting)
+                _show(target, setting)
+                _regularize(target, in_float32)
+
+    def restore(self) -> None:
+        """Take the policy off; what was applied before or since stays. A second call does nothing; one that is
+        interrupted can be repeated."""
+        with _LOCK:
+            for target, setting in self._settings:
+                stack = vars(target).get(STACK)
+                if stack is None:  # a call before this one was interrupted after this target
+                    continue
+                stack[:] = [other for other in stack if other is not setting]
+                _show(target, stack[-1])
+                if len(stack) == 1:
+                    _regularize(target, without_float32)
+                    del vars(target)[STACK]
+            self._restore_new_layers()
+            self._settings = []
+
+    def _restore_new_layers(self) -> None:
+        """A layer that is built under a policy hands what it has to the sublayers it creates: give them its own."""
+        given = {id(setting.policy): target for target, setting in self._settings if setting.policy is not None}
+        for module in modules(self._model):
+            source = given.get(id(module.layer._dtype_policy))
+            if source is not None and source is not module.layer:
+                module.layer._dtype_policy = source._dtype_policy
+            if STACK not in vars(module.layer):
+                _regularize(module.layer, without_float32)
+
+    def _setting(self, choice: Choice, policy: Policy, dtypes: Mapping[int, str | None]) -> _Setting:
+        target, dtype = choice.target, choice.dtype
+        call = _method(target, "call")
+        gathers = has_islands(policy) and is_gather(target)
+        if gathers:
+            call = summed_in_float32(call)
+        if not is_layer(target):
+            return _Setting(None, {"call": call if dtype is None else _casting_inputs(call, dtype)})
+        own = None if dtype is None else keras_policy(policy.param, dtype)
+        # A sum of the user's own stays in the dtype of its operands; `fit` adds it to float32 ones.
+        methods = {"add_loss": _casting_inputs(_method(target, "add_loss"), "float32")}
+        if gathers:
+            methods["call"] = call
+        if isinstance(target, SENSITIVE_LAYERS) and not target.autocast and dtype not in (None, *NARROW):
+            # Keras leaves the input of its normalisations alone, and rounds their result to the input's dtype.
+            methods["call"] = call = _casting_inputs(call, str(dtype))
+        if target is self._model and _rounds(policy):
+            methods["call"] = _giving_output(call, policy)
+        elif choice.parent is not None and dtype is not None:
+            outer = dtypes[id(choice.parent)] or own_policy(choice.parent).compute_dtype
+            if outer != dtype or only_contains(target):
+                methods["call"] = _rounding(call, outer)
+        elif isinstance(target, keras.layers.SpectralNormalization) and choice.why == "sensitive":
+            methods["call"] = _rounding(call, policy.compute)
+        if isinstance(target, keras.layers.Attention) and dtype in NARROW and has_islands(policy):
+            own_scores = functools.partial(_apply_scores, target)
+            methods["_apply_scores"] = signature_of(_method(target, "_apply_scores"), own_scores)
+            if isinstance(target, keras.layers.AdditiveAttention) or target.score_mode == "concat":
+                methods["_calculate_scores"] = _casting_inputs(_method(target, "_calculate_scores"), "float32")
+        return _Setting(own, methods)
+
+
+def drop_cached_functions(model: Any) -> None:
+    """Let Keras trace `fit`, `evaluate` and `predict` anew: a traced function keeps the dtypes it was traced with."""
+    for module in modules(model):
+        for name in _CACHED_FUNCTIONS:
+            if hasattr(module.layer, name):
+                setattr(module.layer, name, None)
+
+
+def _rounds(policy: Policy) -> bool:
+    return any(dtype in NARROW for dtype in (policy.compute, policy.output, *policy.overrides.values()))
+
+
+def _own(target: Any) -> dict[str, Callable[..., Any]]:
+    return {name: vars(target)[name] for name in _REPLACED if name in vars(target)}
+
+
+def _method(target: Any, name: str) -> Callable[..., Any]:
+    """The target's own method, whatever stands in for it now."""
+    own = vars(target)[STACK][0].methods if STACK in vars(target) else _own(target)
+    method: Callable[..., Any] = own.get(name) or getattr(type(target), name).__get__(target)
+    return method
+
+
+def _show(target: Any, setting: _Setting) -> None:
+    """Make a setting the one in force. Past Keras's setters: they edit a DTypePolicyMap in place, and track values."""
+    if is_layer(target):
+        policy = setting.policy if setting.policy is not None else vars(target)[STACK][0].policy
+        target._dtype_policy = own_policy(target) if is_quantized(target) else policy
+    for name in _REPLACED:
+        vars(target).pop(name, None)
+    vars(target).update({**vars(target)[STACK][0].methods, **setting.methods})
+
+
+def _regularize(target: Any, change: Callable[[Any], Any]) -> None:
+    """Change the target's activity regularizer, whichever it is by now: users may set it."""
+    if is_layer(target) and _REGULARIZER in vars(target):
+        vars(target)[_REGULARIZER] = change(vars(target)[_REGULARIZER])
+
+
+def _rounding(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+    return signature_of(call, lambda *args, **kwargs: in_dtype(call(*args, **kwargs), dtype))
+
+
+def _casting_inputs(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+    return signature_of(call, lambda *args, **kwargs: call(*cast(args, dtype), **cast(kwargs, dtype)))
+
+
+def _giving_output(call: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    return signature_of(call, lambda *args, **kwargs: as_output(call(*args, **kwargs), policy))
+
+
+def _apply_scores(layer: Any, scores: Any, value: Any, scores_mask: Any = None, training: bool = False) -> Any:
+    """`keras.layers.Attention._apply_scores` with the softmax in float32 and the product in the scores' dtype (S4)."""
+    wide = keras.ops.cast(scores, "float32")
+    if scores_mask is not None:
+        mask = scores_mask if len(scores_mask.shape) > 2 else keras.ops.expand_dims(scores_mask, axis=-2)
+        wide = keras.ops.where(mask, wide, wide - 1e9)
+    weights = keras.ops.cast(keras.ops.softmax(wide, axis=-1), value.dtype)
+    if training and layer.dropout > 0:
+        weights = keras.random.dropout(weights, layer.dropout, seed=layer.seed_generator)
+    return keras.ops.matmul(weights, value), weights

@@ -1,0 +1,139 @@
+"""What an optimizer must not be before it trains (S20): one that scales, clips or accumulates by itself, or one that
+was built for another model.
+
+Called while an optimizer is built, by recipes and by `LossScaleOptimizer`. What a strategy asks for is in `replicas`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import keras
+import tensorflow as tf
+
+from polyamp.errors import LossScaleError, RecipeError, UnsupportedError
+from polyamp.recipe.optimizers import is_spec
+from polyamp.recipe.scaler import LossScaler
+from polyamp_tensorflow.arrays import raw, variable_name
+
+_KNOBS: Final = {
+    "clipnorm": "Recipe(clip_norm=...), the norm over all gradients",
+    "clipvalue": "Recipe(clip_norm=...), the norm over all gradients",
+    "global_clipnorm": "Recipe(clip_norm=...)",
+    "gradient_accumulation_steps": "Recipe(accumulate_steps=...)",
+    "loss_scale_factor": "Recipe(scaler=polyamp.LossScaler.static(...))",
+}
+"""Settings of Keras's optimizers that would act a second time on what the step does itself -> what replaces them."""
+
+
+def members(optimizer: Any) -> list[Any]:
+    """The optimizer and, of a `keras.optimizers.MultiOptimizer`, the members, each of which works on its own.
+
+    One that is given a function instead of a map knows its members when it is built.
+    """
+    return [optimizer, *getattr(optimizer, "optimizers", ())]
+
+
+def check_recipe_optimizer(optimizer: Any) -> None:
+    """Refuse an optimizer of a recipe that is not Keras's or that would scale, clip or accumulate by itself.
+
+    Raises:
+        LossScaleError: a `LossScaleOptimizer`, which would scale a second time.
+        RecipeError: another framework's optimizer, or a setting that the recipe has its own field for.
+    """
+    if is_spec(optimizer):
+        return
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise LossScaleError(
+            "optimizer: a keras LossScaleOptimizer in a recipe is a scaler wrapped twice, because polyamp scales the "
+            "loss itself. Pass its inner_optimizer, and choose the scale with Recipe(scaler=polyamp.LossScaler(...))."
+        )
+    _check_kind(optimizer)
+    for member in members(optimizer):
+        for knob, instead in _KNOBS.items():
+            value = getattr(member, knob, None)
+            if value is not None:
+                raise RecipeError(
+                    f"optimizer: {type(member).__qualname__}({knob}={value!r}) would act before polyamp's finite check "
+                    f"or on scaled gradients. Leave it unset and use {instead} instead."
+                )
+
+
+def check_inner_optimizer(optimizer: Any, clip_norm: float | None) -> None:
+    """Refuse an optimizer that cannot stand inside a `LossScaleOptimizer`, where its own clipping is welcome.
+
+    Raises:
+        LossScaleError: a scaler wrapped twice, or a `loss_scale_factor`.
+        RecipeError: not a Keras optimizer, or a setting that would act a second time.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise LossScaleError(
+            "optimizer: a LossScaleOptimizer inside another is a scaler wrapped twice. Pass its inner_optimizer."
+        )
+    _check_kind(optimizer)
+    for member in members(optimizer):
+        name = type(member).__qualname__
+        if member.loss_scale_factor is not None:
+            raise LossScaleError(
+                f"optimizer: {name}(loss_scale_factor={member.loss_scale_factor!r}) inside a LossScaleOptimizer is a "
+                "scaler wrapped twice. Leave it unset; LossScaler.static(...) gives a constant scale."
+            )
+        if member.gradient_accumulation_steps is not None:
+            raise RecipeError(
+                f"optimizer: {name}(gradient_accumulation_steps={member.gradient_accumulation_steps!r}) would count "
+                "micro-batches as updates. Leave it unset and use LossScaleOptimizer(accumulate_steps=...) instead."
+            )
+        if clip_norm is not None and member.global_clipnorm is not None:
+            raise RecipeError(
+                f"optimizer: {name}(global_clipnorm={member.global_clipnorm!r}) and clip_norm={clip_norm!r} both clip "
+                "by the global norm. Leave one of them unset."
+            )
+
+
+def _check_kind(optimizer: Any) -> None:
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise RecipeError(
+            "optimizer must be one of polyamp's specs or a keras.optimizers.Optimizer. Received: "
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}."
+        )
+
+
+def check_built_for(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Refuse an optimizer that is built, itself or a member of it, for others than these variables.
+
+    Raises:
+        RecipeError: says which.
+    """
+    wanted = {id(raw(variable)) for variable in variables}
+    parts = members(optimizer)[1:] or [optimizer]
+    known = [{id(raw(variable)) for variable in part._trainable_variables} for part in parts]
+    strange = [part for part, own in zip(parts, known, strict=True) if not own <= wanted]
+    if optimizer.built and set().union(*known) != wanted:
+        strange.append(optimizer)
+    if strange:
+        raise RecipeError(
+            f"optimizer: this {type(strange[0]).__qualname__} is already built for other variables: another model's, "
+            "or this one's when other layers were trainable. Make a new optimizer for each model, or use one of "
+            "polyamp's specs, which can be shared."
+        )
+
+
+def check_scaled_variables(variables: Sequence[Any], scaler: LossScaler) -> None:
+    """Refuse variables whose gradients cannot be scaled and checked.
+
+    Raises:
+        LossScaleError: float16 parameters with a scaler that scales.
+        UnsupportedError: variables that are overwritten by their gradients (float8).
+    """
+    for variable in variables:
+        if scaler.scales and tf.as_dtype(variable.dtype) == tf.float16:
+            raise LossScaleError(
+                "a loss scaler needs float32 master weights: unscaled gradients underflow in float16 parameters. "
+                f"Received: {variable_name(variable)} in float16. Use mixed_float16, or LossScaler.off()."
+            )
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise UnsupportedError(
+                f"{variable_name(variable)} is overwritten by its gradient, as float8 layers do. polyamp scales, "
+                "checks and sums gradients, which such values are not. Use keras.optimizers.LossScaleOptimizer."
+            )

@@ -1,0 +1,271 @@
+"""`TensorFlowState`: the user's model, the optimizer and polyamp's own scalars, all in variables updated in place.
+
+Made by `TensorFlowBackend.init`; read and written by the step; exported to and imported from NumPy for checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from polyamp.contract.backend import Backend
+from polyamp.errors import ModelError
+from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import LossScaler, LossScaleState, update
+from polyamp.rules import refusals
+from polyamp_tensorflow.arrays import XP, Array, dtype_name, raw, to_numpy, write
+from polyamp_tensorflow.models.layers import Variables, is_built, is_layer, variables_of
+from polyamp_tensorflow.precision.autocast import check_policy
+from polyamp_tensorflow.step.distribution import check_variables, several
+from polyamp_tensorflow.step.optimizers import make_optimizer, optimizer_variables
+from polyamp_tensorflow.step.resuming import described
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+_TRAINABLE: Final = operator.attrgetter("trainable")
+_PAUSE: Final = 1e-3
+"""Seconds in which a thread that waits for a lock wakes up and takes it."""
+
+
+class _Training(NamedTuple):
+    """What exists once the model has its variables."""
+
+    variables: Variables
+    optimizer: Any
+    flags: list[bool]
+
+
+class TensorFlowState:
+    """A model under training. The step updates the model, the optimizer and the scalars in place.
+
+    A model that is not built gets its variables, and is checked, at the first step or `value_and_grad`.
+
+    Made in a strategy's scope, each replica has its copy of every variable, and the step keeps the copies alike.
+
+    Attributes:
+        model: the user's own model.
+        recipe: the recipe it was made with.
+        strategy: the `tf.distribute.Strategy` in whose scope it was made; TensorFlow's default one otherwise.
+        optimizer_settings: the optimizer's configuration as it was when it was made, for checkpoints.
+        programs: the graph functions traced for this state, by the object that runs them.
+        warned_of_additions: whether it was said that `loss_fn` leaves out what the model adds to its loss (S25).
+        turn: held by a step, and by an export, which reads one variable after the other.
+        waiting: how many threads wait for the turn to read or replace everything.
+    """
+
+    def __init__(self, model: Any, recipe: Recipe, backend: Backend) -> None:
+        self.model = model
+        self.recipe = recipe
+        self.programs: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
+        self.strategy = tf.distribute.get_strategy()
+        self.warned_of_additions = False
+        self.turn = threading.RLock()
+        self.waiting = 0
+        self._backend = backend
+        self._scale = LossScaleState(
+            *(tf.Variable(value, trainable=False, name=name) for name, value in _fresh(recipe.loss_scaler))
+        )
+        self._step = tf.Variable(0, dtype=tf.int32, trainable=False, name="step")
+        self._training: _Training | None = None
+        self.optimizer_settings: dict[str, Any] = {}
+        if is_built(model):
+            self.finish_building()
+        elif several(self.strategy):
+            raise ModelError(
+                "model: on several replicas it must be built, so that each has its copy of the variables. Call it once "
+                "in strategy.scope(), or give its first layer an Input."
+            )
+        else:
+            check_policy(model, recipe.policy.replace(overrides={}))
+
+    @property
+    def backend(self) -> Backend:
+        return self._backend
+
+    @property
+    def scale_state(self) -> LossScaleState:
+        """The loss-scale state, as tensors that later steps do not change."""
+        return LossScaleState(*(variable.read_value() for variable in self._scale))
+
+    @property
+    def step(self) -> Any:
+        """Number of applied updates, int32 scalar."""
+        return self._step.read_value()
+
+    @property
+    def is_ready(self) -> bool:
+        """False while the model waits for its first batch to create its variables."""
+        return self._training is not None
+
+    @property
+    def variables(self) -> Variables:
+        """The model's variables by role."""
+        return self._ready().variables
+
+    @property
+    def optimizer(self) -> Any:
+        """The Keras optimizer in use."""
+        return self._ready().optimizer
+
+    def __repr__(self) -> str:
+        count, device = "not built", tf.constant(0).device
+        if self.is_ready:
+            parameters = [raw(variable) for variable in self.variables.parameters.values()]
+            count, device = f"{sum(int(np.prod(p.shape)) for p in parameters):,}", parameters[0].device
+        return (
+            f"TensorFlowState(backend={self.backend.name!r}, device={device.rpartition('device:')[2]!r}, "
+            f"parameters={count}, policy={self.recipe.policy}, scale={float(self.scale_state.scale):g}, "
+            f"step={int(self.step)})"
+        )
+
+    def finish_building(self) -> None:
+        """Check the model's variables and create the optimizer's.
+
+        Raises:
+            ModelError, UnsupportedError, PolicyError, RecipeError: what S20 asks for.
+        """
+        variables = variables_of(self.model)
+        check_variables(self.strategy, [raw(v) for role in variables for v in role.values()])
+        refusals.check_parameters([(n, dtype_name(v)) for n, v in variables.parameters.items()], self.recipe)
+        check_policy(self.model, self.recipe.policy)
+        optimizer = make_optimizer(self.recipe, variables.parameters)
+        self.optimizer_settings = described(optimizer)
+        self._training = _Training(variables, optimizer, self._trainable(variables))
+
+    def check_unchanged(self) -> None:
+        """Refuse a model of which other layers are trainable than at `init`.
+
+        Raises:
+            ModelError: names the first parameter that was frozen or unfrozen.
+        """
+        variables, _, before = self._ready()
+        now = self._trainable(variables)
+        if now == before:
+            return
+        names = [*variables.parameters, *variables.frozen, *variables.running]
+        name, frozen = next((n, was) for n, was, new in zip(names, before, now, strict=True) if was != new)
+        raise ModelError(
+            f"parameter {name!r} was frozen after init. Set trainable back, or call polyamp.init again to train the "
+            "others."
+            if frozen
+            else f"parameter {name!r} was unfrozen after init, so no optimizer holds it. Set trainable back, or call "
+            "polyamp.init again to train it too."
+        )
+
+    def _trainable(self, variables: Variables) -> list[bool]:
+        """Which variables Keras calls trainable; those of other models have no such switch."""
+        every = [*variables.parameters.values(), *variables.frozen.values(), *variables.running.values()]
+        if not is_layer(self.model):
+            return []
+        return list(map(_TRAINABLE, every)) if self.model.trainable else [False] * len(every)
+
+    def read_statistics(self) -> dict[str, Any]:
+        """Values of what a forward pass changes and a skipped update takes back: running statistics."""
+        return _values(self.variables.left_by_a_forward_pass)
+
+    def read_rng(self) -> dict[str, Any]:
+        """Values of the random-number streams. They move on with every forward pass, at skipped steps too: an unlucky
+        mask would come back."""
+        return _values(self.variables.rng)
+
+    def put_back(self, values: Mapping[str, Any]) -> None:
+        """Write what `read_statistics` and `read_rng` returned; in a replica, or where all of them meet."""
+        transient = {**self.variables.left_by_a_forward_pass, **self.variables.rng}
+        _write_named({name: transient[name] for name in values}, values)
+
+    def accept(self, running: Mapping[str, Any]) -> None:
+        """Take over what the forward pass of an update that is applied left, and count the update."""
+        _write_named(self.variables.left_by_a_forward_pass, running)
+        self._step.assign_add(1)
+
+    def commit(self, gradients: Mapping[str, Any]) -> None:
+        """Then apply it to the parameters that have gradients and to the optimizer, in a replica."""
+        parameters = self.variables.parameters
+        self.optimizer.apply([gradients.get(name) for name in parameters], list(parameters.values()))
+
+    def adjust_scale(self, finite: Any) -> None:
+        """Rule S15 on the state's variables."""
+        write(self._scale, update(self.recipe.loss_scaler, self.scale_state, finite, XP))
+
+    def export(self) -> dict[str, Array]:
+        """Every array by name, on the host, as they are between two steps of whatever threads."""
+        with self._between_steps():
+            return {name: to_numpy(variable) for name, variable in self._everything().items()}
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Replace every array, between two steps."""
+        with self._between_steps():
+            for name, variable in self._everything().items():
+                raw(variable).assign(tf.convert_to_tensor(arrays[name]))
+
+    @contextlib.contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """The state's turn, before the next step of a thread that steps without a pause (see `turns`)."""
+        self.waiting += 1
+        try:
+            with self.turn:
+                yield
+        finally:
+            self.waiting -= 1
+
+    def _everything(self) -> dict[str, Any]:
+        parameters, frozen, running, rng, _ = self.variables
+        groups = {
+            "model": {**parameters, **frozen},
+            "running": running,
+            "rng": rng,
+            "optimizer": optimizer_variables(self.optimizer, list(parameters)),
+            "loss_scale": self._scale._asdict(),
+        }
+        named = {f"{group}/{name}": variable for group, members in groups.items() for name, variable in members.items()}
+        return {**named, "step": self._step}
+
+    def _ready(self) -> _Training:
+        if self._training is None:
+            raise ModelError(
+                "the model is not built, so its variables do not exist yet. Run one step or value_and_grad first, or "
+                "build the model before init: call it once, or give its first layer an Input."
+            )
+        return self._training
+
+
+def turns(states: Sequence[TensorFlowState]) -> contextlib.AbstractContextManager[Any]:
+    """The turn of each of the states, for one step, in one order whatever order they come in.
+
+    A lock in Python goes back to the thread that has just released it as a rule: a thread that steps and steps would
+    keep an export waiting, so it pauses first.
+    """
+    if any(state.waiting for state in states):
+        time.sleep(_PAUSE)
+    return states[0].turn if len(states) == 1 else _together(states)
+
+
+@contextlib.contextmanager
+def _together(states: Sequence[TensorFlowState]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for state in sorted(states, key=id):
+            stack.enter_context(state.turn)
+        yield
+
+
+def _values(variables: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tf.identity(raw(variable)) for name, variable in variables.items()}
+
+
+def _write_named(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    write(variables.values(), [values[name] for name in variables])
+
+
+def _fresh(scaler: LossScaler) -> list[tuple[str, Any]]:
+    start = LossScaleState(np.float32(scaler.init_scale), 0, scaler.hysteresis, 0, 0)
+    return [(name, v if name == "scale" else np.int32(v)) for name, v in start._asdict().items()]

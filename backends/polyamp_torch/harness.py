@@ -1,0 +1,205 @@
+"""The torch backend's harness: the models of the conformance suite and of the digits demo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from polyamp.contract.backend import LossFunction, StepResult
+from polyamp.contract.harness import Layer, Observe
+from polyamp.errors import UnsupportedError
+from polyamp.parity import digits
+from polyamp.recipe.recipe import Recipe
+from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
+
+Array = np.ndarray[Any, Any]
+
+
+class MLP(nn.Module):
+    """dense0 -> [norm0] -> relu -> dense1 -> ..."""
+
+    def __init__(self, layers: Sequence[Layer], observe: Observe | None, *, normalize: bool = False) -> None:
+        super().__init__()
+        self.depth = len(layers)
+        self.observe = observe
+        for number, layer in enumerate(layers):
+            setattr(self, f"dense{number}", linear(layer.kernel, layer.bias))
+        self.norm0 = nn.BatchNorm1d(layers[0].bias.size, eps=1e-5, momentum=0.1) if normalize else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The network's output, shape (batch, out)."""
+        for number in range(self.depth):
+            x = getattr(self, f"dense{number}")(x)
+            if self.observe is not None:
+                self.observe(dtype_name(x.dtype))
+            if number < self.depth - 1:
+                x = functional.relu(self.norm0(x) if self.norm0 is not None and number == 0 else x)
+        return x
+
+
+class GatheredMLP(MLP):
+    """An MLP whose output is read at some rows of the batch."""
+
+    def __init__(self, layers: Sequence[Layer], rows: Array) -> None:
+        super().__init__(layers, None)
+        self.register_buffer("rows", torch.from_numpy(rows), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The output at the rows, shape (reads, out)."""
+        return super().forward(x)[self.get_buffer("rows")]
+
+
+class DropoutMLP(MLP):
+    """dense -> relu -> dropout of a half -> dense."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The network's output, shape (batch, out)."""
+        hidden = functional.dropout(functional.relu(self.get_submodule("dense0")(x)))
+        out: torch.Tensor = self.get_submodule("dense1")(hidden)
+        return out
+
+
+class Branches(MLP):
+    """The dense layers side by side."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """One output per layer."""
+        return [getattr(self, f"dense{number}")(x) for number in range(self.depth)]
+
+
+class DigitsTransformer(nn.Module):
+    """The transformer that `polyamp.parity.digits` describes."""
+
+    def __init__(self, weights: Mapping[str, Array]) -> None:
+        super().__init__()
+        for name in digits.DENSE:
+            setattr(self, name, linear(weights[f"{name}/kernel"], weights[f"{name}/bias"]))
+        for name in digits.NORMS:
+            norm = nn.LayerNorm(digits.WIDTH, eps=digits.EPSILON)
+            norm.load_state_dict({"weight": _owned(weights[f"{name}/scale"]), "bias": _owned(weights[f"{name}/bias"])})
+            setattr(self, name, norm)
+
+    def part(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """One named layer's result."""
+        result: torch.Tensor = self.get_submodule(name)(x)
+        return result
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits, shape (batch, 10), of images, shape (batch, 8, 8)."""
+        h = self.part("embed", x)
+        h = h + self._attention(self.part("norm1", h))
+        h = h + self.part("mlp2", functional.relu(self.part("mlp1", self.part("norm2", h))))
+        return self.part("head", self.part("norm3", h).flatten(1))
+
+    def _attention(self, h: torch.Tensor) -> torch.Tensor:
+        heads, depth = digits.HEADS, digits.WIDTH // digits.HEADS
+        split = [self.part(name, h).reshape(*h.shape[:-1], heads, depth) for name in ("query", "key", "value")]
+        q, k, v = (part.transpose(1, 2) for part in split)
+        weights = torch.softmax((q @ k.transpose(-1, -2)).float() / depth**0.5, dim=-1)
+        return self.part("out", (weights @ v).transpose(1, 2).flatten(2))
+
+
+class TorchHarness:
+    """`Harness` over torch."""
+
+    def array(self, value: Array) -> Any:
+        return _owned(np.asarray(value))
+
+    def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> nn.Module:
+        return MLP(layers, observe)
+
+    def branches(self, layers: Sequence[Layer]) -> nn.Module:
+        return Branches(layers, None)
+
+    def normalized_mlp(self, layers: Sequence[Layer]) -> nn.Module:
+        return MLP(layers, None, normalize=True)
+
+    def dropout_mlp(self, layers: Sequence[Layer]) -> tuple[nn.Module, dict[str, Any]]:
+        return DropoutMLP(layers, None), {}
+
+    def digits(self, weights: Mapping[str, Array]) -> nn.Module:
+        return DigitsTransformer(weights)
+
+    def weights(self, state: Any) -> list[Layer]:
+        parts = [getattr(state.model, f"dense{number}") for number in range(state.model.depth)]
+        return [Layer(to_numpy(p.weight.detach().t()), to_numpy(p.bias)) for p in parts]
+
+    def sensitive(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {
+            "exp": torch.exp,
+            "log": torch.log,
+            "pow": lambda x: torch.pow(x, 3.0),
+            "rsqrt": torch.rsqrt,
+            "sum": torch.sum,
+            "mean": torch.mean,
+            "cumsum": lambda x: torch.cumsum(x, -1),
+            "softmax": lambda x: torch.softmax(x, -1),
+            "log_softmax": lambda x: torch.log_softmax(x, -1),
+            "logsumexp": lambda x: torch.logsumexp(x, -1),
+            "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+            "var": lambda x: torch.var(x, -1),
+            "layer_norm": lambda x: functional.layer_norm(x, x.shape[-1:]),
+            "mse_loss": lambda x: functional.mse_loss(x, torch.zeros_like(x)),
+        }
+
+    def saturating(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {
+            "log(p + eps) of sigmoid": lambda x: torch.log(torch.sigmoid(-x) + 1e-6),
+            "log(1 - p) of sigmoid": lambda x: torch.log(1 - torch.sigmoid(x)),
+            "log of erfc": lambda x: torch.log(torch.erfc(x)),
+            "1 - p of sigmoid": lambda x: 1 - torch.sigmoid(x),
+        }
+
+    def inner_products(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {
+            "einsum": lambda x: torch.einsum("bi,bi->b", x, x),
+            "vmap of dot": lambda x: torch.vmap(torch.dot)(x, x),
+        }
+
+    def matmul(self, left: Any, right: Any) -> Any:
+        return left @ right
+
+    def outer(self, left: Any, right: Any) -> Any:
+        return torch.einsum("i,j->ij", left, right)
+
+    def gathered(self, layers: Sequence[Layer], rows: Array) -> nn.Module:
+        return GatheredMLP(layers, rows)
+
+    def unusable(self, kind: str) -> nn.Module:
+        if kind == "empty":
+            return nn.ReLU()
+        if kind == "float16":
+            return nn.Linear(2, 2).half()
+        module = nn.Module()
+        if kind == "complex":
+            module.register_parameter("weight", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+        else:
+            weight = nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False)
+            module.register_parameter("weight", weight)
+        return module
+
+    def replicate(
+        self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
+    ) -> list[tuple[Any, StepResult]]:
+        raise UnsupportedError("the torch backend does not run replicas yet.")
+
+    def native_optimizer(self, model: Any, learning_rate: float) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=learning_rate)
+
+
+def linear(kernel: Array, bias: Array) -> nn.Linear:
+    """A linear layer from a kernel of shape (in, out), in the kernel's dtype."""
+    weight = _owned(kernel.T.copy())
+    inputs, outputs = kernel.shape
+    layer = nn.Linear(inputs, outputs, dtype=weight.dtype)
+    layer.load_state_dict({"weight": weight, "bias": _owned(bias)})
+    return layer
+
+
+def _owned(value: Array) -> torch.Tensor:
+    return from_numpy(np.array(value))

@@ -1,0 +1,1 @@
+"""polyamp in other libraries' training loops: Lightning and Accelerate."""

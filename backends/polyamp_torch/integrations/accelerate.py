@@ -1,0 +1,206 @@
+"""polyamp in Hugging Face Accelerate: an `Accelerator` whose mixed precision is a policy and a scaler of polyamp's.
+
+Imported by users alone, as `polyamp_torch.accelerate`; needs `pip install "polyamp[accelerate]"`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from polyamp.errors import PolicyError, UnsupportedError
+from polyamp.recipe.policy import Policy
+from polyamp.recipe.scaler import LossScaler
+from polyamp_torch.arrays import cast_tree
+from polyamp_torch.integrations.loop_scaler import Settings, extra
+
+with extra("accelerate"):
+    import accelerate  # type: ignore[import-untyped]  # no annotations
+    from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]  # no annotations
+    from accelerate.utils import (  # type: ignore[import-untyped]  # no annotations
+        AutocastKwargs,
+        DistributedType,
+        GradScalerKwargs,
+    )
+
+__all__ = ["Accelerator"]
+
+_WORDS: Final = {"float16": "fp16", "bfloat16": "bf16", "float32": "no"}
+"""Compute dtype -> what Accelerate calls it."""
+_SUPPORTED: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate is not annotated
+    """`accelerate.Accelerator` under a policy: `Accelerator("mixed_float16")` in place of `mixed_precision="fp16"`.
+
+    Everything else is Accelerate's: `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `autocast`, `save_state`,
+    `load_state`. float16 works on the CPU too, where Accelerate by itself trains in float32 without a word. A skipped
+    step is noticed with every optimizer, fused ones included: schedulers stay where they were, and the running
+    statistics of the models that the optimizer trains are put back.
+
+    Args:
+        policy: a `Policy` or its spelling, with float32 parameters, in autocast mode.
+        scaler: a `LossScaler`, a preset's name, or None for what the policy needs.
+        **options: what `accelerate.Accelerator` takes, but for `mixed_precision` and the handlers of autocast and
+            scaler, which the policy and the scaler settle.
+
+    Raises:
+        PolicyError: an option, or `accelerate launch`, asks for another precision.
+        UnsupportedError: a policy that Accelerate's loop cannot honour; FSDP, DeepSpeed, Megatron-LM or a TPU; later,
+            LBFGS under a scaler.
+
+    Example:
+        >>> accelerator = Accelerator("mixed_bfloat16", cpu=True)
+        >>> model = accelerator.prepare(torch.nn.Linear(2, 2))
+        >>> model(torch.ones(1, 2)).dtype
+        torch.float32
+        >>> with accelerator.autocast():
+        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        torch.bfloat16
+    """
+
+    def __init__(self, policy: Policy | str, scaler: LossScaler | str | None = None, **options: Any) -> None:
+        checked = Settings.checked(policy, scaler, "cpu", where="Accelerate")  # before Accelerate sets itself up
+        self._word: Final = _WORDS[checked.policy.compute]
+        _check_options(options, self._word)
+        super().__init__(mixed_precision="no", **options)  # its own autocast and scaler stay off
+        if self.distributed_type not in _SUPPORTED:
+            raise UnsupportedError(
+                "polyamp's Accelerator runs on one device or under DistributedDataParallel. Received: "
+                f"{self.distributed_type}. Use accelerate.Accelerator there."
+            )
+        self.settings: Final = Settings.checked(policy, scaler, self.device.type, where="Accelerate")
+        self.scaler = self.settings.scaler
+        self._installed: dict[nn.Module, contextlib.ExitStack] = {}
+
+    @property
+    def mixed_precision(self) -> str:
+        """Accelerate's word for the policy's compute dtype."""
+        return self._word
+
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
+        """The policy's autocast region; with `AutocastKwargs(enabled=False)`, a region with autocast off."""
+        if autocast_handler is not None and autocast_handler.cache_enabled is not None:
+            raise PolicyError("cache_enabled is settled by the policy. Received: cache_enabled in autocast_handler.")
+        on = autocast_handler is None or autocast_handler.enabled
+        with self.settings.region() if on else torch.autocast(self.device.type, enabled=False):
+            yield
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's preparation, with the model's forward pass under the policy."""
+        under = getattr(model.forward, "under_policy", None)
+        if under not in (None, self.settings.policy):
+            raise PolicyError(
+                f"the model is already prepared under {under}. Call free_memory(), or unwrap_model(model, "
+                "keep_fp32_wrapper=False), of the Accelerator that did it."
+            )
+        known = model in self._installed  # if not, another Accelerator may have put it under the same policy
+        if under is None:
+            self._put_under_policy(model)
+        prepared = super().prepare_model(model, *args, **kwargs)
+        if not known and self.scaler is not None:
+            settings = self.settings
+
+            def remember(module: nn.Module, args: Any) -> None:
+                settings.remember(module)
+
+            handle = prepared.register_forward_pre_hook(remember)  # on the outside, where torch.compile does not see it
+            self._installed.setdefault(model, contextlib.ExitStack()).callback(handle.remove)
+        return prepared
+
+    def _put_under_policy(self, model: nn.Module) -> None:
+        settings, before, replaced = self.settings, model.forward, vars(model).get("forward")
+        function = getattr(before, "__func__", None)  # unbound where possible, so that a deep copy runs its own
+        bound = settings.bound(model)
+
+        @functools.wraps(before)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            own = bound if self is model else settings.bound(self)
+            with settings.region(own):
+                output = function(self, *args, **kwargs) if function is not None else before(*args, **kwargs)
+            for item in own:
+                item.check_overrides_ran()
+            return cast_tree(output, settings.policy.output, float64=settings.policy.casts_float64)
+
+        forward.under_policy = settings.policy  # type: ignore[attr-defined]  # read by prepare_model
+        installed = self._installed[model] = contextlib.ExitStack()
+        vars(model)["forward"] = MethodType(forward, model)
+        if replaced is not None:
+            installed.callback(vars(model).__setitem__, "forward", replaced)
+        else:
+            installed.callback(vars(model).pop, "forward")
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """The model inside; with `keep_fp32_wrapper=False` no longer under the policy."""
+        unwrapped = super().unwrap_model(model, keep_fp32_wrapper, *args, **kwargs)
+        if not keep_fp32_wrapper:
+            inner = getattr(unwrapped, "_orig_mod", unwrapped)  # torch.compile's
+            self._installed.pop(inner, contextlib.ExitStack()).close()
+        return unwrapped
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Accelerate's, after which no model is under the policy any more."""
+        while self._installed:
+            self._installed.popitem()[1].close()
+        return super().free_memory(*objects)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's preparation, with a `step_was_skipped` that holds for fused optimizers too.
+
+        Raises:
+            UnsupportedError: LBFGS under a scaler.
+        """
+        self.settings.check_optimizer(optimizer)
+        prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
+        if self.scaler is not None:
+            prepared.__class__ = _Optimizer
+        return prepared
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Accelerate's, with the policy's precision of float32 matrix products."""
+        with self.settings.matmul_precision():
+            super().backward(loss, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Unscale the gradients of an optimizer, a list of them or all prepared ones, once."""
+        given = self._optimizers if optimizer is None else optimizer
+        for item in given if isinstance(given, list | tuple) else [given]:
+            if self.scaler is not None:
+                self.scaler.unscale_(item.optimizer if isinstance(item, AcceleratedOptimizer) else item)
+
+
+class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is not annotated
+    """Accelerate takes a step for skipped if `optimizer.step` was not called; fused ones are called with the flag."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """True when the last step was skipped; reading it waits for the device."""
+        return bool(self.scaler.skipped(self.optimizer))
+
+
+def _check_options(options: dict[str, Any], word: str) -> None:
+    """Refuse a second opinion on the precision: an option, a handler, or `accelerate launch --mixed_precision`."""
+    if "mixed_precision" in options:
+        raise PolicyError(
+            f"the policy settles the precision. Received: mixed_precision={options['mixed_precision']!r}. Drop it."
+        )
+    for handler in options.get("kwargs_handlers") or ():
+        if isinstance(handler, AutocastKwargs | GradScalerKwargs):
+            raise PolicyError(
+                f"policy and scaler settle what {type(handler).__name__} would. Drop it from kwargs_handlers; a "
+                "scaler's constants go into polyamp.LossScaler(...)."
+            )
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in ("no", word):
+        raise PolicyError(
+            f"accelerate launch asks for mixed_precision={launched!r} (ACCELERATE_MIXED_PRECISION), the policy for "
+            f"{word!r}. Launch with --mixed_precision={word} or without it."
+        )

@@ -1,0 +1,243 @@
+"""polyamp in Lightning: precision plugins for `lightning.pytorch.Trainer` and `lightning.Fabric`.
+
+Imported by users alone, as `polyamp_torch.lightning`; needs `pip install "polyamp[lightning]"`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from polyamp.errors import UnsupportedError
+from polyamp.recipe.policy import Policy
+from polyamp.recipe.scaler import LossScaler
+from polyamp_torch.arrays import cast_tree
+from polyamp_torch.integrations.loop_scaler import Settings, extra
+from polyamp_torch.precision.bound import BoundModule
+
+with extra("lightning"):
+    import lightning.pytorch as pl
+    from lightning.fabric import plugins as fabric_plugins
+    from lightning.pytorch import plugins as trainer_plugins
+
+__all__ = ["FabricPrecision", "MixedPrecision"]
+
+_WORDS: Final[dict[str, Any]] = {"float16": "16-mixed", "bfloat16": "bf16-mixed", "float32": "32-true"}
+"""Compute dtype -> what Lightning calls it; its own checks and messages show it."""
+
+
+class MixedPrecision(trainer_plugins.MixedPrecision):
+    """A precision plugin for the Trainer: `Trainer(plugins=MixedPrecision("mixed_float16"))`.
+
+    The whole of `training_step` runs under the policy. A step whose gradients overflow changes nothing: in automatic
+    optimization neither parameters nor optimizer, running statistics or schedulers of interval "step"; in manual
+    optimization, where running statistics and schedulers are the user's, see `step_was_skipped`. Gradients are
+    unscaled before `on_before_optimizer_step` and can be clipped whatever the optimizer, fused ones included. The
+    scaler's state is in Lightning's checkpoints under the name that Lightning's own plugin uses.
+
+    Args:
+        policy: a `Policy` or its spelling, with float32 parameters and outputs, in autocast mode.
+        scaler: a `LossScaler`, a preset's name, or None for what the policy needs.
+        device: "cuda" or "cpu", where the Trainer puts the model; None: "cuda" where it is available.
+
+    Raises:
+        UnsupportedError: a policy that the Trainer cannot honour; later, LBFGS under a scaler or another device.
+
+    Example:
+        >>> plugin = MixedPrecision("mixed_bfloat16", device="cpu")
+        >>> plugin.precision
+        'bf16-mixed'
+    """
+
+    def __init__(self, policy: Policy | str, scaler: LossScaler | str | None = None, device: str | None = None) -> None:
+        settings = Settings.checked(policy, scaler, device, where="Lightning's Trainer")
+        if settings.policy.output != "float32":
+            raise UnsupportedError(
+                "Lightning's Trainer runs training_step as a whole, which has no output to cast. Received: "
+                f"output={settings.policy.output!r}. Use output='float32', and cast in training_step."
+            )
+        self.settings: Final = settings
+        self.precision = _WORDS[settings.policy.compute]
+        self.device = settings.device
+        self.scaler = settings.scaler
+        self._module: pl.LightningModule | None = None
+        self._bound: list[BoundModule] = []
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """True when the last optimizer step was skipped; reading it waits for the device."""
+        return self.settings.step_was_skipped
+
+    def forward_context(self) -> Any:
+        """The policy's autocast region."""
+        return self.settings.region(self._bound)
+
+    autocast_context_manager = forward_context
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """The module as it is; the policy's overrides are installed in it while it runs."""
+        self._bound = self.settings.bound(module)
+        return module
+
+    def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        """Hold back the schedulers of interval "step" when a step is skipped (S13)."""
+        module: Any = model if isinstance(model, pl.LightningModule) else getattr(model, "module", model)  # inside DDP
+        if not isinstance(module, pl.LightningModule):
+            raise UnsupportedError(f"a LightningModule is expected. Received: {type(module).__name__}.")
+        self.settings.check_device(module)
+        if self.scaler is not None and module.automatic_optimization:
+            self._module = module
+            self._hold_back([item.scheduler for item in lr_schedulers if item.interval == "step"])
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def _hold_back(self, schedulers: list[Any]) -> None:
+        """Shadow the module's `lr_scheduler_step` hook, which runs after the optimizer's step, until `teardown`."""
+        module: Any = self._module
+        hook: Callable[[Any, Any], None] = module.lr_scheduler_step
+
+        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
+            if not (self.step_was_skipped and any(scheduler is item for item in schedulers)):
+                hook(scheduler, metric)
+
+        module.lr_scheduler_step = lr_scheduler_step
+
+    def teardown(self) -> None:
+        """Let go of the module, and take out what `connect` put into it."""
+        if self._module is not None:
+            vars(self._module).pop("lr_scheduler_step", None)
+        self._module, self._bound = None, []
+        super().teardown()
+
+    @contextlib.contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        """The region of a training step, before which the running statistics are remembered."""
+        if self._module is not None:
+            self.settings.remember(self._module)
+        with self.forward_context():
+            yield
+        for bound in self._bound:
+            bound.check_overrides_ran()
+
+    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Backward pass, with the policy's precision of float32 matrix products."""
+        with self.settings.matmul_precision():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    def optimizer_step(  # type: ignore[override]  # the Trainer's plugins take more than Fabric's, which they derive from
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Closure, unscale, hooks and clip, then the step or the skip.
+
+        Raises:
+            UnsupportedError: LBFGS under a scaler.
+        """
+        scaler = self.scaler
+        if scaler is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        self.settings.check_optimizer(optimizer)
+
+        def unscaled() -> Any:
+            result = closure()
+            if result is not None or not model.automatic_optimization:  # else there was no backward pass
+                scaler.unscale_(optimizer)
+            return result
+
+        return super().optimizer_step(optimizer, model, unscaled, **kwargs)
+
+    def clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        """Clip by norm or by value. Gradients are unscaled by now, those of fused optimizers too."""
+        trainer_plugins.Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+
+class FabricPrecision(fabric_plugins.MixedPrecision):
+    """A precision plugin for Fabric: `Fabric(plugins=FabricPrecision("mixed_float16"))`.
+
+    Models from `fabric.setup` run under the policy, with their inputs as they are: operations cast them, so that
+    nothing beyond float16's range becomes inf. A skipped step also puts back the running statistics. To save and
+    restore the scaler, put the plugin into the state: `fabric.save(path, {"model": model, "precision": plugin})`.
+
+    Args:
+        policy: a `Policy` or its spelling, with float32 parameters, in autocast mode.
+        scaler: a `LossScaler`, a preset's name, or None for what the policy needs.
+        device: "cuda" or "cpu", where Fabric puts the model; None: "cuda" where it is available.
+
+    Raises:
+        UnsupportedError: a policy that Fabric cannot honour; later, LBFGS under a scaler or another device.
+
+    Example:
+        >>> plugin = FabricPrecision("mixed_float16", device="cpu")
+        >>> plugin.precision, plugin.scaler.get_scale()
+        ('16-mixed', 32768.0)
+    """
+
+    def __init__(self, policy: Policy | str, scaler: LossScaler | str | None = None, device: str | None = None) -> None:
+        settings = Settings.checked(policy, scaler, device, where="Fabric")
+        self.settings: Final = settings
+        self.precision = _WORDS[settings.policy.compute]
+        self.device = settings.device
+        self.scaler = settings.scaler
+        self._modules: list[nn.Module] = []
+        self._unchecked: list[nn.Module] = []
+        self._bound: list[BoundModule] = []
+        self._hooks = contextlib.ExitStack()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """True when the last optimizer step was skipped; reading it waits for the device."""
+        return self.settings.step_was_skipped
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """The module as it is; the policy's overrides, which must match in every module, are installed as it runs."""
+        for bound in self.settings.bound(module):
+            self._bound.append(bound)
+            handle = module.register_forward_hook(lambda *_, bound=bound: bound.check_overrides_ran())
+            self._hooks.callback(handle.remove)
+        self._modules.append(module)
+        self._unchecked.append(module)
+        return module
+
+    def teardown(self) -> None:
+        """Let go of the modules."""
+        self._hooks.close()
+        self._modules, self._unchecked, self._bound = [], [], []
+        super().teardown()
+
+    def forward_context(self) -> Any:
+        """The policy's autocast region."""
+        while self._unchecked:  # on their device by now
+            self.settings.check_device(self._unchecked.pop())
+        for module in self._modules:
+            self.settings.remember(module)
+        return self.settings.region(self._bound)
+
+    def convert_input(self, data: Any) -> Any:
+        """Inputs as they are."""
+        return data
+
+    def convert_output(self, data: Any) -> Any:
+        """Outputs with floating tensors in the policy's output dtype."""
+        policy = self.settings.policy
+        return cast_tree(data, policy.output, float64=policy.casts_float64)
+
+    def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Backward pass of the scaled loss, with the policy's precision of float32 matrix products."""
+        with self.settings.matmul_precision():
+            super().backward(tensor, model, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """The step or the skip.
+
+        Raises:
+            UnsupportedError: LBFGS under a scaler.
+        """
+        self.settings.check_optimizer(optimizer)
+        return super().optimizer_step(optimizer, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        """Unscale before clipping, for fused optimizers too."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)

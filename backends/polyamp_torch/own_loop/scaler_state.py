@@ -1,0 +1,353 @@
+"""The part of `GradScaler` that is kept: the loss scale with its constants, and its exchange with torch's own scaler.
+
+`GradScaler` adds what happens within an iteration. torch's attributes (`_scale`, `_growth_tracker`, `_growth_factor`,
+...) are there under their names, because libraries read and write them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+
+from polyamp.arrays import PYTHON, ArrayNamespace
+from polyamp.errors import LossScaleError, UnsupportedError
+from polyamp.recipe.scaler import LossScaler, LossScaleState, update
+from polyamp_torch.arrays import TorchNamespace
+from polyamp_torch.step.measure import looks
+
+_FIVE: Final = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+class GradScalerError(LossScaleError, RuntimeError):
+    """A `GradScaler` is misused; a RuntimeError too, as torch's scaler raises."""
+
+
+class _Constants(TorchNamespace):
+    """torch's namespace with the rule's constants made once: at every update they would be ten small allocations."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Any] = {}
+
+    def asarray(self, value: Any, like: Any, /) -> Any:
+        key = (value, like.dtype, like.device)
+        if key not in self._made:
+            self._made[key] = super().asarray(value, like)
+        return self._made[key]
+
+
+def described(scaler: Any, device: Any, constants: dict[str, Any]) -> tuple[LossScaler, str | None]:
+    """The description and the device type that the arguments of `GradScaler`, polyamp's or torch's, come to.
+
+    Raises:
+        GradScalerError: contradictory arguments.
+    """
+    constants = {name: value for name, value in constants.items() if value is not None}
+    if isinstance(scaler, str | torch.device):
+        if device is not None:
+            raise GradScalerError(f"the device is given twice. Received: {scaler!r} and device={device!r}.")
+        scaler, device = None, scaler
+    if scaler is not None and not isinstance(scaler, LossScaler):
+        raise GradScalerError(
+            "the first argument must be a polyamp.LossScaler or, as in torch.amp, a device type such as 'cuda'. "
+            f"Received: {scaler!r}. An initial scale is given by name: init_scale=..."
+        )
+    if scaler is not None and constants:
+        raise GradScalerError(f"{', '.join(constants)} must be set in the LossScaler that is given as well.")
+    found = scaler if scaler is not None else LossScaler.like("torch", **constants)
+    return found, None if device is None else torch.device(device).type
+
+
+class ScalerState(torch.cuda.amp.GradScaler):
+    """A loss scale that `torch.amp.GradScaler` can be exchanged with; see `GradScaler` for the arguments.
+
+    It derives from `torch.cuda.amp.GradScaler`, itself a `torch.amp.GradScaler`, so that both isinstance checks pass.
+    """
+
+    def __init__(self, scaler: LossScaler, device: str | None, *, enabled: bool) -> None:
+        # torch's own __init__ would disable the scaler where there is no CUDA device, and set what are properties here
+        self._scaler = scaler
+        self._enabled = enabled and scaler.checks
+        self._device_name = device
+        self._begin = LossScaleState(scaler.init_scale, 0, scaler.hysteresis, 0, 0)
+        self._state: LossScaleState | None = None
+        self._xp: ArrayNamespace = _Constants()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._scaler!r}, enabled={self._enabled})"
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """The constants in use, as the description that polyamp's other interfaces take."""
+        return self._scaler
+
+    @property
+    def loss_scale_state(self) -> LossScaleState | None:
+        """The five scalars of the loss scale on their device; None before the first `scale()`."""
+        return self._state
+
+    def _require_state(self, method: str) -> LossScaleState:
+        if self._state is None:
+            raise GradScalerError(
+                f"{method}() was called but scale() never was. Multiply the loss first: scaler.scale(loss).backward()."
+            )
+        return self._state
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self._require_state(funcname)
+        return state.scale, state.good_steps
+
+    def _updated(self, state: LossScaleState, found: torch.Tensor) -> LossScaleState:
+        """The state after rule S15; `found` is above 0 if a gradient was not finite.
+
+        The scale is written in place, as torch does: a captured CUDA graph multiplies by that tensor.
+        """
+        if not looks(state.scale.device):
+            after = update(self._scaler, state, found == 0.0, self._xp)
+            self._scale_changes()
+            return after._replace(scale=state.scale.copy_(after.scale))
+        numbers = LossScaleState(np.float32(state.scale.item()), *[value.item() for value in state[1:]])
+        after = update(self._scaler, numbers, found.item() == 0.0, PYTHON)
+        if after.scale != numbers.scale:
+            self._scale_changes()
+        for tensor, old, new in zip(state, numbers, after, strict=True):
+            if new != old:
+                tensor.fill_(float(new))
+        return state
+
+    # What torch calls its parts.
+
+    def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
+        self._start(dev)  # some libraries call it, and multiply by `_scale` in place of calling `scale()`
+
+    def _start(self, dev: Any) -> LossScaleState:
+        """Make the state's tensors on a device."""
+        device = torch.device(dev)
+        if device.type == "meta":
+            raise UnsupportedError(
+                "a loss scale cannot live on the meta device, which holds no numbers. Materialize the model first, "
+                'with model.to_empty(device="cpu").'
+            )
+        kinds = (torch.float32, torch.int32, torch.int32, torch.int32, torch.int32)
+        pairs = zip(self._begin, kinds, strict=True)
+        self._state = LossScaleState(*[torch.full((), value, dtype=kind, device=device) for value, kind in pairs])
+        return self._state
+
+    def get_scale(self) -> float:
+        """The scale that the next loss is multiplied by, 1.0 if disabled; waits for the device."""
+        if not self._enabled:
+            return 1.0
+        return self._init_scale if self._state is None else float(self._state.scale.item())
+
+    @property
+    def _scale(self) -> torch.Tensor | None:
+        if self._state is None:
+            return None
+        self._scale_is_shared()
+        scale: torch.Tensor = self._state.scale
+        return scale
+
+    @_scale.setter
+    def _scale(self, value: torch.Tensor | None) -> None:
+        self._state = None if value is None else (self._state or self._start(value.device))._replace(scale=value)
+        self._scale_is_shared()
+
+    @property
+    def _growth_tracker(self) -> torch.Tensor | None:
+        return None if self._state is None else self._state.good_steps
+
+    @_growth_tracker.setter
+    def _growth_tracker(self, value: torch.Tensor | None) -> None:
+        self._state = None if value is None else (self._state or self._start(value.device))._replace(good_steps=value)
+
+    @property
+    def _init_scale(self) -> float:
+        return float(self._begin.scale)
+
+    @_init_scale.setter
+    def _init_scale(self, value: float) -> None:
+        self._begin = self._begin._replace(scale=self._within("_init_scale", value))
+
+    @property
+    def _init_growth_tracker(self) -> int:
+        return int(self._begin.good_steps)
+
+    @_init_growth_tracker.setter
+    def _init_growth_tracker(self, value: int) -> None:
+        self._begin = self._begin._replace(good_steps=int(value))
+
+    @property
+    def _growth_factor(self) -> float:
+        return self._scaler.growth_factor if self._scaler.kind == "dynamic" else 1.0
+
+    @_growth_factor.setter
+    def _growth_factor(self, value: float) -> None:
+        self._change("growth_factor", float(value))
+
+    @property
+    def _backoff_factor(self) -> float:
+        return self._scaler.backoff_factor if self._scaler.kind == "dynamic" else 1.0
+
+    @_backoff_factor.setter
+    def _backoff_factor(self, value: float) -> None:
+        self._change("backoff_factor", float(value))
+
+    @property
+    def _growth_interval(self) -> int:
+        return self._scaler.growth_interval
+
+    @_growth_interval.setter
+    def _growth_interval(self, value: int) -> None:
+        self._change("growth_interval", value)
+
+    @property
+    def _device(self) -> str:
+        if self._state is not None:
+            return str(self._state.scale.device.type)
+        return self._device_name or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    @_device.setter
+    def _device(self, value: str) -> None:
+        self._device_name = value
+
+    def _change(self, name: str, value: Any) -> None:
+        if self._scaler.kind != "dynamic":
+            raise GradScalerError(
+                f"{name} cannot change: LossScaler(kind={self._scaler.kind!r}) has a fixed scale. Received: {value}."
+            )
+        self._scaler = LossScaler(**{**msgspec.structs.asdict(self._scaler), name: value})
+
+    def _within(self, name: str, value: Any) -> float:
+        """A scale given by the user, if rule S17 allows it."""
+        low, high = self._scaler.min_scale, self._scaler.max_scale
+        number = float(value)
+        if not (math.isfinite(number) and low <= number <= high):
+            raise GradScalerError(
+                f"{name} must lie between min_scale={low:g} and max_scale={high:g}. Received: {number:g}. A "
+                "LossScaler with another min_scale or max_scale moves the bounds; a scale of 0, inf or NaN comes from "
+                "a run that had collapsed, and has to be replaced by hand."
+            )
+        return number
+
+    def _given(self, value: Any, like: torch.Tensor) -> torch.Tensor:
+        """A scale given by the user: a number has to be allowed, a tensor is held to the bounds on its device."""
+        if not isinstance(value, torch.Tensor):
+            return torch.full_like(like, self._within("new_scale", value))
+        if value.numel() != 1 or value.requires_grad:
+            raise GradScalerError(
+                "new_scale must be a number or a tensor of one element without a gradient. Received: a tensor of "
+                f"shape {tuple(value.shape)}, requires_grad={value.requires_grad}."
+            )
+        number = value.detach().reshape(()).to(like.device, torch.float32, copy=True)
+        held = number.clamp(self._scaler.min_scale, self._scaler.max_scale)
+        return torch.where(torch.isnan(number), like, held)
+
+    # Exchange.
+
+    def _read(self) -> LossScaleState:
+        """The state as Python numbers; waits for the device."""
+        return self._begin if self._state is None else LossScaleState(*[value.item() for value in self._state])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as numbers: torch's five keys, and what torch has no word for under "polyamp".
+
+        A `torch.amp.GradScaler` loads it; a scale that never moves tells torch so by factors of 1. Its count of good
+        steps is held below the interval, from where torch's goes on growing (it compares by `==`): a `growth_delay`,
+        or a smaller interval set since, can have taken polyamp's beyond. Empty if disabled.
+
+        Example:
+            >>> import polyamp, torch
+            >>> from polyamp_torch import GradScaler
+            >>> theirs = torch.amp.GradScaler("cpu")
+            >>> theirs.load_state_dict(GradScaler(polyamp.LossScaler(init_scale=1024.0)).state_dict())
+            >>> theirs.get_scale()
+            1024.0
+        """
+        if not self._enabled:
+            return {}
+        now = self._read()
+        own = now._asdict()
+        del own["scale"]  # torch has a word for it
+        return {
+            "scale": now.scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._told(now.good_steps),
+            "polyamp": {**own, "scaler": msgspec.structs.asdict(self._scaler)},
+        }
+
+    def _told(self, good_steps: int) -> int:
+        """The count of good steps that torch is told."""
+        return min(good_steps, self._growth_interval - 1)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this class or of torch's returned. The constants come with it, as in torch.
+
+        Where torch's says nothing (floor, ceiling, hysteresis), this scaler's own settings stay. Nothing happens if
+        this scaler is disabled.
+
+        Raises:
+            GradScalerError: keys are missing, or the scale is outside of the floor and the ceiling.
+        """
+        if not self._enabled:
+            return
+        if missing := [key for key in _FIVE if key not in state_dict]:
+            raise GradScalerError(
+                f"state_dict must hold {', '.join(_FIVE)}. Missing: {', '.join(missing)}. An empty one comes from a "
+                "scaler that was disabled."
+            )
+        own = state_dict.get("polyamp", {})
+        settings = dict(own.get("scaler") or msgspec.structs.asdict(self._scaler))
+        if settings["kind"] == "dynamic":
+            settings.update({name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")})
+        before, self._scaler = self._scaler, LossScaler(**settings)
+        try:
+            scale = self._within('state_dict["scale"]', state_dict["scale"])
+        except GradScalerError:
+            self._scaler = before
+            raise
+        good, known = int(state_dict["_growth_tracker"]), int(own.get("good_steps", 0))
+        self._begin = LossScaleState(
+            scale=scale,
+            good_steps=known if self._told(known) == good else good,
+            hysteresis=int(own.get("hysteresis", self._scaler.hysteresis)),
+            skipped=int(own.get("skipped", 0)),
+            stuck=int(own.get("stuck", 0)),
+        )
+        if self._state is not None:
+            self._scale_changes()
+            for tensor, value in zip(self._state, self._begin, strict=True):
+                tensor.fill_(value)
+        self._loaded()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._per_optimizer_states:
+            raise GradScalerError("a GradScaler can be copied or pickled only between iterations. Call update() first.")
+        dropped = ("_state", "_xp", "_per_optimizer_states", "_run")
+        return {**{k: v for k, v in self.__dict__.items() if k not in dropped}, "_begin": self._read()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._state = None
+        self._xp = _Constants()
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Make what is not kept; called when a scaler is unpickled."""
+        raise NotImplementedError  # GradScaler defines it
+
+    def _loaded(self) -> None:
+        """Called when a state has been loaded."""
+        raise NotImplementedError  # GradScaler defines it
+
+    def _scale_changes(self) -> None:
+        """Called before the scale is written in place."""
+        raise NotImplementedError  # GradScaler defines it
+
+    def _scale_is_shared(self) -> None:
+        """Called when somebody else is given the tensor of the scale, or gives one."""
+        raise NotImplementedError  # GradScaler defines it

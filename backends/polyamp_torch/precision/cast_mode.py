@@ -1,0 +1,118 @@
+"""Cast mode: cast copies stand in a module where its parameters were, and gradients flow to the masters (S3, S7).
+
+`torch.func.functional_call` does the same for one call of the whole module. Here the copies stay for as long as they
+are wanted: for parts of the model that `loss_fn` calls by themselves, and for what a checkpoint runs again in the
+backward pass. Called by `bound`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from polyamp.errors import PolicyError
+from polyamp.recipe.policy import Policy
+from polyamp_torch.arrays import DTYPES, dtype_name, is_castable
+
+_BATCH_NORMS: Final = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""In cast mode these keep float32 parameters and statistics: torch's kernels take 16-bit inputs beside them."""
+
+
+class _Place(NamedTuple):
+    """One tensor's place in a module.
+
+    Attributes:
+        slots: `_parameters` or `_buffers` of the module that owns it.
+        name: its name there.
+        master: the tensor itself.
+        copy: what stands there instead.
+        versions: how often master and copy had been written to.
+    """
+
+    slots: dict[str, Any]
+    name: str
+    master: torch.Tensor
+    copy: torch.Tensor
+    versions: tuple[int, int]
+
+
+class Casts:
+    """A context in which a module's parameters and floating buffers are cast to the policy's dtypes.
+
+    A tensor has one copy however many modules share it. A buffer that the forward pass changed in its cast form is
+    written back to the float32 one.
+
+    Raises:
+        PolicyError: on entering, if overrides give a shared tensor two dtypes.
+    """
+
+    def __init__(self, module: nn.Module, overrides: dict[str, str], policy: Policy) -> None:
+        self.module = module
+        self.overrides = overrides
+        self.policy = policy
+        self.places: list[_Place] = []
+
+    def __enter__(self) -> None:
+        # The copies serve every thread that comes, so the first one's no_grad() must not show in them.
+        with torch.inference_mode(False), torch.enable_grad():
+            self.places = self._copies()
+        for place in self.places:
+            place.slots[place.name] = place.copy
+
+    def __exit__(self, *_: Any) -> None:
+        for place in self.places:
+            _put_back(place)
+        self.places = []
+        for part in self.module.modules():
+            if isinstance(part, nn.RNNBase):  # it keeps a list of its weights
+                part._init_flat_weights()
+
+    def refresh(self) -> None:
+        """New copies, if a master was written to since the copies were made."""
+        if any(_version(place.master) != place.versions[0] for place in self.places):
+            self.__exit__()
+            self.__enter__()
+
+    def _copies(self) -> list[_Place]:
+        double = self.policy.casts_float64
+        copies: dict[int, torch.Tensor] = {}
+        places = []
+        for path, part in self.module.named_modules():
+            dtype = DTYPES[self.overrides.get(path.replace(".", "/"), self.policy.compute)]
+            if isinstance(part, _BATCH_NORMS):
+                continue
+            for slots in (part._parameters, part._buffers):
+                for name, master in slots.items():
+                    if master is None or not is_castable(master, float64=double):
+                        continue
+                    copy = copies.setdefault(id(master), master.to(dtype))
+                    if copy.dtype != dtype:
+                        raise PolicyError(
+                            f"overrides give the tensor {path}.{name} the dtype {dtype_name(dtype)}, and "
+                            f"{dtype_name(copy.dtype)} where else the model uses it. A shared tensor has one dtype in "
+                            "mode='cast'."
+                        )
+                    places.append(_Place(slots, name, master, copy, (_version(master), _version(copy))))
+        return places
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version  # inference tensors do not count
+
+
+def _put_back(place: _Place) -> None:
+    slots, name, master, copy, (_, version) = place
+    now = slots[name]
+    slots[name] = master
+    if isinstance(master, nn.Parameter) or now is None:
+        return
+    if now is not copy:
+        slots[name] = now.to(master.dtype)
+    elif copy is not master and _version(copy) != version:
+        with torch.no_grad():
+            master.copy_(copy)

@@ -1,0 +1,58 @@
+"""Module paths as a policy's overrides see them (S5): those of the model, without the prefixes of wrappers around it.
+
+`torch.compile`, data parallelism and checkpointing wrap a module in another one, whose name for it stands in every path
+behind it. They are known by their type, so that a submodule of the user's own that is called `module` keeps its name.
+Called by `bound` and `backend`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+from torch import nn
+
+_WRAPPERS: Final = (
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper", "_checkpoint_wrapped_module"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "OffloadWrapper", "_checkpoint_wrapped_module"),
+)
+"""Where a wrapper's class is, and the wrapper's name for what it wraps."""
+
+
+def inner_paths(module: nn.Module) -> dict[str, str]:
+    """Path of each submodule without wrappers -> its path in `module`, both `/`-separated.
+
+    A shared submodule is there under each of its names. Where a submodule is wrapped, its path names the innermost.
+
+    Example:
+        >>> import torch
+        >>> inner_paths(nn.Sequential(nn.DataParallel(nn.Sequential(nn.ReLU()))))
+        {'0': '0/module', '0/0': '0/module/0'}
+    """
+    wrappers = tuple(_known())
+    parts = {"": module}
+    inner = {"": ""}
+    found = {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        if not name:
+            continue
+        around, _, own = name.rpartition(".")
+        parts[name] = part
+        wrapped = any(own == attribute and isinstance(parts[around], kind) for kind, attribute in wrappers)
+        inner[name] = inner[around] if wrapped else f"{inner[around]}/{own}".lstrip("/")
+        if inner[name]:
+            found[inner[name]] = name.replace(".", "/")
+    return found
+
+
+def _known() -> Iterator[tuple[type[Any], str]]:
+    """The wrappers whose modules are loaded; of another class there can be no instance."""
+    for place, name, attribute in _WRAPPERS:
+        kind = getattr(sys.modules.get(place), name, None)
+        if kind is not None:
+            yield kind, attribute

@@ -1,0 +1,121 @@
+"""One eager pass before a step is compiled, and before it is compiled again: what may be compiled, and what it trains.
+
+Called by `compiled`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from polyamp.contract.backend import LossFunction
+from polyamp.errors import PolyampError, UnsupportedError
+from polyamp_torch.precision.attention import Attention
+from polyamp_torch.precision.compiler import constant_when_compiled
+from polyamp_torch.step import running as buffers
+from polyamp_torch.step.bystanders import Bystanders
+from polyamp_torch.step.interrupts import Undisturbed
+from polyamp_torch.step.state import TorchState
+from polyamp_torch.step.step import scaled_backward, set_aside
+
+
+class Tried(NamedTuple):
+    """What one eager pass tells.
+
+    Attributes:
+        used: the parameters that the loss depends on.
+        attends: whether it calls attention that `Attention` must help.
+    """
+
+    used: list[str]
+    attends: bool
+
+
+def tried(loss_fn: LossFunction, state: TorchState, part: Any) -> Tried:
+    """One eager pass, after which parameters, gradients, buffers and random numbers are as they were.
+
+    Raises:
+        PolyampError: what the eager step raises.
+        UnsupportedError: a buffer is made or replaced by the forward pass, which a graph cannot follow.
+    """
+    saved = buffers.snapshot(state.buffer_owners)
+    devices = [state.device] if state.device.type == "cuda" else []
+    try:
+        parameters = list(state.parameters.values())
+        with (
+            torch.random.fork_rng(devices),
+            Undisturbed() as quiet,
+            set_aside(parameters),
+            Bystanders(parameters, state.graphs) as others,
+            Attention(state.device.type, acting=False) as attention,
+        ):
+            _, aux = scaled_backward(loss_fn, [state], part, others, quiet)
+            used = [name for name, p in state.parameters.items() if p.grad is not None]
+        replaced = [name for name, (slots, own, buffer, _) in saved.items() if slots.get(own) is not buffer]
+    finally:
+        buffers.taken_back(saved)
+    if replaced:
+        raise UnsupportedError(
+            f"train_step(compile=...): the forward pass replaces the buffer {replaced[0]!r}, which a compiled graph "
+            "cannot follow. Write into it (buffer.copy_(value)), or use compile=False."
+        )
+    for leaf in tree_leaves(aux):
+        if not isinstance(leaf, torch.Tensor | int | float | str | None):
+            raise UnsupportedError(
+                "train_step(compile=...): aux must hold tensors, numbers and strings in tuples, lists and dicts. "
+                f"Received: {type(leaf).__name__}. Return those, or use compile=False."
+            )
+    return Tried(used, attention.seen)
+
+
+class Watch:
+    """Looks again which parameters the loss depends on when a graph is traced anew: a branch may have turned.
+
+    Args:
+        used: what the first try found.
+
+    Attributes:
+        given: the state and the micro-batch of the step under way.
+        quiet: lets interrupts through while a compiler traces, which may take minutes.
+        refusal: what to raise, since a compiler changes what is raised while it traces.
+    """
+
+    def __init__(self, loss_fn: LossFunction, used: list[str]) -> None:
+        self._loss_fn = loss_fn
+        self._used = used
+        self._is_first = True
+        self.given: tuple[TorchState, Any] | None = None
+        self.quiet: Undisturbed | None = None
+        self.refusal: PolyampError | None = None
+
+    def look(self) -> None:
+        """Called once a trace.
+
+        Raises:
+            UnsupportedError: the graph would train other parameters than the eager step.
+        """
+        if self.quiet is not None:
+            self.quiet.let_through()
+        if self._is_first or self.given is None:
+            self._is_first = False
+            return
+        try:
+            now = tried(self._loss_fn, *self.given).used
+            for these, those, how in ((now, self._used, "now depends"), (self._used, now, "no longer depends")):
+                other = next((name for name in these if name not in those), None)
+                if other is not None:
+                    raise UnsupportedError(
+                        f"train_step(compile=...): the loss {how} on the parameter {other!r}, unlike at first. "
+                        "A compiled step always trains the same parameters. Use compile=False."
+                    )
+        except PolyampError as error:
+            self.refusal = type(error)(str(error))
+            raise
+
+
+@constant_when_compiled
+def traced_again(watch: Watch) -> None:
+    """Called by the function that is compiled; runs when it is traced, and only then."""
+    watch.look()

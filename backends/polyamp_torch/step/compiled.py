@@ -1,0 +1,382 @@
+"""`train_step(compile=True)`: forward, loss, backward, norm and flag, clip, update and scale adjustment in one graph.
+
+The graph is a function of tensors: parameters, optimizer slots, buffers, loss-scale state and batch. It differentiates
+with `torch.func`, runs the optimizer specs' own formulas, selects by the flag, and writes the new values in place. No
+number that changes from step to step is a Python number, so that neither a skip nor a new scale or rate compiles it
+again. Called by `backend`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from polyamp.contract import registry
+from polyamp.contract.backend import LossFunction, StepResult
+from polyamp.errors import PolyampError, UnsupportedError
+from polyamp.recipe.optimizers import is_spec
+from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import LossScaleState, update
+from polyamp.rules import refusals
+from polyamp.trees import map_tree, micro_batches
+from polyamp_torch.arrays import XP, to_device
+from polyamp_torch.precision.attention import Attention
+from polyamp_torch.precision.autocast import matmul_precision, opened
+from polyamp_torch.precision.bound import BoundModule
+from polyamp_torch.precision.regions import OPENED
+from polyamp_torch.step import optimizers
+from polyamp_torch.step import running as buffers
+from polyamp_torch.step.compile_trial import Watch, traced_again, tried
+from polyamp_torch.step.interrupts import Undisturbed
+from polyamp_torch.step.measure import divisor, measured
+from polyamp_torch.step.state import TorchState
+from polyamp_torch.step.window import NARROW, mean_and_stack, produced_by
+
+Tensors = dict[str, torch.Tensor]
+OPTIONS: Final = ("backend", "mode", "options", "dynamic")
+"""What `compile={...}` may hold: arguments of `torch.compile`."""
+
+
+class CompiledStep:
+    """The compiled step of one loss function; every state has a graph of its own.
+
+    Args:
+        loss_fn: the user's.
+        recipe: the step's.
+        options: arguments of `torch.compile`, of `OPTIONS`.
+
+    Raises:
+        UnsupportedError: an option, or a recipe, that cannot be compiled.
+    """
+
+    def __init__(self, loss_fn: LossFunction, recipe: Recipe, options: Mapping[str, Any]) -> None:
+        refusals.check_options(options, OPTIONS, function="train_step(compile={...})", backend="torch")
+        if not is_spec(recipe.optimizer):
+            raise UnsupportedError(
+                "train_step(compile=...) runs the formulas of polyamp's optimizer specs. Received: optimizer="
+                f"{type(recipe.optimizer).__name__}. Use a spec such as polyamp.adamw(...), or compile=False."
+            )
+        if recipe.policy.overrides and recipe.policy.mode == "cast":
+            raise UnsupportedError(
+                "train_step(compile=...) takes overrides in mode='autocast' only. Received: overrides="
+                f"{dict(recipe.policy.overrides)}, mode='cast'. Use compile=False or mode='autocast'."
+            )
+        self._loss_fn = loss_fn
+        self._recipe = recipe
+        self._options = dict(options)
+        self._graphs: weakref.WeakKeyDictionary[TorchState, Graph] = weakref.WeakKeyDictionary()
+
+    def __call__(self, state: TorchState, batch: Any) -> StepResult:
+        """One step on one state.
+
+        Raises:
+            UnsupportedError: the model or `loss_fn` does something that cannot be compiled; says what to do.
+        """
+        recipe = self._recipe
+        batches = micro_batches(to_device(batch, state.device, recipe.policy.param), recipe.accumulate_steps)
+        with Undisturbed() as quiet, state.turn:
+            return self._stepped(state, batches, quiet)
+
+    def _stepped(self, state: TorchState, batches: list[Any], quiet: Undisturbed) -> StepResult:
+        state.check_unchanged()
+        if len(state.optimizer.param_groups) > 1:
+            raise UnsupportedError(
+                "train_step(compile=...) updates all parameters with one set of options. Received: an optimizer with "
+                f"{len(state.optimizer.param_groups)} parameter groups. Use compile=False."
+            )
+        graph = self._graphs.get(state)
+        spec = optimizers.current(self._recipe.optimizer, state.optimizer.param_groups[0])
+        if graph is None or graph.spec != spec:  # its numbers are constants in the graph
+            with quiet.disturbed:
+                graph = Graph(self._loss_fn, self._recipe, self._options, state, batches[0], spec)
+            self._graphs[state] = graph
+        return graph.step(state, batches, quiet)
+
+
+class Graph:
+    """The compiled step of one state, traced at its first call.
+
+    Args:
+        part: a micro-batch, on which `loss_fn` is first tried without compiling and without an update: what the eager
+            step refuses is then refused in the same words.
+        spec: the optimizer's spec, with the options that stand in the parameter group.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        recipe: Recipe,
+        options: Mapping[str, Any],
+        state: TorchState,
+        part: Any,
+        spec: Any,
+    ) -> None:
+        if not state.one_device:
+            raise UnsupportedError("train_step(compile=...) needs all parameters on one device. Use compile=False.")
+        self.spec = spec
+        self._recipe = recipe
+        self._scaler = state.scaler
+        self._device = state.device.type
+        self._policy = policy = recipe.policy.replace(float32_matmul=None)  # set around the graph, not inside
+        self._bound = BoundModule(state.model, policy, state.device)
+        self._program = _Program(state.model, self._bound, loss_fn)
+        self._casts = _cast_dtypes(state) if policy.mode == "cast" else {}
+        self._used, self._attends = tried(loss_fn, state, part)
+        self._watch = Watch(loss_fn, self._used)
+        compiler: Any = torch.compile  # torch annotates it for plain functions only
+        self._run = compiler(_with_own_code(self._traced), fullgraph=True, **options)
+
+    def step(self, state: TorchState, batches: list[Any], quiet: Undisturbed) -> StepResult:
+        """One step; the state's tensors are written in place. An interrupt arrives while the step is compiled."""
+        parameters = {_module_name(name): p.detach() for name, p in state.parameters.items() if name in self._used}
+        spec = self.spec
+        slots = [
+            {slot: state.optimizer.state[state.parameters[name]][optimizers.slot_name(slot)] for slot in spec.slots}
+            for name in self._used
+        ]
+        counts = [
+            state.optimizer.state[state.parameters[name]]["step"]
+            for name in self._used
+            if "step" in state.optimizer.state[state.parameters[name]]
+        ]
+        (rate,) = [state.optimizer.param_groups[0]["lr"]] if state.rates is None else state.rates.multiples()
+        running = buffers.writable(state.buffer_owners)
+        fixed = self._fixed({id(state.parameters[name]) for name in self._used} | set(map(id, running.values())))
+        with torch.no_grad(), matmul_precision(self._recipe.policy.float32_matmul), self._installed():
+            self._watch.given = (state, batches[0])
+            self._watch.quiet = quiet
+            try:
+                losses, auxes, norm, scale_state, step, skipped = self._run(
+                    parameters,
+                    fixed,
+                    slots,
+                    counts,
+                    running,
+                    state.scale_state,
+                    state.step,
+                    _scalar(rate, state.device),
+                    batches,
+                )
+            except PolyampError:
+                raise
+            except Exception as error:
+                if self._watch.refusal is not None:
+                    raise self._watch.refusal from error
+                raise _refusal(error) from error
+            finally:
+                self._watch.given = self._watch.refusal = self._watch.quiet = None
+        state.scale_state, state.step = LossScaleState(*scale_state), step
+        torch.clear_autocast_cache()
+        loss, aux = mean_and_stack(losses, auxes)
+        return StepResult(loss, map_tree(_detached, aux), norm, state.scale_state.scale, skipped, step)
+
+    @contextlib.contextmanager
+    def _installed(self) -> Iterator[None]:
+        """Overrides in their places; in cast mode the casts are part of the graph, and the model is only marked."""
+        if self._policy.mode != "cast":
+            with self._bound.installed():
+                yield
+            return
+        OPENED.bound.append(self._bound)
+        try:
+            yield
+        finally:
+            OPENED.bound.pop()
+
+    def _traced(
+        self,
+        parameters: Tensors,
+        fixed: Tensors,
+        slots: list[Tensors],
+        counts: list[torch.Tensor],
+        running: Tensors,
+        scale_state: LossScaleState,
+        step: torch.Tensor,
+        rate: torch.Tensor,
+        batches: list[Any],
+    ) -> Any:
+        """The whole step; what a compiler sees."""
+        traced_again(self._watch)
+        recipe, scaler = self._recipe, self._scaler
+        losses, auxes, total, now = [], [], None, running
+        for part in batches:
+            grads, loss, aux, now = self._gradients(parameters, fixed, now, scale_state.scale, part)
+            if len(batches) > 1:
+                grads = list(map(_wide, grads))  # summed in float32, whatever the parameters are stored in (S8)
+            total = grads if total is None else [one + other for one, other in zip(total, grads, strict=True)]
+            losses.append(loss)
+            auxes.append(aux)
+        assert total is not None
+        scale = produced_by(scale_state.scale if scaler.scales else None, len(batches), step.device)
+        norm, finite = measured(total, scale, least=scaler.min_scale, alike=True)
+        by = divisor(norm, scale, recipe.clip_norm)
+        if by is not None:
+            narrow = by if total[0].dtype == torch.float64 else by.float()
+            finite = finite & torch.isfinite(narrow)
+            total = [_wide(value) / narrow for value in total]
+        checked = finite if scaler.checks else None
+        self._update(list(parameters.values()), total, slots, counts, rate, step, checked)
+        for name, old in running.items():
+            old.copy_(now[name] if checked is None else torch.where(checked, now[name], old))
+        if checked is None:
+            return losses, auxes, norm.float(), tuple(scale_state), step + 1, torch.zeros_like(finite)
+        after = update(scaler, scale_state, checked, XP)
+        return losses, auxes, norm.float(), tuple(after), step + checked.to(torch.int32), ~checked
+
+    def _gradients(
+        self, parameters: Tensors, fixed: Tensors, running: Tensors, scale: torch.Tensor, part: Any
+    ) -> tuple[list[torch.Tensor], torch.Tensor, Any, Tensors]:
+        """Gradients of the scaled loss, the loss, aux, and the buffers after the forward pass."""
+
+        kept: list[Any] = []
+
+        def scaled_loss(values: Tensors) -> Any:
+            with torch.enable_grad(), self._attention(), opened(self._policy, self._device):
+                given = {name: self._cast(name, value) for name, value in {**fixed, **values}.items()}
+                before = {name: self._cast(name, value.clone()) for name, value in running.items()}
+                own = {name: value.clone() for name, value in before.items()}
+                named = {f"module.{name}": value for name, value in {**given, **own}.items()}
+                loss, aux = refusals.split_result(torch.func.functional_call(self._program, named, (part,)))
+            wide = loss.float().reshape(())
+            after = {name: _changed(running[name], before[name], own[name]) for name in running}
+            leaves, structure = tree_flatten(aux)
+            kept.append((leaves, structure))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            return (wide * scale if self._scaler.scales else wide), (wide, tensors, after)
+
+        grads, (_, (loss, tensors, after)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(parameters)
+        leaves, structure = kept[0]
+        found = iter(tensors)
+        aux = tree_unflatten([next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
+        return list(grads.values()), loss.detach(), aux, after
+
+    def _attention(self) -> contextlib.AbstractContextManager[Any]:
+        return Attention(self._device) if self._attends else contextlib.nullcontext()
+
+    def _fixed(self, seen: set[int]) -> Tensors:
+        """What mode "cast" casts beside the tensors seen: parameters that are not trained, and a shared one once."""
+        found: Tensors = {}
+        for name in self._casts:
+            owner, _, own = name.rpartition(".")
+            part = self._program.module.get_submodule(owner)
+            tensor = part._parameters.get(own, part._buffers.get(own))
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[name] = tensor.detach()
+        return found
+
+    def _cast(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """In cast mode, a parameter or buffer in the dtype that the model computes in (S3)."""
+        return value.to(self._casts[name]) if name in self._casts else value
+
+    def _update(
+        self,
+        parameters: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        slots: list[Tensors],
+        counts: list[torch.Tensor],
+        rate: torch.Tensor,
+        step: torch.Tensor,
+        finite: torch.Tensor | None,
+    ) -> None:
+        """The spec's formula for every parameter, kept where `finite` says so."""
+        spec = self.spec
+        if callable(spec.learning_rate):
+            rate = spec.rate(step, XP) * rate
+        taken = counts if len(counts) == len(parameters) else [step] * len(parameters)
+        for p, grad, own, count in zip(parameters, grads, slots, taken, strict=True):
+            wide = {slot: _wide(value) for slot, value in own.items()}
+            new, after = spec.update(XP, _wide(p), _wide(grad), wide, rate, (count + 1).float())
+            for old, value in [(p, new), *((own[slot], after[slot]) for slot in own)]:
+                old.copy_(value if finite is None else torch.where(finite, value, old))
+        for count in counts:
+            count.add_(1.0 if finite is None else finite.float())
+
+
+class _Program(nn.Module):
+    """`loss_fn` on the bound model as a module, so that `torch.func.functional_call` reaches the model's tensors
+    however `loss_fn` uses it."""
+
+    def __init__(self, module: nn.Module, bound: BoundModule, loss_fn: LossFunction) -> None:
+        super().__init__()
+        self.module = module
+        self._call = (loss_fn, bound)
+
+    def forward(self, part: Any) -> Any:
+        """What `loss_fn` returns."""
+        loss_fn, bound = self._call
+        return loss_fn(bound, part)
+
+
+def _with_own_code(method: Any) -> Any:
+    """A method with a code object of its own: torch counts recompilations by code, and graphs do not share one."""
+    function = method.__func__
+    copied = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return types.MethodType(copied, method.__self__)
+
+
+def _cast_dtypes(state: TorchState) -> dict[str, torch.dtype]:
+    """Which parameters and buffers mode "cast" gives which dtype, as the binding installs them."""
+    found: dict[str, torch.dtype] = {}
+    before = {
+        f"{path}.{name}" if path else name: value
+        for path, part in state.model.named_modules()
+        for name, value in [*part._parameters.items(), *part._buffers.items()]
+        if value is not None
+    }
+    with torch.no_grad(), state.bound.installed():
+        for path, part in state.model.named_modules():
+            for name, value in [*part._parameters.items(), *part._buffers.items()]:
+                whole = f"{path}.{name}" if path else name
+                if value is not None and value.dtype != before[whole].dtype:
+                    found[whole] = value.dtype
+    return found
+
+
+def _changed(master: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """A buffer's new value: what the forward pass wrote, and the master's own digits where a cast hid them."""
+    if before.dtype == master.dtype:
+        return after
+    return torch.where(after == before, master, after.to(master.dtype))
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.dtype in NARROW else value
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _scalar(value: Any, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(value, dtype=torch.float32, device=device)
+
+
+def _module_name(path: str) -> str:
+    return path.replace("/", ".")
+
+
+@torch.compiler.substitute_in_graph(registry.backend_for)
+def _backend_for(*objects: Any) -> Any:
+    """In a graph every array is torch's; the registry, which reads files, cannot be traced."""
+    from polyamp_torch.backend import BACKEND
+
+    return BACKEND
+
+
+def _refusal(error: Exception) -> UnsupportedError:
+    """What to say when torch.compile gives up: its own first words, and what to do."""
+    lines: Sequence[str] = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return UnsupportedError(
+        f"train_step(compile=...) could not compile the step into one graph. torch says: {type(error).__name__}: "
+        f"{' '.join(lines[:3])[:400]}. Keep Python side effects, data-dependent branches, backward() and autograd "
+        "functions without setup_context out of loss_fn and the model, or use compile=False. (Without a C++ compiler: "
+        "compile={'backend': 'aot_eager'}.)"
+    )

@@ -1,0 +1,378 @@
+"""From optimizer specs to `torch.optim`, and one step of any torch optimizer under a finite flag.
+
+SGD, Adam and AdamW use torch's fused kernels, which take the flag and the divisor themselves. RMSprop, Adagrad and Lion
+run polyamp's own formulas over multi-tensor kernels, and select by the flag on the device. Neither synchronises with
+the host. What cannot be told on the device reads the flag once a step: native optimizers without fused kernels, or
+without their state yet, and parameters that the fused kernels do not take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import torch
+
+from polyamp.errors import UnsupportedError
+from polyamp.recipe.optimizers import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, is_spec
+from polyamp_torch.arrays import XP
+from polyamp_torch.step.kernels import Kernels
+from polyamp_torch.step.measure import buckets, looks
+from polyamp_torch.step.multi_tensor import MANY, Many
+from polyamp_torch.step.rates import Rates
+
+Parameters = list[torch.nn.Parameter]
+_SLOTS: Final = {"momentum": "momentum_buffer"}
+"""torch's names for the slots of polyamp's formulas, where they differ."""
+_AT_ONCE: Final = 2**25
+"""Elements that a formula runs over at once, which bounds the memory of its intermediate results."""
+
+
+class LionOptimizer(torch.optim.Optimizer):
+    """Lion (arxiv.org/abs/2302.06675) with decoupled decay; torch.optim has none."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update with multi-tensor kernels."""
+        if closure is not None:
+            raise UnsupportedError("Lion takes no closure.")
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and "exp_avg" not in self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+            spec = Lion(group["lr"], betas=group["betas"], weight_decay=group["weight_decay"])
+            _run_formula(self, group, spec, group["lr"], 0, None)
+        return None
+
+
+def build(optimizer: Any, parameters: Parameters) -> torch.optim.Optimizer:
+    """The torch optimizer for a spec, with its state arrays made; a native one is checked and returned.
+
+    Raises:
+        UnsupportedError: a native object that is not an optimizer over exactly these parameters.
+    """
+    if is_spec(optimizer):
+        return _from_spec(optimizer, parameters)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnsupportedError(
+            "optimizer must be one of polyamp's specs or a torch.optim.Optimizer over the model's parameters. "
+            f"Received: {type(optimizer).__module__}.{type(optimizer).__qualname__}."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "LBFGS evaluates the loss several times a step through a closure, which one finite flag and one scale "
+            "cannot cover. Use another optimizer, or a float32 loop of your own."
+        )
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if sorted(held) != sorted(map(id, parameters)):
+        raise UnsupportedError(
+            "optimizer must hold exactly the model's trainable parameters, each once. Build it from "
+            "[p for p in model.parameters() if p.requires_grad]."
+        )
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            _refuse_fused(optimizer, group)
+    return optimizer
+
+
+def _refuse_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Refuse parameters that torch's fused kernels train wrongly."""
+    gaps = [p for p in group["params"] if not _is_dense(p)]
+    if gaps:
+        raise UnsupportedError(
+            "torch's fused optimizers write beside parameters that have gaps in memory, such as slices. Received: "
+            f"fused=True with a parameter of shape {tuple(gaps[0].shape)} and strides {gaps[0].stride()}. "
+            "Use fused=False, or make the parameter contiguous."
+        )
+    narrow = [p for p in group["params"] if p.device.type == "cpu" and p.dtype in (torch.float16, torch.bfloat16)]
+    if isinstance(optimizer, torch.optim.SGD) and narrow:
+        raise UnsupportedError(
+            "torch's fused SGD leaves whole blocks of 16-bit parameters as they were on the CPU "
+            f"(github.com/pytorch/pytorch/issues/191763). Received: fused=True with {narrow[0].dtype}. Use fused=False."
+        )
+
+
+def _is_dense(p: torch.Tensor) -> bool:
+    """True if a tensor's elements lie in memory without gaps, in whatever order; only then torch keeps its strides."""
+    return p.numel() < 2 or torch.empty_like(p, device="meta").stride() == p.stride()
+
+
+def _from_spec(spec: Any, parameters: Parameters) -> torch.optim.Optimizer:
+    rate = spec.learning_rate if not callable(spec.learning_rate) else float(spec.learning_rate(0))
+    wide = (torch.float32, torch.float64)
+    fused = all((p.dtype in wide or p.device.type == "cuda") and _is_dense(p) for p in parameters)  # see _refuse_fused
+    common: dict[str, Any] = {"lr": rate, "weight_decay": spec.weight_decay}
+    made: torch.optim.Optimizer
+    match spec:
+        case SGD():
+            made = torch.optim.SGD(parameters, **common, momentum=spec.momentum, nesterov=spec.nesterov, fused=fused)
+        case Adam() | AdamW():
+            kind = torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam
+            made = kind(parameters, **common, betas=spec.betas, eps=spec.eps, fused=fused)
+        case RMSprop():
+            made = torch.optim.RMSprop(
+                parameters, **common, alpha=spec.alpha, eps=spec.eps, momentum=spec.momentum, centered=spec.centered
+            )
+        case Adagrad():
+            made = torch.optim.Adagrad(
+                parameters,
+                **common,
+                lr_decay=spec.lr_decay,
+                initial_accumulator_value=spec.initial_accumulator_value,
+                eps=spec.eps,
+            )
+        case Lion():
+            made = LionOptimizer(parameters, **common, betas=spec.betas)
+        case _:
+            raise UnsupportedError(f"the torch backend has no optimizer for {type(spec).__name__}.")
+    _fill(made, spec, parameters, fused)
+    return made
+
+
+def _fill(optimizer: torch.optim.Optimizer, spec: Any, parameters: Parameters, fused: bool) -> None:
+    """Make the state arrays now: a checkpoint then always holds them, and fused SGD, whose momentum is left
+    uninitialised when its very first step is skipped, never sees a missing one."""
+    counts = isinstance(spec, Adam | AdamW | RMSprop | Adagrad)
+    for p in parameters:
+        if counts:
+            device = p.device if fused or runs_formula(spec) else torch.device("cpu")
+            optimizer.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        for slot in spec.slots:
+            value = spec.initial(slot)
+            optimizer.state[p][slot_name(slot)] = torch.full_like(p, value, memory_format=torch.preserve_format)
+
+
+def slot_name(slot: str) -> str:
+    """torch's name of a formula's slot."""
+    return _SLOTS.get(slot, slot)
+
+
+def runs_formula(spec: Any) -> bool:
+    """True for the specs whose formula runs here, because torch's kernels for them take no flag."""
+    return isinstance(spec, RMSprop | Adagrad | Lion)
+
+
+def takes_divisor(optimizer: torch.optim.Optimizer) -> bool:
+    """True when the optimizer's kernels divide the gradients by `grad_scale` themselves: fused ones, in float32."""
+    return _is_fused(optimizer) and all(
+        group["params"][0].dtype == torch.float32 for group in optimizer.param_groups if group["params"]
+    )
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    amp = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return amp and all(group.get("fused") and not group.get("foreach") for group in optimizer.param_groups)
+
+
+def _takes_flag(optimizer: torch.optim.Optimizer, spec: Any) -> bool:
+    """True when the optimizer's kernels take the flag: fused, and with every state array already there."""
+    if not _is_fused(optimizer):
+        return False
+    if is_spec(spec) or stateless(optimizer):
+        return True
+    held = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    return all(optimizer.state.get(p) for p in held)
+
+
+def apply(
+    optimizer: torch.optim.Optimizer,
+    spec: Any,
+    applied: torch.Tensor,
+    finite: torch.Tensor | None,
+    by: torch.Tensor | None = None,
+    grads: list[torch.Tensor] | None = None,
+    kernels: Kernels | None = None,
+    rates: Rates | None = None,
+) -> None:
+    """Step the optimizer over the parameters' `.grad` if `finite`, at the rate of the applied-update count (S13).
+
+    Args:
+        optimizer: what `build` returned.
+        spec: the recipe's optimizer, a spec or native.
+        applied: number of updates so far; its device says where the flag may be read.
+        finite: the flag, or None for one that is not checked.
+        by: a float32 scalar that the kernels divide the gradients by, writing the quotients back; only for an
+            optimizer that `takes_divisor`.
+        grads: the gradients again, as a list; and
+        kernels: what `kernels_of` returned, which takes them.
+        rates: what `rates_of` returned.
+    """
+    if finite is not None and looks(applied.device):
+        if not bool(finite):
+            return
+        finite = None
+    if runs_formula(spec):
+        if rates is not None:
+            rates.set(_rate(spec, applied))
+        count = int(applied) + 1 if looks(applied.device) else applied + 1.0
+        for group in optimizer.param_groups:
+            _run_formula(optimizer, group, current(spec, group), group["lr"], count, finite)
+        return
+    if finite is not None and not _takes_flag(optimizer, spec):
+        if not bool(finite):  # the one synchronisation: this optimizer cannot be told on the device
+            return
+        finite = None
+    if rates is not None:
+        rates.set(_rate(spec, applied))
+    found_inf = None if finite is None else (~finite).float()
+    if kernels is None or grads is None or not kernels.run(grads, found_inf, by):
+        _step(optimizer, found_inf, by)
+
+
+def kernels_of(optimizer: torch.optim.Optimizer, spec: Any) -> Kernels | None:
+    """The optimizer's fused kernels, to be run without `optimizer.step()`; None for what is native or not fused."""
+    return Kernels(optimizer) if is_spec(spec) and _is_fused(optimizer) else None
+
+
+def rates_of(optimizer: torch.optim.Optimizer, spec: Any) -> Rates | None:
+    """The rates of the groups under a spec's schedule; None where there is no schedule of polyamp's."""
+    return Rates(optimizer, spec.learning_rate) if is_spec(spec) and callable(spec.learning_rate) else None
+
+
+def _rate(spec: Any, applied: torch.Tensor) -> Any:
+    """The scheduled rate: a number on the CPU, elsewhere a scalar on the device."""
+    return float(spec.learning_rate(int(applied))) if looks(applied.device) else spec.rate(applied, XP)
+
+
+def _step(optimizer: Any, found_inf: torch.Tensor | None, by: torch.Tensor | None) -> None:
+    """`optimizer.step()`, its kernels given the flag and the divisor."""
+    if found_inf is None and by is None:
+        optimizer.step()
+        return
+    optimizer.found_inf = found_inf
+    optimizer.grad_scale = by
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf, optimizer.grad_scale
+
+
+def _run_formula(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    spec: Any,
+    rate: Any,
+    count: Any,
+    finite: torch.Tensor | None,
+) -> None:
+    """A spec's own formula over one group, in float32 at least; selected by `finite` unless that is None."""
+    for parameters in _portions([p for p in group["params"] if p.grad is not None]):
+        device = parameters[0].device
+        states = [optimizer.state[p] for p in parameters]
+        old = {slot: [state[slot_name(slot)] for state in states] for slot in spec.slots}
+        own = None if finite is None else finite.to(device)
+        with torch.no_grad():
+            new, slots = spec.update(
+                MANY,
+                _wide(parameters),
+                _wide([p.grad for p in parameters]),
+                {slot: _wide(tensors) for slot, tensors in old.items()},
+                _on(rate, device),
+                _count(spec, states, _on(count, device)),
+            )
+            for before, after in [(parameters, new), *((old[slot], slots[slot]) for slot in old)]:
+                chosen = after if own is None else MANY.where(own, after, Many(list(before)))
+                torch._foreach_copy_(list(before), chosen.tensors)
+            steps = [state["step"] for state in states if "step" in state]
+            if steps:
+                if own is None:
+                    torch._foreach_add_(steps, 1.0)
+                else:
+                    torch._foreach_add_(steps, own.float(), alpha=1.0)  # without alpha torch reads the tensor
+
+
+def _count(spec: Any, states: list[dict[str, Any]], shared: Any) -> Any:
+    """The number of this update for a formula that asks for it: each parameter's own, where they can differ (S23)."""
+    if not isinstance(spec, Adagrad) or not spec.lr_decay:
+        return shared
+    taken = [state["step"] for state in states]
+    if looks(taken[0].device) and len(numbers := {count.item() for count in taken}) == 1:
+        return numbers.pop() + 1.0
+    return Many(list(torch._foreach_add(taken, 1.0)))
+
+
+def check_options(optimizer: torch.optim.Optimizer, spec: Any) -> None:
+    """Refuse options that were written into the groups by hand and would be passed over; a native one has its own.
+
+    Raises:
+        UnsupportedError: names the option.
+        RecipeError: an impossible value.
+    """
+    if not is_spec(spec):
+        return
+    for group in optimizer.param_groups:
+        if runs_formula(spec):
+            current(spec, group)
+        decoupled = group.get("decoupled_weight_decay", isinstance(spec, AdamW))
+        for name, differs in (
+            ("amsgrad", group.get("amsgrad")),
+            ("decoupled_weight_decay", decoupled != isinstance(spec, AdamW)),
+        ):
+            if differs:
+                raise UnsupportedError(
+                    f"{name}={group[name]} was written into the optimizer's param_groups; {type(spec).__name__} has no "
+                    f"such option. Give the recipe torch.optim.{type(spec).__name__}(..., {name}={group[name]})."
+                )
+
+
+def current(spec: Any, group: dict[str, Any]) -> Any:
+    """The spec with the options that were written into the group by hand.
+
+    Raises:
+        UnsupportedError: they ask for other state arrays, or for `maximize`, which the formulas do not have.
+        RecipeError: an impossible value.
+    """
+    options = {name: group.get(name, getattr(spec, name)) for name in spec.__struct_fields__[1:]}
+    if group.get("maximize"):
+        raise UnsupportedError(f"maximize=True: {type(spec).__name__} minimises. Return the negative loss instead.")
+    if group.get("dampening"):
+        raise UnsupportedError(
+            f"dampening={group['dampening']}: the formula of {type(spec).__name__} has none. Use compile=False."
+        )
+    if all(value == getattr(spec, name) for name, value in options.items()):
+        return spec
+    changed = type(spec)(spec.learning_rate, **options)
+    if changed.slots != spec.slots:
+        raise UnsupportedError(
+            f"the optimizer's state arrays are {', '.join(spec.slots)}; the options in its param_groups now ask for "
+            f"{', '.join(changed.slots)}. Call polyamp.init with such a recipe."
+        )
+    return changed
+
+
+def _wide(tensors: list[Any]) -> Many:
+    if tensors[0].dtype in (torch.float16, torch.bfloat16):
+        return Many([tensor.float() for tensor in tensors])
+    return Many(tensors)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _portions(parameters: list[Any]) -> Iterator[list[Any]]:
+    """Parameters of one device and dtype, `_AT_ONCE` elements at a time."""
+    for bucket in buckets(parameters):
+        portion: list[Any] = []
+        size = 0
+        for p in bucket:
+            if portion and size + p.numel() > _AT_ONCE:
+                yield portion
+                portion, size = [], 0
+            portion.append(p)
+            size += p.numel()
+        yield portion
+
+
+def stateless(optimizer: torch.optim.Optimizer) -> bool:
+    """True for plain SGD, which keeps nothing between steps."""
+    return isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)

@@ -1,0 +1,239 @@
+"""`TorchState`: the user's own module with its optimizer, loss-scale state and counters on its device."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from polyamp.contract.backend import Backend
+from polyamp.errors import ModelError
+from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import LossScaleState
+from polyamp.rules import refusals
+from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
+from polyamp_torch.precision.bound import BoundModule, device_of
+from polyamp_torch.step import optimizer_state, optimizers, resuming
+from polyamp_torch.step import running as buffers
+from polyamp_torch.step.bystanders import Graphs
+from polyamp_torch.step.interrupts import Undisturbed
+from polyamp_torch.step.turns import Turn
+
+Array = np.ndarray[Any, Any]
+_TRAINED: Final = operator.attrgetter("requires_grad")
+_FORM: Final = operator.attrgetter("shape", "dtype", "device")
+_STRIDES: Final = torch.Tensor.stride
+_END: Final = object()
+
+
+class TorchState:
+    """A torch model under training. The step updates it, the module and the optimizer in place.
+
+    Attributes:
+        model: the user's module.
+        recipe: what it is trained with.
+        scaler: the recipe's loss scaler.
+        optimizer: the `torch.optim.Optimizer` in use.
+        optimizer_settings: its groups' options as they were at `init`, for checkpoints.
+        kernels: its fused kernels, where polyamp made it.
+        rates: its groups' learning rates, where the recipe has a schedule.
+        scale_state: the loss-scale state, tensors on the module's device.
+        step: number of applied updates, int32 tensor.
+        parameters: the trainable parameters by `/`-separated path, in the model's order.
+        one_device: whether all of them are on one device; they always have one dtype, the policy's.
+        buffer_owners: where the model's buffers are, for `buffers.snapshot`.
+        turn: a step, an export or a restore at a time.
+        graphs: which losses lead to its own parameters only.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, backend: Backend) -> None:
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"the torch backend trains an nn.Module. Received: {type(model).__name__}.")
+        _refuse_lazy(model)
+        named = [(name.replace(".", "/"), p) for name, p in model.named_parameters() if p.requires_grad]
+        refusals.check_parameters([(name, dtype_name(p.dtype)) for name, p in named], recipe)
+        for name, p in named:
+            if 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) < p.numel():
+                raise ModelError(
+                    f"parameter {name!r} is expanded: several of its {p.numel()} elements are one number in memory, "
+                    "which no optimizer can update. Make the small tensor the parameter, and expand it in forward()."
+                )
+        self.backend: Final = backend
+        self.turn = Turn()
+        self.graphs = Graphs()
+        self.device = device_of(model)
+        self.model = model
+        self.recipe = recipe
+        self.scaler = recipe.loss_scaler  # a recipe without one makes it anew each time it is asked
+        self.bound = BoundModule(model, recipe.policy, self.device)
+        self.parameters = dict(named)
+        self._frozen = [(name.replace(".", "/"), p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._forms = list(map(_FORM, self.parameters.values()))
+        self._strides = list(map(_STRIDES, self.parameters.values()))
+        self._places = _places(model)
+        self._members = list(_members(self._places))
+        self.one_device = len({p.device for p in self.parameters.values()}) == 1
+        self.buffer_owners = buffers.owners(model)
+        self.optimizer = optimizers.build(recipe.optimizer, list(self.parameters.values()))
+        self.optimizer_settings = resuming.described(self.optimizer)
+        self.kernels = optimizers.kernels_of(self.optimizer, recipe.optimizer)
+        self.rates = optimizers.rates_of(self.optimizer, recipe.optimizer)
+        self._held = _held(self.optimizer)
+        self.scale_state = self.scaler.init(like=torch.zeros((), device=self.device))
+        self.step = torch.zeros((), dtype=torch.int32, device=self.device)
+
+    def __repr__(self) -> str:
+        count = sum(p.numel() for p in self.parameters.values())
+        return (
+            f"TorchState(backend='torch', device={str(self.device)!r}, parameters={count:,}, "
+            f"policy={self.recipe.policy}, scale={float(self.scale_state.scale):g}, step={int(self.step)})"
+        )
+
+    def check_unchanged(self) -> None:
+        """Refuse a model or an optimizer that does not hold the parameters of `init` as they were then.
+
+        Raises:
+            ModelError: names the first that was replaced, frozen, unfrozen, reshaped, cast, moved or laid out anew.
+            UnsupportedError: an option in the optimizer's groups that a spec does not have.
+        """
+        # held and compared as objects: a new one may lie where a freed one lay, and then has its id
+        if not all(map(operator.is_, _members(self._places), self._members)):
+            self._look_again()
+        held = _held(self.optimizer)
+        if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
+            self._look_at_groups(held)
+        parameters = self.parameters.values()  # compared one by one: what is kept in lists is garbage to collect
+        if not (
+            all(map(operator.eq, map(_FORM, parameters), self._forms))
+            and all(map(operator.eq, map(_STRIDES, parameters), self._strides))
+        ):
+            self._refuse_form()
+        optimizers.check_options(self.optimizer, self.recipe.optimizer)
+        if not all(map(_TRAINED, self.parameters.values())):
+            name = next(name for name, p in self.parameters.items() if not p.requires_grad)
+            raise ModelError(f"parameter {name!r} was frozen after init. Call polyamp.init again to train the others.")
+        for name, p in self._frozen:
+            if p.requires_grad:
+                raise ModelError(
+                    f"parameter {name!r} was unfrozen after init, so no optimizer holds it. Call polyamp.init again to "
+                    "train it too."
+                )
+
+    def _refuse_form(self) -> None:
+        for (name, p), form, strides in zip(self.parameters.items(), self._forms, self._strides, strict=True):
+            before, now = ([str(item) for item in (tuple(shape), *rest)] for shape, *rest in (form, _FORM(p)))
+            if before == now:
+                before, now = [f"laid out with strides {strides}"], [f"strides {p.stride()}"]
+            if _FORM(p) != form or p.stride() != strides:
+                raise ModelError(
+                    f"parameter {name!r} was {', '.join(before)} at init. Received: {', '.join(now)}. The optimizer's "
+                    "state is that of init: change the model first, then call polyamp.init."
+                )
+
+    def _look_at_groups(self, held: list[Any]) -> None:
+        """The groups were changed: that may only be the order, or which group a parameter is in."""
+        if len(held) != len(self._held) or set(map(id, held)) != set(map(id, self._held)):
+            raise ModelError(
+                "the optimizer's parameter groups were changed after init, so it does not hold exactly the model's "
+                "trainable parameters. Call polyamp.init again."
+            )
+        self._held = held
+        self.kernels = None  # whose lists are in the old order; `optimizer.step()` follows the groups
+
+    def _look_again(self) -> None:
+        """Modules were put elsewhere; that is a model's own business as long as its parameters are the same."""
+        known = {id(p) for p in self.parameters.values()} | {id(p) for _, p in self._frozen}
+        now = {name.replace(".", "/"): p for name, p in self.model.named_parameters()}
+        strange = next((name for name, p in now.items() if id(p) not in known), None)
+        held = {id(p) for p in now.values()}
+        lost = next((name for name, p in self.parameters.items() if id(p) not in held), None)
+        if strange is not None or lost is not None:
+            raise ModelError(
+                f"parameter {strange or lost!r} was {'put into' if strange else 'taken out of'} the model after init, "
+                "so the optimizer does not know of it. Change the model first, then call polyamp.init."
+            )
+        self._places = _places(self.model)
+        self._members = list(_members(self._places))
+        self.buffer_owners = buffers.owners(self.model)
+
+    def _optimizer_names(self) -> list[str]:
+        by_id = {id(p): name for name, p in self.parameters.items()}
+        return [by_id[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+
+    def export(self) -> dict[str, Array]:
+        """Every array by name; torch's random-number states included, so that dropout resumes where it was.
+
+        A step that another thread has begun is finished first.
+        """
+        with Undisturbed(), self.turn:
+            return self._exported()
+
+    def _exported(self) -> dict[str, Array]:
+        arrays = {f"model/{name.replace('.', '/')}": to_numpy(p) for name, p in self.model.named_parameters()}
+        arrays |= {f"running/{name.replace('.', '/')}": to_numpy(b) for name, b in self.model.named_buffers()}
+        if self.rates is not None:
+            self.rates.multiples()
+        exported = optimizer_state.export(self.optimizer, self._optimizer_names(), self.recipe.optimizer)
+        arrays |= {f"optimizer/{name}": value for name, value in exported.items()}
+        arrays |= {f"loss_scale/{name}": to_numpy(value) for name, value in self.scale_state._asdict().items()}
+        arrays["rng/cpu"] = to_numpy(torch.get_rng_state())
+        if self.device.type == "cuda":
+            arrays["rng/cuda"] = to_numpy(torch.cuda.get_rng_state(self.device))
+        return {**arrays, "step": to_numpy(self.step)}
+
+    def load(self, arrays: Mapping[str, Array]) -> None:
+        """Put exported arrays back, in place; no step runs meanwhile."""
+        with Undisturbed(), self.turn:
+            self._loaded(arrays)
+
+    def _loaded(self, arrays: Mapping[str, Array]) -> None:
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(from_numpy(arrays[f"model/{name.replace('.', '/')}"]))
+            for name, b in self.model.named_buffers():
+                b.copy_(from_numpy(arrays[f"running/{name.replace('.', '/')}"]))
+        prefix = "optimizer/"
+        exported = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
+        optimizer_state.load(self.optimizer, self._optimizer_names(), exported)
+        if self.rates is not None:
+            self.rates.write()
+        fields = (from_numpy(arrays[f"loss_scale/{name}"]).to(self.device) for name in LossScaleState._fields)
+        self.scale_state = LossScaleState(*fields)
+        self.step = from_numpy(arrays["step"]).to(self.device)
+        torch.set_rng_state(from_numpy(arrays["rng/cpu"]))
+        if "rng/cuda" in arrays:
+            torch.cuda.set_rng_state(from_numpy(arrays["rng/cuda"]), self.device)
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    """Refuse what torch makes at the first call of a lazy module.
+
+    Raises:
+        ModelError: names the first.
+    """
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, value in named:
+            if nn.parameter.is_lazy(value):
+                raise ModelError(
+                    f"{kind} {name.replace('.', '/')!r} has no shape yet. Call the model once on a batch, which makes "
+                    "the parameters of its lazy modules, then polyamp.init."
+                )
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _places(model: nn.Module) -> list[dict[str, Any]]:
+    """The dicts that hold the parameters and the children of every module."""
+    return [slots for module in model.modules() for slots in (module._parameters, module._modules)]
+
+
+def _members(places: list[dict[str, Any]]) -> Iterator[Any]:
+    """Every parameter and child, and a mark of the end, so that one comparison finds another number of them too."""
+    return itertools.chain(itertools.chain.from_iterable(map(dict.values, places)), (_END,))

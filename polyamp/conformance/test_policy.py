@@ -1,0 +1,129 @@
+"""Rules S1 to S5: dtypes, casting, the two modes, sensitive operations, overrides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyamp
+from polyamp.conformance.problems import batch, layers, loss_fn, recipe, train
+from polyamp.contract.backend import Backend
+from polyamp.contract.harness import Harness
+from polyamp.errors import PolicyError
+
+MIXED = ["mixed_float16", "mixed_bfloat16"]
+
+
+def compute_of(policy: str) -> str:
+    return polyamp.Policy(policy).compute
+
+
+@pytest.mark.parametrize("policy", MIXED)
+def test_s01_masters_stay_float32_and_output_is_float32(backend: Backend, harness: Harness, policy: str) -> None:
+    made = recipe(policy)
+    state, _ = train(harness, made, [batch(i) for i in range(2)])
+    assert {part.dtype.name for layer in harness.weights(state) for part in layer} == {"float32"}
+    output = made.policy.autocast(state.model)(harness.array(batch()["x"]))
+    assert backend.to_numpy(output).dtype == np.float32
+
+
+@pytest.mark.parametrize("policy", MIXED)
+def test_s01_output_dtype_is_the_policys(backend: Backend, harness: Harness, policy: str) -> None:
+    dtype = compute_of(policy)
+    wanted = polyamp.Policy(compute=dtype, output=dtype)
+    output = wanted.autocast(harness.mlp(layers()))(harness.array(batch()["x"]))
+    assert backend.to_numpy(output).dtype.name == dtype
+
+
+def test_s02_only_floating_leaves_are_cast(backend: Backend, harness: Harness) -> None:
+    leaves: dict[str, Any] = {
+        "float": harness.array(np.ones(2, np.float32)),
+        "nested": [harness.array(np.ones(2, np.float32)), (harness.array(np.ones(1, np.int32)),)],
+        "bool": harness.array(np.ones(2, np.bool_)),
+        "complex": harness.array(np.ones(2, np.complex64)),
+        "double": harness.array(np.ones(2, np.float64)),
+        "text": "text",
+        "none": None,
+        "int": 3,
+    }
+    double = backend.to_numpy(leaves["double"]).dtype
+    cast = backend.cast(leaves, "bfloat16")
+    assert backend.to_numpy(cast["float"]).dtype.name == "bfloat16"
+    assert backend.to_numpy(cast["nested"][0]).dtype.name == "bfloat16"
+    assert backend.to_numpy(cast["nested"][1][0]).dtype == np.int32
+    assert backend.to_numpy(cast["bool"]).dtype == np.bool_
+    assert backend.to_numpy(cast["complex"]).dtype == np.complex64
+    assert backend.to_numpy(cast["double"]).dtype.name == ("float64" if double == np.float64 else "bfloat16")
+    assert (cast["text"], cast["none"], cast["int"]) == ("text", None, 3)
+    assert backend.to_numpy(leaves["float"]).dtype == np.float32, "cast in place"
+
+
+@pytest.mark.parametrize("policy", MIXED)
+@pytest.mark.parametrize("mode", ["autocast", "cast"])
+def test_s03_inner_dtype_and_gradient_dtype(backend: Backend, harness: Harness, mode: Any, policy: str) -> None:
+    seen: list[str] = []
+    made = recipe(polyamp.Policy(policy, mode=mode))
+    state = polyamp.init(harness.mlp(layers(), observe=seen.append), made)
+    _, gradients = polyamp.value_and_grad(loss_fn)(state, batch())
+    assert seen, "the model never reported an inner dtype"
+    assert set(seen) == {compute_of(policy)}
+    named = backend.named_gradients(gradients)
+    assert {backend.to_numpy(value).dtype.name for _, value in named} == {"float32"}
+    sizes = sorted(part.size for layer in harness.weights(state) for part in layer)
+    assert sorted(backend.to_numpy(value).size for _, value in named) == sizes
+
+
+def test_s03_float32_policy_computes_in_float32(harness: Harness) -> None:
+    seen: list[str] = []
+    state = polyamp.init(harness.mlp(layers(), observe=seen.append), recipe())
+    polyamp.train_step(loss_fn, recipe())(state, batch())
+    assert set(seen) == {"float32"}
+
+
+@pytest.mark.parametrize("policy", MIXED)
+def test_s04_sensitive_operations_run_in_float32(backend: Backend, harness: Harness, policy: str) -> None:
+    chosen = polyamp.Policy(policy, mode="autocast")
+    values = np.linspace(0.1, 8.0, 4 * 600, dtype=np.float32).reshape(4, 600)
+    narrow = backend.cast(harness.array(values), chosen.compute)
+    wide = backend.cast(narrow, "float32")
+    wrong = {}
+    for name, operation in harness.sensitive().items():
+        got = backend.to_numpy(chosen.autocast(operation)(narrow))
+        want = backend.to_numpy(operation(wide))
+        if got.dtype != np.float32 or not np.array_equal(got, want):
+            wrong[name] = got.dtype.name
+    assert not wrong, f"not computed in float32: {wrong}"
+
+
+def test_s04_matrix_products_still_run_in_compute(backend: Backend, harness: Harness) -> None:
+    policy = polyamp.Policy(compute="bfloat16", output="bfloat16")
+    ones = harness.array(np.full((2, 2), 1.001, np.float32))
+    product = backend.to_numpy(policy.autocast(harness.matmul)(ones, ones))
+    assert product.dtype.name == "bfloat16"
+    assert float(product[0, 0]) == 2.0, "1.001 rounds to 1 in bfloat16"
+
+
+def test_s05_overrides_choose_a_modules_dtype(harness: Harness) -> None:
+    seen: list[str] = []
+    policy = polyamp.Policy("mixed_bfloat16", overrides={"**/dense1": "float32"})
+    made = recipe(policy)
+    state = polyamp.init(harness.mlp(layers((4, 8, 8, 3)), observe=seen.append), made)
+    polyamp.train_step(loss_fn, made)(state, batch())
+    assert seen[:3] == ["bfloat16", "float32", "bfloat16"]
+
+
+def test_s05_longest_glob_wins(harness: Harness) -> None:
+    seen: list[str] = []
+    policy = polyamp.Policy("mixed_bfloat16", overrides={"**/dense*": "float32", "**/dense1": "bfloat16"})
+    made = recipe(policy)
+    state = polyamp.init(harness.mlp(layers(), observe=seen.append), made)
+    polyamp.train_step(loss_fn, made)(state, batch())
+    assert seen[:2] == ["float32", "bfloat16"]
+
+
+def test_s05_glob_without_a_match_is_an_error(harness: Harness) -> None:
+    made = recipe(polyamp.Policy("mixed_bfloat16", overrides={"**/dence1": "float32"}))
+    with pytest.raises(PolicyError, match=r"'\*\*/dence1' matches no module path. Nearest: .*dense1"):
+        polyamp.init(harness.mlp(layers()), made)

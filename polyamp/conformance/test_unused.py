@@ -1,0 +1,137 @@
+"""Rule S23: parameters that the loss does not depend on stay as they are, and so does the optimizer's state of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyamp
+from polyamp.conformance.problems import Array, Batch, batch, layers, recipe, unmoved
+from polyamp.contract.backend import Backend
+from polyamp.contract.harness import Harness, Layer
+from polyamp.errors import PolyampError
+
+OPTIMIZERS = [
+    polyamp.sgd(0.1, momentum=0.9, weight_decay=0.1),
+    polyamp.adam(0.05, weight_decay=0.1),
+    polyamp.adamw(0.05, weight_decay=0.1),
+    polyamp.rmsprop(0.05, momentum=0.9, weight_decay=0.1),
+    polyamp.adagrad(0.1, lr_decay=0.5, weight_decay=0.1),
+    polyamp.lion(0.05, weight_decay=0.1),
+]
+
+
+def of_both(model: Any, batch: Batch) -> Any:
+    """Depends on both branches, each by itself."""
+    first, second = model(batch["x"])
+    mean_squared_error = polyamp.losses.mean_squared_error
+    return mean_squared_error(first * batch["gain"], batch["y"]) + mean_squared_error(second, batch["y"])
+
+
+def of_first(model: Any, batch: Batch) -> Any:
+    """Depends on the first branch; the second is run, for nothing."""
+    return polyamp.losses.mean_squared_error(model(batch["x"])[0] * batch["gain"], batch["y"])
+
+
+def of_none(model: Any, batch: Batch) -> Any:
+    """Depends on the batch alone."""
+    return polyamp.losses.mean_squared_error(batch["y"], batch["x"][:, :3])
+
+
+def two_branches() -> list[Layer]:
+    """Two layers that take the same input."""
+    return [*layers((4, 3), seed=1), *layers((4, 3), seed=2)]
+
+
+def stepped(harness: Harness, made: polyamp.Recipe, losses: Sequence[Any], seeds: Sequence[int]) -> Any:
+    """The state after a step on each loss and batch."""
+    state = polyamp.init(harness.branches(two_branches()), made)
+    steps = {loss: polyamp.train_step(loss, made) for loss in losses}
+    for loss, seed in zip(losses, seeds, strict=True):
+        state, _ = steps[loss](state, batch(seed))
+    return state
+
+
+def of_second(backend: Backend, state: Any) -> dict[str, Array]:
+    """The second branch's part of a state: its parameters, and what the optimizer keeps of them."""
+    return {name: value for name, value in backend.export_state(state).items() if "dense1" in name}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
+def test_s23_an_unused_parameter_and_its_optimizer_state_stay(
+    backend: Backend, harness: Harness, optimizer: Any
+) -> None:
+    """And what the optimizer counts for it are its own updates: it goes on as if the other steps had not been."""
+    made = recipe(optimizer=optimizer, scaler=polyamp.LossScaler.static(8.0))
+    without = stepped(harness, made, [of_both, of_both], [0, 3])
+    state = stepped(harness, made, [of_both], [0])
+    before, first = of_second(backend, state), harness.weights(state)[0].kernel
+    assert any(name.startswith("optimizer/") for name in before)
+    run = polyamp.train_step(of_first, made)
+    for seed in (1, 2):
+        state, result = run(state, batch(seed))
+        assert not bool(backend.to_numpy(result.skipped))
+    assert unmoved(before, of_second(backend, state)) == []
+    assert not np.array_equal(harness.weights(state)[0].kernel, first)
+    state, _ = polyamp.train_step(of_both, made)(state, batch(3))
+    assert int(backend.to_numpy(state.step)) == 4
+    for got, want in zip(harness.weights(state)[1], harness.weights(without)[1], strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"clip_norm": 0.05}, {"accumulate_steps": 2}], ids=lambda settings: next(iter(settings))
+)
+def test_s23_under_clipping_and_accumulation(backend: Backend, harness: Harness, settings: dict[str, Any]) -> None:
+    made = recipe(optimizer=polyamp.adamw(0.05), **settings)
+    state = stepped(harness, made, [of_both], [0])
+    before = of_second(backend, state)
+    state, result = polyamp.train_step(of_first, made)(state, batch(1))
+    assert unmoved(before, of_second(backend, state)) == []
+    _, gradients = polyamp.value_and_grad(of_first)(stepped(harness, made, [of_both], [0]), batch(1))
+    own = [backend.to_numpy(g) for name, g in backend.named_gradients(gradients) if "dense0" in name]
+    norm = np.sqrt(sum(np.square(g.astype(np.float64)).sum() for g in own))
+    np.testing.assert_allclose(float(backend.to_numpy(result.grad_norm)), norm, rtol=1e-5)
+
+
+def test_s23_in_two_halves(backend: Backend, harness: Harness) -> None:
+    """`value_and_grad` and `apply_gradients` mean the same, and an overflow elsewhere changes nothing of it."""
+    made = recipe(optimizer=polyamp.adamw(0.05), scaler=polyamp.LossScaler(init_scale=16.0))
+    state = stepped(harness, made, [of_both], [0])
+    whole, _ = polyamp.train_step(of_first, made)(stepped(harness, made, [of_both], [0]), batch(1))
+    before = of_second(backend, state)
+    run = polyamp.value_and_grad(of_first)
+    for gain, skipped in ((np.inf, True), (1.0, False)):
+        _, gradients = run(state, batch(1, gain=gain))
+        state, result = polyamp.apply_gradients(state, gradients)
+        assert bool(backend.to_numpy(result.skipped)) is skipped
+        assert unmoved(before, of_second(backend, state)) == []
+    np.testing.assert_allclose(harness.weights(state)[0].kernel, harness.weights(whole)[0].kernel, rtol=1e-6)
+
+
+def test_s23_a_gradient_of_zeros_is_a_gradient(backend: Backend, harness: Harness) -> None:
+    """Dependence is a property of the program: momentum and decay go on."""
+    made = recipe(optimizer=polyamp.sgd(0.1, momentum=0.9, weight_decay=0.1))
+    state = stepped(harness, made, [of_both], [0])
+    before = of_second(backend, state)
+
+    def times_zero(model: Any, batch: Batch) -> Any:
+        first, second = model(batch["x"])
+        return polyamp.losses.mean_squared_error(first + second * (batch["gain"] * 0.0), batch["y"])
+
+    state, _ = polyamp.train_step(times_zero, made)(state, batch(1))
+    assert set(unmoved(before, of_second(backend, state))) == set(before)
+
+
+def test_s23_a_loss_that_depends_on_no_parameter_is_refused(backend: Backend, harness: Harness) -> None:
+    made = recipe(optimizer=polyamp.adamw(0.05))
+    state = polyamp.init(harness.branches(two_branches()), made)
+    before = backend.export_state(state)
+    with pytest.raises(PolyampError, match="depend"):
+        polyamp.train_step(of_none, made)(state, batch())
+    with pytest.raises(PolyampError, match="depend"):
+        polyamp.value_and_grad(of_none)(state, batch())
+    assert unmoved(before, backend.export_state(state)) == []

@@ -1,0 +1,96 @@
+"""`Harness`: the few models and functions that a backend offers so that one suite can test every framework.
+
+A backend's `testing()` returns one. All weights are given as NumPy arrays in one layout, dense kernels as (in, out), so
+that the same numbers reach every framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from polyamp.contract.backend import LossFunction, StepResult
+    from polyamp.recipe.recipe import Recipe
+
+    Array = np.ndarray[Any, Any]
+
+Observe = Callable[[str], None]
+"""Called with the canonical dtype name of an inner result while the model runs (or is traced)."""
+
+
+class Layer(NamedTuple):
+    """A dense layer's weights.
+
+    Attributes:
+        kernel: shape (in, out); float32, or the 16-bit dtype in which the model is to store its parameters.
+        bias: shape (out,), of the same dtype.
+    """
+
+    kernel: Array
+    bias: Array
+
+
+class Harness(Protocol):
+    """What the conformance suite, the parity runner and the demo need of a backend beyond `Backend` itself."""
+
+    def array(self, value: Array) -> Any:
+        """A NumPy array as the framework's own, same dtype."""
+
+    def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> Any:
+        """dense -> relu -> ... -> dense, as the framework's customary model class.
+
+        The layers' module paths end in `dense0`, `dense1`, ...; `observe` gets the dtype of each dense result.
+        """
+
+    def branches(self, layers: Sequence[Layer]) -> Any:
+        """Dense layers side by side, named as in `mlp`: `model(x)` is the sequence `(dense0(x), dense1(x), ...)`, so
+        that a loss can leave some out (S23)."""
+
+    def normalized_mlp(self, layers: Sequence[Layer]) -> Any:
+        """dense -> batch normalisation with running statistics -> relu -> dense, in training mode (two layers)."""
+
+    def dropout_mlp(self, layers: Sequence[Layer]) -> tuple[Any, dict[str, Any]] | None:
+        """dense -> relu -> dropout of a half of the features -> dense in training mode (two layers), and the options
+        that `polyamp.init` needs for its random streams; None where models have no randomness (S12)."""
+
+    def digits(self, weights: Mapping[str, Array]) -> Any:
+        """The transformer of `polyamp.parity.digits` with these weights."""
+
+    def weights(self, state: Any) -> list[Layer]:
+        """The current weights of a state made from `mlp`, in its layout."""
+
+    def sensitive(self) -> Mapping[str, Callable[[Any], Any]]:
+        """Name -> function of one floating array, for the operations that S4 lists and the framework has."""
+
+    def saturating(self) -> Mapping[str, Callable[[Any], Any]]:
+        """Name -> function of one floating array: a logarithm, or a difference from 1, of a saturating result."""
+
+    def inner_products(self) -> Mapping[str, Callable[[Any], Any]]:
+        """Name -> function of one floating array, shape (rows, n): each row's inner product with itself."""
+
+    def matmul(self, left: Any, right: Any) -> Any:
+        """Matrix product of two framework arrays."""
+
+    def outer(self, left: Any, right: Any) -> Any:
+        """Outer product of two vectors, written as `einsum("i,j->ij")` where the framework has it."""
+
+    def gathered(self, layers: Sequence[Layer], rows: Array) -> Any:
+        """The model of `mlp` whose output is read at `rows`, row numbers of the batch, in the network's own dtype."""
+
+    def unusable(self, kind: str) -> Any:
+        """A model that must be refused: `kind` is "empty" (no parameters), "integer" or "complex" (parameters), or
+        "float16" (parameters stored in 16 bits)."""
+
+    def replicate(
+        self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
+    ) -> list[tuple[Any, StepResult]]:
+        """(state, last result) of each replica after training an MLP data-parallel; `batches[r]` is replica r's.
+
+        Raises `UnsupportedError` where the backend does not run replicas; S9's second test is then a deviation.
+        """
+
+    def native_optimizer(self, model: Any, learning_rate: float) -> Any:
+        """The framework's own plain SGD, as a user would put it into a recipe for this model."""

@@ -1,0 +1,351 @@
+"""Finds the backend for an object or a name: entry points of the group `polyamp.backends`, loaded when needed.
+
+An entry's name is the root module of a framework's objects ("torch", "flax"); its value is a `Backend`. An object is
+dispatched on the root modules along its type's MRO, so no framework is imported to recognise another's object.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from polyamp.contract import evidence
+from polyamp.contract.backend import Backend, BackendInfo, PerOperation
+from polyamp.contract.report import CastingReport
+from polyamp.errors import BackendError, BackendNotInstalledError, UnsupportedError, did_you_mean
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from polyamp.recipe.policy import Policy
+
+GROUP: Final = "polyamp.backends"
+
+
+class BackendStatus(NamedTuple):
+    """One line of `polyamp.backends()`.
+
+    Attributes:
+        name: the backend's name.
+        usable: True when its framework is installed and, if `probe` was asked for, imports.
+        version: the framework's version, or None.
+        devices: devices, where the framework is already imported (or was probed); else empty.
+        problem: why it is not usable, with what to do; None if it is.
+    """
+
+    name: str
+    usable: bool
+    version: str | None
+    devices: tuple[str, ...]
+    problem: str | None
+
+
+@functools.cache
+def entries() -> Mapping[str, EntryPoint]:
+    """Entry name -> entry point of every registered backend.
+
+    Raises:
+        BackendError: two distributions claim one name.
+    """
+    from importlib.metadata import entry_points
+
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=GROUP):
+        other = found.get(entry.name)
+        if other is not None and other.value != entry.value:
+            raise BackendError(
+                f"two distributions claim the backend {entry.name!r}: {_distribution(other)} ({other.value}) and "
+                f"{_distribution(entry)} ({entry.value}). Uninstall one of them."
+            )
+        found[entry.name] = entry
+    if not found:
+        raise BackendError(
+            "no backend is registered, so polyamp is imported from a source tree that is not installed. Run "
+            "`pip install -e .` in it."
+        )
+    return found
+
+
+@functools.cache
+def get(name: str) -> Backend:
+    """The backend registered under `name`, imported now if it was not.
+
+    Raises:
+        BackendNotInstalledError: its framework is missing; holds the install command.
+        BackendError: no such name, or its import fails.
+    """
+    known = entries()
+    if name not in known:
+        raise BackendError(
+            f"backend must be one of {', '.join(sorted(names()))}. Received: {name!r}.{did_you_mean(name, known)}"
+        )
+    entry = known[name]
+    try:
+        backend: Backend = entry.load()
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing and missing != entry.module.partition(".")[0]:
+            raise BackendNotInstalledError(
+                f"backend {name!r} needs {missing}, which is not installed. Run: {install_command(entry)}"
+            ) from error
+        raise _broken(entry, error) from error
+    except Exception as error:
+        raise _broken(entry, error) from error
+    return backend
+
+
+def backend_for(*objects: Any) -> Backend:
+    """The backend of the first recognised leaf among `objects` (states, models, arrays, or trees of them).
+
+    Raises:
+        BackendError: none of them belongs to a registered framework.
+    """
+    known = entries()
+    for leaf in _leaves(objects):
+        own = getattr(type(leaf), "backend", None)
+        if own is not None and hasattr(leaf, "scale_state"):
+            backend: Backend = leaf.backend
+            return backend
+        root = _root(type(leaf), known)
+        if root is not None:
+            return get(root)
+    shown = ", ".join(f"{type(item).__module__}.{type(item).__qualname__}" for item in objects)
+    raise BackendError(
+        f"no backend recognises {shown}. Registered: {', '.join(sorted(names()))}. Pass a model or array of one of "
+        "these frameworks, or name it: backend='jax'."
+    )
+
+
+def names() -> dict[str, str]:
+    """Backend name -> the entry it is loaded from; one per backend, however many root modules it answers to."""
+    by_value: dict[str, list[str]] = {}
+    for name, entry in entries().items():
+        by_value.setdefault(entry.value, []).append(name)
+    chosen = {}
+    for value, aliases in by_value.items():
+        module = value.partition(":")[0].replace(".", "_")
+        own = [alias for alias in aliases if module.endswith(f"_{alias}")]
+        chosen[(own or sorted(aliases))[0]] = value
+    return chosen
+
+
+def backends(*, probe: bool = False) -> dict[str, BackendStatus]:
+    """Every registered backend: whether it is usable, its version and devices, or why not.
+
+    Args:
+        probe: import each backend in an interpreter of its own, which finds broken installations and lists devices.
+            Without it nothing is imported.
+
+    >>> backends()["reference"].usable
+    True
+    """
+    return {name: _probe(name) if probe else _look(name) for name in sorted(names())}
+
+
+def install_command(entry: EntryPoint) -> str:
+    """The command that installs what a backend needs.
+
+    polyamp's own backends are extras of one distribution; a third party's is a distribution of its own.
+    """
+    distribution = _distribution(entry)
+    if distribution != "polyamp":
+        return f"pip install --upgrade {distribution}"
+    extra = next((name for name, value in names().items() if value == entry.value), entry.name)
+    return f'pip install "polyamp[{extra}]"'
+
+
+def supporting(backend: Backend, policy: Policy) -> Backend:
+    """The backend, if it has what the policy asks for beyond dtypes.
+
+    Raises:
+        UnsupportedError: `op_rules`, on a backend without rules per operation.
+    """
+    if policy.op_rules and not isinstance(backend, PerOperation):
+        raise UnsupportedError(
+            f"the {backend.name} backend of this version cannot change the rule of one operation. Received: op_rules="
+            f"{dict(policy.op_rules)}. Use policy.replace(op_rules={{}}), and overrides= to keep a module in float32."
+        )
+    return backend
+
+
+def autocast(target: Any, policy: Policy, backend: str | None) -> Callable[..., Any]:
+    """`Policy.autocast`: at once for a model or a named backend, at the call for a plain function."""
+    if backend is not None:
+        return supporting(get(backend), policy).autocast(target, policy)
+    try:
+        return supporting(backend_for(target), policy).autocast(target, policy)
+    except BackendNotInstalledError:
+        raise
+    except BackendError:
+        if not callable(target):
+            raise
+
+    own = functools.cache(lambda: _backend_of_function(target))
+
+    @functools.wraps(target)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        chosen = _backend_of_values((*args, *kwargs.values())) or own()
+        return supporting(chosen, policy).autocast(target, policy)(*args, **kwargs)
+
+    return call
+
+
+def _backend_of_values(values: Any) -> Backend | None:
+    """The backend of the first leaf that belongs to a framework; NumPy arrays leave it open."""
+    known = entries()
+    for leaf in _leaves(values):
+        if any(evidence.says_something(kind.__module__) for kind in type(leaf).__mro__):
+            root = _root(type(leaf), known)
+            if root is not None or hasattr(leaf, "scale_state"):
+                return backend_for(leaf)
+    return None
+
+
+def _backend_of_function(target: Callable[..., Any]) -> Backend:
+    """The backend of the one framework that a function computes with.
+
+    Raises:
+        BackendError: none is seen, or several.
+    """
+    known = entries()
+    found = {known[root].value: root for root in reversed(evidence.frameworks(target, known))}
+    if len(found) == 1:
+        return get(next(iter(found.values())))
+    name = getattr(target, "__qualname__", type(target).__qualname__)
+    seen = f"It has to do with {' and '.join(sorted(found.values()))}" if found else "No framework is seen in it"
+    raise BackendError(
+        f"cannot tell which framework {name} computes with: no argument is an array of one, and NumPy arrays go into "
+        f"all of them. {seen}. Name it: policy.autocast(fn, backend='jax'), or polyamp.explain(..., backend='jax'). "
+        f"Backends: {', '.join(sorted(names()))}; a function of NumPy alone is for 'reference'."
+    )
+
+
+def explain(
+    target: Any, policy: Policy, *inputs: Any, strict: bool = False, backend: str | None = None
+) -> CastingReport:
+    """In which dtype each operation of `target(*inputs)` runs under a policy, and which rule decided.
+
+    Args:
+        target: a function or a model, as for `policy.autocast`.
+        policy: the policy.
+        *inputs: the arguments; arrays of the framework, or whatever it takes to describe an array's shape.
+        strict: raise at an operation that no op list names.
+        backend: its name; by default that of the target, of the first input that is an array of a framework (NumPy
+            leaves it open), or of the framework that the function names.
+
+    Raises:
+        UnsupportedError: the backend cannot tell; or with `strict`, an operation without a rule.
+        TraceError: the target cannot be traced.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, polyamp
+        >>> layer = lambda w, x: jnp.exp(x @ w)
+        >>> print(polyamp.explain(layer, polyamp.Policy("mixed_float16"), jnp.ones((2, 3)), jnp.ones((4, 2))))
+        Policy(param='float32', compute='float16', output='float32')
+        <BLANKLINE>
+        module  operation    dtype    rule     count
+        ------  -----------  -------  -------  -----
+        .       dot_general  float16  compute      1
+        .       exp          float32  float32      1
+        <BLANKLINE>
+        casts: 1 float16 -> float32, 2 float32 -> float16
+        opaque: none
+    """
+    chosen = get(backend) if backend is not None else _backend_of_call(target, inputs)
+    if not isinstance(chosen, PerOperation):
+        raise UnsupportedError(
+            f"explain: the {chosen.name} backend of this version cannot say which dtype each operation runs in."
+        )
+    return chosen.explain(target, policy, *inputs, strict=strict)
+
+
+def _backend_of_call(target: Any, inputs: tuple[Any, ...]) -> Backend:
+    """The backend of a target, of its inputs, or of what the target's code says."""
+    chosen = _backend_of_values((target, *inputs))
+    if chosen is None and not callable(target):
+        return backend_for(target)
+    return chosen or _backend_of_function(target)
+
+
+def _leaves(objects: Any) -> Iterator[Any]:
+    for item in objects:
+        if isinstance(item, Mapping):
+            yield item
+            yield from _leaves(item.values())
+        elif isinstance(item, (list, tuple)):
+            yield item
+            yield from _leaves(item)
+        else:
+            yield item
+
+
+def _root(kind: type, known: Mapping[str, Any]) -> str | None:
+    for base in kind.__mro__:
+        root = base.__module__.partition(".")[0]
+        if root in known and root in sys.modules:
+            return root
+        if root in _packages():
+            return _packages()[root]
+    return None
+
+
+@functools.cache
+def _packages() -> Mapping[str, str]:
+    """Root module of a backend's own classes, such as the models that `loss_fn` sees -> its name."""
+    return {entry.module.partition(".")[0]: name for name, entry in reversed([*entries().items()])}
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else "an unknown distribution"
+
+
+def _broken(entry: EntryPoint, error: BaseException) -> BackendError:
+    return BackendError(
+        f"backend {entry.name!r} (entry point {entry.value!r} of {_distribution(entry)}) fails to import: "
+        f"{type(error).__name__}: {error}. Reinstall it: {install_command(entry)}"
+    )
+
+
+def _look(name: str) -> BackendStatus:
+    import importlib.metadata
+    import importlib.util
+
+    root = name if name != "reference" else "numpy"
+    if importlib.util.find_spec(entries()[name].module.partition(".")[0]) is None:
+        return BackendStatus(name, False, None, (), f"its package is missing; {install_command(entries()[name])}")
+    if importlib.util.find_spec(root) is None:
+        return BackendStatus(name, False, None, (), f"{root} is not installed; {install_command(entries()[name])}")
+    if root in sys.modules:
+        try:
+            return _status(name, get(name).info())
+        except BackendError as error:
+            return BackendStatus(name, False, None, (), str(error))
+    try:
+        version: str | None = importlib.metadata.version(root)
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    return BackendStatus(name, True, version, (), None)
+
+
+def _status(name: str, info: BackendInfo) -> BackendStatus:
+    return BackendStatus(name, True, info.version, info.devices, None)
+
+
+def _probe(name: str) -> BackendStatus:
+    import json
+    import subprocess
+
+    code = f"import json, polyamp.contract.registry as r; i = r.get({name!r}).info(); print(json.dumps(list(i)))"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    except subprocess.TimeoutExpired:
+        return BackendStatus(name, False, None, (), "its import did not end within 300 s")
+    if done.returncode == 0:
+        framework, version, devices = json.loads(done.stdout.strip().splitlines()[-1])
+        return _status(name, BackendInfo(framework, version, tuple(devices)))
+    lines = done.stderr.strip().splitlines() or [f"the interpreter ended with status {done.returncode}"]
+    problem = re.sub(r"^polyamp\.errors\.\w+: ", "", lines[-1])  # the exception's class says nothing to a reader
+    return BackendStatus(name, False, None, (), problem)

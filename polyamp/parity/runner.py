@@ -1,0 +1,273 @@
+"""`run`: one recipe, the handwritten digits, every framework, each in a process of its own, compared step by step.
+
+Called by `polyamp demo` and `polyamp parity`, and from Python:
+
+    from polyamp import Recipe
+    from polyamp.parity import runner
+
+    report = parity.run(Recipe.load("recipe.toml"), backends=["torch", "jax"], steps=100)
+    assert report.ok
+
+All frameworks get the same initial weights and batches, as arrays in one file, so their environments need neither the
+same NumPy nor scikit-learn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+import msgspec
+
+from polyamp._version import __version__
+from polyamp.contract import registry
+from polyamp.errors import BackendError, PolicyError, RecipeError, did_you_mean
+from polyamp.parity.report import Comparison, Failure, Pair, Report, Run, compare, distance
+from polyamp.parity.worker import Event, Failed, Finished, Job, Missing, Progress, Started, Starting
+from polyamp.recipe.policy import Policy
+from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import LossScaler
+
+__all__ = [
+    "POLICIES", "STEPS", "Comparison", "Event", "Failed", "Failure", "Finished", "Missing", "Pair", "Progress",
+    "Report", "Run", "Started", "Starting", "available", "compare", "demo_recipe", "distance", "recipe_for", "run",
+]  # fmt: skip
+
+POLICIES: Final = ("float32", "mixed_bfloat16", "mixed_float16")
+STEPS: Final = 200
+BATCH_SIZE: Final = 64
+TIMEOUT: Final = 900.0
+"""Seconds a framework may take for all its policies before its process is ended."""
+
+_TAIL_LINES: Final = 15
+_EVENTS: Final = msgspec.json.Decoder(Event)
+
+OnEvent = Callable[[Event], None]
+
+
+def run(
+    recipe: Recipe,
+    *,
+    backends: Sequence[str] | None = None,
+    policies: Sequence[str] = POLICIES,
+    steps: int = STEPS,
+    batch_size: int = BATCH_SIZE,
+    seed: int = 0,
+    interpreters: Mapping[str, str | Path] | None = None,
+    timeout: float = TIMEOUT,
+    on_event: OnEvent | None = None,
+) -> Report:
+    """Train the digits under every policy in every framework, one framework after the other, and compare the curves.
+
+    Args:
+        recipe: what to train with; its policy's dtypes are replaced, see `recipe_for`.
+        backends: names of backends; None for every registered framework, installed or not.
+        policies: spellings of policies. float32 is added if it is not among them: distances are measured from it.
+        steps: training steps.
+        batch_size: digits per step, 1 to 1,437; a multiple of the recipe's `accumulate_steps`.
+        seed: of the shuffling, the batches and the initial weights.
+        interpreters: backend -> Python interpreter of the environment that it is installed in; this one if not named.
+        timeout: seconds that one framework may take.
+        on_event: called with every event, in this thread.
+
+    Raises:
+        PolyampError: an unknown backend or policy, or a setting that cannot be.
+    """
+    chosen = _checked_backends(backends, interpreters or {})
+    recipes, baseline = _recipes(recipe, policies)
+    _check_sizes(steps, batch_size, recipe)
+    began = time.perf_counter()
+    runs: list[Run] = []
+    missing: dict[str, str] = {}
+    failures: list[Failure] = []
+    with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as folder:
+        problem = Path(folder) / "problem.npz"
+        _write_problem(problem, steps=steps, batch_size=batch_size, seed=seed)
+        for backend in chosen:
+            job = Job(
+                backend=backend,
+                problem=str(problem),
+                recipes={policy: settled.to_json() for policy, settled in recipes.items()},
+                baseline=baseline,
+                report_every=max(1, steps // 40),
+            )
+            for event in _worker_events(job, str((interpreters or {}).get(backend, sys.executable)), timeout):
+                if on_event is not None:
+                    on_event(event)
+                if isinstance(event, Finished):
+                    runs.append(event.run)
+                elif isinstance(event, Missing):
+                    missing[event.backend] = event.message
+                elif isinstance(event, Failed):
+                    failures.append(event.failure)
+    comparisons = compare(runs, baseline)
+    return Report(
+        polyamp=__version__,
+        recipes={policy: msgspec.json.decode(settled.to_json()) for policy, settled in recipes.items()},
+        baseline=baseline,
+        steps=steps,
+        batch_size=batch_size,
+        seed=seed,
+        runs=runs,
+        comparisons=comparisons,
+        missing=missing,
+        failures=failures,
+        seconds=time.perf_counter() - began,
+        ok=bool(runs) and not failures and all(comparison.within for comparison in comparisons),
+    )
+
+
+def demo_recipe() -> Recipe:
+    """The recipe of `polyamp demo`, `digits.toml` beside this file."""
+    return Recipe.load(Path(__file__).with_name("digits.toml"))
+
+
+def available() -> list[str]:
+    """Names of the registered frameworks, installed or not. The NumPy reference has no digits model."""
+    return sorted(name for name in registry.names() if name != "reference")
+
+
+def recipe_for(recipe: Recipe, spelling: str) -> Recipe:
+    """The recipe under another policy.
+
+    The dtypes are those of `spelling`; mode, op list and, under mixed policies, overrides stay the recipe's. The
+    recipe's scaler is used where the policy needs loss scaling (float16) and is off elsewhere.
+
+    >>> recipe_for(Recipe(scaler="torch"), "mixed_float16").loss_scaler.init_scale
+    65536.0
+    >>> recipe_for(Recipe(scaler="torch"), "mixed_bfloat16").loss_scaler.kind
+    'off'
+    """
+    word = Policy(spelling)
+    policy = recipe.policy.replace(
+        param=word.param,
+        compute=word.compute,
+        output=word.output,
+        mode=word.mode or recipe.policy.mode,
+        overrides=dict(recipe.policy.overrides) if word.is_mixed else {},
+    )
+    return recipe.replace(policy=policy, scaler=recipe.scaler if policy.needs_loss_scaling else LossScaler.off())
+
+
+def _recipes(recipe: Recipe, policies: Sequence[str]) -> tuple[dict[str, Recipe], str]:
+    """Policy -> recipe, float32 among them, and the spelling of float32 in use."""
+    if not policies:
+        raise PolicyError(f"policies must name at least one, such as {', '.join(POLICIES)}. Received: none.")
+    found = {spelling: recipe_for(recipe, spelling) for spelling in policies}
+    for spelling in found:
+        word = Policy(spelling)
+        if (word.param, word.compute, word.output) == ("float32",) * 3:
+            return found, spelling
+    return {"float32": recipe_for(recipe, "float32"), **found}, "float32"
+
+
+def _checked_backends(backends: Sequence[str] | None, interpreters: Mapping[str, str | Path]) -> list[str]:
+    known = available()
+    chosen = (
+        list(dict.fromkeys(backends))
+        if backends is not None
+        else [*known, *(name for name in interpreters if name not in known)]
+    )
+    if not chosen:
+        raise BackendError(f"backends must name at least one of {', '.join(known)}. Received: none.")
+    for name in chosen:
+        if name not in known and name not in interpreters:
+            raise BackendError(
+                f"backends must be among {', '.join(known)}. Received: {name!r}.{did_you_mean(name, known)} A backend "
+                "that is registered in another environment needs its interpreter: --python NAME=PATH."
+            )
+    surplus = set(interpreters) - set(chosen)
+    if surplus:
+        raise BackendError(
+            f"an interpreter was given for {', '.join(sorted(surplus))}, which is not among the backends."
+        )
+    return chosen
+
+
+def _check_sizes(steps: int, batch_size: int, recipe: Recipe) -> None:
+    if steps < 1:
+        raise RecipeError(f"steps must be at least 1. Received: steps={steps}.")
+    if not 1 <= batch_size <= 1437 or batch_size % recipe.accumulate_steps:
+        raise RecipeError(
+            f"batch_size must be 1 to 1437 and a multiple of accumulate_steps={recipe.accumulate_steps}. Received: "
+            f"batch_size={batch_size}."
+        )
+
+
+def _write_problem(path: Path, *, steps: int, batch_size: int, seed: int) -> None:
+    """Everything that the frameworks must agree on, as arrays in one file."""
+    import numpy as np
+
+    from polyamp.parity import digits
+
+    data = digits.load(seed)
+    batches = list(digits.batches(data, size=batch_size, steps=steps, seed=seed))
+    arrays: dict[str, Any] = {f"weights/{name}": value for name, value in digits.initial_weights(seed).items()}
+    arrays |= {f"batches_{key}": np.stack([batch[key] for batch in batches]) for key in ("x", "y")}
+    np.savez(path, test_x=data.test_x, test_y=data.test_y, **arrays)
+
+
+def _worker_events(job: Job, python: str, timeout: float) -> Iterator[Event]:
+    """Start one worker, pass its events on, and turn its death into a `Failed` event with the end of its stderr."""
+    command = [python, "-P", "-m", "polyamp.parity.worker"]
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
+    yield Starting(backend=job.backend)
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=environment
+            )
+        except OSError as error:
+            yield _failed(job, f"cannot start {python}: {error.strerror or error}")
+            return
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            process.kill()
+
+        timer = threading.Timer(timeout, expire)
+        timer.start()
+        try:
+            yield from _talk(process, job)
+            process.wait()
+        except msgspec.DecodeError:
+            yield _failed(job, f"{python} sent what polyamp {__version__} cannot read. Install this version there.")
+            return
+        finally:
+            timer.cancel()
+            process.kill()
+            process.wait()
+        if expired.is_set():
+            yield _failed(job, f"ended after the time limit of {timeout:g} s")
+        elif process.returncode:
+            yield _failed(job, f"the process ended with status {process.returncode}: {_tail(stderr)}")
+
+
+def _talk(process: subprocess.Popen[bytes], job: Job) -> Iterator[Event]:
+    """Hand the job over and read events until the worker closes its end; one that dies early is seen at its status."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(msgspec.json.encode(job))
+    with process.stdout as lines:
+        for line in lines:
+            yield _EVENTS.decode(line)
+
+
+def _failed(job: Job, message: str) -> Failed:
+    return Failed(failure=Failure(backend=job.backend, policy=None, message=message))
+
+
+def _tail(stderr: IO[str]) -> str:
+    stderr.seek(0)
+    lines = [line.rstrip() for line in stderr.read().splitlines() if line.strip()]
+    return "\n".join(lines[-_TAIL_LINES:]) or "it wrote nothing to standard error"

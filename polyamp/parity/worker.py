@@ -1,0 +1,227 @@
+"""The process that trains the digits in one framework; started by `polyamp.parity.runner`, one for each framework.
+
+It reads a `Job` as JSON from standard input and writes one JSON event per line to standard output. It uses polyamp's
+public functions only, and of the backend's harness the digits model.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TextIO
+
+import msgspec
+
+import polyamp
+from polyamp import losses
+from polyamp.contract import registry
+from polyamp.contract.backend import Backend
+from polyamp.errors import BackendNotInstalledError, PolyampError
+from polyamp.parity.report import Failure, Run
+from polyamp.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is asked to do.
+
+    Attributes:
+        backend: name of the backend.
+        problem: path of the `.npz` file with batches, held-out digits and initial weights.
+        recipes: policy -> recipe as JSON text, in the order to run them.
+        baseline: the policy that distances are measured from.
+        report_every: steps between two progress events.
+    """
+
+    backend: str
+    problem: str
+    recipes: dict[str, str]
+    baseline: str
+    report_every: int
+
+
+class Starting(msgspec.Struct, frozen=True, kw_only=True, tag="starting"):
+    """The process is about to start and to import its framework; the only event that a worker does not send itself."""
+
+    backend: str
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+    """The framework is imported."""
+
+    backend: str
+    version: str
+    device: str
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """Some steps are done: `step` of `steps` under this policy."""
+
+    backend: str
+    policy: str
+    step: int
+    steps: int
+    loss: float | None
+    scale: float
+    skipped: int
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    """One policy is done."""
+
+    run: Run
+
+
+class Missing(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
+    """The framework is not installed; the message holds the install command."""
+
+    backend: str
+    message: str
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The framework, or one policy of it, could not be run."""
+
+    failure: Failure
+
+
+Event = Starting | Started | Progress | Finished | Missing | Failed
+Emit = Callable[[Event], None]
+
+
+def main() -> None:
+    """Run the job on standard input."""
+    import numpy as np
+
+    lines = _claim_stdout()
+
+    def emit(event: Event) -> None:
+        lines.write(msgspec.json.encode(event).decode() + "\n")
+        lines.flush()
+
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    with np.load(job.problem) as file:
+        problem = {name: file[name] for name in file.files}
+    work(job, problem, emit)
+
+
+def work(job: Job, problem: Arrays, emit: Emit) -> None:
+    """Train under each of the job's policies. What polyamp refuses becomes a `Failed` event; the rest goes on."""
+    try:
+        backend = registry.get(job.backend)
+    except BackendNotInstalledError as error:
+        emit(Missing(backend=job.backend, message=str(error)))
+        return
+    except PolyampError as error:
+        emit(Failed(failure=Failure(backend=job.backend, policy=None, message=str(error))))
+        return
+    info = backend.info()
+    emit(Started(backend=job.backend, version=str(info.version), device=info.devices[0]))
+    for policy in job.recipes:
+        try:
+            emit(Finished(run=train(job, policy, backend, problem, emit)))
+        except PolyampError as error:
+            emit(Failed(failure=Failure(backend=job.backend, policy=policy, message=str(error))))
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    """The digits' loss, the same lines in every framework."""
+    return losses.softmax_cross_entropy(model(batch["x"]), batch["y"])
+
+
+def train(job: Job, policy: str, backend: Backend, problem: Arrays, emit: Emit) -> Run:
+    """Train under one policy and measure it."""
+    recipe = Recipe.from_json(job.recipes[policy])
+    state = _fresh(backend, recipe, problem)
+    step = polyamp.train_step(loss_fn, recipe)
+    steps = len(problem["batches_x"])
+    curve: list[float | None] = []
+    norms: list[float | None] = []
+    scales: list[float] = []
+    skips: list[bool] = []
+    times: list[float] = []
+    applied = 0
+    for number in range(steps):
+        batch = _batch(problem, number)
+        began = time.perf_counter()
+        state, result = step(state, batch)
+        curve.append(_number(backend, result.loss))
+        times.append(time.perf_counter() - began)
+        norms.append(_number(backend, result.grad_norm))
+        scales.append(float(backend.to_numpy(result.scale)))
+        skips.append(bool(backend.to_numpy(result.skipped)))
+        applied = int(backend.to_numpy(result.step))
+        if (number + 1) % job.report_every == 0 or number + 1 == steps:
+            emit(Progress(backend=job.backend, policy=policy, step=number + 1, steps=steps, loss=curve[-1],
+                          scale=scales[-1], skipped=sum(skips)))  # fmt: skip
+    info = backend.info()
+    return Run(
+        backend=job.backend,
+        policy=policy,
+        version=str(info.version),
+        device=info.devices[0],
+        losses=curve,
+        grad_norms=norms,
+        scales=scales,
+        skips=skips,
+        accuracy=_accuracy(backend, recipe, state, problem),
+        applied=applied,
+        ms_per_step=1000.0 * statistics.median(times[1:] or times),
+        twin_losses=_twin(job, backend, problem, skips) if any(skips) else None,
+    )
+
+
+def _twin(job: Job, backend: Backend, problem: Arrays, skips: list[bool]) -> list[float | None]:
+    """The float32 losses of a run that leaves out the updates of the steps in `skips`."""
+    recipe = Recipe.from_json(job.recipes[job.baseline])
+    state = _fresh(backend, recipe, problem)
+    step, look = polyamp.train_step(loss_fn, recipe), polyamp.value_and_grad(loss_fn)
+    curve = []
+    for number, skipped in enumerate(skips):
+        batch = _batch(problem, number)
+        if skipped:
+            loss, _ = look(state, batch)
+        else:
+            state, result = step(state, batch)
+            loss = result.loss
+        curve.append(_number(backend, loss))
+    return curve
+
+
+def _fresh(backend: Backend, recipe: Recipe, problem: Arrays) -> Any:
+    weights = {name.removeprefix("weights/"): value for name, value in problem.items() if name.startswith("weights/")}
+    return polyamp.init(backend.testing().digits(weights), recipe, backend=backend.name)
+
+
+def _batch(problem: Arrays, number: int) -> Arrays:
+    return {"x": problem["batches_x"][number], "y": problem["batches_y"][number]}
+
+
+def _accuracy(backend: Backend, recipe: Recipe, state: Any, problem: Arrays) -> float:
+    predict = recipe.policy.autocast(state.model, backend=backend.name)
+    logits = backend.to_numpy(predict(backend.testing().array(problem["test_x"])))
+    return float((logits.astype("float32").argmax(axis=-1) == problem["test_y"]).mean())
+
+
+def _number(backend: Backend, scalar: Any) -> float | None:
+    value = float(backend.to_numpy(scalar))
+    return value if math.isfinite(value) else None
+
+
+def _claim_stdout() -> TextIO:
+    """Standard output as a file of our own; what a framework prints goes to standard error instead."""
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return lines
+
+
+if __name__ == "__main__":
+    main()

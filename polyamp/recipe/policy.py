@@ -1,0 +1,333 @@
+"""`Policy`: which dtype parameters, computations and outputs have (rules S1 to S5).
+
+A policy is a frozen description; it imports no framework. `policy.autocast`, `policy.native` and the
+`cast_to_*` methods find the backend from what they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any, Final, Literal, TypeVar
+
+from polyamp.dtypes import BYTES, canonical
+from polyamp.errors import PolicyError, did_you_mean, nearest
+from polyamp.recipe import dialects
+
+Mode = Literal["autocast", "cast"]
+_CHOICES: Final[dict[str, tuple[str | None, ...]]] = {
+    "mode": (None, "autocast", "cast"),
+    "float32_matmul": (None, "highest", "high", "medium"),
+    "op_list": ("polyamp", "native"),
+}
+_FIELDS: Final = ("param", "compute", "output", "mode", "overrides", "float32_matmul", "op_list", "op_rules")
+_EXTRAS: Final[tuple[tuple[str, Any], ...]] = (
+    ("float32_matmul", None),
+    ("op_list", "polyamp"),
+    ("op_rules", MappingProxyType({})),
+)
+_RULES: Final = ("compute", "float32", "promote", "follow", "opaque")
+_Target = TypeVar("_Target")
+
+
+class Policy:
+    """Three dtypes and how they are applied.
+
+    Args:
+        spelling: a word of another library ("mixed_float16", "bf16-mixed", "fp16", "O2",
+            "params=float32,compute=bf16,output=f32"); see `polyamp.recipe.dialects`.
+        param: dtype in which parameters are stored, the master weights.
+        compute: dtype of matrix multiplications, convolutions and attention.
+        output: dtype the model returns.
+        mode: "autocast" (each operation picks its dtype), "cast" (parameters and inputs are cast once at the
+            model's boundary), or None for the backend's own default.
+        overrides: module-path glob -> dtype, `/`-separated in every framework; `*` stays inside one path segment,
+            `**` crosses segments, and a glob that matches a module covers what is inside it. The longest matching
+            glob wins (of two equally long ones, the last in alphabetical order).
+        float32_matmul: precision of float32 matrix multiplications where the device has a faster one (TF32):
+            "highest", "high", "medium", or None to leave the framework's setting alone. In torch and TensorFlow it is a
+            setting of the process: two threads that want different ones at the same time get an UnsupportedError.
+        op_list: "polyamp" keeps sensitive operations in float32 in autocast mode (S4); "native" keeps the
+            framework's own list.
+        op_rules: name of an operation -> rule, to change an entry of the op list in autocast mode: "compute",
+            "float32", "promote" (the widest dtype among its operands), "follow" (the operand's dtype) or "opaque" (the
+            dtypes that the program declares). Names are the framework's; in JAX those of its primitives.
+
+    Raises:
+        PolicyError: an unknown word or dtype, or dtypes that contradict each other.
+
+    Example:
+        >>> Policy("mixed_float16")
+        Policy(param='float32', compute='float16', output='float32')
+        >>> Policy("mixed_float16") == Policy(compute="fp16")
+        True
+        >>> Policy("O2").mode
+        'cast'
+    """
+
+    __slots__ = (*_FIELDS, "__weakref__")
+
+    param: str
+    compute: str
+    output: str
+    mode: Mode | None
+    overrides: Mapping[str, str]
+    float32_matmul: str | None
+    op_list: str
+    op_rules: Mapping[str, str]
+
+    def __init__(
+        self,
+        spelling: str | None = None,
+        /,
+        *,
+        param: Any = None,
+        compute: Any = None,
+        output: Any = None,
+        mode: Mode | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        float32_matmul: Literal["highest", "high", "medium"] | None = None,
+        op_list: Literal["polyamp", "native"] = "polyamp",
+        op_rules: Mapping[str, str] | None = None,
+    ) -> None:
+        dtypes = {"param": param, "compute": compute, "output": output}
+        if isinstance(spelling, Policy):
+            raise PolicyError("policy is already a Policy; use policy.replace(...) to change one of its fields.")
+        if spelling is not None:
+            if not isinstance(spelling, str):
+                raise PolicyError(f"policy must be a string such as 'mixed_float16'. Received: {spelling!r}.")
+            doubled = [name for name, value in dtypes.items() if value is not None]
+            if doubled:
+                raise PolicyError(
+                    f"{spelling!r} already settles {', '.join(doubled)}; give either the word or the dtypes."
+                )
+            word = dialects.parse(spelling)
+            dtypes = {"param": word.param, "compute": word.compute, "output": word.output}
+            if mode is not None and word.mode is not None and mode != word.mode:
+                raise PolicyError(f"{spelling!r} means mode={word.mode!r}. Received: mode={mode!r}.")
+            mode = mode or word.mode  # type: ignore[assignment]  # the dialects' table holds only the two modes
+        settings = {"mode": mode, "float32_matmul": float32_matmul, "op_list": op_list}
+        for name, value in settings.items():
+            if value not in _CHOICES[name]:
+                raise PolicyError(
+                    f"{name} must be one of {_CHOICES[name]}. Received: {name}={value!r}."
+                    + did_you_mean(str(value), [c for c in _CHOICES[name] if c])
+                )
+        given = {name: canonical(v, argument=name) for name, v in dtypes.items() if v is not None}
+        values: dict[str, Any] = {
+            "param": given.get("param", "float32"),
+            "compute": given.get("compute", given.get("param", "float32")),
+            "output": given.get("output", given.get("param", "float32")),
+            "overrides": MappingProxyType(_checked_overrides(overrides or {})),
+            "op_rules": MappingProxyType(_checked_rules(op_rules or {})),
+            **settings,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self._refuse_contradictions()
+
+    def _refuse_contradictions(self) -> None:
+        if BYTES[self.param] < BYTES[self.compute] or (
+            BYTES[self.param] == BYTES[self.compute] and self.param != self.compute
+        ):
+            raise PolicyError(
+                f"param={self.param!r} cannot hold the master weights of compute={self.compute!r}: parameters must be "
+                "at least as wide as the computation, or of the same dtype. Use param='float32'."
+            )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"Policy is frozen; use policy.replace({name}=...) to get a changed copy.")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError("Policy is frozen; use policy.replace(...) to get a changed copy.")
+
+    def _key(self) -> tuple[Any, ...]:
+        return tuple(
+            tuple(sorted(value.items())) if isinstance(value, Mapping) else value
+            for value in (getattr(self, name) for name in _FIELDS)
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, Policy) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.to_dict(),)
+
+    def __repr__(self) -> str:
+        shown = [f"{name}={getattr(self, name)!r}" for name in ("param", "compute", "output")]
+        for name, default in (("mode", None), ("float32_matmul", None), ("op_list", "polyamp")):
+            if getattr(self, name) != default:
+                shown.append(f"{name}={getattr(self, name)!r}")
+        shown += [f"{name}={dict(getattr(self, name))!r}" for name in ("overrides", "op_rules") if getattr(self, name)]
+        return f"Policy({', '.join(shown)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The policy's fields as plain data: `Policy(**policy.to_dict()) == policy`."""
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
+
+    def replace(self, **changes: Any) -> Policy:
+        """A copy with some fields changed.
+
+        >>> Policy("mixed_float16").replace(mode="cast").mode
+        'cast'
+        """
+        unknown = set(changes) - set(_FIELDS)
+        if unknown:
+            raise PolicyError(f"Policy has the fields {', '.join(_FIELDS)}. Received: {', '.join(sorted(unknown))}.")
+        return Policy(**{**self.to_dict(), **changes})
+
+    @property
+    def needs_loss_scaling(self) -> bool:
+        """True when some of the model computes in float16 and its masters are wider (gradients underflow there)."""
+        return self.param != "float16" and "float16" in (self.compute, *self.overrides.values())
+
+    @property
+    def is_mixed(self) -> bool:
+        """True when anything is computed in another dtype than the parameters are stored in."""
+        return any(dtype != self.param for dtype in (self.compute, self.output, *self.overrides.values()))
+
+    def spelled(self, dialect: str) -> str:
+        """The word for this policy in "keras", "lightning", "accelerate", "apex" or "jmp".
+
+        Raises:
+            PolicyError: the dialect has no word for it.
+
+        >>> Policy("mixed_bfloat16").spelled("lightning")
+        'bf16-mixed'
+        """
+        extras = [name for name, default in _EXTRAS if getattr(self, name) != default]
+        if self.overrides:
+            extras.append("overrides")
+        return dialects.spell(
+            dialects.Spelling(self.param, self.compute, self.output, self.mode), dialect, extras=extras
+        )
+
+    def dtype_at(self, path: str) -> str | None:
+        """The dtype that the overrides give the module at `path`, or None where none applies (S5).
+
+        >>> Policy("mixed_float16", overrides={"encoder/norm*": "float32"}).dtype_at("encoder/norm1")
+        'float32'
+        """
+        matching = [glob for glob in self.overrides if glob_covers(glob, path)]
+        return self.overrides[max(matching, key=lambda glob: (len(glob), glob))] if matching else None
+
+    def resolve_overrides(self, paths: Iterable[str]) -> dict[str, str]:
+        """Module path -> dtype for every path that an override covers.
+
+        Raises:
+            PolicyError: a glob matches none of `paths`; the message lists the nearest paths.
+        """
+        known = sorted(set(paths))
+        for glob in self.overrides:
+            if not any(glob_covers(glob, path) for path in known):
+                close = nearest(glob, known) or known[:5]
+                raise PolicyError(
+                    f"overrides: the glob {glob!r} matches no module path. Nearest: {', '.join(map(repr, close))}. "
+                    "Paths are separated by '/', and '*' stays inside one segment."
+                )
+        found = {path: self.dtype_at(path) for path in known}
+        return {path: dtype for path, dtype in found.items() if dtype is not None}
+
+    def autocast(self, target: Callable[..., Any], *, backend: str | None = None) -> Callable[..., Any]:
+        """`target` (a function or a model) as a callable that runs under this policy; also a decorator.
+
+        Args:
+            target: a function, a method, a model or any callable.
+            backend: the framework's name. By default that of `target` or, for a plain function, that of its first
+                argument at the call which is an array of a framework. NumPy arrays leave it open: then it is the
+                framework whose modules and arrays the function names, closes over or has as defaults.
+
+        Raises:
+            BackendError: none of these says it, or two contradict each other (when it is called).
+
+        Example:
+            >>> import numpy as np
+            >>> def double(x):
+            ...     return x + x
+            >>> Policy("p=f32,c=f16,o=f16").autocast(double, backend="reference")(np.ones(2, np.float32)).dtype
+            dtype('float16')
+        """
+        from polyamp.contract import registry
+
+        return registry.autocast(target, self, backend)
+
+    def native(self, backend: str) -> Any:
+        """The framework's own object for this policy: a `torch.autocast` context, a `keras.DTypePolicy`, or in JAX a
+        function transform."""
+        from polyamp.contract import registry
+
+        return registry.supporting(registry.get(backend), self).native_policy(self)
+
+    def cast_to_param(self, tree: _Target) -> _Target:
+        """`tree` with its floating leaves in `param` dtype (S2: everything else passes untouched)."""
+        return self._cast(tree, self.param)
+
+    def cast_to_compute(self, tree: _Target) -> _Target:
+        """`tree` with its floating leaves in `compute` dtype (S2: everything else passes untouched)."""
+        return self._cast(tree, self.compute)
+
+    def cast_to_output(self, tree: _Target) -> _Target:
+        """`tree` with its floating leaves in `output` dtype (S2: everything else passes untouched)."""
+        return self._cast(tree, self.output)
+
+    @property
+    def casts_float64(self) -> bool:
+        """True when the policy names float64 itself; otherwise float64 leaves are never cast (S2)."""
+        return "float64" in (self.param, self.compute, self.output)
+
+    def _cast(self, tree: _Target, dtype: str) -> _Target:
+        from polyamp.contract import registry
+
+        result: _Target = registry.backend_for(tree).cast(tree, dtype, float64=self.casts_float64)
+        return result
+
+
+def _rebuild(fields: dict[str, Any]) -> Policy:
+    return Policy(**fields)
+
+
+def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, str]:
+    if not isinstance(overrides, Mapping):
+        raise PolicyError(f"overrides must map module-path globs to dtypes. Received: {overrides!r}.")
+    checked = {}
+    for glob, dtype in overrides.items():
+        if not isinstance(glob, str) or not glob or "." in glob or glob != glob.strip("/"):
+            raise PolicyError(
+                "overrides: a key is a module-path glob such as 'encoder/norm*', separated by '/' in every framework, "
+                f"with no '/' at its ends and no '.'. Received: {glob!r}."
+            )
+        checked[glob] = canonical(dtype, argument=f"overrides[{glob!r}]")
+    return checked
+
+
+def _checked_rules(op_rules: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(op_rules, Mapping):
+        raise PolicyError(f"op_rules must map names of operations to rules. Received: {op_rules!r}.")
+    for name, rule in op_rules.items():
+        if rule not in _RULES:
+            raise PolicyError(
+                f"op_rules[{name!r}] must be one of {_RULES}. Received: {rule!r}." + did_you_mean(str(rule), _RULES)
+            )
+    return dict(op_rules)
+
+
+def glob_covers(glob: str, path: str) -> bool:
+    """Whether `glob` matches the module at `path` or one of the modules it lies in.
+
+    >>> glob_covers("encoder/norm*", "encoder/norm1/scale"), glob_covers("*/head", "a/b/head")
+    (True, False)
+    """
+    return _covers(glob.split("/"), path.split("/"))
+
+
+def _covers(globs: list[str], segments: list[str]) -> bool:
+    if not globs:
+        return True
+    if globs[0] == "**":
+        return any(_covers(globs[1:], segments[start:]) for start in range(len(segments) + 1))
+    return bool(segments) and fnmatchcase(segments[0], globs[0]) and _covers(globs[1:], segments[1:])

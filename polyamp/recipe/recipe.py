@@ -1,0 +1,235 @@
+"""`Recipe`: policy, scaler, optimizer, clipping and accumulation in one frozen object, and its TOML and JSON form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from polyamp.errors import PolyampError, RecipeError
+from polyamp.recipe.optimizers import SPECS, AdamW, OptimizerSpec, is_spec
+from polyamp.recipe.policy import Policy
+from polyamp.recipe.scaler import LossScaler
+
+if TYPE_CHECKING:
+    AnyOptimizer = Any  # a spec, or whatever the framework calls an optimizer
+else:
+    AnyOptimizer = OptimizerSpec  # what a file can hold
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Everything about a training step that does not depend on the framework.
+
+    Args:
+        policy: a `Policy`, or a spelling of one ("mixed_float16").
+        scaler: a `LossScaler`; "dynamic", "off" or a preset's name ("torch", "megatron", ...); None lets the policy
+            choose (dynamic for float16 under wider masters, off otherwise).
+        optimizer: one of polyamp's specs, or the framework's own optimizer.
+        clip_norm: largest global L2 norm of the unscaled gradients (S11), or None.
+        accumulate_steps: micro-batches per update (S8).
+
+    Raises:
+        RecipeError: an impossible value or a contradiction.
+
+    Example:
+        >>> from polyamp import adamw
+        >>> recipe = Recipe(policy="mixed_float16", optimizer=adamw(1e-3), clip_norm=1.0)
+        >>> recipe.loss_scaler.init_scale
+        32768.0
+        >>> Recipe.from_toml(recipe.to_toml()) == recipe
+        True
+    """
+
+    policy: Policy = msgspec.field(default_factory=lambda: Policy("float32"))
+    scaler: LossScaler | str | None = None
+    optimizer: AnyOptimizer = msgspec.field(default_factory=AdamW)
+    clip_norm: float | None = None
+    accumulate_steps: int = 1
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            policy: Policy | str = ...,
+            scaler: LossScaler | str | None = None,
+            optimizer: AnyOptimizer = ...,
+            clip_norm: float | None = None,
+            accumulate_steps: int = 1,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policy, str):
+            msgspec.structs.force_setattr(self, "policy", Policy(self.policy))
+        if not isinstance(self.policy, Policy):
+            raise RecipeError(f"policy must be a polyamp.Policy or its spelling. Received: policy={self.policy!r}.")
+        if isinstance(self.scaler, str):
+            msgspec.structs.force_setattr(self, "scaler", _named_scaler(self.scaler))
+        if not isinstance(self.scaler, LossScaler | None):
+            raise RecipeError(
+                "scaler must be a polyamp.LossScaler, a preset's name, or None. A framework's own scaler would scale "
+                f"the loss a second time. Received: scaler={type(self.scaler).__module__}."
+                f"{type(self.scaler).__qualname__}."
+            )
+        optimizer: Any = self.optimizer
+        if optimizer is None or isinstance(optimizer, str | Mapping) or optimizer in SPECS:
+            raise RecipeError(
+                f"optimizer must be one of polyamp's specs ({', '.join(s.__name__.lower() for s in SPECS)}) or a "
+                f"framework's own optimizer. Received: optimizer={optimizer!r}."
+            )
+        clip, steps = self.clip_norm, self.accumulate_steps
+        if clip is not None and (
+            isinstance(clip, bool) or not isinstance(clip, int | float) or not 0.0 < clip < math.inf
+        ):
+            raise RecipeError(f"clip_norm must be None or a finite number above 0. Received: clip_norm={clip!r}.")
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise RecipeError(
+                f"accumulate_steps must be an integer of at least 1. Received: accumulate_steps={steps!r}."
+            )
+        if self.policy.param == "float16" and self.loss_scaler.scales:
+            raise RecipeError(
+                "a loss scaler needs float32 master weights: unscaled gradients underflow in float16 parameters. "
+                f"Received: policy={self.policy}, scaler={self.loss_scaler.kind!r}. Use Policy('mixed_float16'), or "
+                "scaler=LossScaler.off() to train in float16 as it is."
+            )
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """The scaler in use: `scaler`, or the one that the policy chooses."""
+        return self.scaler if isinstance(self.scaler, LossScaler) else LossScaler.for_policy(self.policy)
+
+    def replace(self, **changes: Any) -> Recipe:
+        """A copy with some fields changed.
+
+        >>> Recipe().replace(clip_norm=1.0).clip_norm
+        1.0
+        """
+        unknown = set(changes) - set(self.__struct_fields__)
+        if unknown:
+            raise RecipeError(
+                f"Recipe has the fields {', '.join(self.__struct_fields__)}. Received: {', '.join(sorted(unknown))}."
+            )
+        return msgspec.structs.replace(self, **changes)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Recipe:
+        """Read a recipe from a `.toml` or `.json` file. It must name its policy; every other field has a default.
+
+        Raises:
+            RecipeError: no policy, as in an empty or cut-off file; an unknown key, a wrong type or an impossible value.
+                Names the file and the path in it.
+        """
+        from pathlib import Path
+
+        path = Path(path)
+        parse = _format(path)[0]
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"{path} is not UTF-8 text: {error}.") from error
+        return parse(text, source=str(path))
+
+    def dump(self, path: str | Path) -> None:
+        """Write the recipe as a `.toml` or `.json` file that `load` reads back as an equal recipe.
+
+        The file is replaced in one moment, and the beginning of one that was cut off is no recipe.
+
+        Raises:
+            RecipeError: another suffix, or a native optimizer, which has no file form.
+            OSError: the folder is missing or full; the older file is intact.
+        """
+        from pathlib import Path
+
+        from polyamp.files import write_atomically
+
+        path = Path(path)
+        text = _format(path)[1](self)
+        write_atomically(path, text.encode())
+
+    @classmethod
+    def from_toml(cls, text: str, *, source: str = "TOML text") -> Recipe:
+        """Parse a recipe from TOML; as `load` does."""
+        return _decode(lambda: msgspec.toml.decode(text), source)
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "JSON text") -> Recipe:
+        """Parse a recipe from JSON; as `load` does."""
+        return _decode(lambda: msgspec.json.decode(text), source)
+
+    def to_toml(self) -> str:
+        """The recipe as TOML. The policy's `compute` comes last, so that a text that was cut off lacks it."""
+        plain = self._plain()
+        policy = plain.pop("policy")
+        tables = {name: policy.pop(name) for name in ("overrides", "op_rules") if name in policy}
+        policy["compute"] = policy.pop("compute")
+        parts = [part for part in (plain, {"policy": tables} if tables else {}, {"policy": policy}) if part]
+        return "\n".join(msgspec.toml.encode(part).decode() for part in parts)
+
+    def to_json(self) -> str:
+        """The recipe as JSON."""
+        return msgspec.json.format(msgspec.json.encode(self._plain()), indent=2).decode()
+
+    def _plain(self) -> dict[str, Any]:
+        if not is_spec(self.optimizer):
+            raise RecipeError(
+                f"a native optimizer ({type(self.optimizer).__qualname__}) cannot be written to a file; use one of "
+                "polyamp's specs, such as polyamp.adamw(...)."
+            )
+        policy = {name: value for name, value in self.policy.to_dict().items() if value not in (None, {}, "polyamp")}
+        plain: dict[str, Any] = msgspec.to_builtins(self, enc_hook=lambda _: policy)
+        return {"policy": policy, **plain}
+
+
+def _decode(parse: Any, source: str) -> Recipe:
+    try:
+        plain = parse()
+        recipe = msgspec.convert(plain, Recipe, dec_hook=_policy_hook)
+    except (msgspec.DecodeError, PolyampError) as error:
+        raise RecipeError(f"{source}: {error}") from error
+    if "policy" not in plain:
+        raise RecipeError(
+            f'{source}: no policy is named. A recipe in a file must name it, for instance policy = "float32", because '
+            "an empty or cut-off file would otherwise train in float32 with AdamW. Received the keys: "
+            f"{', '.join(plain) or 'none'}."
+        )
+    return recipe
+
+
+def _policy_hook(_: type[Any], value: Any) -> Any:
+    if isinstance(value, str):
+        return Policy(value)
+    if isinstance(value, dict):
+        known = ("param", "compute", "output", "mode", "overrides", "float32_matmul", "op_list", "op_rules", "name")
+        for key in value:
+            if key not in known:
+                raise RecipeError(f"policy has the keys {', '.join(known)}. Received: {key!r}")
+        if "compute" not in value and "name" not in value:
+            raise RecipeError(
+                'policy must say in which dtype it computes: compute = "float16", or a spelling in '
+                f'name = "mixed_float16". Received the keys: {", ".join(value) or "none"}'
+            )
+        return Policy(value.get("name"), **{key: v for key, v in value.items() if key != "name"})
+    raise RecipeError(f"policy must be a string or a table. Received: {value!r}")
+
+
+def _named_scaler(name: str) -> LossScaler:
+    if name == "dynamic":
+        return LossScaler()
+    return LossScaler.off() if name == "off" else LossScaler.like(name)
+
+
+def _format(path: Path) -> tuple[Callable[..., Recipe], Callable[[Recipe], str]]:
+    if path.suffix not in _FORMATS:
+        raise RecipeError(f"a recipe file ends in .toml or .json. Received: {path.name!r}.")
+    return _FORMATS[path.suffix]
+
+
+_FORMATS: dict[str, tuple[Callable[..., Recipe], Callable[[Recipe], str]]] = {
+    ".toml": (Recipe.from_toml, Recipe.to_toml),
+    ".json": (Recipe.from_json, Recipe.to_json),
+}

@@ -1,0 +1,320 @@
+"""`LossScaler`, `LossScaleState` and the one update rule (S15) that every backend runs.
+
+    update(state, finite):
+        if finite:
+            good = state.good_steps + 1
+            if good >= growth_interval + late:
+                scale, good, hysteresis = min(scale * growth_factor, max_scale), again, initial
+            stuck = 0
+        else:
+            good, hysteresis, skipped = 0, hysteresis - 1, skipped + 1
+            if hysteresis <= 0: scale = max(scale * backoff_factor, min_scale)
+            stuck = stuck + 1 if scale == min_scale else 0
+
+    late, again = {"none": (0, 0), "after_overflow": (1, 1), "always": (1, 0)}[growth_delay]
+
+`>=`, because a run may go on with a smaller `growth_interval` than it began with.
+Source of the technique: Micikevicius et al., "Mixed Precision Training", 2018 (arxiv.org/abs/1710.03740).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+
+from polyamp.arrays import ArrayNamespace
+from polyamp.errors import LossScaleError, UnsupportedError, did_you_mean
+from polyamp.recipe.policy import Policy
+
+OnStuck = Literal["raise", "warn", "ignore"]
+GrowthDelay = Literal["none", "after_overflow", "always"]
+_NO_CEILING: Final = 2.0**127
+"""The largest power of two in float32: the ceiling of presets whose source has none (S17 still holds)."""
+_DELAYS: Final = {"none": (0, 0), "after_overflow": (1, 1), "always": (1, 0)}
+"""Growth delay -> how many finite steps more than `growth_interval` the first growth takes, and with how many the count
+begins after a growth."""
+_LARGEST_PRODUCT: Final = 1.5 * _NO_CEILING
+"""Above every ceiling and finite in float32: a growth held to it never overflows, and NumPy never warns."""
+
+_SCALED: Final[set[LossScaler]] = set()
+"""Scalers whose `scale` was called in this process; `unscale` without it means that `scale` was forgotten."""
+
+
+class LossScaleState(NamedTuple):
+    """The state of a loss scale: five scalars of the framework's own arrays, a pytree in every framework.
+
+    Attributes:
+        scale: float32 scalar, the factor that the next loss is multiplied by.
+        good_steps: int32 scalar, finite steps since the last growth or overflow (with `growth_delay="after_overflow"`,
+            one more after a growth).
+        hysteresis: int32 scalar, overflows still tolerated before the scale backs off.
+        skipped: int32 scalar, steps skipped since `init`.
+        stuck: int32 scalar, consecutive skips at `min_scale`.
+    """
+
+    scale: Any
+    good_steps: Any
+    hysteresis: Any
+    skipped: Any
+    stuck: Any
+
+
+class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A frozen description of how the loss is scaled; its methods are pure and take the framework's own arrays.
+
+    Args:
+        kind: "dynamic", "static" (the scale never moves, overflowing steps are skipped) or "off".
+        init_scale: first scale, a float32 factor.
+        growth_factor: the scale is multiplied by this after `growth_interval` finite steps in a row.
+        backoff_factor: the scale is multiplied by this on an overflow.
+        growth_interval: finite steps in a row before the scale grows.
+        hysteresis: overflows before the scale backs off (1: at the first). It is refilled when the scale grows.
+        consecutive_hysteresis: refill `hysteresis` at every finite step (DeepSpeed's `consecutive_hysteresis`).
+        growth_delay: "none"; "after_overflow": the scale grows one finite step later the first time and after each
+            overflow (DeepSpeed); "always": one step later every time (flax's `DynamicScale`).
+        min_scale: floor of the scale; never 0 (S17).
+        max_scale: ceiling of the scale; never inf.
+        patience: consecutive skips at `min_scale` before `on_stuck`; the host looks every `patience` steps.
+        on_stuck: "raise" `LossScaleStuckError`, "warn", or "ignore".
+        check_finite: with kind="off", skip steps whose gradients are not finite. The other kinds always check.
+
+    Raises:
+        LossScaleError: an impossible value.
+
+    Example:
+        >>> scaler = LossScaler(init_scale=16.0, growth_interval=4)
+        >>> state = scaler.init("reference")
+        >>> float(scaler.update(state, finite=False).scale)
+        8.0
+    """
+
+    kind: Literal["dynamic", "static", "off"] = "dynamic"
+    init_scale: float = 2.0**15
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    consecutive_hysteresis: bool = False
+    min_scale: float = 2.0**-14
+    max_scale: float = 2.0**24
+    growth_delay: GrowthDelay = "none"
+    patience: int = 50
+    on_stuck: OnStuck = "raise"
+    check_finite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("dynamic", "static", "off"):
+            raise LossScaleError(f"kind must be 'dynamic', 'static' or 'off'. Received: kind={self.kind!r}.")
+        if self.on_stuck not in ("raise", "warn", "ignore"):
+            raise LossScaleError(f"on_stuck must be 'raise', 'warn' or 'ignore'. Received: on_stuck={self.on_stuck!r}.")
+        if self.growth_delay not in _DELAYS:
+            raise LossScaleError(
+                "growth_delay must be 'none', 'after_overflow' or 'always'. Received: "
+                f"growth_delay={self.growth_delay!r}."
+            )
+        for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
+            msgspec.structs.force_setattr(self, name, _positive(name, getattr(self, name)))
+        for name in ("growth_interval", "hysteresis", "patience"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31 - 1:
+                raise LossScaleError(f"{name} must be an integer of at least 1. Received: {name}={value!r}.")
+        if self.kind != "dynamic":
+            pinned = 1.0 if self.kind == "off" else self.init_scale
+            for name in ("init_scale", "min_scale", "max_scale"):
+                msgspec.structs.force_setattr(self, name, pinned)
+        if not self.min_scale <= self.init_scale <= self.max_scale:
+            raise LossScaleError(
+                "init_scale must lie between min_scale and max_scale. Received: "
+                f"min_scale={self.min_scale}, init_scale={self.init_scale}, max_scale={self.max_scale}."
+            )
+        if self.growth_factor < 1.0:
+            raise LossScaleError(f"growth_factor must be at least 1. Received: growth_factor={self.growth_factor}.")
+        if self.backoff_factor > 1.0:
+            raise LossScaleError(f"backoff_factor must be at most 1. Received: backoff_factor={self.backoff_factor}.")
+        if self.check_finite and self.kind != "off":
+            raise LossScaleError(f"check_finite is for kind='off'; kind={self.kind!r} always checks. Drop it.")
+
+    @classmethod
+    def static(cls, scale: float, **settings: Any) -> LossScaler:
+        """A scale that never moves; a step whose gradients overflow is still skipped.
+
+        >>> LossScaler.static(1024.0).max_scale
+        1024.0
+        """
+        return cls(kind="static", init_scale=scale, **settings)
+
+    @classmethod
+    def off(cls, *, check_finite: bool = False) -> LossScaler:
+        """No scaling and, unless `check_finite`, no finite check: the results of plain code (S19)."""
+        return cls(kind="off", check_finite=check_finite)
+
+    @classmethod
+    def like(cls, name: str, **changes: Any) -> LossScaler:
+        """The scales and constants of "torch", "keras", "apex", "deepspeed", "megatron", "jmp" or "flax".
+
+        The scale after each step is the source's, for the same finite flags and constants (S16), as long as it lies
+        within `min_scale` and `max_scale`: where the source has no floor or no ceiling, polyamp's floor of 2^-14 and a
+        ceiling of 2^127 apply (S17). "deepspeed" is its `DynamicLossScaler` (ZeRO), which raises at the first overflow
+        at the floor where polyamp waits for `patience`; its `FP16_Optimizer` ignores hysteresis:
+        `like("deepspeed", hysteresis=1)`.
+
+        >>> LossScaler.like("megatron").hysteresis
+        2
+        """
+        if name not in PRESETS:
+            raise LossScaleError(f"like() knows {', '.join(PRESETS)}. Received: {name!r}.{did_you_mean(name, PRESETS)}")
+        return cls(**{**PRESETS[name], **changes})
+
+    @classmethod
+    def for_policy(cls, policy: Policy) -> LossScaler:
+        """The scaler a policy needs: dynamic where something computes in float16 under wider masters, else off."""
+        return cls() if policy.needs_loss_scaling else cls.off()
+
+    @property
+    def scales(self) -> bool:
+        """True unless kind is "off"."""
+        return self.kind != "off"
+
+    @property
+    def checks(self) -> bool:
+        """True when a step with non-finite gradients is skipped."""
+        return self.kind != "off" or self.check_finite
+
+    def init(self, backend: str | None = None, *, like: Any = None) -> LossScaleState:
+        """A fresh state, built anew at every call (S18).
+
+        Args:
+            backend: a backend's name; or
+            like: any array of the framework, whose device the state goes to.
+        """
+        from polyamp.contract import registry
+
+        if (backend is None) == (like is None):
+            raise LossScaleError("init() takes either a backend's name, or like=array. Received: both or neither.")
+        found = registry.get(backend) if backend is not None else registry.backend_for(like)
+        return LossScaleState(
+            scale=found.scalar(self.init_scale, "float32", like=like),
+            good_steps=found.scalar(0, "int32", like=like),
+            hysteresis=found.scalar(self.hysteresis, "int32", like=like),
+            skipped=found.scalar(0, "int32", like=like),
+            stuck=found.scalar(0, "int32", like=like),
+        )
+
+    def scale(self, loss: Any, state: LossScaleState) -> Any:
+        """The loss, upcast to float32 and multiplied by the scale (S6); as it is when scaling is off.
+
+        Raises:
+            LossError: the loss is not a floating scalar.
+        """
+        from polyamp.contract import registry
+
+        _SCALED.add(self)
+        return registry.backend_for(state.scale).scale_loss(loss, state.scale if self.scales else None)
+
+    def unscale(self, grads: Any, state: LossScaleState) -> tuple[Any, Any]:
+        """Gradients of the unscaled loss in float32, and the finite flag (S7, S10): one boolean scalar on the device.
+
+        Args:
+            grads: a list, dict or pytree of the framework's arrays. `None` leaves stay `None`.
+
+        Raises:
+            LossScaleError: no equal scaler's `scale` was called in this process, so the gradients cannot be scaled
+                ones. A call forgotten later, or made twice, is not noticed.
+            GradientError: there is no floating gradient.
+        """
+        from polyamp.contract import registry
+
+        if self.scales and self not in _SCALED:
+            raise LossScaleError(
+                "unscale() was called but scale() never was, so dividing by the scale would shrink correct gradients. "
+                "Multiply the loss first: scaled = scaler.scale(loss, scale_state), and differentiate `scaled`."
+            )
+        return registry.backend_for(state.scale).unscale(grads, state.scale if self.scales else None)
+
+    def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
+        """The next state by rule S15.
+
+        Args:
+            finite: the flag that `unscale` returned: a boolean scalar of the same framework, or a Python bool.
+        """
+        from polyamp.contract import registry
+
+        return update(self, state, finite, registry.backend_for(state.scale).xp)
+
+    def native(self, backend: str, **options: Any) -> Any:
+        """The framework's own object for this scaler: a `torch.amp.GradScaler`, or in JAX a function transform.
+
+        Args:
+            backend: its name.
+            **options: what that object takes, such as `skip=` in torch and `has_aux=` in JAX.
+
+        Raises:
+            UnsupportedError: the backend has no such object.
+        """
+        from polyamp.contract import registry
+        from polyamp.contract.backend import OwnLoop
+
+        found = registry.get(backend)
+        if not isinstance(found, OwnLoop):
+            raise UnsupportedError(
+                f"the {backend} backend of this version has no loss-scaling object of its own. Use scaler.scale, "
+                "scaler.unscale and scaler.update, which take its arrays."
+            )
+        return found.native_scaler(self, **options)
+
+
+def update(scaler: LossScaler, state: LossScaleState, finite: Any, xp: ArrayNamespace) -> LossScaleState:
+    """Rule S15 over an array namespace; branch-free, so that it runs on the device and under every compiler."""
+    scale, count = state.scale, state.good_steps
+    if type(finite).__module__ in ("builtins", "numpy"):
+        finite = xp.asarray(bool(finite), scale > 0)
+
+    def number(value: float, like: Any) -> Any:
+        return xp.asarray(value, like)
+
+    zero, full = number(0, count), number(scaler.hysteresis, count)
+    good = state.good_steps + number(1, count)
+    late, again = _DELAYS[scaler.growth_delay]
+    grow = finite & (good >= number(scaler.growth_interval + late, count))
+    left = xp.maximum(state.hysteresis - number(1, count), number(-1, count))
+    refill = finite if scaler.consecutive_hysteresis else grow
+    hysteresis = xp.where(refill, full, xp.where(finite, state.hysteresis, left))
+    held = xp.minimum(scale, number(_LARGEST_PRODUCT / scaler.growth_factor, scale))
+    grown = xp.minimum(held * number(scaler.growth_factor, scale), number(scaler.max_scale, scale))
+    backed = xp.maximum(scale * number(scaler.backoff_factor, scale), number(scaler.min_scale, scale))
+    overflowed = xp.where(left <= zero, backed, scale)
+    new_scale = xp.where(finite, xp.where(grow, grown, scale), overflowed)
+    at_floor = new_scale == number(scaler.min_scale, scale)
+    return LossScaleState(
+        scale=new_scale,
+        good_steps=xp.where(finite, xp.where(grow, number(again, count), good), zero),
+        hysteresis=hysteresis,
+        skipped=xp.where(finite, state.skipped, state.skipped + number(1, count)),
+        stuck=xp.where(finite, zero, xp.where(at_floor, state.stuck + number(1, count), zero)),
+    )
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise LossScaleError(f"{name} must be a number. Received: {name}={value!r}.")
+    if not 2.0**-126 <= value <= _NO_CEILING:
+        raise LossScaleError(f"{name} must be a positive float32 number, 2^-126 to 2^127. Received: {name}={value!r}.")
+    return float(value)
+
+
+PRESETS: Final[dict[str, dict[str, Any]]] = {
+    "torch": {"init_scale": 2.0**16, "growth_interval": 2000, "max_scale": _NO_CEILING},
+    "keras": {"init_scale": 2.0**15, "growth_interval": 2000, "max_scale": _NO_CEILING},
+    "apex": {"init_scale": 2.0**16, "growth_interval": 2000, "max_scale": 2.0**24},
+    "deepspeed": {"init_scale": 2.0**16, "growth_interval": 1000, "hysteresis": 2, "min_scale": 1.0,
+                  "max_scale": _NO_CEILING, "growth_delay": "after_overflow"},
+    "megatron": {"init_scale": 2.0**32, "growth_interval": 1000, "hysteresis": 2, "min_scale": 1.0,
+                 "max_scale": _NO_CEILING},
+    "jmp": {"init_scale": 2.0**15, "growth_interval": 2000, "min_scale": 1.0, "max_scale": _NO_CEILING},
+    "flax": {"init_scale": 2.0**16, "growth_interval": 2000, "min_scale": 2.0**-126, "max_scale": _NO_CEILING,
+             "growth_delay": "always"},
+}  # fmt: skip
+"""Published constants: torch.amp.GradScaler, keras.optimizers.LossScaleOptimizer, apex.amp.scaler.LossScaler,
+DeepSpeed's `fp16` block, Megatron-LM's `--initial-loss-scale` family, jmp.DynamicLossScale with its README's scale,
+flax.training.dynamic_scale.DynamicScale."""

@@ -1,0 +1,137 @@
+"""The reference backend's harness for the conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from polyamp.contract.backend import LossFunction, StepResult
+from polyamp.contract.harness import Layer, Observe
+from polyamp.errors import UnsupportedError
+from polyamp.recipe.policy import Policy
+from polyamp.recipe.recipe import Recipe
+from polyamp.reference import tensor as ops
+from polyamp.reference.arrays import Array
+from polyamp.reference.backend import BACKEND
+from polyamp.reference.models import EPSILON, MLP, GatheredMLP
+
+
+class Branches(MLP):
+    """The dense layers side by side instead of one after the other."""
+
+    def with_arrays(self, parameters: Mapping[str, Any], running: Mapping[str, Any]) -> Branches:
+        return type(self)(parameters, running)
+
+    def __call__(self, x: Any, policy: Policy | None = None) -> Any:
+        """One output per layer."""
+        return [_alone(self.parameters, number)(x, policy) for number in range(self.depth)]
+
+
+def _alone(parameters: Mapping[str, Any], number: int) -> MLP:
+    """An MLP of one of the layers."""
+    return MLP({f"dense0/{kind}": parameters[f"dense{number}/{kind}"] for kind in ("kernel", "bias")})
+
+
+class ReferenceHarness:
+    """`Harness` over NumPy."""
+
+    def array(self, value: Array) -> Any:
+        return np.array(value)
+
+    def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> MLP:
+        return MLP(_named(layers), observe=observe)
+
+    def branches(self, layers: Sequence[Layer]) -> MLP:
+        return Branches(_named(layers))
+
+    def normalized_mlp(self, layers: Sequence[Layer]) -> MLP:
+        width = layers[0].bias.shape
+        scale = {"norm0/scale": np.ones(width, np.float32), "norm0/bias": np.zeros(width, np.float32)}
+        running = {"norm0/mean": np.zeros(width, np.float32), "norm0/variance": np.ones(width, np.float32)}
+        return MLP({**_named(layers), **scale}, running)
+
+    def dropout_mlp(self, layers: Sequence[Layer]) -> None:
+        """Nothing: the reference's models have no randomness."""
+
+    def digits(self, weights: Mapping[str, Array]) -> Any:
+        raise UnsupportedError("the reference backend trains MLPs only; the digits transformer needs a framework.")
+
+    def weights(self, state: Any) -> list[Layer]:
+        model = state.model
+        return [
+            Layer(np.array(model.parameters[f"dense{i}/kernel"]), np.array(model.parameters[f"dense{i}/bias"]))
+            for i in range(model.depth)
+        ]
+
+    def sensitive(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {
+            "exp": ops.exp,
+            "log": ops.log,
+            "pow": lambda x: ops.power(x, 3.0),
+            "rsqrt": lambda x: ops.power(x, -0.5),
+            "sum": ops.total,
+            "mean": ops.mean,
+            "cumsum": ops.cumulative_sum,
+            "softmax": ops.softmax,
+            "log_softmax": ops.log_softmax,
+            "logsumexp": ops.log_sum_exp,
+            "layer_norm": lambda x: ops.normalize(x, EPSILON),
+        }
+
+    def saturating(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {
+            "log(p + eps) of sigmoid": lambda x: ops.log(ops.sigmoid(ops.tensor(x) * -1.0) + 1e-6),
+            "log(1 - p) of sigmoid": lambda x: ops.log(1.0 - ops.sigmoid(x)),
+            "1 - p of sigmoid": lambda x: 1.0 - ops.sigmoid(x),
+        }
+
+    def inner_products(self) -> Mapping[str, Callable[[Any], Any]]:
+        return {"inner": lambda x: ops.inner(x, x)}
+
+    def matmul(self, left: Any, right: Any) -> Any:
+        return ops.matmul(left, right)
+
+    def outer(self, left: Any, right: Any) -> Any:
+        return ops.outer(left, right)
+
+    def gathered(self, layers: Sequence[Layer], rows: Array) -> MLP:
+        return GatheredMLP(_named(layers), rows)
+
+    def unusable(self, kind: str) -> MLP:
+        if kind == "empty":
+            return MLP({})
+        dtype = {"integer": np.int32, "complex": np.complex64, "float16": np.float16}[kind]
+        return MLP({"dense0/kernel": np.ones((2, 2), dtype), "dense0/bias": np.ones(2, dtype)})
+
+    def native_optimizer(self, model: Any, learning_rate: float) -> Any:
+        raise UnsupportedError("NumPy has no optimizers of its own.")
+
+    def replicate(
+        self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
+    ) -> list[tuple[Any, StepResult]]:
+        """One state per replica; `batches[r]` is replica r's. Gradients are averaged before the flag (S9)."""
+        backend = BACKEND
+        states = [backend.init(self.mlp(layers), recipe) for _ in batches]
+        run = backend.value_and_grad(loss_fn)
+        results: list[StepResult] = []
+        for parts in zip(*batches, strict=True):
+            own = [run([state], part)[1][0] for state, part in zip(states, parts, strict=True)]
+            with np.errstate(all="ignore"):
+                shared = {name: np.mean([item.values[name] for item in own], axis=0) for name in own[0].values}
+            outcomes = [
+                backend.apply_gradients([state], [item._replace(values=shared)], "all")
+                for state, item in zip(states, own, strict=True)
+            ]
+            states = [made[0] for made, _ in outcomes]
+            results = [result[0] for _, result in outcomes]
+        return list(zip(states, results, strict=True))
+
+
+def _named(layers: Sequence[Layer]) -> dict[str, Array]:
+    named: dict[str, Array] = {}
+    for number, layer in enumerate(layers):
+        named[f"dense{number}/kernel"] = np.array(layer.kernel)
+        named[f"dense{number}/bias"] = np.array(layer.bias)
+    return named

@@ -1,0 +1,93 @@
+"""What differs between the recipe that a checkpoint was saved with and the one that the code gives (S22).
+
+`save` writes `settings` into the file, `restore` compares them. Of a framework's own optimizer they hold what its
+backend can say: the class, and hyperparameters by name as they were at `init`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from polyamp.contract.backend import ResumesOptimizers
+from polyamp.recipe.optimizers import is_spec
+from polyamp.recipe.recipe import Recipe
+
+Settings = dict[str, Any]
+_NOTHING: Final = object()
+
+
+class Change(NamedTuple):
+    """One setting that differs.
+
+    Attributes:
+        path: the field, such as "optimizer.learning_rate".
+        saved: its value in the file, as text.
+        given: its value in the code, as text.
+    """
+
+    path: str
+    saved: str
+    given: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.saved} -> {self.given}"
+
+
+def settings(state: Any) -> Settings:
+    """The recipe of a state as nested plain values, every default written out."""
+    return of_recipe(state.recipe, _native(state))
+
+
+def of_recipe(recipe: Recipe, native: Mapping[str, Any] | None = None) -> Settings:
+    """The same of a recipe; `native` describes an optimizer that is none of polyamp's specs."""
+    optimizer: Any = recipe.optimizer
+    plain: Settings = {
+        "policy": recipe.policy.to_dict(),
+        "scaler": msgspec.structs.asdict(recipe.loss_scaler),
+        "optimizer": msgspec.to_builtins(optimizer) if is_spec(optimizer) else dict(native or {}),
+        "clip_norm": recipe.clip_norm,
+        "accumulate_steps": recipe.accumulate_steps,
+    }
+    decoded: Settings = msgspec.json.decode(msgspec.json.encode(plain))  # as it comes back from a file
+    return decoded
+
+
+def between(saved: Settings, given: Settings) -> list[Change]:
+    """Every setting that differs, in the order of the code's recipe."""
+    return list(_differences("", saved, given))
+
+
+def touches(changes: list[Change], setting: str) -> bool:
+    """Whether `setting`, or a part of it, is among the changes."""
+    return any(f"{change.path}.".startswith(f"{setting}.") for change in changes)
+
+
+def _native(state: Any) -> dict[str, Any]:
+    optimizer = state.recipe.optimizer
+    if is_spec(optimizer):
+        return {}
+    kind = {"type": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"}
+    backend = state.backend
+    return {**kind, **backend.optimizer_settings(state)} if isinstance(backend, ResumesOptimizers) else kind
+
+
+def _differences(path: str, saved: Any, given: Any) -> list[Change]:
+    if isinstance(saved, dict) and isinstance(given, dict):
+        both = [*given, *(name for name in saved if name not in given)]
+        if saved.get("type") != given.get("type"):  # other fields belong to one of the two types alone
+            both = [name for name in both if name in saved and name in given]
+        pairs = [(name, saved.get(name, _NOTHING), given.get(name, _NOTHING)) for name in both]
+        nested = [_differences(f"{path}.{name}" if path else name, old, new) for name, old, new in pairs]
+        return [change for changes in nested for change in changes]
+    return [] if saved == given else [Change(path, _shown(saved), _shown(given))]
+
+
+def _shown(value: Any) -> str:
+    if value is _NOTHING:
+        return "(not there)"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_shown(item)}' for name, item in value.items())}}}"
+    return value if isinstance(value, str) else repr(value)

@@ -1,0 +1,241 @@
+"""`init`, `train_step`, `value_and_grad` and `apply_gradients`: what a user calls.
+
+They find the backend and keep the books that need the host: one recipe per state, and the check for a stuck scale.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Any, Final
+
+from polyamp.contract import registry
+from polyamp.contract.backend import Gradients, LossFunction, Skip, State, StepFunction, StepResult, ValueAndGrad
+from polyamp.errors import GradientError, LossScaleStuckError, RecipeError
+from polyamp.recipe.recipe import Recipe
+
+
+def init(model: Any, recipe: Recipe, *, backend: str | None = None, **options: Any) -> Any:
+    """The training state of a model under a recipe.
+
+    Args:
+        model: `nn.Module`; `keras.Model`; nnx or equinox module; `(linen_module, variables)`;
+            `(hk.Transformed, params)`; `(apply_fn, params)`.
+        recipe: what to train it with.
+        backend: names the backend where the model does not show it, as `(apply_fn, NumPy params)` does not.
+        **options: what the backend accepts beyond that, such as `rngs={"dropout": 0}` in JAX.
+
+    Returns:
+        A state. In torch and Keras it holds the model itself, which the step updates in place; in JAX it is a pytree.
+
+    Raises:
+        PolyampError: whatever the recipe asks for and this model, backend or device cannot honour (S20).
+    """
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"recipe must be a polyamp.Recipe. Received: {type(recipe).__name__}.")
+    found = registry.get(backend) if backend is not None else registry.backend_for(model)
+    return registry.supporting(found, recipe.policy).init(model, recipe, **options)
+
+
+class TrainStep:
+    """A training step: `state, result = step(state, batch)`; see `train_step`.
+
+    It can be pickled and copied at any time, if `loss_fn` can; a copy compiles anew at its first call.
+    """
+
+    def __init__(self, loss_fn: LossFunction, recipe: Recipe, options: dict[str, Any]) -> None:
+        self.loss_fn: Final = loss_fn
+        self.recipe: Final = recipe
+        self._options = options
+        self._run: dict[str, StepFunction] = {}
+        self._accepted: Recipe | None = None
+        self._calls = 0
+
+    def __repr__(self) -> str:
+        return f"TrainStep(loss_fn={getattr(self.loss_fn, '__name__', self.loss_fn)!r}, recipe={self.recipe!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle or a copy holds: not what was compiled, which belongs to this process and this object."""
+        return {**self.__dict__, "_run": {}, "_accepted": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
+        """A copy for the same states: it shares the recipe, which is frozen and may hold the states' own optimizer."""
+        memo.setdefault(id(self.recipe), self.recipe)
+        made = TrainStep.__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, StepResult]:
+        """One step: scaled loss, gradients, finite flag, clip, optimizer, scale adjustment (S6 to S15)."""
+        backend = state.backend
+        if state.recipe is not self._accepted:
+            self._accept(state.recipe)
+        run = self._run.get(backend.name)
+        if run is None:
+            run = self._run[backend.name] = backend.train_step(self.loss_fn, self.recipe, **self._options)
+        state, result = run(state, batch)
+        self._calls += 1
+        scaler = self.recipe.loss_scaler
+        # two periods without a common divisor: of states that take turns, none is always passed over
+        look = self._calls % scaler.patience == 0 or self._calls % (scaler.patience + 1) == 0
+        if look and scaler.checks and scaler.on_stuck != "ignore" and backend.is_concrete(state.scale_state.stuck):
+            self._look_if_stuck(state, batch)
+        return state, result
+
+    def _accept(self, recipe: Recipe) -> None:
+        if recipe != self.recipe:
+            raise RecipeError(
+                "state and step were made with different recipes; call init and train_step with the same one. "
+                f"State: {recipe}. Step: {self.recipe}."
+            )
+        self._accepted = recipe
+
+    def _look_if_stuck(self, state: State, batch: Any) -> None:
+        """Read the state on the host, once every `patience` calls (S17)."""
+        backend, scaler = state.backend, self.recipe.loss_scaler
+        skips = int(backend.to_numpy(state.scale_state.stuck))
+        if skips < scaler.patience:
+            return
+        names: dict[str, None] = {}
+        value_and_grad_ = backend.value_and_grad(self.loss_fn)
+        batches = batch if isinstance(batch, list) and self.recipe.accumulate_steps > 1 else [batch]
+        for part in batches:
+            _, (gradients,) = value_and_grad_([state], part)
+            names.update(dict.fromkeys(_not_finite(backend, gradients)))
+        listed = ", ".join(names) or "none on the last batch taken as a whole"
+        message = (
+            f"{skips} steps in a row were skipped although the loss scale is at its floor of {scaler.min_scale:g}: the "
+            f"gradients are not finite whatever the scale. Parameters with inf or NaN gradients: {listed}. Look for a "
+            "division by zero, a log of zero or a mask of -inf in loss_fn, or lower the learning rate; "
+            "LossScaler(on_stuck=...) chooses 'raise', 'warn' or 'ignore'."
+        )
+        if scaler.on_stuck == "raise":
+            raise LossScaleStuckError(message)
+        warnings.warn(message, stacklevel=3)
+
+
+def train_step(loss_fn: LossFunction, recipe: Recipe, **options: Any) -> TrainStep:
+    """A training step for any framework.
+
+    Args:
+        loss_fn: `loss_fn(model, batch)` returning a scalar loss, or `(loss, aux)`.
+        recipe: the recipe that the state was made with.
+        **options: what the state's backend accepts, such as `compile=` (JAX and TensorFlow compile by default).
+
+    Returns:
+        A callable `(state, batch) -> (state, StepResult)`; inside a `jit` or `vmap` of your own it cannot look for a
+        stuck scale. `batch` is a pytree of NumPy or native arrays; with
+        `accumulate_steps` of N above 1, also a list of N equal micro-batches.
+
+    Raises (from the returned callable):
+        LossScaleStuckError: see `LossScaler.patience`.
+        PolyampError: a loss, batch or option that cannot be honoured.
+
+    Example:
+        >>> import numpy as np, polyamp
+        >>> from polyamp.reference import MLP
+        >>> recipe = polyamp.Recipe(policy="mixed_float16", optimizer=polyamp.sgd(0.1))
+        >>> def loss_fn(model, batch):
+        ...     return polyamp.losses.mean_squared_error(model(batch["x"]), batch["y"])
+        >>> state = polyamp.init(MLP.random([4, 8, 1], seed=0), recipe)
+        >>> step = polyamp.train_step(loss_fn, recipe)
+        >>> state, result = step(state, {"x": np.ones((2, 4), "f4"), "y": np.zeros((2, 1), "f4")})
+        >>> bool(result.skipped), int(result.step)
+        (False, 1)
+    """
+    if not callable(loss_fn):
+        raise RecipeError(f"loss_fn must be a function of (model, batch). Received: {type(loss_fn).__name__}.")
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"recipe must be a polyamp.Recipe. Received: {type(recipe).__name__}.")
+    return TrainStep(loss_fn, recipe, options)
+
+
+def value_and_grad(loss_fn: LossFunction, **options: Any) -> Any:
+    """The first half of a step: `value, gradients = value_and_grad(loss_fn)(state, batch)`.
+
+    The loss is scaled before differentiation and the gradients are unscaled after it (S6, S7). Given a list of states,
+    `loss_fn` sees a tuple of their models and a list of `Gradients` comes back. Nothing in the state
+    changes but the random streams (S12).
+
+    Returns:
+        A callable. `value` is what `loss_fn` returned, with the unscaled loss in float32. A parameter that several
+        states share is one parameter: each of their `Gradients` holds its whole gradient (S23).
+
+    Raises (from the returned callable):
+        RecipeError: one state twice.
+    """
+    runs: dict[str, ValueAndGrad] = {}
+
+    def run(state: Any, batch: Any) -> tuple[Any, Any]:
+        states, several = _as_list(state)
+        _check_distinct(states)
+        backend = states[0].backend
+        if backend.name not in runs:
+            runs[backend.name] = backend.value_and_grad(loss_fn, **options)
+        value, gradients = runs[backend.name](states, batch)
+        return value, (gradients if several else gradients[0])
+
+    return run
+
+
+def apply_gradients(state: Any, grads: Any, *, skip: Skip = "all") -> tuple[Any, Any]:
+    """The second half of a step: finite flag, clip, optimizer, one scale adjustment (S9 to S15).
+
+    Args:
+        state: a state, or a list of states that share one scaler (S14).
+        grads: the `Gradients` of each.
+        skip: with several states, "all" (if one overflows none steps) or "each". The scale is adjusted once,
+            on whether any overflowed.
+
+    Returns:
+        The new state and a `StepResult` whose `loss` is None; lists of them for a list of states. A parameter whose
+        gradient is None, and the optimizer's state of it, stay as they are (S23). Where several states share a
+        parameter, each state's optimizer applies that parameter's one gradient.
+
+    Raises:
+        GradientError: gradients that do not fit the state, or are all None.
+        RecipeError: several states whose scalers differ, or one state twice.
+    """
+    states, several = _as_list(state)
+    gradients: Sequence[Gradients] = grads if several else [grads]
+    if skip not in ("all", "each"):
+        raise RecipeError(f"skip must be 'all' or 'each'. Received: skip={skip!r}.")
+    if not isinstance(gradients, list) or len(gradients) != len(states):
+        raise GradientError(f"apply_gradients needs one Gradients per state: {len(states)} states were given.")
+    for item in gradients:
+        if not isinstance(item, Gradients):
+            raise GradientError(
+                f"grads must be the Gradients that value_and_grad returned (change them with "
+                f"gradients._replace(values=...)). Received: {type(item).__name__}."
+            )
+    _check_distinct(states)
+    if len({item.recipe.loss_scaler for item in states}) > 1:
+        raise RecipeError("states that step together must share one scaler; their recipes have different ones.")
+    new_states, results = states[0].backend.apply_gradients(states, gradients, skip)
+    return (new_states, results) if several else (new_states[0], results[0])
+
+
+def _check_distinct(states: Sequence[Any]) -> None:
+    """Refuse a list that holds one state twice: its update would be applied twice, or half of it lost."""
+    for index, state in enumerate(states):
+        first = next(number for number, other in enumerate(states) if other is state)
+        if first != index:
+            raise RecipeError(
+                f"states must be different ones, each once. Received: the same state at positions {first} and {index}. "
+                "Pass it once; loss_fn can call its model as often as it likes."
+            )
+
+
+def _as_list(state: Any) -> tuple[list[Any], bool]:
+    return (state, True) if isinstance(state, list) else ([state], False)
+
+
+def _not_finite(backend: Any, gradients: Gradients) -> list[str]:
+    import numpy as np
+
+    return [
+        name
+        for name, value in backend.named_gradients(gradients)
+        if value is not None and not np.isfinite(backend.to_numpy(value).astype(np.float64)).all()
+    ]
