@@ -29,6 +29,7 @@ from polyamp.recipe.scaler import LossScaler
 from polyamp.rules import refusals
 from polyamp.trees import leaves, map_tree
 from polyamp_torch.arrays import XP, cast_tree, dtype_name, to_numpy
+from polyamp_torch.compat import foreach_mul
 from polyamp_torch.losses import TorchLosses
 from polyamp_torch.own_loop.grad_scaler import GradScaler
 from polyamp_torch.precision.autocast import autocast, run_under
@@ -97,7 +98,7 @@ class TorchBackend:
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
                 raise GradientError(f"gradients must be floating tensors. Received: {leaf!r}.")
         wide = [leaf.detach().float() for leaf in found]
-        unscaled = wide if scale is None else list(torch._foreach_mul(wide, reciprocal(scale)))
+        unscaled = wide if scale is None else list(foreach_mul(wide, reciprocal(scale)))
         rest = iter(unscaled)
         tree = map_tree(lambda leaf: None if leaf is None else next(rest), grads)
         return tree, torch.isfinite(global_norm(unscaled))

@@ -19,6 +19,7 @@ from polyamp.errors import PolicyError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.scaler import LossScaler
 from polyamp_torch.arrays import cast_tree
+from polyamp_torch.compat import inside_of_compiled, of_accelerator
 from polyamp_torch.integrations.loop_scaler import Settings, extra
 
 with extra("accelerate"):
@@ -142,7 +143,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         """The model inside; with `keep_fp32_wrapper=False` no longer under the policy."""
         unwrapped = super().unwrap_model(model, keep_fp32_wrapper, *args, **kwargs)
         if not keep_fp32_wrapper:
-            inner = getattr(unwrapped, "_orig_mod", unwrapped)  # torch.compile's
+            inner = inside_of_compiled(unwrapped)
             self._installed.pop(inner, contextlib.ExitStack()).close()
         return unwrapped
 
@@ -171,7 +172,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of an optimizer, a list of them or all prepared ones, once."""
-        given = self._optimizers if optimizer is None else optimizer
+        given = of_accelerator(self) if optimizer is None else optimizer
         for item in given if isinstance(given, list | tuple) else [given]:
             if self.scaler is not None:
                 self.scaler.unscale_(item.optimizer if isinstance(item, AcceleratedOptimizer) else item)

@@ -176,7 +176,7 @@ class LoopScaler(GradScaler):
         if all(p.grad is None for p in parameters_of(optimizer)):  # of a fused one too, whose update would find no flag
             raise GradientError("step() found no gradients in the optimizer's parameters. Run a backward pass first.")
         result = super().step(optimizer, *args, **kwargs)
-        (flag,) = self._found_inf_per_device(optimizer).values()
+        (flag,) = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
         self._flags[optimizer] = flag
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if self._remembered else set()
         for module in list(self._remembered):

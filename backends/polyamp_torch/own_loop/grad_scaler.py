@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch._compile import _disable_dynamo  # the public one imports the whole compiler now, this one when called
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState
 
 from polyamp.errors import GradientError, LossScaleStuckError
 from polyamp.recipe.scaler import LossScaler
 from polyamp.trees import map_tree
+from polyamp_torch.compat import new_record, not_compiled, takes_found_inf
 from polyamp_torch.own_loop.loop_memory import Known, Run, refuse_closure, refuse_float16, refuse_lbfgs, watch_backward
 from polyamp_torch.own_loop.scaler_gradients import Flags, gradients_of, overflow, parameters_of, together, unscale_
 from polyamp_torch.own_loop.scaler_state import GradScalerError, ScalerState, described
@@ -62,6 +62,8 @@ class GradScaler(ScalerState):
         weight     (1, 2)  float32    1    0
     """
 
+    _not_kept = (*ScalerState._not_kept, "_run")
+
     def __init__(
         self,
         scaler: LossScaler | str | torch.device | None = None,
@@ -83,7 +85,7 @@ class GradScaler(ScalerState):
         self._refresh()
 
     def _refresh(self) -> None:
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._per_optimizer_states = defaultdict(new_record)
         self._run = Run(least=self._begin.scale)
 
     def _loaded(self) -> None:
@@ -106,7 +108,7 @@ class GradScaler(ScalerState):
 
     # Scaling.
 
-    @_disable_dynamo  # a graph break under torch.compile, as with torch's: the hook would be traced anew at every step
+    @not_compiled  # a graph break under torch.compile, as with torch's: the hook would be traced anew at every step
     def scale(self, outputs: Any) -> Any:
         """The floating tensors in `outputs` times the scale; in float32 if they were 16 bits wide (S6).
 
@@ -235,7 +237,7 @@ class GradScaler(ScalerState):
         record, known = self._record(optimizer, "step")
         refuse_closure(args, kwargs)
         known.refuse_mixed()
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        fused = takes_found_inf(optimizer)
         if any(p.grad is not None for p in parameters_of(optimizer)):
             step = self._step_unfused if not fused else self._step_by_scaler if known.takes_scaler else self._step_fused
         elif fused:
@@ -363,7 +365,7 @@ class GradScaler(ScalerState):
             run.least = max(run.least * self._backoff_factor, self._scaler.min_scale)
             if run.ended:
                 run.evidence = []
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._per_optimizer_states = defaultdict(new_record)
         run.updated(state.scale)
         if run.updates % self._scaler.patience == 0 and self._scaler.on_stuck != "ignore":
             self._look_if_stuck()

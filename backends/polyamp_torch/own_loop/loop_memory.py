@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from polyamp.errors import UnsupportedError
+from polyamp_torch.compat import version_of, when_backward_ends
 from polyamp_torch.own_loop.scaler_gradients import Kinds, parameters_behind, parameters_of
 from polyamp_torch.own_loop.scaler_state import GradScalerError
 from polyamp_torch.own_loop.skip_report import Evidence, Names
@@ -162,17 +163,16 @@ def watch_backward(unscaled: Sequence[tuple[Any, Known]], names: Names) -> None:
     Clipping changes them too, but not within a backward pass.
     """
     before = [
-        _Before(known, name, p, p.grad, -1 if p.grad is None else p.grad._version)
+        _Before(known, name, p, p.grad, -1 if p.grad is None else version_of(p.grad))
         for optimizer, known in unscaled
         for name, p in zip(names.of(optimizer), parameters_of(optimizer), strict=True)
     ]
-    engine: Any = torch.autograd.Variable._execution_engine  # torch has no public call for the end of a backward pass
-    engine.queue_callback(functools.partial(_backward_ended, before))
+    when_backward_ends(functools.partial(_backward_ended, before))
 
 
 def _backward_ended(before: list[_Before]) -> None:
     for known, name, p, grad, version in before:
-        changed = p.grad is not grad or (grad is not None and grad._version != version)
+        changed = p.grad is not grad or (grad is not None and version_of(grad) != version)
         if changed and name not in known.mixed:
             known.mixed.append(name)
 

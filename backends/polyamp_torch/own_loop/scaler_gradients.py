@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from polyamp_torch.compat import by_device_and_dtype, check_and_unscale_, values_of_coalesced
 from polyamp_torch.step.measure import measured, reciprocal
 
 Flags = dict[torch.device, torch.Tensor]
@@ -39,7 +39,7 @@ def gradients_of(parameters: list[torch.Tensor]) -> Kinds:
     if any([grad.layout is not torch.strided for grad in there if grad is not None]):  # noqa: C419  # twice as fast
         there = [_values(p) for p in parameters if p.grad is not None]
     kinds: Kinds = {}
-    for (device, dtype), (lists, _) in _group_tensors_by_device_and_dtype([there]).items():
+    for (device, dtype), (lists, _) in by_device_and_dtype([there]).items():
         group = cast("list[torch.Tensor]", lists[0])
         if dtype.is_complex:
             group = [torch.view_as_real(grad.conj() if grad.is_conj() else grad) for grad in group]
@@ -56,7 +56,7 @@ def _values(parameter: torch.Tensor) -> torch.Tensor:
         return grad.values()
     if not grad.is_coalesced():
         grad = parameter.grad = grad.coalesce()
-    return grad._values()
+    return values_of_coalesced(grad)
 
 
 def unscale_(grads: Kinds, inverse: torch.Tensor, found: torch.Tensor, *, grows: bool) -> Flags:
@@ -79,10 +79,10 @@ def unscale_(grads: Kinds, inverse: torch.Tensor, found: torch.Tensor, *, grows:
             if device not in flags:
                 flags[device] = found.to(device, non_blocking=True, copy=True)
             factor = inverse.to(device, non_blocking=True)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, flags[device], factor)
+            check_and_unscale_(group, flags[device], factor)
             if grows:
                 one = ones.setdefault(device, torch.ones_like(factor))
-                torch._amp_foreach_non_finite_check_and_unscale_(group, flags[device], one)
+                check_and_unscale_(group, flags[device], one)
     return flags
 
 

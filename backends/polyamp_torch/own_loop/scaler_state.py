@@ -67,6 +67,9 @@ class ScalerState(torch.cuda.amp.GradScaler):
     It derives from `torch.cuda.amp.GradScaler`, itself a `torch.amp.GradScaler`, so that both isinstance checks pass.
     """
 
+    _per_optimizer_states: dict[int, dict[str, Any]]
+    _not_kept: tuple[str, ...] = ("_state", "_xp", "_per_optimizer_states")
+
     def __init__(self, scaler: LossScaler, device: str | None, *, enabled: bool) -> None:
         # torch's own __init__ would disable the scaler where there is no CUDA device, and set what are properties here
         self._scaler = scaler
@@ -327,8 +330,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         if self._per_optimizer_states:
             raise GradScalerError("a GradScaler can be copied or pickled only between iterations. Call update() first.")
-        dropped = ("_state", "_xp", "_per_optimizer_states", "_run")
-        return {**{k: v for k, v in self.__dict__.items() if k not in dropped}, "_begin": self._read()}
+        return {**{k: v for k, v in self.__dict__.items() if k not in self._not_kept}, "_begin": self._read()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

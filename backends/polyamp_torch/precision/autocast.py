@@ -20,7 +20,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.rules.process_setting import ProcessSetting
 from polyamp.trees import leaves
 from polyamp_torch.arrays import DTYPES, cast_tree
-from polyamp_torch.precision.compiler import NOTHING
+from polyamp_torch.compat import NOTHING
 from polyamp_torch.precision.islands import DEVICE_TYPES, captured, device_types, islands, restored
 from polyamp_torch.precision.regions import OPENED, Region, innermost, owned, repair
 

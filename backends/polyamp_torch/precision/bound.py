@@ -18,10 +18,10 @@ from torch import nn
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp_torch.arrays import cast_tree
+from polyamp_torch.compat import NOTHING, constant_when_compiled
 from polyamp_torch.precision import recomputation
 from polyamp_torch.precision.autocast import carried, mixes, opened, region
 from polyamp_torch.precision.cast_mode import Casts
-from polyamp_torch.precision.compiler import NOTHING, constant_when_compiled
 from polyamp_torch.precision.islands import islands
 from polyamp_torch.precision.paths import inner_paths
 from polyamp_torch.precision.regions import OPENED, Block, Kept, repair
@@ -40,6 +40,10 @@ class BoundModule:
 
     _module: nn.Module
     _policy: Policy
+    _device: torch.device
+    _overrides: dict[str, str]
+    _installation: _Installation
+    _acting: bool
 
     def __init__(self, module: nn.Module, policy: Policy, device: torch.device) -> None:
         paths = inner_paths(module) if policy.overrides else {}

@@ -15,6 +15,7 @@ from torch import nn
 from polyamp.errors import PolicyError
 from polyamp.recipe.policy import Policy
 from polyamp_torch.arrays import DTYPES, dtype_name, is_castable
+from polyamp_torch.compat import buffers_in, parameters_in, renew_list_of_weights, version_of
 
 _BATCH_NORMS: Final = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -70,7 +71,7 @@ class Casts:
         self.places = []
         for part in self.module.modules():
             if isinstance(part, nn.RNNBase):  # it keeps a list of its weights
-                part._init_flat_weights()
+                renew_list_of_weights(part)
 
     def refresh(self) -> None:
         """New copies, if a master was written to since the copies were made."""
@@ -86,7 +87,7 @@ class Casts:
             dtype = DTYPES[self.overrides.get(path.replace(".", "/"), self.policy.compute)]
             if isinstance(part, _BATCH_NORMS):
                 continue
-            for slots in (part._parameters, part._buffers):
+            for slots in (parameters_in(part), buffers_in(part)):
                 for name, master in slots.items():
                     if master is None or not is_castable(master, float64=double):
                         continue
@@ -102,7 +103,7 @@ class Casts:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version  # inference tensors do not count
+    return -1 if tensor.is_inference() else version_of(tensor)  # inference tensors do not count
 
 
 def _put_back(place: _Place) -> None:

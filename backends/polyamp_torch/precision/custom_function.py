@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import Function, FunctionCtx
 
 from polyamp.errors import UnsupportedError
-from polyamp_torch.precision.compiler import constant_when_compiled
+from polyamp_torch.compat import constant_when_compiled
 from polyamp_torch.precision.islands import DEVICE_TYPES, Captured, captured, device_types, restored
 
 _STATE: Final = "polyamp_autocast"

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch.autograd import forward_ad
 from torch.nn import functional
+
+from polyamp_torch.compat import forward_mode_is_on, transforms_are_active
 
 GATHERS: Final = (
     *(torch.index_select, torch.Tensor.index_select, torch.gather, torch.Tensor.gather, torch.take, torch.Tensor.take),
@@ -34,7 +35,7 @@ def source(function: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | N
     found = args[0] if args else kwargs.get("weight" if function is torch.embedding else "input")
     if not isinstance(found, torch.Tensor) or found.dtype not in (torch.float16, torch.bfloat16):
         return None
-    if not torch.is_grad_enabled() or not (found.requires_grad or torch._C._are_functorch_transforms_active()):
+    if not torch.is_grad_enabled() or not (found.requires_grad or transforms_are_active()):
         return None
     return found
 
@@ -64,7 +65,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _gather(input: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> torch.Tensor:  # noqa: A002  # torch's name
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    transformed = transforms_are_active() or forward_mode_is_on()
     if sparse_grad or transformed or torch.compiler.is_compiling():  # a compiler keeps what it needs
         return torch.gather(input.float(), dim, index, sparse_grad=sparse_grad).to(input.dtype)
     result: torch.Tensor = _Gather.apply(input, dim, index)  # type: ignore[no-untyped-call]  # torch's

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
+from polyamp_torch.compat import NOTHING, backward_as_eager, open_modes
 from polyamp_torch.precision import recomputation
-from polyamp_torch.precision.compiler import NOTHING, backward_as_eager
 from polyamp_torch.precision.gathers import gathered, source
 from polyamp_torch.precision.op_list import BACKWARD, ENTERED, Rule, cuda_rule, rule, without_dispatch
 from polyamp_torch.precision.products import classified, plain
@@ -190,7 +190,7 @@ def _chooses_dtype(kwargs: dict[str, Any]) -> bool:
 
 def current(device_type: str) -> Islands | None:
     """The islands of a device type that are open in this thread."""
-    for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]  # torch does not annotate it
+    for mode in open_modes():
         if isinstance(mode, Islands) and mode.device_type == device_type and not mode.closed:
             return mode
     return None

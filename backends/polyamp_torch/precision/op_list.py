@@ -32,10 +32,9 @@ from types import FunctionType, ModuleType
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
-from torch._functorch.autograd_function import custom_function_call
 from torch.nn import functional
 
-from polyamp_torch.precision.compiler import constant_when_compiled
+from polyamp_torch.compat import constant_when_compiled, custom_function_call, set_grad_enabled
 from polyamp_torch.precision.gathers import GATHERS
 from polyamp_torch.precision.products import PLAIN, PRODUCTS
 
@@ -200,7 +199,7 @@ ALL_RULES: Final[dict[Function, Rule]] = {
     **dict.fromkeys(ENTERED, "enter"),
     torch.Tensor.unflatten: "unflatten",
     custom_function_call: "function",
-    torch._C._set_grad_enabled: "grad_mode",
+    set_grad_enabled: "grad_mode",
 }
 """Every sensitive function: for the CPU, whose own list is short, and for devices whose list may be."""
 

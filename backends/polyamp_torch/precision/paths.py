@@ -9,19 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 
-_WRAPPERS: Final = (
-    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
-    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
-    ("torch.distributed.fsdp", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
-    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper", "_checkpoint_wrapped_module"),
-    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "OffloadWrapper", "_checkpoint_wrapped_module"),
-)
-"""Where a wrapper's class is, and the wrapper's name for what it wraps."""
+from polyamp_torch.compat import WRAPPERS
 
 
 def inner_paths(module: nn.Module) -> dict[str, str]:
@@ -52,7 +44,7 @@ def inner_paths(module: nn.Module) -> dict[str, str]:
 
 def _known() -> Iterator[tuple[type[Any], str]]:
     """The wrappers whose modules are loaded; of another class there can be no instance."""
-    for place, name, attribute in _WRAPPERS:
+    for place, name, attribute in WRAPPERS:
         kind = getattr(sys.modules.get(place), name, None)
         if kind is not None:
             yield kind, attribute

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
-from polyamp_torch.precision.compiler import constant_when_compiled
+from polyamp_torch.compat import constant_when_compiled
 
 Kind = Literal["sum", "multiplication"]
 _Classify = Callable[..., Kind | None]

@@ -12,21 +12,14 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
-from typing import Any, Final
+from typing import Any
 
 import torch
-from torch.utils import checkpoint
 
 from polyamp.errors import UnsupportedError
+from polyamp_torch.compat import CHECKPOINT_PACKS, REENTRANT, record_of_checkpoint, top_hooks_of_saved
 
 Open = Callable[[], AbstractContextManager[Any]]
-
-_REENTRANT: Final = checkpoint.CheckpointFunction.forward.__code__
-_PACK: Final = "_checkpoint_hook."
-"""How the name of the hook begins that the other kind packs saved tensors with."""
-
-_top_hooks: Final = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-"""What is done with saved tensors now; torch 2.7 does not tell, and the stack is searched at every sensitive call."""
 
 
 class Carried:
@@ -57,11 +50,11 @@ def carry(key: Any, opened: Open, *, everywhere: bool = False) -> None:
     if everywhere and not torch.is_grad_enabled():
         _attach_all(key, opened)
         return
-    if _top_hooks is None:
+    if top_hooks_of_saved is None:
         _attach_all(key, opened)
         return
-    hooks = _top_hooks(True)
-    if hooks is None or not hooks[0].__qualname__.startswith(_PACK):
+    hooks = top_hooks_of_saved(True)
+    if hooks is None or not hooks[0].__qualname__.startswith(CHECKPOINT_PACKS):
         return
     known = hooks[0].__dict__.setdefault("polyamp_carried", set())
     if key in known:
@@ -79,7 +72,7 @@ def carry_into_reentrant(key: Any, opened: Open) -> None:
     frame: FrameType | None = sys._getframe(1)
     for _ in range(8):  # the mode's frames, and torch.no_grad's own
         frame = frame and frame.f_back
-        if frame is not None and frame.f_code is _REENTRANT:
+        if frame is not None and frame.f_code is REENTRANT:
             _attach(frame.f_locals["ctx"], "run_function", key, opened)
             return
 
@@ -89,14 +82,11 @@ def _attach_all(key: Any, opened: Open) -> bool:
     found = False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _REENTRANT:
+        if frame.f_code is REENTRANT:
             _attach(frame.f_locals["ctx"], "run_function", key, opened)
-        elif frame.f_code.co_name == "checkpoint" and frame.f_globals.get("__name__") == checkpoint.__name__:
-            inner = getattr(frame.f_locals.get("gen"), "gi_frame", None)
-            record = None if inner is None else inner.f_locals.get("new_frame")
-            if hasattr(record, "recompute_fn"):
-                _attach(record, "recompute_fn", key, opened)
-                found = True
+        elif (record := record_of_checkpoint(frame)) is not None:
+            _attach(record, "recompute_fn", key, opened)
+            found = True
         frame = frame.f_back
     return found
 

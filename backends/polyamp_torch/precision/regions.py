@@ -24,9 +24,8 @@ from types import FrameType
 from typing import Any, Final
 
 import torch
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from polyamp_torch.precision.compiler import NOTHING, backward_as_eager
+from polyamp_torch.compat import NOTHING, backward_as_eager, modes_are_open, open_modes, pop_mode, push_mode
 from polyamp_torch.precision.islands import Islands, current
 
 _WITH: Final = ("BEFORE_WITH", "SETUP_WITH")
@@ -132,7 +131,7 @@ class Kept:
         if mode is None:
             if self.acting:
                 self.mode, self.pushed = Islands(self.device_type), True
-                _push_mode(self.mode)  # type: ignore[no-untyped-call]  # torch's
+                push_mode(self.mode)
         elif mode.acting is not self.acting:
             self.mode = mode
             mode.acting = self.acting
@@ -212,8 +211,8 @@ def repair() -> None:
     for blocks in (OPENED.regions, OPENED.installed):
         while blocks and blocks[-1].left_behind():
             blocks[-1].close(interrupted=True)
-    if torch._C._len_torch_function_stack():
-        for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]  # torch's
+    if modes_are_open():
+        for mode in open_modes():
             if isinstance(mode, Islands) and mode.closed:
                 _remove(mode)
 
@@ -249,13 +248,13 @@ def _unnest(wanted: int, *, once: bool) -> None:
 
 def _remove(mode: Islands) -> None:
     """Take a mode off the stack, wherever and however often it is there, without touching the others."""
-    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's
+    stack = open_modes()
     if stack and stack[-1] is mode:
-        _pop_mode()  # type: ignore[no-untyped-call]  # torch's
+        pop_mode()
         stack.pop()
     if any(entry is mode for entry in stack):
         for _ in stack:
-            _pop_mode()  # type: ignore[no-untyped-call]  # torch's
+            pop_mode()
         for entry in stack:
             if entry is not mode:
-                _push_mode(entry)  # type: ignore[no-untyped-call]  # torch's
+                push_mode(entry)

@@ -17,16 +17,16 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from polyamp_torch.compat import nodes_made
 from polyamp_torch.precision.recomputation import Carried
 
-_counter: Final = getattr(torch._C._autograd, "_get_sequence_nr", None)
-"""How many nodes autograd has made in this thread. Without it every graph is looked through."""
 _EMPTY: Final = types.CellType()
 
 
 def made() -> int:
-    """Grows by one with every operation that autograd records in this thread."""
-    return -1 if _counter is None else int(_counter())
+    """Grows by one with every operation that autograd records in this thread; -1 where that is not known, so that every
+    graph is looked through."""
+    return -1 if nodes_made is None else nodes_made()
 
 
 class Graphs:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from polyamp.contract.backend import LossFunction
 from polyamp.errors import PolyampError, UnsupportedError
+from polyamp_torch.compat import constant_when_compiled, tree_leaves
 from polyamp_torch.precision.attention import Attention
-from polyamp_torch.precision.compiler import constant_when_compiled
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Bystanders
 from polyamp_torch.step.interrupts import Undisturbed

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from polyamp.contract import registry
 from polyamp.contract.backend import LossFunction, StepResult
@@ -27,6 +26,7 @@ from polyamp.recipe.scaler import LossScaleState, update
 from polyamp.rules import refusals
 from polyamp.trees import map_tree, micro_batches
 from polyamp_torch.arrays import XP, to_device
+from polyamp_torch.compat import buffers_in, parameters_in, tree_flatten, tree_unflatten
 from polyamp_torch.precision.attention import Attention
 from polyamp_torch.precision.autocast import matmul_precision, opened
 from polyamp_torch.precision.bound import BoundModule
@@ -266,7 +266,7 @@ class Graph:
         for name in self._casts:
             owner, _, own = name.rpartition(".")
             part = self._program.module.get_submodule(owner)
-            tensor = part._parameters.get(own, part._buffers.get(own))
+            tensor = parameters_in(part).get(own, buffers_in(part).get(own))
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 found[name] = tensor.detach()
@@ -328,12 +328,12 @@ def _cast_dtypes(state: TorchState) -> dict[str, torch.dtype]:
     before = {
         f"{path}.{name}" if path else name: value
         for path, part in state.model.named_modules()
-        for name, value in [*part._parameters.items(), *part._buffers.items()]
+        for name, value in [*parameters_in(part).items(), *buffers_in(part).items()]
         if value is not None
     }
     with torch.no_grad(), state.bound.installed():
         for path, part in state.model.named_modules():
-            for name, value in [*part._parameters.items(), *part._buffers.items()]:
+            for name, value in [*parameters_in(part).items(), *buffers_in(part).items()]:
                 whole = f"{path}.{name}" if path else name
                 if value is not None and value.dtype != before[whole].dtype:
                     found[whole] = value.dtype

@@ -11,10 +11,11 @@ import operator
 from typing import Any
 
 import torch
-from torch.optim import optimizer as torch_optimizer
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
+
+from polyamp_torch.compat import step_is_watched
 
 Lists = dict[str, list[Any]]
 
@@ -41,7 +42,7 @@ class Kernels:
             by: float32 scalar that the gradients are divided by, in place; or None.
         """
         one_group = len(self._optimizer.param_groups) == 1
-        if len(grads) != len(self._parameters) or not one_group or self._is_watched():
+        if len(grads) != len(self._parameters) or not one_group or step_is_watched(self._optimizer):
             return False
         if not self._are_current():
             self._lists, self._gathered_from = self._gathered(), self._contents()
@@ -74,13 +75,6 @@ class Kernels:
                 eps=group["eps"],
             )
         return True
-
-    def _is_watched(self) -> bool:
-        """True if something hangs on `optimizer.step`, which torch keeps under names of its own."""
-        own, everywhere = vars(self._optimizer), vars(torch_optimizer)
-        names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        shared = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-        return "step" in own or any(own.get(name) for name in names) or any(everywhere.get(name) for name in shared)
 
     def _gathered(self) -> Lists:
         states = [self._optimizer.state[p] for p in self._parameters]

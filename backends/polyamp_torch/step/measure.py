@@ -12,6 +12,7 @@ import torch
 
 from polyamp.rules import refusals
 from polyamp_torch.arrays import XP
+from polyamp_torch.compat import foreach_div_, foreach_norm, laid_end_to_end
 
 _PIECE: Final = 65536
 """Elements summed in one go: short sums are exact to 1e-6 where one over millions of elements is off by 1e-4."""
@@ -116,7 +117,7 @@ def divisor(norm: torch.Tensor, scale: torch.Tensor | None, clip_norm: float | N
 def divide_(grads: list[torch.Tensor], by: torch.Tensor, *, alike: bool = False) -> None:
     """Divide gradients in place by a float64 scalar, which is first rounded to their dtype, float32 at least."""
     for bucket in [grads] if alike else buckets(grads):
-        torch._foreach_div_(bucket, _scalar_for(bucket, by))
+        foreach_div_(bucket, _scalar_for(bucket, by))
 
 
 def divide_in_two_steps_(grads: list[torch.Tensor], scale: torch.Tensor | None, factor: torch.Tensor) -> None:
@@ -175,7 +176,7 @@ class _Pieces(NamedTuple):
 
 
 def _foreach_norm(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    found: Any = torch._foreach_norm(tensors, 2, dtype=dtype)
+    found: Any = foreach_norm(tensors, 2, dtype=dtype)
     return list(found)
 
 
@@ -218,7 +219,7 @@ def _pieces(bucket: list[torch.Tensor]) -> _Pieces:
 
 def _end_to_end(tensors: list[torch.Tensor]) -> torch.Tensor:
     """One vector of all; a piece at a time, so that the memory is small and used again."""
-    flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]  # torch does not annotate it
+    flat: torch.Tensor = laid_end_to_end(tensors)
     return flat
 
 
@@ -228,7 +229,7 @@ def _quotients_finite(found: list[list[torch.Tensor]], scale: torch.Tensor, home
     for bucket in found:
         filled = [grad for grad in bucket if grad.numel()]
         if filled:
-            peak = torch.stack(list(torch._foreach_norm(filled, float("inf")))).amax()
+            peak = torch.stack(list(foreach_norm(filled, float("inf")))).amax()
             by = _scalar_for(bucket, scale)
             flags.append(torch.isfinite((peak.to(by.dtype) / by).to(peak.dtype)).to(home))
     return torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device=home)

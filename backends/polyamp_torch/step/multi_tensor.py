@@ -11,6 +11,21 @@ from typing import Any, Final
 import torch
 
 from polyamp.arrays import ArrayNamespace
+from polyamp_torch.compat import (
+    foreach_add,
+    foreach_cos,
+    foreach_div,
+    foreach_expm1,
+    foreach_floor,
+    foreach_maximum,
+    foreach_minimum,
+    foreach_mul,
+    foreach_neg,
+    foreach_pow,
+    foreach_sign,
+    foreach_sqrt,
+    foreach_sub,
+)
 
 Operand = Any
 """`Many`, a number, or a 0-dim tensor on the device of the lists."""
@@ -32,25 +47,25 @@ class Many:
 
     def __add__(self, other: Operand) -> Many:
         if isinstance(other, torch.Tensor):  # without alpha torch reads the tensor on the host, to add a number
-            return Many(list(torch._foreach_add(self.tensors, other, alpha=1.0)))
-        return _both(torch._foreach_add, self, other)
+            return Many(list(foreach_add(self.tensors, other, alpha=1.0)))
+        return _both(foreach_add, self, other)
 
     def __sub__(self, other: Operand) -> Many:
         if isinstance(other, torch.Tensor):
             return self.__add__(torch.neg(other))
-        return _both(torch._foreach_sub, self, other)
+        return _both(foreach_sub, self, other)
 
     def __mul__(self, other: Operand) -> Many:
-        return _both(torch._foreach_mul, self, other)
+        return _both(foreach_mul, self, other)
 
     def __truediv__(self, other: Operand) -> Many:
-        return _both(torch._foreach_div, self, other)
+        return _both(foreach_div, self, other)
 
     def __rtruediv__(self, other: Operand) -> Many:
         return Many([other / tensor for tensor in self.tensors])
 
     def __neg__(self) -> Many:
-        return Many(list(torch._foreach_neg(self.tensors)))
+        return Many(list(foreach_neg(self.tensors)))
 
     def __rsub__(self, other: Operand) -> Many:
         return self.__neg__().__add__(other)
@@ -66,31 +81,31 @@ class ManyNamespace:
         return Many([torch.where(condition, one, other) for one, other in zip(x.tensors, y.tensors, strict=True)])
 
     def minimum(self, x: Any, y: Any, /) -> Any:
-        return Many(list(torch._foreach_minimum(x.tensors, y.tensors)))
+        return Many(list(foreach_minimum(x.tensors, y.tensors)))
 
     def maximum(self, x: Any, y: Any, /) -> Any:
-        return Many(list(torch._foreach_maximum(x.tensors, y.tensors)))
+        return Many(list(foreach_maximum(x.tensors, y.tensors)))
 
     def asarray(self, value: Any, like: Any, /) -> Any:
         return Many([torch.full_like(tensor, value) for tensor in like.tensors])
 
     def sqrt(self, x: Any, /) -> Any:
-        return Many(list(torch._foreach_sqrt(x.tensors)))
+        return Many(list(foreach_sqrt(x.tensors)))
 
     def sign(self, x: Any, /) -> Any:
-        return Many(list(torch._foreach_sign(x.tensors)))
+        return Many(list(foreach_sign(x.tensors)))
 
     def cos(self, x: Any, /) -> Any:
-        return Many(list(torch._foreach_cos(x.tensors)))
+        return Many(list(foreach_cos(x.tensors)))
 
     def floor(self, x: Any, /) -> Any:
-        return Many(list(torch._foreach_floor(x.tensors)))
+        return Many(list(foreach_floor(x.tensors)))
 
     def power(self, x: Any, y: Any, /) -> Any:
-        return _both(torch._foreach_pow, x, y)
+        return _both(foreach_pow, x, y)
 
     def expm1(self, x: Any, /) -> Any:
-        return Many(list(torch._foreach_expm1(x.tensors)))
+        return Many(list(foreach_expm1(x.tensors)))
 
 
 MANY: Final[ArrayNamespace] = ManyNamespace()

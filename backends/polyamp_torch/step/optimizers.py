@@ -16,6 +16,7 @@ import torch
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.optimizers import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, is_spec
 from polyamp_torch.arrays import XP
+from polyamp_torch.compat import foreach_add, foreach_add_, foreach_copy_, takes_found_inf
 from polyamp_torch.step.kernels import Kernels
 from polyamp_torch.step.measure import buckets, looks
 from polyamp_torch.step.multi_tensor import MANY, Many
@@ -169,8 +170,9 @@ def takes_divisor(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    amp = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return amp and all(group.get("fused") and not group.get("foreach") for group in optimizer.param_groups)
+    return takes_found_inf(optimizer) and all(
+        group.get("fused") and not group.get("foreach") for group in optimizer.param_groups
+    )
 
 
 def _takes_flag(optimizer: torch.optim.Optimizer, spec: Any) -> bool:
@@ -281,13 +283,13 @@ def _run_formula(
             )
             for before, after in [(parameters, new), *((old[slot], slots[slot]) for slot in old)]:
                 chosen = after if own is None else MANY.where(own, after, Many(list(before)))
-                torch._foreach_copy_(list(before), chosen.tensors)
+                foreach_copy_(list(before), chosen.tensors)
             steps = [state["step"] for state in states if "step" in state]
             if steps:
                 if own is None:
-                    torch._foreach_add_(steps, 1.0)
+                    foreach_add_(steps, 1.0)
                 else:
-                    torch._foreach_add_(steps, own.float(), alpha=1.0)  # without alpha torch reads the tensor
+                    foreach_add_(steps, own.float(), alpha=1.0)  # without alpha torch reads the tensor
 
 
 def _count(spec: Any, states: list[dict[str, Any]], shared: Any) -> Any:
@@ -297,7 +299,7 @@ def _count(spec: Any, states: list[dict[str, Any]], shared: Any) -> Any:
     taken = [state["step"] for state in states]
     if looks(taken[0].device) and len(numbers := {count.item() for count in taken}) == 1:
         return numbers.pop() + 1.0
-    return Many(list(torch._foreach_add(taken, 1.0)))
+    return Many(list(foreach_add(taken, 1.0)))
 
 
 def check_options(optimizer: torch.optim.Optimizer, spec: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from polyamp_torch.compat import buffers_in
 from polyamp_torch.step.measure import looks
 
 Running = dict[str, torch.Tensor | None]
@@ -39,7 +40,7 @@ Owners = list[tuple[str, dict[str, Any]]]
 
 def owners(module: nn.Module) -> Owners:
     """What `snapshot` looks at, for callers that look at it every step and need not search the module each time."""
-    return [(path, part._buffers) for path, part in module.named_modules()]
+    return [(path, buffers_in(part)) for path, part in module.named_modules()]
 
 
 def writable(owners: Owners) -> dict[str, torch.Tensor]:
@@ -111,7 +112,7 @@ def commit(module: nn.Module, running: Running, finite: torch.Tensor | None) -> 
     """Give the buffers the values of `running` where `finite` says so; None says so without looking."""
     for path, value in running.items():
         owner, _, name = path.rpartition(".")
-        slots = module.get_submodule(owner)._buffers
+        slots = buffers_in(module.get_submodule(owner))
         old = slots.get(name)
         if _alike(old, value):
             assert old is not None

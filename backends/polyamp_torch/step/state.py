@@ -17,6 +17,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.rules import refusals
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
+from polyamp_torch.compat import children_in, parameters_in
 from polyamp_torch.precision.bound import BoundModule, device_of
 from polyamp_torch.step import optimizer_state, optimizers, resuming
 from polyamp_torch.step import running as buffers
@@ -231,7 +232,7 @@ def _held(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def _places(model: nn.Module) -> list[dict[str, Any]]:
     """The dicts that hold the parameters and the children of every module."""
-    return [slots for module in model.modules() for slots in (module._parameters, module._modules)]
+    return [slots for module in model.modules() for slots in (parameters_in(module), children_in(module))]
 
 
 def _members(places: list[dict[str, Any]]) -> Iterator[Any]:

@@ -24,6 +24,7 @@ from polyamp.recipe.scaler import LossScaleState, update
 from polyamp.rules import refusals
 from polyamp.trees import map_tree, micro_batches
 from polyamp_torch.arrays import XP, dtype_name, to_device
+from polyamp_torch.compat import foreach_mul_
 from polyamp_torch.precision.autocast import autocast, matmul_precision
 from polyamp_torch.step import optimizers
 from polyamp_torch.step import running as buffers
@@ -153,7 +154,7 @@ def _differentiated(
     if states[0].scaler.scales:  # the loss was multiplied by the first's scale
         factor = reciprocal(states[0].scale_state.scale)
         for bucket in bucketed(values):
-            torch._foreach_mul_(bucket, factor.to(bucket[0].device))
+            foreach_mul_(bucket, factor.to(bucket[0].device))
     grads = [Gradients(values, own) for values, own in zip(found, running, strict=True)]
     return (loss if aux is None else (loss, aux)), grads
 

@@ -1,0 +1,210 @@
+"""The only door to torch's private names, and to what differs between its versions (2.7 to 2.13 are supported).
+
+Every other module of this package imports from here, under a name that says what it is good for;
+`tests/core/test_private_names.py` walks the syntax trees. What is called often is bound again and not wrapped: a second
+name costs nothing, a function around it does. What torch hides is here because no public way was found to do the same;
+beside each name stands what is relied on, so that one who meets a newer torch knows what to look for.
+
+No compiler is imported: `import torch._dynamo` takes two seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch._functorch.autograd_function import custom_function_call as _custom_function_call
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.autograd import forward_ad
+from torch.optim import optimizer as _optimizers
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils import _pytree, checkpoint
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# Kernels over lists of tensors. torch.optim is written with them and other projects use them, but torch documents them
+# little: each takes lists of one device and dtype, and a scalar tensor's place is that of the last argument.
+
+foreach_add: Final[Callable[..., Any]] = torch._foreach_add
+foreach_add_: Final[Callable[..., Any]] = torch._foreach_add_
+foreach_copy_: Final[Callable[..., Any]] = torch._foreach_copy_
+foreach_cos: Final[Callable[..., Any]] = torch._foreach_cos
+foreach_div: Final[Callable[..., Any]] = torch._foreach_div
+foreach_div_: Final[Callable[..., Any]] = torch._foreach_div_
+foreach_expm1: Final[Callable[..., Any]] = torch._foreach_expm1
+foreach_floor: Final[Callable[..., Any]] = torch._foreach_floor
+foreach_maximum: Final[Callable[..., Any]] = torch._foreach_maximum
+foreach_minimum: Final[Callable[..., Any]] = torch._foreach_minimum
+foreach_mul: Final[Callable[..., Any]] = torch._foreach_mul
+foreach_mul_: Final[Callable[..., Any]] = torch._foreach_mul_
+foreach_neg: Final[Callable[..., Any]] = torch._foreach_neg
+foreach_norm: Final[Callable[..., Any]] = torch._foreach_norm
+foreach_pow: Final[Callable[..., Any]] = torch._foreach_pow
+foreach_sign: Final[Callable[..., Any]] = torch._foreach_sign
+foreach_sqrt: Final[Callable[..., Any]] = torch._foreach_sqrt
+foreach_sub: Final[Callable[..., Any]] = torch._foreach_sub
+check_and_unscale_: Final[Callable[..., Any]] = torch._amp_foreach_non_finite_check_and_unscale_
+"""`(gradients, found_inf, inverse_scale)`: the kernel behind torch's own scaler; writes 1 into `found_inf` and
+multiplies, in place."""
+laid_end_to_end: Final[Callable[..., Any]] = torch._utils._flatten_dense_tensors
+"""Tensors of one dtype as one vector: `cat` of the flattened ones, without a Python list of views."""
+by_device_and_dtype: Final[Callable[..., Any]] = _group_tensors_by_device_and_dtype
+"""`([tensors])` -> {(device, dtype): ([tensors], indices)}, grouped in C++."""
+
+# Tensors, modules and trees.
+
+version_of: Final[Callable[[Any], int]] = operator.attrgetter("_version")
+"""How often a tensor was written to in place. An inference tensor has none."""
+values_of_coalesced: Final[Callable[[torch.Tensor], torch.Tensor]] = torch.Tensor._values
+"""The values of a sparse tensor as they are in memory; the public `values()` makes a node for autograd."""
+parameters_in: Final[Callable[[nn.Module], dict[str, Any]]] = operator.attrgetter("_parameters")
+buffers_in: Final[Callable[[nn.Module], dict[str, Any]]] = operator.attrgetter("_buffers")
+children_in: Final[Callable[[nn.Module], dict[str, Any]]] = operator.attrgetter("_modules")
+"""The dicts that `nn.Module.__getattr__` reads: what is put into them takes a parameter's, a buffer's or a child's
+place without `nn.Module.__setattr__`, which takes parameters only in a parameter's place."""
+renew_list_of_weights: Final[Callable[..., Any]] = operator.methodcaller("_init_flat_weights")
+"""Has an `nn.RNNBase` look up its parameters again, of which it keeps a list."""
+tree_flatten: Final[Callable[..., Any]] = _pytree.tree_flatten
+tree_leaves: Final[Callable[..., Any]] = _pytree.tree_leaves
+tree_unflatten: Final[Callable[..., Any]] = _pytree.tree_unflatten
+"""torch.compile traces them; `torch.utils.pytree`, their public place, is newer than the oldest torch supported."""
+WRAPPERS: Final = (
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper", "_checkpoint_wrapped_module"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "OffloadWrapper", "_checkpoint_wrapped_module"),
+)
+"""Modules around a module: the module and the class of each, and its attribute for what it wraps."""
+
+
+def inside_of_compiled(module: Any) -> Any:
+    """The module that `torch.compile` has wrapped; another one as it is."""
+    return getattr(module, "_orig_mod", module)
+
+
+# Autograd.
+
+set_grad_enabled: Final[Callable[..., Any]] = torch._C._set_grad_enabled
+"""What `torch.no_grad` and its like call, as a `TorchFunctionMode` sees it."""
+custom_function_call: Final[Callable[..., Any]] = _custom_function_call
+"""What `torch.autograd.Function.apply` becomes under `torch.func`, as a mode sees it: the function comes first."""
+transforms_are_active: Final[Callable[[], bool]] = torch._C._are_functorch_transforms_active
+"""Whether the caller runs under one of `torch.func`'s transformations."""
+nodes_made: Final[Callable[[], int] | None] = getattr(torch._C._autograd, "_get_sequence_nr", None)
+"""How many nodes autograd has made in this thread; None where torch does not tell."""
+top_hooks_of_saved: Final[Callable[[bool], Any] | None] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
+"""`(True)` -> what is done with saved tensors now, (pack, unpack) or None; None where torch does not tell (2.7)."""
+REENTRANT: Final = checkpoint.CheckpointFunction.forward.__code__
+"""The frame in which a checkpoint with `use_reentrant=True` runs its function, `ctx.run_function` of its `ctx`."""
+CHECKPOINT_PACKS: Final = "_checkpoint_hook."
+"""How the name of the hook begins with which the other kind of checkpoint packs saved tensors."""
+
+
+def forward_mode_is_on() -> bool:
+    """Whether a level of forward-mode differentiation is open."""
+    return forward_ad._current_level >= 0
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Have autograd call back at the end of the backward pass that is under way, for which it has no public way."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def record_of_checkpoint(frame: Any) -> Any:
+    """What a running `checkpoint(use_reentrant=False)` keeps for its second run, whose function is `recompute_fn`; None
+    if `frame` is another function's. It is a local of the generator that the function holds as its local `gen`."""
+    if frame.f_code.co_name != "checkpoint" or frame.f_globals.get("__name__") != checkpoint.__name__:
+        return None
+    inner = getattr(frame.f_locals.get("gen"), "gi_frame", None)
+    record = None if inner is None else inner.f_locals.get("new_frame")
+    return record if hasattr(record, "recompute_fn") else None
+
+
+# Modes: `with mode:` is public, but has Python code of torch's in which an interrupt may come, and no way to take out a
+# mode that is not the innermost.
+
+modes_are_open: Final[Callable[[], int]] = torch._C._len_torch_function_stack
+"""How many `TorchFunctionMode`s this thread has."""
+open_modes: Final[Callable[[], list[Any]]] = _get_current_function_mode_stack
+"""They, innermost last, in a new list."""
+push_mode: Final[Callable[[Any], None]] = _push_mode
+pop_mode: Final[Callable[[], Any]] = _pop_mode
+
+# Optimizers and scalers.
+
+new_record: Final[Callable[[], dict[str, Any]]] = _refresh_per_optimizer_state
+"""What `torch.amp.GradScaler` begins each iteration of an optimizer with: `stage` and `found_inf_per_device`."""
+_HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_HOOKS_OF_ALL: Final = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+of_accelerator: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_optimizers")
+"""The optimizers that an `accelerate.Accelerator` has prepared."""
+
+
+def takes_found_inf(optimizer: Any) -> bool:
+    """Whether `optimizer.step` reads `optimizer.found_inf` and `.grad_scale`, as torch's fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def step_is_watched(optimizer: Any) -> bool:
+    """Whether something hangs on `optimizer.step`: a method in the object's own dict, or a hook."""
+    own, everywhere = vars(optimizer), vars(_optimizers)
+    return "step" in own or any(map(own.get, _HOOKS)) or any(map(everywhere.get, _HOOKS_OF_ALL))
+
+
+# What torch.compile is told about functions.
+
+not_compiled: Final[Callable[[_Function], _Function]] = _disable_dynamo  # type: ignore[assignment]  # torch's has overloads
+"""`torch.compiler.disable`, which imports the compiler when the function is called and not when it is decorated."""
+NOTHING: Final = contextlib.nullcontext()
+
+
+def constant_when_compiled(function: _Function) -> _Function:
+    """Have a compiler run the function while it traces and take its result for a constant.
+
+    It is the mark of `torch.compiler.assume_constant_result` (torch 2.7 to 2.13), which imports the compiler to set it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function takes any attribute
+    return function
+
+
+class _BackwardAsEager:
+    """A block in which what is compiled gets the backward pass that eager code has: outside the region.
+
+    The compiler traces the backward pass with the forward one and, unless told otherwise, under the same autocast: a
+    float32 island inside a 16-bit region would have 16-bit products in its gradient. torch's setting for that is
+    thread-local (in 2.7 it is the process's), and is what it was behind the block.
+    """
+
+    before: str | None = None
+
+    def __enter__(self) -> None:
+        from torch._functorch import config  # loaded with the compiler
+
+        self.before = config.backward_pass_autocast
+        config.backward_pass_autocast = "off"  # noqa: S105  # a pass, no password
+
+    def __exit__(self, *_: object) -> None:
+        """Put back what was there; nothing, if an interrupt came before it was noted."""
+        from torch._functorch import config
+
+        if self.before is not None:
+            config.backward_pass_autocast = self.before
+
+
+def backward_as_eager() -> contextlib.AbstractContextManager[None]:
+    """A block in which a compiled function's backward pass is that of eager code; free while there is no compiler."""
+    if torch.compiler.is_compiling() or "torch._dynamo" not in sys.modules:
+        return NOTHING
+    return _BackwardAsEager()
