@@ -1,4 +1,4 @@
-"""`TensorFlowBackend`: the contract of `polyamp.contract.backend` for TensorFlow and Keras; each method is a line or two."""
+"""`TensorFlowBackend`: the contract of `polyamp.contract.backend` for TensorFlow and Keras, a line or two a method."""
 
 from __future__ import annotations
 
