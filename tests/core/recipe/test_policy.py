@@ -1,4 +1,4 @@
-"""`Policy`: dialects in both directions, dtypes, value semantics and contradictions. Globs are in test_overrides.py."""
+"""`Policy`: dialects in both directions, dtypes, value semantics and contradictions. Globs: rules/test_overrides.py."""
 
 from __future__ import annotations
 

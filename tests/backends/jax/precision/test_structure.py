@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 import polyamp
-from tests.backends.jax.autocast_cases import LOW, XS, Table, W, X, close, equations, layer
+from tests.backends.jax.precision.cases import LOW, XS, Table, W, X, close, equations, layer
 
 case = Table()
 

@@ -255,7 +255,7 @@ def test_an_interrupt_in_user_code_arrives_at_once_and_changes_nothing(where: st
 
 
 def test_an_interrupt_at_any_line_leaves_a_whole_step_or_none() -> None:
-    """And no gradients; the next step is an ordinary one. (Regions: test_autocast_interrupts.)"""
+    """And no gradients; the next step is an ordinary one. (Regions: precision/test_interrupts.)"""
     recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(0.01), clip_norm=1.0)
 
     def fresh() -> Any:

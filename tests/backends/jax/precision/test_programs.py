@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 import polyamp
-from tests.backends.jax.autocast_cases import LOW, Table, W, X, close, equations, floats
+from tests.backends.jax.precision.cases import LOW, Table, W, X, close, equations, floats
 
 case = Table()
 

@@ -41,7 +41,7 @@ def test_s16_a_preset_has_the_scales_of_its_source(case: Case) -> None:
 
 
 def test_s16_the_table_in_the_semantics_is_what_the_sources_do() -> None:
-    semantics = Path(__file__).parents[2] / "docs" / "semantics.md"
+    semantics = Path(__file__).parents[3] / "docs" / "semantics.md"
     if not semantics.exists():
         pytest.skip("the documentation is not part of an installed package")
     rows = [line.split() for line in semantics.read_text(encoding="utf-8").splitlines()]

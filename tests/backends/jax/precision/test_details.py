@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import polyamp
-from tests.backends.jax.autocast_cases import close, equations, floats
-from tests.backends.jax.test_autocast_structure import XS, W, X
-from tests.backends.jax.test_autocast_transforms import mesh
+from tests.backends.jax.precision.cases import close, equations, floats
+from tests.backends.jax.precision.test_structure import XS, W, X
+from tests.backends.jax.precision.test_transforms import mesh
 
 HALF = polyamp.Policy("mixed_float16")
 
@@ -253,7 +253,7 @@ def test_a_cast_parameter_keeps_its_owner(products: Any) -> None:
 
 
 def test_the_report_gives_a_shared_module_its_own_path() -> None:
-    from tests.backends.jax.test_autocast_overrides import Shared
+    from tests.backends.jax.precision.test_overrides import Shared
 
     rows = polyamp.explain(Shared(), HALF, X).operations
     assert [(r.module, r.count) for r in rows if r.name == "dot_general"] == [("first", 2), ("second/own", 1)]

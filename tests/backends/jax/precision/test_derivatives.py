@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 import polyamp
-from tests.backends.jax.autocast_cases import LOW, XS, Table, W, X, close, equations, floats, layer
+from tests.backends.jax.precision.cases import LOW, XS, Table, W, X, close, equations, floats, layer
 
 case = Table()
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import polyamp
-from tests.backends.jax.autocast_cases import (
+from tests.backends.jax.precision.cases import (
     XS,
     By,
     Plain,

@@ -13,7 +13,7 @@ from polyamp_torch.precision.gathers import GATHERS
 from polyamp_torch.precision.op_list import ROWS
 from polyamp_torch.precision.products import PRODUCTS
 
-DOCUMENT = (Path(__file__).parents[3] / "docs" / "torch_autocast.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[4] / "docs" / "torch_autocast.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)
 
 

@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
 import polyamp
-from tests.backends.jax.autocast_cases import LOW, By, Plain, Table, W, X, close, equations, floats, layer
+from tests.backends.jax.precision.cases import LOW, By, Plain, Table, W, X, close, equations, floats, layer
 
 case = Table()
 

@@ -12,7 +12,7 @@ import pytest
 
 import polyamp
 from polyamp.contract.report import CastingReport
-from tests.backends.jax.transformers import BLOCKS, LIBRARIES, build_linen, tokens, weights
+from tests.backends.jax.precision.transformers import BLOCKS, LIBRARIES, build_linen, tokens, weights
 
 MIXED = polyamp.Policy("mixed_float16")
 FLOAT32 = polyamp.Policy("float32")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import polyamp
 from polyamp.cli.app import app
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BENCH = ROOT / "benchmarks" / "bench.py"
 
 

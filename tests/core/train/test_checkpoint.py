@@ -107,7 +107,7 @@ def test_no_leftovers_after_a_save(saved: Path) -> None:
 
 
 def test_sigkill_at_every_point_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "fixtures" / "killed_save.py"
+    script = Path(__file__).parents[2] / "fixtures" / "killed_save.py"
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     *killed, unharmed = json.loads(done.stdout)

@@ -8,7 +8,7 @@ from typing import Any
 
 from polyamp_tensorflow.precision import layer_choice, op_list
 
-DOCUMENT = (Path(__file__).parents[3] / "docs" / "tensorflow_policy.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[4] / "docs" / "tensorflow_policy.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)
 
 
