@@ -23,7 +23,7 @@ from polyamp_tensorflow.models.layers import as_output, is_built, is_layer
 from polyamp_tensorflow.precision.cast_mode import cast_variables, check_castable, is_cast
 from polyamp_tensorflow.precision.layer_choice import choose, keras_policy, policy_map
 from polyamp_tensorflow.precision.layer_stack import Application, drop_cached_functions
-from polyamp_tensorflow.step.interrupts import ending, repair
+from polyamp_tensorflow.interrupts import ending, repair
 
 
 def require_tensorflow() -> None:

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from polyamp.errors import LossScaleError, UnsupportedError
 from polyamp_tensorflow.arrays import raw
-from polyamp_tensorflow.step.interrupts import ending
+from polyamp_tensorflow.interrupts import ending
 from polyamp_tensorflow.step.optimizer_checks import members
 
 Run = Callable[..., Any]

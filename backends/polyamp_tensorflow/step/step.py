@@ -27,7 +27,7 @@ from polyamp_tensorflow.precision.autocast import layer_policies, matmul_precisi
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.additions import awaited
 from polyamp_tensorflow.step.distribution import mean, on_replicas, several, stacked
-from polyamp_tensorflow.step.interrupts import ending, repair
+from polyamp_tensorflow.interrupts import ending, repair
 from polyamp_tensorflow.step.measure import norm_and_flag, scale_loss
 from polyamp_tensorflow.step.state import TensorFlowState, turns
 from polyamp_tensorflow.step.unused import leaving_alone

@@ -16,7 +16,7 @@ import keras
 
 from polyamp.errors import UnsupportedError
 from polyamp_tensorflow.arrays import raw
-from polyamp_tensorflow.step.interrupts import ending
+from polyamp_tensorflow.interrupts import ending
 from polyamp_tensorflow.step.optimizer_checks import members
 
 _FILTER: Final = "_filter_empty_gradients"

@@ -18,7 +18,7 @@ from tensorflow.python import pywrap_tfe
 import polyamp
 import polyamp_tensorflow
 from polyamp_tensorflow import apply_policy
-from polyamp_tensorflow.step.interrupts import _OPEN, repair
+from polyamp_tensorflow.interrupts import _OPEN, repair
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*polyamp.losses.regularization")  # S25: the model has a regularizer
 FOLDER = str(Path(polyamp_tensorflow.__file__).parent)
