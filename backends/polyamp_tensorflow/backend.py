@@ -33,10 +33,13 @@ from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
 from polyamp_tensorflow.precision import autocast as policies
 from polyamp_tensorflow.step import additions, resuming, step
 from polyamp_tensorflow.step import measure as scaling
+from polyamp_tensorflow.step.differentiate import differentiate
 from polyamp_tensorflow.step.distribution import several
+from polyamp_tensorflow.step.graph import GraphFunction
 from polyamp_tensorflow.step.optimizer_checks import check_recipe_optimizer
 from polyamp_tensorflow.step.replicas import check_strategy
 from polyamp_tensorflow.step.state import TensorFlowState
+from polyamp_tensorflow.step.update import update
 
 _STEP_OPTIONS: Final = ("compile", "jit_compile")
 
@@ -112,7 +115,7 @@ class TensorFlowBackend:
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
         check_options(options, _STEP_OPTIONS, function="train_step", backend=self.name)
-        body = step.GraphFunction(
+        body = GraphFunction(
             lambda states, batch: step.full_step(states, loss_fn, batch), **{"jit_compile": None, **options}
         )
         accumulates = recipe.accumulate_steps > 1
@@ -127,8 +130,8 @@ class TensorFlowBackend:
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
         check_options(options, _STEP_OPTIONS, function="value_and_grad", backend=self.name)
-        body = step.GraphFunction(
-            lambda states, batch: step.differentiate(states, loss_fn, batch, 1), **{"jit_compile": None, **options}
+        body = GraphFunction(
+            lambda states, batch: differentiate(states, loss_fn, batch, 1), **{"jit_compile": None, **options}
         )
 
         def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:
@@ -173,9 +176,9 @@ class TensorFlowBackend:
         return TensorFlowHarness()
 
 
-_UPDATES: Final[dict[str, step.GraphFunction]] = {
-    "all": step.GraphFunction(lambda states, grads: step.update(states, grads, "all"), split=False),
-    "each": step.GraphFunction(lambda states, grads: step.update(states, grads, "each"), split=False),
+_UPDATES: Final[dict[str, GraphFunction]] = {
+    "all": GraphFunction(lambda states, grads: update(states, grads, "all"), split=False),
+    "each": GraphFunction(lambda states, grads: update(states, grads, "each"), split=False),
 }
 
 BACKEND: Final[Backend] = TensorFlowBackend()

@@ -19,10 +19,11 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules import refusals
 from polyamp_tensorflow.arrays import dtype_name
-from polyamp_tensorflow.models.layers import is_built, variables_of
+from polyamp_tensorflow.models.layers import is_built
+from polyamp_tensorflow.models.variables import variables_of
 from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
 from polyamp_tensorflow.precision.autocast import apply_policy, check_policy, matmul_precision
-from polyamp_tensorflow.precision.layer_choice import NARROW
+from polyamp_tensorflow.precision.keras_policies import NARROW
 from polyamp_tensorflow.step.optimizer_checks import check_recipe_optimizer
 from polyamp_tensorflow.step.optimizers import make_optimizer
 from polyamp_tensorflow.step.xla import needs_xla

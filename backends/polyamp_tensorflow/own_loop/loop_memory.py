@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from polyamp.errors import LossScaleError, ModelError
 from polyamp_tensorflow.arrays import raw, write
-from polyamp_tensorflow.models.layers import is_built, variables_of
+from polyamp_tensorflow.models.layers import is_built
+from polyamp_tensorflow.models.variables import variables_of
 from polyamp_tensorflow.step import replicas
 
 

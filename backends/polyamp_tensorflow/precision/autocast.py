@@ -19,11 +19,13 @@ from polyamp.errors import ModelError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.rules.process_setting import ProcessSetting
 from polyamp_tensorflow.arrays import cast
-from polyamp_tensorflow.models.layers import as_output, is_built, is_layer
-from polyamp_tensorflow.precision.cast_mode import cast_variables, check_castable, is_cast
-from polyamp_tensorflow.precision.layer_choice import choose, keras_policy, policy_map
-from polyamp_tensorflow.precision.layer_stack import Application, drop_cached_functions
 from polyamp_tensorflow.interrupts import ending, repair
+from polyamp_tensorflow.models.layers import is_built, is_layer
+from polyamp_tensorflow.precision.bound import as_output
+from polyamp_tensorflow.precision.cast_mode import cast_variables, check_castable, is_cast
+from polyamp_tensorflow.precision.keras_policies import keras_policy, policy_map
+from polyamp_tensorflow.precision.layer_choice import choose
+from polyamp_tensorflow.precision.layer_stack import Application, drop_cached_functions
 
 
 def require_tensorflow() -> None:

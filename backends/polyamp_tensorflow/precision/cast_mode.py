@@ -17,10 +17,10 @@ import tensorflow as tf
 from polyamp.errors import ModelError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp_tensorflow.arrays import dtype_name, is_floating, raw
+from polyamp_tensorflow.interrupts import ending
 from polyamp_tensorflow.precision.layer_choice import choose
 from polyamp_tensorflow.precision.layer_stack import Application
 from polyamp_tensorflow.precision.op_list import gives_probabilities
-from polyamp_tensorflow.interrupts import ending
 
 
 def is_cast(model: Any, policy: Policy) -> bool:

@@ -6,14 +6,12 @@ Outside of functional models a layer's code is its own, and none of this is know
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from polyamp_tensorflow.models.layers import only_contains, signature_of
+from polyamp_tensorflow.models.layers import only_contains
 from polyamp_tensorflow.precision.op_list import function_name, layers_named, names
 
 _LOGARITHMS: Final = names("Log Log1p Log2 Log10 log log1p log2 log10")
@@ -68,31 +66,6 @@ def feeding_logarithms(container: Any) -> set[int]:
             for tensor in _sensitive_inputs(operation, node):
                 _walk(tensor, found)
     return found
-
-
-def summed_in_float32(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A gather of 16-bit numbers whose gradient is added up in float32 and rounded once."""
-
-    def gathering(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if not tf.is_tensor(x) or x.dtype not in (tf.float16, tf.bfloat16):
-            return call(x, *args, **kwargs)
-
-        @tf.custom_gradient  # type: ignore[untyped-decorator]  # TensorFlow is untyped
-        def gathered(x: Any) -> Any:
-            def gradient(upstream: Any) -> Any:
-                with tf.GradientTape(watch_accessed_variables=False) as tape:
-                    wide = tf.zeros(tf.shape(x), tf.float32)  # a gather's gradient asks for its shape alone
-                    tape.watch(wide)
-                    read = call(wide, *args, **kwargs)
-                upstream = tf.convert_to_tensor(tf.cast(upstream, tf.float32))
-                total = tf.convert_to_tensor(tape.gradient(read, wide, output_gradients=upstream))
-                return tf.cast(total, x.dtype)
-
-            return call(x, *args, **kwargs), gradient
-
-        return gathered(x)
-
-    return signature_of(call, gathering)
 
 
 def _walk(tensor: Any, found: set[int]) -> None:

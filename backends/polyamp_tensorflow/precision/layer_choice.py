@@ -7,31 +7,21 @@ nothing: `layer_stack` puts the choices on the layers.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from polyamp.errors import PolicyError, UnsupportedError
+from polyamp.errors import PolicyError
 from polyamp.recipe.policy import Policy, glob_covers
 from polyamp.rules.refusals import FLOATING
 from polyamp_tensorflow.models.layers import Module, modules, only_contains
 from polyamp_tensorflow.precision.dataflow import feeding_logarithms, is_gather, is_inner_product, multiplies
-from polyamp_tensorflow.precision.op_list import (
-    gives_probabilities,
-    is_dense,
-    is_product,
-    is_sensitive,
-    is_sensitive_operation,
-    may_be_binary_head,
-)
+from polyamp_tensorflow.precision.heads import heads_of
+from polyamp_tensorflow.precision.keras_policies import NARROW, own_policy
+from polyamp_tensorflow.precision.op_list import is_product, is_sensitive, is_sensitive_operation, may_be_binary_head
 
-NARROW: Final = ("float16", "bfloat16")
-STACK: Final = "_polyamp_policies"  # attribute of a layer that a policy is applied to
-
-_HEAD_NAMES: Final = frozenset({"head", "logits", "predictions", "probabilities", "classifier"})
 _TENSORS: Final = (tf.__internal__.EagerTensor, tf.Variable)
 
 
@@ -53,69 +43,6 @@ class Choice(NamedTuple):
     dtype: str | None
     why: str
     parent: Any = None
-
-
-def keras_policy(param: str, compute: str) -> Any:
-    """The `keras.DTypePolicy` with these dtypes.
-
-    Raises:
-        UnsupportedError: Keras has none.
-    """
-    if param == compute:
-        return keras.DTypePolicy(param)
-    if param == "float32" and compute in NARROW:
-        return keras.DTypePolicy(f"mixed_{compute}")
-    raise UnsupportedError(
-        "Keras can store parameters in float32 and compute in float16 or bfloat16, or do both in one dtype. "
-        f"Received: param={param!r}, compute={compute!r}."
-    )
-
-
-def own_policy(layer: Any) -> Any:
-    """The Keras policy that a layer has without those of polyamp (see `layer_stack`).
-
-    A layer that was quantized while one of those was on it is quantized without them too.
-    """
-    stack = vars(layer).get(STACK)
-    policy = stack[0].policy if stack else layer.dtype_policy
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and layer.path:
-        policy = policy[layer.path]
-    if not is_quantized(layer) or isinstance(policy, keras.dtype_policies.QuantizedDTypePolicy):
-        return policy
-    if policy.compute_dtype == "float16":  # Keras has no int8 with it
-        return layer.dtype_policy
-    mode, _, _ = layer.dtype_policy.name.rpartition("_from_")
-    return keras.dtype_policies.get(f"{mode}_from_{policy.name}")
-
-
-def is_quantized(layer: Any) -> bool:
-    """True for a layer whose kernel holds integers or float8: its Keras policy tells how to read it."""
-    return isinstance(layer.dtype_policy, keras.dtype_policies.QuantizedDTypePolicy)
-
-
-def policy_map(policy: Policy) -> Any:
-    """The policy with its overrides as a `keras.dtype_policies.DTypePolicyMap`.
-
-    Keras looks a layer up by `layer.path` and refuses a path that two patterns match, so each pattern excludes what a
-    longer glob covers. In a subclassed model that path begins with the model's name, in a functional one it does not:
-    a pattern allows one segment before the glob. `apply_policy` knows a layer's place exactly.
-    """
-    ranked = sorted(policy.overrides, key=lambda glob: (len(glob), glob), reverse=True)
-    patterns = {glob: rf"(?:[^/]*/)?{_regex(glob)}(?:/.*)?" for glob in ranked}
-    found = keras.dtype_policies.DTypePolicyMap(default_policy=keras_policy(policy.param, policy.compute))
-    for place, glob in enumerate(ranked):
-        longer = "".join(f"(?!{patterns[other]}$)" for other in ranked[:place])
-        found[f"^(?:{longer}{patterns[glob]})$"] = keras_policy(policy.param, policy.overrides[glob])
-    return found
-
-
-def _regex(glob: str) -> str:
-    """A glob of S5 as a regular expression."""
-    words = {"**/": "(?:.*/)?", "/**": "(?:/.*)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|/\*\*$|\*\*|\*|\?|\[[^]]+\])", glob)
-    return "".join(
-        part.replace("[!", "[^", 1) if part.startswith("[") else words.get(part, re.escape(part)) for part in parts
-    )
 
 
 def has_islands(policy: Policy) -> bool:
@@ -153,7 +80,7 @@ def choose(model: Any, policy: Policy, *, heads: bool = False) -> list[Choice]:
     """
     _check_overrides(model, policy)
     found = modules(model)
-    giving_output = _heads(found)
+    giving_output = heads_of(found)
     feeding = _feeding(found) if has_islands(policy) else set()
     choices: dict[int, Choice] = {}
     clear: set[int] = set()  # what only contains layers, whose way to the output can be followed
@@ -266,50 +193,6 @@ def _follow(layer: Any, choices: dict[int, Choice]) -> None:
         dtype = inner.dtype or own_policy(layer.layer).compute_dtype
         if dtype in FLOATING and inner.why != "quantized":
             choices[id(layer)] = own._replace(dtype=dtype, why=own.why if dtype == own.dtype else "inner")
-
-
-def _heads(found: list[Module]) -> dict[int, str]:
-    """id -> "probabilities" or "logits" of the layers and operations that give a model's output.
-
-    Those of a functional or sequential model are found by going back from its outputs; elsewhere a name tells.
-    """
-    ending: list[Any] = []
-    for module in found:
-        named = bool(module.path) and _last_word(module.layer.name) in _HEAD_NAMES
-        if only_contains(module.layer) and (named or not module.path):
-            ending += _ending(module.layer)
-        elif (named and is_dense(module.layer)) or ((named or len(found) == 1) and gives_probabilities(module.layer)):
-            ending.append(module.layer)
-    ending += [layer.layer for layer in ending if isinstance(layer, keras.layers.Wrapper)]
-    return {id(last): "probabilities" if gives_probabilities(last) else "logits" for last in ending}
-
-
-def _last_word(name: str) -> str:
-    """ "lm_head_1" -> "head" """
-    return name.rstrip("0123456789_").rpartition("_")[2]
-
-
-def _ending(container: Any) -> list[Any]:
-    """What a functional model's outputs come from, back to the last layer with weights if that is a dense one."""
-    ending = []
-    for tensor in keras.tree.flatten(getattr(container, "outputs", None) or []):  # one that is not built has none
-        walked = list(_back(tensor))
-        keep = not walked or not getattr(walked[-1], "weights", None) or is_dense(walked[-1])
-        ending += walked if keep else walked[:-1]
-    return ending
-
-
-def _back(tensor: Any) -> Iterator[Any]:
-    operation, node, place = tensor._keras_history
-    if isinstance(operation, keras.layers.InputLayer):
-        return
-    if only_contains(operation):
-        yield from _back(keras.tree.flatten(operation.outputs)[place])
-        return
-    yield operation
-    inputs = operation._inbound_nodes[node].input_tensors
-    if not getattr(operation, "weights", None) and len(inputs) == 1:
-        yield from _back(inputs[0])
 
 
 def _probabilities(choice: Choice, policy: Policy) -> Choice:

@@ -19,21 +19,20 @@ from typing import Any, Final, NamedTuple
 import keras
 
 from polyamp.recipe.policy import Policy
-from polyamp_tensorflow.arrays import cast
-from polyamp_tensorflow.models.layers import as_output, in_dtype, is_layer, modules, only_contains, signature_of
-from polyamp_tensorflow.precision.dataflow import is_gather, summed_in_float32
-from polyamp_tensorflow.precision.layer_choice import (
-    NARROW,
-    STACK,
-    Choice,
-    choose,
-    has_islands,
-    is_quantized,
-    keras_policy,
-    own_policy,
-)
+from polyamp_tensorflow.models.layers import is_layer, modules, only_contains
+from polyamp_tensorflow.precision.dataflow import is_gather
+from polyamp_tensorflow.precision.keras_policies import NARROW, STACK, is_quantized, keras_policy, own_policy
+from polyamp_tensorflow.precision.layer_choice import Choice, choose, has_islands
 from polyamp_tensorflow.precision.op_list import SENSITIVE_LAYERS
 from polyamp_tensorflow.precision.regularizers import in_float32, without_float32
+from polyamp_tensorflow.precision.stand_ins import (
+    apply_scores,
+    casting_inputs,
+    giving_output,
+    rounding,
+    signature_of,
+    summed_in_float32,
+)
 
 _CACHED_FUNCTIONS: Final = ("train_function", "test_function", "predict_function")
 _REPLACED: Final = ("call", "add_loss", "_apply_scores", "_calculate_scores")
@@ -114,28 +113,28 @@ class Application:
         if gathers:
             call = summed_in_float32(call)
         if not is_layer(target):
-            return _Setting(None, {"call": call if dtype is None else _casting_inputs(call, dtype)})
+            return _Setting(None, {"call": call if dtype is None else casting_inputs(call, dtype)})
         own = None if dtype is None else keras_policy(policy.param, dtype)
         # A sum of the user's own stays in the dtype of its operands; `fit` adds it to float32 ones.
-        methods = {"add_loss": _casting_inputs(_method(target, "add_loss"), "float32")}
+        methods = {"add_loss": casting_inputs(_method(target, "add_loss"), "float32")}
         if gathers:
             methods["call"] = call
         if isinstance(target, SENSITIVE_LAYERS) and not target.autocast and dtype not in (None, *NARROW):
             # Keras leaves the input of its normalisations alone, and rounds their result to the input's dtype.
-            methods["call"] = call = _casting_inputs(call, str(dtype))
+            methods["call"] = call = casting_inputs(call, str(dtype))
         if target is self._model and _rounds(policy):
-            methods["call"] = _giving_output(call, policy)
+            methods["call"] = giving_output(call, policy)
         elif choice.parent is not None and dtype is not None:
             outer = dtypes[id(choice.parent)] or own_policy(choice.parent).compute_dtype
             if outer != dtype or only_contains(target):
-                methods["call"] = _rounding(call, outer)
+                methods["call"] = rounding(call, outer)
         elif isinstance(target, keras.layers.SpectralNormalization) and choice.why == "sensitive":
-            methods["call"] = _rounding(call, policy.compute)
+            methods["call"] = rounding(call, policy.compute)
         if isinstance(target, keras.layers.Attention) and dtype in NARROW and has_islands(policy):
-            own_scores = functools.partial(_apply_scores, target)
+            own_scores = functools.partial(apply_scores, target)
             methods["_apply_scores"] = signature_of(_method(target, "_apply_scores"), own_scores)
             if isinstance(target, keras.layers.AdditiveAttention) or target.score_mode == "concat":
-                methods["_calculate_scores"] = _casting_inputs(_method(target, "_calculate_scores"), "float32")
+                methods["_calculate_scores"] = casting_inputs(_method(target, "_calculate_scores"), "float32")
         return _Setting(own, methods)
 
 
@@ -176,27 +175,3 @@ def _regularize(target: Any, change: Callable[[Any], Any]) -> None:
     """Change the target's activity regularizer, whichever it is by now: users may set it."""
     if is_layer(target) and _REGULARIZER in vars(target):
         vars(target)[_REGULARIZER] = change(vars(target)[_REGULARIZER])
-
-
-def _rounding(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
-    return signature_of(call, lambda *args, **kwargs: in_dtype(call(*args, **kwargs), dtype))
-
-
-def _casting_inputs(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
-    return signature_of(call, lambda *args, **kwargs: call(*cast(args, dtype), **cast(kwargs, dtype)))
-
-
-def _giving_output(call: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    return signature_of(call, lambda *args, **kwargs: as_output(call(*args, **kwargs), policy))
-
-
-def _apply_scores(layer: Any, scores: Any, value: Any, scores_mask: Any = None, training: bool = False) -> Any:
-    """`keras.layers.Attention._apply_scores` with the softmax in float32 and the product in the scores' dtype (S4)."""
-    wide = keras.ops.cast(scores, "float32")
-    if scores_mask is not None:
-        mask = scores_mask if len(scores_mask.shape) > 2 else keras.ops.expand_dims(scores_mask, axis=-2)
-        wide = keras.ops.where(mask, wide, wide - 1e9)
-    weights = keras.ops.cast(keras.ops.softmax(wide, axis=-1), value.dtype)
-    if training and layer.dropout > 0:
-        weights = keras.random.dropout(weights, layer.dropout, seed=layer.seed_generator)
-    return keras.ops.matmul(weights, value), weights

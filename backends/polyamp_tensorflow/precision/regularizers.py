@@ -11,7 +11,7 @@ import weakref
 from typing import Any, Final
 
 from polyamp.recipe.policy import Policy
-from polyamp_tensorflow.models.layers import as_output
+from polyamp_tensorflow.precision.bound import as_output
 
 _FLOAT32: Final = Policy("float32")
 _KNOWN: weakref.WeakValueDictionary[int, Float32Regularizer] = weakref.WeakValueDictionary()

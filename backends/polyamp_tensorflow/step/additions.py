@@ -14,7 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp_tensorflow.arrays import at_least_float32, raw
-from polyamp_tensorflow.models.layers import ASKED, BoundModel, is_layer, modules
+from polyamp_tensorflow.models.layers import is_layer, modules
+from polyamp_tensorflow.precision.bound import ASKED, BoundModel
 
 
 def regularization(model: Any) -> Any:

@@ -22,7 +22,8 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler, LossScaleState, update
 from polyamp.rules import refusals
 from polyamp_tensorflow.arrays import XP, Array, dtype_name, raw, to_numpy, write
-from polyamp_tensorflow.models.layers import Variables, is_built, is_layer, variables_of
+from polyamp_tensorflow.models.layers import is_built, is_layer
+from polyamp_tensorflow.models.variables import Variables, variables_of
 from polyamp_tensorflow.precision.autocast import check_policy
 from polyamp_tensorflow.step.distribution import check_variables, several
 from polyamp_tensorflow.step.optimizers import make_optimizer, optimizer_variables
@@ -239,7 +240,10 @@ class TensorFlowState:
         return self._training
 
 
-def turns(states: Sequence[TensorFlowState]) -> contextlib.AbstractContextManager[Any]:
+States = Sequence[TensorFlowState]
+
+
+def turns(states: States) -> contextlib.AbstractContextManager[Any]:
     """The turn of each of the states, for one step, in one order whatever order they come in.
 
     A lock in Python goes back to the thread that has just released it as a rule: a thread that steps and steps would
@@ -251,7 +255,7 @@ def turns(states: Sequence[TensorFlowState]) -> contextlib.AbstractContextManage
 
 
 @contextlib.contextmanager
-def _together(states: Sequence[TensorFlowState]) -> Iterator[None]:
+def _together(states: States) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for state in sorted(states, key=id):
             stack.enter_context(state.turn)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from polyamp_tensorflow.precision import layer_choice, op_list
+from polyamp_tensorflow.precision import heads, layer_choice, op_list
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "tensorflow_policy.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)
@@ -23,7 +23,7 @@ def test_every_sensitive_layer_and_head_name_is_listed() -> None:
     listed = set(re.findall(r"`(\w+)`", DOCUMENT))
     layers = {layer.__name__ for layer in op_list.SENSITIVE_LAYERS if "Average" not in layer.__name__}
     assert layers - listed == set()
-    assert layer_choice._HEAD_NAMES - listed == set()
+    assert heads._HEAD_NAMES - listed == set()
 
 
 def test_every_reason_is_in_the_table() -> None:

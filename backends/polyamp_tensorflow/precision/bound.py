@@ -1,0 +1,93 @@
+"""The model as `loss_fn` sees it, and outputs in the policy's dtype (S1).
+
+Called by the step, and by whatever gives a layer's or a model's result another dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from contextvars import ContextVar
+from typing import Any, Final
+
+import keras
+import tensorflow as tf
+
+from polyamp.recipe.policy import Policy
+from polyamp_tensorflow.arrays import cast, dtype_name, is_floating
+from polyamp_tensorflow.models.layers import is_layer
+
+ASKED: Final[ContextVar[list[Any] | None]] = ContextVar("asked", default=None)
+"""The layers of whose own losses `loss_fn` has asked so far; None outside of a step. See `additions`."""
+_UNROUNDED: Final = "_polyamp_unrounded"  # as Keras keeps logits on a softmax's result
+_MASK: Final = "_keras_mask"
+
+
+class BoundModel:
+    """The model as `loss_fn` sees it: in training mode unless told otherwise, outputs in the policy's dtype (S1).
+
+    Attributes that it does not have are the model's own, such as `model.losses`. A layer among them is bound likewise,
+    and a method that takes `training` gets it.
+    """
+
+    def __init__(self, model: Any, policy: Policy) -> None:
+        self._model = model
+        self._policy = policy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_layer(self._model):
+            kwargs.setdefault("training", True)
+        else:
+            args, kwargs = self._narrowed(args), self._narrowed(kwargs)
+        return as_output(self._model(*args, **kwargs), self._policy)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._model, name)
+        asked = ASKED.get() if name == "losses" else None
+        if asked is not None:
+            asked.append(self._model)
+        if is_layer(value):
+            return BoundModel(value, self._policy)
+        if inspect.ismethod(value) and not is_layer(self._model):
+            return lambda *args, **kwargs: as_output(
+                value(*self._narrowed(args), **self._narrowed(kwargs)), self._policy
+            )
+        if inspect.ismethod(value) and "training" in inspect.signature(value).parameters:
+            return functools.partial(value, training=True)
+        return value
+
+    def _narrowed(self, arguments: Any) -> Any:
+        """Arguments in the dtype in which a model that is no layer computes (S3)."""
+        return cast(arguments, self._policy.compute, float64=self._policy.casts_float64)
+
+
+def as_output(tree: Any, policy: Policy) -> Any:
+    """A model's output in the policy's dtype (S1), taken from the unrounded tensor where `in_dtype` rounded one."""
+
+    def one(leaf: Any) -> Any:
+        wide = getattr(leaf, _UNROUNDED, leaf)
+        return _with_mask_of(leaf, cast(wide, policy.output, float64=policy.casts_float64))
+
+    return keras.tree.map_structure(one, tree)
+
+
+def in_dtype(tree: Any, dtype: str) -> Any:
+    """The tree's floating tensors in `dtype`; one that loses digits remembers the tensor it was made from."""
+
+    def one(leaf: Any) -> Any:
+        if not tf.is_tensor(leaf) or not is_floating(leaf) or dtype_name(leaf) in (dtype, "float64"):
+            return leaf
+        narrow = _with_mask_of(leaf, tf.cast(leaf, dtype))
+        if isinstance(narrow, tf.Tensor) and narrow.dtype.size < leaf.dtype.size:
+            setattr(narrow, _UNROUNDED, leaf)
+        return narrow
+
+    return keras.tree.map_structure(one, tree)
+
+
+def _with_mask_of(tensor: Any, result: Any) -> Any:
+    """`result` with the mask that Keras keeps on a tensor, for the layers and the loss that follow."""
+    mask = getattr(tensor, _MASK, None)
+    if mask is not None and result is not tensor:
+        setattr(result, _MASK, mask)
+    return result

@@ -1,0 +1,76 @@
+"""Functions that stand in for a layer's methods while a policy is on it, for what its Keras policy cannot say.
+
+Called by `layer_stack`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from polyamp.recipe.policy import Policy
+from polyamp_tensorflow.arrays import cast
+from polyamp_tensorflow.precision.bound import as_output, in_dtype
+
+
+def signature_of(method: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """`stand_in` with the name, documentation and signature of the method whose place it takes: code asks
+    `inspect.signature(layer.call)` whether a layer takes `training` or `mask`."""
+    functools.update_wrapper(stand_in, method)
+    del stand_in.__wrapped__  # type: ignore[attr-defined]  # or AutoGraph would go past the stand-in
+    stand_in.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]  # functions take any attribute
+    return stand_in
+
+
+def rounding(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+    return signature_of(call, lambda *args, **kwargs: in_dtype(call(*args, **kwargs), dtype))
+
+
+def casting_inputs(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+    return signature_of(call, lambda *args, **kwargs: call(*cast(args, dtype), **cast(kwargs, dtype)))
+
+
+def giving_output(call: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    return signature_of(call, lambda *args, **kwargs: as_output(call(*args, **kwargs), policy))
+
+
+def apply_scores(layer: Any, scores: Any, value: Any, scores_mask: Any = None, training: bool = False) -> Any:
+    """`keras.layers.Attention._apply_scores` with the softmax in float32 and the product in the scores' dtype (S4)."""
+    wide = keras.ops.cast(scores, "float32")
+    if scores_mask is not None:
+        mask = scores_mask if len(scores_mask.shape) > 2 else keras.ops.expand_dims(scores_mask, axis=-2)
+        wide = keras.ops.where(mask, wide, wide - 1e9)
+    weights = keras.ops.cast(keras.ops.softmax(wide, axis=-1), value.dtype)
+    if training and layer.dropout > 0:
+        weights = keras.random.dropout(weights, layer.dropout, seed=layer.seed_generator)
+    return keras.ops.matmul(weights, value), weights
+
+
+def summed_in_float32(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A gather of 16-bit numbers whose gradient is added up in float32 and rounded once."""
+
+    def gathering(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tf.is_tensor(x) or x.dtype not in (tf.float16, tf.bfloat16):
+            return call(x, *args, **kwargs)
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]  # TensorFlow is untyped
+        def gathered(x: Any) -> Any:
+            def gradient(upstream: Any) -> Any:
+                with tf.GradientTape(watch_accessed_variables=False) as tape:
+                    wide = tf.zeros(tf.shape(x), tf.float32)  # a gather's gradient asks for its shape alone
+                    tape.watch(wide)
+                    read = call(wide, *args, **kwargs)
+                upstream = tf.convert_to_tensor(tf.cast(upstream, tf.float32))
+                total = tf.convert_to_tensor(tape.gradient(read, wide, output_gradients=upstream))
+                return tf.cast(total, x.dtype)
+
+            return call(x, *args, **kwargs), gradient
+
+        return gathered(x)
+
+    return signature_of(call, gathering)

@@ -1,0 +1,184 @@
+"""The first half of a step as graph code: loss and gradients (S6 to S8).
+
+    loss * scale -> gradients, summed over micro-batches and replicas -> / (scale * N)
+
+Called by the backend and by the whole step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from polyamp.contract.backend import Gradients, LossFunction
+from polyamp.errors import LossError
+from polyamp.rules import refusals
+from polyamp.rules.batches import check_has_rows
+from polyamp_tensorflow.arrays import at_least_float32, dense_wide, leaves, raw
+from polyamp_tensorflow.interrupts import ending
+from polyamp_tensorflow.precision.autocast import layer_policies
+from polyamp_tensorflow.precision.bound import BoundModel
+from polyamp_tensorflow.step import replicas
+from polyamp_tensorflow.step.additions import awaited
+from polyamp_tensorflow.step.distribution import mean, stacked
+from polyamp_tensorflow.step.measure import scale_loss
+from polyamp_tensorflow.step.state import States, TensorFlowState
+
+
+class _Scaled(NamedTuple):
+    """Float32 loss, aux, and the float32 gradients of the scaled loss by state and parameter; parameters on which the
+    loss does not depend are left out (S23)."""
+
+    loss: Any
+    aux: Any
+    gradients: list[dict[str, Any]]
+
+
+def differentiate(states: States, loss_fn: LossFunction, batch: Any, count: int) -> tuple[Any, Any, list[Gradients]]:
+    """Unscaled loss, aux and gradients over `count` micro-batches and all replicas. The states' variables end as they
+    began, but for the random-number streams: they have moved on by `count` forward passes (S12). An error takes
+    them back, unless it comes while a graph runs."""
+    check_rows(batch)
+    streams = [state.read_rng() for state in states]
+    statistics = [state.read_statistics() for state in states]
+
+    def put_back(*, failed: bool) -> None:
+        values = [{**own, **more} for own, more in zip(statistics, streams, strict=True)] if failed else statistics
+        replicas.together(lambda _, values: _put_back(states, values), values)
+
+    try:
+        scaled = _accumulated(states, loss_fn, batch, count)
+        after = [state.read_statistics() for state in states]
+    except BaseException:
+        put_back(failed=True)
+        raise
+    put_back(failed=False)
+    mean_loss, sums = mean([scaled.loss, scaled.gradients])
+    scaler = states[0].recipe.loss_scaler
+    scale = states[0].scale_state.scale if scaler.scales else None
+    found = []
+    for state, values, running in zip(states, sums, after, strict=True):
+        unscaled: dict[str, Any] = dict.fromkeys(state.variables.parameters)
+        for name, value in values.items():
+            divided = value if scale is None else value / tf.cast(scale, value.dtype)
+            unscaled[name] = tf.cast(divided, state.variables.parameters[name].dtype)
+        found.append(Gradients(unscaled, mean(running)))
+    return mean_loss, stacked(scaled.aux), found
+
+
+def _put_back(states: States, values: Sequence[Any]) -> None:
+    for state, own in zip(states, values, strict=True):
+        state.put_back(own)
+
+
+def _accumulated(states: States, loss_fn: LossFunction, batch: Any, count: int) -> _Scaled:
+    """Mean loss, stacked aux and mean scaled gradients (S8): the first micro-batch, then a loop over the others.
+
+    The first one stands before the loop because it tells the loop the structure of aux; the graph holds two copies of
+    the model whatever the number of micro-batches. Both tell which parameters have gradients, since `loss_fn` is run
+    for each copy: what either of them uses is used.
+    """
+    if count == 1:
+        return _scaled(states, loss_fn, batch)
+    parts = _micro_batches(batch, count)
+
+    def part(index: Any) -> _Scaled:
+        return _scaled(states, loss_fn, keras.tree.map_structure(lambda leaf: leaf[index], parts))
+
+    first = part(0)
+    used = [set(own) for own in first.gradients]
+    sums = [first.loss, [_with_zeros(own, state) for own, state in zip(first.gradients, states, strict=True)]]
+    stacks = [
+        tf.TensorArray(leaf.dtype, count, element_shape=leaf.shape, clear_after_read=False).write(0, leaf)
+        for leaf in present(first.aux)
+    ]
+
+    def body(index: Any, sums: Any, stacks: Any) -> Any:
+        other = part(index)
+        loss, totals = sums
+        added = [loss + other.loss, [dict(own) for own in totals]]
+        for names, own, more in zip(used, added[1], other.gradients, strict=True):
+            names.update(more)
+            own.update({name: own[name] + value for name, value in more.items()})
+        written = [s.write(index, leaf) for s, leaf in zip(stacks, present(other.aux), strict=True)]
+        return index + 1, added, written
+
+    _, sums, stacks = tf.while_loop(
+        lambda index, *_: index < count, body, (tf.constant(1), sums, stacks), parallel_iterations=1
+    )
+    loss, gradients = keras.tree.map_structure(lambda total: total / tf.cast(count, total.dtype), sums)
+    gradients = [
+        {n: value for n, value in own.items() if n in names} for own, names in zip(gradients, used, strict=True)
+    ]
+    stacked = iter([stack.stack() for stack in stacks])
+    return _Scaled(loss, _map_present(lambda _: next(stacked), first.aux), gradients)
+
+
+def _with_zeros(gradients: dict[str, Any], state: TensorFlowState) -> dict[str, Any]:
+    """One for every parameter."""
+    return {
+        name: gradients[name] if name in gradients else tf.zeros(variable.shape, at_least_float32(variable.dtype))
+        for name, variable in state.variables.parameters.items()
+    }
+
+
+def _micro_batches(batch: Any, count: int) -> Any:
+    """The batch with every leaf shaped (count, micro-batch, ...), from a batch to split or a list of micro-batches."""
+    if isinstance(batch, list):
+        refusals.check_micro_batches(
+            [[(path, tuple(leaf.shape)) for path, leaf in leaves(part)] for part in batch], count
+        )
+        return keras.tree.map_structure(lambda *members: tf.stack(members), *batch)
+    size = refusals.micro_batch_size([(path, tuple(leaf.shape)) for path, leaf in leaves(batch)], count)
+    return keras.tree.map_structure(lambda leaf: tf.reshape(leaf, (count, size, *leaf.shape[1:])), batch)
+
+
+def _scaled(states: States, loss_fn: LossFunction, batch: Any) -> _Scaled:
+    """Loss and scaled gradients of one micro-batch. `loss_fn` runs with the models' layers under their policies.
+
+    Raises:
+        LossError: no scalar loss, or one that depends on no parameter.
+    """
+    scaler = states[0].recipe.loss_scaler
+    parameters = [state.variables.parameters for state in states]
+    watched = [raw(variable) for own in parameters for variable in own.values()]
+    with contextlib.ExitStack() as stack:
+        tape = tf.GradientTape(watch_accessed_variables=False)
+        stack.enter_context(ending(functools.partial(tape.__exit__, None, None, None)))
+        tape.__enter__()
+        tape.watch(watched)
+        for state in states:  # inside the tape, which must see the casts of variables
+            stack.enter_context(layer_policies(state.model, state.recipe.policy))
+        with awaited(states):
+            loss, aux = refusals.split_result(loss_fn(bound(states), batch))
+        loss = scale_loss(loss, None, what="loss_fn")
+        scaled = loss * states[0].scale_state.scale if scaler.scales else loss
+    flat = iter(tape.gradient(scaled, watched))  # a parameter that several states share gets its whole gradient in each
+    found = [{n: (v, g) for n, v in own.items() if (g := next(flat)) is not None} for own in parameters]
+    if not any(found):
+        raise LossError("loss_fn depends on none of the model's trainable parameters, so there is nothing to update.")
+    gradients = [{name: dense_wide(value, variable) for name, (variable, value) in own.items()} for own in found]
+    return _Scaled(loss, _map_present(lambda leaf: tf.convert_to_tensor(raw(leaf)), aux), gradients)
+
+
+def _map_present(function: Callable[[Any], Any], tree: Any) -> Any:
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else function(leaf), tree)
+
+
+def present(tree: Any) -> list[Any]:
+    return [leaf for leaf in keras.tree.flatten(tree) if leaf is not None]
+
+
+def bound(states: States) -> Any:
+    models = tuple(BoundModel(state.model, state.recipe.policy) for state in states)
+    return models[0] if len(models) == 1 else models
+
+
+def check_rows(batch: Any) -> None:
+    """Refuse an empty batch, when a shape is traced for the first time."""
+    check_has_rows(leaf.shape[0] for _, leaf in leaves(batch) if tf.is_tensor(leaf) and leaf.shape.rank)
