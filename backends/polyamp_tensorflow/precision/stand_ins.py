@@ -28,14 +28,17 @@ def signature_of(method: Callable[..., Any], stand_in: Callable[..., Any]) -> Ca
 
 
 def rounding(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+    """`call` with its result in `dtype`, from which `as_output` finds back to what was not rounded."""
     return signature_of(call, lambda *args, **kwargs: in_dtype(call(*args, **kwargs), dtype))
 
 
 def casting_inputs(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+    """`call` with its floating arguments in `dtype`."""
     return signature_of(call, lambda *args, **kwargs: call(*cast(args, dtype), **cast(kwargs, dtype)))
 
 
 def giving_output(call: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """`call` with its result in the dtype of the policy's outputs (S1)."""
     return signature_of(call, lambda *args, **kwargs: as_output(call(*args, **kwargs), policy))
 
 
