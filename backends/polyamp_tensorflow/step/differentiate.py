@@ -171,10 +171,12 @@ def _map_present(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def present(tree: Any) -> list[Any]:
+    """The leaves of `aux` that are not None."""
     return [leaf for leaf in keras.tree.flatten(tree) if leaf is not None]
 
 
 def bound(states: States) -> Any:
+    """What `loss_fn` gets: one model, or a tuple of them."""
     models = tuple(BoundModel(state.model, state.recipe.policy) for state in states)
     return models[0] if len(models) == 1 else models
 
