@@ -1,7 +1,8 @@
-# make demo · make test · make lint; each sets up .venv by itself. make test-jax-oldest, test-jax-newest: the ends of the
-# supported range of JAX, in environments of their own. make bench: what is measured, not tested, in environments of its
-# own too; make bench BENCH=--quick shows in two minutes that all of it works. make fuzz SEEDS=0-2000: random networks
-# compared over the frameworks; SEED=123: one of them again.
+# make demo · make test · make check · make lint; each sets up .venv by itself. make check: what to run while writing, in
+# three minutes. make test-jax-oldest, test-jax-newest: the ends of the supported range of JAX, in environments of their
+# own. make bench: what is measured, not tested, in environments of its own too; make bench BENCH=--quick shows in two
+# minutes that all of it works. make fuzz SEEDS=0-2000: random networks compared over the frameworks; SEED=123: one of
+# them again.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,13 +11,16 @@ STAMP := $(VENV)/.installed
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint bench fuzz test-jax-oldest test-jax-newest clean
+.PHONY: demo test check lint bench fuzz test-jax-oldest test-jax-newest clean
 
 demo: $(STAMP)
 	$(BIN)/polyamp demo
 
 test: $(STAMP)
 	$(BIN)/python tests/run.py
+
+check: $(STAMP)
+	$(BIN)/python tests/run.py --check
 
 lint: $(STAMP)
 	$(BIN)/python tests/run.py --only lint
