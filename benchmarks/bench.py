@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,10 +24,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import environments
 import msgspec
-import results
-from results import Entry, Results
+
+if __name__ == "__main__":
+    sys.path[:1] = [str(Path(__file__).resolve().parents[1])]  # this folder's torch/ and jax/ are not the frameworks
+
+from benchmarks.common import environments, results
+from benchmarks.common.results import Entry, Results
 
 FOLDER = Path(__file__).parent
 PARTS = (
@@ -71,6 +73,12 @@ def framework(part: str) -> str | None:
     return next((name for name in environments.FRAMEWORKS if part.startswith(name)), None)
 
 
+def script(part: str) -> Path:
+    """The file of a part: `torch_step` is torch/step.py."""
+    name = framework(part)
+    return FOLDER / f"{part}.py" if name is None else FOLDER / name / f"{part.removeprefix(f'{name}_')}.py"
+
+
 def run(part: str, *, here: bool, quick: bool) -> Results | Failure:
     """One part in a process of its own.
 
@@ -81,10 +89,10 @@ def run(part: str, *, here: bool, quick: bool) -> Results | Failure:
     """
     name = framework(part)
     python = sys.executable if here or name is None else str(environments.interpreter(name))
-    variables = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
+    variables = environments.variables()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.json"
-        command = [python, str(FOLDER / f"{part}.py"), "--json", str(path), *(["--quick"] if quick else [])]
+        command = [python, str(script(part)), "--json", str(path), *(["--quick"] if quick else [])]
         try:
             done = subprocess.run(
                 command, check=False, capture_output=True, text=True, errors="replace", env=variables, timeout=TIMEOUT

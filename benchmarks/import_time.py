@@ -11,10 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
-import paired
-import results
-from results import Entry, Side
+if __name__ == "__main__":
+    sys.path[:1] = [str(Path(__file__).resolve().parents[1])]  # this folder's torch/ and jax/ are not the frameworks
+
+from benchmarks.common import paired, results
+from benchmarks.common.results import Entry, Side
 
 BARE, IMPORTED = "pass", "import polyamp"
 _TARGET = 0.06

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -19,18 +20,18 @@ BENCH = ROOT / "benchmarks" / "bench.py"
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT))
 
 
 def entry(own: list[float], base: list[float] | None = None, **changes: Any) -> Any:
-    from results import Entry, Side
+    from benchmarks.common.results import Entry, Side
 
     facts: dict[str, Any] = {"section": "targets", "name": "step", "unit": "s", "own": Side("polyamp", own), **changes}
     return Entry(base=None if base is None else Side("by hand", base), **facts)
 
 
 def test_a_ratio_is_the_median_of_the_rounds() -> None:
-    from results import ratio
+    from benchmarks.common.results import ratio
 
     found = ratio([1.0, 3.0, 2.0], [2.0, 2.0, 2.0])
     assert (found.median, found.low, found.high) == (1.0, 0.5, 1.5)
@@ -55,13 +56,13 @@ def test_a_ratio_is_the_median_of_the_rounds() -> None:
 def test_a_target_is_held_against_the_median_and_of_a_count_the_largest(
     own: Any, base: Any, target: Any, unit: str, verdict: bool | None
 ) -> None:
-    from results import holds
+    from benchmarks.common.results import holds
 
     assert holds(entry(own, base, target=target, unit=unit)) is verdict
 
 
 def test_the_table_says_what_is_not_measured_and_why() -> None:
-    from results import text
+    from benchmarks.common.results import text
 
     lines = text(
         [
@@ -79,7 +80,7 @@ def test_the_table_says_what_is_not_measured_and_why() -> None:
 
 
 def test_markdown_holds_the_same_cells() -> None:
-    from results import markdown
+    from benchmarks.common.results import markdown
 
     lines = markdown([entry([12.0], [24.0], unit="MiB", section="memory")]).splitlines()
     assert lines[0].startswith("### Peak memory")
@@ -87,7 +88,7 @@ def test_markdown_holds_the_same_cells() -> None:
 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
-    from results import Results, read, write
+    from benchmarks.common.results import Results, read, write
 
     made = Results(script="x.py", environment={"cpus": 2}, settings={}, entries=[entry([1.0], [2.0])], seconds=1.5)
     write(tmp_path / "folder" / "x.json", made)
@@ -95,23 +96,47 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_a_distance_of_losses_is_relative() -> None:
-    from paired import distance
+    from benchmarks.common.paired import distance
 
     assert distance([2.0, 4.0], [2.0, 4.4]) == pytest.approx(0.1)
     assert distance([1.0], [float("nan")]) != distance([1.0], [float("nan")])
 
 
 def test_every_part_is_a_script_and_belongs_to_a_framework() -> None:
-    import bench
+    from benchmarks import bench
 
-    assert [name for name in bench.PARTS if not (ROOT / "benchmarks" / f"{name}.py").is_file()] == []
+    assert [name for name in bench.PARTS if not bench.script(name).is_file()] == []
     frameworks = {name: bench.framework(name) for name in bench.PARTS}
     assert frameworks.pop("import_time") is None
     assert all(framework == name.partition("_")[0] for name, framework in frameworks.items())
 
 
+def test_nothing_in_the_folders_is_taken_for_a_framework() -> None:
+    """A script's own folder comes first on its `sys.path`."""
+    folders = ("torch", "jax", "tensorflow", "gpu", "common")
+    names = {path.stem for folder in folders for path in (ROOT / "benchmarks" / folder).glob("*.py")} - {"__init__"}
+    assert len(names) > 15
+    assert [name for name in sorted(names) if importlib.util.find_spec(name) is not None] == []
+    assert [name for name in folders[:3] if (ROOT / "benchmarks" / name / "__init__.py").exists()] == []
+
+
+@pytest.mark.parametrize("command", ["bench.py", "gpu.py", "import_time.py"])
+def test_the_commands_do_not_find_a_framework_that_is_not_there(command: str, tmp_path: Path) -> None:
+    code = (
+        "import importlib.util, runpy, sys\n"
+        f"path = {str(ROOT / 'benchmarks' / command)!r}\n"
+        "sys.argv, sys.path[0] = [path, '--help'], path.rpartition('/')[0]\n"
+        "try: runpy.run_path(path, run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "sys.path = [entry for entry in sys.path if 'site-packages' not in entry]\n"
+        "print([name for name in ('torch', 'jax', 'tensorflow') if importlib.util.find_spec(name)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_a_part_that_fails_is_named_and_the_others_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import bench
+    from benchmarks import bench
 
     (tmp_path / "import_time.py").write_text("raise SystemExit('no such processor')")
     monkeypatch.setattr(bench, "FOLDER", tmp_path)

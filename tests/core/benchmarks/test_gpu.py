@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+ROOT = Path(__file__).parents[3]
 H100 = "NVIDIA H100 80GB HBM3"
 GIB = 2.0**30
 
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(ROOT))
 
 
 def test_without_a_gpu_it_says_so_in_one_line_and_exits_with_0(tmp_path: Path) -> None:
     variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": str(tmp_path)}
     path = tmp_path / "gpu.json"
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "gpu.py"), "--json", str(path)],
+        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--json", str(path)],
         check=False, capture_output=True, text=True, env=variables,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
@@ -37,17 +37,19 @@ def test_without_a_gpu_it_says_so_in_one_line_and_exits_with_0(tmp_path: Path) -
 
 
 def test_the_driver_script_imports_no_framework() -> None:
-    code = "import gpu, sys; print([m for m in ('torch', 'jax', 'flax', 'optax') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=BENCHMARKS)
+    code = (
+        "import benchmarks.gpu.driver, sys; print([m for m in ('torch', 'jax', 'flax', 'optax') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "[]\n"
 
 
 def test_a_missing_framework_is_named_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu
+    from benchmarks.gpu import driver
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "flax" else object())
-    assert gpu.missing("torch") is None
-    assert gpu.missing("jax") == (
+    assert driver.missing("torch") is None
+    assert driver.missing("jax") == (
         "jax is left out, flax not being installed here: pip install 'jax[cuda12]' flax optax"
     )
 
@@ -73,7 +75,7 @@ def test_a_missing_framework_is_named_with_how_to_get_it(monkeypatch: pytest.Mon
     ],
 )
 def test_dense_peaks_by_the_drivers_names(device: str, precision: str, tera: float) -> None:
-    from gpu_devices import peak_flops
+    from benchmarks.gpu.devices import peak_flops
 
     assert peak_flops(device, precision) == pytest.approx(tera * 1e12)
 
@@ -92,13 +94,13 @@ def test_dense_peaks_by_the_drivers_names(device: str, precision: str, tera: flo
     ],
 )
 def test_an_unknown_device_or_a_missing_unit_has_no_peak(device: str, precision: str) -> None:
-    from gpu_devices import peak_flops
+    from benchmarks.gpu.devices import peak_flops
 
     assert peak_flops(device, precision) is None
 
 
 def test_tensor_cores_are_faster_than_the_others_and_every_peak_has_a_source() -> None:
-    from gpu_devices import PEAKS
+    from benchmarks.gpu.devices import PEAKS
 
     for _, peak in PEAKS:
         assert peak.float32 <= (peak.tf32 or peak.float32) <= peak.float16
@@ -107,8 +109,8 @@ def test_tensor_cores_are_faster_than_the_others_and_every_peak_has_a_source() -
 
 
 def test_mfu_is_palms_formula_computed_by_hand() -> None:
-    from gpu_devices import flop_per_token, mfu, parameters
-    from gpu_rows import BLOCKS, GPT
+    from benchmarks.gpu.devices import flop_per_token, mfu, parameters
+    from benchmarks.gpu.rows import BLOCKS, GPT
 
     # 12 x (12 x 768^2 + 13 x 768); a head of 768 x 50304 and a norm of 2 x 768 more
     assert parameters(BLOCKS) == 85_054_464
@@ -126,7 +128,7 @@ def test_mfu_is_palms_formula_computed_by_hand() -> None:
     ("limit", "size"), [(2.5 * GIB, 1), (47 * GIB, 64), (42.5 * GIB, 64), (42.0 * GIB, 32), (1e15, 1024)]
 )
 def test_the_batch_is_the_largest_power_of_two_that_fits(limit: float, size: int) -> None:
-    from gpu_run import fitting_batch
+    from benchmarks.gpu.course import fitting_batch
 
     found = fitting_batch(lambda batch: (1.8 + 0.63 * batch) * GIB, limit)
     assert found.size == size
@@ -134,7 +136,7 @@ def test_the_batch_is_the_largest_power_of_two_that_fits(limit: float, size: int
 
 
 def test_a_guess_that_does_not_fit_is_measured_and_halved() -> None:
-    from gpu_run import fitting_batch
+    from benchmarks.gpu.course import fitting_batch
 
     measured = []
 
@@ -147,7 +149,7 @@ def test_a_guess_that_does_not_fit_is_measured_and_halved() -> None:
 
 
 def test_no_batch_fits() -> None:
-    from gpu_run import fitting_batch
+    from benchmarks.gpu.course import fitting_batch
 
     with pytest.raises(MemoryError, match="a batch of 1 does not fit into 1024 MiB"):
         fitting_batch(lambda batch: None, GIB)
@@ -174,7 +176,7 @@ class KnownTraining:
         return self.bytes
 
     def waits(self) -> Any:
-        from gpu_rows import Waits
+        from benchmarks.gpu.rows import Waits
 
         return Waits(0.0, "by a count")
 
@@ -220,17 +222,17 @@ class KnownEngine:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     def measure(engine: KnownEngine, **settings: Any) -> dict[str, Any]:
-        import gpu_run
+        from benchmarks.gpu import course
 
-        monkeypatch.setattr(gpu_run, "plan", lambda settings: [(gpu_run.BLOCKS, ("float32", "bfloat16"))])
-        entries = gpu_run.measure(engine, gpu_run.Settings(budget=1e9)._replace(**settings), lambda entries: None)
+        monkeypatch.setattr(course, "plan", lambda settings: [(course.BLOCKS, ("float32", "bfloat16"))])
+        entries = course.measure(engine, course.Settings(budget=1e9)._replace(**settings), lambda entries: None)
         return {entry.name: entry for entry in entries}
 
     return measure
 
 
 def test_targets_are_held_against_interleaved_rounds(measured: Callable[..., dict[str, Any]]) -> None:
-    import results
+    from benchmarks.common import results
 
     found = measured(KnownEngine())
     title = "GPT-2 small's blocks, bfloat16"
@@ -277,7 +279,7 @@ def test_what_is_wrong_has_no_figure(measured: Callable[..., dict[str, Any]]) ->
 
 def test_an_unknown_device_has_no_mfu_and_says_so(measured: Callable[..., dict[str, Any]]) -> None:
     found = measured(KnownEngine(device="NVIDIA H7"))
-    note = "no MFU, since benchmarks/gpu_devices.py has no bfloat16 peak of 'NVIDIA H7'"
+    note = "no MFU, since benchmarks/gpu/devices.py has no bfloat16 peak of 'NVIDIA H7'"
     assert note in found["GPT-2 small's blocks, bfloat16"].note
     assert not any("MFU" in name for name in found)
 
@@ -312,7 +314,7 @@ def test_a_batch_of_1_that_runs_out_of_memory_is_named(measured: Callable[..., d
 
 
 def test_a_rehearsal_is_at_tiny_sizes_whether_quick_or_not() -> None:
-    from gpu_run import FULL, Settings, plan
+    from benchmarks.gpu.course import FULL, Settings, plan
 
     sizes = {quick: [each for each, _ in plan(Settings(quick=quick, rehearse=True))] for quick in (False, True)}
     assert [each.name for each in sizes[False]] == [each.name for each in FULL] == ["block", "mlp", "gpt", "resnet"]
@@ -321,7 +323,7 @@ def test_a_rehearsal_is_at_tiny_sizes_whether_quick_or_not() -> None:
 
 
 def test_every_workload_is_measured_in_every_precision() -> None:
-    from gpu_run import Settings, plan
+    from benchmarks.gpu.course import Settings, plan
 
     assert {precisions for _, precisions in plan(Settings())} == {("float32", "bfloat16", "float16", "TF32")}
 
@@ -339,25 +341,25 @@ def test_rows_for_which_no_time_is_left_are_named(measured: Callable[..., dict[s
 
 
 def script(tmp_path: Path, body: str) -> None:
-    (tmp_path / "gpu_torch.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nimport gpu_rows, os, pathlib, results, time\n"
+    (tmp_path / "torch_side.py").write_text(
+        f"import os, pathlib, sys, time\nfrom benchmarks.common import results\n"
         f"path = pathlib.Path(sys.argv[sys.argv.index('--json') + 1])\n"
         f"def keep(environment, entries):\n"
-        f"    results.write(path, results.Results(script='gpu_torch.py', environment=environment, settings={{}},"
+        f"    results.write(path, results.Results(script='torch_side.py', environment=environment, settings={{}},"
         f" entries=entries, seconds=1.0))\n{body}\n"
     )
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], int]:
-    import gpu
+    from benchmarks.gpu import driver
 
-    monkeypatch.setattr(gpu, "__file__", str(tmp_path / "gpu.py"))
-    monkeypatch.setattr(gpu, "no_gpu", lambda: None)
-    monkeypatch.setattr(gpu, "missing", lambda framework: None)
+    monkeypatch.setattr(driver, "FOLDER", tmp_path)
+    monkeypatch.setattr(driver, "no_gpu", lambda: None)
+    monkeypatch.setattr(driver, "missing", lambda framework: None)
     written = ["--json", str(tmp_path / "all.json"), "--markdown", str(tmp_path / "all.md")]
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--framework", "torch", *written])
-    return gpu.main
+    return driver.main
 
 
 ENTRY = "results.Entry(section='workloads', name='step', unit='s', own=results.Side('polyamp', [0.5]))"
@@ -366,7 +368,7 @@ ENTRY = "results.Entry(section='workloads', name='step', unit='s', own=results.S
 def test_the_framework_stands_before_each_row(
     driver: Callable[[], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import results
+    from benchmarks.common import results
 
     script(tmp_path, f"keep({{'torch': '2.x'}}, [{ENTRY}])")
     assert driver() == 0
@@ -400,13 +402,13 @@ def test_a_run_that_is_ended_leaves_its_rows_and_no_process_behind(tmp_path: Pat
     script(tmp_path, f"keep({{'torch': '2.x'}}, [{ENTRY}])\nprint(os.getpid(), flush=True)\ntime.sleep(60)")
     path = tmp_path / "all.json"
     code = (
-        "import sys, gpu\n"
-        f"gpu.__file__, gpu._GLANCE, gpu.no_gpu, gpu.missing = {str(tmp_path / 'gpu.py')!r}, 0.1, lambda: None, "
-        "lambda framework: None\n"
+        "import pathlib, sys\nfrom benchmarks.gpu import driver\n"
+        f"driver.FOLDER, driver._GLANCE = pathlib.Path({str(tmp_path)!r}), 0.1\n"
+        "driver.no_gpu, driver.missing = lambda: None, lambda framework: None\n"
         f"sys.argv = ['gpu.py', '--framework', 'torch', '--json', {str(path)!r}]\n"
-        "sys.exit(gpu.main())"
+        "sys.exit(driver.main())"
     )
-    with subprocess.Popen([sys.executable, "-c", code], cwd=BENCHMARKS, stdout=subprocess.PIPE, text=True) as driver:
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         child = int(driver.stdout.readline())
         for _ in range(600):
@@ -417,6 +419,6 @@ def test_a_run_that_is_ended_leaves_its_rows_and_no_process_behind(tmp_path: Pat
     assert driver.returncode == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
-    import results
+    from benchmarks.common import results
 
     assert [entry.name for entry in results.read(path).entries] == ["torch: step"]
