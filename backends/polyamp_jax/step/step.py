@@ -135,7 +135,7 @@ def norm_and_finite(leaves: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
     A sum of squares overflows from 2^64 on and loses what is below 2^-63: there a sum over gradients times a power of
     two stands in. An accelerator makes all the sums in one pass (`_three_sums`). XLA's CPU backend gives every sum its
     own pass, so there a second one, with the power that the first asks for, is quicker (`_two_sums`). Measurements and
-    the compiled programs: `docs/jax_loss_scaling.md`.
+    the compiled programs: `docs/measurements/jax_loss_scaling.md`.
     """
     norm, finite = jax.lax.platform_dependent(list(leaves), cpu=_two_sums, default=_three_sums)
     return norm, finite

@@ -1,6 +1,6 @@
 """What dtype each layer of a Keras model gets under a `Policy`, and why.
 
-`choose` goes through the rules of docs/tensorflow_policy.md from the top; the first that applies decides. It changes
+`choose` goes through the rules of docs/guides/tensorflow_policy.md from the top; the first that applies decides. It changes
 nothing: `layer_stack` puts the choices on the layers.
 """
 

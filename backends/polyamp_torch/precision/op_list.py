@@ -18,7 +18,7 @@ Where it differs from torch's CUDA list, and why:
 - lobpcg, pca_lowrank, svd_lowrank: torch shows modes what they call, not them; their products run in 16 bits.
 - sigmoid, erf and what else gives probabilities: next to a bound 16 bits lose every digit of the distance, and with it
   of `log(1 - p)`, and torch's modes see one call at a time, not what the result will feed. tanh is left alone: it is an
-  activation far more often, and float32 behind every layer costs a third of a step. See docs/torch_autocast.md.
+  activation far more often, and float32 behind every layer costs a third of a step. See docs/guides/torch_autocast.md.
 - products without free axes (`dot`, `einsum("bi,bi->b")`) are sums, those that contract nothing (`einsum("i,j->ij")`)
   multiplications: see `products`. multi_dot and chain_matmul: matrix products, so 16-bit, as in torch.
 - gathers (indexing, embeddings) have gradients that are sums: see `gathers`.

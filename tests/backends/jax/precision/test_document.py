@@ -1,4 +1,4 @@
-"""docs/jax_autocast.md tells the truth: its Python blocks run, in order, and print what its text blocks show.
+"""docs/guides/jax_autocast.md tells the truth: its Python blocks run, in order, and print what its text blocks show.
 
 That its op lists are the code's is asserted in `test_op_rules`.
 """
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[4]
-DOCUMENT = (ROOT / "docs" / "jax_autocast.md").read_text(encoding="utf-8")
+DOCUMENT = (ROOT / "docs" / "guides" / "jax_autocast.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
 """(language, text) of every fenced block."""
 
@@ -36,7 +36,7 @@ def test_python_blocks_run_in_order_and_print_the_text_blocks(tmp_path: Path) ->
 
 def test_links_lead_somewhere() -> None:
     targets = [target for target in re.findall(r"\]\(([^)#]+)\)", DOCUMENT) if "://" not in target]
-    assert [target for target in targets if not (ROOT / "docs" / target).exists()] == []
+    assert [target for target in targets if not (ROOT / "docs" / "guides" / target).exists()] == []
 
 
 def test_named_files_exist() -> None:

@@ -28,7 +28,7 @@ from polyamp_jax import compat
 from polyamp_jax.precision import op_list
 from polyamp_jax.precision.interpreter import control_flow
 
-DOCUMENT: Final = (Path(__file__).parents[4] / "docs" / "jax_autocast.md").read_text(encoding="utf-8")
+DOCUMENT: Final = (Path(__file__).parents[4] / "docs" / "guides" / "jax_autocast.md").read_text(encoding="utf-8")
 NAMES: Final = ("COMPUTE", "FLOAT32", "PROMOTE", "FOLLOW", "MOVE", "OPAQUE", "STRUCTURE")
 LISTED: Final = {name: getattr(op_list, name).split() for name in NAMES}
 

@@ -1,6 +1,7 @@
-"""How often the compiled step reads the gradients, and that both ways to sum them agree; see docs/jax_loss_scaling.md.
+"""How often the compiled step reads the gradients, and that both ways to sum them agree.
 
-What another platform is given is read from the program lowered for it, which needs no such device.
+What another platform is given is read from the program lowered for it, which needs no such device. See
+docs/measurements/jax_loss_scaling.md.
 """
 
 from __future__ import annotations

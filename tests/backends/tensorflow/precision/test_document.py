@@ -1,4 +1,4 @@
-"""docs/tensorflow_policy.md tells the truth: its Python blocks run, in order, and its lists are those of the code."""
+"""docs/guides/tensorflow_policy.md tells the truth: its Python blocks run, and its lists are those of the code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from polyamp_tensorflow.precision import heads, layer_choice, op_list
 
-DOCUMENT = (Path(__file__).parents[4] / "docs" / "tensorflow_policy.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[4] / "docs" / "guides" / "tensorflow_policy.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)
 
 
@@ -16,7 +16,7 @@ def test_the_blocks_run() -> None:
     assert len(BLOCKS) == 7
     names: dict[str, Any] = {"__name__": "document"}
     for block in BLOCKS:
-        exec(compile(block, "docs/tensorflow_policy.md", "exec"), names)
+        exec(compile(block, "docs/guides/tensorflow_policy.md", "exec"), names)
 
 
 def test_every_sensitive_layer_and_head_name_is_listed() -> None:

@@ -1,4 +1,4 @@
-"""docs/torch_integrations.md tells the truth: its Python blocks run, in order, and print what its text blocks show."""
+"""docs/guides/torch_integrations.md tells the truth: its Python blocks run and print what its text blocks show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[4]
-DOCUMENT = (ROOT / "docs" / "torch_integrations.md").read_text(encoding="utf-8")
+DOCUMENT = (ROOT / "docs" / "guides" / "torch_integrations.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
 """(language, text) of every fenced block."""
 
@@ -24,7 +24,7 @@ def test_python_blocks_run_in_order_and_print_the_text_blocks(capsys: pytest.Cap
     scope: dict[str, object] = {"__name__": "document"}
     for language, text in BLOCKS:
         if language == "python":
-            exec(compile(text, "docs/torch_integrations.md", "exec"), scope)
+            exec(compile(text, "docs/guides/torch_integrations.md", "exec"), scope)
         else:
             assert text in capsys.readouterr().out
 

@@ -311,7 +311,7 @@ def test_what_libraries_read_and_write() -> None:
         GradScaler(polyamp.LossScaler.static(2.0)).set_growth_factor(3.0)
 
 
-DOCUMENT = Path(__file__).parents[4] / "docs" / "torch_grad_scaler.md"
+DOCUMENT = Path(__file__).parents[4] / "docs" / "guides" / "torch_grad_scaler.md"
 
 
 def test_the_document_runs_and_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:

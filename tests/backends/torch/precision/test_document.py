@@ -1,4 +1,4 @@
-"""docs/torch_autocast.md tells the truth: its Python blocks run, in order, and its table names the op list."""
+"""docs/guides/torch_autocast.md tells the truth: its Python blocks run, in order, and its table names the op list."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polyamp_torch.precision.gathers import GATHERS
 from polyamp_torch.precision.op_list import ROWS
 from polyamp_torch.precision.products import PRODUCTS
 
-DOCUMENT = (Path(__file__).parents[4] / "docs" / "torch_autocast.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[4] / "docs" / "guides" / "torch_autocast.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)
 
 
@@ -22,7 +22,7 @@ def test_the_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("torch_autocast_document")  # torch.compile looks a function's globals up in its module
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in BLOCKS:
-        exec(compile(block, "docs/torch_autocast.md", "exec"), module.__dict__)
+        exec(compile(block, "docs/guides/torch_autocast.md", "exec"), module.__dict__)
 
 
 def test_the_table_names_every_function() -> None:
