@@ -1,8 +1,8 @@
 """The op lists: in which dtype each of JAX's primitives runs under autocast (S3, S4). Read by `walk`.
 
-The lists mirror those of `torch.autocast` on CUDA; `docs/guides/jax_autocast.md` says where they differ, and why. A primitive
-that is in no list and that `control_flow` has no rule for is opaque: it runs in the dtypes the program declares, and
-the casting report names it.
+The lists mirror those of `torch.autocast` on CUDA; `docs/guides/jax_autocast.md` says where they differ, and why.
+A primitive that is in no list and that `control_flow` has no rule for is opaque: it runs in the dtypes the program
+declares, and the casting report names it.
 """
 
 from __future__ import annotations

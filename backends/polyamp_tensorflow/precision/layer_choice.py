@@ -1,7 +1,7 @@
 """What dtype each layer of a Keras model gets under a `Policy`, and why.
 
-`choose` goes through the rules of docs/guides/tensorflow_policy.md from the top; the first that applies decides. It changes
-nothing: `layer_stack` puts the choices on the layers.
+`choose` goes through the rules of docs/guides/tensorflow_policy.md from the top; the first that applies decides. It
+changes nothing: `layer_stack` puts the choices on the layers.
 """
 
 from __future__ import annotations

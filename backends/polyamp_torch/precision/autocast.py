@@ -121,7 +121,7 @@ def region(dtype: str, policy: Policy, device_type: str) -> contextlib.AbstractC
     """`torch.autocast` in `dtype` with the policy's op list, or with autocast off where it does not mix dtypes.
 
     The weight cache is off: torch keys it by the tensor alone and shares it between threads, so it serves weights from
-    before an optimizer step, in another dtype, or without their gradient. See docs/guides/torch_autocast.md for its worth.
+    before an optimizer step, in another dtype, or without their gradient. docs/guides/torch_autocast.md has its worth.
     """
     if torch.compiler.is_compiling():
         return _traced(dtype, policy, device_type, NOTHING)
