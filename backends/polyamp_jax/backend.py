@@ -31,7 +31,8 @@ from polyamp.recipe.scaler import LossScaler
 from polyamp.rules import refusals
 from polyamp_jax.arrays import XP, cast, check_policy, dtype_name, named_leaves, to_numpy
 from polyamp_jax.losses import JaxLosses
-from polyamp_jax.models.adapt import adapt, random_keys
+from polyamp_jax.models.adapt import adapt
+from polyamp_jax.models.random_keys import random_keys
 from polyamp_jax.own_loop.scaled_value_and_grad import scaled_value_and_grad
 from polyamp_jax.precision.autocast import autocast, explain
 from polyamp_jax.step import calls, resuming

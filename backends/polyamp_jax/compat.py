@@ -1,11 +1,13 @@
 """All that depends on JAX's version: reading equations, and binding those whose parameters hold functions.
 
-Everything else in the backend uses documented names only. Supported: jax 0.7 to 0.10 (`make test-jax-range`).
+Everything else in the backend uses documented names only. Supported: jax 0.7 to 0.10 (`make test-jax-oldest`, `make
+test-jax-newest`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -30,6 +32,17 @@ _ALIASES: Final = {
     "vary_unreduced_cast_p": "vary_unreduced_cast",
     **{f"scatter-{kind}": f"scatter_{kind}" for kind in ("add", "max", "min", "mul", "sub")},
 }
+
+
+def loaded(module: str) -> Any:
+    """A module of a library that the user's program may have imported, or None: polyamp imports none by itself."""
+    return sys.modules.get(module)
+
+
+def is_a(value: Any, module: str, name: str) -> bool:
+    """`isinstance` against a class of a library that is not imported here."""
+    kind: Any = getattr(loaded(module), name, None)
+    return isinstance(kind, type) and isinstance(value, kind)
 
 
 def canonical(name: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from polyamp_jax.arrays import cast_arguments
-from polyamp_jax.models.adapt import Casts
+from polyamp_jax.models.scopes import Casts
 
 _KEPT = 4096
 """Subclasses kept at most; one that is dropped is made anew."""

@@ -11,8 +11,9 @@ import jax
 
 from polyamp.errors import ModelError
 from polyamp_jax.arrays import path_name
-from polyamp_jax.models.adapt import Casts, Keys, Opaque, Parts, Running
 from polyamp_jax.models.call_hook import calling, set_class
+from polyamp_jax.models.parts import Keys, Opaque, Parts, Running
+from polyamp_jax.models.scopes import Casts
 
 
 @dataclasses.dataclass(frozen=True)

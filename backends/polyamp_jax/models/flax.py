@@ -11,8 +11,9 @@ from typing import Any
 from flax import core, linen, nnx
 
 from polyamp.errors import ModelError, UnsupportedError
-from polyamp_jax.models.adapt import Casts, Keys, Opaque, Parts, Running, owners
 from polyamp_jax.models.call_hook import calling, set_class
+from polyamp_jax.models.parts import Keys, Opaque, Parts, Running, owners
+from polyamp_jax.models.scopes import Casts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Any
 import haiku as hk
 
 from polyamp.errors import ModelError, UnsupportedError
-from polyamp_jax.models.adapt import Casts, Keys, Opaque, Parts, Running, owners
+from polyamp_jax.models.parts import Keys, Opaque, Parts, Running, owners
+from polyamp_jax.models.scopes import Casts
 
 
 @dataclasses.dataclass(frozen=True)

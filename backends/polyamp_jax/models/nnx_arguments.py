@@ -9,12 +9,12 @@ trace, as everything outside a step does, flax refuses that, and `step` says wha
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from polyamp_jax import compat
 from polyamp_jax.arrays import is_key
 
 
@@ -101,4 +101,4 @@ def _flat(tree: Any) -> tuple[list[Any], Any]:
 
 
 def _nnx() -> Any:
-    return sys.modules.get("flax.nnx")
+    return compat.loaded("flax.nnx")

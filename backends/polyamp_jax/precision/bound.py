@@ -17,8 +17,11 @@ from polyamp.errors import ModelError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp_jax.arrays import cast_arguments, is_key, matmul_precision, named_leaves, path_name
-from polyamp_jax.models.adapt import Adapter, Casts, FunctionAdapter, Keys, Opaque, Running, adapt
+from polyamp_jax.models.adapt import adapt
+from polyamp_jax.models.function import FunctionAdapter
 from polyamp_jax.models.nnx_arguments import Taken, put_in, take_out
+from polyamp_jax.models.parts import Adapter, Keys, Opaque, Running
+from polyamp_jax.models.scopes import Casts
 from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.run import evaluate, settings_for
 from polyamp_jax.precision.interpreter.staging import settled

@@ -22,7 +22,7 @@ from polyamp.recipe.scaler import LossScaleState
 from polyamp.rules import refusals
 from polyamp_jax import compat
 from polyamp_jax.arrays import dtype_name, fresh, is_key, named_leaves, to_numpy
-from polyamp_jax.models.adapt import Parts, Running
+from polyamp_jax.models.parts import Parts, Running
 from polyamp_jax.precision.bound import Plan, check_overrides
 from polyamp_jax.step.optimizers import lagging, transformation, widened
 

@@ -22,7 +22,7 @@ from polyamp.rules import refusals
 from polyamp.rules.batches import check_has_rows
 from polyamp_jax import compat
 from polyamp_jax.arrays import XP, dtype_name, is_array, is_key, matmul_precision, named_leaves, path_name
-from polyamp_jax.models.adapt import Keys, Running
+from polyamp_jax.models.parts import Keys, Running
 from polyamp_jax.precision.bound import BoundModel, compute_params, conform
 from polyamp_jax.step.dependence import gradients_made
 from polyamp_jax.step.optimizers import like, updated, widened

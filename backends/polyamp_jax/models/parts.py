@@ -1,0 +1,96 @@
+"""A model taken apart: parameters, what runs with the step, and the adapter that calls the model and joins it again.
+
+Each library's adapter has a file of its own in this room; `adapt` chooses among them. Called by all of the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from polyamp_jax.arrays import path_name
+from polyamp_jax.models.scopes import Casts
+
+Keys = Mapping[str, Any]
+"""Stream name -> PRNG key."""
+
+
+class Running(NamedTuple):
+    """What a forward pass changes in a model beside its parameters.
+
+    Attributes:
+        statistics: running statistics and other buffers; dropped when a step is skipped (S12).
+        streams: the random-number state that the model keeps itself (nnx); it moves on at skipped steps too, or a
+            dropout mask that overflows would come back for ever.
+        draws: passes made since the last update was tried, int32 scalar; the keys given to `init` are folded with it,
+            so that every micro-batch and every call of `value_and_grad` has masks of its own (S12).
+    """
+
+    statistics: Any
+    streams: Any
+    draws: Any = np.int32(0)
+
+
+class Adapter(Protocol):
+    """One library's way of calling a model; static, hashable, without arrays."""
+
+    @property
+    def stream(self) -> str | None:
+        """Name of the random stream when `rngs` is a bare seed or key; None where the streams must be named."""
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Paths of modules that the library lets run only in the dtype of their parameters' masters."""
+
+    def call(
+        self, params: Any, running: Running, keys: Keys, casts: Casts, args: Any, kwargs: Any
+    ) -> tuple[Any, Running]:
+        """The model's output and what the call changed."""
+
+    def join(self, params: Any, running: Running) -> Any:
+        """The model in its native form."""
+
+    def write_back(self, model: Any, running: Running) -> None:
+        """Put what a call changed into the user's own model, where the library's models are mutable."""
+
+    def check_streams(self, names: Collection[str]) -> None:
+        """Refuse random streams that the library has no use for. Raises `UnsupportedError`."""
+
+
+class Parts(NamedTuple):
+    """A model taken apart."""
+
+    adapter: Adapter
+    params: Any
+    running: Running
+
+
+class Opaque:
+    """A static value that compares by equality if it can be hashed and by identity if not."""
+
+    __slots__ = ("_hash", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        try:
+            self._hash: int | None = hash(value)
+        except TypeError:
+            self._hash = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Opaque):
+            return NotImplemented
+        if self.value is other.value:
+            return True
+        return self._hash is not None and self._hash == other._hash and bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return id(self.value) if self._hash is None else self._hash
+
+
+def owners(params: Any) -> list[str]:
+    """Paths of the modules that own parameters."""
+    return [path_name(keys).rpartition("/")[0] for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
