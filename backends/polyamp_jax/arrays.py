@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.arrays import ArrayNamespace
-from polyamp.errors import ModelError, UnsupportedError
+from polyamp.errors import ModelError
 from polyamp.recipe.policy import Policy
 from polyamp.rules.batches import host_array
 from polyamp.rules.refusals import FLOATING
-from polyamp_jax.precision.op_list import rules_for
 
 _MATMUL_PRECISION: Final = {"highest": "float32", "high": "tensorfloat32", "medium": "bfloat16"}
 """`Policy.float32_matmul` -> JAX's name; XLA picks the nearest that the device has."""
@@ -144,6 +143,31 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return found
 
 
+def conform(new: Any, old: Any, *, what: str) -> Any:
+    """`new` with the dtypes of `old`, strongly typed, so that no step is traced twice.
+
+    Raises:
+        ModelError: the structure or a shape changed; `what` says of what.
+    """
+    before_structure: Any = jax.tree.structure(old)
+    if before_structure != jax.tree.structure(new):
+        raise ModelError(
+            f"{what} changed its structure in a step, which a compiled step cannot carry. Before: "
+            f"{sorted(named_leaves(old))}. After: {sorted(named_leaves(new))}. Initialise the model with every "
+            "collection that training uses, and without sown intermediates."
+        )
+
+    def one(path: Any, after: Any, before: Any) -> Any:
+        if jnp.shape(after) != jnp.shape(before):
+            raise ModelError(
+                f"{what} changed its shape at {path_name(path)!r} from {jnp.shape(before)} to {jnp.shape(after)}, "
+                "which a compiled step cannot carry."
+            )
+        return after if is_key(before) else jnp.asarray(after, jnp.result_type(before))
+
+    return jax.tree_util.tree_map_with_path(one, new, old)
+
+
 def matmul_precision(policy: Policy) -> contextlib.AbstractContextManager[Any]:
     """The scope in which float32 matrix products have the policy's `float32_matmul` precision."""
     if policy.float32_matmul is None:
@@ -152,22 +176,6 @@ def matmul_precision(policy: Policy) -> contextlib.AbstractContextManager[Any]:
         _MATMUL_PRECISION[policy.float32_matmul]
     )
     return scope
-
-
-def check_policy(policy: Policy) -> None:
-    """Refuse what this backend cannot compute, before the first step (S20).
-
-    Raises:
-        PolicyError: `op_list` names an operation that does not exist.
-        UnsupportedError: float64 without JAX's x64 mode.
-    """
-    rules_for(policy.op_rules)
-    dtypes = (policy.param, policy.compute, policy.output, *policy.overrides.values())
-    if "float64" in dtypes and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # set at run time
-        raise UnsupportedError(
-            "JAX computes in float64 only in x64 mode, which is off. "
-            f"Received: {policy}. Call jax.config.update('jax_enable_x64', True) first, or use float32."
-        )
 
 
 def _numeric(leaf: Any) -> bool:

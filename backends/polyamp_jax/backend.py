@@ -29,15 +29,18 @@ from polyamp.recipe.policy import Mode, Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.rules import refusals
-from polyamp_jax.arrays import XP, cast, check_policy, dtype_name, named_leaves, to_numpy
+from polyamp_jax.arrays import XP, cast, dtype_name, named_leaves, to_numpy
 from polyamp_jax.losses import JaxLosses
 from polyamp_jax.models.adapt import adapt
 from polyamp_jax.models.random_keys import random_keys
 from polyamp_jax.own_loop.scaled_value_and_grad import scaled_value_and_grad
 from polyamp_jax.precision.autocast import autocast, explain
-from polyamp_jax.step import calls, resuming
+from polyamp_jax.precision.op_list import check_policy
+from polyamp_jax.step import resuming
 from polyamp_jax.step import state as states_
 from polyamp_jax.step import step as steps
+from polyamp_jax.step.differentiate import scaled_loss
+from polyamp_jax.step.measure import norm_and_finite, unscaled_leaf
 
 
 class JaxBackend:
@@ -45,6 +48,9 @@ class JaxBackend:
 
     name = "jax"
     default_mode: Mode = "autocast"
+
+    def __reduce__(self) -> str:
+        return "BACKEND"  # the one object, also where a state that holds it is copied or pickled
 
     @property
     def xp(self) -> ArrayNamespace:
@@ -95,7 +101,7 @@ class JaxBackend:
         return explain(target, policy, *inputs, strict=strict)
 
     def scale_loss(self, loss: Any, scale: Any | None) -> Any:
-        return steps.scaled_loss(loss, scale, what="scale()")[0]
+        return scaled_loss(loss, scale, what="scale()")[0]
 
     def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(grads)
@@ -126,7 +132,7 @@ class JaxBackend:
         check_policy(recipe.policy)
         parts = adapt(model, axis_name=options.get("axis_name"))
         rngs = random_keys(options.get("rngs"), parts.adapter)
-        return states_.create(parts, recipe, rngs, recipe.loss_scaler.init(self.name))
+        return states_.create(parts, recipe, rngs, recipe.loss_scaler.init(self.name), self)
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
         """The whole step as one function.
@@ -138,7 +144,7 @@ class JaxBackend:
                 so that new arrays take the place of the old; False keeps both, also when a step is interrupted.
         """
         refusals.check_options(options, ("compile", "donate"), function="train_step", backend=self.name)
-        return calls.Step(loss_fn, compiled=options.get("compile", True), donate=options.get("donate", True))
+        return steps.Step(loss_fn, compiled=options.get("compile", True), donate=options.get("donate", True))
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
         """The first half; `compile=False` leaves it to the caller's own `jax.jit`.
@@ -147,12 +153,12 @@ class JaxBackend:
         function of your own that is compiled, see `polyamp_jax.continue_streams`.
         """
         refusals.check_options(options, ("compile",), function="value_and_grad", backend=self.name)
-        return calls.value_and_grad(loss_fn, compiled=options.get("compile", True))
+        return steps.value_and_grad(loss_fn, compiled=options.get("compile", True))
 
     def apply_gradients(
         self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip
     ) -> tuple[list[Any], list[StepResult]]:
-        return calls.apply_gradients(states, grads, skip)
+        return steps.apply_gradients(states, grads, skip)
 
     def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
         return list(named_leaves(gradients.values).items())
@@ -180,5 +186,5 @@ BACKEND: Final[Backend] = JaxBackend()
 
 @jax.jit
 def _unscale(leaves: list[Any], scale: Any | None) -> tuple[list[Any], Any]:
-    unscaled = [steps.unscaled_leaf(leaf, scale) for leaf in leaves]
-    return unscaled, steps.norm_and_finite(unscaled)[1]
+    unscaled = [unscaled_leaf(leaf, scale) for leaf in leaves]
+    return unscaled, norm_and_finite(unscaled)[1]

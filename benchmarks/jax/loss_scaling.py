@@ -26,7 +26,8 @@ from benchmarks.common import paired, results
 from benchmarks.common.results import Entry, Side
 from benchmarks.jax import measure as jax_measure
 from polyamp.contract.backend import Gradients
-from polyamp_jax.step import step as steps
+from polyamp_jax.step import differentiate
+from polyamp_jax.step.update import applied
 
 RATE: Final = 0.1
 CLIP: Final = 1.0
@@ -73,8 +74,8 @@ def initial(count: int, width: int, mode: Any) -> Any:
 
 def ours(state: Any, scaled: Any) -> tuple[Any, Any]:
     """polyamp's part: (state, norm)."""
-    gradients = steps._unscaled(scaled, steps._scale(state), state.params)
-    (state,), (result,) = steps.applied([state], [Gradients(gradients, state.running)], "all")
+    gradients = differentiate._unscaled(scaled, differentiate._scale(state), state.params)
+    (state,), (result,) = applied([state], [Gradients(gradients, state.running)], "all")
     return state, result.grad_norm
 
 
@@ -162,7 +163,7 @@ def compile_all(versions: Sequence[Version]) -> None:
 
 def gradients(state: Any) -> Any:
     """Scaled gradients, in the dtypes in which those of the scaled loss come."""
-    compute = steps._compute(state)
+    compute = differentiate._compute(state)
     keys = jax.random.split(jax.random.key(0), len(compute))
     return {k: jax.random.normal(key, v.shape, v.dtype) for key, (k, v) in zip(keys, compute.items(), strict=True)}
 

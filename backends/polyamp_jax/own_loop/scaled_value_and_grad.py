@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from polyamp.errors import LossScaleError
 from polyamp.recipe.scaler import LossScaler, LossScaleState
-from polyamp_jax.step.step import check_axes, unscaled_leaf
+from polyamp_jax.step.measure import unscaled_leaf
+from polyamp_jax.step.replicas import check_axes
 
 
 def scaled_value_and_grad(

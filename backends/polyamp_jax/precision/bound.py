@@ -1,51 +1,28 @@
-"""`Plan` and `BoundModel`: a model's parts and a policy become the callable that `loss_fn` sees.
+"""`BoundModel`: a model's parts and a policy become the callable that `loss_fn` sees.
 
 In mode "autocast" the interpreter runs the model on its master weights; in mode "cast" parameters are cast once at the
-model's boundary, inputs and outputs at every call (S3). Called by `state`, `step` and `backend`.
+model's boundary, inputs and outputs at every call (S3). Called by `state`, `differentiate` and `autocast`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from polyamp.errors import ModelError
 from polyamp.recipe.policy import Policy
-from polyamp.recipe.recipe import Recipe
-from polyamp_jax.arrays import cast_arguments, is_key, matmul_precision, named_leaves, path_name
+from polyamp_jax.arrays import cast_arguments, conform, matmul_precision, named_leaves
 from polyamp_jax.models.adapt import adapt
 from polyamp_jax.models.function import FunctionAdapter
 from polyamp_jax.models.nnx_arguments import Taken, put_in, take_out
-from polyamp_jax.models.parts import Adapter, Keys, Opaque, Running
+from polyamp_jax.models.parts import Adapter, Keys, Running
 from polyamp_jax.models.scopes import Casts
+from polyamp_jax.precision.cast_mode import compute_params, module_dtypes
 from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.run import evaluate, settings_for
 from polyamp_jax.precision.interpreter.staging import settled
 from polyamp_jax.precision.interpreter.walk import interprets, mixes
-
-
-class Plan:
-    """The static half of a state: adapter and recipe; compared by value, hashed once since `jit` asks every call."""
-
-    __slots__ = ("_hash", "_key", "adapter", "recipe")
-
-    def __init__(self, adapter: Adapter, recipe: Recipe) -> None:
-        self.adapter = adapter
-        self.recipe = recipe
-        self._key = (adapter, Opaque(recipe))
-        self._hash = hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Plan):
-            return NotImplemented
-        return self is other or (self._hash == other._hash and self._key == other._key)
-
-    def __hash__(self) -> int:
-        return self._hash
 
 
 class BoundModel:
@@ -90,7 +67,7 @@ class BoundModel:
             if interprets(policy):
                 output, running, changed = self._autocast(taken, keys, args, kwargs, arrays)
             else:
-                casts = Casts(policy, _module_dtypes(self._params, self._adapter, policy))
+                casts = Casts(policy, module_dtypes(self._params, self._adapter, policy))
                 output, running, changed = self._called(
                     casts, taken, self._params, self.running, keys, args, kwargs, arrays
                 )
@@ -139,46 +116,9 @@ class BoundModel:
         return made
 
 
-def compute_params(params: Any, adapter: Adapter, policy: Policy) -> Any:
-    """The parameters that a pass works on: the masters in mode "autocast"; in mode "cast" in the dtypes that they
-    compute in, the policy's, or that of an override of their module (S5)."""
-    if interprets(policy):
-        return params
-
-    def one(path: Any, leaf: Any) -> Any:
-        return jnp.asarray(leaf, _dtype_of(_module(path_name(path)), adapter, policy))
-
-    return jax.tree_util.tree_map_with_path(one, params)
-
-
 def check_overrides(params: Any, policy: Policy) -> None:
     """Refuse an override that matches no module. Raises `PolicyError` with the nearest paths."""
     policy.resolve_overrides(_module_paths(named_leaves(params)))
-
-
-def conform(new: Any, old: Any, *, what: str) -> Any:
-    """`new` with the dtypes of `old`, strongly typed, so that no step is traced twice.
-
-    Raises:
-        ModelError: the structure or a shape changed; `what` says of what.
-    """
-    before_structure: Any = jax.tree.structure(old)
-    if before_structure != jax.tree.structure(new):
-        raise ModelError(
-            f"{what} changed its structure in a step, which a compiled step cannot carry. Before: "
-            f"{sorted(named_leaves(old))}. After: {sorted(named_leaves(new))}. Initialise the model with every "
-            "collection that training uses, and without sown intermediates."
-        )
-
-    def one(path: Any, after: Any, before: Any) -> Any:
-        if jnp.shape(after) != jnp.shape(before):
-            raise ModelError(
-                f"{what} changed its shape at {path_name(path)!r} from {jnp.shape(before)} to {jnp.shape(after)}, "
-                "which a compiled step cannot carry."
-            )
-        return after if is_key(before) else jnp.asarray(after, jnp.result_type(before))
-
-    return jax.tree_util.tree_map_with_path(one, new, old)
 
 
 def autocast_model(
@@ -200,33 +140,6 @@ def autocast_model(
         return output
 
     return call
-
-
-def cast_function(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """A function with its floating array arguments in `compute` and its floating results in `output` dtype."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with matmul_precision(policy), settled():
-            args, kwargs = cast_arguments((args, kwargs), policy.compute, float64=policy.casts_float64)
-            return cast_arguments(function(*args, **kwargs), policy.output, float64=policy.casts_float64)
-
-    return call
-
-
-def _module_dtypes(params: Any, adapter: Adapter, policy: Policy) -> Mapping[str, str]:
-    """Path of every module that owns parameters -> its dtype; empty where nothing is cast.
-
-    Every module's inputs are cast, not only the model's: one that promotes (a batch normalisation with float32
-    statistics, an embedding or a recurrent carry with a dtype of its own) would else leave all that follows in float32.
-    """
-    if not policy.overrides and policy.compute == policy.param:
-        return {}
-    return {path: _dtype_of(path, adapter, policy) for path in map(_module, named_leaves(params))}
-
-
-def _dtype_of(module: str, adapter: Adapter, policy: Policy) -> str:
-    return policy.dtype_at(module) or (policy.param if module in adapter.pinned else policy.compute)
 
 
 def _module(parameter: str) -> str:

@@ -12,7 +12,8 @@ from typing import Any, Final, Literal, get_args
 
 import jax
 
-from polyamp.errors import PolicyError, did_you_mean
+from polyamp.errors import PolicyError, UnsupportedError, did_you_mean
+from polyamp.recipe.policy import Policy
 from polyamp_jax import compat
 
 Rule = Literal["compute", "float32", "promote", "follow", "opaque"]
@@ -203,6 +204,22 @@ def rules_for(changes: Mapping[str, str]) -> Mapping[str, Rule]:
             )
         table[name] = rule  # type: ignore[assignment]  # checked above
     return table
+
+
+def check_policy(policy: Policy) -> None:
+    """Refuse what this backend cannot compute, before the first step (S20).
+
+    Raises:
+        PolicyError: `op_list` names an operation that does not exist.
+        UnsupportedError: float64 without JAX's x64 mode.
+    """
+    rules_for(policy.op_rules)
+    dtypes = (policy.param, policy.compute, policy.output, *policy.overrides.values())
+    if "float64" in dtypes and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # set at run time
+        raise UnsupportedError(
+            "JAX computes in float64 only in x64 mode, which is off. "
+            f"Received: {policy}. Call jax.config.update('jax_enable_x64', True) first, or use float32."
+        )
 
 
 def _check_rule(name: str, rule: str) -> None:

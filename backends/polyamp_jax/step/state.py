@@ -22,15 +22,37 @@ from polyamp.recipe.scaler import LossScaleState
 from polyamp.rules import refusals
 from polyamp_jax import compat
 from polyamp_jax.arrays import dtype_name, fresh, is_key, named_leaves, to_numpy
-from polyamp_jax.models.parts import Parts, Running
-from polyamp_jax.precision.bound import Plan, check_overrides
+from polyamp_jax.models.parts import Adapter, Opaque, Parts, Running
+from polyamp_jax.precision.bound import check_overrides
 from polyamp_jax.step.optimizers import lagging, transformation, widened
+
+
+class Setup:
+    """The static half of a state: adapter, recipe and backend; compared by value, hashed once since `jit` asks every
+    call."""
+
+    __slots__ = ("_hash", "_key", "adapter", "backend", "recipe")
+
+    def __init__(self, adapter: Adapter, recipe: Recipe, backend: Backend) -> None:
+        self.adapter = adapter
+        self.recipe = recipe
+        self.backend = backend
+        self._key = (adapter, Opaque(recipe))
+        self._hash = hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Setup):
+            return NotImplemented
+        return self is other or (self._hash == other._hash and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("params", "opt_state", "scale_state", "running", "rngs", "step"),
-    meta_fields=("plan",),
+    meta_fields=("setup",),
 )
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class JaxState:
@@ -43,7 +65,7 @@ class JaxState:
         running: running statistics and the model's own random streams.
         rngs: base keys of the random streams given to `init`; folded with the number of attempted steps.
         step: number of applied updates, int32 scalar.
-        plan: what does not change: how to call the model, and the recipe.
+        setup: what does not change: how to call the model, the recipe, and the backend.
     """
 
     params: Any
@@ -52,7 +74,7 @@ class JaxState:
     running: Running
     rngs: dict[str, jax.Array]
     step: Any
-    plan: Plan
+    setup: Setup
 
     lagging: ClassVar[frozenset[int] | None] = None
     """Parameters known to have missed an update (S23), by number; None where it is not known, as inside a trace. It
@@ -84,13 +106,11 @@ class JaxState:
 
     @property
     def backend(self) -> Backend:
-        from polyamp_jax.backend import BACKEND
-
-        return BACKEND
+        return self.setup.backend
 
     @property
     def recipe(self) -> Recipe:
-        return self.plan.recipe
+        return self.setup.recipe
 
     @property
     def model(self) -> Any:
@@ -98,7 +118,7 @@ class JaxState:
 
         A compiled step donates them, so use the model, or copy it, before the next step.
         """
-        return self.plan.adapter.join(self.params, self.running)
+        return self.setup.adapter.join(self.params, self.running)
 
     @property
     def attempts(self) -> Any:
@@ -150,7 +170,9 @@ def continue_streams(state: JaxState, gradients: Gradients) -> JaxState:
     return with_streams(state, gradients.running)
 
 
-def create(parts: Parts, recipe: Recipe, rngs: dict[str, jax.Array], scale_state: LossScaleState) -> JaxState:
+def create(
+    parts: Parts, recipe: Recipe, rngs: dict[str, jax.Array], scale_state: LossScaleState, backend: Backend
+) -> JaxState:
     """A fresh state; every array is copied, so that donating it never deletes the user's.
 
     Raises:
@@ -167,7 +189,7 @@ def create(parts: Parts, recipe: Recipe, rngs: dict[str, jax.Array], scale_state
         running=fresh(parts.running),
         rngs=fresh(rngs),
         step=jnp.array(0, jnp.int32),
-        plan=Plan(parts.adapter, recipe),
+        setup=Setup(parts.adapter, recipe, backend),
     )
     return _settled(state, next(iter(jax.tree.leaves(params)))).knowing(frozenset())
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp_jax.step.step import _SMALL, _three_sums, _two_sums, norm_and_finite
+from polyamp_jax.step.measure import _SMALL, _three_sums, _two_sums, norm_and_finite
 
 WAYS = pytest.mark.parametrize("way", [_two_sums, _three_sums, norm_and_finite])
 SMALL = [jnp.ones((4, 4)) for _ in range(20)]

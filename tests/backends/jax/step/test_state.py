@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +51,12 @@ def test_it_goes_through_tree_map_and_jit_whole(make: Any, recipe: Any) -> None:
         assert {k: v.tobytes() for k, v in mine.items()} == {k: v.tobytes() for k, v in theirs.items()}
     marked = jax.tree.unflatten(jax.tree.structure(state), [object()] * len(jax.tree.leaves(state)))
     assert isinstance(marked, JaxState), "unflattening must not look at the leaves"
+
+
+def test_a_copied_state_has_the_one_backend(make_kind: Any, recipe: Any) -> None:
+    state = polyamp.init(make_kind("linen").model, recipe())
+    assert copy.deepcopy(state).backend is state.backend is BACKEND
+    assert pickle.loads(pickle.dumps(BACKEND)) is BACKEND
 
 
 def test_two_states_of_one_model_have_one_structure(make_kind: Any, recipe: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import polyamp
 from polyamp.errors import GradientError, LossError, PolicyError, UnsupportedError
-from polyamp_jax.step.step import norm_and_finite
+from polyamp_jax.step.measure import norm_and_finite
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

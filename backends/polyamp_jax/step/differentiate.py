@@ -1,0 +1,184 @@
+"""The first half of the step: scaled gradients over one pass or several (S6 to S8). Called by `step`.
+
+`accumulated` (or `separate`, for several states) makes gradients of the unscaled loss; `update` does the rest. All of
+it is traceable and never waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyamp.contract.backend import Gradients, LossFunction
+from polyamp.errors import LossError, TraceError
+from polyamp.rules import refusals
+from polyamp.rules.batches import check_has_rows
+from polyamp_jax import compat
+from polyamp_jax.arrays import dtype_name, is_array, matmul_precision
+from polyamp_jax.models.parts import Keys, Running
+from polyamp_jax.precision.bound import BoundModel
+from polyamp_jax.precision.cast_mode import compute_params
+from polyamp_jax.step.dependence import gradients_made
+from polyamp_jax.step.measure import unscaled_leaf
+from polyamp_jax.step.optimizers import widened
+from polyamp_jax.step.replicas import check_axes
+from polyamp_jax.step.state import JaxState
+
+
+class Pass(NamedTuple):
+    """What one forward and backward pass over several models gives.
+
+    Attributes:
+        loss: unscaled loss, float32 scalar.
+        aux: what `loss_fn` returned beside it.
+        values: per model, gradients of the scaled loss in the dtypes of the computation; None for a parameter on which
+            the loss does not depend (S23).
+        running: per model, its running state afterwards.
+    """
+
+    loss: Any
+    aux: Any
+    values: list[Any]
+    running: list[Running]
+
+
+def separate(loss_fn: LossFunction, states: Sequence[JaxState], batch: Any) -> tuple[Any, list[Gradients]]:
+    """The first half for one or several states: what `loss_fn` returned, and unscaled gradients (S6, S7)."""
+    check_axes("value_and_grad")
+    done = _differentiated(loss_fn, states, [_compute(s) for s in states], [s.running for s in states], batch)
+    scale = _scale(states[0])
+    gradients = [
+        Gradients(_unscaled(values, scale, state.params), running)
+        for values, running, state in zip(done.values, done.running, states, strict=True)
+    ]
+    return (done.loss if done.aux is None else (done.loss, done.aux)), gradients
+
+
+def accumulated(loss_fn: LossFunction, state: JaxState, batch: Any) -> tuple[Any, Any, Gradients]:
+    """The first half for one state over its micro-batches (S8): mean loss, stacked aux, unscaled mean gradients.
+
+    In cast mode the parameters are cast once for all micro-batches; running state flows from one to the next.
+    """
+    check_axes("train_step")
+    count = state.recipe.accumulate_steps
+    if count == 1:
+        value, (gradients,) = separate(loss_fn, [state], batch)
+        return *(value if isinstance(value, tuple) else (value, None)), gradients
+    params = _compute(state)
+    idle: list[Any] = []  # what no micro-batch depends on: they are one program
+
+    def one(carry: tuple[Running, Any], part: Any) -> tuple[tuple[Running, Any], tuple[Any, Any]]:
+        running, total = carry
+        done = _differentiated(loss_fn, [state], [params], [running], part)
+        idle[:] = [jax.tree.map(lambda _, g: g is None, total, done.values[0])]
+        total = jax.tree.map(lambda t, g: t if g is None else t + g.astype(t.dtype), total, done.values[0])
+        return (done.running[0], total), (done.loss, done.aux)
+
+    start = (state.running, jax.tree.map(jnp.zeros_like, widened(state.params)))
+    (running, total), (losses, aux) = jax.lax.scan(one, start, _micro_batches(batch, count))
+    mean = jax.tree.map(lambda t, none: None if none else t / count, total, idle[0])
+    return jnp.mean(losses), aux, Gradients(_unscaled(mean, _scale(state), state.params), running)
+
+
+def scaled_loss(loss: Any, scale: Any | None, *, what: str = "loss_fn") -> tuple[jax.Array, jax.Array]:
+    """(scaled loss, loss), both float32 scalars (S6).
+
+    Raises:
+        LossError: not a floating scalar.
+    """
+    refusals.check_loss(jnp.shape(loss) if is_array(loss) else (), dtype_name(loss), what=what)
+    wide = jnp.asarray(loss, jnp.float32).reshape(())
+    return (wide if scale is None else wide * scale), wide
+
+
+def _differentiated(
+    loss_fn: LossFunction, states: Sequence[JaxState], params: Sequence[Any], running: Sequence[Running], batch: Any
+) -> Pass:
+    """One forward and backward pass.
+
+    Raises:
+        LossError: not a floating scalar, or none of the parameters has a gradient (S23).
+        TraceError: `loss_fn` changes an nnx object that it did not make.
+    """
+    check_has_rows(shape[0] for _, shape in _shapes(batch) if shape)
+    keys = [_keys(state, own.draws) for state, own in zip(states, running, strict=True)]
+    scale = _scale(states[0])
+
+    def loss_of(params: Sequence[Any]) -> tuple[Any, Any]:
+        models = tuple(
+            BoundModel(state.setup.adapter, state.recipe.policy, *parts)
+            for state, *parts in zip(states, params, running, keys, strict=True)
+        )
+        with matmul_precision(states[0].recipe.policy):
+            loss, aux = refusals.split_result(loss_fn(models[0] if len(models) == 1 else models, batch))
+        scaled, wide = scaled_loss(loss, scale)
+        return scaled, (wide, aux, [model.running for model in models])
+
+    try:
+        scaled, backward, (loss, aux, after) = jax.vjp(loss_of, list(params), has_aux=True)
+    except Exception as error:
+        _refuse_changed_nnx(error)
+        raise
+    program = jax.make_jaxpr(backward)(scaled)
+    made = gradients_made(program)
+    if not any(made):
+        raise LossError("loss_fn depends on none of the model's trainable parameters, so there is nothing to update.")
+    flat = compat.jaxpr_as_fun(program)(np.ones((), np.float32))
+    values = [gradient if depends else None for gradient, depends in zip(flat, made, strict=True)]
+    moved = [own._replace(draws=own.draws + 1) for own in after]
+    return Pass(loss, aux, jax.tree.unflatten(jax.tree.structure(list(params)), values), moved)
+
+
+def _refuse_changed_nnx(error: BaseException) -> None:
+    """Say what to do where flax found that `loss_fn` changes an nnx object of the world outside the step."""
+    cause: BaseException | None = error
+    while cause is not None and type(cause).__name__ != "TraceContextError":
+        cause = cause.__cause__
+    if cause is not None:
+        raise TraceError(
+            "loss_fn changes an nnx object that is not the model's: one that it closes over, or that is in the batch. "
+            "A step is a traced function, and the change would be lost. Random streams: polyamp.init(model, recipe, "
+            "rngs=nnx.Rngs(...)), and model(x) in loss_fn without them: the state keeps the streams and passes rngs= "
+            "by itself. Metrics: return their values as aux and update them outside. Other modules (an average of the "
+            f"weights, a teacher): call them in evaluation mode. Received from flax: {str(cause).splitlines()[0]}"
+        ) from error
+
+
+def _compute(state: JaxState) -> Any:
+    return compute_params(state.params, state.setup.adapter, state.recipe.policy)
+
+
+def _scale(state: JaxState) -> Any | None:
+    return state.scale_state.scale if state.recipe.loss_scaler.scales else None
+
+
+def _keys(state: JaxState, draws: Any) -> Keys:
+    """The random keys of one pass of one attempt: skipped steps and micro-batches all have others."""
+    return {
+        name: jax.random.fold_in(jax.random.fold_in(key, state.attempts), draws) for name, key in state.rngs.items()
+    }
+
+
+def _unscaled(values: Any, scale: Any | None, params: Any) -> Any:
+    return jax.tree.map(
+        lambda p, g: None if g is None else unscaled_leaf(g, scale, jnp.promote_types(p.dtype, jnp.float32)),
+        params,
+        values,
+    )
+
+
+def _micro_batches(batch: Any, count: int) -> Any:
+    """The batch with a leading axis of `count` micro-batches (S8)."""
+    if isinstance(batch, list):
+        refusals.check_micro_batches([_shapes(part) for part in batch], count)
+        return jax.tree.map(lambda *parts: jnp.stack(parts), *batch)
+    size = refusals.micro_batch_size(_shapes(batch), count)
+    return jax.tree.map(lambda leaf: jnp.reshape(leaf, (count, size, *jnp.shape(leaf)[1:])), batch)
+
+
+def _shapes(batch: Any) -> list[tuple[str, tuple[int, ...]]]:
+    return [(jax.tree_util.keystr(path), jnp.shape(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)]
