@@ -1,7 +1,8 @@
-"""All that depends on JAX's version: reading equations, and binding those whose parameters hold functions.
+"""All that depends on the version of JAX or of a library over it: equations read and bound, and names that are private
+or that differ (flax's modules, what optax's functions close over).
 
-Everything else in the backend uses documented names only. Supported: jax 0.7 to 0.10 (`make test-jax-oldest`, `make
-test-jax-newest`).
+Everything else in the backend uses documented names only, which a test holds it to. Supported: jax 0.7 to 0.10
+(`make test-jax-oldest`, `make test-jax-newest`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,38 @@ def is_a(value: Any, module: str, name: str) -> bool:
     """`isinstance` against a class of a library that is not imported here."""
     kind: Any = getattr(loaded(module), name, None)
     return isinstance(kind, type) and isinstance(value, kind)
+
+
+def flax_refused_a_change(error: BaseException) -> bool:
+    """Whether flax says that an nnx object of another trace was changed."""
+    return is_a(error, "flax.errors", "TraceContextError")
+
+
+def nnx_kinds() -> tuple[type, ...]:
+    """The classes of nnx's objects: modules, streams, metrics, variables. Empty where flax is not loaded."""
+    nnx = loaded("flax.nnx")  # `Pytree` from flax 0.11, `Object` before
+    return tuple(getattr(nnx, name) for name in ("Pytree", "Object", "Variable") if hasattr(nnx, name))
+
+
+def nnx_modules(model: Any) -> Any:
+    """(keys, module) of an nnx model and of every module in it, each once."""
+    nnx = loaded("flax.nnx")
+    if hasattr(nnx, "iter_modules"):
+        return nnx.iter_modules(model)
+    return model.iter_modules()  # until flax 0.11, and deprecated later
+
+
+def optax_setting(path: str) -> str | None:
+    """A path through what an optax transformation closes over, less what its wrappers add; None for what makes the
+    state and says nothing more than what makes the update."""
+    if ".tx[0]" in path or "chain.init_fns[" in path:
+        return None
+    return path.replace("with_extra_args_support.tx[1].", "").replace("chain.update_fns[", "chain[")
+
+
+def optax_hyperparameter(name: str) -> str:
+    """How the path ends, under which `optax.inject_hyperparams` keeps a hyperparameter as it was given."""
+    return f"inject_hyperparams.numeric_hps.{name}"
 
 
 def canonical(name: str) -> str:
@@ -231,6 +264,13 @@ def shard_map(function: Callable[..., Any], eqn: JaxprEqn) -> Callable[..., Any]
         check_vma=params["check_vma"],
     )
     return mapped
+
+
+def scan_options(eqn: JaxprEqn) -> dict[str, Any]:
+    """The keyword arguments with which `jax.lax.scan` made a scan equation."""
+    params = eqn.params
+    extra = {"_split_transpose": True} if params.get("_split_transpose") else {}
+    return {name: params[name] for name in ("length", "reverse", "unroll")} | extra
 
 
 def mapped_axes() -> tuple[Any, ...]:

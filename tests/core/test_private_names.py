@@ -20,6 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOOR = "compat.py"
 FRAMEWORKS = {
+    "polyamp_jax": ("jax", "jaxlib", "flax", "optax", "equinox", "haiku"),
     "polyamp_torch": ("torch", "accelerate", "lightning"),
 }
 """Backend package -> the roots of what it builds on. A backend is added here when its `compat.py` is the only door."""

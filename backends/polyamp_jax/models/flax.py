@@ -11,6 +11,7 @@ from typing import Any
 from flax import core, linen, nnx
 
 from polyamp.errors import ModelError, UnsupportedError
+from polyamp_jax import compat
 from polyamp_jax.models.call_hook import calling, set_class
 from polyamp_jax.models.parts import Keys, Opaque, Parts, Running, owners
 from polyamp_jax.models.scopes import Casts
@@ -89,7 +90,7 @@ class NnxAdapter:
     ) -> tuple[Any, Running]:
         model = self.join(params, running)
         if casts.active:
-            for segments, module in _modules(model):
+            for segments, module in compat.nnx_modules(model):
                 path = "/".join(map(str, segments))
                 casts.expect([path])
                 set_class(module, path, casts)
@@ -127,13 +128,6 @@ def _bound(name: str, model: Any, args: Any, kwargs: Any) -> bool:
     """Whether the caller gives the argument, by position too."""
     given = inspect.signature(type(model).__call__).bind_partial(model, *args, **kwargs).arguments
     return name in given or name in kwargs
-
-
-def _modules(model: Any) -> Any:
-    """(keys, module) of the model and of every module in it, each once."""
-    if hasattr(nnx, "iter_modules"):
-        return nnx.iter_modules(model)
-    return model.iter_modules()  # until flax 0.11, and deprecated later
 
 
 def _split(model: Any) -> tuple[Any, Any, Running]:

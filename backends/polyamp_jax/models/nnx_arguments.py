@@ -57,10 +57,9 @@ class Taken:
 
 def take_out(args: Any, kwargs: Any) -> tuple[Any, Any, Taken | None]:
     """The arguments with a `Place` for every nnx object, and the objects; None if there are none."""
-    nnx = _nnx()
-    if nnx is None:
+    kinds = compat.nnx_kinds()
+    if not kinds:
         return args, kwargs, None
-    kinds = tuple(getattr(nnx, name) for name in ("Pytree", "Object", "Variable") if hasattr(nnx, name))
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda node: isinstance(node, kinds))
     objects = [leaf for leaf in leaves if isinstance(leaf, kinds)]
     if not objects:

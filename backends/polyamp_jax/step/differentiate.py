@@ -136,7 +136,7 @@ def _differentiated(
 def _refuse_changed_nnx(error: BaseException) -> None:
     """Say what to do where flax found that `loss_fn` changes an nnx object of the world outside the step."""
     cause: BaseException | None = error
-    while cause is not None and type(cause).__name__ != "TraceContextError":
+    while cause is not None and not compat.flax_refused_a_change(cause):
         cause = cause.__cause__
     if cause is not None:
         raise TraceError(

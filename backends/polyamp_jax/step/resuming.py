@@ -16,6 +16,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
+from polyamp_jax import compat
 from polyamp_jax.arrays import is_key
 
 _DEEPEST: Final = 40
@@ -28,8 +29,8 @@ def described(transformation: Any) -> dict[str, Any]:
     pairs = itertools.chain.from_iterable(_values(function, "", 0, frozenset()) for function in functions)
     found: dict[str, Any] = {}
     for path, value in itertools.islice(pairs, _MOST):
-        if ".tx[0]" not in path and "chain.init_fns[" not in path:  # what makes the state says nothing more
-            short = path.replace("with_extra_args_support.tx[1].", "").replace("chain.update_fns[", "chain[")
+        short = compat.optax_setting(path)
+        if short is not None:
             found.setdefault(short, value)
     return found
 
@@ -39,7 +40,7 @@ def setting_of(transformation: Any, name: str) -> str | None:
     before, found, hyperparameter = name.rpartition("/hyperparams/")
     if not found or not f"{before}/".startswith("optimizer/"):
         return None
-    wanted = f"inject_hyperparams.numeric_hps.{hyperparameter}"
+    wanted = compat.optax_hyperparameter(hyperparameter)
     return next((f"optimizer.{path}" for path in described(transformation) if path.endswith(wanted)), None)
 
 

@@ -49,8 +49,7 @@ def _scan(run: Interpreter, eqn: compat.JaxprEqn, operands: list[Value]) -> list
     params, closed = eqn.params, eqn.params["jaxpr"]
     first, split = params["num_consts"], params["num_consts"] + params["num_carry"]
     carried = [v.aval for v in closed.jaxpr.invars[first:split]]
-    extra = {"_split_transpose": True} if params.get("_split_transpose") else {}
-    how = {name: params[name] for name in ("length", "reverse", "unroll")} | extra
+    how = compat.scan_options(eqn)
     wanted = lookahead.loop_wanted(closed.jaxpr, run.wanted, first, len(carried), run.settings.logarithms)
     read = [n for n in lookahead.read_inputs(closed.jaxpr) if n < first and operands[n].narrow]
 

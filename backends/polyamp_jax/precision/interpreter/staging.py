@@ -101,7 +101,7 @@ def staged(
             "Python number."
         ) from error
     except Exception as error:
-        if type(error).__name__ == "TraceContextError":  # flax nnx
+        if compat.flax_refused_a_change(error):
             raise TraceError(
                 "the function changes an nnx module that it closes over, and a traced function cannot. Pass the module "
                 "itself to policy.autocast(model), which puts the changes back."
