@@ -22,11 +22,14 @@ DOOR = "compat.py"
 FRAMEWORKS = {
     "polyamp_jax": ("jax", "jaxlib", "flax", "optax", "equinox", "haiku"),
     "polyamp_torch": ("torch", "accelerate", "lightning"),
+    "polyamp_tensorflow": ("tensorflow", "tf", "keras"),
 }
 """Backend package -> the roots of what it builds on. A backend is added here when its `compat.py` is the only door."""
 PUBLIC = {"_asdict", "_fields", "_field_defaults", "_make", "_replace"}
 """What `typing.NamedTuple` documents under such names."""
 OWNERS = {"self", "cls"}
+HIDDEN = {("keras", "src"), ("tensorflow", "python"), ("tf", "python")}
+"""Modules that are private under a name without an underscore."""
 FILES = [(package, path) for package in FRAMEWORKS for path in sorted((ROOT / "backends" / package).rglob("*.py"))]
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -39,7 +42,9 @@ class Use(NamedTuple):
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and name != "_" and not (name.startswith("__") and name.endswith("__"))
+    """True for `_name` and TensorFlow's `__internal__`, but not for polyamp's marks on objects of others."""
+    dunder = name.startswith("__") and name.endswith("__") and name != "__internal__"
+    return name.startswith("_") and name != "_" and not dunder and not name.startswith("_polyamp_")
 
 
 def own_names(tree: ast.AST) -> set[str]:
@@ -93,6 +98,8 @@ def _named(node: ast.AST, frameworks: tuple[str, ...], standard: set[str]) -> It
     elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").partition(".")[0] in frameworks:
         paths = (f"{node.module}.{alias.name}" for alias in node.names)
         yield from (path for path in paths if _is_private_path(path, frameworks))
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and (node.value.id, node.attr) in HIDDEN:
+        yield f"{node.value.id}.{node.attr}"
     elif isinstance(node, ast.Attribute) and is_private(node.attr):
         if not (isinstance(node.value, ast.Name) and node.value.id in standard):
             yield node.attr
@@ -106,7 +113,7 @@ def _is_private_path(path: str, frameworks: tuple[str, ...]) -> bool:
     """True for a dotted name of a framework with a private part, such as "torch._C"."""
     parts = path.split(".")
     dotted = re.fullmatch(r"\w+(\.\w+)+", path) is not None
-    return dotted and parts[0] in frameworks and any(map(is_private, parts))
+    return dotted and parts[0] in frameworks and (tuple(parts[:2]) in HIDDEN or any(map(is_private, parts)))
 
 
 def _is_own(node: ast.AST) -> bool:
@@ -166,6 +173,24 @@ def test_a_private_name_is_seen(source: str) -> None:
     assert len(private_uses(source, ("torch",))) == 1
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import keras.src.layers",
+        "from keras.src import backend",
+        "import tensorflow.python.framework.ops",
+        "from tensorflow.python import pywrap",
+        "keras.src.backend.x",
+        "tf.python.y",
+        "tf.__internal__.FuncGraph",
+        "layer._flatten_layers()",
+        "setattr(optimizer, '_filter_empty_gradients', f)",
+    ],
+)
+def test_a_private_name_of_tensorflow_is_seen(source: str) -> None:
+    assert len(private_uses(source, FRAMEWORKS["polyamp_tensorflow"])) == 1
+
+
 def test_what_is_ones_own_is_not_private() -> None:
     source = '''
 """Says what `torch._C` is."""
@@ -181,6 +206,9 @@ class A:
 
     def f(self, other):
         return self._held is other._held, self._g(), self._of_base, nn.__name__, point._replace(x=1), "_signal"
+
+    def _mark(self, layer):
+        layer._polyamp_mark = True
 
     def _g(self):
         return getattr(self, "_held"), "torch.nn", "a torch._C in a sentence"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import keras
 
 from polyamp.errors import ModelError
+from polyamp_tensorflow.compat import every_layer, is_kerass, layers_inside, lookups
 
 
 class Module(NamedTuple):
@@ -42,9 +43,9 @@ def is_layer(model: Any) -> bool:
 
 def is_built(model: Any) -> bool:
     """True unless a layer still waits for its first input to create its variables."""
-    layers = model._flatten_layers() if is_layer(model) else []
-    lookups = [layer._lookup_layer for layer in layers if isinstance(layer, keras.layers.TextVectorization)]
-    return all(layer.built or layer in lookups for layer in layers)  # Keras never marks those as built
+    layers = every_layer(model) if is_layer(model) else []
+    never_marked = lookups(layers)
+    return all(layer.built or layer in never_marked for layer in layers)
 
 
 def check_model(model: Any) -> None:
@@ -97,14 +98,13 @@ def _places(layer: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[Any
 
 
 def _children(layer: Any) -> list[Any]:
-    inner = layer._flatten_layers(include_self=False, recursive=False)
-    return [child for child in inner if not isinstance(child, keras.layers.InputLayer)]
+    return [child for child in layers_inside(layer) if not isinstance(child, keras.layers.InputLayer)]
 
 
 def only_contains(layer: Any) -> bool:
     """True for a functional or sequential model: it computes nothing itself, it only calls what it contains."""
     container = isinstance(layer, keras.Sequential | keras.Function)
-    return container and str(type(layer).call.__module__).startswith("keras.")
+    return container and is_kerass(type(layer).call)
 
 
 def _stable_name(layer: Any, siblings: Counter[str]) -> str:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import keras
 
 from polyamp_tensorflow.arrays import is_floating, raw, variable_name
+from polyamp_tensorflow.compat import own_state, own_trainable, seed_generators
 from polyamp_tensorflow.models.layers import modules
 
 
@@ -68,13 +69,13 @@ def _names(model: Any) -> tuple[dict[int, str], set[int]]:
     for module in modules(model):
         prefix = f"{module.stable_path}/" if module.stable_path else ""
         layer = module.layer
-        weights.update(id(raw(variable)) for variable in layer._trainable_variables)
+        weights.update(id(raw(variable)) for variable in own_trainable(layer))
         siblings: Counter[str] = Counter()
-        for variable in [*layer._trainable_variables, *layer._non_trainable_variables]:
+        for variable in [*own_trainable(layer), *own_state(layer)]:
             word = re.sub(r"^variable_\d+$", "variable", variable.name)  # Keras numbers unnamed ones by the process
             number, siblings[word] = siblings[word], siblings[word] + 1
             names.setdefault(id(raw(variable)), prefix + (f"{word}_{number}" if number else word))
-        for number, generator in enumerate(layer._seed_generators):
+        for number, generator in enumerate(seed_generators(layer)):
             names.setdefault(id(raw(generator.state)), f"{prefix}seed_{number}")
     return names, weights
 

@@ -7,7 +7,6 @@ forward pass did to running statistics, and the host looks for a stuck scale onc
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules import refusals
 from polyamp_tensorflow.arrays import dtype_name
+from polyamp_tensorflow.compat import build_by, build_symbolically
 from polyamp_tensorflow.models.layers import is_built
 from polyamp_tensorflow.models.variables import variables_of
 from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
@@ -29,7 +29,7 @@ from polyamp_tensorflow.step.optimizers import make_optimizer
 from polyamp_tensorflow.step.xla import needs_xla
 
 _APPLIED: Final = "_polyamp_applied_by_compile"
-_KINDS: Final = ("train", "test", "predict")
+_FUNCTIONS: Final = ("train_function", "test_function", "predict_function")
 
 
 def compile(  # noqa: A001  # Keras's word for it
@@ -148,22 +148,22 @@ def guard(model: Any, policy: Policy | None = None) -> None:
     model.train_step = train_step
     if several_workers:
         model.test_step = lambda data: _as_vectors(cls.test_step(model, data))
-        model._maybe_symbolic_build = functools.partial(_build_on_first_batch, model)
-    for kind in _KINDS:
-        setattr(model, f"make_{kind}_function", _maker(model, kind, policy))
-        setattr(model, f"{kind}_function", None)
+        build_by(model, _build_on_first_batch)
+    for name in _FUNCTIONS:
+        setattr(model, f"make_{name}", _maker(model, name, policy))
+        setattr(model, name, None)
 
 
-def _build_on_first_batch(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
-    """Keras's `_maybe_symbolic_build`, which in Keras 3.15 cannot read a batch of several workers: `strategy.reduce`
-    takes no tuple there. What it builds depends on shapes and dtypes alone, so this worker's part of the batch serves.
+def _build_on_first_batch(model: Any, iterator: Any, data_batch: Any) -> None:
+    """In the place of Keras's own way, which in Keras 3.15 cannot read a batch of several workers: `strategy.reduce`
+    takes no tuple there. What is built depends on shapes and dtypes alone, so this worker's part of the batch serves.
     """
     strategy = model.distribute_strategy
     if iterator is not None:
         *_, batches = next(iter(iterator))
         data_batch = keras.tree.map_structure(lambda part: strategy.experimental_local_results(part)[0], next(batches))
     with strategy.scope():
-        model._symbolic_build(data_batch=data_batch)
+        build_symbolically(model, data_batch)
 
 
 def _as_vectors(logs: Any) -> Any:
@@ -171,16 +171,15 @@ def _as_vectors(logs: Any) -> Any:
     return keras.tree.map_structure(lambda value: value[None] if value.shape.rank == 0 else value, logs)
 
 
-def _maker(model: Any, kind: str, policy: Policy | None) -> Callable[..., Any]:
+def _maker(model: Any, name: str, policy: Policy | None) -> Callable[..., Any]:
     """Keras's `make_train_function` and its like, with the host's part of the guard around what it makes."""
-    attribute = f"{kind}_function"
-    own = getattr(type(model), f"make_{attribute}")
+    own = getattr(type(model), f"make_{name}")
 
     def make(force: bool = False) -> Any:
-        if getattr(model, attribute) is None or force:
+        if getattr(model, name) is None or force:
             own(model, force)
-            setattr(model, attribute, _watched(model, getattr(model, attribute), kind == "train", policy))
-        return getattr(model, attribute)
+            setattr(model, name, _watched(model, getattr(model, name), name == "train_function", policy))
+        return getattr(model, name)
 
     return make
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from polyamp.errors import LossScaleError, ModelError
 from polyamp_tensorflow.arrays import raw, write
+from polyamp_tensorflow.compat import FunctionGraph
 from polyamp_tensorflow.models.layers import is_built
 from polyamp_tensorflow.models.variables import variables_of
 from polyamp_tensorflow.step import replicas
@@ -91,7 +92,7 @@ class WindowStarts:
 
 def _function(graph: Any) -> Any:
     """The graph of the function that a graph, perhaps a condition's or a loop's body, lies in."""
-    plain = tf.__internal__.FuncGraph  # that of a `tf.function`; of control flow it is a subclass
+    plain = FunctionGraph
     while isinstance(graph, plain) and type(graph) is not plain and isinstance(graph.outer_graph, plain):
         graph = graph.outer_graph
     return graph

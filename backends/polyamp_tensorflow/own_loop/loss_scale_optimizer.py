@@ -25,6 +25,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler, LossScaleState, update
 from polyamp.rules import refusals
 from polyamp_tensorflow.arrays import XP, at_least_float32, dense_wide, raw, variable_name, write
+from polyamp_tensorflow.compat import check_known, index_in, own_trainable
 from polyamp_tensorflow.own_loop.loop_memory import (
     ScaleCalls,
     WindowStarts,
@@ -170,7 +171,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         if not self.built:
             return []
         counts = self._not_finite.numpy()
-        pairs = zip(self._trainable_variables, counts, strict=True)
+        pairs = zip(own_trainable(self), counts, strict=True)
         return [variable_name(variable) for variable, count in pairs if count]
 
     def raise_if_stuck(self) -> None:
@@ -266,10 +267,10 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
                 raise GradientError("apply() without variables needs build(trainable_variables) first.")
             with keras.name_scope(self.name):
                 self.build(trainable_variables)
-        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        variables = own_trainable(self) if trainable_variables is None else list(trainable_variables)
         if len(grads) != len(variables):
             raise GradientError(f"apply() got {len(grads)} gradients for {len(variables)} variables.")
-        self._check_variables_are_known(variables)
+        check_known(self, variables)
         if self.scaler.scales:
             self._calls.consume()
         indices = [index for index, gradient in enumerate(grads) if gradient is not None]
@@ -306,7 +307,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
 
         In a window the unused ones have sums too: whether they were used before is known when it ends.
         """
-        owners = [self._get_variable_index(variable) for variable in variables]
+        owners = [index_in(self, variable) for variable in variables]
         if self.accumulate_steps > 1:
             sums = [raw(self._sums[owner]) for owner in owners]
             gradients = [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
@@ -348,7 +349,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
 
     def _add(self, owners: Sequence[int], sums: Sequence[Any], unused: Sequence[Any]) -> None:
         write([self._sums[owner] for owner in owners], sums)
-        left = {self._get_variable_index(variable) for variable in unused}
+        left = {index_in(self, variable) for variable in unused}
         now = tf.constant([int(owner not in left) for owner in range(len(self._sums))])
         raw(self._used).assign(tf.maximum(replicas.shared(raw(self._used)), now))
         raw(self._micro_step).assign_add(1)
@@ -383,7 +384,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             if not (unused and self._sums):
                 update_all_but(unused)
                 return
-            owners = [self._get_variable_index(variable) for variable in unused]
+            owners = [index_in(self, variable) for variable in unused]
             before = tf.gather(replicas.shared(raw(self._used)), owners)
             tf.cond(tf.reduce_any(before > 0), lambda: update_all_but([]), lambda: update_all_but(unused))
 
@@ -402,9 +403,9 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
 
     def _note_skip(self, variables: list[Any], gradients: Any) -> None:
         """How many elements of each gradient were not finite, for the report on a stuck scale."""
-        counts = dict.fromkeys(range(len(self._trainable_variables)), tf.constant(0))
+        counts = dict.fromkeys(range(len(own_trainable(self))), tf.constant(0))
         for variable, gradient in zip(variables, gradients, strict=True):
-            counts[self._get_variable_index(variable)] = not_finite(replicas.shared(gradient))
+            counts[index_in(self, variable)] = not_finite(replicas.shared(gradient))
         raw(self._not_finite).assign(tf.stack(list(counts.values())))
 
     # Saving.

@@ -15,12 +15,12 @@ import tensorflow as tf
 
 from polyamp.recipe.policy import Policy
 from polyamp_tensorflow.arrays import cast, dtype_name, is_floating
+from polyamp_tensorflow.compat import keep_mask
 from polyamp_tensorflow.models.layers import is_layer
 
 ASKED: Final[ContextVar[list[Any] | None]] = ContextVar("asked", default=None)
 """The layers of whose own losses `loss_fn` has asked so far; None outside of a step. See `additions`."""
 _UNROUNDED: Final = "_polyamp_unrounded"  # as Keras keeps logits on a softmax's result
-_MASK: Final = "_keras_mask"
 
 
 class BoundModel:
@@ -61,12 +61,17 @@ class BoundModel:
         return cast(arguments, self._policy.compute, float64=self._policy.casts_float64)
 
 
+def native_of(model: Any) -> Any:
+    """The model that a `BoundModel` is made of; another one as it is."""
+    return model._model if isinstance(model, BoundModel) else model
+
+
 def as_output(tree: Any, policy: Policy) -> Any:
     """A model's output in the policy's dtype (S1), taken from the unrounded tensor where `in_dtype` rounded one."""
 
     def one(leaf: Any) -> Any:
         wide = getattr(leaf, _UNROUNDED, leaf)
-        return _with_mask_of(leaf, cast(wide, policy.output, float64=policy.casts_float64))
+        return keep_mask(leaf, cast(wide, policy.output, float64=policy.casts_float64))
 
     return keras.tree.map_structure(one, tree)
 
@@ -77,17 +82,9 @@ def in_dtype(tree: Any, dtype: str) -> Any:
     def one(leaf: Any) -> Any:
         if not tf.is_tensor(leaf) or not is_floating(leaf) or dtype_name(leaf) in (dtype, "float64"):
             return leaf
-        narrow = _with_mask_of(leaf, tf.cast(leaf, dtype))
+        narrow = keep_mask(leaf, tf.cast(leaf, dtype))
         if isinstance(narrow, tf.Tensor) and narrow.dtype.size < leaf.dtype.size:
             setattr(narrow, _UNROUNDED, leaf)
         return narrow
 
     return keras.tree.map_structure(one, tree)
-
-
-def _with_mask_of(tensor: Any, result: Any) -> Any:
-    """`result` with the mask that Keras keeps on a tensor, for the layers and the loss that follow."""
-    mask = getattr(tensor, _MASK, None)
-    if mask is not None and result is not tensor:
-        setattr(result, _MASK, mask)
-    return result

@@ -11,8 +11,9 @@ from typing import Any, Final
 import keras
 import numpy as np
 
+from polyamp_tensorflow.compat import built_with, calls_of, came_from, layers_named
 from polyamp_tensorflow.models.layers import only_contains
-from polyamp_tensorflow.precision.op_list import function_name, layers_named, names
+from polyamp_tensorflow.precision.op_list import function_name, names
 
 _LOGARITHMS: Final = names("Log Log1p Log2 Log10 log log1p log2 log10")
 _SATURATING: Final = names(
@@ -39,8 +40,7 @@ _GATHERING_LAYERS: Final = layers_named("RepeatVector UpSampling1D UpSampling2D 
 def is_inner_product(target: Any) -> bool:
     """True for a product without free axes, whatever its batch axes: a sum. Of layers, `Dot` of two vectors a row."""
     if isinstance(target, keras.layers.Dot):
-        built = (getattr(target, "_build_shapes_dict", None) or {}).get("input_shape", [])
-        shapes = _input_shapes(target) or built  # in a functional model; or built by a model with its own call
+        shapes = _input_shapes(target) or built_with(target)  # functional model, or one with its own call
         return bool(shapes) and all(len(shape) == 2 for shape in shapes)
     return _product(target) == "inner"
 
@@ -62,14 +62,14 @@ def feeding_logarithms(container: Any) -> set[int]:
     saturating functions before it, themselves included."""
     found: set[int] = set()
     for operation in getattr(container, "operations", None) or getattr(container, "layers", []):
-        for node in operation._inbound_nodes:
+        for node in calls_of(operation):
             for tensor in _sensitive_inputs(operation, node):
                 _walk(tensor, found)
     return found
 
 
 def _walk(tensor: Any, found: set[int]) -> None:
-    operation, number, place = tensor._keras_history
+    operation, number, place = came_from(tensor)
     if isinstance(operation, keras.layers.InputLayer):
         return
     if only_contains(operation):
@@ -84,7 +84,7 @@ def _walk(tensor: Any, found: set[int]) -> None:
     if isinstance(operation, keras.layers.Wrapper):
         found.add(id(operation.layer))
     if not saturating:
-        for source in operation._inbound_nodes[number].input_tensors:
+        for source in calls_of(operation)[number].input_tensors:
             _walk(source, found)
 
 
@@ -101,13 +101,13 @@ def _sensitive_inputs(operation: Any, node: Any) -> list[Any]:
 
 
 def _input_shapes(operation: Any) -> list[Any]:
-    return [tuple(tensor.shape) for node in operation._inbound_nodes for tensor in node.input_tensors]
+    return [tuple(tensor.shape) for node in calls_of(operation) for tensor in node.input_tensors]
 
 
 def _product(operation: Any) -> str:
     """ "inner", "multiplication" or "" for a product of both kinds of axes, by the operation's operands wherever it is
     called."""
-    kinds = {_kind(operation, node) for node in operation._inbound_nodes}
+    kinds = {_kind(operation, node) for node in calls_of(operation)}
     return kinds.pop() if len(kinds) == 1 else ""
 
 

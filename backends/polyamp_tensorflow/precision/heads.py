@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import keras
 
+from polyamp_tensorflow.compat import calls_of, came_from
 from polyamp_tensorflow.models.layers import Module, only_contains
 from polyamp_tensorflow.precision.op_list import gives_probabilities, is_dense
 
@@ -48,13 +49,13 @@ def _ending(container: Any) -> list[Any]:
 
 
 def _back(tensor: Any) -> Iterator[Any]:
-    operation, node, place = tensor._keras_history
+    operation, node, place = came_from(tensor)
     if isinstance(operation, keras.layers.InputLayer):
         return
     if only_contains(operation):
         yield from _back(keras.tree.flatten(operation.outputs)[place])
         return
     yield operation
-    inputs = operation._inbound_nodes[node].input_tensors
+    inputs = calls_of(operation)[node].input_tensors
     if not getattr(operation, "weights", None) and len(inputs) == 1:
         yield from _back(inputs[0])

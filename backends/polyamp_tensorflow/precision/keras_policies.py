@@ -12,6 +12,7 @@ import keras
 
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
+from polyamp_tensorflow.compat import quantized_like
 
 NARROW: Final = ("float16", "bfloat16")
 STACK: Final = "_polyamp_policies"  # attribute of a layer that a policy is applied to
@@ -46,8 +47,7 @@ def own_policy(layer: Any) -> Any:
         return policy
     if policy.compute_dtype == "float16":  # Keras has no int8 with it
         return layer.dtype_policy
-    mode, _, _ = layer.dtype_policy.name.rpartition("_from_")
-    return keras.dtype_policies.get(f"{mode}_from_{policy.name}")
+    return quantized_like(layer.dtype_policy, policy)
 
 
 def is_quantized(layer: Any) -> bool:

@@ -16,13 +16,14 @@ import tensorflow as tf
 from polyamp.errors import PolicyError
 from polyamp.recipe.policy import Policy, glob_covers
 from polyamp.rules.refusals import FLOATING
+from polyamp_tensorflow.compat import EagerTensor, given_arguments, is_kerass
 from polyamp_tensorflow.models.layers import Module, modules, only_contains
 from polyamp_tensorflow.precision.dataflow import feeding_logarithms, is_gather, is_inner_product, multiplies
 from polyamp_tensorflow.precision.heads import heads_of
 from polyamp_tensorflow.precision.keras_policies import NARROW, own_policy
 from polyamp_tensorflow.precision.op_list import is_product, is_sensitive, is_sensitive_operation, may_be_binary_head
 
-_TENSORS: Final = (tf.__internal__.EagerTensor, tf.Variable)
+_TENSORS: Final = (EagerTensor, tf.Variable)
 
 
 class Choice(NamedTuple):
@@ -149,7 +150,7 @@ def _is_given(layer: Any, policy: Policy) -> bool:
     `clone_model` have been given every argument, `trainable` among them, so theirs says nothing. A 16-bit dtype yields
     to a policy that brings no loss scaling for it, or that asks for full precision.
     """
-    arguments = getattr(getattr(layer, "_auto_config", None), "config", None)
+    arguments = given_arguments(layer)
     if arguments is None or arguments.get("dtype") is None or "trainable" in arguments:
         return False
     dtype = own_policy(layer).compute_dtype
@@ -164,7 +165,7 @@ def _holds_constants(layer: Any) -> bool:
         return True
     if isinstance(layer, keras.layers.Lambda):
         own = [cell.cell_contents for cell in getattr(layer.function, "__closure__", None) or ()]
-    elif type(layer).__module__.startswith("keras."):
+    elif is_kerass(type(layer)):
         return False
     else:
         own = [value for name, value in vars(layer).items() if name not in _attributes_of_layers()]

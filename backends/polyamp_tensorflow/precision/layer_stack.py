@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 import keras
 
 from polyamp.recipe.policy import Policy
+from polyamp_tensorflow.compat import SCORES, WEIGHTED, held_policy, hold_policy
 from polyamp_tensorflow.models.layers import is_layer, modules, only_contains
 from polyamp_tensorflow.precision.dataflow import is_gather
 from polyamp_tensorflow.precision.keras_policies import NARROW, STACK, is_quantized, keras_policy, own_policy
@@ -35,7 +36,7 @@ from polyamp_tensorflow.precision.stand_ins import (
 )
 
 _CACHED_FUNCTIONS: Final = ("train_function", "test_function", "predict_function")
-_REPLACED: Final = ("call", "add_loss", "_apply_scores", "_calculate_scores")
+_REPLACED: Final = ("call", "add_loss", WEIGHTED, SCORES)
 _REGULARIZER: Final = "activity_regularizer"
 _LOCK: Final = threading.RLock()
 
@@ -75,7 +76,7 @@ class Application:
         """Put it on; if that is interrupted, `restore` takes off what is on."""
         with _LOCK:
             for target, setting in self._settings:
-                own = _Setting(getattr(target, "_dtype_policy", None), _own(target))
+                own = _Setting(held_policy(target) if is_layer(target) else None, _own(target))
                 vars(target).setdefault(STACK, [own]).append(setting)
                 _show(target, setting)
                 _regularize(target, in_float32)
@@ -100,9 +101,9 @@ class Application:
         """A layer that is built under a policy hands what it has to the sublayers it creates: give them its own."""
         given = {id(setting.policy): target for target, setting in self._settings if setting.policy is not None}
         for module in modules(self._model):
-            source = given.get(id(module.layer._dtype_policy))
+            source = given.get(id(held_policy(module.layer)))
             if source is not None and source is not module.layer:
-                module.layer._dtype_policy = source._dtype_policy
+                hold_policy(module.layer, held_policy(source))
             if STACK not in vars(module.layer):
                 _regularize(module.layer, without_float32)
 
@@ -132,9 +133,9 @@ class Application:
             methods["call"] = rounding(call, policy.compute)
         if isinstance(target, keras.layers.Attention) and dtype in NARROW and has_islands(policy):
             own_scores = functools.partial(apply_scores, target)
-            methods["_apply_scores"] = signature_of(_method(target, "_apply_scores"), own_scores)
+            methods[WEIGHTED] = signature_of(_method(target, WEIGHTED), own_scores)
             if isinstance(target, keras.layers.AdditiveAttention) or target.score_mode == "concat":
-                methods["_calculate_scores"] = casting_inputs(_method(target, "_calculate_scores"), "float32")
+                methods[SCORES] = casting_inputs(_method(target, SCORES), "float32")
         return _Setting(own, methods)
 
 
@@ -165,7 +166,7 @@ def _show(target: Any, setting: _Setting) -> None:
     """Make a setting the one in force. Past Keras's setters: they edit a DTypePolicyMap in place, and track values."""
     if is_layer(target):
         policy = setting.policy if setting.policy is not None else vars(target)[STACK][0].policy
-        target._dtype_policy = own_policy(target) if is_quantized(target) else policy
+        hold_policy(target, own_policy(target) if is_quantized(target) else policy)
     for name in _REPLACED:
         vars(target).pop(name, None)
     vars(target).update({**vars(target)[STACK][0].methods, **setting.methods})

@@ -10,15 +10,12 @@ from typing import Any, Final
 
 import keras
 
+from polyamp_tensorflow.compat import is_linear_algebra, layers_inside, layers_named, prepares_data
+
 
 def names(text: str) -> frozenset[str]:
     """The words of a text."""
     return frozenset(text.split())
-
-
-def layers_named(text: str) -> tuple[Any, ...]:
-    """The Keras layers of these names; those newer than the installed Keras are left out."""
-    return tuple(getattr(keras.layers, name) for name in text.split() if hasattr(keras.layers, name))
 
 
 SENSITIVE_LAYERS: Final = layers_named(
@@ -48,16 +45,15 @@ DENSE_LAYERS: Final = layers_named(
 )
 _PROBABILITIES: Final = names("softmax log_softmax sparsemax sigmoid log_sigmoid")
 _PROBABILITY_OPERATIONS: Final = names("Softmax LogSoftmax Sparsemax Sigmoid LogSigmoid")
-_PREPARING: Final = ("keras.src.layers.preprocessing.", "keras.layers.preprocessing.")
 
 
 def is_sensitive(layer: Any) -> bool:
     """True for normalisations, softmax, means, the preparation of data, and layers with a sensitive activation."""
-    if isinstance(layer, SENSITIVE_LAYERS) or type(layer).__module__.startswith(_PREPARING):
+    if isinstance(layer, SENSITIVE_LAYERS) or prepares_data(layer):
         return True
     if isinstance(layer, keras.layers.Lambda):
         return _name(layer.function) in SENSITIVE_FUNCTIONS
-    if layer._flatten_layers(include_self=False):
+    if layers_inside(layer):
         return False  # its activation is one of its layers' or one step among others
     return _name(getattr(layer, "activation", None)) in SENSITIVE_FUNCTIONS
 
@@ -70,7 +66,7 @@ def may_be_binary_head(layer: Any) -> bool:
 
 def is_sensitive_operation(operation: Any) -> bool:
     """True for what S4 lists, linear algebra included."""
-    return type(operation).__name__ in SENSITIVE_OPERATIONS or type(operation).__module__.endswith("ops.linalg")
+    return type(operation).__name__ in SENSITIVE_OPERATIONS or is_linear_algebra(operation)
 
 
 def is_product(operation: Any) -> bool:
@@ -96,7 +92,7 @@ def function_name(target: Any) -> str:
         return function_name(target.layer)
     if isinstance(target, keras.layers.Lambda):
         return _name(target.function)
-    return "" if target._flatten_layers(include_self=False) else _name(getattr(target, "activation", None))
+    return "" if layers_inside(target) else _name(getattr(target, "activation", None))
 
 
 def is_dense(layer: Any) -> bool:

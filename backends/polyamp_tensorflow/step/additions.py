@@ -14,8 +14,9 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp_tensorflow.arrays import at_least_float32, raw
+from polyamp_tensorflow.compat import every_layer, forget_losses, losses_instead, own_losses, own_trainable
 from polyamp_tensorflow.models.layers import is_layer, modules
-from polyamp_tensorflow.precision.bound import ASKED, BoundModel
+from polyamp_tensorflow.precision.bound import ASKED, native_of
 
 
 def regularization(model: Any) -> Any:
@@ -24,8 +25,7 @@ def regularization(model: Any) -> Any:
     Args:
         model: a `BoundModel`, a Keras model or layer, or another model, which adds nothing.
     """
-    if isinstance(model, BoundModel):
-        model = model._model
+    model = native_of(model)
     asked = ASKED.get()
     if asked is not None:
         asked.append(model)
@@ -38,9 +38,10 @@ def regularization(model: Any) -> Any:
 
 def _terms(model: Any) -> list[Any]:
     """Losses of the last call, then of the weights: a regularizer of 16-bit weights sums in float32 (S4)."""
-    if model._losses_override:
-        return list(model._losses_override)
-    collected = [loss for layer in model._flatten_layers() for loss in layer._get_own_losses()]
+    instead = losses_instead(model)
+    if instead:
+        return instead
+    collected = [loss for layer in every_layer(model) for loss in own_losses(layer)]
     weights = [variable for variable in model.trainable_weights if variable.regularizer is not None]
     return collected + [v.regularizer(tf.cast(raw(v), at_least_float32(raw(v).dtype))) for v in weights]
 
@@ -50,7 +51,7 @@ def awaited(states: Sequence[Any]) -> Iterator[None]:
     """Around one call of `loss_fn`: warns, once for each state, if it leaves out what a model adds."""
     for state in states:
         if is_layer(state.model):
-            state.model._clear_losses()  # of an earlier call; what stands there afterwards is of this one
+            forget_losses(state.model)  # of an earlier call; what stands there afterwards is of this one
     token = ASKED.set([])
     try:
         yield
@@ -79,5 +80,5 @@ def _warn(state: Any, asked: list[Any]) -> None:
 
 
 def _adds(layer: Any) -> bool:
-    own = layer._trainable_variables if layer.trainable else ()
-    return bool(layer._get_own_losses()) or any(v.trainable and v.regularizer is not None for v in own)
+    own = own_trainable(layer) if layer.trainable else ()
+    return bool(own_losses(layer)) or any(v.trainable and v.regularizer is not None for v in own)

@@ -16,6 +16,7 @@ from polyamp.errors import LossScaleError, RecipeError, UnsupportedError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.scaler import LossScaler
 from polyamp_tensorflow.arrays import raw, variable_name
+from polyamp_tensorflow.compat import own_trainable
 
 _KNOBS: Final = {
     "clipnorm": "Recipe(clip_norm=...), the norm over all gradients",
@@ -107,7 +108,7 @@ def check_built_for(optimizer: Any, variables: Sequence[Any]) -> None:
     """
     wanted = {id(raw(variable)) for variable in variables}
     parts = members(optimizer)[1:] or [optimizer]
-    known = [{id(raw(variable)) for variable in part._trainable_variables} for part in parts]
+    known = [{id(raw(variable)) for variable in own_trainable(part)} for part in parts]
     strange = [part for part, own in zip(parts, known, strict=True) if not own <= wanted]
     if optimizer.built and set().union(*known) != wanted:
         strange.append(optimizer)

@@ -18,6 +18,7 @@ from polyamp.errors import RecipeError
 from polyamp.recipe.optimizers import SPECS, OptimizerSpec, is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp_tensorflow.arrays import XP, at_least_float32, dense, raw
+from polyamp_tensorflow.compat import index_in, own_trainable
 from polyamp_tensorflow.step.kernels import Update, kernel
 from polyamp_tensorflow.step.optimizer_checks import check_built_for, check_recipe_optimizer
 from polyamp_tensorflow.step.replicas import check_replicated
@@ -93,7 +94,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         grads = list(grads)
         if not grads:
             return
-        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        variables = list(own_trainable(self) if trainable_variables is None else trainable_variables)
         self._counts = self._update_counts()
         rate, counts = (tf.cast(raw(value), tf.float32) for value in (self.learning_rate, self._counts))
         self._kernel = kernel(self.spec, rate, counts)
@@ -101,7 +102,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
             super().apply(grads, variables)
         finally:
             self._kernel = self._counts = None
-        used = {self._get_variable_index(v) for g, v in zip(grads, variables, strict=True) if g is not None}
+        used = {index_in(self, v) for g, v in zip(grads, variables, strict=True) if g is not None}
         if len(used) < len(self._slots):
             self.missed_updates.assign_add([int(index not in used) for index in range(len(self._slots))])
 
@@ -111,7 +112,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """One update of one parameter, computed in the slots' dtype; only the result is rounded to the parameter's."""
-        index = self._get_variable_index(variable)
+        index = index_in(self, variable)
         slots = self._slots[index]
         work = at_least_float32(variable.dtype)
         if self._kernel is not None and tf.as_dtype(variable.dtype) == work == tf.float32:

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from polyamp.errors import LossScaleError, UnsupportedError
 from polyamp_tensorflow.arrays import raw
+from polyamp_tensorflow.compat import REDUCE, check_methods, replicas_cannot_merge
 from polyamp_tensorflow.interrupts import ending
 from polyamp_tensorflow.step.optimizer_checks import members
 
@@ -30,7 +31,6 @@ _KNOWN: Final = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.OneDeviceStrategy,
 )
-_REDUCTION: Final = "_all_reduce_sum_gradients"
 
 
 def check_strategy(strategy: Any) -> None:
@@ -98,7 +98,7 @@ def together(body: Callable[..., None], *values: Any) -> None:
     There each value is that of every replica: `run` hands them out, `assign` of a variable too, and `shared` reads one
     that all replicas agree on. `body` may put writes under a condition.
     """
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+    if replicas_cannot_merge():
         body(lambda function, *args: function(*args), *values)
         return
 
@@ -121,17 +121,14 @@ def reduced_already(optimizer: Any) -> Iterator[None]:
         UnsupportedError: this version of Keras reduces gradients somewhere else.
     """
     parts = members(optimizer)
-    if not all(hasattr(part, _REDUCTION) for part in parts):
-        raise UnsupportedError(
-            f"{type(optimizer).__qualname__} has no {_REDUCTION}, so polyamp cannot keep it from adding up gradients "
-            "over the replicas twice. Use Keras 3.9 to 3.15, or train on one replica."
-        )
+    purpose = "from adding up gradients over the replicas twice"
+    check_methods(optimizer, parts, [REDUCE], purpose=purpose, instead="train on one replica")
 
     def put_back() -> None:
         for part in parts:
-            vars(part).pop(_REDUCTION, None)
+            vars(part).pop(REDUCE, None)
 
     with ending(put_back):
         for part in parts:
-            object.__setattr__(part, _REDUCTION, lambda pairs: pairs)
+            object.__setattr__(part, REDUCE, lambda pairs: pairs)
         yield

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from polyamp_tensorflow.arrays import raw
+from polyamp_tensorflow.compat import rate_variable
 from polyamp_tensorflow.step.optimizers import SpecOptimizer
 
 
@@ -26,7 +27,7 @@ def setting_of(optimizer: Any, name: str) -> str | None:
     """The setting whose present value an exported array holds: a learning rate that is a variable."""
     if isinstance(optimizer, SpecOptimizer):
         return "optimizer.learning_rate" if name == "optimizer/learning_rate" else None
-    rate = getattr(optimizer, "_learning_rate", None)
+    rate = rate_variable(optimizer)
     for number, variable in enumerate(optimizer.variables):
         if variable is rate and name == f"optimizer/{number:04d}":
             return "optimizer.learning_rate"

@@ -14,14 +14,12 @@ from typing import Any, Final
 
 import keras
 
-from polyamp.errors import UnsupportedError
 from polyamp_tensorflow.arrays import raw
+from polyamp_tensorflow.compat import MOVE_AVERAGES, TAKE_AVERAGES, WITHOUT_EMPTY, check_methods, moving_averages
 from polyamp_tensorflow.interrupts import ending
 from polyamp_tensorflow.step.optimizer_checks import members
 
-_FILTER: Final = "_filter_empty_gradients"
-_AVERAGE: Final = "_update_model_variables_moving_average"
-_OVERWRITE: Final = "_overwrite_model_variables_with_average_value"
+_METHODS: Final = (WITHOUT_EMPTY, MOVE_AVERAGES, TAKE_AVERAGES)
 
 
 @contextlib.contextmanager
@@ -41,15 +39,12 @@ def leaving_alone(optimizer: Any, unused: Sequence[Any], *, warn: bool = False) 
         return
     ids = {id(raw(variable)) for variable in unused}
     parts = members(optimizer)
-    if not all(hasattr(part, name) for part in parts for name in (_FILTER, _AVERAGE, _OVERWRITE)):
-        raise UnsupportedError(
-            f"{type(optimizer).__qualname__} has no {_FILTER}, {_AVERAGE} or {_OVERWRITE}, so polyamp cannot keep it "
-            "from parameters that the loss does not depend on. Use Keras 3.9 to 3.15, or freeze them."
-        )
+    purpose = "from parameters that the loss does not depend on"
+    check_methods(optimizer, parts, _METHODS, purpose=purpose, instead="freeze them")
 
     def put_back() -> None:
         for part in parts:
-            for name in (_FILTER, _AVERAGE, _OVERWRITE):
+            for name in _METHODS:
                 vars(part).pop(name, None)
 
     with ending(put_back):
@@ -60,7 +55,7 @@ def leaving_alone(optimizer: Any, unused: Sequence[Any], *, warn: bool = False) 
 
 
 def _methods(part: Any, unused: set[int], warn: bool) -> dict[str, Callable[..., Any]]:
-    own_filter = getattr(type(part), _FILTER).__get__(part)
+    own_filter = getattr(type(part), WITHOUT_EMPTY).__get__(part)
 
     def present(gradients: Any, variables: Any) -> Any:
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
@@ -69,9 +64,8 @@ def _methods(part: Any, unused: set[int], warn: bool) -> dict[str, Callable[...,
         return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
 
     def averages() -> Iterator[tuple[Any, Any, bool]]:
-        for variable, average in zip(part._trainable_variables, part._model_variables_moving_average, strict=True):
-            if average is not None:
-                yield variable, average, id(raw(variable)) in unused
+        for variable, average in moving_averages(part):
+            yield variable, average, id(raw(variable)) in unused
 
     def move(_: Any) -> None:
         """Keras's formula; the average of what is not used starts at the parameter, as that of all does, and stays."""
@@ -91,4 +85,4 @@ def _methods(part: Any, unused: set[int], warn: bool) -> dict[str, Callable[...,
             if not left:
                 variable.assign(average)
 
-    return {_FILTER: present, _AVERAGE: move, _OVERWRITE: overwrite}
+    return {WITHOUT_EMPTY: present, MOVE_AVERAGES: move, TAKE_AVERAGES: overwrite}

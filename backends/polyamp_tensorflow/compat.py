@@ -1,0 +1,224 @@
+"""The only door to private names of TensorFlow and Keras, and to what differs between their versions (TensorFlow from
+2.19 and Keras from 3.9 are supported).
+
+Every other module of this package imports from here, under a name that says what it is good for;
+`tests/core/test_private_names.py` walks the syntax trees. What is here has no public form; beside each name stands what
+is relied on, so that one who meets a newer Keras knows what to look for.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import keras
+import tensorflow as tf
+
+from polyamp.errors import UnsupportedError
+
+_SUPPORTED: Final = "Use Keras 3.9 to 3.15"
+_PREPARING: Final = ("keras.src.layers.preprocessing.", "keras.layers.preprocessing.")
+_MASK: Final = "_keras_mask"
+
+# TensorFlow.
+
+EagerTensor: Final[Any] = tf.__internal__.EagerTensor
+"""The class of tensors that have a value; `tf.Tensor` is also that of a graph's."""
+FunctionGraph: Final[Any] = tf.__internal__.FuncGraph
+"""The graph of a `tf.function`. That of a condition's branch or a loop's body is a subclass, and `outer_graph` is the
+one around it."""
+
+
+def replicas_cannot_merge() -> bool:
+    """True where replicas run without ever meeting, as on one device: `merge_call` is refused there, or useless."""
+    return bool(tf.__internal__.distribute.strategy_supports_no_merge_call())
+
+
+# A layer and what it holds.
+
+own_trainable: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_trainable_variables")
+"""The weights that a layer created itself, whether they are frozen or not. Of an optimizer: the variables that it was
+built for, in the order of its slots."""
+own_state: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_non_trainable_variables")
+"""The variables of a layer that were never to be trained, such as a moving mean."""
+seed_generators: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_seed_generators")
+"""The generators whose `state` a layer draws its random numbers from."""
+
+
+def layers_inside(layer: Any) -> list[Any]:
+    """The layers that a layer holds in its attributes, lists and dicts, without those inside of them."""
+    return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
+def every_layer(layer: Any) -> list[Any]:
+    """A layer and all the layers inside, an input's stand-in (`InputLayer`) among them."""
+    return list(layer._flatten_layers())
+
+
+def lookups(layers: Sequence[Any]) -> list[Any]:
+    """The layers inside each TextVectorization that look words up: Keras never marks them as built."""
+    return [layer._lookup_layer for layer in layers if isinstance(layer, keras.layers.TextVectorization)]
+
+
+def layers_named(text: str) -> tuple[Any, ...]:
+    """The Keras layers of these names; those newer than the installed Keras are left out."""
+    return tuple(getattr(keras.layers, name) for name in text.split() if hasattr(keras.layers, name))
+
+
+def given_arguments(layer: Any) -> Any:
+    """What a layer's constructor was called with, by name, as Keras keeps it for `get_config`; None if it could not."""
+    return getattr(getattr(layer, "_auto_config", None), "config", None)
+
+
+def built_with(layer: Any) -> Any:
+    """The shapes that a layer's `build` was called with, in a list; empty if it was not."""
+    return (getattr(layer, "_build_shapes_dict", None) or {}).get("input_shape", [])
+
+
+def is_kerass(function: Any) -> bool:
+    """True for a function or class of Keras's own code, by its module's name."""
+    return str(function.__module__).startswith("keras.")
+
+
+def prepares_data(layer: Any) -> bool:
+    """True for Keras's preprocessing layers, by the folder that their class stands in."""
+    return str(type(layer).__module__).startswith(_PREPARING)
+
+
+# A layer's dtype policy, without Keras's setter: that edits a DTypePolicyMap in place, and tracks what it is given.
+
+held_policy: Final[Callable[[Any], Any]] = operator.attrgetter("_dtype_policy")
+"""The policy or the map of policies that a layer holds; `layer.dtype_policy` looks its own up in a map."""
+
+
+def hold_policy(layer: Any, policy: Any) -> None:
+    """Have a layer hold a policy. Keras reads it at each call."""
+    layer._dtype_policy = policy
+
+
+def quantized_like(quantized: Any, policy: Any) -> Any:
+    """The policy that quantizes in the same way as another, over `policy`: Keras names it "int8_from_<policy>"."""
+    mode, _, _ = quantized.name.rpartition("_from_")
+    return keras.dtype_policies.get(f"{mode}_from_{policy.name}")
+
+
+# The graph of a functional model.
+
+came_from: Final[Callable[[Any], Any]] = operator.attrgetter("_keras_history")
+"""Of a symbolic tensor: the operation that gave it, which of its calls, and which of that call's results."""
+calls_of: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_inbound_nodes")
+"""The calls of an operation or layer on symbolic tensors, each with `input_tensors` and `arguments`."""
+
+
+def is_linear_algebra(operation: Any) -> bool:
+    """True for an operation of `keras.ops.linalg`, by the module that its class stands in."""
+    return str(type(operation).__module__).endswith("ops.linalg")
+
+
+def keep_mask(tensor: Any, result: Any) -> Any:
+    """`result` with the mask that Keras keeps on a tensor, for the layers and the loss that follow."""
+    mask = getattr(tensor, _MASK, None)
+    if mask is not None and result is not tensor:
+        setattr(result, _MASK, mask)
+    return result
+
+
+# Methods of attention layers that a policy stands in for (see `precision.stand_ins`).
+
+SCORES: Final = "_calculate_scores"
+"""`(query, key)` -> scores. `Attention(score_mode="concat")` and AdditiveAttention sum up in it."""
+WEIGHTED: Final = "_apply_scores"
+"""`(scores, value, scores_mask, training)` -> the softmax of the scores, dropped out, and its product with value."""
+
+
+# Losses that a model adds by itself.
+
+
+def own_losses(layer: Any) -> list[Any]:
+    """What `add_loss` and the activity regularizer gave at a layer's last call."""
+    return list(layer._get_own_losses())
+
+
+def losses_instead(model: Any) -> list[Any]:
+    """What a model reports as its losses in the place of those of its layers; empty as a rule."""
+    return list(model._losses_override)
+
+
+def forget_losses(model: Any) -> None:
+    """Drop what `own_losses` of a model's layers would give."""
+    model._clear_losses()
+
+
+# Optimizers.
+
+
+def index_in(optimizer: Any, variable: Any) -> int:
+    """Which of the variables that an optimizer was built for this is."""
+    return int(optimizer._get_variable_index(variable))
+
+
+def check_known(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Keras's own refusal of variables that an optimizer was not built for."""
+    optimizer._check_variables_are_known(variables)
+
+
+def moving_averages(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """(variable, moving average of it) of an optimizer with `use_ema`."""
+    for variable, average in zip(own_trainable(optimizer), optimizer._model_variables_moving_average, strict=True):
+        if average is not None:
+            yield variable, average
+
+
+def rate_variable(optimizer: Any) -> Any:
+    """The variable that holds an optimizer's learning rate, or its schedule."""
+    return getattr(optimizer, "_learning_rate", None)
+
+
+REDUCE: Final = "_all_reduce_sum_gradients"
+"""`(pairs of gradient and variable)` -> the same, summed over the replicas; `apply` calls it on several replicas."""
+WITHOUT_EMPTY: Final = "_filter_empty_gradients"
+"""`(gradients, variables)` -> both without the places of a None; `apply` calls it first."""
+MOVE_AVERAGES: Final = "_update_model_variables_moving_average"
+"""`(variables)`: one move of the averages, at the end of `apply`."""
+TAKE_AVERAGES: Final = "_overwrite_model_variables_with_average_value"
+"""`(variables)`: the averages into the variables, in `apply` and when `fit` ends."""
+
+
+def check_methods(optimizer: Any, parts: Sequence[Any], names: Sequence[str], *, purpose: str, instead: str) -> None:
+    """Refuse an optimizer without the private methods that are to be stood in for.
+
+    Args:
+        optimizer: the user's.
+        parts: it and its members.
+        names: of the methods.
+        purpose: what polyamp cannot do without them.
+        instead: what else the user can do.
+
+    Raises:
+        UnsupportedError: this version of Keras does the same somewhere else.
+    """
+    if not all(hasattr(part, name) for part in parts for name in names):
+        listed = f"{', '.join(names[:-1])} or {names[-1]}" if names[1:] else names[0]
+        raise UnsupportedError(
+            f"{type(optimizer).__qualname__} has no {listed}, so polyamp cannot keep it {purpose}. {_SUPPORTED}, or "
+            f"{instead}."
+        )
+
+
+# `fit`.
+
+
+def build_by(model: Any, build: Callable[..., None]) -> None:
+    """Have `fit` call `build(model, iterator=None, data_batch=None)` before its first batch, in the place of Keras's
+    own `_maybe_symbolic_build`, which builds the model, its metrics and its losses if they are not."""
+
+    def instead(iterator: Any = None, data_batch: Any = None) -> None:
+        build(model, iterator, data_batch)
+
+    model._maybe_symbolic_build = instead
+
+
+def build_symbolically(model: Any, data_batch: Any) -> None:
+    """Build a model, its metrics and its losses by shapes and dtypes of a batch; nothing is computed."""
+    model._symbolic_build(data_batch=data_batch)
