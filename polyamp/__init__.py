@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyamp import schedules
 from polyamp._version import __version__
-from polyamp.contract.backend import Backend, BackendInfo, Gradients, State, StepResult
+from polyamp.contract.backend import Backend, BackendInfo, State
 from polyamp.contract.registry import BackendStatus, backends, explain
 from polyamp.contract.report import CastingReport
 from polyamp.errors import (
@@ -31,7 +31,9 @@ from polyamp.errors import (
 from polyamp.recipe.optimizers import adagrad, adam, adamw, lion, rmsprop, sgd
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaler, LossScaleState
+from polyamp.recipe.scaler import LossScaler
+from polyamp.results import Gradients, StepResult
+from polyamp.rules.scale import LossScaleState
 from polyamp.train.step import apply_gradients, init, train_step, value_and_grad
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Trees of nested mappings, sequences and dataclasses: mapping, paths, micro-batches. For backends whose framework has
+"""Trees of nested mappings, sequences and dataclasses: mapping and paths. For backends whose framework has
 no trees; JAX and Keras bring their own, which their backends use.
 
 A leaf is whatever is not one of these containers. Subclasses keep their type: `defaultdict`, `UserDict`, named tuples.
@@ -10,8 +10,6 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
-
-from polyamp.rules.refusals import check_micro_batches, micro_batch_size
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -65,27 +63,3 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{path}[{index}]")
     else:
         yield path, tree
-
-
-def micro_batches(batch: Any, count: int) -> list[Any]:
-    """A batch as a list of `count` equal micro-batches, from a batch to split along axis 0 or from such a list (S8).
-
-    Raises:
-        BatchError: it cannot be split equally.
-    """
-    if count == 1:
-        return [batch]
-    if isinstance(batch, list):
-        check_micro_batches([_shapes(part) for part in batch], count)
-        return batch
-    size = micro_batch_size(_shapes(batch), count)
-    return [map_tree(_rows(i * size, (i + 1) * size), batch) for i in range(count)]
-
-
-def _rows(start: int, stop: int) -> Callable[[Any], Any]:
-    return lambda leaf: leaf[start:stop] if hasattr(leaf, "shape") else leaf
-
-
-def _shapes(batch: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """Paths and shapes of the arrays; numbers, strings and None go into every micro-batch as they are."""
-    return [(path, tuple(leaf.shape)) for path, leaf in leaves(batch) if hasattr(leaf, "shape")]

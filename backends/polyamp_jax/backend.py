@@ -11,24 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.arrays import ArrayNamespace
-from polyamp.contract.backend import (
-    Backend,
-    BackendInfo,
-    Gradients,
-    LossFunction,
-    LossFunctions,
-    Skip,
-    StepFunction,
-    StepResult,
-    ValueAndGrad,
-)
+from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
 from polyamp.contract.report import CastingReport
 from polyamp.errors import GradientError
-from polyamp.recipe.policy import Mode, Policy
+from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
+from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import refusals
+from polyamp.rules.decide import Skip
 from polyamp_jax.arrays import XP, cast, dtype_name, named_leaves, to_numpy
 from polyamp_jax.losses import JaxLosses
 from polyamp_jax.models.adapt import adapt
@@ -47,7 +39,6 @@ class JaxBackend:
     """`Backend` over JAX."""
 
     name = "jax"
-    default_mode: Mode = "autocast"
 
     def __reduce__(self) -> str:
         return "BACKEND"  # the one object, also where a state that holds it is copied or pickled

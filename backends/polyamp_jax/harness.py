@@ -13,11 +13,11 @@ from flax import linen
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from polyamp.contract.backend import LossFunction, StepResult
 from polyamp.contract.harness import Layer, Observe
 from polyamp.errors import UnsupportedError
 from polyamp.parity import digits
 from polyamp.recipe.recipe import Recipe
+from polyamp.results import LossFunction, StepResult
 from polyamp_jax.arrays import to_numpy
 from polyamp_jax.precision.op_list import register_rule
 

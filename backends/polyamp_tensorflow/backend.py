@@ -8,22 +8,14 @@ from typing import Any, Final
 import tensorflow as tf
 
 from polyamp.arrays import ArrayNamespace
-from polyamp.contract.backend import (
-    Backend,
-    BackendInfo,
-    Gradients,
-    LossFunction,
-    LossFunctions,
-    Skip,
-    StepFunction,
-    StepResult,
-    ValueAndGrad,
-)
+from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
 from polyamp.errors import RecipeError
-from polyamp.recipe.policy import Mode, Policy
+from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
+from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
+from polyamp.rules.decide import Skip
 from polyamp.rules.refusals import check_options
 from polyamp_tensorflow import arrays as conversions
 from polyamp_tensorflow.arrays import Array
@@ -48,7 +40,6 @@ class TensorFlowBackend:
     """`Backend` over TensorFlow and Keras."""
 
     name = "tensorflow"
-    default_mode: Mode = "autocast"
 
     @property
     def xp(self) -> ArrayNamespace:

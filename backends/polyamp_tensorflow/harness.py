@@ -11,11 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 import polyamp
-from polyamp.contract.backend import LossFunction, StepResult
 from polyamp.contract.harness import Layer, Observe
 from polyamp.errors import UnsupportedError
 from polyamp.parity import digits
 from polyamp.recipe.recipe import Recipe
+from polyamp.results import LossFunction, StepResult
 from polyamp_tensorflow.arrays import Array, dtype_name, to_numpy
 
 

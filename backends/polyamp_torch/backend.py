@@ -10,23 +10,15 @@ import torch
 from torch import nn
 
 from polyamp.arrays import ArrayNamespace
-from polyamp.contract.backend import (
-    Backend,
-    BackendInfo,
-    Gradients,
-    LossFunction,
-    LossFunctions,
-    Skip,
-    StepFunction,
-    StepResult,
-    ValueAndGrad,
-)
+from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
 from polyamp.errors import GradientError, LossError, UnsupportedError
-from polyamp.recipe.policy import Mode, Policy
+from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
+from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import refusals
+from polyamp.rules.decide import Skip
 from polyamp.trees import leaves, map_tree
 from polyamp_torch.arrays import XP, cast_tree, dtype_name, to_numpy
 from polyamp_torch.compat import foreach_mul
@@ -43,7 +35,6 @@ class TorchBackend:
     """`Backend` over PyTorch."""
 
     name = "torch"
-    default_mode: Mode = "autocast"
 
     @property
     def xp(self) -> ArrayNamespace:

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from polyamp.contract.backend import LossFunction, StepResult
 from polyamp.contract.harness import Layer, Observe
 from polyamp.errors import UnsupportedError
 from polyamp.parity import digits
 from polyamp.recipe.recipe import Recipe
+from polyamp.results import LossFunction, StepResult
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
 
 Array = np.ndarray[Any, Any]

@@ -25,7 +25,7 @@ import polyamp
 from benchmarks.common import paired, results
 from benchmarks.common.results import Entry, Side
 from benchmarks.jax import measure as jax_measure
-from polyamp.contract.backend import Gradients
+from polyamp.results import Gradients
 from polyamp_jax.step import differentiate
 from polyamp_jax.step.update import applied
 

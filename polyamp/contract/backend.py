@@ -9,58 +9,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from polyamp.arrays import ArrayNamespace
 from polyamp.contract.report import CastingReport
-from polyamp.recipe.policy import Mode, Policy
+from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaler, LossScaleState
+from polyamp.recipe.scaler import LossScaler
+from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
+from polyamp.rules.decide import Skip
+from polyamp.rules.scale import LossScaleState
+from polyamp.rules.stuck import Watch
 
 if TYPE_CHECKING:
     import numpy as np
 
     from polyamp.contract.harness import Harness
-
-Skip = Literal["all", "each"]
-
-
-class StepResult(NamedTuple):
-    """What one step reports; device scalars, so that reading one synchronises.
-
-    The step itself does not, but for the look of S17 and native torch optimizers without fused kernels.
-
-    Attributes:
-        loss: the unscaled loss, float32 scalar; the mean over micro-batches. None from `apply_gradients`.
-        aux: what `loss_fn` returned beside the loss, or None; stacked along a new leading axis when accumulating.
-        grad_norm: global L2 norm of the unscaled gradients before clipping (S11), float32 scalar.
-        scale: the loss scale after this step's adjustment, float32 scalar.
-        skipped: True when the gradients were not finite and nothing was applied (S12), boolean scalar.
-        step: number of updates applied so far (S13), int32 scalar.
-    """
-
-    loss: Any
-    aux: Any
-    grad_norm: Any
-    scale: Any
-    skipped: Any
-    step: Any
-
-
-class Gradients(NamedTuple):
-    """What `value_and_grad` hands to `apply_gradients`; a pytree in every framework.
-
-    Attributes:
-        values: gradients of the *unscaled* loss, in the parameters' dtype and structure (S7); inf or NaN where the
-            scaled gradient overflowed; None for a parameter that the loss does not depend on (S23). Replace them with
-            `gradients._replace(values=...)`.
-        running: the model's running statistics after this forward pass. They become the model's when the
-            update is applied and are dropped when it is skipped (S12). In JAX the model's random-number streams
-            travel here too and move on in both cases; elsewhere they have moved on already.
-    """
-
-    values: Any
-    running: Any
 
 
 class BackendInfo(NamedTuple):
@@ -100,11 +64,11 @@ class State(Protocol):
     def step(self) -> Any:
         """Number of applied updates, int32 scalar."""
 
+    @property
+    def watch(self) -> Watch:
+        """The host's count of this state's steps (S17). The state that a step returns has the same."""
 
-LossFunction = Callable[[Any, Any], Any]
-"""`loss_fn(model, batch) -> loss` or `(loss, aux)`."""
-StepFunction = Callable[[Any, Any], tuple[Any, StepResult]]
-"""`(state, batch) -> (state, result)`."""
+
 ValueAndGrad = Callable[[Sequence[Any], Any], tuple[Any, list[Gradients]]]
 """`(states, batch) -> (value, one Gradients per state)`; `value` is what `loss_fn` returned, the loss in float32."""
 
@@ -208,10 +172,6 @@ class Backend(Protocol):
     @property
     def name(self) -> str:
         """Short name, as a user writes it: "torch"."""
-
-    @property
-    def default_mode(self) -> Mode:
-        """The mode (S3) of a policy that names none."""
 
     @property
     def xp(self) -> ArrayNamespace:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
-    from polyamp.contract.backend import LossFunction, StepResult
     from polyamp.recipe.recipe import Recipe
+    from polyamp.results import LossFunction, StepResult
 
     Array = np.ndarray[Any, Any]
 

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from polyamp import lookup
 from polyamp.contract import evidence
-from polyamp.contract.backend import Backend, BackendInfo, PerOperation
+from polyamp.contract.backend import Backend, BackendInfo, OwnLoop, PerOperation
 from polyamp.contract.report import CastingReport
 from polyamp.errors import BackendError, BackendNotInstalledError, UnsupportedError, did_you_mean
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
     from polyamp.recipe.policy import Policy
+    from polyamp.recipe.scaler import LossScaler
 
 GROUP: Final = "polyamp.backends"
 
@@ -169,6 +171,21 @@ def supporting(backend: Backend, policy: Policy) -> Backend:
             f"{dict(policy.op_rules)}. Use policy.replace(op_rules={{}}), and overrides= to keep a module in float32."
         )
     return backend
+
+
+def native_scaler(backend: str, scaler: LossScaler, **options: Any) -> Any:
+    """`LossScaler.native`: the framework's own object for a scaler.
+
+    Raises:
+        UnsupportedError: the backend has no such object.
+    """
+    found = get(backend)
+    if not isinstance(found, OwnLoop):
+        raise UnsupportedError(
+            f"the {backend} backend of this version has no loss-scaling object of its own. Use scaler.scale, "
+            "scaler.unscale and scaler.update, which take its arrays."
+        )
+    return found.native_scaler(scaler, **options)
 
 
 def autocast(target: Any, policy: Policy, backend: str | None) -> Callable[..., Any]:
@@ -349,3 +366,6 @@ def _probe(name: str) -> BackendStatus:
     lines = done.stderr.strip().splitlines() or [f"the interpreter ended with status {done.returncode}"]
     problem = re.sub(r"^polyamp\.errors\.\w+: ", "", lines[-1])  # the exception's class says nothing to a reader
     return BackendStatus(name, False, None, (), problem)
+
+
+lookup.offer(sys.modules[__name__])

@@ -7,13 +7,15 @@ A policy is a frozen description; it imports no framework. `policy.autocast`, `p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar
 
 from polyamp.dtypes import BYTES, canonical
-from polyamp.errors import PolicyError, did_you_mean, nearest
+from polyamp.errors import PolicyError, did_you_mean
+from polyamp.lookup import registry
 from polyamp.recipe import dialects
+from polyamp.rules import overrides as globs
+from polyamp.rules.plan import Plan
 
 Mode = Literal["autocast", "cast"]
 _CHOICES: Final[dict[str, tuple[str | None, ...]]] = {
@@ -213,8 +215,22 @@ class Policy:
         >>> Policy("mixed_float16", overrides={"encoder/norm*": "float32"}).dtype_at("encoder/norm1")
         'float32'
         """
-        matching = [glob for glob in self.overrides if glob_covers(glob, path)]
-        return self.overrides[max(matching, key=lambda glob: (len(glob), glob))] if matching else None
+        return globs.dtype_at(self.overrides, path)
+
+    def plan(self, paths: Iterable[str] | None = None) -> Plan:
+        """The policy resolved against a model, once: what each of its modules computes in (S3, S4, S5).
+
+        Args:
+            paths: the path of every module of the model, `/`-separated, "" for the model itself; None for what has no
+                modules, such as a plain function.
+
+        Raises:
+            PolicyError: a glob of `overrides` matches none of `paths`; the message lists the nearest.
+
+        >>> Policy("mixed_float16", overrides={"head": "float32"}).plan(["", "body", "head"]).at("head").dtype
+        'float32'
+        """
+        return Plan(self, {} if paths is None else globs.resolved(self.overrides, paths))
 
     def resolve_overrides(self, paths: Iterable[str]) -> dict[str, str]:
         """Module path -> dtype for every path that an override covers.
@@ -222,16 +238,7 @@ class Policy:
         Raises:
             PolicyError: a glob matches none of `paths`; the message lists the nearest paths.
         """
-        known = sorted(set(paths))
-        for glob in self.overrides:
-            if not any(glob_covers(glob, path) for path in known):
-                close = nearest(glob, known) or known[:5]
-                raise PolicyError(
-                    f"overrides: the glob {glob!r} matches no module path. Nearest: {', '.join(map(repr, close))}. "
-                    "Paths are separated by '/', and '*' stays inside one segment."
-                )
-        found = {path: self.dtype_at(path) for path in known}
-        return {path: dtype for path, dtype in found.items() if dtype is not None}
+        return globs.resolved(self.overrides, paths)
 
     def autocast(self, target: Callable[..., Any], *, backend: str | None = None) -> Callable[..., Any]:
         """`target` (a function or a model) as a callable that runs under this policy; also a decorator.
@@ -252,16 +259,13 @@ class Policy:
             >>> Policy("p=f32,c=f16,o=f16").autocast(double, backend="reference")(np.ones(2, np.float32)).dtype
             dtype('float16')
         """
-        from polyamp.contract import registry
-
-        return registry.autocast(target, self, backend)
+        under: Callable[..., Any] = registry().autocast(target, self, backend)
+        return under
 
     def native(self, backend: str) -> Any:
         """The framework's own object for this policy: a `torch.autocast` context, a `keras.DTypePolicy`, or in JAX a
         function transform."""
-        from polyamp.contract import registry
-
-        return registry.supporting(registry.get(backend), self).native_policy(self)
+        return registry().supporting(registry().get(backend), self).native_policy(self)
 
     def cast_to_param(self, tree: _Target) -> _Target:
         """`tree` with its floating leaves in `param` dtype (S2: everything else passes untouched)."""
@@ -281,9 +285,7 @@ class Policy:
         return "float64" in (self.param, self.compute, self.output)
 
     def _cast(self, tree: _Target, dtype: str) -> _Target:
-        from polyamp.contract import registry
-
-        result: _Target = registry.backend_for(tree).cast(tree, dtype, float64=self.casts_float64)
+        result: _Target = registry().backend_for(tree).cast(tree, dtype, float64=self.casts_float64)
         return result
 
 
@@ -314,20 +316,3 @@ def _checked_rules(op_rules: Mapping[str, str]) -> dict[str, str]:
                 f"op_rules[{name!r}] must be one of {_RULES}. Received: {rule!r}." + did_you_mean(str(rule), _RULES)
             )
     return dict(op_rules)
-
-
-def glob_covers(glob: str, path: str) -> bool:
-    """Whether `glob` matches the module at `path` or one of the modules it lies in.
-
-    >>> glob_covers("encoder/norm*", "encoder/norm1/scale"), glob_covers("*/head", "a/b/head")
-    (True, False)
-    """
-    return _covers(glob.split("/"), path.split("/"))
-
-
-def _covers(globs: list[str], segments: list[str]) -> bool:
-    if not globs:
-        return True
-    if globs[0] == "**":
-        return any(_covers(globs[1:], segments[start:]) for start in range(len(segments) + 1))
-    return bool(segments) and fnmatchcase(segments[0], globs[0]) and _covers(globs[1:], segments[1:])

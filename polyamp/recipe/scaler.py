@@ -1,63 +1,21 @@
-"""`LossScaler`, `LossScaleState` and the one update rule (S15) that every backend runs.
+"""`LossScaler`: a frozen description of how the loss is scaled. Its rule (S15) is `rules.scale`.
 
-    update(state, finite):
-        if finite:
-            good = state.good_steps + 1
-            if good >= growth_interval + late:
-                scale, good, hysteresis = min(scale * growth_factor, max_scale), again, initial
-            stuck = 0
-        else:
-            good, hysteresis, skipped = 0, hysteresis - 1, skipped + 1
-            if hysteresis <= 0: scale = max(scale * backoff_factor, min_scale)
-            stuck = stuck + 1 if scale == min_scale else 0
-
-    late, again = {"none": (0, 0), "after_overflow": (1, 1), "always": (1, 0)}[growth_delay]
-
-`>=`, because a run may go on with a smaller `growth_interval` than it began with.
 Source of the technique: Micikevicius et al., "Mixed Precision Training", 2018 (arxiv.org/abs/1710.03740).
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import msgspec
 
-from polyamp.arrays import ArrayNamespace
-from polyamp.errors import LossScaleError, UnsupportedError, did_you_mean
+from polyamp.errors import LossScaleError, did_you_mean
+from polyamp.lookup import registry
 from polyamp.recipe.policy import Policy
+from polyamp.rules.scale import DELAYS, NO_CEILING, LossScaleState, update
 
 OnStuck = Literal["raise", "warn", "ignore"]
 GrowthDelay = Literal["none", "after_overflow", "always"]
-_NO_CEILING: Final = 2.0**127
-"""The largest power of two in float32: the ceiling of presets whose source has none (S17 still holds)."""
-_DELAYS: Final = {"none": (0, 0), "after_overflow": (1, 1), "always": (1, 0)}
-"""Growth delay -> how many finite steps more than `growth_interval` the first growth takes, and with how many the count
-begins after a growth."""
-_LARGEST_PRODUCT: Final = 1.5 * _NO_CEILING
-"""Above every ceiling and finite in float32: a growth held to it never overflows, and NumPy never warns."""
-
-_SCALED: Final[set[LossScaler]] = set()
-"""Scalers whose `scale` was called in this process; `unscale` without it means that `scale` was forgotten."""
-
-
-class LossScaleState(NamedTuple):
-    """The state of a loss scale: five scalars of the framework's own arrays, a pytree in every framework.
-
-    Attributes:
-        scale: float32 scalar, the factor that the next loss is multiplied by.
-        good_steps: int32 scalar, finite steps since the last growth or overflow (with `growth_delay="after_overflow"`,
-            one more after a growth).
-        hysteresis: int32 scalar, overflows still tolerated before the scale backs off.
-        skipped: int32 scalar, steps skipped since `init`.
-        stuck: int32 scalar, consecutive skips at `min_scale`.
-    """
-
-    scale: Any
-    good_steps: Any
-    hysteresis: Any
-    skipped: Any
-    stuck: Any
 
 
 class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -108,7 +66,7 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise LossScaleError(f"kind must be 'dynamic', 'static' or 'off'. Received: kind={self.kind!r}.")
         if self.on_stuck not in ("raise", "warn", "ignore"):
             raise LossScaleError(f"on_stuck must be 'raise', 'warn' or 'ignore'. Received: on_stuck={self.on_stuck!r}.")
-        if self.growth_delay not in _DELAYS:
+        if self.growth_delay not in DELAYS:
             raise LossScaleError(
                 "growth_delay must be 'none', 'after_overflow' or 'always'. Received: "
                 f"growth_delay={self.growth_delay!r}."
@@ -188,11 +146,9 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             backend: a backend's name; or
             like: any array of the framework, whose device the state goes to.
         """
-        from polyamp.contract import registry
-
         if (backend is None) == (like is None):
             raise LossScaleError("init() takes either a backend's name, or like=array. Received: both or neither.")
-        found = registry.get(backend) if backend is not None else registry.backend_for(like)
+        found = registry().get(backend) if backend is not None else registry().backend_for(like)
         return LossScaleState(
             scale=found.scalar(self.init_scale, "float32", like=like),
             good_steps=found.scalar(0, "int32", like=like),
@@ -207,30 +163,25 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Raises:
             LossError: the loss is not a floating scalar.
         """
-        from polyamp.contract import registry
-
-        _SCALED.add(self)
-        return registry.backend_for(state.scale).scale_loss(loss, state.scale if self.scales else None)
+        return registry().backend_for(state.scale).scale_loss(loss, state.scale if self.scales else None)
 
     def unscale(self, grads: Any, state: LossScaleState) -> tuple[Any, Any]:
         """Gradients of the unscaled loss in float32, and the finite flag (S7, S10): one boolean scalar on the device.
+
+        It divides by the scale whatever it is given: like `scale`, it sees values and keeps no books, so a call that
+        was forgotten, or made twice, is not noticed here. The scalers for loops of one's own notice a forgotten one:
+        `polyamp_torch.GradScaler`, `polyamp_tensorflow.LossScaleOptimizer`.
 
         Args:
             grads: a list, dict or pytree of the framework's arrays. `None` leaves stay `None`.
 
         Raises:
-            LossScaleError: no equal scaler's `scale` was called in this process, so the gradients cannot be scaled
-                ones. A call forgotten later, or made twice, is not noticed.
             GradientError: there is no floating gradient.
         """
-        from polyamp.contract import registry
-
-        if self.scales and self not in _SCALED:
-            raise LossScaleError(
-                "unscale() was called but scale() never was, so dividing by the scale would shrink correct gradients. "
-                "Multiply the loss first: scaled = scaler.scale(loss, scale_state), and differentiate `scaled`."
-            )
-        return registry.backend_for(state.scale).unscale(grads, state.scale if self.scales else None)
+        found: tuple[Any, Any] = (
+            registry().backend_for(state.scale).unscale(grads, state.scale if self.scales else None)
+        )
+        return found
 
     def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
         """The next state by rule S15.
@@ -238,9 +189,7 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Args:
             finite: the flag that `unscale` returned: a boolean scalar of the same framework, or a Python bool.
         """
-        from polyamp.contract import registry
-
-        return update(self, state, finite, registry.backend_for(state.scale).xp)
+        return update(self, state, finite, registry().backend_for(state.scale).xp)
 
     def native(self, backend: str, **options: Any) -> Any:
         """The framework's own object for this scaler: a `torch.amp.GradScaler`, or in JAX a function transform.
@@ -252,67 +201,27 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Raises:
             UnsupportedError: the backend has no such object.
         """
-        from polyamp.contract import registry
-        from polyamp.contract.backend import OwnLoop
-
-        found = registry.get(backend)
-        if not isinstance(found, OwnLoop):
-            raise UnsupportedError(
-                f"the {backend} backend of this version has no loss-scaling object of its own. Use scaler.scale, "
-                "scaler.unscale and scaler.update, which take its arrays."
-            )
-        return found.native_scaler(self, **options)
-
-
-def update(scaler: LossScaler, state: LossScaleState, finite: Any, xp: ArrayNamespace) -> LossScaleState:
-    """Rule S15 over an array namespace; branch-free, so that it runs on the device and under every compiler."""
-    scale, count = state.scale, state.good_steps
-    if type(finite).__module__ in ("builtins", "numpy"):
-        finite = xp.asarray(bool(finite), scale > 0)
-
-    def number(value: float, like: Any) -> Any:
-        return xp.asarray(value, like)
-
-    zero, full = number(0, count), number(scaler.hysteresis, count)
-    good = state.good_steps + number(1, count)
-    late, again = _DELAYS[scaler.growth_delay]
-    grow = finite & (good >= number(scaler.growth_interval + late, count))
-    left = xp.maximum(state.hysteresis - number(1, count), number(-1, count))
-    refill = finite if scaler.consecutive_hysteresis else grow
-    hysteresis = xp.where(refill, full, xp.where(finite, state.hysteresis, left))
-    held = xp.minimum(scale, number(_LARGEST_PRODUCT / scaler.growth_factor, scale))
-    grown = xp.minimum(held * number(scaler.growth_factor, scale), number(scaler.max_scale, scale))
-    backed = xp.maximum(scale * number(scaler.backoff_factor, scale), number(scaler.min_scale, scale))
-    overflowed = xp.where(left <= zero, backed, scale)
-    new_scale = xp.where(finite, xp.where(grow, grown, scale), overflowed)
-    at_floor = new_scale == number(scaler.min_scale, scale)
-    return LossScaleState(
-        scale=new_scale,
-        good_steps=xp.where(finite, xp.where(grow, number(again, count), good), zero),
-        hysteresis=hysteresis,
-        skipped=xp.where(finite, state.skipped, state.skipped + number(1, count)),
-        stuck=xp.where(finite, zero, xp.where(at_floor, state.stuck + number(1, count), zero)),
-    )
+        return registry().native_scaler(backend, self, **options)
 
 
 def _positive(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise LossScaleError(f"{name} must be a number. Received: {name}={value!r}.")
-    if not 2.0**-126 <= value <= _NO_CEILING:
+    if not 2.0**-126 <= value <= NO_CEILING:
         raise LossScaleError(f"{name} must be a positive float32 number, 2^-126 to 2^127. Received: {name}={value!r}.")
     return float(value)
 
 
 PRESETS: Final[dict[str, dict[str, Any]]] = {
-    "torch": {"init_scale": 2.0**16, "growth_interval": 2000, "max_scale": _NO_CEILING},
-    "keras": {"init_scale": 2.0**15, "growth_interval": 2000, "max_scale": _NO_CEILING},
+    "torch": {"init_scale": 2.0**16, "growth_interval": 2000, "max_scale": NO_CEILING},
+    "keras": {"init_scale": 2.0**15, "growth_interval": 2000, "max_scale": NO_CEILING},
     "apex": {"init_scale": 2.0**16, "growth_interval": 2000, "max_scale": 2.0**24},
     "deepspeed": {"init_scale": 2.0**16, "growth_interval": 1000, "hysteresis": 2, "min_scale": 1.0,
-                  "max_scale": _NO_CEILING, "growth_delay": "after_overflow"},
+                  "max_scale": NO_CEILING, "growth_delay": "after_overflow"},
     "megatron": {"init_scale": 2.0**32, "growth_interval": 1000, "hysteresis": 2, "min_scale": 1.0,
-                 "max_scale": _NO_CEILING},
-    "jmp": {"init_scale": 2.0**15, "growth_interval": 2000, "min_scale": 1.0, "max_scale": _NO_CEILING},
-    "flax": {"init_scale": 2.0**16, "growth_interval": 2000, "min_scale": 2.0**-126, "max_scale": _NO_CEILING,
+                 "max_scale": NO_CEILING},
+    "jmp": {"init_scale": 2.0**15, "growth_interval": 2000, "min_scale": 1.0, "max_scale": NO_CEILING},
+    "flax": {"init_scale": 2.0**16, "growth_interval": 2000, "min_scale": 2.0**-126, "max_scale": NO_CEILING,
              "growth_delay": "always"},
 }  # fmt: skip
 """Published constants: torch.amp.GradScaler, keras.optimizers.LossScaleOptimizer, apex.amp.scaler.LossScaler,

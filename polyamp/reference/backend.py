@@ -10,30 +10,25 @@ import msgspec
 import numpy as np
 
 from polyamp.arrays import ArrayNamespace
-from polyamp.contract.backend import (
-    Backend,
-    BackendInfo,
-    Gradients,
-    LossFunction,
-    LossFunctions,
-    Skip,
-    StepFunction,
-    StepResult,
-    ValueAndGrad,
-)
+from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
 from polyamp.errors import BatchError, GradientError, ModelError, UnsupportedError
-from polyamp.recipe.policy import Mode, Policy
+from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaler, LossScaleState, update
+from polyamp.recipe.scaler import LossScaler
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import XP, Array, cast_tree, dtype_name, is_floating
+from polyamp.reference.harness import ReferenceHarness
 from polyamp.reference.losses import ReferenceLosses
 from polyamp.reference.models import MLP, BoundMLP
 from polyamp.reference.tensor import Tensor
-from polyamp.rules import refusals
-from polyamp.rules.batches import check_has_rows, host_array
-from polyamp.trees import leaves, map_tree, map_trees, micro_batches
+from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
+from polyamp.rules import clip, decide, refusals
+from polyamp.rules.batches import check_has_rows, host_array, micro_batches
+from polyamp.rules.decide import Decision, Measured, Skip
+from polyamp.rules.scale import LossScaleState
+from polyamp.rules.stuck import Watch
+from polyamp.trees import leaves, map_tree, map_trees
 
 
 class ReferenceState(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +41,7 @@ class ReferenceState(msgspec.Struct, frozen=True, kw_only=True):
     """By parameter, how many updates it took (S23)."""
     scale_state: LossScaleState
     step: Array
+    watch: Watch = msgspec.field(default_factory=Watch)
 
     @property
     def backend(self) -> Backend:
@@ -63,7 +59,6 @@ class ReferenceBackend:
     """`Backend` over NumPy."""
 
     name = "reference"
-    default_mode: Mode = "autocast"
     state_type: type[ReferenceState] = ReferenceState
 
     @property
@@ -194,12 +189,8 @@ class ReferenceBackend:
                 [(name, value.shape) for name, value in state.model.parameters.items()],
                 [(name, None if value is None else value.shape) for name, value in item.values.items()],
             )
-        flags = [all(np.isfinite(value).all() for value in _present(item).values()) for item in grads]
-        outcomes = [
-            _applied(state, item, all(flags) if skip == "all" else own, all(flags))
-            for state, item, own in zip(states, grads, flags, strict=True)
-        ]
-        return [state for state, _ in outcomes], [result for _, result in outcomes]
+        with np.errstate(all="ignore"):
+            return decide.update(states, grads, skip, ReferenceVerbs())
 
     def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
         return list(gradients.values.items())
@@ -232,9 +223,7 @@ class ReferenceBackend:
         )
 
     def testing(self) -> Harness:
-        from polyamp.reference.harness import ReferenceHarness
-
-        return ReferenceHarness()
+        return ReferenceHarness(self)
 
 
 BACKEND: Final[Backend] = ReferenceBackend()
@@ -295,19 +284,30 @@ def _unscaled(scaled: Gradients, state: Any) -> Gradients:
     return scaled._replace(values={k: None if v is None else v / scale for k, v in scaled.values.items()})
 
 
-def _applied(state: ReferenceState, grads: Gradients, own: bool, every: bool) -> tuple[ReferenceState, StepResult]:
-    """Clip, optimizer and scale adjustment; `own` decides about this state, `every` about the scale (S14)."""
-    recipe, scaler, count = state.recipe, state.recipe.loss_scaler, state.step
-    present = _present(grads)
-    norm = np.float32(np.sqrt(sum(float(np.sum(np.square(v, dtype=np.float64))) for v in present.values())))
-    skipped = scaler.checks and not own
-    if scaler.checks:
-        state = msgspec.structs.replace(state, scale_state=update(scaler, state.scale_state, np.asarray(every), XP))
-    if not skipped:
-        factor = np.float32(1.0) if recipe.clip_norm is None else refusals.clip_factor(norm, recipe.clip_norm, XP)
-        rate = recipe.optimizer.rate(count, XP)
+class ReferenceVerbs(decide.Verbs[ReferenceState, Gradients]):
+    """The second half of a step: S9 to S14 are `decide.update`."""
+
+    xp = XP
+
+    def scaler(self, state: ReferenceState) -> LossScaler:
+        return state.recipe.loss_scaler
+
+    def measure(self, state: ReferenceState, grads: Gradients) -> Measured:
+        """The norm in float64, and whether every gradient is finite."""
+        present = _present(grads).values()
+        norm = np.float32(np.sqrt(sum(float(np.sum(np.square(v, dtype=np.float64))) for v in present)))
+        return Measured(np.asarray(norm), np.asarray(all(np.isfinite(value).all() for value in present)))
+
+    def commit(self, state: ReferenceState, grads: Gradients, measured: Measured, decision: Decision) -> ReferenceState:
+        """Clip and step each parameter that has a gradient, and take the running statistics."""
+        counted = {"scale_state": decision.scale_state, "step": np.asarray(decision.step, np.int32)}
+        if decision.skipped:
+            return msgspec.structs.replace(state, **counted)
+        recipe = state.recipe
+        factor = np.float32(1.0) if recipe.clip_norm is None else clip.factor(measured.norm, recipe.clip_norm, XP)
+        rate = recipe.optimizer.rate(state.step, XP)
         parameters, slots, counts = dict(state.model.parameters), dict(state.slots), dict(state.counts)
-        for name, value in present.items():
+        for name, value in _present(grads).items():
             counts[name] = np.asarray(counts[name] + 1, np.int32)
             new, slots[name] = recipe.optimizer.update(
                 XP,
@@ -318,15 +318,8 @@ def _applied(state: ReferenceState, grads: Gradients, own: bool, every: bool) ->
                 np.float32(counts[name]),
             )
             parameters[name] = np.asarray(new, parameters[name].dtype)
-        state = msgspec.structs.replace(
-            state,
-            model=state.model.with_arrays(parameters, grads.running),
-            slots=slots,
-            counts=counts,
-            step=np.asarray(count + 1, np.int32),
-        )
-    result = StepResult(None, None, np.asarray(norm), state.scale_state.scale, np.asarray(skipped), state.step)
-    return state, result
+        model = state.model.with_arrays(parameters, grads.running)
+        return msgspec.structs.replace(state, model=model, slots=slots, counts=counts, **counted)
 
 
 def _present(grads: Gradients) -> dict[str, Array]:

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from polyamp.contract.backend import LossFunction, StepResult
+from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Layer, Observe
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import Array
-from polyamp.reference.backend import BACKEND
 from polyamp.reference.models import EPSILON, MLP, GatheredMLP
+from polyamp.results import LossFunction, StepResult
 
 
 class Branches(MLP):
@@ -35,7 +35,10 @@ def _alone(parameters: Mapping[str, Any], number: int) -> MLP:
 
 
 class ReferenceHarness:
-    """`Harness` over NumPy."""
+    """`Harness` over NumPy, for a backend of this shape."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
 
     def array(self, value: Array) -> Any:
         return np.array(value)
@@ -112,7 +115,7 @@ class ReferenceHarness:
         self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
     ) -> list[tuple[Any, StepResult]]:
         """One state per replica; `batches[r]` is replica r's. Gradients are averaged before the flag (S9)."""
-        backend = BACKEND
+        backend = self.backend
         states = [backend.init(self.mlp(layers), recipe) for _ in batches]
         run = backend.value_and_grad(loss_fn)
         results: list[StepResult] = []

@@ -1,4 +1,4 @@
-"""Checks that every backend makes in the same words: parameters, losses, batches and gradients (S20).
+"""S20: what is refused, in the same words by every backend: parameters, losses, gradients, options.
 
 They work on names, shapes and canonical dtype names, so they know no framework.
 """
@@ -6,17 +6,27 @@ They work on names, shapes and canonical dtype names, so they know no framework.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from polyamp.errors import BatchError, GradientError, LossError, ModelError, UnsupportedError, did_you_mean
-from polyamp.recipe.recipe import Recipe
-from polyamp.rules.batches import check_has_rows
+from polyamp.errors import GradientError, LossError, ModelError, UnsupportedError, did_you_mean
 
 FLOATING: Final = ("float16", "bfloat16", "float32", "float64")
 Shape = tuple[int, ...]
 
 
-def check_parameters(parameters: Sequence[tuple[str, str]], recipe: Recipe) -> None:
+class Asked(Protocol):
+    """What of a recipe decides about parameters."""
+
+    @property
+    def policy(self) -> Any:
+        """Its `param` is the dtype of the masters."""
+
+    @property
+    def loss_scaler(self) -> Any:
+        """Its `scales` asks for float32 masters."""
+
+
+def check_parameters(parameters: Sequence[tuple[str, str]], recipe: Asked) -> None:
     """Refuse a model that cannot be trained under the recipe.
 
     Args:
@@ -79,62 +89,6 @@ def split_result(value: Any) -> tuple[Any, Any]:
     return value, None
 
 
-def micro_batch_size(leaves: Sequence[tuple[str, Shape]], count: int) -> int:
-    """The length of each of `count` equal micro-batches of a batch with these leaves (S8).
-
-    Args:
-        leaves: (path, shape) of every array in the batch.
-
-    Raises:
-        BatchError: no arrays, leaves of different length, or a length that `count` does not divide.
-    """
-    if not leaves:
-        raise BatchError("batch holds no arrays to split into micro-batches.")
-    for path, shape in leaves:
-        if not shape:
-            raise BatchError(
-                f"accumulate_steps={count} splits every array of the batch along axis 0, but batch{path} is a scalar. "
-                "Close over it in loss_fn, or pass a list of micro-batches."
-            )
-    lengths = {path: shape[0] for path, shape in leaves}
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"batch{path}: {length}" for path, length in lengths.items())
-        raise BatchError(f"the arrays of a batch must have one length along axis 0. Received: {listed}.")
-    check_has_rows(lengths.values())
-    length = next(iter(lengths.values()))
-    if length % count:
-        raise BatchError(
-            f"accumulate_steps={count} needs a batch whose length is a multiple of {count}, so that the micro-batches "
-            f"are equal. Received length: {length}. Drop or pad the rest, or change accumulate_steps."
-        )
-    return length // count
-
-
-def check_micro_batches(batches: Sequence[Sequence[tuple[str, Shape]]], count: int) -> None:
-    """Refuse a list of micro-batches that is not `count` long or whose members differ in structure or size (S8).
-
-    Raises:
-        BatchError: says which.
-    """
-    if len(batches) != count:
-        raise BatchError(
-            f"a list of micro-batches must have accumulate_steps={count} members. Received: {len(batches)}. (A batch "
-            "that is itself a sequence of arrays is a tuple or a dict, not a list.)"
-        )
-    if any(path == "" for path, _ in batches[0]):
-        raise BatchError(
-            f"a list of {count} arrays could be {count} micro-batches or one batch of {count} arrays. Pass the arrays "
-            "of one batch as a tuple or a dict, and a micro-batch that is a single array as a tuple of one."
-        )
-    first = list(batches[0])
-    for number, other in enumerate(batches[1:], start=1):
-        if list(other) != first:
-            raise BatchError(
-                f"micro-batches must agree in structure and shape, so that their mean is that of the whole batch. "
-                f"Received: micro-batch 0 has {dict(first)}, micro-batch {number} has {dict(other)}."
-            )
-
-
 def check_gradients(expected: Sequence[tuple[str, Shape]], received: Sequence[tuple[str, Shape | None]]) -> None:
     """Refuse gradients that do not fit the parameters.
 
@@ -178,9 +132,3 @@ def check_options(received: Iterable[str], accepted: Sequence[str], *, function:
                 f"{function}() on the {backend} backend accepts {listed}. Received: {name}=."
                 + did_you_mean(name, accepted)
             )
-
-
-def clip_factor(norm: Any, max_norm: float, xp: Any) -> Any:
-    """The multiplier of clipping by global norm (S11): `max_norm / max(norm, max_norm)`, at most 1."""
-    limit = xp.asarray(max_norm, norm)
-    return limit / xp.maximum(norm, limit)

@@ -6,14 +6,16 @@ They find the backend and keep the books that need the host: one recipe per stat
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from typing import Any, Final
 
 from polyamp.contract import registry
-from polyamp.contract.backend import Gradients, LossFunction, Skip, State, StepFunction, StepResult, ValueAndGrad
-from polyamp.errors import GradientError, LossScaleStuckError, RecipeError
+from polyamp.contract.backend import State, ValueAndGrad
+from polyamp.errors import GradientError, RecipeError
 from polyamp.recipe.recipe import Recipe
+from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
+from polyamp.rules import stuck
+from polyamp.rules.decide import Skip
 
 
 def init(model: Any, recipe: Recipe, *, backend: str | None = None, **options: Any) -> Any:
@@ -50,7 +52,6 @@ class TrainStep:
         self._options = options
         self._run: dict[str, StepFunction] = {}
         self._accepted: Recipe | None = None
-        self._calls = 0
 
     def __repr__(self) -> str:
         return f"TrainStep(loss_fn={getattr(self.loss_fn, '__name__', self.loss_fn)!r}, recipe={self.recipe!r})"
@@ -75,12 +76,11 @@ class TrainStep:
         if run is None:
             run = self._run[backend.name] = backend.train_step(self.loss_fn, self.recipe, **self._options)
         state, result = run(state, batch)
-        self._calls += 1
         scaler = self.recipe.loss_scaler
-        # two periods without a common divisor: of states that take turns, none is always passed over
-        look = self._calls % scaler.patience == 0 or self._calls % (scaler.patience + 1) == 0
-        if look and scaler.checks and scaler.on_stuck != "ignore" and backend.is_concrete(state.scale_state.stuck):
-            self._look_if_stuck(state, batch)
+        if state.watch.due(scaler) and backend.is_concrete(state.scale_state.stuck):
+            skips = int(backend.to_numpy(state.scale_state.stuck))
+            if stuck.is_stuck(skips, scaler):
+                stuck.say(stuck.sentence(skips, scaler, self._not_finite(state, batch)), scaler)
         return state, result
 
     def _accept(self, recipe: Recipe) -> None:
@@ -91,28 +91,15 @@ class TrainStep:
             )
         self._accepted = recipe
 
-    def _look_if_stuck(self, state: State, batch: Any) -> None:
-        """Read the state on the host, once every `patience` calls (S17)."""
-        backend, scaler = state.backend, self.recipe.loss_scaler
-        skips = int(backend.to_numpy(state.scale_state.stuck))
-        if skips < scaler.patience:
-            return
+    def _not_finite(self, state: State, batch: Any) -> list[str]:
+        """The parameters whose gradients are not finite on any micro-batch of this batch, made once more."""
         names: dict[str, None] = {}
-        value_and_grad_ = backend.value_and_grad(self.loss_fn)
+        value_and_grad_ = state.backend.value_and_grad(self.loss_fn)
         batches = batch if isinstance(batch, list) and self.recipe.accumulate_steps > 1 else [batch]
         for part in batches:
             _, (gradients,) = value_and_grad_([state], part)
-            names.update(dict.fromkeys(_not_finite(backend, gradients)))
-        listed = ", ".join(names) or "none on the last batch taken as a whole"
-        message = (
-            f"{skips} steps in a row were skipped although the loss scale is at its floor of {scaler.min_scale:g}: the "
-            f"gradients are not finite whatever the scale. Parameters with inf or NaN gradients: {listed}. Look for a "
-            "division by zero, a log of zero or a mask of -inf in loss_fn, or lower the learning rate; "
-            "LossScaler(on_stuck=...) chooses 'raise', 'warn' or 'ignore'."
-        )
-        if scaler.on_stuck == "raise":
-            raise LossScaleStuckError(message)
-        warnings.warn(message, stacklevel=3)
+            names.update(dict.fromkeys(_not_finite(state.backend, gradients)))
+        return list(names)
 
 
 def train_step(loss_fn: LossFunction, recipe: Recipe, **options: Any) -> TrainStep:
@@ -196,6 +183,7 @@ def apply_gradients(state: Any, grads: Any, *, skip: Skip = "all") -> tuple[Any,
     Raises:
         GradientError: gradients that do not fit the state, or are all None.
         RecipeError: several states whose scalers differ, or one state twice.
+        LossScaleStuckError: see `LossScaler.patience`.
     """
     states, several = _as_list(state)
     gradients: Sequence[Gradients] = grads if several else [grads]
@@ -212,8 +200,20 @@ def apply_gradients(state: Any, grads: Any, *, skip: Skip = "all") -> tuple[Any,
     _check_distinct(states)
     if len({item.recipe.loss_scaler for item in states}) > 1:
         raise RecipeError("states that step together must share one scaler; their recipes have different ones.")
-    new_states, results = states[0].backend.apply_gradients(states, gradients, skip)
+    backend = states[0].backend
+    new_states, results = backend.apply_gradients(states, gradients, skip)
+    _look_if_stuck(backend, new_states, gradients)
     return (new_states, results) if several else (new_states[0], results[0])
+
+
+def _look_if_stuck(backend: Any, states: Sequence[Any], gradients: Sequence[Gradients]) -> None:
+    """The look of S17 for people who run the two halves; states that step together have one scaler."""
+    for state, item in zip(states, gradients, strict=True):
+        scaler = state.recipe.loss_scaler
+        if state.watch.due(scaler) and backend.is_concrete(state.scale_state.stuck):
+            skips = int(backend.to_numpy(state.scale_state.stuck))
+            if stuck.is_stuck(skips, scaler):
+                stuck.say(stuck.sentence(skips, scaler, _not_finite(backend, item)), scaler, stacklevel=4)
 
 
 def _check_distinct(states: Sequence[Any]) -> None:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from polyamp.errors import LossScaleError
-from polyamp.recipe.scaler import LossScaler, LossScaleState
+from polyamp.recipe.scaler import LossScaler
+from polyamp.rules.scale import LossScaleState
 from polyamp_jax.step.measure import unscaled_leaf
 from polyamp_jax.step.replicas import check_axes
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.contract.backend import Gradients, LossFunction
 from polyamp.errors import LossError, TraceError
-from polyamp.rules import refusals
+from polyamp.results import Gradients, LossFunction
+from polyamp.rules import batches, refusals
 from polyamp.rules.batches import check_has_rows
 from polyamp_jax import compat
 from polyamp_jax.arrays import dtype_name, is_array, matmul_precision
@@ -174,9 +174,9 @@ def _unscaled(values: Any, scale: Any | None, params: Any) -> Any:
 def _micro_batches(batch: Any, count: int) -> Any:
     """The batch with a leading axis of `count` micro-batches (S8)."""
     if isinstance(batch, list):
-        refusals.check_micro_batches([_shapes(part) for part in batch], count)
+        batches.check_micro_batches([_shapes(part) for part in batch], count)
         return jax.tree.map(lambda *parts: jnp.stack(parts), *batch)
-    size = refusals.micro_batch_size(_shapes(batch), count)
+    size = batches.micro_batch_size(_shapes(batch), count)
     return jax.tree.map(lambda leaf: jnp.reshape(leaf, (count, size, *jnp.shape(leaf)[1:])), batch)
 
 

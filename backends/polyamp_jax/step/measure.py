@@ -12,8 +12,8 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from polyamp.contract.backend import Gradients
 from polyamp.errors import GradientError
+from polyamp.results import Gradients
 from polyamp.rules import refusals
 from polyamp_jax.arrays import dtype_name, named_leaves, path_name
 from polyamp_jax.step.state import JaxState

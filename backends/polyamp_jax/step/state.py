@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.contract.backend import Backend, Gradients
+from polyamp.contract.backend import Backend
 from polyamp.errors import CheckpointError
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaleState
+from polyamp.results import Gradients
 from polyamp.rules import refusals
+from polyamp.rules.scale import LossScaleState
+from polyamp.rules.stuck import Watch
 from polyamp_jax import compat
 from polyamp_jax.arrays import dtype_name, fresh, is_key, named_leaves, to_numpy
 from polyamp_jax.models.parts import Adapter, Opaque, Parts, Running
@@ -83,6 +85,21 @@ class JaxState:
     def knowing(self, lagging: frozenset[int] | None) -> JaxState:
         """This very state, with `lagging` known."""
         object.__setattr__(self, "lagging", lagging)
+        return self
+
+    _watch: ClassVar[Watch | None] = None
+
+    @property
+    def watch(self) -> Watch:
+        """When the host looks whether the scale is stuck (S17). No part of the pytree either; see `watched`."""
+        if self._watch is None:
+            object.__setattr__(self, "_watch", Watch())
+        assert self._watch is not None
+        return self._watch
+
+    def watched(self, watch: Watch) -> JaxState:
+        """This very state, which goes on with the count of the state that it was made from."""
+        object.__setattr__(self, "_watch", watch)
         return self
 
     _moved: ClassVar[Running | None] = None

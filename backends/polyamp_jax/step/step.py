@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyamp.contract.backend import Gradients, LossFunction, Skip, StepResult
 from polyamp.errors import StateError
+from polyamp.results import Gradients, LossFunction, StepResult
+from polyamp.rules.decide import Skip
 from polyamp_jax.arrays import entering, is_key, made_first
 from polyamp_jax.step import differentiate
 from polyamp_jax.step.state import JaxState
@@ -47,12 +48,13 @@ class Step:
 
     def __call__(self, state: JaxState, batch: Any) -> tuple[JaxState, StepResult]:
         batch = entering(batch, state.recipe.policy, compiled=self._compiled)
+        watch = state.watch
         try:
             state, result, lagging = self._call(state, batch, state.lagging)
         except Exception as error:
             refuse_gone([state], error)
             raise
-        return state.knowing(lagging.value), result
+        return state.knowing(lagging.value).watched(watch), result
 
     def lower(self, state: JaxState, batch: Any) -> Any:
         """The compiled step's program for these arguments, as `jax.jit(...).lower` gives it."""
@@ -99,7 +101,8 @@ def apply_gradients(
     except Exception as error:
         refuse_gone(states, error)
         raise
-    return [state.knowing(own) for state, own in zip(made, lagging.value, strict=True)], results
+    after = [new.knowing(own).watched(old.watch) for new, own, old in zip(made, lagging.value, states, strict=True)]
+    return after, results
 
 
 def _apply(

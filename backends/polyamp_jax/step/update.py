@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyamp.contract.backend import Gradients, Skip, StepResult
-from polyamp.recipe.scaler import update
-from polyamp.rules import refusals
+from polyamp.results import Gradients, StepResult
+from polyamp.rules import clip
+from polyamp.rules.decide import Skip
+from polyamp.rules.scale import update
 from polyamp_jax.arrays import XP, conform, is_key
 from polyamp_jax.models.parts import Running
 from polyamp_jax.step.measure import fitted, norm_and_finite
@@ -45,7 +46,7 @@ def _updated(
     """
     recipe, scaler = state.recipe, state.recipe.loss_scaler
     if recipe.clip_norm is not None:
-        factor = refusals.clip_factor(norm, recipe.clip_norm, XP)
+        factor = clip.factor(norm, recipe.clip_norm, XP)
         values = jax.tree.map(lambda g: g * factor.astype(g.dtype), values)
     idle = frozenset(n for n, grad in enumerate(like(values, state.params)) if grad is None)
     even = state.lagging is not None and state.lagging <= idle

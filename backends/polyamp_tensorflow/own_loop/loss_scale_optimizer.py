@@ -22,8 +22,9 @@ import tensorflow as tf
 from polyamp.errors import GradientError, LossScaleStuckError, UnsupportedError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaler, LossScaleState, update
-from polyamp.rules import refusals
+from polyamp.recipe.scaler import LossScaler
+from polyamp.rules import clip
+from polyamp.rules.scale import LossScaleState, update
 from polyamp_tensorflow.arrays import XP, at_least_float32, dense_wide, raw, variable_name, write
 from polyamp_tensorflow.compat import check_known, index_in, own_trainable
 from polyamp_tensorflow.own_loop.loop_memory import (
@@ -345,7 +346,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         norm, finite = norm_and_flag(gradients)
         if self.clip_norm is None:
             return gradients, tf.constant(1.0), finite
-        return gradients, refusals.clip_factor(norm, self.clip_norm, XP), finite
+        return gradients, clip.factor(norm, self.clip_norm, XP), finite
 
     def _add(self, owners: Sequence[int], sums: Sequence[Any], unused: Sequence[Any]) -> None:
         write([self._sums[owner] for owner in owners], sums)

@@ -14,7 +14,8 @@ import keras
 import tensorflow as tf
 
 from polyamp.errors import PolicyError
-from polyamp.recipe.policy import Policy, glob_covers
+from polyamp.recipe.policy import Policy
+from polyamp.rules.overrides import covers
 from polyamp.rules.refusals import FLOATING
 from polyamp_tensorflow.compat import EagerTensor, given_arguments, is_kerass
 from polyamp_tensorflow.models.layers import Module, modules, only_contains
@@ -139,7 +140,7 @@ def _layer_dtype(
 
 def _override(paths: tuple[str, ...], policy: Policy) -> str | None:
     """The dtype of the longest glob that covers the layer in any of the places where it lies (S5)."""
-    matching = [glob for glob in policy.overrides if any(path and glob_covers(glob, path) for path in paths)]
+    matching = [glob for glob in policy.overrides if any(path and covers(glob, path) for path in paths)]
     return policy.overrides[max(matching, key=lambda glob: (len(glob), glob))] if matching else None
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from polyamp.contract.backend import Gradients, LossFunction
 from polyamp.errors import LossError
-from polyamp.rules import refusals
+from polyamp.results import Gradients, LossFunction
+from polyamp.rules import batches, refusals
 from polyamp.rules.batches import check_has_rows
 from polyamp_tensorflow.arrays import at_least_float32, dense_wide, leaves, raw
 from polyamp_tensorflow.interrupts import ending
@@ -130,11 +130,11 @@ def _with_zeros(gradients: dict[str, Any], state: TensorFlowState) -> dict[str, 
 def _micro_batches(batch: Any, count: int) -> Any:
     """The batch with every leaf shaped (count, micro-batch, ...), from a batch to split or a list of micro-batches."""
     if isinstance(batch, list):
-        refusals.check_micro_batches(
+        batches.check_micro_batches(
             [[(path, tuple(leaf.shape)) for path, leaf in leaves(part)] for part in batch], count
         )
         return keras.tree.map_structure(lambda *members: tf.stack(members), *batch)
-    size = refusals.micro_batch_size([(path, tuple(leaf.shape)) for path, leaf in leaves(batch)], count)
+    size = batches.micro_batch_size([(path, tuple(leaf.shape)) for path, leaf in leaves(batch)], count)
     return keras.tree.map_structure(lambda leaf: tf.reshape(leaf, (count, size, *leaf.shape[1:])), batch)
 
 

@@ -19,8 +19,10 @@ import tensorflow as tf
 from polyamp.contract.backend import Backend
 from polyamp.errors import ModelError
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaler, LossScaleState, update
+from polyamp.recipe.scaler import LossScaler
 from polyamp.rules import refusals
+from polyamp.rules.scale import LossScaleState, update
+from polyamp.rules.stuck import Watch
 from polyamp_tensorflow.arrays import XP, Array, dtype_name, raw, to_numpy, write
 from polyamp_tensorflow.models.layers import is_built, is_layer
 from polyamp_tensorflow.models.variables import Variables, variables_of
@@ -61,6 +63,7 @@ class TensorFlowState:
         programs: the graph functions traced for this state, by the object that runs them.
         warned_of_additions: whether it was said that `loss_fn` leaves out what the model adds to its loss (S25).
         turn: held by a step, and by an export, which reads one variable after the other.
+        watch: when the host looks whether the scale is stuck (S17).
         waiting: how many threads wait for the turn to read or replace everything.
     """
 
@@ -71,6 +74,7 @@ class TensorFlowState:
         self.strategy = tf.distribute.get_strategy()
         self.warned_of_additions = False
         self.turn = threading.RLock()
+        self.watch = Watch()
         self.waiting = 0
         self._backend = backend
         self._scale = LossScaleState(

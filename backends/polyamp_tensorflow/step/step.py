@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.contract.backend import LossFunction, StepResult
+from polyamp.results import LossFunction, StepResult
 from polyamp_tensorflow.step.differentiate import bound, check_rows, differentiate, present
 from polyamp_tensorflow.step.state import States
 from polyamp_tensorflow.step.update import update

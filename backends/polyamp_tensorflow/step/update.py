@@ -12,9 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.contract.backend import Gradients, Skip, StepResult
 from polyamp.errors import GradientError
-from polyamp.rules import refusals
+from polyamp.results import Gradients, StepResult
+from polyamp.rules import clip, refusals
+from polyamp.rules.decide import Skip
 from polyamp_tensorflow.arrays import XP, at_least_float32, dense, is_floating
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.measure import norm_and_flag
@@ -41,7 +42,7 @@ def _updated(
 
     def commit(values: list[Any], norm: Any) -> None:
         if recipe.clip_norm is not None:
-            factor = refusals.clip_factor(norm, recipe.clip_norm, XP)
+            factor = clip.factor(norm, recipe.clip_norm, XP)
             values = [value * tf.cast(factor, value.dtype) for value in values]
         state.commit(dict(zip(gradients, values, strict=True)))
 

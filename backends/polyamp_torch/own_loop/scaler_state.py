@@ -15,7 +15,8 @@ import torch
 
 from polyamp.arrays import PYTHON, ArrayNamespace
 from polyamp.errors import LossScaleError, UnsupportedError
-from polyamp.recipe.scaler import LossScaler, LossScaleState, update
+from polyamp.recipe.scaler import LossScaler
+from polyamp.rules.scale import LossScaleState, update
 from polyamp_torch.arrays import TorchNamespace
 from polyamp_torch.step.measure import looks
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polyamp.contract.backend import LossFunction
 from polyamp.errors import PolyampError, UnsupportedError
+from polyamp.results import LossFunction
 from polyamp_torch.compat import constant_when_compiled, tree_leaves
 from polyamp_torch.precision.attention import Attention
 from polyamp_torch.step import running as buffers

@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from polyamp.contract import registry
-from polyamp.contract.backend import LossFunction, StepResult
 from polyamp.errors import PolyampError, UnsupportedError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaleState, update
+from polyamp.results import LossFunction, StepResult
 from polyamp.rules import refusals
-from polyamp.trees import map_tree, micro_batches
+from polyamp.rules.batches import micro_batches
+from polyamp.rules.scale import LossScaleState, update
+from polyamp.trees import map_tree
 from polyamp_torch.arrays import XP, to_device
 from polyamp_torch.compat import buffers_in, parameters_in, tree_flatten, tree_unflatten
 from polyamp_torch.precision.attention import Attention

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from polyamp.rules import refusals
+from polyamp.rules import clip
 from polyamp_torch.arrays import XP
 from polyamp_torch.compat import foreach_div_, foreach_norm, laid_end_to_end
 
@@ -109,7 +109,7 @@ def divisor(norm: torch.Tensor, scale: torch.Tensor | None, clip_norm: float | N
     whole = None if scale is None else scale.to(norm.device, torch.float64)
     if clip_norm is None:
         return whole
-    factor = refusals.clip_factor(norm, clip_norm, XP)
+    factor = clip.factor(norm, clip_norm, XP)
     by: torch.Tensor = factor.reciprocal() if whole is None else whole / factor
     return by
 

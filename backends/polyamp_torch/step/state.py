@@ -14,8 +14,9 @@ from torch import nn
 from polyamp.contract.backend import Backend
 from polyamp.errors import ModelError
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaleState
 from polyamp.rules import refusals
+from polyamp.rules.scale import LossScaleState
+from polyamp.rules.stuck import Watch
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
 from polyamp_torch.compat import children_in, parameters_in
 from polyamp_torch.precision.bound import BoundModule, device_of
@@ -49,6 +50,7 @@ class TorchState:
         one_device: whether all of them are on one device; they always have one dtype, the policy's.
         buffer_owners: where the model's buffers are, for `buffers.snapshot`.
         turn: a step, an export or a restore at a time.
+        watch: when the host looks whether the scale is stuck (S17).
         graphs: which losses lead to its own parameters only.
     """
 
@@ -66,6 +68,7 @@ class TorchState:
                 )
         self.backend: Final = backend
         self.turn = Turn()
+        self.watch = Watch()
         self.graphs = Graphs()
         self.device = device_of(model)
         self.model = model

@@ -17,12 +17,14 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from polyamp.arrays import PYTHON
-from polyamp.contract.backend import Gradients, LossFunction, Skip, StepResult
 from polyamp.errors import LossError, UnsupportedError
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaleState, update
-from polyamp.rules import refusals
-from polyamp.trees import map_tree, micro_batches
+from polyamp.results import Gradients, LossFunction, StepResult
+from polyamp.rules import clip, refusals
+from polyamp.rules.batches import micro_batches
+from polyamp.rules.decide import Skip
+from polyamp.rules.scale import LossScaleState, update
+from polyamp.trees import map_tree
 from polyamp_torch.arrays import XP, dtype_name, to_device
 from polyamp_torch.compat import foreach_mul_
 from polyamp_torch.precision.autocast import autocast, matmul_precision
@@ -302,9 +304,9 @@ def _divided_before(
     state: TorchState, values: list[torch.Tensor], scale: torch.Tensor | None, norm: torch.Tensor, by: torch.Tensor
 ) -> torch.Tensor | None:
     """Divide the gradients, unless the optimizer's kernels can: what is left to divide them by."""
-    clip = state.recipe.clip_norm
-    if looks(state.device) and not _ORDINARY[0] < by.item() < _ORDINARY[1] and clip is not None:
-        divide_in_two_steps_(values, scale, refusals.clip_factor(norm, clip, XP))
+    limit = state.recipe.clip_norm
+    if looks(state.device) and not _ORDINARY[0] < by.item() < _ORDINARY[1] and limit is not None:
+        divide_in_two_steps_(values, scale, clip.factor(norm, limit, XP))
         return None
     if optimizers.takes_divisor(state.optimizer):
         return by.float()

@@ -16,13 +16,14 @@ from polyamp.contract import registry
 from polyamp.errors import BackendNotInstalledError, BatchError, CheckpointError, GradientError, LossError
 from polyamp.reference import MLP
 from polyamp.reference.tensor import Tensor
-from polyamp.rules import labels, refusals
-from polyamp.trees import map_tree, micro_batches
+from polyamp.rules import batches, clip, labels, refusals
+from polyamp.rules.batches import micro_batches
+from polyamp.trees import map_tree
 
 
 def test_an_empty_batch_cannot_be_split() -> None:
     with pytest.raises(BatchError, match="batch is empty"):
-        refusals.micro_batch_size([("['x']", (0, 4))], 2)
+        batches.micro_batch_size([("['x']", (0, 4))], 2)
 
 
 def test_numbers_and_text_go_into_every_micro_batch() -> None:
@@ -63,8 +64,8 @@ def test_trees_keep_their_types() -> None:
 
 
 def test_clip_factor_is_exact_for_small_and_zero_norms() -> None:
-    assert refusals.clip_factor(2e-6, 1e-6, PYTHON) == 0.5
-    assert refusals.clip_factor(0.0, 1.0, PYTHON) == 1.0
+    assert clip.factor(2e-6, 1e-6, PYTHON) == 0.5
+    assert clip.factor(0.0, 1.0, PYTHON) == 1.0
 
 
 def test_shapes_that_would_broadcast_and_surplus_gradients_are_refused() -> None:

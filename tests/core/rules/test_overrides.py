@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyamp import Policy, PolicyError
-from polyamp.recipe.policy import glob_covers
+from polyamp.rules.overrides import covers
 
 NAMES = st.sampled_from(["a", "b", "ab", "norm", "norm1", "head", "0"])
 PATHS = st.lists(NAMES, min_size=1, max_size=4).map("/".join)
@@ -34,23 +34,23 @@ def as_pattern(glob: str) -> re.Pattern[str]:
 
 @given(GLOBS, PATHS)
 def test_globs_agree_with_regular_expressions(glob: str, path: str) -> None:
-    assert glob_covers(glob, path) == (as_pattern(glob).fullmatch(path + "/") is not None)
+    assert covers(glob, path) == (as_pattern(glob).fullmatch(path + "/") is not None)
 
 
 @given(PATHS, PATHS)
 def test_a_plain_path_covers_itself_and_what_is_inside_it(outer: str, inner: str) -> None:
-    assert glob_covers(outer, outer)
-    assert glob_covers(outer, f"{outer}/{inner}")
-    assert not glob_covers(f"{outer}/x", outer)
+    assert covers(outer, outer)
+    assert covers(outer, f"{outer}/{inner}")
+    assert not covers(f"{outer}/x", outer)
 
 
 @given(PATHS)
 def test_stars(path: str) -> None:
     depth = path.count("/") + 1
-    assert glob_covers("**", path)
-    assert glob_covers("/".join(["*"] * depth), path)
-    assert not glob_covers("/".join(["*"] * (depth + 1)), path), "one star is one whole segment"
-    assert glob_covers(f"**/{path.rpartition('/')[2]}", path)
+    assert covers("**", path)
+    assert covers("/".join(["*"] * depth), path)
+    assert not covers("/".join(["*"] * (depth + 1)), path), "one star is one whole segment"
+    assert covers(f"**/{path.rpartition('/')[2]}", path)
 
 
 @given(st.dictionaries(GLOBS, st.sampled_from(["float16", "float32"]), max_size=4), PATHS)

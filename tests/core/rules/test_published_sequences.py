@@ -12,7 +12,8 @@ from polyamp import LossScaler, LossScaleState
 from polyamp.arrays import PYTHON
 from polyamp.conformance import published
 from polyamp.conformance.published import CASES, OVERFLOWS, REFERENCES, Case
-from polyamp.recipe.scaler import PRESETS, update
+from polyamp.recipe.scaler import PRESETS
+from polyamp.rules.scale import update
 
 SEQUENCES = list(itertools.product([False, True], repeat=8))
 

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from polyamp import LossScaleError, LossScaler, LossScaleState, Policy, UnsupportedError
 from polyamp.arrays import PYTHON
 from polyamp.conformance.published import OVERFLOWS, REFERENCES
-from polyamp.recipe.scaler import PRESETS, update
+from polyamp.recipe.scaler import PRESETS
 from polyamp.reference.arrays import XP
+from polyamp.rules.scale import update
 
 
 class Plain(NamedTuple):

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.errors import PolicyError, nearest
-from polyamp.recipe.policy import Policy, glob_covers
+from polyamp.recipe.policy import Policy
+from polyamp.rules.overrides import covers
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, path_name
 from polyamp_jax.precision.interpreter import control_flow
@@ -100,7 +101,7 @@ def _check_scopes(jaxpr: compat.Jaxpr, policy: Policy, owners: Sequence[str | No
     found = {"/".join(scopes[: n + 1]) for scopes in _scopes(jaxpr, ()) for n in range(len(scopes))}
     paths = sorted(found | {owner for owner in owners if owner})
     for glob in policy.overrides:
-        if not any(glob_covers(glob, path) for path in paths):
+        if not any(covers(glob, path) for path in paths):
             close = nearest(glob, paths) or paths[:5]
             known = f"Nearest: {', '.join(map(repr, close))}." if paths else "The function has no scope at all."
             raise PolicyError(

@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import polyamp
-from polyamp.recipe.scaler import LossScaleState
+from polyamp.rules.scale import LossScaleState
 from polyamp_jax import BACKEND, JaxState
 
 

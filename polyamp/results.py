@@ -1,0 +1,50 @@
+"""What a step takes and gives back, in every framework's own arrays: `StepResult`, `Gradients`, the shape of a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class StepResult(NamedTuple):
+    """What one step reports; device scalars, so that reading one synchronises.
+
+    The step itself does not, but for the look of S17 and native torch optimizers without fused kernels.
+
+    Attributes:
+        loss: the unscaled loss, float32 scalar; the mean over micro-batches. None from `apply_gradients`.
+        aux: what `loss_fn` returned beside the loss, or None; stacked along a new leading axis when accumulating.
+        grad_norm: global L2 norm of the unscaled gradients before clipping (S11), float32 scalar.
+        scale: the loss scale after this step's adjustment, float32 scalar.
+        skipped: True when the gradients were not finite and nothing was applied (S12), boolean scalar.
+        step: number of updates applied so far (S13), int32 scalar.
+    """
+
+    loss: Any
+    aux: Any
+    grad_norm: Any
+    scale: Any
+    skipped: Any
+    step: Any
+
+
+class Gradients(NamedTuple):
+    """What `value_and_grad` hands to `apply_gradients`; a pytree in every framework.
+
+    Attributes:
+        values: gradients of the *unscaled* loss, in the parameters' dtype and structure (S7); inf or NaN where the
+            scaled gradient overflowed; None for a parameter that the loss does not depend on (S23). Replace them with
+            `gradients._replace(values=...)`.
+        running: the model's running statistics after this forward pass. They become the model's when the
+            update is applied and are dropped when it is skipped (S12). In JAX the model's random-number streams
+            travel here too and move on in both cases; elsewhere they have moved on already.
+    """
+
+    values: Any
+    running: Any
+
+
+LossFunction = Callable[[Any, Any], Any]
+"""`loss_fn(model, batch) -> loss` or `(loss, aux)`."""
+StepFunction = Callable[[Any, Any], tuple[Any, StepResult]]
+"""`(state, batch) -> (state, result)`."""

@@ -1,0 +1,76 @@
+"""S5: which dtype the overrides of a policy give a module, by its `/`-separated path.
+
+`*` stays inside one segment of a path, `**` crosses segments, and a glob that matches a module covers what is inside
+it. The longest matching glob wins; of two equally long ones, the last in alphabetical order. Called by `plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from polyamp.errors import PolicyError, nearest
+
+
+def covers(glob: str, path: str) -> bool:
+    """Whether `glob` matches the module at `path` or one of the modules it lies in.
+
+    >>> covers("encoder/norm*", "encoder/norm1/scale"), covers("*/head", "a/b/head")
+    (True, False)
+    """
+    return _covers(glob.split("/"), path.split("/"))
+
+
+def _covers(globs: list[str], segments: list[str]) -> bool:
+    if not globs:
+        return True
+    if globs[0] == "**":
+        return any(_covers(globs[1:], segments[start:]) for start in range(len(segments) + 1))
+    return bool(segments) and fnmatchcase(segments[0], globs[0]) and _covers(globs[1:], segments[1:])
+
+
+def winner(overrides: Mapping[str, str], *paths: str) -> str | None:
+    """The glob that decides about a module with these paths (it may be reached by several), or None.
+
+    >>> winner({"encoder": "float32", "encoder/*": "bfloat16"}, "encoder/norm")
+    'encoder/*'
+    """
+    matching = [glob for glob in overrides if any(covers(glob, path) for path in paths)]
+    return max(matching, key=lambda glob: (len(glob), glob)) if matching else None
+
+
+def dtype_at(overrides: Mapping[str, str], *paths: str) -> str | None:
+    """The dtype that the overrides give a module with these paths, or None where none applies."""
+    glob = winner(overrides, *paths)
+    return None if glob is None else overrides[glob]
+
+
+def check_all_match(overrides: Mapping[str, str], paths: Iterable[str]) -> None:
+    """Refuse a glob that matches no module.
+
+    Raises:
+        PolicyError: names the glob and the nearest of `paths`.
+    """
+    known = sorted(set(paths))
+    for glob in overrides:
+        if not any(covers(glob, path) for path in known):
+            close = nearest(glob, known) or known[:5]
+            raise PolicyError(
+                f"overrides: the glob {glob!r} matches no module path. Nearest: {', '.join(map(repr, close))}. "
+                "Paths are separated by '/', and '*' stays inside one segment."
+            )
+
+
+def resolved(overrides: Mapping[str, str], paths: Iterable[str]) -> dict[str, str]:
+    """Module path -> dtype for every path that an override covers.
+
+    Raises:
+        PolicyError: a glob matches none of `paths`; the message lists the nearest paths.
+
+    >>> resolved({"head": "float32"}, ["", "body", "head", "head/dense"])
+    {'head': 'float32', 'head/dense': 'float32'}
+    """
+    known = sorted(set(paths)) if overrides else []
+    check_all_match(overrides, known)
+    found = {path: dtype_at(overrides, path) for path in known}
+    return {path: dtype for path, dtype in found.items() if dtype is not None}
