@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from polyamp.contract import registry
-from polyamp.contract.backend import LossFunctions
+from polyamp.contract.backend import Backend, LossFunctions
 from polyamp.errors import LossError
 from polyamp.rules.labels import (
     check_class_weights,
@@ -26,6 +26,32 @@ from polyamp.rules.labels import (
 )
 
 Reduction = Literal["mean", "sum", "none"]
+
+
+_asked: dict[str, Backend] = {}
+"""The backends that were asked so far, by their names."""
+
+
+def _backend_for(found: Any) -> Backend:
+    """The backend of an array or a model, for eager and for compiled code.
+
+    torch.compile cannot trace the search for it. So it runs `_name_for` as it traces, takes the name for a constant,
+    and finds the backend where it can hold on to it.
+    """
+    name = _name_for(type(found))
+    return registry.backend_for(found) if name is None else _asked[name]
+
+
+def _name_for(kind: type) -> str | None:
+    """The backend's name in `_asked`; None where not the type but only the object can tell."""
+    backend = registry.backend_of_type(kind)
+    if backend is None:
+        return None
+    return _asked.setdefault(backend.name, backend).name
+
+
+# The mark of torch.compiler.assume_constant_result, which imports torch; to every other framework it says nothing.
+_name_for._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function takes any attribute
 
 
 def mean_squared_error(predictions: Any, targets: Any, *, weights: Any = None, reduction: Reduction = "mean") -> Any:
@@ -51,7 +77,7 @@ def mean_squared_error(predictions: Any, targets: Any, *, weights: Any = None, r
     1.0
     """
     check_reduction(reduction)
-    losses = registry.backend_for(predictions).losses
+    losses = _backend_for(predictions).losses
     check_loss_pair(predictions, targets, what="mean_squared_error")
     with losses.in_float32():
         values = losses.mean_squared_error(predictions, targets)
@@ -110,7 +136,7 @@ def softmax_cross_entropy(
     """
     check_reduction(reduction)
     check_smoothing(label_smoothing)
-    losses = registry.backend_for(logits).losses
+    losses = _backend_for(logits).losses
     soft = check_labels(logits, labels)
     check_ignore_index(ignore_index, soft=soft)
     with losses.in_float32():
@@ -153,7 +179,7 @@ def sigmoid_cross_entropy(logits: Any, targets: Any, *, weights: Any = None, red
     [0.0, 0.6899999976158142, 1.3899999856948853]
     """
     check_reduction(reduction)
-    losses = registry.backend_for(logits).losses
+    losses = _backend_for(logits).losses
     check_loss_pair(logits, targets, what="sigmoid_cross_entropy")
     with losses.in_float32():
         values = losses.sigmoid_cross_entropy(logits, targets)
@@ -183,7 +209,7 @@ def huber(
     check_reduction(reduction)
     if not delta > 0.0:
         raise LossError(f"huber needs delta above 0. Received: delta={delta!r}.")
-    losses = registry.backend_for(predictions).losses
+    losses = _backend_for(predictions).losses
     check_loss_pair(predictions, targets, what="huber")
     with losses.in_float32():
         values = losses.huber(predictions, targets, delta)
@@ -207,7 +233,7 @@ def regularization(model: Any) -> Any:
     >>> float(regularization(MLP.random([4, 1], seed=0)))
     0.0
     """
-    return registry.backend_for(model).regularization(model)
+    return _backend_for(model).regularization(model)
 
 
 def _hard_rows(

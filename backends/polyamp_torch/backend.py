@@ -26,7 +26,7 @@ from polyamp_torch.losses import TorchLosses
 from polyamp_torch.own_loop.grad_scaler import GradScaler
 from polyamp_torch.precision.autocast import autocast, run_under
 from polyamp_torch.precision.bound import BoundModule, device_of
-from polyamp_torch.step import resuming, step
+from polyamp_torch.step import differentiate, resuming, step, update
 from polyamp_torch.step.measure import global_norm, reciprocal
 from polyamp_torch.step.state import TorchState
 
@@ -120,12 +120,12 @@ class TorchBackend:
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
         refusals.check_options(options, (), function="value_and_grad", backend=self.name)
-        return lambda states, batch: step.value_and_grad(loss_fn, states, batch)
+        return lambda states, batch: differentiate.value_and_grad(loss_fn, states, batch)
 
     def apply_gradients(
         self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip
     ) -> tuple[list[Any], list[StepResult]]:
-        return list(states), step.apply_gradients(states, grads, skip)
+        return list(states), update.apply_gradients(states, grads, skip)
 
     def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
         return list(gradients.values.items())

@@ -121,6 +121,14 @@ def backend_for(*objects: Any) -> Backend:
     )
 
 
+def backend_of_type(kind: type) -> Backend | None:
+    """The backend of arrays and models of this type; None where only an object itself can tell."""
+    if issubclass(kind, Mapping | list | tuple) or hasattr(kind, "backend"):
+        return None
+    root = _root(kind, entries())
+    return None if root is None else get(root)
+
+
 def names() -> dict[str, str]:
     """Backend name -> the entry it is loaded from; one per backend, however many root modules it answers to."""
     by_value: dict[str, list[str]] = {}

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from polyamp.contract.registry import supporting
+from polyamp.contract import registry
 from polyamp.errors import BackendNotInstalledError, GradientError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
-from polyamp_torch.backend import BACKEND
 from polyamp_torch.own_loop.grad_scaler import GradScaler
 from polyamp_torch.own_loop.scaler_gradients import parameters_of
 from polyamp_torch.precision.autocast import matmul_precision, opened
@@ -69,7 +68,7 @@ class Settings(NamedTuple):
         """
         recipe = Recipe(policy=policy, scaler=scaler)
         policy = recipe.policy
-        supporting(BACKEND, policy)
+        registry.supporting(registry.get("torch"), policy)
         if policy.mode == "cast":
             raise UnsupportedError(
                 f"{where} runs the model itself, so nothing can be cast at the model's boundary. Received: "

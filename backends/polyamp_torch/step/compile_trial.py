@@ -15,9 +15,9 @@ from polyamp_torch.compat import constant_when_compiled, tree_leaves
 from polyamp_torch.precision.attention import Attention
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Bystanders
+from polyamp_torch.step.differentiate import scaled_backward, set_aside
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.state import TorchState
-from polyamp_torch.step.step import scaled_backward, set_aside
 
 
 class Tried(NamedTuple):

@@ -17,7 +17,6 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from polyamp.contract import registry
 from polyamp.errors import PolyampError, UnsupportedError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
@@ -362,14 +361,6 @@ def _scalar(value: Any, device: torch.device) -> torch.Tensor:
 
 def _module_name(path: str) -> str:
     return path.replace("/", ".")
-
-
-@torch.compiler.substitute_in_graph(registry.backend_for)
-def _backend_for(*objects: Any) -> Any:
-    """In a graph every array is torch's; the registry, which reads files, cannot be traced."""
-    from polyamp_torch.backend import BACKEND
-
-    return BACKEND
 
 
 def _refusal(error: Exception) -> UnsupportedError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,6 @@ from polyamp.errors import LossError
 from polyamp.reference import Tensor
 from polyamp.reference import tensor as ops
 from polyamp_torch.losses import TorchLosses
-from polyamp_torch.step import compiled as _substitutes  # noqa: F401  # the registry's place in a graph
 
 LOSSES = {
     "mean_squared_error": functional.mse_loss,
@@ -186,3 +187,24 @@ def test_a_compiled_step_gives_nan_and_skips() -> None:
 def test_no_label_is_taken_for_torchs_own_default() -> None:
     with pytest.raises(LossError, match=r"Received: -100 at index \(1,\).*ignore_index=-100"):
         polyamp.losses.softmax_cross_entropy(torch.zeros(2, 3), torch.tensor([0, -100]))
+
+
+FIRST = """
+import torch, polyamp
+
+def loss(model, x, y):
+    hidden = model(x)
+    return polyamp.losses.softmax_cross_entropy(hidden, y) + polyamp.losses.mean_squared_error(hidden, x) \\
+        + polyamp.losses.regularization(model)
+
+model = torch.nn.Linear(2, 2)
+x, y = torch.ones(3, 2), torch.tensor([0, 1, 1])
+found = torch.compile(loss, fullgraph=True, backend="eager")(model, x, y)
+print(abs(found.item() - loss(model, x, y).item()) < 1e-6)
+"""
+
+
+def test_losses_compile_whole_as_the_first_thing_that_a_program_does_with_polyamp() -> None:
+    """The search for the backend, which cannot be traced, happens while the user's function is compiled."""
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr[-2000:]

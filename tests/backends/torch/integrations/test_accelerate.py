@@ -331,7 +331,7 @@ def test_what_accelerate_cannot_honour_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_without_accelerate_the_error_holds_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(BackendNotInstalledError, match=r'pip install "polyamp\[accelerate\]"'):
-        runpy.run_path(str(Path(polyamp_torch.__file__).with_name("accelerate.py")))
+        runpy.run_path(str(Path(polyamp_torch.__file__).parent / "integrations" / "accelerate.py"))
 
 
 @pytest.mark.parametrize("make", [sgd, fused])

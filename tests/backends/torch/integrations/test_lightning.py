@@ -406,4 +406,4 @@ def test_without_lightning_the_error_holds_the_install_command(monkeypatch: pyte
     for name in ("lightning", "lightning.pytorch"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(BackendNotInstalledError, match=r'pip install "polyamp\[lightning\]"'):
-        runpy.run_path(str(Path(polyamp_torch.__file__).with_name("lightning.py")))
+        runpy.run_path(str(Path(polyamp_torch.__file__).parent / "integrations" / "lightning.py"))

@@ -1,0 +1,150 @@
+"""The first half of a torch step: the scaled loss, its backward pass, and the gradients that it leaves (S6, S7, S23).
+
+Called by the step, by `compile_trial`, and, for people who run the two halves, by the backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from polyamp.errors import LossError, UnsupportedError
+from polyamp.results import Gradients, LossFunction
+from polyamp.rules import refusals
+from polyamp.trees import map_tree
+from polyamp_torch.arrays import dtype_name, to_device
+from polyamp_torch.compat import foreach_mul_
+from polyamp_torch.precision.autocast import autocast, matmul_precision
+from polyamp_torch.step import running as buffers
+from polyamp_torch.step.bystanders import Bystanders, Graphs, made
+from polyamp_torch.step.interrupts import Undisturbed
+from polyamp_torch.step.measure import buckets as bucketed
+from polyamp_torch.step.measure import reciprocal
+from polyamp_torch.step.state import TorchState
+from polyamp_torch.step.turns import together
+
+Values = dict[str, torch.Tensor | None]
+_LAYOUT: Final = operator.attrgetter("layout")
+_STRIDED: Final = {torch.strided}
+
+
+@contextlib.contextmanager
+def set_aside(parameters: Sequence[torch.Tensor], *, used_up: bool = False) -> Iterator[None]:
+    """A block at whose start every `.grad` is None, and after which they are what they were.
+
+    `torch.autograd.grad` would be shorter, but its gradients may share memory with each other and be laid out unlike
+    their parameters, which in-place division and the fused kernels cannot take; `.grad` keeps torch's layout contract.
+
+    Args:
+        parameters: whose gradients.
+        used_up: leave None behind instead, unless the block fails.
+    """
+    held = [p.grad for p in parameters]
+    if any(grad is not None for grad in held):
+        for p in parameters:
+            p.grad = None
+    try:
+        yield
+    except BaseException:
+        used_up = False
+        raise
+    finally:
+        for p, old in zip(parameters, held, strict=True):
+            p.grad = None if used_up else old
+
+
+def value_and_grad(loss_fn: LossFunction, states: Sequence[TorchState], batch: Any) -> tuple[Any, list[Gradients]]:
+    """The value of `loss_fn` and the unscaled gradients of each state; the states stay as they are.
+
+    A parameter that several states share is in each of their `Gradients`, with the same tensor.
+    """
+    batch = to_device(batch, states[0].device, states[0].recipe.policy.param)
+    with Undisturbed() as quiet, together([state.turn for state in states]):
+        return _differentiated(loss_fn, states, batch, quiet)
+
+
+def _differentiated(
+    loss_fn: LossFunction, states: Sequence[TorchState], batch: Any, quiet: Undisturbed
+) -> tuple[Any, list[Gradients]]:
+    saved = [buffers.snapshot(state.buffer_owners) for state in states]
+    named = list({id(p): (name, p) for state in states for name, p in state.parameters.items()}.values())
+    parameters = [p for _, p in named]
+    graphs = states[0].graphs if len(states) == 1 else Graphs()
+    try:
+        with set_aside(parameters), Bystanders(parameters, graphs) as others:
+            loss, aux = scaled_backward(loss_fn, states, batch, others, quiet)
+            values = dense(named)
+            found: list[Values] = [{name: p.grad for name, p in state.parameters.items()} for state in states]
+    finally:
+        running = [buffers.taken_back(item) for item in saved]
+    if states[0].scaler.scales:  # the loss was multiplied by the first's scale
+        factor = reciprocal(states[0].scale_state.scale)
+        for bucket in bucketed(values):
+            foreach_mul_(bucket, factor.to(bucket[0].device))
+    grads = [Gradients(values, own) for values, own in zip(found, running, strict=True)]
+    return (loss if aux is None else (loss, aux)), grads
+
+
+def scaled_backward(
+    loss_fn: LossFunction, states: Sequence[TorchState], batch: Any, others: Bystanders, quiet: Undisturbed
+) -> tuple[torch.Tensor, Any]:
+    """The float32 loss and aux; the gradients of the scaled loss are added to the parameters' `.grad` (S6).
+
+    The casts stay installed during the backward pass, in which activation checkpointing runs the model again. An
+    interrupt arrives while `loss_fn` or the backward pass runs.
+    """
+    policy, scaler = states[0].recipe.policy, states[0].scaler
+    models = tuple(state.bound for state in states)
+    for state in states:
+        state.check_unchanged()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(matmul_precision(policy.float32_matmul))
+        for model in models:
+            stack.enter_context(model.installed())
+        before = made()
+        with autocast(policy, states[0].device.type), quiet.disturbed:
+            result = loss_fn(models[0] if len(models) == 1 else models, batch)
+        size = made() - before
+        loss, aux = refusals.split_result(result)
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+            raise LossError(
+                "loss_fn must return a tensor that depends on the model's parameters. "
+                f"Received: {type(loss).__name__} without a gradient. Is it detached, or under torch.no_grad()?"
+            )
+        refusals.check_loss(tuple(loss.shape), dtype_name(loss.dtype))
+        for model in models:
+            model.check_overrides_ran()
+        wide = loss.float().reshape(())
+        scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
+        others.look(loss_fn, wide, size)
+        with quiet.disturbed:
+            torch.autograd.backward(scaled)
+    return wide.detach(), map_tree(_detached, aux)
+
+
+def dense(parameters: Iterable[tuple[str, torch.Tensor]], *, needed: bool = True) -> list[torch.Tensor]:
+    """The gradients that the backward pass left; a parameter that the loss does not depend on has none (S23).
+
+    Raises:
+        LossError: there is none at all, and one is needed.
+        UnsupportedError: a sparse one, by name.
+    """
+    values = [grad for _, p in parameters if (grad := p.grad) is not None]
+    if needed and not values:
+        raise LossError("loss_fn depends on none of the model's trainable parameters, so there is nothing to update.")
+    if not _STRIDED.issuperset(map(_LAYOUT, values)):
+        name = next(name for name, p in parameters if p.grad is not None and p.grad.layout != torch.strided)
+        raise UnsupportedError(
+            f"the gradient of {name!r} is sparse. The step's kernels take whole tensors, and fused optimizers no "
+            "sparse ones. Build the layer with sparse=False, or write the loop yourself with polyamp_torch.GradScaler."
+        )
+    return values
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

@@ -1,0 +1,182 @@
+"""The second half of a torch step: flag, unscale and clip, optimizer, scale adjustment (S9 to S15), in place.
+
+Called by the step and, for people who run the two halves, by the backend. Nothing here reads a value on the host of an
+accelerator; `optimizers.apply` does for the optimizers that must, and `buffers.settle` for buffers that were replaced.
+On the CPU, where reading costs nothing, the flag is read and a skipped step touches nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from polyamp.arrays import PYTHON
+from polyamp.results import Gradients, StepResult
+from polyamp.rules import clip, refusals
+from polyamp.rules.decide import Skip
+from polyamp.rules.scale import LossScaleState, update
+from polyamp_torch.arrays import XP
+from polyamp_torch.step import optimizers
+from polyamp_torch.step import running as buffers
+from polyamp_torch.step.differentiate import Values, set_aside
+from polyamp_torch.step.interrupts import Undisturbed
+from polyamp_torch.step.measure import Measured, divide_, divide_in_two_steps_, divisor, looks, measured
+from polyamp_torch.step.state import TorchState
+from polyamp_torch.step.turns import together
+
+_ORDINARY: Final = (2.0**-100, 2.0**100)
+"""Divisors whose quotients are as exact as float32 allows."""
+
+
+class Scaled(NamedTuple):
+    """Gradients on their way into an update.
+
+    Attributes:
+        values: one per parameter that has one, in the parameters' order.
+        scale: scalar that they are still multiplied by, or None.
+        places: the parameters into whose `.grad` they are still to be put; they are the caller's then, and not to be
+            overwritten. None for gradients that stand there, and that nobody else has.
+    """
+
+    values: list[torch.Tensor]
+    scale: torch.Tensor | None
+    places: list[torch.Tensor] | None = None
+
+
+def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
+    """Flag, clip, optimizer and one scale adjustment, in place (S9 to S15). A gradient of None leaves its parameter,
+    and the optimizer's state for it, as they are. A parameter of several states is stepped by each one's optimizer, as
+    torch's optimizers over one `.grad` do."""
+    with Undisturbed(), together([state.turn for state in states]):
+        return _applied_to(states, grads, skip)
+
+
+def _applied_to(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
+    ready, commits = [], []
+    for state, item in zip(states, grads, strict=True):
+        state.check_unchanged()
+        _require(state, item.values)
+        fitted = _fitted(state, item.values)
+        places: list[torch.Tensor] = [state.parameters[name] for name in fitted]
+        ready.append(Scaled(list(fitted.values()), None, places))
+        commits.append(functools.partial(buffers.commit, state.model, item.running))
+    parameters = {id(p): p for state in states for p in state.parameters.values()}
+    with set_aside(list(parameters.values()), used_up=True):
+        return applied(states, ready, skip, commits)
+
+
+@torch.no_grad()
+def applied(
+    states: Sequence[TorchState],
+    grads: Sequence[Scaled],
+    skip: Skip,
+    commits: Sequence[Callable[[torch.Tensor | None], None]],
+) -> list[StepResult]:
+    """The update; `commits` give the buffers their values."""
+    verdicts = [_judged(state, item) for state, item in zip(states, grads, strict=True)]
+    flags = [verdict.finite for verdict, _ in verdicts]
+    every = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
+    results = []
+    for state, item, (verdict, by), commit in zip(states, grads, verdicts, commits, strict=True):
+        checking = state.scaler.checks
+        finite = (every if skip == "all" else verdict.finite).to(state.device) if checking else None
+        _update(state, item, verdict.norm, by, finite)
+        commit(finite)
+        results.append(_concluded(state, verdict.norm, finite, every))
+    torch.clear_autocast_cache()  # a caller's open region would serve the old weights to the next step
+    return results
+
+
+def _judged(state: TorchState, grads: Scaled) -> tuple[Measured, torch.Tensor | None]:
+    """The norm and the flag, and the divisor that unscales and clips.
+
+    Off the CPU, gradients that are so large that this divisor leaves float32 count as not finite: above
+    3.4e38 * clip_norm before unscaling.
+    """
+    recipe = state.recipe
+    norm, finite = measured(grads.values, grads.scale, least=state.scaler.min_scale, alike=state.one_device)
+    by = divisor(norm, grads.scale, recipe.clip_norm)
+    if by is not None and recipe.clip_norm is not None and not looks(norm.device):
+        finite = finite & torch.isfinite(by.float())
+    return Measured(norm, finite), by
+
+
+def _update(
+    state: TorchState, grads: Scaled, norm: torch.Tensor, by: torch.Tensor | None, finite: torch.Tensor | None
+) -> None:
+    """Unscale, clip and step; on the CPU not at all if the flag says so."""
+    if looks(state.device):
+        if finite is not None and not bool(finite):
+            return
+        if by is not None and by.item() == 1.0:
+            by = None
+    values = grads.values
+    if grads.places is not None:
+        if by is not None:
+            values = [torch.empty_like(p).copy_(value) for p, value in zip(grads.places, values, strict=True)]
+        for p, value in zip(grads.places, values, strict=True):
+            p.grad = value
+    if by is not None:
+        by = _divided_before(state, values, grads.scale, norm, by)
+    optimizers.apply(
+        state.optimizer, state.recipe.optimizer, state.step, finite, by, values, state.kernels, state.rates
+    )
+    for p in grads.places or ():  # another state's optimizer may hold it too, with a gradient of its own clipping
+        p.grad = None
+
+
+def _divided_before(
+    state: TorchState, values: list[torch.Tensor], scale: torch.Tensor | None, norm: torch.Tensor, by: torch.Tensor
+) -> torch.Tensor | None:
+    """Divide the gradients, unless the optimizer's kernels can: what is left to divide them by."""
+    limit = state.recipe.clip_norm
+    if looks(state.device) and not _ORDINARY[0] < by.item() < _ORDINARY[1] and limit is not None:
+        divide_in_two_steps_(values, scale, clip.factor(norm, limit, XP))
+        return None
+    if optimizers.takes_divisor(state.optimizer):
+        return by.float()
+    divide_(values, by, alike=state.one_device)
+    return None
+
+
+def _concluded(state: TorchState, norm: torch.Tensor, finite: torch.Tensor | None, every: torch.Tensor) -> StepResult:
+    """The counters and the scale after an update, and what to report."""
+    scaler = state.scaler
+    state.step = state.step + (1 if finite is None else finite.to(torch.int32))
+    if scaler.checks:
+        state.scale_state = _next_scale(state, every)
+    skipped = torch.zeros((), dtype=torch.bool, device=state.device) if finite is None else ~finite
+    return StepResult(None, None, norm.float(), state.scale_state.scale, skipped, state.step)
+
+
+def _next_scale(state: TorchState, every: torch.Tensor) -> LossScaleState:
+    """Rule S15 on the device; on the CPU over NumPy's float32 and int32 numbers, which is five times faster."""
+    scaler, old = state.scaler, state.scale_state
+    if not looks(state.device):
+        return update(scaler, old, every.to(state.device), XP)
+    new = update(scaler, LossScaleState(*(field.numpy()[()] for field in old)), bool(every), PYTHON)
+    return LossScaleState(*(torch.scalar_tensor(v.item(), dtype=o.dtype) for v, o in zip(new, old, strict=True)))
+
+
+def _fitted(state: TorchState, values: Values) -> dict[str, torch.Tensor]:
+    """Gradients that a user may have replaced: in the parameters' order, dtype and memory layout, without the None."""
+    fitted = {}
+    for name, parameter in state.parameters.items():
+        value = values[name]
+        if value is None:
+            continue
+        if value.dtype != parameter.dtype or value.stride() != parameter.stride():
+            value = torch.empty_like(parameter).copy_(value)
+        fitted[name] = value.detach()
+    return fitted
+
+
+def _require(state: TorchState, values: Values) -> None:
+    """Refuse gradients that do not fit the parameters."""
+    refusals.check_gradients(
+        [(name, tuple(p.shape)) for name, p in state.parameters.items()],
+        [(name, None if value is None else tuple(value.shape)) for name, value in values.items()],
+    )
