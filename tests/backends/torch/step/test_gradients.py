@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
-from polyamp_torch.step import measure, optimizers, step
+from polyamp_torch.step import measure, optimizers, update
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.measure import divisor, global_norm, measured
 
@@ -23,7 +23,7 @@ INF, NAN = float("inf"), float("nan")
 
 def refuse_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens on an accelerator, on the CPU: nothing may be read on the host."""
-    for module in (measure, optimizers, buffers, step):
+    for module in (measure, optimizers, buffers, update):
         monkeypatch.setattr(module, "looks", lambda device: False)
 
 
@@ -94,7 +94,7 @@ def test_a_known_least_scale_spares_the_second_look(monkeypatch: pytest.MonkeyPa
         seen.append(order)
         return kernel(tensors, order, **kwargs)
 
-    monkeypatch.setattr(torch, "_foreach_norm", counted)
+    monkeypatch.setattr(measure, "foreach_norm", counted)
     grads, scale = [torch.ones(4)], torch.tensor(4.0)
     measured(grads, scale, least=1.0)
     assert seen == [2]
