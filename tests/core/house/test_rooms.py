@@ -1,0 +1,209 @@
+"""The house stands: the same rooms in every backend, no circle of imports, no import from a lower floor to a higher.
+
+The floors are those of CONTRIBUTING.md ("The house"); they are read off the syntax trees, function bodies and type-only
+imports included. Who may import which framework is in test_import_rules.py.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+BACKENDS = ("polyamp_torch", "polyamp_tensorflow", "polyamp_jax")
+
+ROOMS = (
+    *("backend", "compat", "arrays", "losses", "harness"),
+    *(f"precision/{name}" for name in ("op_list", "autocast", "bound", "cast_mode")),
+    *(f"step/{name}" for name in ("state", "differentiate", "measure", "update", "optimizers", "step", "replicas")),
+    "own_loop",
+)
+"""What every backend has, under these names; the last is a folder with something in it."""
+
+MISSING: dict[tuple[str, str], str] = {
+    (
+        "polyamp_torch",
+        "step/replicas",
+    ): "what torch does under DistributedDataParallel stands in its step and its measure",
+}
+"""(backend, room) -> why it is not there yet; strict: a row leaves with the commit that brings the room."""
+
+CORE_FLOORS = (
+    ("_version", "errors", "dtypes", "arrays", "trees", "results", "lookup", "files", "schedules"),
+    ("rules",),
+    ("recipe",),
+    ("contract",),
+    ("train", "losses"),
+    ("",),  # `polyamp` itself: what a user imports, and what stands on it
+    ("conformance", "testing", "parity", "reference"),
+    ("cli",),
+)
+BACKEND_FLOORS = (
+    ("compat", "arrays", "interrupts"),
+    ("precision", "models"),
+    ("step", "losses"),
+    ("own_loop",),
+    ("integrations",),
+    ("harness",),  # the models of the conformance suite; `Backend.harness` makes it
+    ("backend",),
+    ("", "lightning", "accelerate"),  # the package itself, and the public names of rooms further down
+)
+UPWARD: dict[tuple[str, str], str] = {}
+"""(importer, imported) -> why an import upward is left for now; strict."""
+
+Graph = Mapping[str, set[str]]
+
+
+def modules(package: Path) -> dict[str, str]:
+    """Module name -> source, of everything in the folder of a package."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = path.read_text(encoding="utf-8")
+    return found
+
+
+def named(source: str) -> Iterator[tuple[str, str]]:
+    """(module, name in it or "") of every absolute import, wherever it stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func
+            called = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+            if called in ("__import__", "import_module"):
+                yield str(node.args[0].value), ""
+
+
+def graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Module -> the modules among `sources` that it imports. `from a import b` is an import of `a.b` where that is a
+    module, and then not of `a`: a room's `__init__` holds nothing."""
+    edges: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        targets = {f"{name}.{inner}" if f"{name}.{inner}" in sources else name for name, inner in named(source)}
+        edges[module] = {target for target in targets if target in sources} - {module}
+    return edges
+
+
+def circles(edges: Graph) -> list[list[str]]:
+    """Groups of two and more modules that reach each other (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in sorted(edges.get(node, ())):
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in sorted(edges):
+        if node not in index:
+            visit(node)
+    return sorted(found)
+
+
+def room(module: str) -> str:
+    """The first name below the package; "" for the package itself."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def between_rooms(edges: Graph) -> dict[str, set[str]]:
+    """The same graph with a room in the place of its files."""
+    rooms: dict[str, set[str]] = {}
+    for module, targets in edges.items():
+        rooms.setdefault(room(module), set()).update(room(target) for target in targets if room(target) != room(module))
+    return rooms
+
+
+def upward(edges: Graph, floors: Iterable[Iterable[str]]) -> list[tuple[str, str]]:
+    """Imports of a module from a floor above; a room without a floor is an error of its own."""
+    floor = {name: number for number, names in enumerate(floors) for name in names}
+    homeless = {module for module in edges if room(module) not in floor}
+    assert homeless == set(), "give the new room a floor"
+    return sorted(
+        (module, target)
+        for module, targets in edges.items()
+        for target in targets
+        if floor[room(target)] > floor[room(module)]
+    )
+
+
+PACKAGES = {"polyamp": (ROOT / "polyamp", CORE_FLOORS)} | {
+    name: (ROOT / "backends" / name, BACKEND_FLOORS) for name in BACKENDS
+}
+
+
+@pytest.mark.parametrize("name", ROOMS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_concept_that_the_backends_share_has_the_same_place(
+    backend: str, name: str, request: pytest.FixtureRequest
+) -> None:
+    if (backend, name) in MISSING:
+        request.applymarker(pytest.mark.xfail(strict=True, reason=MISSING[backend, name]))
+    place = ROOT / "backends" / backend / name
+    files = [path for path in place.glob("*.py") if path.name != "__init__.py"]
+    assert place.with_suffix(".py").is_file() or files != []
+
+
+def test_what_is_missing_or_upward_is_named_rightly() -> None:
+    assert set(MISSING) <= {(backend, name) for backend in BACKENDS for name in ROOMS}
+    assert {importer.partition(".")[0] for importer, _ in UPWARD} <= set(PACKAGES)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_circle(package: str) -> None:
+    edges = graph(modules(PACKAGES[package][0]))
+    assert circles(edges) == []
+    assert circles(between_rooms(edges)) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_import_goes_up(package: str) -> None:
+    folder, floors = PACKAGES[package]
+    expected = sorted(pair for pair in UPWARD if pair[0].partition(".")[0] == package)
+    assert upward(graph(modules(folder)), floors) == expected
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_rooms_init_is_a_docstring_only(package: str) -> None:
+    """Else `from room import part` would pull in what the graph here does not see."""
+    public = {package, "polyamp.reference", "polyamp.conformance", "polyamp.testing", "polyamp.cli"}
+    folder = PACKAGES[package][0]
+    for path in folder.rglob("__init__.py"):
+        name = ".".join(path.parent.relative_to(folder.parent).parts)
+        if name not in public:
+            assert len(ast.parse(path.read_text(encoding="utf-8")).body) == 1, name
+
+
+def test_what_is_forbidden_is_seen() -> None:
+    sources = {
+        "p": "from p.step import a",
+        "p.arrays": "def f():\n    from p.step.a import x",
+        "p.step": "'The room.'",
+        "p.step.a": "if TYPE_CHECKING:\n    from p.step import b\nimport numpy",
+        "p.step.b": "import p.step.a\nfrom p import arrays",
+    }
+    edges = graph(sources)
+    assert edges["p"] == {"p.step.a"}
+    assert edges["p.step.a"] == {"p.step.b"}
+    assert circles(edges) == [["p.arrays", "p.step.a", "p.step.b"]]
+    assert circles(between_rooms(edges)) == [["arrays", "step"]]
+    assert upward(edges, [["arrays"], ["step"], [""]]) == [("p.arrays", "p.step.a")]
+    with pytest.raises(AssertionError, match="give the new room a floor"):
+        upward(edges, [["arrays"], [""]])
