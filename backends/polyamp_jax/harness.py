@@ -129,22 +129,38 @@ class JaxHarness:
             for n in range(sum(name.startswith("dense") for name in params))
         ]
 
-    def sensitive(self) -> Mapping[str, Callable[[Any], Any]]:
-        operations: dict[str, Callable[[Any], Any]] = {
-            "exp": jnp.exp,
-            "log": jnp.log,
-            "pow": lambda x: jnp.power(x, 3.0),
-            "rsqrt": jax.lax.rsqrt,
-            "sum": jnp.sum,
-            "mean": jnp.mean,
-            "cumsum": jnp.cumsum,
-            "softmax": jax.nn.softmax,
-            "log_softmax": jax.nn.log_softmax,
-            "logsumexp": jax.nn.logsumexp,
-            "layer_norm": lambda x: jax.nn.standardize(x, epsilon=digits.EPSILON),
+    def sensitive(self) -> Mapping[str, Mapping[str, Callable[[Any], Any]]]:
+        families: dict[str, dict[str, Callable[[Any], Any]]] = {
+            "exponentials": {"exp": jnp.exp, "expm1": jnp.expm1},
+            "logarithms": {"log": jnp.log, "log1p": jnp.log1p},
+            "powers": {"pow": lambda x: jnp.power(x, 3.0), "rsqrt": jax.lax.rsqrt},
+            "sums": {"sum": jnp.sum, "mean": jnp.mean, "var": lambda x: jnp.var(x, -1)},
+            "cumulative sums": {"cumsum": jnp.cumsum},
+            "softmax": {
+                "softmax": jax.nn.softmax,
+                "log_softmax": jax.nn.log_softmax,
+                "logsumexp": jax.nn.logsumexp,
+            },
+            "normalisation": {
+                "layer_norm": lambda x: jax.nn.standardize(x, epsilon=digits.EPSILON),
+                "norm": lambda x: jnp.linalg.norm(x, axis=-1),
+            },
+            "losses": {"squared_error": lambda x: jnp.mean(optax.squared_error(x))},
+            # behind a product, whose result is 16 bits wide: JAX itself refuses 16-bit arguments while it traces
+            "linear algebra": {
+                "inv": lambda x: jnp.linalg.inv(x[:, :4] @ jnp.eye(4)),
+                "qr": lambda x: jnp.linalg.qr((x[:, :4] @ jnp.eye(4)).T)[1],
+            },
+            "FFT": {
+                "fft": lambda x: jnp.fft.fft(x[:, :4] @ jnp.eye(4)),
+                "rfft": lambda x: jnp.fft.rfft(x[:, :4] @ jnp.eye(4)),
+            },
         }
         # compiled as a whole: eagerly JAX fuses what it has jitted itself, and rounds differently from its parts
-        return {name: jax.jit(operation) for name, operation in operations.items()}
+        return {
+            family: {name: jax.jit(operation) for name, operation in operations.items()}
+            for family, operations in families.items()
+        }
 
     def saturating(self) -> Mapping[str, Callable[[Any], Any]]:
         operations: dict[str, Callable[[Any], Any]] = {

@@ -78,32 +78,47 @@ class TensorFlowHarness:
         dense = [layer for layer in state.model.layers if isinstance(layer, keras.layers.Dense | _CopiedDense)]
         return [Layer(to_numpy(layer.kernel), to_numpy(layer.bias)) for layer in dense]
 
-    def sensitive(self) -> Mapping[str, Callable[[Any], Any]]:
-        operations: dict[str, Callable[[Any], Any]] = {
-            "exp": keras.ops.exp,
-            "log": keras.ops.log,
-            "pow": lambda x: keras.ops.power(x, 3.0),
-            "rsqrt": keras.ops.rsqrt,
-            "sum": keras.ops.sum,
-            "mean": keras.ops.mean,
-            "cumsum": keras.ops.cumsum,
-            "softmax": keras.ops.softmax,
-            "log_softmax": keras.ops.log_softmax,
-            "logsumexp": lambda x: keras.ops.logsumexp(x, axis=-1),
-            "norm": keras.ops.norm,
-            "layer_norm": lambda x: keras.ops.layer_normalization(x, epsilon=1e-5),
+    def sensitive(self) -> Mapping[str, Mapping[str, Callable[[Any], Any]]]:
+        families: dict[str, dict[str, Callable[[Any], Any]]] = {
+            "exponentials": {"exp": keras.ops.exp},
+            "logarithms": {"log": keras.ops.log},
+            "powers": {"pow": lambda x: keras.ops.power(x, 3.0), "rsqrt": keras.ops.rsqrt},
+            "sums": {"sum": keras.ops.sum, "mean": keras.ops.mean},
+            "cumulative sums": {"cumsum": keras.ops.cumsum},
+            "softmax": {
+                "softmax": keras.ops.softmax,
+                "log_softmax": keras.ops.log_softmax,
+                "logsumexp": lambda x: keras.ops.logsumexp(x, axis=-1),
+            },
+            "normalisation": {
+                "norm": keras.ops.norm,
+                "layer_norm": lambda x: keras.ops.layer_normalization(x, epsilon=1e-5),
+            },
+            "losses": {"binary_crossentropy": lambda x: keras.ops.binary_crossentropy(keras.ops.ones_like(x), x / 16)},
+            "linear algebra": {
+                "inv": lambda x: keras.ops.inv(keras.ops.reshape(x, (-1, 4, 600))[:, :, :4]),
+                "det": lambda x: keras.ops.det(keras.ops.reshape(x, (-1, 4, 600))[:, :, :4]),
+            },
+            "FFT": {"rfft": lambda x: keras.ops.rfft(x)[0]},
         }
-        layers = {
-            "Softmax": keras.layers.Softmax(),
-            "softmax activation": keras.layers.Activation("softmax"),
-            "log_softmax activation": keras.layers.Activation("log_softmax"),
-            "exponential activation": keras.layers.Activation("exponential"),
-            "LayerNormalization": keras.layers.LayerNormalization(),
-            "BatchNormalization": keras.layers.BatchNormalization(),
-            "GroupNormalization": keras.layers.GroupNormalization(groups=4),
-            "UnitNormalization": keras.layers.UnitNormalization(),
+        layers: dict[str, dict[str, Callable[[Any], Any]]] = {
+            "exponentials": {"exponential activation": keras.layers.Activation("exponential")},
+            "softmax": {
+                "Softmax": keras.layers.Softmax(),
+                "softmax activation": keras.layers.Activation("softmax"),
+                "log_softmax activation": keras.layers.Activation("log_softmax"),
+            },
+            "normalisation": {
+                "LayerNormalization": keras.layers.LayerNormalization(),
+                "BatchNormalization": keras.layers.BatchNormalization(),
+                "GroupNormalization": keras.layers.GroupNormalization(groups=4),
+                "UnitNormalization": keras.layers.UnitNormalization(),
+            },
         }
-        return {**{name: _functional(operation) for name, operation in operations.items()}, **layers}
+        return {
+            family: {name: _functional(operation) for name, operation in operations.items()} | layers.get(family, {})
+            for family, operations in families.items()
+        }
 
     def saturating(self) -> Mapping[str, Callable[[Any], Any]]:
         operations: dict[str, Callable[[Any], Any]] = {

@@ -129,22 +129,29 @@ class TorchHarness:
         parts = [getattr(state.model, f"dense{number}") for number in range(state.model.depth)]
         return [Layer(to_numpy(p.weight.detach().t()), to_numpy(p.bias)) for p in parts]
 
-    def sensitive(self) -> Mapping[str, Callable[[Any], Any]]:
+    def sensitive(self) -> Mapping[str, Mapping[str, Callable[[Any], Any]]]:
         return {
-            "exp": torch.exp,
-            "log": torch.log,
-            "pow": lambda x: torch.pow(x, 3.0),
-            "rsqrt": torch.rsqrt,
-            "sum": torch.sum,
-            "mean": torch.mean,
-            "cumsum": lambda x: torch.cumsum(x, -1),
-            "softmax": lambda x: torch.softmax(x, -1),
-            "log_softmax": lambda x: torch.log_softmax(x, -1),
-            "logsumexp": lambda x: torch.logsumexp(x, -1),
-            "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
-            "var": lambda x: torch.var(x, -1),
-            "layer_norm": lambda x: functional.layer_norm(x, x.shape[-1:]),
-            "mse_loss": lambda x: functional.mse_loss(x, torch.zeros_like(x)),
+            "exponentials": {"exp": torch.exp, "exp2": torch.exp2},
+            "logarithms": {"log": torch.log},
+            "powers": {"pow": lambda x: torch.pow(x, 3.0), "rsqrt": torch.rsqrt},
+            "sums": {"sum": torch.sum, "mean": torch.mean, "var": lambda x: torch.var(x, -1)},
+            "cumulative sums": {"cumsum": lambda x: torch.cumsum(x, -1)},
+            "softmax": {
+                "softmax": lambda x: torch.softmax(x, -1),
+                "log_softmax": lambda x: torch.log_softmax(x, -1),
+                "logsumexp": lambda x: torch.logsumexp(x, -1),
+            },
+            "normalisation": {
+                "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+                "layer_norm": lambda x: functional.layer_norm(x, x.shape[-1:]),
+            },
+            "losses": {"mse_loss": lambda x: functional.mse_loss(x, torch.zeros_like(x))},
+            "linear algebra": {
+                "inv": lambda x: torch.linalg.inv(x[:, :4]),
+                "det": lambda x: torch.det(x[:, :4].contiguous()),
+                "svdvals": torch.linalg.svdvals,
+            },
+            "FFT": {"fft": torch.fft.fft, "rfft": torch.fft.rfft},
         }
 
     def saturating(self) -> Mapping[str, Callable[[Any], Any]]:

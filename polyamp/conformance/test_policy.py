@@ -12,6 +12,7 @@ from polyamp.conformance.problems import batch, layers, loss_fn, recipe, train
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import PolicyError
+from polyamp.rules.sensitive import FAMILIES
 
 MIXED = ["mixed_float16", "mixed_bfloat16"]
 
@@ -83,16 +84,20 @@ def test_s03_float32_policy_computes_in_float32(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("policy", MIXED)
-def test_s04_sensitive_operations_run_in_float32(backend: Backend, harness: Harness, policy: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_s04_sensitive_families_run_in_float32(backend: Backend, harness: Harness, family: str, policy: str) -> None:
+    operations = harness.sensitive().get(family, {})
+    assert operations, f"the harness names no operation of {family}"
     chosen = polyamp.Policy(policy, mode="autocast")
     values = np.linspace(0.1, 8.0, 4 * 600, dtype=np.float32).reshape(4, 600)
+    values[:, :4] += 8.0 * np.eye(4, dtype=np.float32)  # a matrix that has an inverse
     narrow = backend.cast(harness.array(values), chosen.compute)
     wide = backend.cast(narrow, "float32")
     wrong = {}
-    for name, operation in harness.sensitive().items():
+    for name, operation in operations.items():
         got = backend.to_numpy(chosen.autocast(operation)(narrow))
         want = backend.to_numpy(operation(wide))
-        if got.dtype != np.float32 or not np.array_equal(got, want):
+        if got.dtype not in (np.float32, np.complex64) or not np.array_equal(got, want):
             wrong[name] = got.dtype.name
     assert not wrong, f"not computed in float32: {wrong}"
 

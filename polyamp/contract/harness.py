@@ -62,8 +62,11 @@ class Harness(Protocol):
     def weights(self, state: Any) -> list[Layer]:
         """The current weights of a state made from `mlp`, in its layout."""
 
-    def sensitive(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Name -> function of one floating array, for the operations that S4 lists and the framework has."""
+    def sensitive(self) -> Mapping[str, Mapping[str, Callable[[Any], Any]]]:
+        """Family of `rules.sensitive` -> name -> function of one floating array, shape (4, 600), positive values.
+
+        Of each family at least one operation that the framework has. A family that is missing is a deviation.
+        """
 
     def saturating(self) -> Mapping[str, Callable[[Any], Any]]:
         """Name -> function of one floating array: a logarithm, or a difference from 1, of a saturating result."""

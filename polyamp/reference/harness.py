@@ -14,6 +14,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import Array
+from polyamp.reference.losses import ReferenceLosses
 from polyamp.reference.models import EPSILON, MLP, GatheredMLP
 from polyamp.results import LossFunction, StepResult
 
@@ -68,19 +69,17 @@ class ReferenceHarness:
             for i in range(model.depth)
         ]
 
-    def sensitive(self) -> Mapping[str, Callable[[Any], Any]]:
+    def sensitive(self) -> Mapping[str, Mapping[str, Callable[[Any], Any]]]:
+        losses = ReferenceLosses()
         return {
-            "exp": ops.exp,
-            "log": ops.log,
-            "pow": lambda x: ops.power(x, 3.0),
-            "rsqrt": lambda x: ops.power(x, -0.5),
-            "sum": ops.total,
-            "mean": ops.mean,
-            "cumsum": ops.cumulative_sum,
-            "softmax": ops.softmax,
-            "log_softmax": ops.log_softmax,
-            "logsumexp": ops.log_sum_exp,
-            "layer_norm": lambda x: ops.normalize(x, EPSILON),
+            "exponentials": {"exp": ops.exp},
+            "logarithms": {"log": ops.log},
+            "powers": {"pow": lambda x: ops.power(x, 3.0), "rsqrt": lambda x: ops.power(x, -0.5)},
+            "sums": {"sum": ops.total, "mean": ops.mean},
+            "cumulative sums": {"cumsum": ops.cumulative_sum},
+            "softmax": {"softmax": ops.softmax, "log_softmax": ops.log_softmax, "logsumexp": ops.log_sum_exp},
+            "normalisation": {"layer_norm": lambda x: ops.normalize(x, EPSILON)},
+            "losses": {"mean_squared_error": lambda x: losses.mean_squared_error(x, np.zeros((), np.float32))},
         }
 
     def saturating(self) -> Mapping[str, Callable[[Any], Any]]:
