@@ -26,6 +26,7 @@ from polyamp_torch.losses import TorchLosses
 from polyamp_torch.own_loop.grad_scaler import GradScaler
 from polyamp_torch.precision.autocast import autocast, run_under
 from polyamp_torch.precision.bound import BoundModule, device_of
+from polyamp_torch.precision.paths import plan_for
 from polyamp_torch.step import differentiate, resuming, step, update
 from polyamp_torch.step.measure import global_norm, reciprocal
 from polyamp_torch.step.state import TorchState
@@ -72,8 +73,8 @@ class TorchBackend:
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
         if isinstance(target, nn.Module):
-            return BoundModule(target, policy, device_of(target))
-        return run_under(target, policy)
+            return BoundModule(target, plan_for(target, policy), device_of(target))
+        return run_under(target, policy.plan())
 
     def scale_loss(self, loss: Any, scale: Any | None) -> Any:
         if not isinstance(loss, torch.Tensor):
@@ -100,7 +101,7 @@ class TorchBackend:
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TorchState:
         refusals.check_options(options, (), function="init", backend=self.name)
         state = TorchState(model, recipe, self)
-        if state.device.type == "cuda" and "bfloat16" in (recipe.policy.compute, *recipe.policy.overrides.values()):
+        if state.device.type == "cuda" and "bfloat16" in state.plan.narrow:
             _require_bfloat16()
         return state
 

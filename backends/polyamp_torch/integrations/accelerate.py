@@ -129,7 +129,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
                 output = function(self, *args, **kwargs) if function is not None else before(*args, **kwargs)
             for item in own:
                 item.check_overrides_ran()
-            return cast_tree(output, settings.policy.output, float64=settings.policy.casts_float64)
+            return cast_tree(output, settings.plan.output, float64=settings.plan.float64)
 
         forward.under_policy = settings.policy  # type: ignore[attr-defined]  # read by prepare_model
         installed = self._installed[model] = contextlib.ExitStack()

@@ -220,8 +220,8 @@ class FabricPrecision(fabric_plugins.MixedPrecision):
 
     def convert_output(self, data: Any) -> Any:
         """Outputs with floating tensors in the policy's output dtype."""
-        policy = self.settings.policy
-        return cast_tree(data, policy.output, float64=policy.casts_float64)
+        plan = self.settings.plan
+        return cast_tree(data, plan.output, float64=plan.float64)
 
     def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward pass of the scaled loss, with the policy's precision of float32 matrix products."""

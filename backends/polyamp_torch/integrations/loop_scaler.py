@@ -19,10 +19,12 @@ from polyamp.errors import BackendNotInstalledError, GradientError, UnsupportedE
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
+from polyamp.rules.plan import Plan
 from polyamp_torch.own_loop.grad_scaler import GradScaler
 from polyamp_torch.own_loop.scaler_gradients import parameters_of
 from polyamp_torch.precision.autocast import matmul_precision, opened
 from polyamp_torch.precision.bound import BoundModule, device_of
+from polyamp_torch.precision.paths import plan_for
 from polyamp_torch.step import running as buffers
 
 
@@ -48,11 +50,13 @@ class Settings(NamedTuple):
 
     Attributes:
         policy: what the forward pass runs under.
+        plan: it, resolved without a model.
         scaler: scales the loss and skips steps; None where nothing is scaled or checked.
         device: the type of the device that the model is on, "cuda" or "cpu".
     """
 
     policy: Policy
+    plan: Plan
     scaler: LoopScaler | None
     device: str
 
@@ -81,7 +85,7 @@ class Settings(NamedTuple):
             )
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         own = LoopScaler(recipe.loss_scaler, device=device) if recipe.loss_scaler.checks else None
-        return cls(policy, own, device)
+        return cls(policy, policy.plan(), own, device)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -90,7 +94,9 @@ class Settings(NamedTuple):
 
     def bound(self, module: nn.Module) -> list[BoundModule]:
         """The module for `region`, if the policy has overrides that are to be installed in it."""
-        return [BoundModule(module, self.policy, torch.device(self.device))] if self.policy.overrides else []
+        if not self.policy.overrides:
+            return []
+        return [BoundModule(module, plan_for(module, self.policy), torch.device(self.device))]
 
     @contextlib.contextmanager
     def region(self, bound: Sequence[BoundModule] = ()) -> Iterator[None]:
@@ -98,12 +104,12 @@ class Settings(NamedTuple):
         with contextlib.ExitStack() as stack:
             for module in bound:
                 stack.enter_context(module.installed())
-            stack.enter_context(opened(self.policy, self.device))
+            stack.enter_context(opened(self.plan, self.device))
             yield
 
     def matmul_precision(self) -> contextlib.AbstractContextManager[None]:
         """The policy's precision of float32 matrix products, for a backward pass."""
-        return matmul_precision(self.policy.float32_matmul)
+        return matmul_precision(self.plan.float32_matmul)
 
     def remember(self, module: nn.Module) -> None:
         """Keep the running statistics that a forward pass in training is about to move."""

@@ -17,10 +17,11 @@ from torch import nn
 
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
+from polyamp.rules.plan import Place, Plan
 from polyamp.rules.process_setting import ProcessSetting
 from polyamp.trees import leaves
 from polyamp_torch.arrays import DTYPES, cast_tree
-from polyamp_torch.compat import NOTHING
+from polyamp_torch.compat import NOTHING, constant_when_compiled
 from polyamp_torch.precision.islands import DEVICE_TYPES, captured, device_types, islands, restored
 from polyamp_torch.precision.regions import OPENED, Region, innermost, owned, repair
 
@@ -66,15 +67,16 @@ class autocast:  # noqa: N801  # named and used like torch.autocast
             raise UnsupportedError(f"{what}, and a region knows no model. Use policy.autocast(model).")
         self.policy = policy
         self.device_type = device_type
+        self._place = _place_of(policy)
 
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():
-            traced = opened(self.policy, self.device_type)
+            traced = _traced(self._place, self.device_type, matmul_precision(self.policy.float32_matmul))
             traced.__enter__()
             OPENED.traced.append(traced)
             return
         repair()
-        block = _block(self.policy.compute, self.policy, self.device_type, matmul_precision(self.policy.float32_matmul))
+        block = _block(self._place, self.device_type, matmul_precision(self.policy.float32_matmul))
         block.owner = owned(self)
         block.opened_in(sys._getframe(1))
 
@@ -100,59 +102,73 @@ class autocast:  # noqa: N801  # named and used like torch.autocast
             raise UnsupportedError(
                 f"{function.__qualname__} would run after its region is closed. Open the region inside it."
             )
-        policy, device_type = self.policy, self.device_type
+        place, precision, device_type = self._place, self.policy.float32_matmul, self.device_type
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with opened(policy, device_type):
+            with _opened(place, device_type, matmul_precision(precision)):
                 return function(*args, **kwargs)
 
         return call  # type: ignore[return-value]  # wraps() keeps the signature, which mypy cannot see
 
 
-def opened(policy: Policy, device_type: str) -> contextlib.AbstractContextManager[None]:
-    """The region of a policy in its compute dtype; overrides and casts of a model are its caller's."""
-    if torch.compiler.is_compiling():
-        return _traced(policy.compute, policy, device_type, matmul_precision(policy.float32_matmul))
-    return _block(policy.compute, policy, device_type, matmul_precision(policy.float32_matmul))
+def opened(plan: Plan, device_type: str) -> contextlib.AbstractContextManager[None]:
+    """The region of a plan in its compute dtype; overrides and casts of a model are its caller's."""
+    return _opened(plan.root, device_type, matmul_precision(plan.float32_matmul))
 
 
-def region(dtype: str, policy: Policy, device_type: str) -> contextlib.AbstractContextManager[None]:
-    """`torch.autocast` in `dtype` with the policy's op list, or with autocast off where it does not mix dtypes.
+def region(place: Place, device_type: str) -> contextlib.AbstractContextManager[None]:
+    """`torch.autocast` as a plan has it in one place, or with autocast off where it does not mix dtypes.
 
     The weight cache is off: torch keys it by the tensor alone and shares it between threads, so it serves weights from
-    before an optimizer step, in another dtype, or without their gradient. docs/guides/torch_autocast.md has its worth.
+    before an optimizer step, in another dtype, or without their gradient. See docs/torch_autocast.md for its worth.
     """
+    return _opened(place, device_type, NOTHING)
+
+
+def _opened(
+    place: Place, device_type: str, precision: contextlib.AbstractContextManager[None]
+) -> contextlib.AbstractContextManager[None]:
     if torch.compiler.is_compiling():
-        return _traced(dtype, policy, device_type, NOTHING)
-    return _block(dtype, policy, device_type, NOTHING)
+        return _traced(place, device_type, precision)
+    return _block(place, device_type, precision)
 
 
-def _block(dtype: str, policy: Policy, device_type: str, precision: contextlib.AbstractContextManager[None]) -> Region:
-    wanted = DTYPES[dtype] if mixes(dtype, policy) else None
-    return Region(device_type, wanted, precision, acting=policy.op_list == "polyamp")
+def _block(place: Place, device_type: str, precision: contextlib.AbstractContextManager[None]) -> Region:
+    return Region(device_type, DTYPES[place.dtype] if place.mixes else None, precision, acting=place.kept)
 
 
 @contextlib.contextmanager
-def _traced(
-    dtype: str, policy: Policy, device_type: str, precision: contextlib.AbstractContextManager[None]
-) -> Iterator[None]:
+def _traced(place: Place, device_type: str, precision: contextlib.AbstractContextManager[None]) -> Iterator[None]:
     """The same for a compiler, which keeps no state that could be left behind."""
     with precision:
-        if not mixes(dtype, policy):
+        if not place.mixes:
             with torch.autocast(device_type, enabled=False):
                 yield
             return
         with (
-            torch.autocast(device_type, dtype=DTYPES[dtype], cache_enabled=False),
-            islands(device_type, acting=policy.op_list == "polyamp"),
+            torch.autocast(device_type, dtype=DTYPES[place.dtype], cache_enabled=False),
+            islands(device_type, acting=place.kept),
         ):
             yield
 
 
-def mixes(dtype: str, policy: Policy) -> bool:
-    """Whether a region in `dtype` picks dtypes operation by operation."""
-    return dtype in ("float16", "bfloat16") and policy.param != dtype and (policy.mode or "autocast") == "autocast"
+def _place_of(policy: Policy) -> Place:
+    """What a policy says where no override holds. A compiler that traces this takes the answers for constants."""
+    if torch.compiler.is_compiling():
+        return Place(policy.compute, None, _answer(policy, "mixes"), _answer(policy, "kept"))
+    return _root(policy)
+
+
+@functools.lru_cache(maxsize=64)
+def _root(policy: Policy) -> Place:
+    return policy.plan().root
+
+
+@constant_when_compiled
+def _answer(policy: Policy, field: str) -> bool:
+    found: bool = getattr(_root(policy), field)
+    return found
 
 
 def carried(function: _Function) -> _Function:
@@ -189,12 +205,12 @@ def matmul_precision(wanted: str | None) -> contextlib.AbstractContextManager[No
     return NOTHING if wanted is None else _FLOAT32_MATMUL.held(wanted)
 
 
-def run_under(target: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """A plain function as one that runs under the policy, on the device of its first tensor argument.
+def run_under(target: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+    """A plain function as one that runs under a plan, on the device of its first tensor argument.
 
     Without one it may compute on any device, so the region is opened for all that this machine has.
     """
-    if policy.overrides:
+    if plan.policy.overrides:
         raise UnsupportedError("overrides name module paths; policy.autocast needs a module for them, not a function.")
 
     @functools.wraps(target)
@@ -202,10 +218,10 @@ def run_under(target: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
         given = next((x.device.type for _, x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)), None)
         with contextlib.ExitStack() as regions:
             for device in device_types() if given is None else [given]:
-                regions.enter_context(opened(policy, device))
-            if policy.mode == "cast":
-                args, kwargs = cast_tree((args, kwargs), policy.compute, float64=policy.casts_float64)
+                regions.enter_context(opened(plan, device))
+            if plan.cast:
+                args, kwargs = cast_tree((args, kwargs), plan.compute, float64=plan.float64)
             result = target(*args, **kwargs)
-        return cast_tree(result, policy.output, float64=policy.casts_float64)
+        return cast_tree(result, plan.output, float64=plan.float64)
 
     return call

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from polyamp.errors import UnsupportedError
-from polyamp.recipe.policy import Policy
+from polyamp.rules.plan import Plan
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import NOTHING, constant_when_compiled
 from polyamp_torch.precision import recomputation
-from polyamp_torch.precision.autocast import carried, mixes, opened, region
+from polyamp_torch.precision.autocast import carried, opened, region
 from polyamp_torch.precision.cast_mode import Casts
 from polyamp_torch.precision.islands import islands
 from polyamp_torch.precision.paths import inner_paths
@@ -39,23 +39,20 @@ class BoundModule:
     """
 
     _module: nn.Module
-    _policy: Policy
+    _plan: Plan
     _device: torch.device
     _overrides: dict[str, str]
     _installation: _Installation
-    _acting: bool
 
-    def __init__(self, module: nn.Module, policy: Policy, device: torch.device) -> None:
-        paths = inner_paths(module) if policy.overrides else {}
-        resolved = policy.resolve_overrides(list(paths)) if policy.overrides else {}
-        overrides = {paths[path]: dtype for path, dtype in resolved.items()}
+    def __init__(self, module: nn.Module, plan: Plan, device: torch.device) -> None:
+        paths = inner_paths(module) if plan.overridden else {}
+        overrides = {paths[path]: dtype for path, dtype in plan.overridden.items()}
         own: dict[str, Any] = {
             "_module": module,
-            "_policy": policy,
+            "_plan": plan,
             "_device": device,
-            "_overrides": {paths[path]: path for path in resolved},
-            "_installation": _Installation(module, policy, device.type, overrides),
-            "_acting": any(mixes(dtype, policy) for dtype in (policy.compute, *overrides.values())),
+            "_overrides": {paths[path]: path for path in plan.overridden},
+            "_installation": _Installation(module, plan, device.type, overrides),
         }
         self.__dict__.update(own)
 
@@ -80,23 +77,23 @@ class BoundModule:
         return iter(self._module)  # type: ignore[call-overload, no-any-return]  # nn.Sequential and its like
 
     def __repr__(self) -> str:
-        return f"BoundModule({self._module!r}, {self._policy!r})"
+        return f"BoundModule({self._module!r}, {self._plan.policy!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BoundModule, (self._module, self._policy, self._device)  # copies and pickles hold no lock
+        return BoundModule, (self._module, self._plan, self._device)  # copies and pickles hold no lock
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output with floating tensors in the policy's output dtype."""
-        policy, double = self._policy, self._policy.casts_float64
+        plan, double = self._plan, self._plan.float64
         inside = any(model is self for model in OPENED.bound)
         installed = NOTHING if inside else self.installed()
-        around = opened(policy, self._device.type)
+        around = opened(plan, self._device.type)
         try:
             with installed, around:
-                if policy.mode == "cast" or policy.param == policy.compute != "float32":
-                    args = cast_tree(args, policy.compute, float64=double)
-                    kwargs = {name: cast_tree(value, policy.compute, float64=double) for name, value in kwargs.items()}
-                return cast_tree(self._module(*args, **kwargs), policy.output, float64=double)
+                if plan.cast or plan.param == plan.compute != "float32":
+                    args = cast_tree(args, plan.compute, float64=double)
+                    kwargs = {name: cast_tree(value, plan.compute, float64=double) for name, value in kwargs.items()}
+                return cast_tree(self._module(*args, **kwargs), plan.output, float64=double)
         except BaseException:
             _closed(around, installed)
             raise
@@ -106,7 +103,7 @@ class BoundModule:
 
         The float32 islands are kept open as well: they act wherever autocast is on, in a repeated forward pass too.
         """
-        kept = self._acting and self._policy.op_list == "polyamp"
+        kept = self._plan.mixes and self._plan.kept
         if torch.compiler.is_compiling():
             return self._traced(kept=kept)
         return _Installed(self, self._installation, self._device.type if kept else None)
@@ -144,12 +141,12 @@ class _Installation:
         called: paths of the overridden modules that ran.
     """
 
-    def __init__(self, module: nn.Module, policy: Policy, device_type: str, overrides: dict[str, str]) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, device_type: str, overrides: dict[str, str]) -> None:
         self.module = module
-        self.policy = policy
+        self.plan = plan
         self.device_type = device_type
         self.called: set[str] = set()
-        self.casts = Casts(module, overrides, policy) if policy.mode == "cast" and policy.is_mixed else None
+        self.casts = Casts(module, overrides, plan) if plan.cast and plan.policy.is_mixed else None
         self.replaced = [(self._part(path), "forward", self._overridden(path, overrides)) for path in overrides]
         self.replaced.reverse()  # of a module's several names the last one wins, which is put nearest to it
         self.replaced += [
@@ -245,15 +242,16 @@ class _Installation:
 
     def _cast_back(self, part: nn.Module, args: Any, output: Any) -> Any:
         """In cast mode, what follows an overridden module computes in the dtype around it again."""
-        around = next((dtype for owner, dtype in reversed(OPENED.overrides) if owner is self), self.policy.compute)
-        return cast_tree(output, around, float64=self.policy.casts_float64)
+        around = next((dtype for owner, dtype in reversed(OPENED.overrides) if owner is self), self.plan.compute)
+        return cast_tree(output, around, float64=self.plan.float64)
 
     def _part(self, path: str) -> nn.Module:
         return self.module.get_submodule(path.replace("/", "."))
 
     def _overridden(self, path: str, overrides: dict[str, str]) -> Replace:
         """Makes, of a submodule's `forward`, one that runs in the submodule's own dtype (S5)."""
-        dtype, policy, double = overrides[path], self.policy, self.policy.casts_float64
+        dtype, double = overrides[path], self.plan.float64
+        place = self.plan.place(dtype)
 
         def replace(forward: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(forward)
@@ -261,7 +259,7 @@ class _Installation:
                 self._note(path)
                 OPENED.overrides.append((self, dtype))
                 try:
-                    with region(dtype, policy, self.device_type):
+                    with region(place, self.device_type):
                         kwargs = {name: cast_tree(value, dtype, float64=double) for name, value in kwargs.items()}
                         return forward(*cast_tree(args, dtype, float64=double), **kwargs)
                 finally:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from polyamp.errors import PolicyError
-from polyamp.recipe.policy import Policy
+from polyamp.rules.plan import Plan
 from polyamp_torch.arrays import DTYPES, dtype_name, is_castable
 from polyamp_torch.compat import buffers_in, parameters_in, renew_list_of_weights, version_of
 
@@ -52,10 +52,10 @@ class Casts:
         PolicyError: on entering, if overrides give a shared tensor two dtypes.
     """
 
-    def __init__(self, module: nn.Module, overrides: dict[str, str], policy: Policy) -> None:
+    def __init__(self, module: nn.Module, overrides: dict[str, str], plan: Plan) -> None:
         self.module = module
         self.overrides = overrides
-        self.policy = policy
+        self.plan = plan
         self.places: list[_Place] = []
 
     def __enter__(self) -> None:
@@ -80,11 +80,11 @@ class Casts:
             self.__enter__()
 
     def _copies(self) -> list[_Place]:
-        double = self.policy.casts_float64
+        double = self.plan.float64
         copies: dict[int, torch.Tensor] = {}
         places = []
         for path, part in self.module.named_modules():
-            dtype = DTYPES[self.overrides.get(path.replace(".", "/"), self.policy.compute)]
+            dtype = DTYPES[self.overrides.get(path.replace(".", "/"), self.plan.compute)]
             if isinstance(part, _BATCH_NORMS):
                 continue
             for slots in (parameters_in(part), buffers_in(part)):

@@ -13,7 +13,20 @@ from typing import Any
 
 from torch import nn
 
+from polyamp.recipe.policy import Policy
+from polyamp.rules.plan import Plan
 from polyamp_torch.compat import WRAPPERS
+
+
+def plan_for(module: nn.Module, policy: Policy) -> Plan:
+    """A policy resolved against a module's paths.
+
+    The root has no path here: no glob makes an override of it.
+
+    Raises:
+        PolicyError: an override matches no module.
+    """
+    return policy.plan(inner_paths(module) if policy.overrides else ())
 
 
 def inner_paths(module: nn.Module) -> dict[str, str]:

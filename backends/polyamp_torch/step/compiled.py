@@ -30,6 +30,7 @@ from polyamp_torch.compat import buffers_in, parameters_in, tree_flatten, tree_u
 from polyamp_torch.precision.attention import Attention
 from polyamp_torch.precision.autocast import matmul_precision, opened
 from polyamp_torch.precision.bound import BoundModule
+from polyamp_torch.precision.paths import plan_for
 from polyamp_torch.precision.regions import OPENED
 from polyamp_torch.step import optimizers
 from polyamp_torch.step import running as buffers
@@ -80,7 +81,7 @@ class CompiledStep:
             UnsupportedError: the model or `loss_fn` does something that cannot be compiled; says what to do.
         """
         recipe = self._recipe
-        batches = micro_batches(to_device(batch, state.device, recipe.policy.param), recipe.accumulate_steps)
+        batches = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
         with Undisturbed() as quiet, state.turn:
             return self._stepped(state, batches, quiet)
 
@@ -124,10 +125,10 @@ class Graph:
         self._recipe = recipe
         self._scaler = state.scaler
         self._device = state.device.type
-        self._policy = policy = recipe.policy.replace(float32_matmul=None)  # set around the graph, not inside
-        self._bound = BoundModule(state.model, policy, state.device)
+        self._plan = plan = plan_for(state.model, recipe.policy.replace(float32_matmul=None))  # set around the graph
+        self._bound = BoundModule(state.model, plan, state.device)
         self._program = _Program(state.model, self._bound, loss_fn)
-        self._casts = _cast_dtypes(state) if policy.mode == "cast" else {}
+        self._casts = _cast_dtypes(state) if plan.cast else {}
         self._used, self._attends = tried(loss_fn, state, part)
         self._watch = Watch(loss_fn, self._used)
         compiler: Any = torch.compile  # torch annotates it for plain functions only
@@ -149,7 +150,7 @@ class Graph:
         (rate,) = [state.optimizer.param_groups[0]["lr"]] if state.rates is None else state.rates.multiples()
         running = buffers.writable(state.buffer_owners)
         fixed = self._fixed({id(state.parameters[name]) for name in self._used} | set(map(id, running.values())))
-        with torch.no_grad(), matmul_precision(self._recipe.policy.float32_matmul), self._installed():
+        with torch.no_grad(), matmul_precision(state.plan.float32_matmul), self._installed():
             self._watch.given = (state, batches[0])
             self._watch.quiet = quiet
             try:
@@ -180,7 +181,7 @@ class Graph:
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
         """Overrides in their places; in cast mode the casts are part of the graph, and the model is only marked."""
-        if self._policy.mode != "cast":
+        if not self._plan.cast:
             with self._bound.installed():
                 yield
             return
@@ -238,7 +239,7 @@ class Graph:
         kept: list[Any] = []
 
         def scaled_loss(values: Tensors) -> Any:
-            with torch.enable_grad(), self._attention(), opened(self._policy, self._device):
+            with torch.enable_grad(), self._attention(), opened(self._plan, self._device):
                 given = {name: self._cast(name, value) for name, value in {**fixed, **values}.items()}
                 before = {name: self._cast(name, value.clone()) for name, value in running.items()}
                 own = {name: value.clone() for name, value in before.items()}

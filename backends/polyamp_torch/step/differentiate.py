@@ -18,7 +18,7 @@ from polyamp.rules import refusals
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import dtype_name, to_device
 from polyamp_torch.compat import foreach_mul_
-from polyamp_torch.precision.autocast import autocast, matmul_precision
+from polyamp_torch.precision.autocast import matmul_precision, opened
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Bystanders, Graphs, made
 from polyamp_torch.step.interrupts import Undisturbed
@@ -62,7 +62,7 @@ def value_and_grad(loss_fn: LossFunction, states: Sequence[TorchState], batch: A
 
     A parameter that several states share is in each of their `Gradients`, with the same tensor.
     """
-    batch = to_device(batch, states[0].device, states[0].recipe.policy.param)
+    batch = to_device(batch, states[0].device, states[0].plan.param)
     with Undisturbed() as quiet, together([state.turn for state in states]):
         return _differentiated(loss_fn, states, batch, quiet)
 
@@ -97,17 +97,17 @@ def scaled_backward(
     The casts stay installed during the backward pass, in which activation checkpointing runs the model again. An
     interrupt arrives while `loss_fn` or the backward pass runs.
     """
-    policy, scaler = states[0].recipe.policy, states[0].scaler
+    plan, scaler = states[0].plan, states[0].scaler
     models = tuple(state.bound for state in states)
     for state in states:
         state.check_unchanged()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(matmul_precision(policy.float32_matmul))
+        stack.enter_context(matmul_precision(plan.float32_matmul))
         for model in models:
             stack.enter_context(model.installed())
         before = made()
-        with autocast(policy, states[0].device.type), quiet.disturbed:
+        with opened(plan, states[0].device.type), quiet.disturbed:
             result = loss_fn(models[0] if len(models) == 1 else models, batch)
         size = made() - before
         loss, aux = refusals.split_result(result)

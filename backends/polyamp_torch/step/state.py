@@ -20,6 +20,7 @@ from polyamp.rules.stuck import Watch
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
 from polyamp_torch.compat import children_in, parameters_in
 from polyamp_torch.precision.bound import BoundModule, device_of
+from polyamp_torch.precision.paths import plan_for
 from polyamp_torch.step import optimizer_state, optimizers, resuming
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Graphs
@@ -39,6 +40,7 @@ class TorchState:
     Attributes:
         model: the user's module.
         recipe: what it is trained with.
+        plan: its policy, resolved against the model's modules.
         scaler: the recipe's loss scaler.
         optimizer: the `torch.optim.Optimizer` in use.
         optimizer_settings: its groups' options as they were at `init`, for checkpoints.
@@ -73,8 +75,9 @@ class TorchState:
         self.device = device_of(model)
         self.model = model
         self.recipe = recipe
+        self.plan = plan_for(model, recipe.policy)
         self.scaler = recipe.loss_scaler  # a recipe without one makes it anew each time it is asked
-        self.bound = BoundModule(model, recipe.policy, self.device)
+        self.bound = BoundModule(model, self.plan, self.device)
         self.parameters = dict(named)
         self._frozen = [(name.replace(".", "/"), p) for name, p in model.named_parameters() if not p.requires_grad]
         self._forms = list(map(_FORM, self.parameters.values()))

@@ -26,7 +26,7 @@ from polyamp_torch.step.window import NARROW, Sums, mean_and_stack, produced_by
 
 def train_step(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: Any) -> StepResult:
     """One step on one state, over `accumulate_steps` micro-batches (S8)."""
-    batches = micro_batches(to_device(batch, state.device, recipe.policy.param), recipe.accumulate_steps)
+    batches = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
     with Undisturbed() as quiet, state.turn:
         return _stepped(loss_fn, state, batches, quiet)
 
