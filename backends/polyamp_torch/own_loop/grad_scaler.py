@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -20,14 +19,15 @@ import numpy as np
 import torch
 from torch.amp.grad_scaler import OptState
 
-from polyamp.errors import GradientError, LossScaleStuckError
+from polyamp.errors import GradientError
 from polyamp.recipe.scaler import LossScaler
+from polyamp.rules import stuck
 from polyamp.trees import map_tree
 from polyamp_torch.compat import new_record, not_compiled, takes_found_inf
 from polyamp_torch.own_loop.loop_memory import Known, Run, refuse_closure, refuse_float16, refuse_lbfgs, watch_backward
 from polyamp_torch.own_loop.scaler_gradients import Flags, gradients_of, overflow, parameters_of, together, unscale_
 from polyamp_torch.own_loop.scaler_state import GradScalerError, ScalerState, described
-from polyamp_torch.own_loop.skip_report import Evidence, SkipReport, joined, stuck
+from polyamp_torch.own_loop.skip_report import Evidence, SkipReport, joined
 from polyamp_torch.step.measure import looks, reciprocal
 
 
@@ -367,18 +367,16 @@ class GradScaler(ScalerState):
                 run.evidence = []
         self._per_optimizer_states = defaultdict(new_record)
         run.updated(state.scale)
-        if run.updates % self._scaler.patience == 0 and self._scaler.on_stuck != "ignore":
+        if run.watch.due(self._scaler):
             self._look_if_stuck()
 
     def _look_if_stuck(self) -> None:
         """Read the state on the host, once every `patience` updates (S17)."""
         state, scaler = self._require_state("update"), self._scaler
         self._run.least, skips = state.scale.item(), int(state.stuck.item())
-        if skips >= scaler.patience:
-            message = stuck(skips, scaler.min_scale, self.report())
-            if scaler.on_stuck == "raise":
-                raise LossScaleStuckError(message)
-            warnings.warn(message, stacklevel=3)
+        if stuck.is_stuck(skips, scaler):
+            names = [row.name for row in self.report()] or ["unknown, as the gradients are gone"]
+            stuck.say(stuck.sentence(skips, scaler, names, where="the model"), scaler, stacklevel=4)
 
     # Reporting.
 

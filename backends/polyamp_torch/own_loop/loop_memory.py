@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from polyamp.errors import UnsupportedError
+from polyamp.rules.stuck import Watch
 from polyamp_torch.compat import version_of, when_backward_ends
 from polyamp_torch.own_loop.scaler_gradients import Kinds, parameters_behind, parameters_of
 from polyamp_torch.own_loop.scaler_state import GradScalerError
@@ -79,6 +80,7 @@ class Run:
         scaled_least: the same of `scaled`.
         found: the joint flag of the steps since the last call of `scale()`, or None.
         stepped: what is known of the optimizers of these steps.
+        watch: when the host looks whether the scale is stuck (S17).
         reached: until the first update, the parameters that scaled losses depend on, by id; then None.
     """
 
@@ -93,7 +95,7 @@ class Run:
         self._known: dict[int, Known] = {}
         self.evidence: list[Evidence] = []
         self.ended = False
-        self.updates = 0
+        self.watch = Watch()
         self.names = Names()
 
     def of(self, optimizer: Any) -> Known:
@@ -144,7 +146,6 @@ class Run:
             known.mixed = []
         self.reached = None
         self.ended = True
-        self.updates += 1
 
 
 class _Before(NamedTuple):

@@ -151,17 +151,6 @@ def joined(reports: Iterable[SkipReport]) -> SkipReport:
     )
 
 
-def stuck(skips: int, floor: float, report: SkipReport) -> str:
-    """What is said when the scale is at its floor and steps are skipped all the same."""
-    listed = ", ".join(row.name for row in report) or "unknown, as the gradients are gone"
-    return (
-        f"{skips} steps in a row were skipped although the loss scale is at its floor of {floor:g}: the gradients are "
-        f"not finite whatever the scale. Parameters with inf or NaN gradients: {listed}. Look for a division by zero, "
-        "a log of zero or a mask of -inf in the model, or lower the learning rate; LossScaler(on_stuck=...) chooses "
-        "'raise', 'warn' or 'ignore'."
-    )
-
-
 class Names:
     """Names for parameters: of the modules that are watched, kept by weak references."""
 

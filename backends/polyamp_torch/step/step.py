@@ -55,6 +55,5 @@ def _stepped(loss_fn: LossFunction, state: TorchState, batches: list[Any], quiet
         except BaseException:
             buffers.settle(saved, torch.zeros((), dtype=torch.bool))
             raise
-        settle = functools.partial(buffers.settle, saved)
-        (result,) = applied([state], [Scaled(values, scale)], "all", [settle])
+        (result,) = applied([state], [Scaled(values, scale, functools.partial(buffers.settle, saved))], "all")
     return result._replace(loss=loss, aux=aux)

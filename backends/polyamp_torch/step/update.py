@@ -14,8 +14,9 @@ from typing import Final, NamedTuple
 import torch
 
 from polyamp.arrays import PYTHON
+from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, StepResult
-from polyamp.rules import clip, refusals
+from polyamp.rules import clip, decide, refusals
 from polyamp.rules.decide import Skip
 from polyamp.rules.scale import LossScaleState, update
 from polyamp_torch.arrays import XP
@@ -23,7 +24,7 @@ from polyamp_torch.step import optimizers
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.differentiate import Values, set_aside
 from polyamp_torch.step.interrupts import Undisturbed
-from polyamp_torch.step.measure import Measured, divide_, divide_in_two_steps_, divisor, looks, measured
+from polyamp_torch.step.measure import divide_, divide_in_two_steps_, divisor, looks, measured
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.turns import together
 
@@ -37,12 +38,14 @@ class Scaled(NamedTuple):
     Attributes:
         values: one per parameter that has one, in the parameters' order.
         scale: scalar that they are still multiplied by, or None.
+        settle: gives the buffers their values, by the flag.
         places: the parameters into whose `.grad` they are still to be put; they are the caller's then, and not to be
             overwritten. None for gradients that stand there, and that nobody else has.
     """
 
     values: list[torch.Tensor]
     scale: torch.Tensor | None
+    settle: Callable[[torch.Tensor | None], None]
     places: list[torch.Tensor] | None = None
 
 
@@ -55,53 +58,74 @@ def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], sk
 
 
 def _applied_to(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
-    ready, commits = [], []
+    ready = []
     for state, item in zip(states, grads, strict=True):
         state.check_unchanged()
         _require(state, item.values)
         fitted = _fitted(state, item.values)
         places: list[torch.Tensor] = [state.parameters[name] for name in fitted]
-        ready.append(Scaled(list(fitted.values()), None, places))
-        commits.append(functools.partial(buffers.commit, state.model, item.running))
+        settle = functools.partial(buffers.commit, state.model, item.running)
+        ready.append(Scaled(list(fitted.values()), None, settle, places))
     parameters = {id(p): p for state in states for p in state.parameters.values()}
     with set_aside(list(parameters.values()), used_up=True):
-        return applied(states, ready, skip, commits)
+        return applied(states, ready, skip)
 
 
 @torch.no_grad()
-def applied(
-    states: Sequence[TorchState],
-    grads: Sequence[Scaled],
-    skip: Skip,
-    commits: Sequence[Callable[[torch.Tensor | None], None]],
-) -> list[StepResult]:
-    """The update; `commits` give the buffers their values."""
-    verdicts = [_judged(state, item) for state, item in zip(states, grads, strict=True)]
-    flags = [verdict.finite for verdict, _ in verdicts]
-    every = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
-    results = []
-    for state, item, (verdict, by), commit in zip(states, grads, verdicts, commits, strict=True):
-        checking = state.scaler.checks
-        finite = (every if skip == "all" else verdict.finite).to(state.device) if checking else None
-        _update(state, item, verdict.norm, by, finite)
-        commit(finite)
-        results.append(_concluded(state, verdict.norm, finite, every))
+def applied(states: Sequence[TorchState], grads: Sequence[Scaled], skip: Skip) -> list[StepResult]:
+    """The update of several states by the rules of `decide`."""
+    _, results = decide.update(states, grads, skip, _VERBS)
     torch.clear_autocast_cache()  # a caller's open region would serve the old weights to the next step
     return results
 
 
-def _judged(state: TorchState, grads: Scaled) -> tuple[Measured, torch.Tensor | None]:
-    """The norm and the flag, and the divisor that unscales and clips.
+class _Verbs(decide.Verbs[TorchState, Scaled]):
+    """What torch does in the second half. Unscaling, clipping and the update are one pass where the kernels can."""
 
-    Off the CPU, gradients that are so large that this divisor leaves float32 count as not finite: above
-    3.4e38 * clip_norm before unscaling.
-    """
-    recipe = state.recipe
-    norm, finite = measured(grads.values, grads.scale, least=state.scaler.min_scale, alike=state.one_device)
-    by = divisor(norm, grads.scale, recipe.clip_norm)
-    if by is not None and recipe.clip_norm is not None and not looks(norm.device):
-        finite = finite & torch.isfinite(by.float())
-    return Measured(norm, finite), by
+    xp = XP
+
+    def scaler(self, state: TorchState) -> LossScaler:
+        return state.scaler
+
+    def measure(self, state: TorchState, grads: Scaled) -> decide.Measured:
+        """With the norm in float64 and the divisor that unscales and clips as `more`.
+
+        Off the CPU, gradients that are so large that this divisor leaves float32 count as not finite: above
+        3.4e38 * clip_norm before unscaling.
+        """
+        clip_norm = state.recipe.clip_norm
+        norm, finite = measured(grads.values, grads.scale, least=state.scaler.min_scale, alike=state.one_device)
+        by = divisor(norm, grads.scale, clip_norm)
+        if by is not None and clip_norm is not None and not looks(norm.device):
+            finite = finite & torch.isfinite(by.float())
+        return decide.Measured(norm.float(), finite, (norm, by))
+
+    def every(self, flags: Sequence[torch.Tensor]) -> torch.Tensor:
+        return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
+
+    def concluded(self, state: TorchState, finite: torch.Tensor | None, every: torch.Tensor) -> decide.Decision:
+        """On the CPU over NumPy's float32 and int32 numbers, which is five times faster."""
+        scaler, old, here = state.scaler, state.scale_state, state.device
+        if finite is None:
+            return decide.Decision(None, old, state.step + 1, torch.zeros((), dtype=torch.bool, device=here))
+        finite = finite.to(here)
+        if not looks(here):
+            return decide.concluded(scaler, old, state.step, finite, every.to(here), XP)
+        new = update(scaler, LossScaleState(*(field.numpy()[()] for field in old)), bool(every), PYTHON)
+        moved = LossScaleState(*(torch.scalar_tensor(v.item(), dtype=o.dtype) for v, o in zip(new, old, strict=True)))
+        return decide.Decision(finite, moved, state.step + finite.to(torch.int32), ~finite)
+
+    def commit(
+        self, state: TorchState, grads: Scaled, measured: decide.Measured, decision: decide.Decision
+    ) -> TorchState:
+        norm, by = measured.more
+        _update(state, grads, norm, by, decision.finite)
+        grads.settle(decision.finite)
+        state.scale_state, state.step = decision.scale_state, decision.step
+        return state
+
+
+_VERBS: Final = _Verbs()
 
 
 def _update(
@@ -140,25 +164,6 @@ def _divided_before(
         return by.float()
     divide_(values, by, alike=state.one_device)
     return None
-
-
-def _concluded(state: TorchState, norm: torch.Tensor, finite: torch.Tensor | None, every: torch.Tensor) -> StepResult:
-    """The counters and the scale after an update, and what to report."""
-    scaler = state.scaler
-    state.step = state.step + (1 if finite is None else finite.to(torch.int32))
-    if scaler.checks:
-        state.scale_state = _next_scale(state, every)
-    skipped = torch.zeros((), dtype=torch.bool, device=state.device) if finite is None else ~finite
-    return StepResult(None, None, norm.float(), state.scale_state.scale, skipped, state.step)
-
-
-def _next_scale(state: TorchState, every: torch.Tensor) -> LossScaleState:
-    """Rule S15 on the device; on the CPU over NumPy's float32 and int32 numbers, which is five times faster."""
-    scaler, old = state.scaler, state.scale_state
-    if not looks(state.device):
-        return update(scaler, old, every.to(state.device), XP)
-    new = update(scaler, LossScaleState(*(field.numpy()[()] for field in old)), bool(every), PYTHON)
-    return LossScaleState(*(torch.scalar_tensor(v.item(), dtype=o.dtype) for v, o in zip(new, old, strict=True)))
 
 
 def _fitted(state: TorchState, values: Values) -> dict[str, torch.Tensor]:

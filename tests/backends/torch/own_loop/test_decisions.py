@@ -288,7 +288,7 @@ def test_the_host_looks_for_a_stuck_scale_every_patience_updates(fused: bool, mo
     original = GradScaler._look_if_stuck
 
     def counting(self: GradScaler) -> None:
-        looked.append(self._run.updates)
+        looked.append(self._run.watch.steps)
         original(self)
 
     monkeypatch.setattr(GradScaler, "_look_if_stuck", counting)
