@@ -121,7 +121,7 @@ def region(place: Place, device_type: str) -> contextlib.AbstractContextManager[
     """`torch.autocast` as a plan has it in one place, or with autocast off where it does not mix dtypes.
 
     The weight cache is off: torch keys it by the tensor alone and shares it between threads, so it serves weights from
-    before an optimizer step, in another dtype, or without their gradient. See docs/torch_autocast.md for its worth.
+    before an optimizer step, in another dtype, or without their gradient. docs/guides/torch_autocast.md has its worth.
     """
     return _opened(place, device_type, NOTHING)
 
