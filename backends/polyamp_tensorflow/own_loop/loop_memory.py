@@ -1,4 +1,4 @@
-"""Around a skipped update: whether `scale_loss` was forgotten, what running statistics were, what to say when stuck.
+"""Around a skipped update: whether `scale_loss` was forgotten, and what running statistics were.
 
 Called by `LossScaleOptimizer`; none of it is saved.
 """
@@ -115,13 +115,3 @@ def running_statistics(model: Any) -> list[Any]:
 def not_finite(gradient: Any) -> Any:
     """How many elements of a gradient are inf or NaN, int32 scalar."""
     return tf.reduce_sum(tf.cast(tf.logical_not(tf.math.is_finite(gradient)), tf.int32))
-
-
-def stuck_message(skips: int, floor: float, names: Sequence[str]) -> str:
-    """What is said when the scale is at its floor and updates are skipped all the same."""
-    return (
-        f"{skips} steps in a row were skipped although the loss scale is at its floor of {floor:g}: the gradients are "
-        f"not finite whatever the scale. Parameters with inf or NaN gradients: {', '.join(names) or 'unknown'}. Look "
-        "for a division by zero, a log of zero or a mask of -inf in the model or the loss, or lower the learning rate; "
-        "LossScaler(on_stuck=...) chooses 'raise', 'warn' or 'ignore'."
-    )

@@ -4,14 +4,14 @@
     apply(gradients)     sum over replicas -> [window of micro-batches] -> unscale -> norm and finite flag -> clip
                          -> the inner optimizer under one condition for all replicas -> scale adjustment  (S8 to S15)
 
-`replicas` holds what `tf.distribute` asks for, `loop_memory` what is known of skipped steps.
+`window` holds the update itself, `replicas` what `tf.distribute` asks for, `loop_memory` what is known of calls and
+of running statistics.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -19,26 +19,20 @@ import keras
 import msgspec
 import tensorflow as tf
 
-from polyamp.errors import GradientError, LossScaleStuckError, UnsupportedError
+from polyamp.errors import GradientError, UnsupportedError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
-from polyamp.rules import clip
-from polyamp.rules.scale import LossScaleState, update
-from polyamp_tensorflow.arrays import XP, at_least_float32, dense_wide, raw, variable_name, write
+from polyamp.rules import stuck
+from polyamp.rules.scale import LossScaleState
+from polyamp_tensorflow.arrays import at_least_float32, dense_wide, raw, variable_name, write
 from polyamp_tensorflow.compat import check_known, index_in, own_trainable
-from polyamp_tensorflow.own_loop.loop_memory import (
-    ScaleCalls,
-    WindowStarts,
-    not_finite,
-    running_statistics,
-    stuck_message,
-)
+from polyamp_tensorflow.own_loop import window
+from polyamp_tensorflow.own_loop.loop_memory import ScaleCalls, WindowStarts, running_statistics
 from polyamp_tensorflow.step import replicas
-from polyamp_tensorflow.step.measure import norm_and_flag, scale_loss
+from polyamp_tensorflow.step.measure import scale_loss
 from polyamp_tensorflow.step.optimizer_checks import check_built_for, check_inner_optimizer, check_scaled_variables
 from polyamp_tensorflow.step.optimizers import SpecOptimizer, build_optimizer, load_without
-from polyamp_tensorflow.step.unused import leaving_alone
 
 _Base: Any = keras.optimizers.LossScaleOptimizer
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -110,7 +104,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         self._micro_step = self._scalar("micro_step", 0)
         self._calls = ScaleCalls()
         self._window_starts = WindowStarts()
-        self._eager_steps = 0
+        self._watch = stuck.Watch()
 
     def _scalar(self, name: str, value: float) -> Any:
         dtype = "float32" if name == "scale" else "int32"
@@ -183,13 +177,10 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         Raises:
             LossScaleStuckError: `patience` updates in a row were skipped there.
         """
-        scaler, skips = self.scaler, int(self._scale_variables.stuck.numpy())
-        if scaler.on_stuck == "ignore" or not scaler.checks or skips < scaler.patience:
-            return
-        message = stuck_message(skips, scaler.min_scale, self.not_finite())
-        if scaler.on_stuck == "raise":
-            raise LossScaleStuckError(message)
-        warnings.warn(message, stacklevel=2)
+        skips = int(self._scale_variables.stuck.numpy())
+        if stuck.is_stuck(skips, self.scaler):
+            where = "the model or the loss"
+            stuck.say(stuck.sentence(skips, self.scaler, self.not_finite(), where=where), self.scaler)
 
     @contextlib.contextmanager
     def keep_statistics(self, model: Any) -> Iterator[None]:
@@ -285,11 +276,26 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             ]
             indices = list(range(len(grads)))
         summed = replicas.total([dense_wide(grads[index], variables[index]) for index in indices])
-        self._update([variables[index] for index in indices], summed, variables, unused)
-        if tf.executing_eagerly():
-            self._eager_steps += 1
-            if self._eager_steps % self.scaler.patience == 0:
-                self.raise_if_stuck()
+        held = self._held({id(variable): index_in(self, variable) for variable in variables})
+        window.update(window.Call(held, [variables[index] for index in indices], variables, unused), summed)
+        if tf.executing_eagerly() and self._watch.due(self.scaler):
+            self.raise_if_stuck()
+
+    def _held(self, owners: dict[int, int]) -> window.Held:
+        """What an update reads and writes."""
+        return window.Held(
+            inner=self.inner_optimizer,
+            scaler=self.scaler,
+            clip_norm=self.clip_norm,
+            accumulate_steps=self.accumulate_steps,
+            owners=owners,
+            scale=self._scale_variables,
+            skipped=self._skipped,
+            not_finite=self._not_finite,
+            micro_step=self._micro_step,
+            sums=self._sums,
+            used=self._used if self._sums else None,
+        )
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """`apply` on pairs; returns the number of applied updates."""
@@ -300,114 +306,6 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """Keras's JAX form of `apply`, which does not exist on TensorFlow."""
         raise UnsupportedError("stateless_apply is for Keras on JAX. On TensorFlow call apply(grads, variables).")
-
-    # An update in three parts: numbers, decision, writes.
-
-    def _update(self, variables: list[Any], gradients: list[Any], every: list[Any], unused: list[Any]) -> None:
-        """The update, or a micro-step of it; `every` are the variables with the `unused` ones, which got no gradient.
-
-        In a window the unused ones have sums too: whether they were used before is known when it ends.
-        """
-        owners = [index_in(self, variable) for variable in variables]
-        if self.accumulate_steps > 1:
-            sums = [raw(self._sums[owner]) for owner in owners]
-            gradients = [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
-            measured = tf.cond(
-                self._window_ends(),
-                lambda: self._measured(gradients),
-                lambda: (gradients, tf.constant(1.0), tf.constant(True)),
-            )
-        else:
-            measured = self._measured(gradients)
-
-        def decide(run: replicas.Run, sums: Any, unscaled: Any, factor: Any, finite: Any) -> None:
-            if self.accumulate_steps == 1:
-                self._end_window(run, variables, unscaled, factor, finite, every, unused)
-                return
-            tf.cond(
-                self._window_ends(),
-                lambda: self._end_window(run, variables, unscaled, factor, finite, every, unused),
-                lambda: self._add(owners, sums, unused),
-            )
-
-        replicas.together(decide, gradients, *measured)
-
-    def _window_ends(self) -> Any:
-        return tf.equal(raw(self._micro_step), self.accumulate_steps - 1)
-
-    def _measured(self, gradients: list[Any]) -> tuple[list[Any], Any, Any]:
-        """Unscaled gradients, the factor that clips them, and the finite flag."""
-        count, scaler = float(self.accumulate_steps), self.scaler
-        if scaler.scales or count > 1:
-            divisor = raw(self.dynamic_scale) * count if scaler.scales else tf.constant(count)
-            gradients = [gradient / tf.cast(divisor, gradient.dtype) for gradient in gradients]
-        if not scaler.checks and self.clip_norm is None:
-            return gradients, tf.constant(1.0), tf.constant(True)
-        norm, finite = norm_and_flag(gradients)
-        if self.clip_norm is None:
-            return gradients, tf.constant(1.0), finite
-        return gradients, clip.factor(norm, self.clip_norm, XP), finite
-
-    def _add(self, owners: Sequence[int], sums: Sequence[Any], unused: Sequence[Any]) -> None:
-        write([self._sums[owner] for owner in owners], sums)
-        left = {index_in(self, variable) for variable in unused}
-        now = tf.constant([int(owner not in left) for owner in range(len(self._sums))])
-        raw(self._used).assign(tf.maximum(replicas.shared(raw(self._used)), now))
-        raw(self._micro_step).assign_add(1)
-        raw(self._skipped).assign(0)
-
-    def _end_window(
-        self,
-        run: replicas.Run,
-        variables: list[Any],
-        unscaled: Any,
-        factor: Any,
-        finite: Any,
-        every: list[Any],
-        unused: list[Any],
-    ) -> None:
-        """The decision of all replicas, the update or none, and rule S15."""
-
-        def update_all_but(left: list[Any]) -> None:
-            without = {id(variable) for variable in left}
-
-            def commit(unscaled: Any, factor: Any) -> None:
-                if self.clip_norm is not None:
-                    unscaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in unscaled]
-                pairs = zip(variables, unscaled, strict=True)
-                known = {id(variable): gradient for variable, gradient in pairs if id(variable) not in without}
-                self.inner_optimizer.apply([known.get(id(variable)) for variable in every], every)
-
-            with replicas.reduced_already(self.inner_optimizer), leaving_alone(self.inner_optimizer, left, warn=True):
-                run(commit, unscaled, factor)
-
-        def apply() -> None:
-            if not (unused and self._sums):
-                update_all_but(unused)
-                return
-            owners = [index_in(self, variable) for variable in unused]
-            before = tf.gather(replicas.shared(raw(self._used)), owners)
-            tf.cond(tf.reduce_any(before > 0), lambda: update_all_but([]), lambda: update_all_but(unused))
-
-        if not self.scaler.checks:
-            apply()
-        else:
-            flag = replicas.shared(finite)
-            tf.cond(flag, apply, lambda: self._note_skip(variables, unscaled))
-            new = update(self.scaler, self.scale_state, flag, XP)
-            write(self._scale_variables, new)
-            raw(self._skipped).assign(tf.where(flag, 0, 1))
-        if self._sums:
-            write(self._sums, [tf.zeros(total.shape, total.dtype) for total in self._sums])
-            raw(self._used).assign(tf.zeros(self._used.shape, tf.int32))
-            raw(self._micro_step).assign(0)
-
-    def _note_skip(self, variables: list[Any], gradients: Any) -> None:
-        """How many elements of each gradient were not finite, for the report on a stuck scale."""
-        counts = dict.fromkeys(range(len(own_trainable(self))), tf.constant(0))
-        for variable, gradient in zip(variables, gradients, strict=True):
-            counts[index_in(self, variable)] = not_finite(replicas.shared(gradient))
-        raw(self._not_finite).assign(tf.stack(list(counts.values())))
 
     # Saving.
 

@@ -21,9 +21,9 @@ from polyamp.errors import ModelError
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.rules import refusals
-from polyamp.rules.scale import LossScaleState, update
+from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
-from polyamp_tensorflow.arrays import XP, Array, dtype_name, raw, to_numpy, write
+from polyamp_tensorflow.arrays import Array, dtype_name, raw, to_numpy, write
 from polyamp_tensorflow.models.layers import is_built, is_layer
 from polyamp_tensorflow.models.variables import Variables, variables_of
 from polyamp_tensorflow.precision.autocast import check_policy
@@ -189,18 +189,19 @@ class TensorFlowState:
         _write_named({name: transient[name] for name in values}, values)
 
     def accept(self, running: Mapping[str, Any]) -> None:
-        """Take over what the forward pass of an update that is applied left, and count the update."""
+        """Take over what the forward pass of an update that is applied left."""
         _write_named(self.variables.left_by_a_forward_pass, running)
-        self._step.assign_add(1)
 
     def commit(self, gradients: Mapping[str, Any]) -> None:
         """Then apply it to the parameters that have gradients and to the optimizer, in a replica."""
         parameters = self.variables.parameters
         self.optimizer.apply([gradients.get(name) for name in parameters], list(parameters.values()))
 
-    def adjust_scale(self, finite: Any) -> None:
-        """Rule S15 on the state's variables."""
-        write(self._scale, update(self.recipe.loss_scaler, self.scale_state, finite, XP))
+    def conclude(self, step: Any, scale: Sequence[Any] | None) -> None:
+        """Write the counter, and the loss-scale state where it can have moved."""
+        self._step.assign(step)
+        if scale is not None:
+            write(self._scale, scale)
 
     def export(self) -> dict[str, Array]:
         """Every array by name, on the host, as they are between two steps of whatever threads."""

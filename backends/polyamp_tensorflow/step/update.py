@@ -1,21 +1,23 @@
-"""The second half of a step as graph code: flag, clip, optimizer and scale adjustment (S9 to S15).
+"""The second half of a step as graph code: what it measures and how it commits (S9 to S15).
 
-    norm and finite flag -> clip -> optimizer under tf.cond -> scale adjustment
+    measure: the gradients dense and in float32 -> norm and finite flag
+    commit:  clip -> optimizer under one condition for all replicas; then scale and counters, as decided
 
-Called by the backend and by the whole step.
+`polyamp.rules.decide` decides in between. Called by the backend and by the whole step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
 
 from polyamp.errors import GradientError
+from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, StepResult
-from polyamp.rules import clip, refusals
-from polyamp.rules.decide import Skip
+from polyamp.rules import clip, decide, refusals
+from polyamp.rules.decide import Decision, Measured, Skip
 from polyamp_tensorflow.arrays import XP, at_least_float32, dense, is_floating
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.measure import norm_and_flag
@@ -24,43 +26,62 @@ from polyamp_tensorflow.step.unused import leaving_alone
 
 
 def update(states: States, gradients: Sequence[Gradients], skip: Skip) -> list[StepResult]:
-    """Flag, clip, optimizer and scale adjustment for states that share a scaler (S14)."""
-    values = [_fitting(state, item) for state, item in zip(states, gradients, strict=True)]
-    measured = [norm_and_flag(list(item.values())) for item in values]
-    every = tf.reduce_all(tf.stack([finite for _, finite in measured]))
-    return [
-        _updated(state, own, item.running, norm, every if skip == "all" else finite, every)
-        for state, own, item, (norm, finite) in zip(states, values, gradients, measured, strict=True)
-    ]
+    """Flag, clip, optimizer and scale adjustment for states that share a scaler (S14), which it updates in place."""
+    _, results = decide.update(states, gradients, skip, _VERBS)
+    return results
 
 
-def _updated(
-    state: TensorFlowState, gradients: dict[str, Any], running: Any, norm: Any, use: Any, every: Any
-) -> StepResult:
-    recipe = state.recipe
-    unused = [variable for name, variable in state.variables.parameters.items() if name not in gradients]
+class _Verbs(decide.Verbs[TensorFlowState, Gradients]):
+    """What TensorFlow does in the second half of a step."""
 
-    def commit(values: list[Any], norm: Any) -> None:
-        if recipe.clip_norm is not None:
-            factor = clip.factor(norm, recipe.clip_norm, XP)
-            values = [value * tf.cast(factor, value.dtype) for value in values]
-        state.commit(dict(zip(gradients, values, strict=True)))
+    xp = XP
 
-    def decide(run: replicas.Run, values: Any, running: Any, norm: Any, use: Any, every: Any) -> None:
-        def apply() -> None:
-            state.accept(running)
-            with replicas.reduced_already(state.optimizer), leaving_alone(state.optimizer, unused):
-                run(commit, values, norm)
+    def scaler(self, state: TensorFlowState) -> LossScaler:
+        return state.recipe.loss_scaler
 
-        if recipe.loss_scaler.checks:
-            tf.cond(replicas.shared(use), apply, lambda: None)
-            state.adjust_scale(replicas.shared(every))
-        else:
-            apply()
+    def measure(self, state: TensorFlowState, grads: Gradients) -> Measured:
+        values = _fitting(state, grads)
+        norm, finite = norm_and_flag(list(values.values()))
+        return Measured(norm, finite, values)
 
-    replicas.together(decide, list(gradients.values()), running, norm, use, every)
-    skipped = tf.logical_not(use) if recipe.loss_scaler.checks else tf.constant(False)
-    return StepResult(None, None, norm, state.scale_state.scale, skipped, state.step)
+    def commit(
+        self, state: TensorFlowState, grads: Gradients, measured: Measured, decision: Decision
+    ) -> TensorFlowState:
+        named: dict[str, Any] = measured.more
+        unused = [variable for name, variable in state.variables.parameters.items() if name not in named]
+        checks = decision.finite is not None
+
+        def step(values: list[Any], norm: Any) -> None:
+            state.commit(dict(zip(named, clipped(values, norm, state.recipe.clip_norm), strict=True)))
+
+        def write(run: replicas.Run, values: Any, running: Any, norm: Any, flags: Any, decided: Any) -> None:
+            def apply() -> None:
+                state.accept(running)
+                with replicas.reduced_already(state.optimizer), leaving_alone(state.optimizer, unused):
+                    run(step, values, norm)
+
+            if checks:
+                tf.cond(replicas.shared(flags[0]), apply, lambda: None)
+            else:
+                apply()
+            *scale, count = [replicas.shared(value) for value in decided]
+            state.conclude(count, scale if checks else None)
+
+        flags = [decision.finite] if checks else []
+        decided = [*decision.scale_state, decision.step]
+        replicas.together(write, list(named.values()), grads.running, measured.norm, flags, decided)
+        return state
+
+
+_VERBS: Final = _Verbs()
+
+
+def clipped(values: Sequence[Any], norm: Any, max_norm: float | None) -> list[Any]:
+    """Gradients of this norm, clipped to `max_norm` unless it is None (S11)."""
+    if max_norm is None:
+        return list(values)
+    factor = clip.factor(norm, max_norm, XP)
+    return [value * tf.cast(factor, value.dtype) for value in values]
 
 
 def _fitting(state: TensorFlowState, gradients: Gradients) -> dict[str, Any]:
