@@ -17,13 +17,13 @@ from polyamp.errors import LossError, LossScaleError, ModelError, UnsupportedErr
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules import refusals
+from polyamp.rules.plan import NARROW, Plan
 from polyamp_tensorflow.arrays import dtype_name
 from polyamp_tensorflow.compat import build_by, build_symbolically
 from polyamp_tensorflow.models.layers import is_built
 from polyamp_tensorflow.models.variables import variables_of
 from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
-from polyamp_tensorflow.precision.autocast import apply_policy, check_policy, matmul_precision
-from polyamp_tensorflow.precision.keras_policies import NARROW
+from polyamp_tensorflow.precision.autocast import AppliedPolicy, matmul_precision, planned
 from polyamp_tensorflow.step.optimizer_checks import check_recipe_optimizer
 from polyamp_tensorflow.step.optimizers import make_optimizer
 from polyamp_tensorflow.step.xla import needs_xla
@@ -84,7 +84,7 @@ def compile(  # noqa: A001  # Keras's word for it
             "built. Call it once on a batch, or give its first layer an Input."
         )
     _check_losses(loss)
-    check_policy(model, recipe.policy)
+    plan = planned(model, recipe.policy)
     check_recipe_optimizer(recipe.optimizer)
     parameters = variables_of(model).parameters
     refusals.check_parameters([(name, dtype_name(variable)) for name, variable in parameters.items()], recipe)
@@ -96,8 +96,8 @@ def compile(  # noqa: A001  # Keras's word for it
             accumulate_steps=recipe.accumulate_steps,
         )
         optimizer.build(model.trainable_variables)
-        jit = _jit_compile(model, recipe.policy, jit_compile, run_eagerly)
-        _put_policy(model, recipe.policy)
+        jit = _jit_compile(model, plan, jit_compile, run_eagerly)
+        _put_policy(model, plan)
         model.compile(
             optimizer,
             loss=loss,
@@ -112,10 +112,10 @@ def compile(  # noqa: A001  # Keras's word for it
         guard(model, recipe.policy)
 
 
-def _put_policy(model: Any, policy: Policy) -> None:
+def _put_policy(model: Any, plan: Plan) -> None:
     """The policy for good, in place of the one that an earlier `compile` put there."""
     before = vars(model).get(_APPLIED)
-    vars(model)[_APPLIED] = apply_policy(model, policy)  # first, since it may be refused
+    vars(model)[_APPLIED] = AppliedPolicy(model, plan)  # first, since it may be refused
     if before is not None:
         before.restore()
 
@@ -136,7 +136,7 @@ def guard(model: Any, policy: Policy | None = None) -> None:
     """
     with model.distribute_strategy.scope():
         _scaling_optimizer(model).prepare_statistics(model)
-    cls = type(model)
+    cls, precision = type(model), None if policy is None else policy.float32_matmul
     several_workers = isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
     def train_step(data: Any) -> Any:
@@ -150,7 +150,7 @@ def guard(model: Any, policy: Policy | None = None) -> None:
         model.test_step = lambda data: _as_vectors(cls.test_step(model, data))
         build_by(model, _build_on_first_batch)
     for name in _FUNCTIONS:
-        setattr(model, f"make_{name}", _maker(model, name, policy))
+        setattr(model, f"make_{name}", _maker(model, name, precision))
         setattr(model, name, None)
 
 
@@ -171,29 +171,26 @@ def _as_vectors(logs: Any) -> Any:
     return keras.tree.map_structure(lambda value: value[None] if value.shape.rank == 0 else value, logs)
 
 
-def _maker(model: Any, name: str, policy: Policy | None) -> Callable[..., Any]:
+def _maker(model: Any, name: str, precision: str | None) -> Callable[..., Any]:
     """Keras's `make_train_function` and its like, with the host's part of the guard around what it makes."""
     own = getattr(type(model), f"make_{name}")
 
     def make(force: bool = False) -> Any:
         if getattr(model, name) is None or force:
             own(model, force)
-            setattr(model, name, _watched(model, getattr(model, name), name == "train_function", policy))
+            setattr(model, name, _watched(model, getattr(model, name), name == "train_function", precision))
         return getattr(model, name)
 
     return make
 
 
-def _watched(model: Any, function: Callable[..., Any], trains: bool, policy: Policy | None) -> Callable[..., Any]:
+def _watched(model: Any, function: Callable[..., Any], trains: bool, precision: str | None) -> Callable[..., Any]:
     batches = 0
 
     def run(*args: Any) -> Any:
         nonlocal batches
-        if policy is None:
+        with matmul_precision(precision):
             result = function(*args)
-        else:
-            with matmul_precision(policy):
-                result = function(*args)
         if trains and isinstance(model.optimizer, LossScaleOptimizer):
             period = model.optimizer.scaler.patience * model.optimizer.accumulate_steps
             before, batches = batches, batches + model.steps_per_execution
@@ -229,7 +226,7 @@ def _check_losses(loss: Any) -> None:
             )
 
 
-def _jit_compile(model: Any, policy: Policy, asked: bool | str | None, run_eagerly: bool) -> bool | str:
+def _jit_compile(model: Any, plan: Plan, asked: bool | str | None, run_eagerly: bool) -> bool | str:
     count = model.distribute_strategy.num_replicas_in_sync
     if asked is True and count > 1:
         raise UnsupportedError(
@@ -240,7 +237,7 @@ def _jit_compile(model: Any, policy: Policy, asked: bool | str | None, run_eager
         return asked
     if run_eagerly or count > 1:
         return "auto"
-    return True if needs_xla([policy], model.trainable_variables, stacklevel=3) else "auto"
+    return True if needs_xla([plan], model.trainable_variables, stacklevel=3) else "auto"
 
 
 class LossScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped

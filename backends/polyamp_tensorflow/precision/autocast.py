@@ -14,9 +14,10 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
-from polyamp.contract import registry
+from polyamp import lookup
 from polyamp.errors import ModelError, UnsupportedError
 from polyamp.recipe.policy import Policy
+from polyamp.rules.plan import Plan
 from polyamp.rules.process_setting import ProcessSetting
 from polyamp_tensorflow.arrays import cast
 from polyamp_tensorflow.interrupts import ending, repair
@@ -24,7 +25,7 @@ from polyamp_tensorflow.models.layers import is_built, is_layer
 from polyamp_tensorflow.precision.bound import as_output
 from polyamp_tensorflow.precision.cast_mode import cast_variables, check_castable, is_cast
 from polyamp_tensorflow.precision.keras_policies import keras_policy, policy_map
-from polyamp_tensorflow.precision.layer_choice import choose
+from polyamp_tensorflow.precision.layer_choice import choose, plan_of
 from polyamp_tensorflow.precision.layer_stack import Application, drop_cached_functions
 
 
@@ -66,16 +67,16 @@ def dtype_policy(policy: Policy) -> Any:
 
 
 @contextlib.contextmanager
-def layer_policies(model: Any, policy: Policy) -> Iterator[None]:
+def layer_policies(model: Any, plan: Plan) -> Iterator[None]:
     """Every layer of a model under the policy; afterwards each has again the policy it had.
 
     Of a model that is no layer the variables are cast (see `cast_mode`); a function passes.
     """
     if not is_layer(model):
-        with cast_variables(model, policy) if is_cast(model, policy) else contextlib.nullcontext():
+        with cast_variables(model, plan) if is_cast(model, plan) else contextlib.nullcontext():
             yield
         return
-    application = Application(model, policy)
+    application = Application(model, plan)
     with ending(application.restore):
         application.put()
         yield
@@ -89,11 +90,11 @@ class AppliedPolicy:
         policy: the policy.
     """
 
-    def __init__(self, model: Any, policy: Policy, *, heads: bool) -> None:
+    def __init__(self, model: Any, plan: Plan, *, heads: bool = True) -> None:
         self.model = model
-        self.policy = policy
+        self.policy: Policy = plan.policy
         repair()
-        self._application = Application(model, policy, heads=heads)
+        self._application = Application(model, plan, heads=heads)
         try:
             self._application.put()
             drop_cached_functions(model)
@@ -162,32 +163,36 @@ def apply_policy(model: Any, policy: Policy, *, heads: bool = True) -> AppliedPo
     require_tensorflow()
     if not is_layer(model):
         raise UnsupportedError(f"apply_policy takes a keras.Model or layer. Received: {type(model).__qualname__}.")
-    registry.supporting(registry.get("tensorflow"), policy)
-    check_policy(model, policy)
+    plan = planned(model, policy)
     if not is_built(model):
         raise ModelError(
             f"apply_policy takes a built model, whose layers all exist. Received: {model.name!r}, which is not built. "
             "Call it once on a batch, give it a keras.Input, or build it."
         )
-    return AppliedPolicy(model, policy, heads=heads)
+    return AppliedPolicy(model, plan, heads=heads)
 
 
-def check_policy(model: Any, policy: Policy) -> None:
-    """Refuse a policy that this model cannot follow, before the first step (S20).
+def planned(model: Any, policy: Policy) -> Plan:
+    """The policy resolved for a model, refused where it cannot follow it, before the first step (S20).
 
-    Whether the overrides match is seen once the model is built.
+    Whether the overrides match is seen once the model is built; until then the plan has none.
 
     Raises:
-        UnsupportedError: dtypes without a Keras policy; overrides or mode="autocast" on what is no Keras layer.
+        UnsupportedError: dtypes without a Keras policy; `op_rules`; overrides or mode="autocast" on what is no Keras
+            layer.
         PolicyError: an override matches no layer, or puts a softmax head in 16 bits.
     """
     require_tensorflow()
+    lookup.registry().supporting(lookup.registry().get("tensorflow"), policy)
     for compute in (policy.compute, *policy.overrides.values()):
         keras_policy(policy.param, compute)
-    if is_layer(model):
-        choose(model, policy if is_built(model) else policy.replace(overrides={}))
-    else:
-        check_castable(model, policy)
+    if not is_layer(model):
+        plan = policy.plan()
+        check_castable(model, plan)
+        return plan
+    plan = plan_of(model, policy) if is_built(model) else policy.replace(overrides={}).plan()
+    choose(model, plan)
+    return plan
 
 
 def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
@@ -201,8 +206,9 @@ def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
         UnsupportedError: mode="autocast" for a function; dtypes that Keras has no policy for.
     """
     require_tensorflow()
+    plan = policy.plan()
     if is_layer(target):
-        check_policy(target, policy)
+        plan = planned(target, policy)
     elif policy.mode == "autocast" or policy.overrides:
         raise UnsupportedError(
             "on TensorFlow the layer is the finest grain of mode='autocast' and of overrides, so they need a "
@@ -210,17 +216,20 @@ def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
             f"{policy}. Use policy.replace(mode='cast') for a function."
         )
     elif hasattr(target, "trainable_variables"):
-        check_castable(target, policy)
+        check_castable(target, plan)
+    known = is_built(target)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal plan, known
         repair()
-        if not is_built(target):
-            _build(target, args, kwargs)
-            check_policy(target, policy)
-        with matmul_precision(policy), layer_policies(target, policy):
+        if not known:
+            if not is_built(target):
+                _build(target, args, kwargs)
+            plan, known = planned(target, policy), True
+        with matmul_precision(plan.float32_matmul), layer_policies(target, plan):
             if not is_layer(target):
-                args, kwargs = cast((args, kwargs), policy.compute, float64=policy.casts_float64)
-            return as_output(target(*args, **kwargs), policy)
+                args, kwargs = cast((args, kwargs), plan.compute, float64=plan.float64)
+            return as_output(target(*args, **kwargs), plan.output, float64=plan.float64)
 
     return call
 
@@ -238,8 +247,8 @@ _TF32: Final[ProcessSetting[bool]] = ProcessSetting(
 )
 
 
-def matmul_precision(policy: Policy) -> contextlib.AbstractContextManager[None]:
+def matmul_precision(setting: str | None) -> contextlib.AbstractContextManager[None]:
     """TensorFlow's switch for TF32, process-global and read when a kernel starts, set for the time of a call."""
-    if policy.float32_matmul is None:
+    if setting is None:
         return contextlib.nullcontext()
-    return _TF32.held(policy.float32_matmul != "highest")
+    return _TF32.held(setting != "highest")

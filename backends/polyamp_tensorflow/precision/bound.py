@@ -13,7 +13,7 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
-from polyamp.recipe.policy import Policy
+from polyamp.rules.plan import Plan
 from polyamp_tensorflow.arrays import cast, dtype_name, is_floating
 from polyamp_tensorflow.compat import keep_mask
 from polyamp_tensorflow.models.layers import is_layer
@@ -30,16 +30,16 @@ class BoundModel:
     and a method that takes `training` gets it.
     """
 
-    def __init__(self, model: Any, policy: Policy) -> None:
+    def __init__(self, model: Any, plan: Plan) -> None:
         self._model = model
-        self._policy = policy
+        self._plan = plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_layer(self._model):
             kwargs.setdefault("training", True)
         else:
             args, kwargs = self._narrowed(args), self._narrowed(kwargs)
-        return as_output(self._model(*args, **kwargs), self._policy)
+        return self._as_output(self._model(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._model, name)
@@ -47,18 +47,19 @@ class BoundModel:
         if asked is not None:
             asked.append(self._model)
         if is_layer(value):
-            return BoundModel(value, self._policy)
+            return BoundModel(value, self._plan)
         if inspect.ismethod(value) and not is_layer(self._model):
-            return lambda *args, **kwargs: as_output(
-                value(*self._narrowed(args), **self._narrowed(kwargs)), self._policy
-            )
+            return lambda *args, **kwargs: self._as_output(value(*self._narrowed(args), **self._narrowed(kwargs)))
         if inspect.ismethod(value) and "training" in inspect.signature(value).parameters:
             return functools.partial(value, training=True)
         return value
 
     def _narrowed(self, arguments: Any) -> Any:
         """Arguments in the dtype in which a model that is no layer computes (S3)."""
-        return cast(arguments, self._policy.compute, float64=self._policy.casts_float64)
+        return cast(arguments, self._plan.compute, float64=self._plan.float64)
+
+    def _as_output(self, results: Any) -> Any:
+        return as_output(results, self._plan.output, float64=self._plan.float64)
 
 
 def native_of(model: Any) -> Any:
@@ -66,12 +67,13 @@ def native_of(model: Any) -> Any:
     return model._model if isinstance(model, BoundModel) else model
 
 
-def as_output(tree: Any, policy: Policy) -> Any:
-    """A model's output in the policy's dtype (S1), taken from the unrounded tensor where `in_dtype` rounded one."""
+def as_output(tree: Any, dtype: str, *, float64: bool) -> Any:
+    """A model's output in the dtype that it is to have (S1), taken from the unrounded tensor where `in_dtype` rounded
+    one."""
 
     def one(leaf: Any) -> Any:
         wide = getattr(leaf, _UNROUNDED, leaf)
-        return keep_mask(leaf, cast(wide, policy.output, float64=policy.casts_float64))
+        return keep_mask(leaf, cast(wide, dtype, float64=float64))
 
     return keras.tree.map_structure(one, tree)
 

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from polyamp.errors import ModelError, UnsupportedError
-from polyamp.recipe.policy import Policy
+from polyamp.rules.plan import Plan
 from polyamp_tensorflow.arrays import dtype_name, is_floating, raw
 from polyamp_tensorflow.interrupts import ending
 from polyamp_tensorflow.precision.layer_choice import choose
@@ -23,25 +23,26 @@ from polyamp_tensorflow.precision.layer_stack import Application
 from polyamp_tensorflow.precision.op_list import gives_probabilities
 
 
-def is_cast(model: Any, policy: Policy) -> bool:
+def is_cast(model: Any, plan: Plan) -> bool:
     """True if the variables of this model, which is no Keras layer, are cast under the policy."""
-    return policy.compute != policy.param and hasattr(model, "trainable_variables")
+    return plan.compute != plan.param and hasattr(model, "trainable_variables")
 
 
-def check_castable(model: Any, policy: Policy) -> None:
+def check_castable(model: Any, plan: Plan) -> None:
     """Refuse what cannot be cast, or would not be trained, before the first step (S20).
 
     Raises:
         ModelError: a Keras layer inside whose variables are not among the model's; `tf.Module` does not see them.
         UnsupportedError: another mode, overrides, or a trainable variable that no attribute holds.
     """
-    if policy.overrides or (is_cast(model, policy) and policy.mode == "autocast"):
+    policy = plan.policy
+    if policy.overrides or (is_cast(model, plan) and policy.mode == "autocast"):
         raise UnsupportedError(
             "on TensorFlow the Keras layer is the finest grain of mode='autocast' and of overrides. Received: "
             f"{type(model).__qualname__} with {policy}. Use policy.replace(mode='cast', overrides={{}})."
         )
     _check_layers(model)
-    if not is_cast(model, policy):
+    if not is_cast(model, plan):
         return
     held = {id(raw(variable)) for variable in _variables(model)}
     for variable in model.trainable_variables:
@@ -65,7 +66,7 @@ def _check_layers(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def cast_variables(model: Any, policy: Policy) -> Iterator[None]:
+def cast_variables(model: Any, plan: Plan) -> Iterator[None]:
     """Casts of the trainable variables in the places of the variables, for the time of the block.
 
     One thread at a time may trace a model under it; the variables themselves are not touched.
@@ -75,8 +76,8 @@ def cast_variables(model: Any, policy: Policy) -> Iterator[None]:
 
     def narrow(value: Any) -> Any:
         if isinstance(value, tf.Variable):
-            kept = id(value) not in trainable or not _is_narrowed(value, policy)
-            return value if kept else tf.cast(value, policy.compute)
+            kept = id(value) not in trainable or not _is_narrowed(value, plan)
+            return value if kept else tf.cast(value, plan.compute)
         if isinstance(value, list | tuple):
             items = [narrow(item) for item in value]
             changed = any(one is not other for one, other in zip(items, value, strict=True))
@@ -102,7 +103,7 @@ def cast_variables(model: Any, policy: Policy) -> Iterator[None]:
     with ending(put_back):
         for holder in _holders(model):
             if isinstance(holder, keras.Layer):
-                applied.append(Application(holder, _inside(holder, policy)))
+                applied.append(Application(holder, _inside(holder, plan)))
                 applied[-1].put()
                 continue
             slots = vars(holder)
@@ -114,18 +115,18 @@ def cast_variables(model: Any, policy: Policy) -> Iterator[None]:
         yield
 
 
-def _inside(layer: Any, policy: Policy) -> Policy:
-    """The policy for a layer among code of the user's, which computes in 16 bits: its result too, unless it is
+def _inside(layer: Any, plan: Plan) -> Plan:
+    """The plan for a layer among code of the user's, which computes in 16 bits: its result too, unless it is
     probabilities, which stay in float32 for the loss."""
     probabilities = any(
         gives_probabilities(choice.target) and choice.dtype == "float32" and choice.parent is None
-        for choice in choose(layer, policy)
+        for choice in choose(layer, plan)
     )
-    return policy if probabilities else policy.replace(output=policy.compute)
+    return plan if probabilities else plan.policy.replace(output=plan.compute).plan()
 
 
-def _is_narrowed(variable: Any, policy: Policy) -> bool:
-    return is_floating(variable) and (dtype_name(variable) != "float64" or policy.casts_float64)
+def _is_narrowed(variable: Any, plan: Plan) -> bool:
+    return is_floating(variable) and (dtype_name(variable) != "float64" or plan.float64)
 
 
 def _variables(model: Any) -> Iterator[Any]:

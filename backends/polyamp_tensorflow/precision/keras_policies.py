@@ -12,9 +12,9 @@ import keras
 
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
+from polyamp.rules.plan import NARROW
 from polyamp_tensorflow.compat import quantized_like
 
-NARROW: Final = ("float16", "bfloat16")
 STACK: Final = "_polyamp_policies"  # attribute of a layer that a policy is applied to
 
 

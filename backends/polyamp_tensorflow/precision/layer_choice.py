@@ -15,13 +15,14 @@ import tensorflow as tf
 
 from polyamp.errors import PolicyError
 from polyamp.recipe.policy import Policy
-from polyamp.rules.overrides import covers
+from polyamp.rules import overrides
+from polyamp.rules.plan import NARROW, Plan
 from polyamp.rules.refusals import FLOATING
 from polyamp_tensorflow.compat import EagerTensor, given_arguments, is_kerass
 from polyamp_tensorflow.models.layers import Module, modules, only_contains
 from polyamp_tensorflow.precision.dataflow import feeding_logarithms, is_gather, is_inner_product, multiplies
 from polyamp_tensorflow.precision.heads import heads_of
-from polyamp_tensorflow.precision.keras_policies import NARROW, own_policy
+from polyamp_tensorflow.precision.keras_policies import own_policy
 from polyamp_tensorflow.precision.op_list import is_product, is_sensitive, is_sensitive_operation, may_be_binary_head
 
 _TENSORS: Final = (EagerTensor, tf.Variable)
@@ -47,43 +48,40 @@ class Choice(NamedTuple):
     parent: Any = None
 
 
-def has_islands(policy: Policy) -> bool:
-    """True if sensitive layers compute in float32 (S4): in autocast mode, with polyamp's list, over float32 masters."""
-    return (
-        policy.mode != "cast"
-        and policy.op_list == "polyamp"
-        and policy.param == "float32"
-        and any(dtype in NARROW for dtype in (policy.compute, *policy.overrides.values()))
-    )
+def plan_of(model: Any, policy: Policy) -> Plan:
+    """The policy resolved for a Keras layer or model: its layers, and the operations of functional models.
 
-
-def _check_overrides(model: Any, policy: Policy) -> None:
-    """Refuse a glob that matches nothing in the model.
+    A layer that lies in several places has the dtype of the longest glob that covers it in any of them (S5).
 
     Raises:
-        PolicyError: with the nearest paths.
+        PolicyError: an override matches nothing; the message lists the nearest paths.
     """
+    if not policy.overrides:
+        return policy.plan()
     found = modules(model)
-    known = [path for module in found for path in (module.path, *module.other_paths) if path]
-    policy.resolve_overrides([*known, *(path for module in found for _, path in _operations(module))])
+    places = [(module.path, *module.other_paths) for module in found]
+    places += [(path,) for module in found for _, path in _operations(module)]
+    paths = {place[0]: [path for path in place if path] for place in places}
+    overrides.check_all_match(policy.overrides, (path for place in paths.values() for path in place))
+    named = {path: overrides.dtype_at(policy.overrides, *place) for path, place in paths.items()}
+    return Plan(policy, {path: dtype for path, dtype in named.items() if dtype is not None})
 
 
-def choose(model: Any, policy: Policy, *, heads: bool = False) -> list[Choice]:
+def choose(model: Any, plan: Plan, *, heads: bool = False) -> list[Choice]:
     """A choice for every layer of a model, and for those operations of functional models that need one.
 
     Args:
         model: a Keras layer or model.
-        policy: the policy.
+        plan: the policy, resolved for this model.
         heads: layers that give logits compute in float32, unless `autocast.output` is narrower.
 
     Raises:
-        PolicyError: an override matches nothing, or puts a head that gives probabilities in 16 bits.
+        PolicyError: an override puts a head that gives probabilities in 16 bits.
         UnsupportedError: dtypes that Keras has no policy for.
     """
-    _check_overrides(model, policy)
     found = modules(model)
     giving_output = heads_of(found)
-    feeding = _feeding(found) if has_islands(policy) else set()
+    feeding = _feeding(found) if plan.kept and plan.mixes else None
     choices: dict[int, Choice] = {}
     clear: set[int] = set()  # what only contains layers, whose way to the output can be followed
     for module in found:
@@ -91,60 +89,56 @@ def choose(model: Any, policy: Policy, *, heads: bool = False) -> list[Choice]:
         if only_contains(layer) and (module.parent is None or id(module.parent) in clear):
             clear.add(id(layer))
         given_heads = giving_output if heads else {}
-        dtype, why = _layer_dtype(module, policy, given_heads, feeding, choices.get(id(module.parent)))
-        if why == "compute" and has_islands(policy) and may_be_binary_head(layer) and id(module.parent) not in clear:
+        dtype, why = _layer_dtype(module, plan, given_heads, feeding, choices.get(id(module.parent)))
+        gate = feeding is not None and may_be_binary_head(layer) and id(module.parent) not in clear
+        if why == "compute" and gate:
             dtype, why = "float32", "sensitive"
         called_by = None if module.parent is None or only_contains(module.parent) else module.parent
         choice = Choice(layer, module.path, dtype, why, called_by)
         sure = giving_output.get(id(layer)) == "probabilities" and why not in ("quantized", "not floating", "float64")
-        choices[id(layer)] = _probabilities(choice, policy) if sure else choice
+        choices[id(layer)] = _probabilities(choice, plan) if sure else choice
     for module in reversed(found):
         _follow(module.layer, choices)
-    operations = [choice for module in found for choice in _operation_choices(module, policy, giving_output, feeding)]
+    operations = [choice for module in found for choice in _operation_choices(module, plan, giving_output, feeding)]
     return [*choices.values(), *operations]
 
 
 def _feeding(found: list[Module]) -> set[int]:
-    """ids of what feeds a logarithm or `1 - x` in the functional models."""
+    """ids of what feeds a logarithm or `1 - x` in the functional models. Elsewhere None stands for a plan that holds no
+    family of S4 in float32."""
     return {one for module in found if only_contains(module.layer) for one in feeding_logarithms(module.layer)}
 
 
 def _layer_dtype(
-    module: Module, policy: Policy, heads: dict[int, Any], feeding: set[int], above: Choice | None
+    module: Module, plan: Plan, heads: dict[int, Any], feeding: set[int] | None, above: Choice | None
 ) -> tuple[str | None, str]:
     layer, own = module.layer, own_policy(module.layer)
     if getattr(own, "quantization_mode", None):
         return None, "quantized"
     if own.compute_dtype not in FLOATING:
         return None, "not floating"
-    if own.compute_dtype == "float64" and not policy.casts_float64:
+    if own.compute_dtype == "float64" and not plan.float64:
         return None, "float64"
     if only_contains(layer):
-        given = (above is not None and above.why == "given") or _is_given(layer, policy)
-        return (None, "given") if given else (policy.param, "contains")
-    override = _override((module.path, *module.other_paths), policy)
-    if override is not None:
-        return override, "override"
-    if (above is not None and above.why == "given") or _is_given(layer, policy):
+        given = (above is not None and above.why == "given") or _is_given(layer, plan)
+        return (None, "given") if given else (plan.param, "contains")
+    named = plan.at(module.path).named
+    if named is not None:
+        return named, "override"
+    if (above is not None and above.why == "given") or _is_given(layer, plan):
         return None, "given"
-    if policy.compute not in NARROW or policy.param != "float32":
-        return policy.compute, "compute"
-    if heads.get(id(layer)) == "logits" and policy.output not in NARROW:
+    if plan.compute not in NARROW or plan.param != "float32":
+        return plan.compute, "compute"
+    if heads.get(id(layer)) == "logits" and plan.output not in NARROW:
         return "float32", "head"
-    if has_islands(policy) and (is_sensitive(layer) or id(layer) in feeding or is_inner_product(layer)):
+    if feeding is not None and (is_sensitive(layer) or id(layer) in feeding or is_inner_product(layer)):
         return "float32", "sensitive"
     if _holds_constants(layer):
         return "float32", "constants"
-    return policy.compute, "compute"
+    return plan.compute, "compute"
 
 
-def _override(paths: tuple[str, ...], policy: Policy) -> str | None:
-    """The dtype of the longest glob that covers the layer in any of the places where it lies (S5)."""
-    matching = [glob for glob in policy.overrides if any(path and covers(glob, path) for path in paths)]
-    return policy.overrides[max(matching, key=lambda glob: (len(glob), glob))] if matching else None
-
-
-def _is_given(layer: Any, policy: Policy) -> bool:
+def _is_given(layer: Any, plan: Plan) -> bool:
     """True if the user gave the layer's constructor a dtype that this policy can leave alone.
 
     Keras keeps the arguments of a constructor for `get_config` if all are plain. Layers from `load_model` and
@@ -156,8 +150,8 @@ def _is_given(layer: Any, policy: Policy) -> bool:
         return False
     dtype = own_policy(layer).compute_dtype
     if dtype == "float16":
-        return policy.needs_loss_scaling
-    return dtype != "bfloat16" or policy.compute in NARROW
+        return "float16" in plan.narrow and plan.param != "float16"
+    return dtype != "bfloat16" or plan.compute in NARROW
 
 
 def _holds_constants(layer: Any) -> bool:
@@ -197,14 +191,14 @@ def _follow(layer: Any, choices: dict[int, Choice]) -> None:
             choices[id(layer)] = own._replace(dtype=dtype, why=own.why if dtype == own.dtype else "inner")
 
 
-def _probabilities(choice: Choice, policy: Policy) -> Choice:
+def _probabilities(choice: Choice, plan: Plan) -> Choice:
     """Probabilities come in float32, in every mode: Keras's cross-entropy clips them, and in 16 bits loses the logits.
 
     Raises:
         PolicyError: an override asks for 16 bits.
     """
     dtype = choice.dtype or own_policy(choice.target).compute_dtype
-    if policy.param in NARROW or dtype not in NARROW:
+    if plan.param in NARROW or dtype not in NARROW:
         return choice
     if choice.why == "override":
         raise PolicyError(
@@ -227,19 +221,19 @@ def _operations(module: Module) -> list[tuple[Any, str]]:
     ]
 
 
-def _operation_choices(module: Module, policy: Policy, heads: dict[int, str], feeding: set[int]) -> Iterator[Choice]:
+def _operation_choices(module: Module, plan: Plan, heads: dict[int, str], feeding: set[int] | None) -> Iterator[Choice]:
     for operation, path in _operations(module):
-        override = _override((path,), policy)
-        if override is not None:
-            choice = Choice(operation, path, override, "override")
-            yield _probabilities(choice, policy) if heads.get(id(operation)) == "probabilities" else choice
-        elif heads.get(id(operation)) == "probabilities" and policy.param == "float32":
+        named = plan.at(path).named
+        if named is not None:
+            choice = Choice(operation, path, named, "override")
+            yield _probabilities(choice, plan) if heads.get(id(operation)) == "probabilities" else choice
+        elif heads.get(id(operation)) == "probabilities" and plan.param == "float32":
             yield Choice(operation, path, "float32", "head")
-        elif has_islands(policy) and (
+        elif feeding is not None and (
             is_sensitive_operation(operation) or id(operation) in feeding or is_inner_product(operation)
         ):
             yield Choice(operation, path, "float32", "sensitive")
-        elif is_product(operation) and policy.compute in NARROW and not multiplies(operation):
-            yield Choice(operation, path, policy.compute, "product")
-        elif has_islands(policy) and is_gather(operation):
+        elif is_product(operation) and plan.compute in NARROW and not multiplies(operation):
+            yield Choice(operation, path, plan.compute, "product")
+        elif feeding is not None and is_gather(operation):
             yield Choice(operation, path, None, "gather")

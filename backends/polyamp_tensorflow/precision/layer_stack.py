@@ -18,12 +18,12 @@ from typing import Any, Final, NamedTuple
 
 import keras
 
-from polyamp.recipe.policy import Policy
+from polyamp.rules.plan import NARROW, Plan
 from polyamp_tensorflow.compat import SCORES, WEIGHTED, held_policy, hold_policy
 from polyamp_tensorflow.models.layers import is_layer, modules, only_contains
 from polyamp_tensorflow.precision.dataflow import is_gather
-from polyamp_tensorflow.precision.keras_policies import NARROW, STACK, is_quantized, keras_policy, own_policy
-from polyamp_tensorflow.precision.layer_choice import Choice, choose, has_islands
+from polyamp_tensorflow.precision.keras_policies import STACK, is_quantized, keras_policy, own_policy
+from polyamp_tensorflow.precision.layer_choice import Choice, choose
 from polyamp_tensorflow.precision.op_list import SENSITIVE_LAYERS
 from polyamp_tensorflow.precision.regularizers import in_float32, without_float32
 from polyamp_tensorflow.precision.stand_ins import (
@@ -58,19 +58,19 @@ class Application:
 
     Args:
         model: a Keras layer or model.
-        policy: the policy.
+        plan: the policy, resolved for this model.
         heads: as in `choose`.
 
     Attributes:
         choices: what each layer gets and why.
     """
 
-    def __init__(self, model: Any, policy: Policy, *, heads: bool = False) -> None:
+    def __init__(self, model: Any, plan: Plan, *, heads: bool = False) -> None:
         self._model = model
         with _LOCK:
-            self.choices = choose(model, policy, heads=heads)
+            self.choices = choose(model, plan, heads=heads)
             dtypes = {id(choice.target): choice.dtype for choice in self.choices}
-            self._settings = [(choice.target, self._setting(choice, policy, dtypes)) for choice in self.choices]
+            self._settings = [(choice.target, self._setting(choice, plan, dtypes)) for choice in self.choices]
 
     def put(self) -> None:
         """Put it on; if that is interrupted, `restore` takes off what is on."""
@@ -107,15 +107,16 @@ class Application:
             if STACK not in vars(module.layer):
                 _regularize(module.layer, without_float32)
 
-    def _setting(self, choice: Choice, policy: Policy, dtypes: Mapping[int, str | None]) -> _Setting:
+    def _setting(self, choice: Choice, plan: Plan, dtypes: Mapping[int, str | None]) -> _Setting:
         target, dtype = choice.target, choice.dtype
         call = _method(target, "call")
-        gathers = has_islands(policy) and is_gather(target)
+        islands = plan.kept and plan.mixes
+        gathers = islands and is_gather(target)
         if gathers:
             call = summed_in_float32(call)
         if not is_layer(target):
             return _Setting(None, {"call": call if dtype is None else casting_inputs(call, dtype)})
-        own = None if dtype is None else keras_policy(policy.param, dtype)
+        own = None if dtype is None else keras_policy(plan.param, dtype)
         # A sum of the user's own stays in the dtype of its operands; `fit` adds it to float32 ones.
         methods = {"add_loss": casting_inputs(_method(target, "add_loss"), "float32")}
         if gathers:
@@ -123,15 +124,15 @@ class Application:
         if isinstance(target, SENSITIVE_LAYERS) and not target.autocast and dtype not in (None, *NARROW):
             # Keras leaves the input of its normalisations alone, and rounds their result to the input's dtype.
             methods["call"] = call = casting_inputs(call, str(dtype))
-        if target is self._model and _rounds(policy):
-            methods["call"] = giving_output(call, policy)
+        if target is self._model and _rounds(plan):
+            methods["call"] = giving_output(call, plan)
         elif choice.parent is not None and dtype is not None:
             outer = dtypes[id(choice.parent)] or own_policy(choice.parent).compute_dtype
             if outer != dtype or only_contains(target):
                 methods["call"] = rounding(call, outer)
         elif isinstance(target, keras.layers.SpectralNormalization) and choice.why == "sensitive":
-            methods["call"] = rounding(call, policy.compute)
-        if isinstance(target, keras.layers.Attention) and dtype in NARROW and has_islands(policy):
+            methods["call"] = rounding(call, plan.compute)
+        if isinstance(target, keras.layers.Attention) and dtype in NARROW and islands:
             own_scores = functools.partial(apply_scores, target)
             methods[WEIGHTED] = signature_of(_method(target, WEIGHTED), own_scores)
             if isinstance(target, keras.layers.AdditiveAttention) or target.score_mode == "concat":
@@ -147,8 +148,8 @@ def drop_cached_functions(model: Any) -> None:
                 setattr(module.layer, name, None)
 
 
-def _rounds(policy: Policy) -> bool:
-    return any(dtype in NARROW for dtype in (policy.compute, policy.output, *policy.overrides.values()))
+def _rounds(plan: Plan) -> bool:
+    return bool(plan.narrow) or plan.output in NARROW
 
 
 def _own(target: Any) -> dict[str, Callable[..., Any]]:

@@ -8,12 +8,10 @@ the place of its regularizer. Called by `layer_stack`.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Final
+from typing import Any
 
-from polyamp.recipe.policy import Policy
 from polyamp_tensorflow.precision.bound import as_output
 
-_FLOAT32: Final = Policy("float32")
 _KNOWN: weakref.WeakValueDictionary[int, Float32Regularizer] = weakref.WeakValueDictionary()
 
 
@@ -30,7 +28,7 @@ class Float32Regularizer:
         object.__setattr__(self, "_inside", inside)
 
     def __call__(self, x: Any) -> Any:
-        return _inside(self)(as_output(x, _FLOAT32))
+        return _inside(self)(as_output(x, "float32", float64=False))
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("__reduce__", "__reduce_ex__"):

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from polyamp.recipe.policy import Policy
+from polyamp.rules.plan import Plan
 from polyamp_tensorflow.arrays import cast
 from polyamp_tensorflow.precision.bound import as_output, in_dtype
 
@@ -37,9 +37,13 @@ def casting_inputs(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
     return signature_of(call, lambda *args, **kwargs: call(*cast(args, dtype), **cast(kwargs, dtype)))
 
 
-def giving_output(call: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+def giving_output(call: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     """`call` with its result in the dtype of the policy's outputs (S1)."""
-    return signature_of(call, lambda *args, **kwargs: as_output(call(*args, **kwargs), policy))
+
+    def giving(*args: Any, **kwargs: Any) -> Any:
+        return as_output(call(*args, **kwargs), plan.output, float64=plan.float64)
+
+    return signature_of(call, giving)
 
 
 def apply_scores(layer: Any, scores: Any, value: Any, scores_mask: Any = None, training: bool = False) -> Any:

@@ -153,7 +153,7 @@ def _scaled(states: States, loss_fn: LossFunction, batch: Any) -> _Scaled:
         tape.__enter__()
         tape.watch(watched)
         for state in states:  # inside the tape, which must see the casts of variables
-            stack.enter_context(layer_policies(state.model, state.recipe.policy))
+            stack.enter_context(layer_policies(state.model, state.plan))
         with awaited(states):
             loss, aux = refusals.split_result(loss_fn(bound(states), batch))
         loss = scale_loss(loss, None, what="loss_fn")
@@ -177,7 +177,7 @@ def present(tree: Any) -> list[Any]:
 
 def bound(states: States) -> Any:
     """What `loss_fn` gets: one model, or a tuple of them."""
-    models = tuple(BoundModel(state.model, state.recipe.policy) for state in states)
+    models = tuple(BoundModel(state.model, state.plan) for state in states)
     return models[0] if len(models) == 1 else models
 
 

@@ -48,7 +48,7 @@ class GraphFunction:
 
     def __call__(self, states: States, *tensors: Any) -> Any:
         repair()
-        with turns(states), matmul_precision(states[0].recipe.policy):
+        with turns(states), matmul_precision(states[0].plan.float32_matmul):
             program = self._program(tuple(states))
             try:
                 return program(*tensors)
@@ -91,6 +91,6 @@ class GraphFunction:
                 )
         elif jit is None:
             parameters = [variable for state in states for variable in state.variables.parameters.values()]
-            jit = needs_xla([state.recipe.policy for state in states], parameters, stacklevel=6)
+            jit = needs_xla([state.plan for state in states], parameters, stacklevel=6)
         # AutoGraph would rewrap exceptions raised while tracing, so that they reach the user as other ones.
         return tf.function(program, autograph=False, jit_compile=jit)  # type: ignore[no-any-return]  # untyped

@@ -21,12 +21,13 @@ from polyamp.errors import ModelError
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.rules import refusals
+from polyamp.rules.plan import Plan
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
 from polyamp_tensorflow.arrays import Array, dtype_name, raw, to_numpy, write
 from polyamp_tensorflow.models.layers import is_built, is_layer
 from polyamp_tensorflow.models.variables import Variables, variables_of
-from polyamp_tensorflow.precision.autocast import check_policy
+from polyamp_tensorflow.precision.autocast import planned
 from polyamp_tensorflow.step.distribution import check_variables, several
 from polyamp_tensorflow.step.optimizers import make_optimizer, optimizer_variables
 from polyamp_tensorflow.step.resuming import described
@@ -58,6 +59,7 @@ class TensorFlowState:
     Attributes:
         model: the user's own model.
         recipe: the recipe it was made with.
+        plan: its policy, resolved for the model; without the overrides until the model is built.
         strategy: the `tf.distribute.Strategy` in whose scope it was made; TensorFlow's default one otherwise.
         optimizer_settings: the optimizer's configuration as it was when it was made, for checkpoints.
         programs: the graph functions traced for this state, by the object that runs them.
@@ -83,6 +85,7 @@ class TensorFlowState:
         self._step = tf.Variable(0, dtype=tf.int32, trainable=False, name="step")
         self._training: _Training | None = None
         self.optimizer_settings: dict[str, Any] = {}
+        self.plan: Plan
         if is_built(model):
             self.finish_building()
         elif several(self.strategy):
@@ -91,7 +94,7 @@ class TensorFlowState:
                 "in strategy.scope(), or give its first layer an Input."
             )
         else:
-            check_policy(model, recipe.policy.replace(overrides={}))
+            self.plan = planned(model, recipe.policy)
 
     @property
     def backend(self) -> Backend:
@@ -142,7 +145,7 @@ class TensorFlowState:
         variables = variables_of(self.model)
         check_variables(self.strategy, [raw(v) for role in variables for v in role.values()])
         refusals.check_parameters([(n, dtype_name(v)) for n, v in variables.parameters.items()], self.recipe)
-        check_policy(self.model, self.recipe.policy)
+        self.plan = planned(self.model, self.recipe.policy)
         optimizer = make_optimizer(self.recipe, variables.parameters)
         self.optimizer_settings = described(optimizer)
         self._training = _Training(variables, optimizer, self._trainable(variables))

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, Final
 
-from polyamp.recipe.policy import Policy
+from polyamp.rules.plan import Plan
 from polyamp_tensorflow.arrays import raw
 
 _WARNING: Final = (
@@ -17,15 +17,15 @@ _WARNING: Final = (
 _warned: list[bool] = []
 
 
-def needs_xla(policies: Iterable[Policy], parameters: Iterable[Any], *, stacklevel: int) -> bool:
+def needs_xla(plans: Iterable[Plan], parameters: Iterable[Any], *, stacklevel: int) -> bool:
     """True for float16 on a CPU; says so once per process.
 
     Args:
-        policies: what the models compute in.
+        plans: what the models compute in.
         parameters: their variables, whose device counts.
         stacklevel: of the warning, counted from the caller as in `warnings.warn`.
     """
-    if not any("float16" in (policy.compute, *policy.overrides.values()) for policy in policies):
+    if not any("float16" in plan.narrow for plan in plans):
         return False
     if not any(raw(parameter).device.rpartition("device:")[2].startswith("CPU") for parameter in parameters):
         return False

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from polyamp import Policy
 from polyamp_tensorflow import apply_policy
-from polyamp_tensorflow.precision.autocast import layer_policies
+from polyamp_tensorflow.precision.autocast import layer_policies, planned
 
 layers = keras.layers
 POLICY = Policy("mixed_bfloat16")
@@ -71,7 +71,7 @@ def test_other_layers_compute_in_16_bits(name: str) -> None:
     layer = COMPUTE[name]()
     inputs = keras.Input(X.shape[1:])
     model = keras.Model(inputs, layers.Dense(2)(layers.Flatten()(layer(inputs))))
-    with layer_policies(model, POLICY):
+    with layer_policies(model, planned(model, POLICY)):
         assert layer.compute_dtype == "bfloat16"
         assert layer(NARROW).dtype == tf.bfloat16
 
@@ -84,7 +84,7 @@ def test_cast_mode_and_the_native_list_have_no_islands(name: str, settings: Any)
     layer = FLOAT32[name]()
     inputs = keras.Input(X.shape[1:])
     model = keras.Model(inputs, layers.Dense(2)(keras.ops.exp(layer(inputs))))
-    with layer_policies(model, POLICY.replace(**settings)):
+    with layer_policies(model, planned(model, POLICY.replace(**settings))):
         assert layer.compute_dtype == "bfloat16"
         assert model.operations[2].call(NARROW).dtype == tf.bfloat16
     assert model.operations[2].call(NARROW).dtype == tf.bfloat16
@@ -186,7 +186,7 @@ def test_attention_layers_have_their_softmax_in_float32(kind: str, masked: bool)
     inputs = [tf.cast(NARROW, tf.float32)] * 2
     mask = [tf.ones((2, 3), tf.bool), tf.constant([[True, True, False], [True, False, False]])] if masked else None
     want, shares = made(inputs, mask=mask, return_attention_scores=True)
-    with layer_policies(made, POLICY):
+    with layer_policies(made, planned(made, POLICY)):
         traced = tf.function(lambda: made(inputs, mask=mask, return_attention_scores=True))
         got, narrow = traced()
         nodes = traced.get_concrete_function().graph.get_operations()
@@ -206,7 +206,7 @@ def test_a_sum_that_float16_cannot_hold() -> None:
     ones = tf.ones((2, 64_000), tf.float16)
     total = layers.Lambda(tf.reduce_sum)
     assert np.isinf(tf.reduce_sum(ones)), "what 16 bits make of it"
-    with layer_policies(total, Policy("mixed_float16")):
+    with layer_policies(total, planned(total, Policy("mixed_float16"))):
         assert float(total(ones)) == 128_000.0
 
 
