@@ -29,6 +29,15 @@ def _covers(globs: list[str], segments: list[str]) -> bool:
     return bool(segments) and fnmatchcase(segments[0], globs[0]) and _covers(globs[1:], segments[1:])
 
 
+def precedence(glob: str) -> tuple[int, str]:
+    """Sorts globs so that of those which cover a path the last one decides.
+
+    >>> sorted(["encoder/*", "encoder", "norm*"], key=precedence)
+    ['norm*', 'encoder', 'encoder/*']
+    """
+    return len(glob), glob
+
+
 def winner(overrides: Mapping[str, str], *paths: str) -> str | None:
     """The glob that decides about a module with these paths (it may be reached by several), or None.
 
@@ -36,7 +45,7 @@ def winner(overrides: Mapping[str, str], *paths: str) -> str | None:
     'encoder/*'
     """
     matching = [glob for glob in overrides if any(covers(glob, path) for path in paths)]
-    return max(matching, key=lambda glob: (len(glob), glob)) if matching else None
+    return max(matching, key=precedence) if matching else None
 
 
 def dtype_at(overrides: Mapping[str, str], *paths: str) -> str | None:

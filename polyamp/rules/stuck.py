@@ -48,10 +48,18 @@ class Watch:
     def __init__(self) -> None:
         self.steps = 0
 
-    def due(self, scaler: Patience) -> bool:
-        """Count a step: whether the host looks after it, which it does every `patience` steps."""
-        self.steps += 1
-        return self.steps % scaler.patience == 0 and scaler.checks and scaler.on_stuck != "ignore"
+    def due(self, scaler: Patience, steps: int = 1, per_update: int = 1) -> bool:
+        """Count steps: whether the host looks after them, which it does every `patience` updates.
+
+        Args:
+            scaler: the scaler's description.
+            steps: how many there were since the last call.
+            per_update: how many of them make an update.
+        """
+        period = scaler.patience * per_update
+        before = self.steps // period
+        self.steps += steps
+        return self.steps // period != before and scaler.checks and scaler.on_stuck != "ignore"
 
 
 def sentence(skips: int, scaler: Patience, names: Iterable[str], *, where: str = "loss_fn") -> str:

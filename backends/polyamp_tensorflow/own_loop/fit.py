@@ -16,7 +16,7 @@ import tensorflow as tf
 from polyamp.errors import LossError, LossScaleError, ModelError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
-from polyamp.rules import refusals
+from polyamp.rules import refusals, stuck
 from polyamp.rules.plan import NARROW, Plan
 from polyamp_tensorflow.arrays import dtype_name
 from polyamp_tensorflow.compat import build_by, build_symbolically
@@ -185,17 +185,16 @@ def _maker(model: Any, name: str, precision: str | None) -> Callable[..., Any]:
 
 
 def _watched(model: Any, function: Callable[..., Any], trains: bool, precision: str | None) -> Callable[..., Any]:
-    batches = 0
+    watch = stuck.Watch()
 
     def run(*args: Any) -> Any:
-        nonlocal batches
         with matmul_precision(precision):
             result = function(*args)
-        if trains and isinstance(model.optimizer, LossScaleOptimizer):
-            period = model.optimizer.scaler.patience * model.optimizer.accumulate_steps
-            before, batches = batches, batches + model.steps_per_execution
-            if before // period != batches // period:
-                model.optimizer.raise_if_stuck()
+        optimizer = model.optimizer if trains else None
+        if not isinstance(optimizer, LossScaleOptimizer):
+            return result
+        if watch.due(optimizer.scaler, model.steps_per_execution, optimizer.accumulate_steps):
+            optimizer.raise_if_stuck()
         return result
 
     return run

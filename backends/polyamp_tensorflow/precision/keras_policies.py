@@ -12,6 +12,7 @@ import keras
 
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
+from polyamp.rules.overrides import precedence
 from polyamp.rules.plan import NARROW
 from polyamp_tensorflow.compat import quantized_like
 
@@ -62,7 +63,7 @@ def policy_map(policy: Policy) -> Any:
     longer glob covers. In a subclassed model that path begins with the model's name, in a functional one it does not:
     a pattern allows one segment before the glob. `apply_policy` knows a layer's place exactly.
     """
-    ranked = sorted(policy.overrides, key=lambda glob: (len(glob), glob), reverse=True)
+    ranked = sorted(policy.overrides, key=precedence, reverse=True)
     patterns = {glob: rf"(?:[^/]*/)?{_regex(glob)}(?:/.*)?" for glob in ranked}
     found = keras.dtype_policies.DTypePolicyMap(default_policy=keras_policy(policy.param, policy.compute))
     for place, glob in enumerate(ranked):
