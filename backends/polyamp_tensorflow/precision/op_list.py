@@ -6,7 +6,8 @@ tensors of a functional model, by the name of theirs. Called by `layer_choice`.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 import keras
 
@@ -18,24 +19,72 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-SENSITIVE_LAYERS: Final = layers_named(
-    "BatchNormalization LayerNormalization GroupNormalization RMSNormalization UnitNormalization SpectralNormalization "
-    "Softmax ActivityRegularization Masking GlobalAveragePooling1D GlobalAveragePooling2D GlobalAveragePooling3D "
-    "AdaptiveAveragePooling1D AdaptiveAveragePooling2D AdaptiveAveragePooling3D"
-)
-SENSITIVE_FUNCTIONS: Final = names(
-    "softmax log_softmax sparsemax logsumexp reduce_logsumexp softplus log_sigmoid exponential exp exp2 expm1 log "
-    "log1p log2 log10 logaddexp pow power rsqrt reciprocal erfinv sum mean var std prod trace cumsum cumprod "
-    "reduce_sum reduce_mean reduce_prod reduce_variance reduce_std moments "
-    "layer_normalization rms_normalization batch_normalization normalize norm"
-)
-SENSITIVE_OPERATIONS: Final = names(
-    "Exp Exp2 Expm1 Log Log1p Log2 Log10 Logaddexp Logaddexp2 Logsumexp Power Rsqrt Reciprocal Erfinv Softplus "
-    "Sum Nansum Mean Nanmean Average Var Nanvar Std Nanstd Prod Nanprod Cumsum Cumprod Nancumsum Nancumprod Trace "
-    "Trapezoid Moments SegmentReduction Softmax LogSoftmax LogSigmoid Sparsemax BatchNorm LayerNorm RMSNorm Normalize "
-    "BinaryCrossentropy CategoricalCrossentropy SparseCategoricalCrossentropy CTCLoss CDist Corrcoef Correlate "
-    "FFT FFT2 IFFT2 RFFT IRFFT STFT ISTFT Logdet Slogdet"
-)
+class Family(NamedTuple):
+    """What Keras has of one family of `polyamp.rules.sensitive`.
+
+    Attributes:
+        layers: names of layers.
+        functions: names of activations, and of functions of Keras and TensorFlow that a `Lambda` may call.
+        operations: names of the classes of `keras.ops`.
+    """
+
+    layers: str
+    functions: str
+    operations: str
+
+
+SENSITIVE: Final[Mapping[str, Family]] = {
+    "exponentials": Family("", "exponential exp exp2 expm1 sinh cosh softplus", "Exp Exp2 Expm1 Sinh Cosh Softplus"),
+    "logarithms": Family(
+        "",
+        "log log1p log2 log10 logaddexp logaddexp2 log_sigmoid erfinv",
+        "Log Log1p Log2 Log10 Logaddexp Logaddexp2 LogSigmoid Erfinv",
+    ),
+    "powers": Family("", "pow power rsqrt reciprocal", "Power Rsqrt Reciprocal"),
+    "sums": Family(
+        "GlobalAveragePooling1D GlobalAveragePooling2D GlobalAveragePooling3D "
+        "AdaptiveAveragePooling1D AdaptiveAveragePooling2D AdaptiveAveragePooling3D",
+        "sum mean var std prod trace reduce_sum reduce_mean reduce_prod reduce_variance reduce_std moments "
+        "segment_sum segment_prod segment_mean unsorted_segment_sum unsorted_segment_mean unsorted_segment_prod",
+        "Sum Nansum Mean Nanmean Average Var Nanvar Std Nanstd Prod Nanprod Trace Trapezoid Moments SegmentSum "
+        "SegmentProd AdaptiveAveragePool Correlate",
+    ),
+    "cumulative sums": Family("", "cumsum cumprod cumulative_logsumexp", "Cumsum Cumprod Nancumsum Nancumprod"),
+    "softmax": Family(
+        "Softmax",
+        "softmax log_softmax sparsemax logsumexp reduce_logsumexp",
+        "Softmax LogSoftmax Sparsemax Logsumexp",
+    ),
+    "normalisation": Family(
+        "BatchNormalization LayerNormalization GroupNormalization RMSNormalization UnitNormalization "
+        "SpectralNormalization",
+        "layer_normalization rms_normalization batch_normalization normalize norm",
+        "BatchNorm LayerNorm RMSNorm Normalize",
+    ),
+    "losses": Family(
+        "ActivityRegularization",
+        "binary_crossentropy categorical_crossentropy sparse_categorical_crossentropy ctc_loss mean_squared_error "
+        "mean_absolute_error mean_absolute_percentage_error mean_squared_logarithmic_error huber kl_divergence "
+        "log_cosh poisson hinge squared_hinge categorical_hinge cosine_similarity",
+        "BinaryCrossentropy CategoricalCrossentropy SparseCategoricalCrossentropy CTCLoss",
+    ),
+    "linear algebra": Family(  # of operations, those that `keras.ops.linalg` does not hold
+        "",
+        "cholesky cholesky_inverse det eig eigh inv logdet lstsq lu_factor matrix_rank pinv qr slogdet solve "
+        "solve_triangular svd",
+        "CDist Corrcoef Logdet Slogdet",
+    ),
+    "FFT": Family(
+        "",
+        "fft fft2 fft3 ifft ifft2 ifft3 rfft rfft2 irfft irfft2 stft istft inverse_stft",
+        "FFT FFT2 IFFT2 RFFT IRFFT STFT ISTFT",
+    ),
+    "preparation of data": Family("Masking", "", ""),  # 1001 and 1000 are one number in bfloat16
+}
+"""The families of S4; the last is one of Keras's own."""
+SENSITIVE_LAYERS: Final = layers_named(" ".join(family.layers for family in SENSITIVE.values()))
+_FUNCTIONS: Final = names(" ".join(family.functions for family in SENSITIVE.values()))
+_OPERATIONS: Final = names(" ".join(family.operations for family in SENSITIVE.values()))
 PRODUCTS: Final = names(
     "Matmul Einsum Dot Tensordot Inner Vdot Conv ConvTranspose DepthwiseConv SeparableConv DotProductAttention"
 )
@@ -52,10 +101,10 @@ def is_sensitive(layer: Any) -> bool:
     if isinstance(layer, SENSITIVE_LAYERS) or prepares_data(layer):
         return True
     if isinstance(layer, keras.layers.Lambda):
-        return _name(layer.function) in SENSITIVE_FUNCTIONS
+        return _name(layer.function) in _FUNCTIONS
     if layers_inside(layer):
         return False  # its activation is one of its layers' or one step among others
-    return _name(getattr(layer, "activation", None)) in SENSITIVE_FUNCTIONS
+    return _name(getattr(layer, "activation", None)) in _FUNCTIONS
 
 
 def may_be_binary_head(layer: Any) -> bool:
@@ -66,7 +115,7 @@ def may_be_binary_head(layer: Any) -> bool:
 
 def is_sensitive_operation(operation: Any) -> bool:
     """True for what S4 lists, linear algebra included."""
-    return type(operation).__name__ in SENSITIVE_OPERATIONS or is_linear_algebra(operation)
+    return type(operation).__name__ in _OPERATIONS or is_linear_algebra(operation)
 
 
 def is_product(operation: Any) -> bool:
