@@ -119,6 +119,31 @@ def check_gradients(expected: Sequence[tuple[str, Shape]], received: Sequence[tu
         )
 
 
+def check_depends(depends: bool) -> None:
+    """Refuse a loss that depends on no trainable parameter (S23).
+
+    Raises:
+        LossError: it does not.
+    """
+    if not depends:
+        raise LossError("loss_fn depends on none of the model's trainable parameters, so there is nothing to update.")
+
+
+def check_any(gradients: Iterable[Any], *, who: str, then: str = "") -> None:
+    """Refuse gradients of which every one is None, or none at all.
+
+    Args:
+        gradients: what came.
+        who: the call that got them, such as "unscale()".
+        then: what to do, a sentence.
+
+    Raises:
+        GradientError: says so.
+    """
+    if all(gradient is None for gradient in gradients):
+        raise GradientError(f"{who} got no gradients. {then}".rstrip())
+
+
 def check_options(received: Iterable[str], accepted: Sequence[str], *, function: str, backend: str) -> None:
     """Refuse keyword options that a backend does not have.
 

@@ -24,6 +24,7 @@ from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.rules import stuck
+from polyamp.rules.refusals import check_any
 from polyamp.rules.scale import LossScaleState
 from polyamp_tensorflow.arrays import at_least_float32, dense_wide, raw, variable_name, write
 from polyamp_tensorflow.compat import check_known, index_in, own_trainable
@@ -265,9 +266,8 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         check_known(self, variables)
         if self.scaler.scales:
             self._calls.consume()
+        check_any(grads, who="apply()", then="The loss depends on none of the trainable variables.")
         indices = [index for index, gradient in enumerate(grads) if gradient is not None]
-        if not indices:
-            raise GradientError("apply() got no gradients: the loss depends on none of the trainable variables.")
         unused = [variable for gradient, variable in zip(grads, variables, strict=True) if gradient is None]
         if self.accumulate_steps > 1:  # what has no gradient now may have had one earlier in the window
             grads = [

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from polyamp.errors import LossError
 from polyamp.results import Gradients, LossFunction
 from polyamp.rules import batches, refusals
 from polyamp.rules.batches import check_has_rows
@@ -160,8 +159,7 @@ def _scaled(states: States, loss_fn: LossFunction, batch: Any) -> _Scaled:
         scaled = loss * states[0].scale_state.scale if scaler.scales else loss
     flat = iter(tape.gradient(scaled, watched))  # a parameter that several states share gets its whole gradient in each
     found = [{n: (v, g) for n, v in own.items() if (g := next(flat)) is not None} for own in parameters]
-    if not any(found):
-        raise LossError("loss_fn depends on none of the model's trainable parameters, so there is nothing to update.")
+    refusals.check_depends(any(found))
     gradients = [{name: dense_wide(value, variable) for name, (variable, value) in own.items()} for own in found]
     return _Scaled(loss, _map_present(lambda leaf: tf.convert_to_tensor(raw(leaf)), aux), gradients)
 

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from polyamp.errors import GradientError
-from polyamp.rules.refusals import check_loss
+from polyamp.rules.refusals import check_any, check_loss
 from polyamp_tensorflow.arrays import dtype_name, is_floating, raw
 
 _SMALLEST: Final = 2.0**-126
@@ -53,8 +53,7 @@ def unscale(grads: Any, scale: Any | None) -> tuple[Any, Any]:
         return quotients[-1]
 
     unscaled = keras.tree.map_structure(one, grads)
-    if not quotients:
-        raise GradientError("unscale() got no gradients. Pass a list, dict or tree with at least one floating tensor.")
+    check_any(quotients, who="unscale()", then="Pass a list, dict or tree with at least one floating tensor.")
     return unscaled, norm_and_flag(quotients)[1]
 
 
