@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from polyamp.rules.sensitive import FAMILIES
 
 from polyamp import Policy
+from polyamp.rules.sensitive import FAMILIES
 from polyamp_tensorflow import apply_policy
 from polyamp_tensorflow.precision import op_list
 
