@@ -35,6 +35,7 @@ CONFORMANCE = [
     "polyamp.conformance",
     "--polyamp-deviations=tests/conformance/deviations.py",
 ]
+QUICK_XLA = ["-p", "tests.xla"]
 SMOKE = "s01_masters or s03_inner or s04_sensitive or s07_gradients or s08_micro or s09_unscale or s11 or s14_several"
 
 
@@ -63,16 +64,16 @@ SUITES: dict[str, Suite] = {
 for _name, _seconds in {
     "torch": (100, 240, 10, 30),
     "tensorflow": (160, 690, 15, 60),
-    "jax": (240, 840, 20, 40),
+    "jax": (100, 300, 20, 40),
 }.items():
-    SUITES[f"conformance-{_name}"] = Suite([*CONFORMANCE, f"--polyamp-backend={_name}"], _seconds[0])
-    SUITES[f"backend-{_name}"] = Suite([*PYTEST, f"tests/backends/{_name}"], _seconds[1])
-    SUITES[f"doctest-{_name}"] = Suite([*PYTEST, "--doctest-modules", f"backends/polyamp_{_name}"], _seconds[2])
+    _pytest, _conformance = ([*command, *(QUICK_XLA if _name == "jax" else [])] for command in (PYTEST, CONFORMANCE))
+    SUITES[f"conformance-{_name}"] = Suite([*_conformance, f"--polyamp-backend={_name}"], _seconds[0])
+    SUITES[f"smoke-{_name}"] = Suite([*_conformance, f"--polyamp-backend={_name}", "-k", SMOKE], 30)
+    SUITES[f"backend-{_name}"] = Suite([*_pytest, f"tests/backends/{_name}"], _seconds[1])
+    SUITES[f"doctest-{_name}"] = Suite([*_pytest, "--doctest-modules", f"backends/polyamp_{_name}"], _seconds[2])
     SUITES[f"examples-{_name}"] = Suite([*PYTEST, "tests/examples", f"--framework={_name}"], _seconds[3])
-ALL = tuple(SUITES)
 
-for _name in FRAMEWORKS:
-    SUITES[f"smoke-{_name}"] = Suite([*CONFORMANCE, f"--polyamp-backend={_name}", "-k", SMOKE], 30)
+ALL = tuple(name for name in SUITES if not name.startswith("smoke-"))
 CHECK = ("lint", "format", "types", "core", "conformance-reference", *(f"smoke-{name}" for name in FRAMEWORKS))
 """The smoke suites are some of the conformance suites' tests, and so are no part of `make test`."""
 

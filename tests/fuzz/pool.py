@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
+from tests import xla
 from tests.fuzz.build_reference import can
 from tests.fuzz.grammar import Description
 from tests.fuzz.worker import BUILDERS, Record
@@ -24,10 +25,6 @@ from tests.fuzz.worker import BUILDERS, Record
 ROOT: Final = Path(__file__).parents[2]
 TIMEOUT: Final = 300.0
 """Seconds for one job, the start of the process included."""
-QUICK_XLA: Final = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
-)
-"""XLA's cheapest code: the same program, a third of the time to compile it."""
 
 
 class Worker:
@@ -47,7 +44,7 @@ class Worker:
             [str(ROOT), str(ROOT / "backends"), os.environ.get("PYTHONPATH", "")]
         )
         if self.quick:
-            environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_XLA}"
+            environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla.FLAGS}"
         self.log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # `stop` closes it
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.fuzz.worker", self.framework],

@@ -16,7 +16,9 @@ from flax import linen, nnx
 
 import polyamp
 from polyamp.contract import registry
+from tests import xla
 
+xla.quick()  # before the first program is compiled
 WIDTHS = (4, 8, 8, 3)
 RATE = 0.5
 
