@@ -1,0 +1,343 @@
+"""The faults of the backends: op lists, measures and steps that could be wrong. Read by `python -m tests.faults`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.faults.planted import Fault
+
+
+def backend(room: str, name: str, path: str, before: str, after: str, *tests: str) -> Fault:
+    named = tuple(
+        f"conformance {room} -k {test[3:]}" if test.startswith("-k ") else f"tests/backends/{room}/{test}"
+        for test in tests
+    )
+    return Fault(room, name, f"backends/polyamp_{room}/{path}", before, after, named)
+
+
+TORCH: Final = (
+    backend(
+        "torch",
+        "S10 inf is finite",
+        "step/measure.py",
+        "finite = torch.isfinite(norm)\n    if scale is None",
+        "finite = ~torch.isnan(norm)\n    if scale is None",
+        "-k s10 or s12",
+    ),
+    backend(
+        "torch",
+        "S10 squares outside of float32",
+        "step/measure.py",
+        "if 1e-15 < norm.item() < 1e15:",
+        "if True:",
+        "step/test_gradients.py",
+    ),
+    backend(
+        "torch", "S11 clips the wrong way", "step/measure.py", "else whole / factor", "else whole * factor", "-k s11"
+    ),
+    backend(
+        "torch",
+        "S14 every state by its own flag",
+        "step/update.py",
+        '(every if skip == "all" else verdict.finite)',
+        "verdict.finite",
+        "-k s14",
+    ),
+    backend(
+        "torch",
+        "S12 a skipped step is applied",
+        "step/update.py",
+        "if finite is not None and not bool(finite):",
+        "if False:",
+        "-k s12",
+    ),
+    backend(
+        "torch",
+        "S4 exp in 16 bits",
+        "precision/op_list.py",
+        '"exp expm1 cosh',
+        '"expm1 cosh',
+        "precision/test_islands.py",
+    ),
+    backend(
+        "torch",
+        "S4 sum in 16 bits",
+        "precision/op_list.py",
+        '"sum prod cumsum cumprod"',
+        '"prod cumsum cumprod"',
+        "precision/test_islands.py",
+    ),
+    backend(
+        "torch",
+        "S4 softmax in 16 bits",
+        "precision/op_list.py",
+        '"softmax log_softmax softmin"',
+        '"log_softmax softmin"',
+        "precision/test_islands.py",
+    ),
+    backend(
+        "torch",
+        "S4 layer_norm in 16 bits",
+        "precision/op_list.py",
+        '"layer_norm native_layer_norm',
+        '"native_layer_norm',
+        "precision/test_islands.py",
+    ),
+    backend(
+        "torch",
+        "S4 mse_loss in 16 bits",
+        "precision/op_list.py",
+        "margin_ranking_loss mse_loss ",
+        "margin_ranking_loss ",
+        "precision/test_islands.py",
+    ),
+    backend(
+        "torch",
+        "S4 det in 16 bits",
+        "precision/op_list.py",
+        '"cholesky cholesky_ex cond det eig',
+        '"cholesky cholesky_ex cond eig',
+        "precision/test_islands.py",
+    ),
+    backend(
+        "torch",
+        "S4 rms_norm in 16 bits",
+        "precision/op_list.py",
+        '"rms_norm native_group_norm',
+        '"native_group_norm',
+        "precision/test_islands.py",
+    ),
+    backend(
+        "torch",
+        "S4 sigmoid in 16 bits",
+        "precision/op_list.py",
+        '"sigmoid expit',
+        '"expit',
+        "precision/test_islands.py",
+    ),
+)
+
+TENSORFLOW: Final = (
+    backend(
+        "tensorflow",
+        "S10 squares that were flushed",
+        "step/measure.py",
+        "tf.math.is_finite(total) & (total >= _SMALLEST_SUM)",
+        "tf.math.is_finite(total)",
+        "step/test_gradients.py",
+    ),
+    backend(
+        "tensorflow",
+        "S10 a norm of zeros is NaN",
+        "step/measure.py",
+        "unit = tf.where(usable, largest, tf.ones_like(largest))",
+        "unit = largest",
+        "step/test_gradients.py",
+    ),
+    backend(
+        "tensorflow",
+        "S14 every state by its own flag",
+        "step/update.py",
+        'every if skip == "all" else finite, every)',
+        "finite, every)",
+        "-k s14",
+    ),
+    backend(
+        "tensorflow",
+        "S7 gradients stay scaled",
+        "step/differentiate.py",
+        "value if scale is None else value / tf.cast(scale, value.dtype)",
+        "value",
+        "-k s07",
+    ),
+    backend(
+        "tensorflow",
+        "S8 a sum in the place of the mean",
+        "step/differentiate.py",
+        "total / tf.cast(count, total.dtype)",
+        "total",
+        "-k s08",
+    ),
+    backend(
+        "tensorflow",
+        "S4 LayerNormalization in 16 bits",
+        "precision/op_list.py",
+        "BatchNormalization LayerNormalization ",
+        "BatchNormalization ",
+        "precision/test_sensitive_layers.py",
+        "precision",
+    ),
+    backend(
+        "tensorflow",
+        "S4 a softmax activation in 16 bits",
+        "precision/op_list.py",
+        '"softmax log_softmax sparsemax logsumexp',
+        '"log_softmax sparsemax logsumexp',
+        "precision/test_sensitive_layers.py",
+        "precision",
+    ),
+    backend("tensorflow", "S4 keras.ops.exp in 16 bits", "precision/op_list.py", '"Exp Exp2', '"Exp2', "precision"),
+    backend(
+        "tensorflow",
+        "S4 Matmul is no product",
+        "precision/op_list.py",
+        '"Matmul Einsum',
+        '"Einsum',
+        "precision/test_dataflow.py",
+        "precision",
+    ),
+    backend(
+        "tensorflow",
+        "S4 a sigmoid gives no probabilities",
+        "precision/op_list.py",
+        '_PROBABILITIES: Final = names("softmax log_softmax sparsemax sigmoid',
+        '_PROBABILITIES: Final = names("softmax log_softmax sparsemax',
+        "precision/test_heads.py",
+        "precision",
+    ),
+    backend(
+        "tensorflow",
+        "S23 averages of unused parameters move",
+        "step/unused.py",
+        "id(raw(variable)) in unused\n",
+        "False\n",
+        "step/test_unused.py",
+    ),
+    backend(
+        "tensorflow", "S11 does not clip", "step/update.py", "value * tf.cast(factor, value.dtype)", "value", "-k s11"
+    ),
+)
+
+JAX: Final = (
+    backend(
+        "jax",
+        "S10 large squares overflow",
+        "step/measure.py",
+        "jnp.where(jnp.isfinite(plain), 1.0, 2.0**-80)",
+        "1.0",
+        "step/test_loss_scaling_hlo.py",
+    ),
+    backend(
+        "jax",
+        "S10 NaN off the CPU",
+        "step/measure.py",
+        "jnp.isfinite(shrunk) & ~jnp.isnan(plain)",
+        "jnp.isfinite(shrunk)",
+        "step/test_loss_scaling_hlo.py",
+    ),
+    backend(
+        "jax",
+        "S7 gradients stay scaled",
+        "step/measure.py",
+        "wide if scale is None else wide / scale.astype(dtype)",
+        "wide",
+        "-k s07",
+    ),
+    backend(
+        "jax",
+        "S8 a sum in the place of the mean",
+        "step/differentiate.py",
+        "None if none else t / count",
+        "None if none else t",
+        "-k s08",
+    ),
+    backend(
+        "jax",
+        "S8 the first loss in the place of the mean",
+        "step/differentiate.py",
+        "return jnp.mean(losses), aux",
+        "return losses[0], aux",
+        "-k s08",
+    ),
+    backend(
+        "jax",
+        "S6 a 16-bit loss is scaled in 16 bits",
+        "step/differentiate.py",
+        "jnp.asarray(loss, jnp.float32).reshape(())",
+        "jnp.asarray(loss).reshape(())",
+        "-k s06",
+    ),
+    backend(
+        "jax",
+        "S12 streams do not move on",
+        "step/differentiate.py",
+        "draws=own.draws + 1",
+        "draws=own.draws",
+        "-k s12",
+        "step/test_streams.py",
+    ),
+    backend(
+        "jax",
+        "S23 products make gradients of zeros",
+        "step/dependence.py",
+        '"dot_general", "mul"))',
+        '"dot_general"))',
+        "step/test_unused_parameters.py",
+    ),
+    backend(
+        "jax",
+        "S4 exp in 16 bits",
+        "precision/op_list.py",
+        "erf_inv exp exp2",
+        "erf_inv exp2",
+        "precision/test_op_rules.py",
+    ),
+    backend(
+        "jax",
+        "S4 sums follow",
+        "precision/op_list.py",
+        "reduce_prod reduce_sum\n    reduce_window_sum regularized",
+        "reduce_prod\n    reduce_window_sum regularized",
+        "precision/test_sensitive.py",
+    ),
+    backend(
+        "jax",
+        "S4 rsqrt in 16 bits",
+        "precision/op_list.py",
+        "incomplete_beta rsqrt scatter_add",
+        "incomplete_beta scatter_add",
+        "precision/test_sensitive.py",
+    ),
+    backend(
+        "jax",
+        "S3 convolutions in float32",
+        "precision/op_list.py",
+        "    conv_general_dilated dot_general",
+        "    dot_general",
+        "precision/test_products.py",
+        "precision/test_programs.py",
+    ),
+    backend(
+        "jax",
+        "S4 what feeds log1p",
+        "precision/op_list.py",
+        'frozenset({"log", "log1p"})',
+        'frozenset({"log"})',
+        "precision/test_digits.py",
+    ),
+    backend(
+        "jax",
+        "S4 a sigmoid next to 1",
+        "precision/op_list.py",
+        'erfc logistic sin tanh"',
+        'erfc sin tanh"',
+        "precision/test_digits.py",
+    ),
+    backend(
+        "jax",
+        "S4 the shift of a softmax",
+        "precision/op_list.py",
+        '{"exp", "exp2", "expm1"}',
+        '{"exp2", "expm1"}',
+        "precision/test_sensitive.py",
+        "precision/test_details.py",
+    ),
+    backend(
+        "jax",
+        "S4 the gradient of a gather",
+        "precision/op_list.py",
+        'frozenset({"dynamic_slice", "gather"})',
+        'frozenset({"dynamic_slice"})',
+        "precision/test_reads.py",
+    ),
+)
