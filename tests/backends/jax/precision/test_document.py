@@ -32,14 +32,3 @@ def test_python_blocks_run_in_order_and_print_the_text_blocks(tmp_path: Path) ->
     for language, text in BLOCKS:
         if language == "text":
             assert text in done.stdout
-
-
-def test_links_lead_somewhere() -> None:
-    targets = [target for target in re.findall(r"\]\(([^)#]+)\)", DOCUMENT) if "://" not in target]
-    assert [target for target in targets if not (ROOT / "docs" / "guides" / target).exists()] == []
-
-
-def test_named_files_exist() -> None:
-    named = re.findall(r"`((?:tests|backends|docs)/[\w/.]+)`", DOCUMENT)
-    assert named
-    assert [name for name in named if not (ROOT / name).exists()] == []

@@ -177,9 +177,10 @@ def on_product(function: Function, dtype: str) -> Any:
 
 
 def assert_equal(name: str, found: Any, wanted: Any) -> None:
-    """Bit for bit, or to 2 float32 ulps of the largest element where something is summed: XLA orders the additions of
-    a program run by operations and of one compiled by jnp differently (jax 0.7; in 0.10 the results are the same)."""
-    ulps = 0 if name in ELEMENTWISE else 2
+    """Bit for bit, or to 2 float32 ulps of the largest element where something is summed, or where XLA fuses several
+    operations (`log_sigmoid`, in its cheapest code): XLA orders the additions of a program run by operations and of one
+    compiled by jnp differently (jax 0.7; in 0.10 the results are the same)."""
+    ulps = 0 if name in ELEMENTWISE and name != "log_sigmoid" else 2
     np.testing.assert_allclose(found, wanted, rtol=0, atol=ulps * ULP * float(jnp.max(jnp.abs(wanted))))
 
 

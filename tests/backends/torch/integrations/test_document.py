@@ -27,9 +27,3 @@ def test_python_blocks_run_in_order_and_print_the_text_blocks(capsys: pytest.Cap
             exec(compile(text, "docs/guides/torch_integrations.md", "exec"), scope)
         else:
             assert text in capsys.readouterr().out
-
-
-def test_named_files_exist() -> None:
-    named = re.findall(r"`((?:tests|backends|docs)/[\w/.]+)`", DOCUMENT)
-    assert named
-    assert [name for name in named if not (ROOT / name).exists()] == []
