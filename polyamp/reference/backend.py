@@ -26,6 +26,7 @@ from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import clip, decide, refusals
 from polyamp.rules.batches import check_has_rows, host_array, micro_batches
 from polyamp.rules.decide import Decision, Measured, Skip
+from polyamp.rules.plan import Plan
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
 from polyamp.trees import leaves, map_tree, map_trees
@@ -36,6 +37,7 @@ class ReferenceState(msgspec.Struct, frozen=True, kw_only=True):
 
     model: MLP
     recipe: Recipe
+    plan: Plan
     slots: dict[str, dict[str, Array]]
     counts: dict[str, Array]
     """By parameter, how many updates it took (S23)."""
@@ -85,20 +87,21 @@ class ReferenceBackend:
         return cast_tree(tree, dtype, float64=float64)
 
     def native_policy(self, policy: Policy) -> Any:
-        return ops.under_policy(policy.compute, sensitive=policy.op_list == "polyamp")
+        plan = policy.plan()
+        return ops.under_policy(plan.compute, sensitive=plan.kept)
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
         if isinstance(target, MLP):
-            return lambda x: target(x, policy)
-        sensitive = policy.mode != "cast" and policy.op_list == "polyamp"
+            return BoundMLP(target, policy.plan(target.module_paths())).__call__
+        plan = policy.plan()
 
         @functools.wraps(target)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if policy.mode == "cast":
-                args, kwargs = cast_tree((args, kwargs), policy.compute)
-            with ops.under_policy(policy.compute, sensitive=sensitive), np.errstate(all="ignore"):
+            if plan.cast:
+                args, kwargs = cast_tree((args, kwargs), plan.compute)
+            with ops.under_policy(plan.compute, sensitive=plan.kept), np.errstate(all="ignore"):
                 result = target(*args, **kwargs)
-            return map_tree(lambda leaf: ops.cast(leaf, policy.output) if isinstance(leaf, Tensor) else leaf, result)
+            return map_tree(lambda leaf: ops.cast(leaf, plan.output) if isinstance(leaf, Tensor) else leaf, result)
 
         return call
 
@@ -140,7 +143,7 @@ class ReferenceBackend:
             )
         parameters = [(name, dtype_name(value.dtype)) for name, value in model.parameters.items()]
         refusals.check_parameters(parameters, recipe)
-        recipe.policy.resolve_overrides(model.module_paths())
+        plan = recipe.policy.plan(model.module_paths())
         spec = recipe.optimizer
         if not hasattr(spec, "slots"):
             raise UnsupportedError("NumPy has no optimizers of its own; use one of polyamp's specs.")
@@ -153,7 +156,7 @@ class ReferenceBackend:
         zero = np.asarray(0, np.int32)
         counts = dict.fromkeys(model.parameters, zero)
         return self.state_type(
-            model=fresh, recipe=recipe, slots=slots, counts=counts, scale_state=scale_state, step=zero
+            model=fresh, recipe=recipe, plan=plan, slots=slots, counts=counts, scale_state=scale_state, step=zero
         )
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
@@ -216,6 +219,8 @@ class ReferenceBackend:
         return self.state_type(
             model=model,
             recipe=state.recipe,
+            plan=state.plan,
+            watch=state.watch,
             slots=slots,
             counts=counts,
             scale_state=scale_state,
@@ -243,7 +248,7 @@ def _scaled_gradients(loss_fn: LossFunction, states: Sequence[Any], batch: Any) 
         tensors = {name: Tensor(value) for name, value in state.model.parameters.items()}
         models.append(state.model.with_arrays(tensors, state.model.running))
         inputs.append(tensors)
-    bound = [BoundMLP(model, state.recipe.policy) for model, state in zip(models, states, strict=True)]
+    bound = [BoundMLP(model, state.plan) for model, state in zip(models, states, strict=True)]
     loss, aux = refusals.split_result(loss_fn(bound[0] if len(bound) == 1 else tuple(bound), batch))
     if not isinstance(loss, Tensor):
         raise GradientError("loss_fn returned a loss that does not depend on the model.")

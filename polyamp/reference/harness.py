@@ -10,13 +10,13 @@ import numpy as np
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Layer, Observe
 from polyamp.errors import UnsupportedError
-from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import Array
 from polyamp.reference.losses import ReferenceLosses
 from polyamp.reference.models import EPSILON, MLP, GatheredMLP
 from polyamp.results import LossFunction, StepResult
+from polyamp.rules.plan import Plan
 
 
 class Branches(MLP):
@@ -25,9 +25,9 @@ class Branches(MLP):
     def with_arrays(self, parameters: Mapping[str, Any], running: Mapping[str, Any]) -> Branches:
         return type(self)(parameters, running)
 
-    def __call__(self, x: Any, policy: Policy | None = None) -> Any:
+    def __call__(self, x: Any, plan: Plan | None = None) -> Any:
         """One output per layer."""
-        return [_alone(self.parameters, number)(x, policy) for number in range(self.depth)]
+        return [_alone(self.parameters, number)(x, plan) for number in range(self.depth)]
 
 
 def _alone(parameters: Mapping[str, Any], number: int) -> MLP:

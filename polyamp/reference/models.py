@@ -8,10 +8,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from polyamp.recipe.policy import Policy
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import Array, dtype_name
 from polyamp.reference.tensor import Tensor
+from polyamp.rules.plan import Plan
 
 MOMENTUM: Final = 0.9
 EPSILON: Final = 1e-5
@@ -66,35 +66,40 @@ class MLP:
         """Paths of the modules, as a policy's overrides see them."""
         return sorted({name.partition("/")[0] for name in self.parameters})
 
-    def __call__(self, x: Any, policy: Policy | None = None) -> Tensor:
-        """The network's output for x, shape (batch, in); under a policy if one is given."""
-        mode = None if policy is None else (policy.mode or "autocast")
+    def __call__(self, x: Any, plan: Plan | None = None) -> Tensor:
+        """The network's output for x, shape (batch, in); under a plan if one is given."""
+        h = self.last(x, plan)
+        return h if plan is None else ops.cast(h, plan.output)
+
+    def last(self, x: Any, plan: Plan | None) -> Tensor:
+        """What the last layer gives, before it is cast to the plan's output dtype."""
         h: Any = ops.tensor(x)
-        if policy is not None and mode == "cast":
-            h = ops.cast(h, policy.compute)
+        if plan is not None and plan.cast:
+            h = ops.cast(h, plan.compute)
         for number in range(self.depth):
-            h = self._dense(f"dense{number}", h, policy, mode)
+            h = self._dense(f"dense{number}", h, plan)
             if number < self.depth - 1:
                 if f"norm{number}/scale" in self.parameters:
-                    h = self._normalize(f"norm{number}", h, policy, mode)
+                    h = self._normalize(f"norm{number}", h, plan)
                 h = ops.relu(h)
-        return ops.cast(h, policy.output) if policy is not None else ops.tensor(h)
+        result: Tensor = ops.tensor(h)
+        return result
 
-    def _dense(self, path: str, h: Tensor, policy: Policy | None, mode: str | None) -> Tensor:
+    def _dense(self, path: str, h: Tensor, plan: Plan | None) -> Tensor:
         kernel, bias = self.parameters[f"{path}/kernel"], self.parameters[f"{path}/bias"]
-        if policy is None:
+        if plan is None:
             result: Tensor = ops.matmul(h, kernel) + bias
         else:
-            dtype = policy.dtype_at(path) or policy.compute
-            with ops.under_policy(dtype, sensitive=mode == "autocast" and policy.op_list == "polyamp"):
+            dtype = plan.at(path).dtype
+            with ops.under_policy(dtype, sensitive=plan.kept):
                 result = ops.matmul(h, kernel) + ops.cast(bias, dtype)
         if self.observe is not None:
             self.observe(dtype_name(result.dtype))
         return result
 
-    def _normalize(self, path: str, h: Tensor, policy: Policy | None, mode: str | None) -> Tensor:
-        if policy is not None:
-            h = ops.cast(h, policy.dtype_at(path) or ("float32" if mode == "autocast" else policy.compute))
+    def _normalize(self, path: str, h: Tensor, plan: Plan | None) -> Tensor:
+        if plan is not None:
+            h = ops.cast(h, plan.at(path).named or (plan.compute if plan.cast else "float32"))
         transposed = Tensor(h.data.T, [(h, lambda g: g.T)])
         normal = ops.normalize(transposed, EPSILON)
         back = Tensor(normal.data.T, [(normal, lambda g: g.T)])
@@ -123,18 +128,16 @@ class GatheredMLP(MLP):
         """The same network around other parameters."""
         return GatheredMLP(parameters, self.rows)
 
-    def __call__(self, x: Any, policy: Policy | None = None) -> Tensor:
-        """The network's output at the rows, shape (reads, out)."""
-        inner = None if policy is None else policy.replace(output=policy.compute)
-        read = super().__call__(x, inner)[self.rows]
-        return read if policy is None else ops.cast(read, policy.output)
+    def last(self, x: Any, plan: Plan | None) -> Tensor:
+        """What the last layer gives at the rows, shape (reads, out)."""
+        return super().last(x, plan)[self.rows]
 
 
 class BoundMLP(NamedTuple):
-    """The model as `loss_fn` sees it: under its policy."""
+    """The model as `loss_fn` sees it: under its plan."""
 
     model: MLP
-    policy: Policy
+    plan: Plan
 
     def __call__(self, x: Any) -> Tensor:
-        return self.model(x, self.policy)
+        return self.model(x, self.plan)
