@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 from array_state import example
 
+import polyamp
 from polyamp import Policy, Recipe, RecipeError, adamw, schedules, sgd
 from polyamp.files import write_atomically
 from polyamp.recipe.scaler import LossScaler
+from polyamp.reference import MLP
 from polyamp.train import checkpoint
 
 WRITERS: list[Callable[[Path], None]] = [
@@ -227,3 +229,16 @@ def test_a_failing_dump_leaves_the_older_file(tmp_path: Path, monkeypatch: pytes
         RECIPES[1].dump(path)
     assert Recipe.load(path) == RECIPES[0]
     assert files(tmp_path) == ["recipe.toml"]
+
+
+def test_file_and_folder_are_flushed_in_that_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[bool] = []
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        folders.append(stat.S_ISDIR(os.fstat(handle).st_mode))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    polyamp.save(polyamp.init(MLP.random([3, 2], seed=0), polyamp.Recipe()), tmp_path / "checkpoint")
+    assert folders == [False, True]

@@ -19,7 +19,7 @@ def loss(logits, labels):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("offset", [0.0, 1e3, -1e3])
-def test_cross_entropy_and_its_gradient_equal_log_softmax(dtype, offset):
+def test_s24_cross_entropy_and_its_gradient_equal_log_softmax(dtype, offset):
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(0.0, 10.0, (3, 5, 7)) + offset, dtype)
     labels = jnp.asarray(rng.integers(0, 7, (3, 5)))
@@ -32,14 +32,14 @@ def test_cross_entropy_and_its_gradient_equal_log_softmax(dtype, offset):
     )
 
 
-def test_cross_entropy_keeps_small_losses_beside_large_logits():
+def test_s24_cross_entropy_keeps_small_losses_beside_large_logits():
     """logsumexp(x) - x[label], the formula of optax, rounds to the spacing of the logits, 2^-10 here."""
     logits = jnp.array([[1e4, 1e4 - 8.0]])
     expected = np.log1p(np.exp(-8.0))
     np.testing.assert_allclose(loss(logits, jnp.array([0])), [expected], rtol=1e-4)
 
 
-def test_cross_entropy_of_masked_classes_is_finite_and_so_is_its_gradient():
+def test_s24_cross_entropy_of_masked_classes_is_finite_and_so_is_its_gradient():
     logits = jnp.array([[0.0, -jnp.inf, 1.0]])
     labels = jnp.array([2])
     np.testing.assert_allclose(loss(logits, labels), plain(logits, labels), rtol=1e-6)

@@ -66,7 +66,7 @@ def gradient(loss: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("kind", ["labels", "probabilities"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_cross_entropy_is_torchs(dtype: torch.dtype, kind: str, reduction: Any, place: str) -> None:
+def test_s24_cross_entropy_is_torchs(dtype: torch.dtype, kind: str, reduction: Any, place: str) -> None:
     for ignored, smoothing, weighted, shape in itertools.product(
         [None, -100, 2], [0.0, 0.1, 1.0], [False, True], [(7,), (2, 3, 2), ()]
     ):
@@ -91,7 +91,7 @@ def test_cross_entropy_is_torchs(dtype: torch.dtype, kind: str, reduction: Any, 
         torch.testing.assert_close(ours, theirs, rtol=float(torch.finfo(dtype).eps) * 8, atol=1e-6, equal_nan=True)
 
 
-def test_no_row_that_counts_is_torchs_nan(place: str) -> None:
+def test_s24_no_row_that_counts_is_torchs_nan(place: str) -> None:
     logits = torch.randn(3, 5, requires_grad=True)
     labels = torch.full((3,), -100)
     for smoothing in (0.0, 0.1):
@@ -106,7 +106,7 @@ def test_no_row_that_counts_is_torchs_nan(place: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_weights_of_the_other_losses_are_torchs(name: str, reduction: Any) -> None:
+def test_s24_weights_of_the_other_losses_are_torchs(name: str, reduction: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 3, generator=generator, requires_grad=True)
     z, weights = torch.rand(4, 3, generator=generator), torch.rand(4, 3, generator=generator)
@@ -118,7 +118,7 @@ def test_weights_of_the_other_losses_are_torchs(name: str, reduction: Any) -> No
         torch.testing.assert_close(gradient(got, x), gradient(want, x), rtol=2e-6, atol=1e-7)
 
 
-def test_the_reference_is_torchs_too() -> None:
+def test_s24_the_reference_is_torchs_too() -> None:
     """TensorFlow and JAX are compared with NumPy's formulas in their own processes; here those are with torch's."""
     for kind, ignored, smoothing, reduction in itertools.product(
         ["labels", "probabilities"], [None, 2], [0.0, 0.1], ["mean", "sum"]
@@ -150,7 +150,7 @@ def test_the_reference_is_torchs_too() -> None:
         np.testing.assert_allclose(own, gradient(want, logits), rtol=2e-5, atol=1e-6)
 
 
-def test_compiled_and_mapped_labels_outside_of_the_classes_are_nan() -> None:
+def test_s24_compiled_and_mapped_labels_outside_of_the_classes_are_nan() -> None:
     """A graph has no host to look on: no other class, no crash, and torch's values for the rest."""
 
     def rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,7 @@ def test_compiled_and_mapped_labels_outside_of_the_classes_are_nan() -> None:
         rows(logits, labels)
 
 
-def test_a_compiled_step_gives_nan_and_skips() -> None:
+def test_s24_a_compiled_step_gives_nan_and_skips() -> None:
     model = torch.nn.Linear(3, 4)
     recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1), scaler=polyamp.LossScaler())
     state = polyamp.init(model, recipe)
@@ -184,7 +184,7 @@ def test_a_compiled_step_gives_nan_and_skips() -> None:
     assert torch.equal(model.weight, before)
 
 
-def test_no_label_is_taken_for_torchs_own_default() -> None:
+def test_s24_no_label_is_taken_for_torchs_own_default() -> None:
     with pytest.raises(LossError, match=r"Received: -100 at index \(1,\).*ignore_index=-100"):
         polyamp.losses.softmax_cross_entropy(torch.zeros(2, 3), torch.tensor([0, -100]))
 
@@ -204,7 +204,7 @@ print(abs(found.item() - loss(model, x, y).item()) < 1e-6)
 """
 
 
-def test_losses_compile_whole_as_the_first_thing_that_a_program_does_with_polyamp() -> None:
+def test_s24_losses_compile_whole_as_the_first_thing_that_a_program_does_with_polyamp() -> None:
     """The search for the backend, which cannot be traced, happens while the user's function is compiled."""
     done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr[-2000:]

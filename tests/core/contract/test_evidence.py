@@ -13,6 +13,7 @@ import pytest
 import polyamp
 from polyamp import BackendError, Policy
 from polyamp.contract import evidence, registry
+from polyamp.errors import BackendNotInstalledError
 from polyamp.reference import tensor
 from polyamp.reference.tensor import Tensor
 
@@ -115,3 +116,15 @@ def test_large_and_circular_values_are_not_searched_for_ever() -> None:
     circle.append(circle)
     data = [[number] for number in range(100_000)]
     assert evidence.frameworks(lambda x: (x, circle, data, Framework), ["one"]) == []
+
+
+def test_autocast_finds_keyword_arrays_and_missing_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = polyamp.Policy(compute="bfloat16").autocast(lambda *, x: x)
+    assert run(x=Tensor(np.ones(2, np.float32))).dtype == np.float32
+
+    def missing(*objects: Any) -> Any:
+        raise BackendNotInstalledError("needs tiny")
+
+    monkeypatch.setattr(registry, "backend_for", missing)
+    with pytest.raises(BackendNotInstalledError):
+        polyamp.Policy("mixed_bfloat16").autocast(lambda x: x)

@@ -314,3 +314,7 @@ def test_casts_leave_other_leaves_alone() -> None:
     assert policy.cast_to_param(cast)["w"].dtype == np.float32
     assert policy.replace(output=BF16).cast_to_output(tree)["w"].dtype == ml_dtypes.bfloat16
     assert Policy("float64").cast_to_output(tree)["w"].dtype == np.float64
+
+
+def test_s02_float64_named_in_the_output_alone_is_named() -> None:
+    assert Policy(output="float64").cast_to_compute({"w": np.ones(2)})["w"].dtype == np.float32

@@ -33,19 +33,19 @@ def as_pattern(glob: str) -> re.Pattern[str]:
 
 
 @given(GLOBS, PATHS)
-def test_globs_agree_with_regular_expressions(glob: str, path: str) -> None:
+def test_s05_globs_agree_with_regular_expressions(glob: str, path: str) -> None:
     assert covers(glob, path) == (as_pattern(glob).fullmatch(path + "/") is not None)
 
 
 @given(PATHS, PATHS)
-def test_a_plain_path_covers_itself_and_what_is_inside_it(outer: str, inner: str) -> None:
+def test_s05_a_plain_path_covers_itself_and_what_is_inside_it(outer: str, inner: str) -> None:
     assert covers(outer, outer)
     assert covers(outer, f"{outer}/{inner}")
     assert not covers(f"{outer}/x", outer)
 
 
 @given(PATHS)
-def test_stars(path: str) -> None:
+def test_s05_stars(path: str) -> None:
     depth = path.count("/") + 1
     assert covers("**", path)
     assert covers("/".join(["*"] * depth), path)
@@ -54,7 +54,7 @@ def test_stars(path: str) -> None:
 
 
 @given(st.dictionaries(GLOBS, st.sampled_from(["float16", "float32"]), max_size=4), PATHS)
-def test_the_longest_matching_glob_wins(overrides: dict[str, str], path: str) -> None:
+def test_s05_the_longest_matching_glob_wins(overrides: dict[str, str], path: str) -> None:
     policy = Policy("mixed_bfloat16", overrides=overrides)
     matching = [glob for glob in overrides if as_pattern(glob).fullmatch(path + "/")]
     dtype = policy.dtype_at(path)
@@ -80,19 +80,19 @@ def test_the_longest_matching_glob_wins(overrides: dict[str, str], path: str) ->
         ("a/b/c/gate", "float32"),
     ],
 )
-def test_examples(path: str, dtype: str | None) -> None:
+def test_s05_examples(path: str, dtype: str | None) -> None:
     overrides = {"encoder": "float16", "encoder/norm*": "float32", "head": "bf16", "**/gate": "f32"}
     assert Policy("mixed_bfloat16", overrides=overrides).dtype_at(path) == dtype
 
 
-def test_equally_long_globs_decide_the_same_in_any_order() -> None:
+def test_s05_equally_long_globs_decide_the_same_in_any_order() -> None:
     one, other = {"a/*": "float16", "*/b": "float32"}, {"*/b": "float32", "a/*": "float16"}
     assert Policy("mixed_bfloat16", overrides=one) == Policy("mixed_bfloat16", overrides=other)
     for overrides in (one, other):
         assert Policy("mixed_bfloat16", overrides=overrides).dtype_at("a/b") == "float16"
 
 
-def test_resolve_overrides() -> None:
+def test_s05_resolve_overrides() -> None:
     policy = Policy("mixed_float16", overrides={"encoder/norm*": "float32", "head": "float32"})
     paths = ["encoder", "encoder/dense", "encoder/norm1", "encoder/norm2", "head"]
     assert policy.resolve_overrides(paths) == {
@@ -103,7 +103,7 @@ def test_resolve_overrides() -> None:
     assert Policy("mixed_float16").resolve_overrides(paths) == {}
 
 
-def test_a_glob_that_matches_nothing_lists_the_nearest_paths() -> None:
+def test_s05_a_glob_that_matches_nothing_lists_the_nearest_paths() -> None:
     policy = Policy("mixed_float16", overrides={"head": "float32", "encoder/nrm1": "float32"})
     with pytest.raises(PolicyError) as caught:
         policy.resolve_overrides(["encoder/norm1", "encoder/norm2", "head", "zzz"])
@@ -113,12 +113,12 @@ def test_a_glob_that_matches_nothing_lists_the_nearest_paths() -> None:
     )
 
 
-def test_a_glob_near_to_nothing_lists_the_first_paths() -> None:
+def test_s05_a_glob_near_to_nothing_lists_the_first_paths() -> None:
     with pytest.raises(PolicyError, match=r"the glob 'q' matches no module path\. Nearest: 'aaa', 'bbb'\."):
         Policy(overrides={"q": "float32"}).resolve_overrides(["bbb", "aaa"])
 
 
 @pytest.mark.parametrize("glob", ["encoder.norm1", "layers.0", "/head", "head/", "", 3])
-def test_keys_that_cannot_be_a_path_are_refused(glob: Any) -> None:
+def test_s05_keys_that_cannot_be_a_path_are_refused(glob: Any) -> None:
     with pytest.raises(PolicyError, match=r"overrides: a key is a module-path glob .*no '\.'\. Received: "):
         Policy("mixed_float16", overrides={glob: "float32"})

@@ -136,7 +136,7 @@ def test_s15_s17_matches_the_oracle_for_every_configuration(scaler: LossScaler, 
 
 @given(st.lists(st.booleans(), max_size=60))
 @settings(deadline=None)
-def test_plain_numbers_give_the_same_trajectory(overflows: list[bool]) -> None:
+def test_s15_plain_numbers_give_the_same_trajectory(overflows: list[bool]) -> None:
     scaler = LossScaler(init_scale=16.0, growth_interval=3, hysteresis=2, min_scale=2.0, max_scale=64.0)
     state = LossScaleState(16.0, 0, 2, 0, 0)
     for overflow, found in zip(overflows, trajectory(scaler, overflows), strict=True):
@@ -145,7 +145,7 @@ def test_plain_numbers_give_the_same_trajectory(overflows: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("kind", [bool, np.bool_, np.asarray])
-def test_flags_may_be_python_or_numpy_booleans(kind: Any) -> None:
+def test_s15_flags_may_be_python_or_numpy_booleans(kind: Any) -> None:
     scaler = LossScaler(init_scale=8.0, growth_interval=1)
     state = numpy_state(scaler)
     assert float(update(scaler, state, kind(True), XP).scale) == 16.0
@@ -172,17 +172,17 @@ def test_s17_growth_at_the_largest_ceiling_neither_overflows_nor_warns() -> None
     assert [float(state.scale) for state in trajectory(scaler, [False] * 3)] == [2.0**127] * 3
 
 
-def test_hysteresis_counter_does_not_wrap_around() -> None:
+def test_s15_hysteresis_counter_does_not_wrap_around() -> None:
     scaler = LossScaler(hysteresis=3)
     assert [int(state.hysteresis) for state in trajectory(scaler, [True] * 6)] == [2, 1, 0, -1, -1, -1]
 
 
-def test_growth_is_not_one_step_late() -> None:
+def test_s15_growth_is_not_one_step_late() -> None:
     scales = [float(state.scale) for state in trajectory(LossScaler(init_scale=1.0, growth_interval=3), [False] * 6)]
     assert scales == [1.0, 1.0, 2.0, 2.0, 2.0, 4.0]
 
 
-def test_static_never_moves_but_counts() -> None:
+def test_s15_static_never_moves_but_counts() -> None:
     scaler = LossScaler.static(3.0, growth_interval=1)
     states = trajectory(scaler, [False, True, True, False])
     assert [float(state.scale) for state in states] == [3.0] * 4
@@ -203,7 +203,7 @@ def test_s19_off() -> None:
     np.testing.assert_array_equal(grads["w"], f32([0.1, 0.2]))
 
 
-def test_defaults() -> None:
+def test_s16_defaults() -> None:
     scaler = LossScaler()
     assert (scaler.init_scale, scaler.growth_factor, scaler.backoff_factor) == (2.0**15, 2.0, 0.5)
     assert (scaler.growth_interval, scaler.hysteresis, scaler.consecutive_hysteresis) == (2000, 1, False)
@@ -223,14 +223,16 @@ def test_defaults() -> None:
         ("flax", 65536.0, 2000, 1, 2.0**-126, 2.0**127, "always"),
     ],
 )
-def test_presets(name: str, init: float, interval: int, hysteresis: int, low: float, high: float, delay: str) -> None:
+def test_s16_presets(
+    name: str, init: float, interval: int, hysteresis: int, low: float, high: float, delay: str
+) -> None:
     scaler = LossScaler.like(name)
     assert (scaler.init_scale, scaler.growth_interval, scaler.hysteresis) == (init, interval, hysteresis)
     assert (scaler.min_scale, scaler.max_scale, scaler.growth_delay) == (low, high, delay)
     assert (scaler.growth_factor, scaler.backoff_factor, scaler.consecutive_hysteresis) == (2.0, 0.5, False)
 
 
-def test_like() -> None:
+def test_s16_like() -> None:
     assert set(PRESETS) == {"torch", "keras", "apex", "deepspeed", "megatron", "jmp", "flax"}
     assert LossScaler.like("torch", growth_interval=7).growth_interval == 7
     with pytest.raises(LossScaleError, match=r"like\(\) knows torch, .*'megatorn'\. Did you mean 'megatron'\?"):
@@ -320,7 +322,7 @@ def test_s18_state_is_built_anew() -> None:
     assert [value.item() for value in one] == [16.0, 0, 1, 0, 0]
 
 
-def test_update_changes_nothing_in_place() -> None:
+def test_s15_update_changes_nothing_in_place() -> None:
     scaler = LossScaler(init_scale=16.0, growth_interval=1)
     state = scaler.init("reference")
     scaler.update(state, finite=True)
@@ -347,7 +349,7 @@ def test_scale_and_unscale() -> None:
         assert not bool(scaler.unscale([f32([1.0, bad])], state)[1])
 
 
-def test_s6_a_sixteen_bit_loss_does_not_overflow() -> None:
+def test_s06_a_sixteen_bit_loss_does_not_overflow() -> None:
     scaler = LossScaler()
     assert float(scaler.scale(np.float16(60000.0), scaler.init("reference"))) == 60000.0 * 2.0**15
 

@@ -42,7 +42,7 @@ CHANGED: list[tuple[Recipe, list[str]]] = [
 
 
 @pytest.mark.parametrize(("given", "said"), CHANGED, ids=range(len(CHANGED)))
-def test_every_difference_is_said_with_its_path(given: Recipe, said: list[str], tmp_path: Path) -> None:
+def test_s22_every_difference_is_said_with_its_path(given: Recipe, said: list[str], tmp_path: Path) -> None:
     old, new = changes.of_recipe(BASE), changes.of_recipe(given)
     assert [str(change) for change in changes.between(old, new)] == said
     saved, state = example(1), example(1)
@@ -86,7 +86,7 @@ def stated(recipe: Recipe) -> ArrayState:
     return state
 
 
-def test_a_file_of_an_older_version_is_compared_by_its_recipe(saved: Path) -> None:
+def test_s22_a_file_of_an_older_version_is_compared_by_its_recipe(saved: Path) -> None:
     rewritten(saved, settings=None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -95,7 +95,7 @@ def test_a_file_of_an_older_version_is_compared_by_its_recipe(saved: Path) -> No
         checkpoint.restore(stated(BASE.replace(clip_norm=1.0)), saved)
 
 
-def test_an_older_file_that_says_nothing_of_its_recipe_is_restored_with_a_warning(saved: Path) -> None:
+def test_s22_an_older_file_that_says_nothing_of_its_recipe_is_restored_with_a_warning(saved: Path) -> None:
     rewritten(saved, settings=None, recipe="")
     with pytest.warns(UserWarning, match="says nothing of its recipe .* nothing could be compared"):
         checkpoint.restore(stated(BASE.replace(clip_norm=1.0)), saved)
@@ -104,7 +104,7 @@ def test_an_older_file_that_says_nothing_of_its_recipe_is_restored_with_a_warnin
         checkpoint.restore(stated(BASE.replace(clip_norm=1.0)), saved, on_change="accept")
 
 
-def test_a_file_of_a_later_version_is_compared_by_its_settings(saved: Path) -> None:
+def test_s22_a_file_of_a_later_version_is_compared_by_its_settings(saved: Path) -> None:
     meta, _ = checkpoint.read(saved)
     later: dict[str, Any] = json.loads(meta["settings"])
     later["scaler"]["mood"] = "good"
@@ -116,7 +116,7 @@ def test_a_file_of_a_later_version_is_compared_by_its_settings(saved: Path) -> N
     ]
 
 
-def test_a_native_optimizer_without_words_is_compared_by_its_class(tmp_path: Path) -> None:
+def test_s22_a_native_optimizer_without_words_is_compared_by_its_class(tmp_path: Path) -> None:
     class Native:
         pass
 
@@ -127,7 +127,7 @@ def test_a_native_optimizer_without_words_is_compared_by_its_class(tmp_path: Pat
         checkpoint.restore(stated(BASE), tmp_path / "state")
 
 
-def test_on_change_is_checked(saved: Path) -> None:
+def test_s22_on_change_is_checked(saved: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"on_change must be 'error', 'warn' or 'accept'\. Received: on_change='no'"
     ):

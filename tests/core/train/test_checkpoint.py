@@ -55,7 +55,7 @@ def arrays(draw: st.DrawFn) -> Array:
 
 @given(st.dictionaries(st.text(min_size=1, max_size=8), arrays(), max_size=5))
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_arrays_round_trip_bit_for_bit(tmp_path: Path, given_arrays: dict[str, Array]) -> None:
+def test_s22_arrays_round_trip_bit_for_bit(tmp_path: Path, given_arrays: dict[str, Array]) -> None:
     state = ArrayState(given_arrays)
     path = tmp_path / "state.safetensors"
     polyamp.save(state, path)
@@ -64,7 +64,7 @@ def test_arrays_round_trip_bit_for_bit(tmp_path: Path, given_arrays: dict[str, A
     assert all(array.flags.writeable and array.flags.owndata for array in restored.arrays.values())
 
 
-def test_every_kind_of_array_round_trips(saved: Path) -> None:
+def test_s22_every_kind_of_array_round_trips(saved: Path) -> None:
     restored = checkpoint.restore(example(2), saved)
     assert example(1).same_as(restored.arrays)
     kernel = example(1).arrays["model/dense/bias"]
@@ -73,7 +73,7 @@ def test_every_kind_of_array_round_trips(saved: Path) -> None:
     assert restored.arrays["empty"].shape == (0, 4)
 
 
-def test_metadata(saved: Path) -> None:
+def test_s22_metadata(saved: Path) -> None:
     meta, _ = checkpoint.read(str(saved))
     assert meta["format"] == "polyamp-checkpoint-1"
     assert meta["backend"] == "arrays"
@@ -82,7 +82,7 @@ def test_metadata(saved: Path) -> None:
     assert "digest" not in meta
 
 
-def test_a_state_with_a_native_optimizer_is_saved(tmp_path: Path) -> None:
+def test_s22_a_state_with_a_native_optimizer_is_saved(tmp_path: Path) -> None:
     state = example(1)
     state.recipe = Recipe(optimizer=object())  # stands for a framework's own
     checkpoint.save(state, tmp_path / "state")
@@ -91,7 +91,7 @@ def test_a_state_with_a_native_optimizer_is_saved(tmp_path: Path) -> None:
     assert state.same_as(arrays_)
 
 
-def test_the_file_is_plain_safetensors_and_readable_by_others(saved: Path) -> None:
+def test_s22_the_file_is_plain_safetensors_and_readable_by_others(saved: Path) -> None:
     from safetensors.numpy import load_file
 
     found = load_file(saved)
@@ -101,12 +101,12 @@ def test_the_file_is_plain_safetensors_and_readable_by_others(saved: Path) -> No
     assert stat.S_IMODE(saved.stat().st_mode) == 0o666 & ~mask
 
 
-def test_no_leftovers_after_a_save(saved: Path) -> None:
+def test_s22_no_leftovers_after_a_save(saved: Path) -> None:
     checkpoint.save(example(2), saved)
     assert [entry.name for entry in saved.parent.iterdir()] == [saved.name]
 
 
-def test_sigkill_at_every_point_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_s22_sigkill_at_every_point_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "fixtures" / "killed_save.py"
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -131,7 +131,7 @@ class _DiskFull:
 
 
 @pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.replace"])
-def test_a_failing_save_leaves_the_older_one_and_no_litter(
+def test_s22_a_failing_save_leaves_the_older_one_and_no_litter(
     saved: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     with monkeypatch.context() as patch:
@@ -142,7 +142,7 @@ def test_a_failing_save_leaves_the_older_one_and_no_litter(
     assert [entry.name for entry in saved.parent.iterdir()] == [saved.name]
 
 
-def test_missing_files_and_folders(tmp_path: Path) -> None:
+def test_s22_missing_files_and_folders(tmp_path: Path) -> None:
     for call in (lambda: checkpoint.read(tmp_path / "none"), lambda: checkpoint.restore(example(1), tmp_path / "none")):
         with pytest.raises(FileNotFoundError):
             call()
@@ -170,7 +170,7 @@ def editing(path: Path) -> Iterator[Callable[[int, int], None]]:
         yield put
 
 
-def test_every_flipped_bit_is_detected(saved: Path) -> None:
+def test_s22_every_flipped_bit_is_detected(saved: Path) -> None:
     with editing(saved) as put:
         for position, byte in enumerate(saved.read_bytes()):
             for bit in range(8):
@@ -181,7 +181,7 @@ def test_every_flipped_bit_is_detected(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("byte", [0x00, 0x09, 0x0A, 0x0D, 0x20, 0x30, 0x31, 0x7F, 0xFF])
-def test_every_replaced_byte_is_detected(saved: Path, byte: int) -> None:
+def test_s22_every_replaced_byte_is_detected(saved: Path, byte: int) -> None:
     with editing(saved) as put:
         for position, original in enumerate(saved.read_bytes()):
             if original != byte:
@@ -191,7 +191,7 @@ def test_every_replaced_byte_is_detected(saved: Path, byte: int) -> None:
     assert example(1).same_as(checkpoint.read(saved)[1])
 
 
-def test_every_truncation_and_any_surplus_is_detected(saved: Path) -> None:
+def test_s22_every_truncation_and_any_surplus_is_detected(saved: Path) -> None:
     content = saved.read_bytes()
     for length in reversed(range(len(content))):
         os.truncate(saved, length)
@@ -200,7 +200,7 @@ def test_every_truncation_and_any_surplus_is_detected(saved: Path) -> None:
         damaged(saved, content + surplus)
 
 
-def test_swapped_halves_of_two_checkpoints_are_detected(saved: Path) -> None:
+def test_s22_swapped_halves_of_two_checkpoints_are_detected(saved: Path) -> None:
     one = saved.read_bytes()
     checkpoint.save(example(2), saved)
     other = saved.read_bytes()
@@ -233,11 +233,11 @@ HEADERS = st.recursive(
     | st.builds(framed, HEADERS.map(lambda tree: json.dumps(tree).encode()), st.binary(max_size=20))
 )
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_random_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
+def test_s22_random_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
     damaged(tmp_path / "state", content)
 
 
-def test_deeply_nested_headers_are_refused(tmp_path: Path) -> None:
+def test_s22_deeply_nested_headers_are_refused(tmp_path: Path) -> None:
     damaged(tmp_path / "state", framed(b"[" * 200_000))
 
 
@@ -246,7 +246,7 @@ class _Bomb:
         return os.mkdir, ("exploded",)
 
 
-def test_loading_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s22_loading_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "state"
     path.write_bytes(pickle.dumps({"model": _Bomb()}))
@@ -258,7 +258,7 @@ def test_loading_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not (tmp_path / "exploded").exists()
 
 
-def test_another_programs_safetensors_file_is_refused(tmp_path: Path) -> None:
+def test_s22_another_programs_safetensors_file_is_refused(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     for metadata in (None, {"format": "pt"}, {"format": checkpoint.FORMAT, "digest": "0" * 64}):
@@ -267,7 +267,7 @@ def test_another_programs_safetensors_file_is_refused(tmp_path: Path) -> None:
             checkpoint.read(tmp_path / "state")
 
 
-def test_a_newer_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s22_a_newer_format_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "FORMAT", "polyamp-checkpoint-9")
         checkpoint.save(example(1), tmp_path / "state")
@@ -300,23 +300,23 @@ def changed(**changes: Array | None) -> ArrayState:
         (changed(empty=np.zeros((4, 0), "f2")), "empty: float16[0, 4] in the file, float16[4, 0] in the state."),
     ],
 )
-def test_another_models_checkpoint_is_refused_by_name(saved: Path, state: ArrayState, said: str) -> None:
+def test_s22_another_models_checkpoint_is_refused_by_name(saved: Path, state: ArrayState, said: str) -> None:
     message = refused(state, saved)
     assert message.startswith(f"{saved} belongs to another model, optimizer or scaler. ")
     assert said in message
     assert message.endswith("Build the state from the model and recipe that were saved.")
 
 
-def test_many_differences_are_counted(saved: Path) -> None:
+def test_s22_many_differences_are_counted(saved: Path) -> None:
     assert "; and 4 more. Build" in refused(ArrayState({"only": np.zeros(2)}), saved)
 
 
-def test_another_backends_checkpoint_is_refused(saved: Path) -> None:
+def test_s22_another_backends_checkpoint_is_refused(saved: Path) -> None:
     other = ArrayState(example(2).arrays, ArrayBackend("other"))
     assert "was saved by the arrays backend and cannot be restored into a other state" in refused(other, saved)
 
 
-def test_damage_leaves_the_state_alone(saved: Path) -> None:
+def test_s22_damage_leaves_the_state_alone(saved: Path) -> None:
     content = bytearray(saved.read_bytes())
     content[-1] ^= 1
     saved.write_bytes(content)
@@ -354,3 +354,16 @@ def test_s22_a_reference_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     expected = straight.backend.export_state(straight)
     assert ArrayState(expected).same_as(resumed.backend.export_state(resumed))
     assert int(expected["step"]) == len(skipped) - sum(skipped)
+
+
+def test_s22_damage_far_into_a_large_file_is_detected(tmp_path: Path) -> None:
+    def made(seed: int) -> Any:
+        return polyamp.init(MLP.random([64, 64, 64], seed=seed), polyamp.Recipe())
+
+    path = tmp_path / "big"
+    polyamp.save(made(0), path)
+    whole = path.read_bytes()
+    for at in np.linspace(8, len(whole) - 1, 50).astype(int):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(CheckpointError):
+            polyamp.restore(made(1), path)

@@ -90,7 +90,7 @@ CASES: dict[str, Function] = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
-def test_it_equals_the_function_of_the_16_bit_input_in_float32(name: str, dtype: str) -> None:
+def test_s04_it_equals_the_function_of_the_16_bit_input_in_float32(name: str, dtype: str) -> None:
     """The input's own rounding is all that differs from float32."""
     policy = polyamp.Policy(compute=dtype, output="float32")
     rounded = jnp.matmul(X.astype(dtype), W.astype(dtype)).astype(jnp.float32)
@@ -99,7 +99,7 @@ def test_it_equals_the_function_of_the_16_bit_input_in_float32(name: str, dtype:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_cross_entropy_by_hand_trains(dtype: str) -> None:
+def test_s04_a_cross_entropy_by_hand_trains(dtype: str) -> None:
     """Of well separated examples, where a 16-bit probability is 1, or in float16 less than the epsilon is."""
     policy = polyamp.Policy(compute=dtype, output="float32")
     x, y = X, (X @ W > 0).astype(jnp.float32)
@@ -115,7 +115,7 @@ def test_a_cross_entropy_by_hand_trains(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gate_next_to_1_keeps_its_digits(dtype: str) -> None:
+def test_s04_a_gate_next_to_1_keeps_its_digits(dtype: str) -> None:
     """A linear recurrence h = a h + (1 - a) x, whose gates are made of a product."""
     policy = polyamp.Policy(compute=dtype, output="float32")
 
@@ -139,7 +139,7 @@ def rules(function: Any, **changes: Any) -> list[tuple[str, str, str]]:
 PRODUCT = ("dot_general", "float16", "compute")
 
 
-def test_the_report_says_why() -> None:
+def test_s04_the_report_says_why() -> None:
     assert rules(lambda x, w: jnp.log(jax.nn.sigmoid(x @ w) + 1e-7)) == [
         PRODUCT,
         ("logistic", "float32", "float32 (logarithm)"),
@@ -153,7 +153,7 @@ def test_the_report_says_why() -> None:
     ]
 
 
-def test_it_ends_at_products_their_biases_and_saturating_functions() -> None:
+def test_s04_it_ends_at_products_their_biases_and_saturating_functions() -> None:
     found = rules(lambda x, w: jnp.log(jax.nn.sigmoid(jnp.tanh(x @ w + w[0]) * 0.5) + 1e-7))
     assert [row for row in found if row[1] == "float16"] == [
         PRODUCT,
@@ -173,17 +173,17 @@ def test_it_ends_at_products_their_biases_and_saturating_functions() -> None:
         lambda x, w: jnp.log(jax.nn.sigmoid(x @ w).astype("float16")),
     ],
 )
-def test_elsewhere_a_sigmoid_is_16_bit(function: Any) -> None:
+def test_s04_elsewhere_a_sigmoid_is_16_bit(function: Any) -> None:
     assert ("logistic", "float16", "follow") in rules(function)
 
 
-def test_a_rule_of_the_policys_own_ends_it() -> None:
+def test_s04_a_rule_of_the_policys_own_ends_it() -> None:
     assert ("logistic", "float16", "follow") in rules(
         lambda x, w: jnp.log(jax.nn.sigmoid(x @ w)), op_rules={"log": "follow"}
     )
 
 
-def test_a_program_rewritten_for_a_logarithm_is_not_taken_for_another_use() -> None:
+def test_s04_a_program_rewritten_for_a_logarithm_is_not_taken_for_another_use() -> None:
     """One nested program, used under a logarithm and by itself."""
     gate = jax.jit(lambda z: jax.nn.sigmoid(z))
 

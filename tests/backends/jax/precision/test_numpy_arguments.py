@@ -66,14 +66,14 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_s3_numpy_arguments_leave_the_framework_to_the_function(name: str) -> None:
+def test_s03_numpy_arguments_leave_the_framework_to_the_function(name: str) -> None:
     function = FUNCTIONS[name]
     assert float(function(FINE)[0, 0]) != 1.0
     result = POLICY.autocast(function)(FINE)
     assert (float(result[0, 0]), result.dtype) == (1.0, jnp.float32)
 
 
-def test_s3_a_decorated_function_with_numpy_arguments() -> None:
+def test_s03_a_decorated_function_with_numpy_arguments() -> None:
     @POLICY.autocast
     def decorated(x: Any) -> Any:
         return jnp.matmul(x, x)
@@ -82,7 +82,7 @@ def test_s3_a_decorated_function_with_numpy_arguments() -> None:
 
 
 @pytest.mark.parametrize("function", [jnp.matmul, jax.jit(product)], ids=["jnp", "jit"])
-def test_s3_a_compiled_function(function: Any) -> None:
+def test_s03_a_compiled_function(function: Any) -> None:
     arguments = (FINE, FINE) if function is jnp.matmul else (FINE,)
     assert float(POLICY.autocast(function)(*arguments)[0, 0]) == 1.0
 

@@ -74,7 +74,7 @@ ASKED: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_a_precision_that_the_program_asks_for_is_honoured(name: str) -> None:
+def test_s04_a_precision_that_the_program_asks_for_is_honoured(name: str) -> None:
     function = ASKED[name]
     assert set(rows(function, W, X)) == {("float32", "precision")}
     if name not in ("a preset's name", "an algorithm"):  # which XLA's CPU backend refuses
@@ -82,7 +82,7 @@ def test_a_precision_that_the_program_asks_for_is_honoured(name: str) -> None:
 
 
 @pytest.mark.parametrize("precision", [None, DEFAULT, "bfloat16", "default", (DEFAULT, DEFAULT)])
-def test_the_fastest_precision_leaves_the_choice_to_autocast(precision: Any) -> None:
+def test_s04_the_fastest_precision_leaves_the_choice_to_autocast(precision: Any) -> None:
     def function(w: Any, x: Any) -> Any:
         return lax.dot_general(x, w, (((1,), (0,)), ((), ())), precision=precision)
 
@@ -90,7 +90,7 @@ def test_the_fastest_precision_leaves_the_choice_to_autocast(precision: Any) -> 
     assert rows(function, W, X, policy=BRAIN) == [("bfloat16", "compute")]
 
 
-def test_only_the_operation_that_asks_is_float32_and_so_are_its_derivatives(products: Any) -> None:
+def test_s04_only_the_operation_that_asks_is_float32_and_so_are_its_derivatives(products: Any) -> None:
     run = HALF.autocast(lambda w, x: (jnp.matmul(jnp.tanh(x @ w), w, precision="highest") @ w).sum())
     low, high = ("float16", "float16"), ("float32", "float32")
     assert products(run, W, X) == [low, high, low]
@@ -100,7 +100,7 @@ def test_only_the_operation_that_asks_is_float32_and_so_are_its_derivatives(prod
     assert set(inside) == {high}
 
 
-def test_a_product_of_16_bit_values_that_asks_is_float32() -> None:
+def test_s04_a_product_of_16_bit_values_that_asks_is_float32() -> None:
     found = HALF.autocast(lambda w, x: jnp.matmul(x @ w, w, precision="highest"))(W, X)
     activation = (X.astype("float16") @ W.astype("float16")).astype("float32")
     np.testing.assert_array_equal(found, activation @ W)
@@ -112,7 +112,7 @@ def eager(function: Any, *args: Any) -> Any:
 
 @pytest.mark.parametrize("default", ["highest", "float32", "tensorfloat32", "bfloat16", "F32_F32_F32"])
 @pytest.mark.parametrize("how", ["scope", "config"])
-def test_a_default_precision_does_not_switch_autocast_off(default: str, how: str, request: Any) -> None:
+def test_s04_a_default_precision_does_not_switch_autocast_off(default: str, how: str, request: Any) -> None:
     """It holds where a product stays in float32, as in plain JAX."""
     if how == "config":
         request.addfinalizer(lambda: jax.config.update("jax_default_matmul_precision", None))
@@ -151,14 +151,14 @@ loose_vjp.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, ct: (ct @ kept[1].T,
 
 
 @pytest.mark.parametrize("inner", [loose, loose_vjp, jax.jit(lambda x, w: x @ w)])
-def test_a_default_precision_reaches_no_rule_of_a_custom_derivative(inner: Any, products: Any) -> None:
+def test_s04_a_default_precision_reaches_no_rule_of_a_custom_derivative(inner: Any, products: Any) -> None:
     run = HALF.autocast(lambda w, x: inner(x, w).sum())
     with jax.default_matmul_precision("highest"):
         found = products(jax.grad(run, argnums=(0, 1)), W, X)
     assert set(found) == {("float16", "float16")}
 
 
-def test_a_default_precision_reaches_what_is_left_as_it_is(equations: Any) -> None:
+def test_s04_a_default_precision_reaches_what_is_left_as_it_is(equations: Any) -> None:
     """Opaque programs, which are not evaluated operation by operation."""
 
     def run(w: Any, x: Any) -> Any:
@@ -173,14 +173,14 @@ def test_a_default_precision_reaches_what_is_left_as_it_is(equations: Any) -> No
     assert found[-1] is None, "the 16-bit product of the two"
 
 
-def test_the_policys_own_float32_matmul_is_no_precision_of_the_program() -> None:
+def test_s04_the_policys_own_float32_matmul_is_no_precision_of_the_program() -> None:
     policy = HALF.replace(float32_matmul="highest")
     assert rows(lambda w, x: x @ w, W, X, policy=policy) == [("float16", "compute")]
     (product,) = eager(policy.autocast(polyamp_jax.keep_precision(lambda w, x: x @ w)), W, X)
     assert product.params["precision"] == (HIGHEST, HIGHEST)
 
 
-def test_preferred_element_type() -> None:
+def test_s04_preferred_element_type() -> None:
     """One that differs from the operands' declared dtype is obeyed; the declared one is what JAX itself writes."""
 
     def product(preferred: Any, dtype: str = "float32") -> Any:
@@ -212,7 +212,7 @@ INNER: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize("outside", [False, True])
-def test_inner_products_are_sums_whatever_the_batch_axes(name: str, outside: bool) -> None:
+def test_s04_inner_products_are_sums_whatever_the_batch_axes(name: str, outside: bool) -> None:
     """20 * 20 * 512 is beyond float16."""
     run = HALF.autocast(lambda w, x: INNER[name](x @ w))
     x = jnp.stack([LARGE, LARGE]) if outside else LARGE
@@ -232,7 +232,7 @@ OUTER: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", OUTER)
-def test_products_that_contract_nothing_follow_their_operands(name: str) -> None:
+def test_s04_products_that_contract_nothing_follow_their_operands(name: str) -> None:
     """A rotary embedding written with one: positions up to 4,096 times frequencies."""
     angles = OUTER[name]
     found = BRAIN.autocast(lambda p, f: jnp.cos(angles(p, f)))(POSITIONS, FREQUENCIES)
@@ -243,7 +243,7 @@ def test_products_that_contract_nothing_follow_their_operands(name: str) -> None
         assert {str(v.aval.dtype) for v in (*product.invars, *product.outvars)} == {"float16"}
 
 
-def test_a_vector_minus_a_product_has_no_bias() -> None:
+def test_s04_a_vector_minus_a_product_has_no_bias() -> None:
     """Thresholds minus a score: not what a layer adds to its product."""
     policy = polyamp.Policy("mixed_float16")
 

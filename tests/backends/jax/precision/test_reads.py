@@ -43,7 +43,7 @@ def total(read: Read) -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", READS)
-def test_the_gradient_of_a_row_that_is_read_often(name: str, dtype: str) -> None:
+def test_s04_the_gradient_of_a_row_that_is_read_often(name: str, dtype: str) -> None:
     """4,096 reads of one row: added one by one in bfloat16 they stop at 256."""
     policy, loss = polyamp.Policy(compute=dtype, output="float32"), total(READS[name])
     x = jnp.ones((2, 4))
@@ -52,7 +52,7 @@ def test_the_gradient_of_a_row_that_is_read_often(name: str, dtype: str) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_vmap_around_autocast_reads_a_shared_table(dtype: str) -> None:
+def test_s04_a_vmap_around_autocast_reads_a_shared_table(dtype: str) -> None:
     policy = polyamp.Policy(compute=dtype, output="float32")
     read = policy.autocast(lambda w, n: lax.dynamic_slice(jnp.ones((2, 4)) @ w, (n, 0), (1, 4))[0])
     gradient = jax.grad(lambda w: (jax.vmap(read, (None, 0))(w, ZEROS) * WEIGHTS).sum() / COUNT)(EYE)
@@ -60,7 +60,7 @@ def test_a_vmap_around_autocast_reads_a_shared_table(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_table_of_16_bit_parameters(dtype: str) -> None:
+def test_s04_a_table_of_16_bit_parameters(dtype: str) -> None:
     """Declared in 16 bits by the program itself, as a layer of `dtype=bfloat16` does."""
     policy = polyamp.Policy(compute=dtype, output="float32")
     loss = policy.autocast(lambda table: (table.astype(dtype)[ZEROS] * WEIGHTS).sum() / COUNT)
@@ -68,7 +68,7 @@ def test_a_table_of_16_bit_parameters(dtype: str) -> None:
     np.testing.assert_allclose(gradient[0], np.full(4, float(WEIGHTS.mean())), rtol=1e-2)
 
 
-def test_the_result_and_its_dtype_are_those_of_the_read() -> None:
+def test_s04_the_result_and_its_dtype_are_those_of_the_read() -> None:
     policy = polyamp.Policy("mixed_float16")
     values = jnp.asarray([[1.5, -0.0, 6e-8, 65504.0], [jnp.inf, jnp.nan, 0.1, -3.0]])
 
@@ -87,7 +87,7 @@ def hlo(function: Any, *args: Any) -> str:
 
 
 @pytest.mark.parametrize("loop", [False, True])
-def test_the_forward_pass_holds_no_float32_copy_of_the_table(loop: bool) -> None:
+def test_s04_the_forward_pass_holds_no_float32_copy_of_the_table(loop: bool) -> None:
     policy = polyamp.Policy(compute="float16", output="float32")
     table = jnp.ones((5000, 8), jnp.float16)
     indices = jnp.arange(16).reshape(4, 4)
@@ -104,7 +104,7 @@ def test_the_forward_pass_holds_no_float32_copy_of_the_table(loop: bool) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scatters_that_add_run_in_float32(dtype: str) -> None:
+def test_s04_scatters_that_add_run_in_float32(dtype: str) -> None:
     """Also where the program declares 16 bits: a sum, like any other."""
     policy = polyamp.Policy(compute=dtype, output="float32")
     ones = jnp.ones(COUNT, dtype)
@@ -121,7 +121,7 @@ def test_scatters_that_add_run_in_float32(dtype: str) -> None:
     assert float(jnp.zeros(2, "bfloat16").at[ZEROS].add(jnp.ones(COUNT, "bfloat16"))[0]) == 256.0, "plain JAX"
 
 
-def test_the_forward_program_has_no_casts_for_it(equations: Any) -> None:
+def test_s04_the_forward_program_has_no_casts_for_it(equations: Any) -> None:
     policy = polyamp.Policy("mixed_float16")
 
     def casts(function: Any) -> int:

@@ -186,7 +186,7 @@ def assert_equal(name: str, found: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ALL)
-def test_on_a_product_it_equals_casting_the_product_first(name: str, dtype: str) -> None:
+def test_s04_on_a_product_it_equals_casting_the_product_first(name: str, dtype: str) -> None:
     """Elementwise operations bit for bit; where something is summed to 2 ulps."""
     x, w = operands()
     product = jnp.matmul(x.astype(dtype), w.astype(dtype))
@@ -196,7 +196,7 @@ def test_on_a_product_it_equals_casting_the_product_first(name: str, dtype: str)
     assert_equal(name, found, ALL[name](product.astype(jnp.float32)))
 
 
-def test_compiled_it_equals_casting_the_product_first() -> None:
+def test_s04_compiled_it_equals_casting_the_product_first() -> None:
     """To 4 float32 ulps of the largest element, since XLA fuses the two programs differently. In float16 only: of a
     bfloat16 product XLA's CPU backend may keep the float32 digits, with or without polyamp."""
     chosen = {name: ALL[name] for name in (*ELEMENTWISE, *REDUCTIONS, "layer norm by hand", "rms norm by hand")}
@@ -214,14 +214,14 @@ def test_compiled_it_equals_casting_the_product_first() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in ROUNDED])
-def test_on_a_declared_float16_input_it_equals_casting_first(name: str) -> None:
+def test_s04_on_a_declared_float16_input_it_equals_casting_first(name: str) -> None:
     x = jnp.matmul(*operands()).astype("float16")
     found = polyamp.Policy("mixed_float16").autocast(ALL[name])(x)
     assert_equal(name, found, ALL[name](x.astype(jnp.float32)))
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_what_a_float16_program_rounds_itself_stays_rounded(name: str) -> None:
+def test_s04_what_a_float16_program_rounds_itself_stays_rounded(name: str) -> None:
     x = jnp.matmul(*operands()).astype("float16")
     found = np.asarray(polyamp.Policy("mixed_float16").autocast(ALL[name])(x))
     wanted = np.asarray(ALL[name](x.astype(jnp.float32)))
@@ -229,7 +229,7 @@ def test_what_a_float16_program_rounds_itself_stays_rounded(name: str) -> None:
     assert not np.array_equal(found, wanted)
 
 
-def test_a_sum_of_many_float16_ones_is_finite() -> None:
+def test_s04_a_sum_of_many_float16_ones_is_finite() -> None:
     ones = jnp.ones((128, 1000))
     total = on_product(jnp.sum, "float16")(ones, jnp.eye(1000))
     assert float(total) == 128000.0
@@ -238,7 +238,7 @@ def test_a_sum_of_many_float16_ones_is_finite() -> None:
     assert float(jnp.finfo("float16").max) < 128000.0
 
 
-def test_squares_beyond_float16_are_finite() -> None:
+def test_s04_squares_beyond_float16_are_finite() -> None:
     x = jnp.full((2, 4), 300.0)
     for square in (lambda x: x * x, jnp.square, lambda x: x**2, lambda x: jnp.power(x, 2)):
         found = on_product(lambda x, square=square: jnp.mean(square(x), -1), "float16")(x, jnp.eye(4))
@@ -247,7 +247,7 @@ def test_squares_beyond_float16_are_finite() -> None:
 
 @pytest.mark.parametrize("fill", [-1e9, float(jnp.finfo(jnp.float32).min)])
 @pytest.mark.parametrize("how", ["where", "add"])
-def test_a_fully_masked_row_is_finite(fill: float, how: str) -> None:
+def test_s04_a_fully_masked_row_is_finite(fill: float, how: str) -> None:
     mask = jnp.array([[True] * 4, [False] * 4])
 
     def attention(q: Any, k: Any) -> Any:
@@ -262,7 +262,7 @@ def test_a_fully_masked_row_is_finite(fill: float, how: str) -> None:
     assert bool(jnp.isfinite(gradient).all())
 
 
-def test_a_small_epsilon_does_not_become_zero() -> None:
+def test_s04_a_small_epsilon_does_not_become_zero() -> None:
     assert np.float16(1e-8) == 0
     zeros = jnp.zeros((2, 4))
     for function, wanted in (
@@ -314,7 +314,7 @@ def small_steps(policy: polyamp.Policy, steps: int) -> tuple[list[float], list[b
     return losses, skipped
 
 
-def test_a_layer_norm_whose_float16_gradient_is_not_finite_trains() -> None:
+def test_s04_a_layer_norm_whose_float16_gradient_is_not_finite_trains() -> None:
     """At a loss scale of 1: the gradient itself, not its scaling, fails where the whole model is cast."""
     module, batch = Small(), small_batch()
     variables = module.init(jax.random.key(0), batch["x"])
@@ -343,7 +343,7 @@ LINEAR_ALGEBRA: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", LINEAR_ALGEBRA)
-def test_linear_algebra_runs_in_float32_as_a_whole(name: str) -> None:
+def test_s04_linear_algebra_runs_in_float32_as_a_whole(name: str) -> None:
     """expm among them: its coefficients are beyond float16, and its products would be NaN there."""
     function, policy = LINEAR_ALGEBRA[name], polyamp.Policy("mixed_float16")
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)) / 2, jnp.float32)
@@ -367,7 +367,7 @@ DIFFERENTIABLE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_derivatives_of_linear_algebra_taken_inside_stay_in_float32(name: str) -> None:
+def test_s04_derivatives_of_linear_algebra_taken_inside_stay_in_float32(name: str) -> None:
     """They are linear algebra themselves, or products that ask for the highest precision."""
     square = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)) / 2, jnp.float32)
     x, gradient = square @ square.T + 4 * jnp.eye(4), jax.grad(lambda x: DIFFERENTIABLE[name](x).sum())
@@ -376,7 +376,7 @@ def test_derivatives_of_linear_algebra_taken_inside_stay_in_float32(name: str) -
     np.testing.assert_array_equal(run(x), gradient(x))
 
 
-def test_a_users_function_with_a_name_of_linear_algebra_is_no_linear_algebra() -> None:
+def test_s04_a_users_function_with_a_name_of_linear_algebra_is_no_linear_algebra() -> None:
     @jax.jit
     def inv(x: Any) -> Any:
         return x @ x

@@ -17,7 +17,7 @@ X64: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.en
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("x64", [True, False])
 @pytest.mark.parametrize("count", [1, 2])
-def test_float64_of_numpy(x64: bool, compiled: bool, count: int) -> None:
+def test_s26_float64_of_numpy(x64: bool, compiled: bool, count: int) -> None:
     seen: dict[str, str] = {}
     recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1), accumulate_steps=count)
 
@@ -42,7 +42,7 @@ def test_float64_of_numpy(x64: bool, compiled: bool, count: int) -> None:
         assert seen == {"x": "float32", "y": "float32", "native": native}
 
 
-def test_with_float64_parameters_it_stays() -> None:
+def test_s26_with_float64_parameters_it_stays() -> None:
     seen = []
     recipe = polyamp.Recipe(policy="float64", optimizer=polyamp.sgd(0.1))
 

@@ -36,7 +36,7 @@ def reductions(text: str) -> int:
 
 @WAYS
 @pytest.mark.parametrize("exponent", [-125, -100, -64, -62, -31, -30, -29, 0, 30, 63, 64, 100, 126])
-def test_every_way_is_right_over_the_whole_range(way: Callable[..., Any], exponent: int) -> None:
+def test_s10_every_way_is_right_over_the_whole_range(way: Callable[..., Any], exponent: int) -> None:
     values = np.ldexp(np.random.default_rng(0).uniform(0.5, 1.0, 1000), exponent).astype(np.float32)
     norm, finite = jax.jit(way)([jnp.asarray(values[:7]), jnp.asarray(values[7:].reshape(3, 331)), jnp.zeros((0, 3))])
     expected = np.linalg.norm(values.astype(np.float64))
@@ -46,7 +46,7 @@ def test_every_way_is_right_over_the_whole_range(way: Callable[..., Any], expone
 
 
 @WAYS
-def test_every_way_is_right_with_mixed_magnitudes(way: Callable[..., Any]) -> None:
+def test_s10_every_way_is_right_with_mixed_magnitudes(way: Callable[..., Any]) -> None:
     for values in ([1e-30, 1.0], [1e-30, 1e30], [0.0, -0.0], [1e19, -1e19, 1e-25], [-3e38], [1e-37, 1e-9], [1e-37]):
         norm, finite = jax.jit(way)([jnp.asarray(values, jnp.float32), jnp.zeros((5, 5))])
         np.testing.assert_allclose(float(norm), np.linalg.norm(values), rtol=1e-5)
@@ -57,14 +57,14 @@ def test_every_way_is_right_with_mixed_magnitudes(way: Callable[..., Any]) -> No
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("others", [1e-35, 1.0, 3e38])
 @pytest.mark.parametrize("size", [3, 2 * _SMALL])
-def test_every_way_finds_every_kind(way: Callable[..., Any], bad: float, others: float, size: int) -> None:
+def test_s10_every_way_finds_every_kind(way: Callable[..., Any], bad: float, others: float, size: int) -> None:
     leaves = [jnp.ones((2, 2)), jnp.full(size, others).at[size // 2].set(bad)]
     norm, finite = jax.jit(way)(leaves)
     assert not bool(finite)
     assert not np.isfinite(norm)
 
 
-def test_the_bounds_keep_constants_in_the_squares() -> None:
+def test_s10_the_bounds_keep_constants_in_the_squares() -> None:
     """Gradients known at compile time: XLA would else multiply the powers of two with each other, to 0 or inf."""
     for value in (0.0, 1e-30, 1.0, 1e30):
         norm, finite = jax.jit(lambda value=value: _three_sums([jnp.full((2, 2), value), jnp.full(1, value)]))()
@@ -73,7 +73,7 @@ def test_the_bounds_keep_constants_in_the_squares() -> None:
 
 
 @pytest.mark.parametrize(("platform", "sums"), [("cpu", 2), ("cuda", 3), ("tpu", 3)])
-def test_a_platform_is_given_one_way_only(platform: str, sums: int) -> None:
+def test_s10_a_platform_is_given_one_way_only(platform: str, sums: int) -> None:
     """The choice is made when the step is compiled, and none depends on the data: a GPU's host would wait for it."""
     text = lowered(LARGE, platform)
     assert reductions(text) == sums * len(LARGE)
@@ -84,7 +84,7 @@ def test_a_platform_is_given_one_way_only(platform: str, sums: int) -> None:
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_the_sums_of_one_pass_do_not_wait_for_each_other(platform: str) -> None:
+def test_s10_the_sums_of_one_pass_do_not_wait_for_each_other(platform: str) -> None:
     """Every read of a gradient comes before the first select, so that XLA may make all the sums at once."""
     text = lowered(LARGE, platform)
     first = re.search(r"stablehlo\.select|@_where", text[: text.index("func.func private")])
@@ -93,12 +93,12 @@ def test_the_sums_of_one_pass_do_not_wait_for_each_other(platform: str) -> None:
     assert reductions(body[: first.start()]) == 3 * len(LARGE)
 
 
-def test_small_gradients_are_summed_together_on_a_cpu() -> None:
+def test_s10_small_gradients_are_summed_together_on_a_cpu() -> None:
     assert reductions(lowered(SMALL, "cpu")) == 2
     assert reductions(lowered([*SMALL, *LARGE], "cpu")) == 2 * (1 + len(LARGE))
 
 
-def test_the_compiled_step_reads_large_gradients_few_times(backend: Any, recipe: Any) -> None:
+def test_s10_the_compiled_step_reads_large_gradients_few_times(backend: Any, recipe: Any) -> None:
     """Two sums and the update, and at most one float32 copy; no conditional and no callback."""
     size = _SMALL // 128
     params = {"w": jnp.ones((128, size)), "v": jnp.ones((size, 128))}
@@ -121,7 +121,7 @@ def test_the_compiled_step_reads_large_gradients_few_times(backend: Any, recipe:
     [[2.0**-12] * 4, [2.0**-20] * 4, [2.0**-31], [2e19] + [0.0] * 1000],
     ids=["above the lower bound", "near it", "below it", "one beyond 2^64 among zeros"],
 )
-def test_the_bounds_of_the_sums_cut_nothing_off(way: Callable[..., Any], values: list[float]) -> None:
+def test_s10_the_bounds_of_the_sums_cut_nothing_off(way: Callable[..., Any], values: list[float]) -> None:
     norm, finite = jax.jit(way)([jnp.asarray(values, jnp.float32)])
     np.testing.assert_allclose(float(norm), np.linalg.norm(values), rtol=1e-5)
     assert bool(finite)

@@ -73,7 +73,7 @@ def fresh(kind: str, made: polyamp.Recipe) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "policy"), [*((kind, "float32") for kind in KINDS), ("nnx given", "mixed_bfloat16")])
-def test_accumulating_by_hand_draws_the_masks_of_a_window(kind: str, policy: str) -> None:
+def test_s12_accumulating_by_hand_draws_the_masks_of_a_window(kind: str, policy: str) -> None:
     """Bit for bit, in the first window and in the next; and another run from the same start draws them again."""
     window = recipe(policy, accumulate_steps=3)
     state, step = fresh(kind, window), polyamp.train_step(loss_fn, window)
@@ -95,7 +95,7 @@ def test_accumulating_by_hand_draws_the_masks_of_a_window(kind: str, policy: str
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
-def test_inside_a_jit_of_ones_own(kind: str) -> None:
+def test_s12_inside_a_jit_of_ones_own(kind: str) -> None:
     """Two calls in one trace draw two masks; a compiled function is pure, and its streams go in and come out."""
     made = recipe()
     run = polyamp.value_and_grad(loss_fn)
@@ -127,7 +127,7 @@ def test_inside_a_jit_of_ones_own(kind: str) -> None:
     assert np.array_equal(masks, expected)
 
 
-def test_a_state_closed_over_by_a_jit_keeps_no_tracer() -> None:
+def test_s12_a_state_closed_over_by_a_jit_keeps_no_tracer() -> None:
     state = fresh("nnx", recipe())
     run = polyamp.value_and_grad(loss_fn)
     first, second = jax.jit(lambda x: [run(state, {"x": x})[0][1] for _ in range(2)])(ONES)
@@ -136,7 +136,7 @@ def test_a_state_closed_over_by_a_jit_keeps_no_tracer() -> None:
     assert np.array_equal(eager, [first, second])
 
 
-def test_a_skipped_update_by_hand_draws_anew() -> None:
+def test_s12_a_skipped_update_by_hand_draws_anew() -> None:
     made = recipe(scaler=polyamp.LossScaler(init_scale=8.0))
     run = polyamp.value_and_grad(loss_fn)
     for kind in ("linen", "nnx"):
@@ -153,7 +153,7 @@ def test_a_skipped_update_by_hand_draws_anew() -> None:
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 @pytest.mark.parametrize("way", ["step", "step uncompiled", "halves", "halves uncompiled"])
 @pytest.mark.parametrize("what", ["argument", "keyword", "batch", "direct", "metric", "statistics"])
-def test_nnx_objects_that_a_step_would_lose_are_refused(policy: str, way: str, what: str) -> None:
+def test_s12_nnx_objects_that_a_step_would_lose_are_refused(policy: str, way: str, what: str) -> None:
     """Whatever the policy: the mask of a stream that is copied would come back for ever."""
     rngs = nnx.Rngs(dropout=0)
     metric = nnx.metrics.Average()
@@ -189,7 +189,7 @@ def test_nnx_objects_that_a_step_would_lose_are_refused(policy: str, way: str, w
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_nnx_objects_made_inside_the_loss_move_on(policy: str) -> None:
+def test_s12_nnx_objects_made_inside_the_loss_move_on(policy: str) -> None:
     def loss(model: Any, batch: Any) -> Any:
         rngs = nnx.Rngs(dropout=batch["key"])
         first, second = model(batch["x"], rngs), model(batch["x"], rngs=rngs)
@@ -204,7 +204,7 @@ def test_nnx_objects_made_inside_the_loss_move_on(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_autocast_moves_the_callers_own_streams_as_flax_does(policy: str) -> None:
+def test_s12_autocast_moves_the_callers_own_streams_as_flax_does(policy: str) -> None:
     plain, cast = NnxMask(own=False), polyamp.Policy(policy).autocast(NnxMask(own=False))
     theirs, mine = nnx.Rngs(dropout=0), nnx.Rngs(dropout=0)
     for _ in range(2):
@@ -212,7 +212,7 @@ def test_autocast_moves_the_callers_own_streams_as_flax_does(policy: str) -> Non
     assert int(mine.dropout.count[...]) == int(theirs.dropout.count[...]) == 2
 
 
-def test_streams_for_an_nnx_module() -> None:
+def test_s12_streams_for_an_nnx_module() -> None:
     made = recipe()
     with pytest.raises(UnsupportedError, match=r"__call__ takes none.*Drop rngs="):
         polyamp.init(NnxOwn(), made, rngs=0)

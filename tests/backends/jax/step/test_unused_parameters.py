@@ -63,7 +63,7 @@ WAYS = [("step", name) for name in OPTIMIZERS] + [
 
 
 @pytest.mark.parametrize(("way", "name"), WAYS)
-def test_an_unused_parameter_stays_as_it_is(backend: Any, name: str, way: str) -> None:
+def test_s23_an_unused_parameter_stays_as_it_is(backend: Any, name: str, way: str) -> None:
     recipe = polyamp.Recipe(
         policy="mixed_bfloat16", optimizer=OPTIMIZERS[name], accumulate_steps=2 if way == "accumulated" else 1,
         clip_norm=1.0, scaler=polyamp.LossScaler(init_scale=8.0),
@@ -93,7 +93,7 @@ def test_an_unused_parameter_stays_as_it_is(backend: Any, name: str, way: str) -
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "adagrad"])
 @pytest.mark.parametrize("way", ["step", "jit"])
-def test_what_is_counted_for_a_parameter_counts_its_own_updates(backend: Any, name: str, way: str) -> None:
+def test_s23_what_is_counted_for_a_parameter_counts_its_own_updates(backend: Any, name: str, way: str) -> None:
     """Losses that take turns: a parameter's own count is that of its updates, the schedule's that of the state."""
     spec = OPTIMIZERS[name]
     recipe = polyamp.Recipe(policy="float32", optimizer=spec, scaler=polyamp.LossScaler.off())
@@ -126,7 +126,7 @@ def _named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def test_a_saved_state_remembers_which_parameters_missed_updates(backend: Any, tmp_path: Any) -> None:
+def test_s23_a_saved_state_remembers_which_parameters_missed_updates(backend: Any, tmp_path: Any) -> None:
     recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(0.1))
 
     def run(state: Any, heads: list[str]) -> Any:
@@ -147,7 +147,7 @@ def test_a_saved_state_remembers_which_parameters_missed_updates(backend: Any, t
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("kind", ["constant", "stopped", "integer", "rounded"])
-def test_a_loss_without_parameters_is_refused(policy: str, steps: int, kind: str) -> None:
+def test_s23_a_loss_without_parameters_is_refused(policy: str, steps: int, kind: str) -> None:
     losses: dict[str, Any] = {
         "constant": lambda m, b: jnp.mean(b["x"]),
         "stopped": lambda m, b: jax.lax.stop_gradient(jnp.mean(m(b["x"], "head"))),
@@ -228,7 +228,7 @@ PROGRAMS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_dependence_is_a_property_of_the_program(name: str, jit: bool) -> None:
+def test_s23_dependence_is_a_property_of_the_program(name: str, jit: bool) -> None:
     function, expected = PROGRAMS[name]
     function = jax.jit(function) if jit else function
     _, backward = jax.vjp(lambda p: jnp.float32(function(p)), {n: jnp.float32(1.5) for n in "abcd"})
@@ -236,7 +236,7 @@ def test_dependence_is_a_property_of_the_program(name: str, jit: bool) -> None:
     assert "".join(n for n, used in zip("abcd", made, strict=True) if used) == expected
 
 
-def test_none_survives_a_users_own_arithmetic() -> None:
+def test_s23_none_survives_a_users_own_arithmetic() -> None:
     recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1, weight_decay=0.1))
     state = polyamp.init((apply_fn, params()), recipe)
     _, first = polyamp.value_and_grad(loss_by("head"))(state, BATCH)
@@ -251,7 +251,7 @@ def test_none_survives_a_users_own_arithmetic() -> None:
         polyamp.apply_gradients(state, first._replace(values=nothing))
 
 
-def test_several_states_each_with_what_it_has() -> None:
+def test_s23_several_states_each_with_what_it_has() -> None:
     """A state that the loss leaves out has no gradient; the loss that reaches some state is a loss."""
     scaler = polyamp.LossScaler(init_scale=4.0)
     recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(0.1), scaler=scaler)
@@ -269,7 +269,7 @@ def test_several_states_each_with_what_it_has() -> None:
     assert [s.lagging for s in new] == [frozenset({2, 3}), frozenset({1})]
 
 
-def test_the_step_runs_in_a_scan_of_ones_own() -> None:
+def test_s23_the_step_runs_in_a_scan_of_ones_own() -> None:
     """The state keeps its structure whatever is unused."""
     recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(0.1))
     state = polyamp.init((apply_fn, params()), recipe)

@@ -50,7 +50,7 @@ FEEDING: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", FEEDING)
-def test_what_feeds_a_logarithm_is_float32(name: str) -> None:
+def test_s04_what_feeds_a_logarithm_is_float32(name: str) -> None:
     model = functional(FEEDING[name])
     wanted = model(tf.cast(NARROW, tf.float32)).numpy()
     with apply_policy(model, POLICY):
@@ -58,7 +58,7 @@ def test_what_feeds_a_logarithm_is_float32(name: str) -> None:
     assert np.array_equal(found, wanted)
 
 
-def test_only_what_lies_between_is() -> None:
+def test_s04_only_what_lies_between_is() -> None:
     """Neither what comes before the saturating function, nor a saturating function that nothing sensitive follows."""
     hidden = layers.Dense(8, name="dense")
     gate = layers.Dense(8, activation="sigmoid", name="gate")
@@ -83,7 +83,7 @@ INNER: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", INNER)
-def test_inner_products_are_sums(name: str) -> None:
+def test_s04_inner_products_are_sums(name: str) -> None:
     inputs = keras.Input((8,))
     model = keras.Model(inputs, INNER[name](layers.Identity()(inputs)))
     wide = np.square(NARROW.numpy().astype(np.float64))
@@ -93,7 +93,7 @@ def test_inner_products_are_sums(name: str) -> None:
         np.testing.assert_allclose(model(NARROW).numpy(), wanted, rtol=1e-6)
 
 
-def test_a_dot_layer_is_known_inside_a_model_with_its_own_call_too() -> None:
+def test_s04_a_dot_layer_is_known_inside_a_model_with_its_own_call_too() -> None:
     class Similarity(keras.Model):  # type: ignore[misc]  # Keras is untyped
         def __init__(self) -> None:
             super().__init__()
@@ -124,7 +124,7 @@ PRODUCTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_what_contracts_nothing_follows_its_operands(name: str) -> None:
+def test_s04_what_contracts_nothing_follows_its_operands(name: str) -> None:
     kind, operation = PRODUCTS[name]
     inputs = keras.Input((8,))
     model = keras.Model(inputs, operation(layers.Identity(dtype="float32")(inputs)))
@@ -149,7 +149,7 @@ GATHERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", GATHERS)
 @pytest.mark.parametrize("graph", [False, True])
-def test_the_gradient_of_a_gather_is_added_up_in_float32(name: str, graph: bool) -> None:
+def test_s04_the_gradient_of_a_gather_is_added_up_in_float32(name: str, graph: bool) -> None:
     """Against a sum in float64, where bfloat16 stops growing at 256 of a number; the result is rounded once."""
     inputs = keras.Input((8,))
     model = keras.Model(inputs, GATHERS[name](layers.Identity()(inputs)))
@@ -171,7 +171,7 @@ def test_the_gradient_of_a_gather_is_added_up_in_float32(name: str, graph: bool)
 
 
 @pytest.mark.parametrize("reads", [1024, 8192])
-def test_an_embedding_that_is_read_often(reads: int) -> None:
+def test_s04_an_embedding_that_is_read_often(reads: int) -> None:
     model = keras.Sequential([keras.Input((reads,), dtype="int32"), layers.Embedding(4, 3), layers.Flatten()])
     upstream = np.random.default_rng(0).uniform(0.5, 1.0, (1, reads * 3)).astype(np.float32)
 
@@ -185,7 +185,7 @@ def test_an_embedding_that_is_read_often(reads: int) -> None:
     np.testing.assert_allclose(found.numpy()[1], upstream.reshape(reads, 3).sum(0), rtol=3e-3)
 
 
-def test_slices_in_16_bits_are_added_up_in_float32() -> None:
+def test_s04_slices_in_16_bits_are_added_up_in_float32() -> None:
     """As of a `tf.Module` in cast mode that reads rows of its table."""
     values = tf.cast(np.random.default_rng(0).uniform(0.5, 1.0, (1024, 1)), tf.bfloat16)
     slices = tf.IndexedSlices(values, tf.zeros(1024, tf.int32), tf.constant([2, 1]))

@@ -65,14 +65,14 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_s3_numpy_arguments_leave_the_framework_to_the_function(name: str) -> None:
+def test_s03_numpy_arguments_leave_the_framework_to_the_function(name: str) -> None:
     function = FUNCTIONS[name]
     assert float(function(FINE)[0, 0]) != 1.0
     result = POLICY.autocast(function)(FINE)
     assert (float(result[0, 0]), tf.as_dtype(result.dtype)) == (1.0, tf.float32)
 
 
-def test_s3_a_decorated_function_with_numpy_arguments() -> None:
+def test_s03_a_decorated_function_with_numpy_arguments() -> None:
     @POLICY.autocast
     def decorated(x: Any) -> Any:
         return tf.matmul(x, x)

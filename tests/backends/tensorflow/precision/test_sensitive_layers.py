@@ -52,7 +52,7 @@ COMPUTE: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", FLOAT32)
-def test_a_sensitive_layer_gives_what_it_gives_on_a_float32_copy_of_its_input(name: str) -> None:
+def test_s04_a_sensitive_layer_gives_what_it_gives_on_a_float32_copy_of_its_input(name: str) -> None:
     """Inside a functional model, after a layer that computes in 16 bits, and followed by another."""
     layer = FLOAT32[name]()
     inputs = keras.Input(X.shape[1:])
@@ -67,7 +67,7 @@ def test_a_sensitive_layer_gives_what_it_gives_on_a_float32_copy_of_its_input(na
 
 
 @pytest.mark.parametrize("name", COMPUTE)
-def test_other_layers_compute_in_16_bits(name: str) -> None:
+def test_s04_other_layers_compute_in_16_bits(name: str) -> None:
     layer = COMPUTE[name]()
     inputs = keras.Input(X.shape[1:])
     model = keras.Model(inputs, layers.Dense(2)(layers.Flatten()(layer(inputs))))
@@ -80,7 +80,7 @@ def test_other_layers_compute_in_16_bits(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["LayerNormalization", "BatchNormalization", "GlobalAveragePooling1D", "Activation(exponential)"]
 )
-def test_cast_mode_and_the_native_list_have_no_islands(name: str, settings: Any) -> None:
+def test_s04_cast_mode_and_the_native_list_have_no_islands(name: str, settings: Any) -> None:
     layer = FLOAT32[name]()
     inputs = keras.Input(X.shape[1:])
     model = keras.Model(inputs, layers.Dense(2)(keras.ops.exp(layer(inputs))))
@@ -90,7 +90,7 @@ def test_cast_mode_and_the_native_list_have_no_islands(name: str, settings: Any)
     assert model.operations[2].call(NARROW).dtype == tf.bfloat16
 
 
-def test_a_policy_that_stores_16_bits_has_no_islands_but_runs() -> None:
+def test_s04_a_policy_that_stores_16_bits_has_no_islands_but_runs() -> None:
     keras.config.set_dtype_policy("bfloat16")
     try:
         model = keras.Sequential([keras.Input((8,)), layers.Dense(4), layers.LayerNormalization(), layers.Softmax()])
@@ -118,7 +118,7 @@ class Custom(keras.layers.Layer):  # type: ignore[misc]  # Keras is untyped
         return x * self.gain if hasattr(self, "gain") else x
 
 
-def test_inside_a_custom_layer_results_are_rounded_to_the_layers_dtype() -> None:
+def test_s04_inside_a_custom_layer_results_are_rounded_to_the_layers_dtype() -> None:
     inner = keras.Sequential([keras.Input((3, 8)), layers.Dense(8), layers.LayerNormalization()])
     block = Custom(layers.LayerNormalization(), layers.Dense(8, activation="softmax"), inner, layers.Dense(8))
     wide = [layer(tf.cast(NARROW, tf.float32)) for layer in block.inner[:1]]
@@ -132,7 +132,7 @@ def test_inside_a_custom_layer_results_are_rounded_to_the_layers_dtype() -> None
     assert np.array_equal(first, tf.cast(wide[0], tf.bfloat16)), "computed in float32, rounded once"
 
 
-def test_the_models_output_is_not_rounded_on_its_way_through_custom_layers() -> None:
+def test_s04_the_models_output_is_not_rounded_on_its_way_through_custom_layers() -> None:
     norm = layers.LayerNormalization()
 
     class Outer(keras.Model):  # type: ignore[misc]  # Keras is untyped
@@ -153,7 +153,7 @@ def test_the_models_output_is_not_rounded_on_its_way_through_custom_layers() -> 
     assert found["count"].dtype == tf.int32
 
 
-def test_a_lambda_over_a_float32_tensor_runs_in_float32() -> None:
+def test_s04_a_lambda_over_a_float32_tensor_runs_in_float32() -> None:
     gain = tf.constant(2.0)
     model = keras.Sequential([keras.Input((8,)), layers.Dense(4), layers.Lambda(lambda x: x * gain), layers.Dense(2)])
     with apply_policy(model, POLICY) as applied:
@@ -161,7 +161,7 @@ def test_a_lambda_over_a_float32_tensor_runs_in_float32() -> None:
         assert applied.choices[model.layers[1].name] == ("float32", "constants")
 
 
-def test_a_layer_with_constants_runs_in_float32_and_its_sublayers_do_not() -> None:
+def test_s04_a_layer_with_constants_runs_in_float32_and_its_sublayers_do_not() -> None:
     inner = keras.Sequential([keras.Input((3, 8)), layers.Dense(8)])
     plain, held = Custom(layers.Dense(8)), Custom(layers.Dense(8), inner, constant=True)
     model = keras.Sequential([keras.Input((3, 8)), plain, held])
@@ -181,7 +181,7 @@ def test_a_layer_with_constants_runs_in_float32_and_its_sublayers_do_not() -> No
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kind", ["dot", "concat", "additive"])
-def test_attention_layers_have_their_softmax_in_float32(kind: str, masked: bool) -> None:
+def test_s04_attention_layers_have_their_softmax_in_float32(kind: str, masked: bool) -> None:
     made = layers.AdditiveAttention() if kind == "additive" else layers.Attention(score_mode=kind, dropout=0.2)
     inputs = [tf.cast(NARROW, tf.float32)] * 2
     mask = [tf.ones((2, 3), tf.bool), tf.constant([[True, True, False], [True, False, False]])] if masked else None
@@ -202,7 +202,7 @@ def test_attention_layers_have_their_softmax_in_float32(kind: str, masked: bool)
         assert float(tf.cast(narrow, tf.float32)[0, 0, 2]) == 0.0
 
 
-def test_a_sum_that_float16_cannot_hold() -> None:
+def test_s04_a_sum_that_float16_cannot_hold() -> None:
     ones = tf.ones((2, 64_000), tf.float16)
     total = layers.Lambda(tf.reduce_sum)
     assert np.isinf(tf.reduce_sum(ones)), "what 16 bits make of it"
@@ -210,7 +210,7 @@ def test_a_sum_that_float16_cannot_hold() -> None:
         assert float(total(ones)) == 128_000.0
 
 
-def test_spectral_normalization_does_not_round_the_masters() -> None:
+def test_s04_spectral_normalization_does_not_round_the_masters() -> None:
     """It assigns its layer's kernel in the forward pass; computed in 16 bits, that would round the master weights."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((8,)), layers.SpectralNormalization(layers.Dense(4)), layers.Dense(2)])
@@ -228,7 +228,7 @@ def test_spectral_normalization_does_not_round_the_masters() -> None:
     assert not np.array_equal(inside, tf.cast(inside, tf.bfloat16)), "not representable in 16 bits"
 
 
-def test_normalization_does_not_round_the_data_it_standardises() -> None:
+def test_s04_normalization_does_not_round_the_data_it_standardises() -> None:
     data = np.array([[1000.5], [1001.5]], np.float32)  # 1000 and 1000 in bfloat16
     norm = layers.Normalization(mean=1000.0, variance=1.0)
     model = keras.Sequential([keras.Input((1,)), norm, layers.Dense(1, kernel_initializer="ones")])
@@ -238,7 +238,7 @@ def test_normalization_does_not_round_the_data_it_standardises() -> None:
         assert np.allclose(model(data)[:, 0], [0.0, 0.0])
 
 
-def test_masks_pass_through_the_casts() -> None:
+def test_s04_masks_pass_through_the_casts() -> None:
     """Keras keeps a mask on the tensor it is for; a cast that dropped it would count padding in the loss."""
     tokens = np.array([[1, 2, 0, 0], [3, 0, 0, 0]])
     inputs = keras.Input((4,))

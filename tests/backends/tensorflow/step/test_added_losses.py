@@ -62,7 +62,7 @@ def by_hand(net: Any) -> float:
     return float(weights + 0.5 * np.square(hidden).mean() + 0.2 * np.square(out).sum() / 8)
 
 
-def test_a_step_with_it_is_one_of_fit() -> None:
+def test_s25_a_step_with_it_is_one_of_fit() -> None:
     ours, theirs, plain = model(), model(), model()
     want = by_hand(ours)
     state = polyamp.init(ours, recipe())
@@ -79,7 +79,7 @@ def test_a_step_with_it_is_one_of_fit() -> None:
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_under_a_policy_and_over_micro_batches_it_is_a_float32_sum_once(policy: str) -> None:
+def test_s25_under_a_policy_and_over_micro_batches_it_is_a_float32_sum_once(policy: str) -> None:
     """The squares of 256 weights of 40 add up to 409600, above what float16 holds."""
     made = recipe(policy, accumulate_steps=4, scaler=polyamp.LossScaler.static(8.0))
     net = keras.Sequential(
@@ -93,14 +93,14 @@ def test_under_a_policy_and_over_micro_batches_it_is_a_float32_sum_once(policy: 
     assert moved.mean() == pytest.approx(0.1 * 2 * 40.0, rel=0.05), "once a window, not once a micro-batch"
 
 
-def test_weights_of_16_bits_are_summed_in_float32() -> None:
+def test_s25_weights_of_16_bits_are_summed_in_float32() -> None:
     layer = layers.Dense(300, dtype="bfloat16", kernel_regularizer=regularizers.L1(1.0), kernel_initializer="ones")
     layer.build((None, 1))
     added = polyamp.losses.regularization(layer)
     assert (added.dtype, float(added)) == (tf.float32, 300.0), "256 in bfloat16's steps of 2"
 
 
-def test_what_is_left_out_is_said_once_with_the_layers_names() -> None:
+def test_s25_what_is_left_out_is_said_once_with_the_layers_names() -> None:
     state = polyamp.init(model(), recipe())
     step = polyamp.train_step(part, recipe())
     with pytest.warns(
@@ -119,7 +119,7 @@ def test_what_is_left_out_is_said_once_with_the_layers_names() -> None:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_nothing_is_said_to_who_asks(compiled: bool) -> None:
+def test_s25_nothing_is_said_to_who_asks(compiled: bool) -> None:
     net = model()
 
     def own_sum(bound: Any, batch: Any) -> Any:
@@ -145,7 +145,7 @@ def test_nothing_is_said_to_who_asks(compiled: bool) -> None:
     assert found["of_a_part"] < found["whole"]
 
 
-def test_frozen_layers_add_no_regularizer_and_of_two_models_one_is_named() -> None:
+def test_s25_frozen_layers_add_no_regularizer_and_of_two_models_one_is_named() -> None:
     net = model()
     net.get_layer("first").trainable = False
     net.layers[2].activity_regularizer = None
@@ -159,7 +159,7 @@ def test_frozen_layers_add_no_regularizer_and_of_two_models_one_is_named() -> No
     assert len(seen) == 1
 
 
-def test_a_model_that_is_not_built_and_a_loop_of_ones_own() -> None:
+def test_s25_a_model_that_is_not_built_and_a_loop_of_ones_own() -> None:
     net = keras.Sequential([layers.Dense(2, kernel_regularizer="l2", kernel_initializer="ones")])
     state = polyamp.init(net, recipe())
     _, result = polyamp.train_step(whole, recipe())(state, (X, Y))

@@ -46,7 +46,7 @@ WAYS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("gradients", "norm", "finite"), [row[1:] for row in EDGES], ids=[row[0] for row in EDGES])
-def test_norm_and_flag_at_the_edges(gradients: list[Any], norm: float, finite: bool, way: str) -> None:
+def test_s10_norm_and_flag_at_the_edges(gradients: list[Any], norm: float, finite: bool, way: str) -> None:
     found = WAYS[way](lambda: norm_and_flag(gradients))()
     assert [(value.dtype, value.shape) for value in found] == [(tf.float32, ()), (tf.bool, ())]
     assert bool(found[1]) is finite
@@ -58,14 +58,14 @@ def test_norm_and_flag_at_the_edges(gradients: list[Any], norm: float, finite: b
 
 @pytest.mark.parametrize("shape", [None, [None]])
 @pytest.mark.parametrize("size", [1.0, 1e30])
-def test_shapes_that_the_graph_does_not_know(shape: Any, size: float) -> None:
+def test_s10_shapes_that_the_graph_does_not_know(shape: Any, size: float) -> None:
     traced = tf.function(lambda gradient: norm_and_flag([gradient]), input_signature=[tf.TensorSpec(shape, tf.float32)])
     norm, finite = traced(tf.fill([4], size))
     assert (float(norm), bool(finite)) == (pytest.approx(2 * size), True)
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_each_replica_has_its_own(two_cpus: Any, graph: bool) -> None:
+def test_s10_each_replica_has_its_own(two_cpus: Any, graph: bool) -> None:
     def own() -> Any:
         index = tf.distribute.get_replica_context().replica_id_in_sync_group
         return norm_and_flag([tf.fill([4], tf.constant([1.0, 1e30, NAN])[tf.cast(index, tf.int32) + 1])])
@@ -83,13 +83,13 @@ def traced(gradients: Sequence[Any]) -> Any:
     return tf.function(lambda: norm_and_flag(gradients), autograph=False).get_concrete_function()
 
 
-def test_no_gradient_goes_through_a_switch() -> None:
+def test_s10_no_gradient_goes_through_a_switch() -> None:
     branching = [node for node in traced([tf.ones(3)] * 9).graph.as_graph_def().node if node.op.endswith("If")]
     assert len(branching) == 1
     assert not branching[0].attr["_lower_using_switch_merge"].b
 
 
-def test_a_traced_norm_goes_with_its_program(caplog: pytest.LogCaptureFixture) -> None:
+def test_s10_a_traced_norm_goes_with_its_program(caplog: pytest.LogCaptureFixture) -> None:
     program = traced([tf.ones(3), tf.ones((2, 2))])
     graph = weakref.ref(program.graph)
     del program

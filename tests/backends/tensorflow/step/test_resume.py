@@ -24,7 +24,7 @@ def rate(state: Any) -> float:
 
 
 @pytest.mark.parametrize("make", [keras.optimizers.Adam, polyamp.adam], ids=["native", "spec"])
-def test_a_rate_that_was_moved_is_resumed_and_a_changed_one_is_the_codes(tmp_path: Path, make: Any) -> None:
+def test_s22_a_rate_that_was_moved_is_resumed_and_a_changed_one_is_the_codes(tmp_path: Path, make: Any) -> None:
     """`ReduceLROnPlateau` and its like move the variable: state. Another number in the code: another recipe."""
     state = made(make(0.125))
     state.optimizer.learning_rate.assign(0.03125)
@@ -36,7 +36,7 @@ def test_a_rate_that_was_moved_is_resumed_and_a_changed_one_is_the_codes(tmp_pat
     assert rate(polyamp.restore(other, tmp_path / "checkpoint", on_change="accept")) == 0.5
 
 
-def test_every_setting_of_a_native_optimizer_is_said(tmp_path: Path) -> None:
+def test_s22_every_setting_of_a_native_optimizer_is_said(tmp_path: Path) -> None:
     polyamp.save(made(keras.optimizers.Adam(1e-3, beta_1=0.75)), tmp_path / "checkpoint")
     with pytest.raises(CheckpointError) as caught:
         polyamp.restore(made(keras.optimizers.Adam(1e-3, beta_1=0.5, amsgrad=False)), tmp_path / "checkpoint")
@@ -45,7 +45,7 @@ def test_every_setting_of_a_native_optimizer_is_said(tmp_path: Path) -> None:
     ]
 
 
-def test_a_negative_count_of_a_native_optimizer_changes_nothing(tmp_path: Path) -> None:
+def test_s22_a_negative_count_of_a_native_optimizer_changes_nothing(tmp_path: Path) -> None:
     state = made(keras.optimizers.Adam(1e-3))
     polyamp.save(state, tmp_path / "checkpoint")
     state.optimizer.iterations.assign(-5)

@@ -65,7 +65,7 @@ def exported(state: Any, part: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=repr)
-def test_what_is_not_used_stays_and_its_updates_are_counted_for_itself(spec: Any) -> None:
+def test_s23_what_is_not_used_stays_and_its_updates_are_counted_for_itself(spec: Any) -> None:
     """Left is used in every step but the third, right in the third and the last two alone."""
     recipe = polyamp.Recipe(optimizer=spec, scaler=polyamp.LossScaler(init_scale=1024.0))
     state = polyamp.init(Two(), recipe)
@@ -109,7 +109,7 @@ def native_optimizers() -> list[Any]:
 
 
 @pytest.mark.parametrize("number", range(4), ids=["adam", "ema", "ema that overwrites", "multi"])
-def test_optimizers_of_keras_leave_it_alone_without_a_word(number: int) -> None:
+def test_s23_optimizers_of_keras_leave_it_alone_without_a_word(number: int) -> None:
     recipe = polyamp.Recipe(optimizer=native_optimizers()[number])
     state = polyamp.init(Two(), recipe)
     steps = [polyamp.train_step(loss, recipe) for loss in (left, right)]
@@ -136,7 +136,7 @@ def test_optimizers_of_keras_leave_it_alone_without_a_word(number: int) -> None:
         assert state.model.right.numpy().tobytes() == (-LEFT).tobytes()
 
 
-def test_the_halves_carry_none_and_take_it() -> None:
+def test_s23_the_halves_carry_none_and_take_it() -> None:
     recipe = polyamp.Recipe(optimizer=polyamp.adamw(0.1), scaler=polyamp.LossScaler(init_scale=64.0), clip_norm=0.1)
     state, whole = polyamp.init(Two(), recipe), polyamp.init(Two(), recipe)
     _, gradients = polyamp.value_and_grad(left)(state, batch())
@@ -152,7 +152,7 @@ def test_the_halves_carry_none_and_take_it() -> None:
 
 @pytest.mark.parametrize("compile", [True, False])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_loss_that_depends_on_no_parameter_is_an_error(compile: bool, accumulate: int) -> None:  # noqa: A002
+def test_s23_a_loss_that_depends_on_no_parameter_is_an_error(compile: bool, accumulate: int) -> None:  # noqa: A002
     recipe = polyamp.Recipe(optimizer=polyamp.adamw(0.1), accumulate_steps=accumulate)
     state = polyamp.init(Two(), recipe)
     before = {**exported(state, ""), "step": int(state.step)}
@@ -167,7 +167,7 @@ def test_a_loss_that_depends_on_no_parameter_is_an_error(compile: bool, accumula
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-def test_accumulation(as_list: bool) -> None:
+def test_s23_accumulation(as_list: bool) -> None:
     recipe = polyamp.Recipe(optimizer=polyamp.adamw(0.1), scaler=polyamp.LossScaler(init_scale=64.0))
     window = polyamp.Recipe(optimizer=recipe.optimizer, scaler=recipe.scaler, accumulate_steps=4)
     once, state = polyamp.init(Two(), recipe), polyamp.init(Two(), window)
@@ -180,7 +180,7 @@ def test_accumulation(as_list: bool) -> None:
     assert BACKEND.export_state(state)["optimizer/missed_updates"].tolist() == [0, 1]
 
 
-def test_what_any_micro_batch_uses_is_used() -> None:
+def test_s23_what_any_micro_batch_uses_is_used() -> None:
     """A loss_fn that uses other parameters each time it is traced, as one with Python's random numbers may."""
     recipe = polyamp.Recipe(optimizer=polyamp.sgd(1.0), accumulate_steps=2)
     state = polyamp.init(Two(), recipe)
@@ -191,7 +191,7 @@ def test_what_any_micro_batch_uses_is_used() -> None:
     np.testing.assert_allclose(state.model.right.numpy(), -LEFT - np.float32(1 / 6), rtol=1e-6)
 
 
-def test_several_states() -> None:
+def test_s23_several_states() -> None:
     """A generator's step passes through a discriminator, whose own half is not used."""
     recipe = polyamp.Recipe(optimizer=polyamp.adamw(0.1), scaler=polyamp.LossScaler(init_scale=64.0))
     states = [polyamp.init(Two(), recipe) for _ in range(2)]
@@ -208,7 +208,7 @@ def test_several_states() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_replicas(two_cpus: Any, accumulate: int) -> None:
+def test_s23_replicas(two_cpus: Any, accumulate: int) -> None:
     spec, native = polyamp.adamw, lambda: keras.optimizers.SGD(0.1, weight_decay=0.1, use_ema=True)
     for optimizer in (lambda: spec(0.1), native):
         with two_cpus.scope():
@@ -226,7 +226,7 @@ def test_replicas(two_cpus: Any, accumulate: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("graph", [True, False])
-def test_a_window_of_the_wrapped_optimizer_leaves_alone_what_none_of_its_calls_used(graph: bool) -> None:
+def test_s23_a_window_of_the_wrapped_optimizer_leaves_alone_what_none_of_its_calls_used(graph: bool) -> None:
     first, second = (keras.Variable(np.ones(1, np.float32)) for _ in range(2))
     inner = keras.optimizers.AdamW(0.1, weight_decay=0.1)
     optimizer = LossScaleOptimizer(inner, polyamp.LossScaler.off(), accumulate_steps=2)
@@ -250,7 +250,7 @@ def test_a_window_of_the_wrapped_optimizer_leaves_alone_what_none_of_its_calls_u
     assert second.numpy().tobytes() == before.tobytes(), "that window is over"
 
 
-def test_fit_leaves_it_alone_and_keras_warns() -> None:
+def test_s23_fit_leaves_it_alone_and_keras_warns() -> None:
     class Named(keras.Model):  # type: ignore[misc]  # Keras is untyped
         def __init__(self) -> None:
             super().__init__()
@@ -272,7 +272,7 @@ def test_fit_leaves_it_alone_and_keras_warns() -> None:
         assert not np.array_equal(used, model.used.kernel.numpy())
 
 
-def test_the_counts_are_saved_and_restored(tmp_path: Path) -> None:
+def test_s23_the_counts_are_saved_and_restored(tmp_path: Path) -> None:
     recipe = polyamp.Recipe(optimizer=polyamp.adam(0.1))
     state, other = polyamp.init(Two(), recipe), polyamp.init(Two(), recipe)
     steps = {loss: polyamp.train_step(loss, recipe) for loss in (left, right)}
@@ -286,7 +286,7 @@ def test_the_counts_are_saved_and_restored(tmp_path: Path) -> None:
     assert abs(state.model.right.numpy() + LEFT).max() == pytest.approx(0.1, rel=1e-3), "Adam's first step is its rate"
 
 
-def test_optimizers_that_were_saved_before_misses_were_counted_load(tmp_path: Path) -> None:
+def test_s23_optimizers_that_were_saved_before_misses_were_counted_load(tmp_path: Path) -> None:
     variable = keras.Variable(LEFT)
 
     def built(*, wrap: bool) -> Any:

@@ -38,7 +38,7 @@ SATURATING: dict[str, tuple[float, Function]] = {
 
 @pytest.mark.parametrize("policy", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("name", SATURATING)
-def test_what_feeds_a_logarithm_or_a_difference_from_one(name: str, policy: polyamp.Policy) -> None:
+def test_s04_what_feeds_a_logarithm_or_a_difference_from_one(name: str, policy: polyamp.Policy) -> None:
     size, function = SATURATING[name]
     narrow = torch.linspace(-size, size, 64).to(getattr(torch, policy.compute))
     want = function(narrow.float())
@@ -50,7 +50,9 @@ def test_what_feeds_a_logarithm_or_a_difference_from_one(name: str, policy: poly
 
 @pytest.mark.parametrize("policy", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("function", [torch.tanh, torch.cos, nn.Tanh()], ids=str)
-def test_activations_that_are_no_probabilities_follow_their_input(function: Function, policy: polyamp.Policy) -> None:
+def test_s04_activations_that_are_no_probabilities_follow_their_input(
+    function: Function, policy: polyamp.Policy
+) -> None:
     """Or every layer of a network of tanh would be float32 wide."""
     narrow = torch.linspace(-4.0, 4.0, 64).to(getattr(torch, policy.compute))
     with autocast(policy, "cpu"):
@@ -60,7 +62,7 @@ def test_activations_that_are_no_probabilities_follow_their_input(function: Func
     assert torch.equal(wide, torch.log(1 - function(narrow.float()) ** 2 + 1e-6))  # what the docs tell to write
 
 
-def test_a_handwritten_cross_entropy_and_a_recurrence_near_one() -> None:
+def test_s04_a_handwritten_cross_entropy_and_a_recurrence_near_one() -> None:
     x = torch.tensor([[8.0], [-3.0], [6.0]])
     layer = nn.Linear(1, 1)
     nn.init.ones_(layer.weight)
@@ -129,7 +131,7 @@ PRODUCTS: dict[str, tuple[str, Callable[..., torch.Tensor], tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_product_without_free_axes_is_a_sum_and_one_that_contracts_nothing_a_multiplication(name: str) -> None:
+def test_s04_a_product_without_free_axes_is_a_sum_and_one_that_contracts_nothing_a_multiplication(name: str) -> None:
     kind, function, operands = PRODUCTS[name]
     narrow = tuple(x.bfloat16() for x in operands)
     with autocast(BFLOAT16, "cpu"):
@@ -146,7 +148,7 @@ def test_a_product_without_free_axes_is_a_sum_and_one_that_contracts_nothing_a_m
         torch.testing.assert_close(narrow_result, want, rtol=1e-6, atol=1e-6)
 
 
-def test_operands_of_two_dtypes_are_promoted() -> None:
+def test_s04_operands_of_two_dtypes_are_promoted() -> None:
     with autocast(BFLOAT16, "cpu"):
         angles = torch.einsum("i,j->ij", torch.arange(4096.0), ROW[0].bfloat16())
         assert (A[0] @ B[0].bfloat16()).dtype == torch.float32
@@ -160,7 +162,7 @@ def test_operands_of_two_dtypes_are_promoted() -> None:
     assert torch.equal(angles, torch.outer(torch.arange(4096.0), ROW[0].bfloat16().float()))
 
 
-def test_a_rotary_embedding_written_as_a_product() -> None:
+def test_s04_a_rotary_embedding_written_as_a_product() -> None:
     positions, frequencies = torch.arange(4096.0), torch.logspace(0, -4, 16)
     with autocast(BFLOAT16, "cpu"):
         angles = [torch.einsum("i,j->ij", positions, frequencies), positions[:, None] @ frequencies[None]]
@@ -168,7 +170,7 @@ def test_a_rotary_embedding_written_as_a_product() -> None:
         assert torch.equal(got.cos(), torch.outer(positions, frequencies).cos())
 
 
-def test_inner_products_keep_their_gradients_dtype_in_every_transform() -> None:
+def test_s04_inner_products_keep_their_gradients_dtype_in_every_transform() -> None:
     def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         with autocast(BFLOAT16, "cpu"):
             return (torch.einsum("bi,bi->b", a, b) ** 2).sum()
@@ -212,7 +214,7 @@ def gathered_gradient(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", GATHERS)
-def test_the_gradient_of_a_gather_is_accumulated_in_float32(name: str) -> None:
+def test_s04_the_gradient_of_a_gather_is_accumulated_in_float32(name: str) -> None:
     x = torch.linspace(0.0, 1.0, 8).reshape(2, 4).bfloat16().requires_grad_()
     kept: list[torch.dtype] = []
 
@@ -232,7 +234,7 @@ def test_the_gradient_of_a_gather_is_accumulated_in_float32(name: str) -> None:
     assert torch.equal(result, GATHERS[name](x.detach().float()).to(result.dtype))
 
 
-def test_an_embedding_with_a_largest_norm_still_writes_to_its_weight() -> None:
+def test_s04_an_embedding_with_a_largest_norm_still_writes_to_its_weight() -> None:
     for function in (functional.embedding, functional.embedding_bag):
         x = torch.full((2, 4), 3.0, dtype=torch.bfloat16)
         with autocast(BFLOAT16, "cpu"):
@@ -242,7 +244,7 @@ def test_an_embedding_with_a_largest_norm_still_writes_to_its_weight() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own forward-mode tables
 @pytest.mark.parametrize("name", ["x[i]", "embedding", "take", "gather", "take_along_dim"])
-def test_the_gradient_of_a_gather_in_every_transform(name: str) -> None:
+def test_s04_the_gradient_of_a_gather_in_every_transform(name: str) -> None:
     def loss(x: torch.Tensor) -> torch.Tensor:
         with autocast(BFLOAT16, "cpu"):
             return (GATHERS[name](x.clone()) * 0.7).sum()
@@ -275,7 +277,7 @@ class Called(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_reads_no_row_twice_is_left_alone() -> None:
+def test_s04_what_reads_no_row_twice_is_left_alone() -> None:
     x, mask = torch.ones(4, 4, dtype=torch.bfloat16, requires_grad=True), torch.tensor([True, False, True, False])
     seen = Called()
     with seen, autocast(BFLOAT16, "cpu"):
@@ -309,14 +311,14 @@ BY_NAME: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_products_are_told_apart_by_names_too(name: str) -> None:
+def test_s04_products_are_told_apart_by_names_too(name: str) -> None:
     with autocast(BFLOAT16, "cpu"):
         got = getattr(torch, name)(**BY_NAME[name])
     assert got.dtype == torch.float32
     assert torch.equal(got, getattr(torch, name)(**BY_NAME[name]))
 
 
-def test_matrix_products_by_name_and_calls_that_torch_refuses() -> None:
+def test_s04_matrix_products_by_name_and_calls_that_torch_refuses() -> None:
     with autocast(BFLOAT16, "cpu"):
         assert torch.matmul(MATRIX, other=MATRIX.T).dtype == torch.bfloat16
         assert torch.matmul(VECTOR, VECTOR, out=torch.empty(())).dtype == torch.float32

@@ -154,7 +154,7 @@ def outcome(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 @pytest.mark.filterwarnings("ignore:.*is deprecated:UserWarning")  # torch's own, on old names of linear algebra
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")  # torch's own, on kl_div's default
 @pytest.mark.parametrize(("name", "function", "call"), list(table()), ids=[name for name, _, _ in table()])
-def test_each_function_equals_itself_on_float32(name: str, function: Any, call: Any) -> None:
+def test_s04_each_function_equals_itself_on_float32(name: str, function: Any, call: Any) -> None:
     args, kwargs = call
     before = [t.clone() for t in tensors(args)]
     want = outcome(function, tuple(wide(a) for a in args), {n: wide(v) for n, v in kwargs.items()})
@@ -168,7 +168,7 @@ def test_each_function_equals_itself_on_float32(name: str, function: Any, call: 
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # plain torch's rms_norm
-def test_trap_plain_torch_leaves_them_in_16_bits_on_the_cpu() -> None:
+def test_s04_trap_plain_torch_leaves_them_in_16_bits_on_the_cpu() -> None:
     chosen = "exp log pow rsqrt sum mean cumsum softmax log_softmax logsumexp var std layer_norm group_norm norm"
     with torch.autocast("cpu", torch.bfloat16):
         narrow = [
@@ -186,7 +186,7 @@ def test_trap_plain_torch_leaves_them_in_16_bits_on_the_cpu() -> None:
         assert big.sum().item() == 128000.0
 
 
-def test_what_the_islands_leave_alone() -> None:
+def test_s04_what_the_islands_leave_alone() -> None:
     x = X.clone()
     with autocast(BFLOAT16, "cpu"):
         assert x.exp_().dtype == torch.bfloat16, "in place"
@@ -206,7 +206,7 @@ def test_what_the_islands_leave_alone() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}, {"bias": False}], ids=str)
-def test_trap_no_lstm_in_float16_on_the_cpu(options: dict[str, Any]) -> None:
+def test_s04_trap_no_lstm_in_float16_on_the_cpu(options: dict[str, Any]) -> None:
     """torch casts to float16 what no kernel takes; polyamp runs it in float32, and in bfloat16 as torch does."""
     torch.manual_seed(0)
     lstm, x = torch.nn.LSTM(6, 4, **options), torch.randn(3, 2, 6)
@@ -229,7 +229,7 @@ def test_trap_no_lstm_in_float16_on_the_cpu(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("how", ["Tensor.backward", "autograd.backward", "autograd.grad"])
-def test_hooks_and_custom_functions_in_a_backward_inside_the_region(how: str) -> None:
+def test_s04_hooks_and_custom_functions_in_a_backward_inside_the_region(how: str) -> None:
     seen: list[tuple[torch.dtype, torch.dtype]] = []
 
     class Same(torch.autograd.Function):
@@ -256,7 +256,7 @@ def test_hooks_and_custom_functions_in_a_backward_inside_the_region(how: str) ->
     assert seen == [(torch.bfloat16, torch.float32)] * 2
 
 
-def test_gradients_through_an_island_come_back_in_the_inputs_dtype() -> None:
+def test_s04_gradients_through_an_island_come_back_in_the_inputs_dtype() -> None:
     x = X.clone().requires_grad_()
     with autocast(BFLOAT16, "cpu"):
         x.softmax(-1).square().sum().backward()
@@ -268,7 +268,7 @@ def test_gradients_through_an_island_come_back_in_the_inputs_dtype() -> None:
     assert torch.equal(x.grad, twin.grad.bfloat16())
 
 
-def test_functions_that_call_sensitive_ones_are_entered() -> None:
+def test_s04_functions_that_call_sensitive_ones_are_entered() -> None:
     """A mode is set aside while it handles a function, so attention's softmax would stay in 16 bits."""
     q = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
     attention = torch.nn.MultiheadAttention(4, 2)
@@ -285,7 +285,7 @@ def test_functions_that_call_sensitive_ones_are_entered() -> None:
         assert torch.equal(loss, functional.cross_entropy(logits.float(), torch.tensor([0, 1, 2, 3])))
 
 
-def test_a_tensor_subclass_keeps_its_say() -> None:
+def test_s04_a_tensor_subclass_keeps_its_say() -> None:
     called: list[str] = []
 
     class Own(torch.Tensor):
@@ -302,7 +302,7 @@ def test_a_tensor_subclass_keeps_its_say() -> None:
     assert (type(soft), soft.dtype) == (Own, torch.float32)
 
 
-def test_attention_that_a_library_put_in_its_place_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s04_attention_that_a_library_put_in_its_place_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, calls = functional.scaled_dot_product_attention, 0
 
     def replaced(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -317,7 +317,7 @@ def test_attention_that_a_library_put_in_its_place_is_called(monkeypatch: pytest
     assert calls == 1
 
 
-def test_no_other_function_of_torch_hides_a_sensitive_one() -> None:
+def test_s04_no_other_function_of_torch_hides_a_sensitive_one() -> None:
     """Every Python function that torch hands to modes is listed, entered, or calls nothing sensitive by name."""
     sensitive = {name for row in ROWS for name in row.names.split()} - {"trace", "det"}
     sensitive |= {f.__name__ for f in (*PRODUCTS, *GATHERS)} - {"__getitem__", "unfold"}
@@ -333,7 +333,7 @@ def test_no_other_function_of_torch_hides_a_sensitive_one() -> None:
     assert functional.multi_head_attention_forward in ENTERED
 
 
-def test_on_cuda_only_what_torchs_list_lacks_is_handled() -> None:
+def test_s04_on_cuda_only_what_torchs_list_lacks_is_handled() -> None:
     assert torch.exp not in CUDA_RULES
     assert torch.lstm not in CUDA_RULES
     assert functional.layer_norm not in CUDA_RULES
@@ -345,7 +345,7 @@ def test_on_cuda_only_what_torchs_list_lacks_is_handled() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["BatchNorm2d", "InstanceNorm2d"])
 @pytest.mark.parametrize("training", [True, False])
-def test_norms_with_float32_statistics_are_rounded_once(kind: str, dtype: torch.dtype, training: bool) -> None:
+def test_s04_norms_with_float32_statistics_are_rounded_once(kind: str, dtype: torch.dtype, training: bool) -> None:
     """Beside float32 tensors torch's kernels compute in float32 by themselves, so what follows stays narrow."""
     x = (3 * torch.randn(4, 4, 5, 5, generator=torch.Generator().manual_seed(0)) + 5).to(dtype)
     norm, plain = (getattr(torch.nn, kind)(4, affine=True, track_running_stats=True) for _ in range(2))
@@ -360,7 +360,7 @@ def test_norms_with_float32_statistics_are_rounded_once(kind: str, dtype: torch.
 
 
 @pytest.mark.parametrize("kind", ["BatchNorm2d", "InstanceNorm2d"])
-def test_trap_norms_without_float32_tensors_round_their_statistics(kind: str) -> None:
+def test_s04_trap_norms_without_float32_tensors_round_their_statistics(kind: str) -> None:
     x = 3 * torch.randn(4, 4, 5, 5, generator=torch.Generator().manual_seed(0)) + 5
     norm = getattr(torch.nn, kind)(4, affine=False, track_running_stats=False)
     want = norm(x.bfloat16().float())

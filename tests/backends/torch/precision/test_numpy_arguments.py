@@ -65,14 +65,14 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_s3_numpy_arguments_leave_the_framework_to_the_function(name: str) -> None:
+def test_s03_numpy_arguments_leave_the_framework_to_the_function(name: str) -> None:
     function = FUNCTIONS[name]
     assert float(function(FINE)[0, 0]) != 1.0
     result = POLICY.autocast(function)(FINE)
     assert (float(result[0, 0]), result.dtype) == (1.0, torch.float32)
 
 
-def test_s3_a_decorated_function_with_numpy_arguments() -> None:
+def test_s03_a_decorated_function_with_numpy_arguments() -> None:
     @POLICY.autocast
     def decorated(x: Any) -> Any:
         return torch.matmul(torch.as_tensor(x), torch.as_tensor(x))
@@ -80,7 +80,7 @@ def test_s3_a_decorated_function_with_numpy_arguments() -> None:
     assert float(decorated(FINE)[0, 0]) == 1.0
 
 
-def test_s3_torchs_own_function() -> None:
+def test_s03_torchs_own_function() -> None:
     assert POLICY.autocast(torch.eye)(2).dtype is torch.float32
     with pytest.raises(TypeError, match=r"must be Tensor, not numpy\.ndarray"):
         POLICY.autocast(torch.matmul)(FINE, FINE)

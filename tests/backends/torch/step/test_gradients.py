@@ -62,7 +62,7 @@ EDGES: list[tuple[str, list[torch.Tensor], float, float, bool]] = [
 
 @pytest.mark.parametrize(("grads", "scale", "norm", "finite"), [row[1:] for row in EDGES], ids=[r[0] for r in EDGES])
 @pytest.mark.usefixtures("way")
-def test_norm_and_flag_at_the_edges(grads: list[torch.Tensor], scale: float, norm: float, finite: bool) -> None:
+def test_s10_norm_and_flag_at_the_edges(grads: list[torch.Tensor], scale: float, norm: float, finite: bool) -> None:
     before = [grad.clone() for grad in grads]
     found = measured(grads, torch.tensor(scale))
     assert (found.norm.dtype, found.finite.dtype, found.finite.shape) == (torch.float64, torch.bool, ())
@@ -76,7 +76,7 @@ def test_norm_and_flag_at_the_edges(grads: list[torch.Tensor], scale: float, nor
 
 
 @pytest.mark.parametrize("size", [1e-170, 1e170])
-def test_float64_gradients_whose_squares_leave_float64(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s10_float64_gradients_whose_squares_leave_float64(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     grads = [torch.full((4,), size, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)]
     found = measured(grads)
     assert found.norm.item() == pytest.approx(2 * size, rel=1e-12, abs=0.0)
@@ -85,7 +85,7 @@ def test_float64_gradients_whose_squares_leave_float64(size: float, monkeypatch:
     assert bool(measured(grads).finite) is (size < 1.0), "elsewhere the largest count as not finite"
 
 
-def test_a_known_least_scale_spares_the_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s10_a_known_least_scale_spares_the_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_to_look(monkeypatch)
     seen: list[float] = []
     kernel = torch._foreach_norm
@@ -102,7 +102,7 @@ def test_a_known_least_scale_spares_the_second_look(monkeypatch: pytest.MonkeyPa
     assert seen == [2, 2, INF]
 
 
-def test_trap_torchs_norm_of_a_large_tensor_is_off_and_this_is_not() -> None:
+def test_s10_trap_torchs_norm_of_a_large_tensor_is_off_and_this_is_not() -> None:
     """The CPU's float32 sum runs through a few long chains of additions."""
     grad = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
     exact = grad.double().norm().item()
@@ -112,7 +112,7 @@ def test_trap_torchs_norm_of_a_large_tensor_is_off_and_this_is_not() -> None:
         assert global_norm([layout]).item() == pytest.approx(layout.double().norm().item(), rel=1e-6)
 
 
-def test_norm_of_any_layout() -> None:
+def test_s10_norm_of_any_layout() -> None:
     values = torch.randn(8, 6, 5, 5, generator=torch.Generator().manual_seed(0))
     whole = values.double().norm().item()
     for grads in (
@@ -143,7 +143,7 @@ LENGTHS = {
         (torch.float64, 1e170, 1e-12),
     ],
 )
-def test_every_number_counts_whatever_the_size_of_its_tensor(
+def test_s10_every_number_counts_whatever_the_size_of_its_tensor(
     dtype: torch.dtype, size: float, bound: float, lengths: list[int]
 ) -> None:
     """One number of each tensor is large, in turn: what is left out would be missed."""
@@ -156,7 +156,7 @@ def test_every_number_counts_whatever_the_size_of_its_tensor(
                 assert measured(layout).norm.item() == pytest.approx(exact, rel=bound, abs=0.0)
 
 
-def test_divisor_is_scale_times_excess() -> None:
+def test_s10_divisor_is_scale_times_excess() -> None:
     norm, scale = torch.tensor(4.0, dtype=torch.float64), torch.tensor(8.0)
     assert divisor(norm, None, None) is None
     found = [divisor(norm, *rest) for rest in ((scale, None), (None, 2.0), (scale, 2.0), (scale, 16.0))]
@@ -209,7 +209,9 @@ CLIPS: list[tuple[str, float, float, float | None]] = [
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize(("size", "scale", "clip"), [row[1:] for row in CLIPS], ids=[row[0] for row in CLIPS])
-def test_unscale_and_clip_follow_the_rules(way: str, kind: str, size: float, scale: float, clip: float | None) -> None:
+def test_s10_unscale_and_clip_follow_the_rules(
+    way: str, kind: str, size: float, scale: float, clip: float | None
+) -> None:
     value = torch.tensor([1.0, -0.5, 0.0, 0.25]) * size
     unscaled = ((value * scale).double() / scale).float().double()
     norm = unscaled.norm()
@@ -226,7 +228,7 @@ def test_unscale_and_clip_follow_the_rules(way: str, kind: str, size: float, sca
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize(("size", "clip"), [(3e38, 1.0), (1e36, 1e-4), (3e38, 1e-30), (3.0, 1e-45)])
-def test_a_clip_beyond_the_range_of_one_factor(way: str, kind: str, size: float, clip: float) -> None:
+def test_s10_a_clip_beyond_the_range_of_one_factor(way: str, kind: str, size: float, clip: float) -> None:
     """The divisor does not fit into float32. The CPU divides in two steps; elsewhere the step is skipped."""
     value = torch.tensor([1.0, -0.5, 0.0, 0.25]) * size
     moved, result = stepped(OPTIMIZERS[kind], value, 1.0, clip)
@@ -241,7 +243,7 @@ def test_a_clip_beyond_the_range_of_one_factor(way: str, kind: str, size: float,
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.usefixtures("way")
-def test_trap_overflow_by_unscaling_skips(kind: str) -> None:
+def test_s10_trap_overflow_by_unscaling_skips(kind: str) -> None:
     """The scaled gradient is finite and the gradient is not. torch's scaler looks before it unscales: inf."""
 
     def overflowing(model: Any, batch: Any) -> torch.Tensor:
@@ -264,7 +266,7 @@ def test_trap_overflow_by_unscaling_skips(kind: str) -> None:
     assert not model.w.any()
 
 
-def test_without_a_check_what_is_not_finite_is_applied(way: str) -> None:
+def test_s10_without_a_check_what_is_not_finite_is_applied(way: str) -> None:
     """S19: `off` gives what plain code gives."""
     model = Dot(2)
     recipe = polyamp.Recipe(optimizer=polyamp.sgd(1.0), clip_norm=1.0)
@@ -318,7 +320,7 @@ SPECS: dict[str, Any] = {
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("name", SPECS)
-def test_off_the_cpu_nothing_is_read(name: str, clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s10_off_the_cpu_nothing_is_read(name: str, clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No host synchronisation with fused or polyamp-managed optimizers, skips, schedules and BatchNorm included."""
     refuse_to_look(monkeypatch)
     scaler = polyamp.LossScaler(init_scale=16.0, growth_interval=2)
@@ -333,7 +335,7 @@ def test_off_the_cpu_nothing_is_read(name: str, clip: float | None, monkeypatch:
 
 
 @pytest.mark.parametrize(("fused", "reads_a_step"), [(True, 0), (False, 1)])
-def test_native_optimizers_without_fused_kernels_read_the_flag_once(
+def test_s10_native_optimizers_without_fused_kernels_read_the_flag_once(
     fused: bool, reads_a_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_to_look(monkeypatch)
@@ -366,7 +368,7 @@ class Gapped(nn.Module):
     ],
     ids=["native", "gaps", "16 bits"],
 )
-def test_what_cannot_be_told_on_the_device_reads_the_flag_once(
+def test_s10_what_cannot_be_told_on_the_device_reads_the_flag_once(
     make: Any, policy: str, optimizer: Any, reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_to_look(monkeypatch)
@@ -386,7 +388,7 @@ def test_what_cannot_be_told_on_the_device_reads_the_flag_once(
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("name", SPECS)
-def test_looking_and_not_looking_agree(name: str, clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s10_looking_and_not_looking_agree(name: str, clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same scales and flags, and the same parameters to float32 rounding; S12 holds bit for bit on both ways."""
     exports: list[dict[str, Any]] = []
     traces: list[list[tuple[float, bool, int]]] = []
@@ -419,7 +421,7 @@ def test_looking_and_not_looking_agree(name: str, clip: float | None, monkeypatc
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_formulas_run_in_float32_over_16_bit_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s10_formulas_run_in_float32_over_16_bit_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = []
     for blind in (False, True):
         if blind:

@@ -49,7 +49,7 @@ def weights(state: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", SPECS)
-def test_a_group_with_rate_zero_stays_and_one_with_half_the_rate_takes_half(make: Any) -> None:
+def test_s13_a_group_with_rate_zero_stays_and_one_with_half_the_rate_takes_half(make: Any) -> None:
     """As with constant rates set by hand before each step."""
     by_hand, constant = prepared(make(0.1))
     state, step = prepared(make(SCHEDULE), lr=0.05)
@@ -66,7 +66,7 @@ def test_a_group_with_rate_zero_stays_and_one_with_half_the_rate_takes_half(make
     assert [torch.equal(p, q) for p, q in zip(weights(still), start, strict=True)] == [False, False, True, True]
 
 
-def test_a_rate_written_later_is_a_multiple_of_the_schedules_rate_of_then() -> None:
+def test_s13_a_rate_written_later_is_a_multiple_of_the_schedules_rate_of_then() -> None:
     state, step = prepared(polyamp.sgd(SCHEDULE))
     for seed in range(3):
         step(state, batch(seed))
@@ -78,7 +78,7 @@ def test_a_rate_written_later_is_a_multiple_of_the_schedules_rate_of_then() -> N
 
 
 @pytest.mark.parametrize("changes", [{"lr": 0.0}, {"lr_scale": 0.0}])
-def test_a_warm_up_that_begins_at_zero(changes: dict[str, float]) -> None:
+def test_s13_a_warm_up_that_begins_at_zero(changes: dict[str, float]) -> None:
     """A group set to 0 then is told from one that the schedule has at 0."""
     state, step = prepared(polyamp.adamw(polyamp.schedules.linear_warmup(0.1, 4)), **changes)
     start = weights(state)
@@ -90,7 +90,7 @@ def test_a_warm_up_that_begins_at_zero(changes: dict[str, float]) -> None:
         run(other, batch(0))
 
 
-def test_multiples_are_saved_and_restored(tmp_path: Path) -> None:
+def test_s13_multiples_are_saved_and_restored(tmp_path: Path) -> None:
     state, step = prepared(polyamp.adamw(SCHEDULE), lr=0.05)
     for seed in range(3):
         step(state, batch(seed))
@@ -104,7 +104,7 @@ def test_multiples_are_saved_and_restored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.02])
-def test_a_compiled_step_multiplies_too(rate: float) -> None:
+def test_s13_a_compiled_step_multiplies_too(rate: float) -> None:
     recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(SCHEDULE))
     found = []
     for how in (False, {"backend": "aot_eager"}):
@@ -119,7 +119,7 @@ def test_a_compiled_step_multiplies_too(rate: float) -> None:
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
 
 
-def test_two_schedules_are_refused_and_a_native_one_is_left_alone() -> None:
+def test_s13_two_schedules_are_refused_and_a_native_one_is_left_alone() -> None:
     state, step = prepared(polyamp.sgd(SCHEDULE))
     torch.optim.lr_scheduler.StepLR(state.optimizer, 1)
     with pytest.raises(UnsupportedError, match="the optimizer's rate has two schedules"):

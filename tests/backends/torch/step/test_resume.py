@@ -30,7 +30,7 @@ def run(state: Any, recipe: polyamp.Recipe, seeds: range) -> None:
 
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("done", [0, 3])
-def test_resume_continues_dropout_and_native_optimizers(tmp_path: Path, native: bool, done: int) -> None:
+def test_s22_resume_continues_dropout_and_native_optimizers(tmp_path: Path, native: bool, done: int) -> None:
     state, recipe = make(native, seed=0)
     run(state, recipe, range(done))
     polyamp.save(state, tmp_path / "checkpoint")
@@ -44,7 +44,7 @@ def test_resume_continues_dropout_and_native_optimizers(tmp_path: Path, native: 
     assert [name for name in straight if straight[name].tobytes() != resumed[name].tobytes()] == []
 
 
-def test_a_spec_and_another_optimizers_checkpoint_do_not_mix(tmp_path: Path) -> None:
+def test_s22_a_spec_and_another_optimizers_checkpoint_do_not_mix(tmp_path: Path) -> None:
     state, _ = make(native=True, seed=0)
     polyamp.save(state, tmp_path / "checkpoint")
     other, _ = make(native=False, seed=0)
@@ -55,7 +55,7 @@ def test_a_spec_and_another_optimizers_checkpoint_do_not_mix(tmp_path: Path) -> 
     assert all(other.export()[name].tobytes() == value.tobytes() for name, value in before.items())
 
 
-def test_resume_keeps_the_layout_of_optimizer_state(tmp_path: Path) -> None:
+def test_s22_resume_keeps_the_layout_of_optimizer_state(tmp_path: Path) -> None:
     """Fused kernels read flat memory: slots must be laid out like a channels_last parameter."""
 
     def fresh(seed: int) -> tuple[Any, polyamp.Recipe]:
@@ -79,7 +79,7 @@ def test_resume_keeps_the_layout_of_optimizer_state(tmp_path: Path) -> None:
     assert torch.equal(state.model[0].weight, other.model[0].weight)
 
 
-def test_resume_keeps_every_number_of_the_groups(tmp_path: Path) -> None:
+def test_s22_resume_keeps_every_number_of_the_groups(tmp_path: Path) -> None:
     state, _ = make(native=True, seed=0)
     state.optimizer.param_groups[0].update(weight_decay=0.25, betas=(0.5, 0.75))
     polyamp.save(state, tmp_path / "checkpoint")
@@ -91,7 +91,7 @@ def test_resume_keeps_every_number_of_the_groups(tmp_path: Path) -> None:
     assert not other.optimizer.state, "saved before the first step, so there is no state yet"
 
 
-def test_another_kind_of_scaler_is_said_and_starts_anew(tmp_path: Path) -> None:
+def test_s22_another_kind_of_scaler_is_said_and_starts_anew(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     polyamp.save(polyamp.init(model, polyamp.Recipe(scaler=polyamp.LossScaler())), tmp_path / "checkpoint")
     static = polyamp.init(model, polyamp.Recipe(scaler=polyamp.LossScaler.static(8.0)))
@@ -100,7 +100,7 @@ def test_another_kind_of_scaler_is_said_and_starts_anew(tmp_path: Path) -> None:
     assert float(polyamp.restore(static, tmp_path / "checkpoint", on_change="accept").scale_state.scale) == 8.0
 
 
-def test_resume_restores_what_a_torch_scheduler_made_of_the_rate(tmp_path: Path) -> None:
+def test_s22_resume_restores_what_a_torch_scheduler_made_of_the_rate(tmp_path: Path) -> None:
     """The rate of a native optimizer is state: bit for bit as if the run had not stopped, and no changed recipe."""
 
     def made(seed: int) -> tuple[Any, polyamp.Recipe, Any]:
@@ -129,7 +129,7 @@ def test_resume_restores_what_a_torch_scheduler_made_of_the_rate(tmp_path: Path)
     assert [name for name in straight if straight[name].tobytes() != resumed[name].tobytes()] == []
 
 
-def test_a_native_optimizers_changed_options_are_said_by_group(tmp_path: Path) -> None:
+def test_s22_a_native_optimizers_changed_options_are_said_by_group(tmp_path: Path) -> None:
     def made(rate: float, decay: float) -> Any:
         model = nn.Linear(6, 2)
         groups = [{"params": [model.weight], "weight_decay": decay}, {"params": [model.bias], "lr": rate}]
@@ -172,7 +172,7 @@ class Forged:
         ("optimizer/state/0/weight/step", np.array(-1.0, "f4"), "step is -1.0, and a count is never negative"),
     ],
 )
-def test_what_torch_would_refuse_is_refused_first(tmp_path: Path, name: str, value: Any, said: str) -> None:
+def test_s22_what_torch_would_refuse_is_refused_first(tmp_path: Path, name: str, value: Any, said: str) -> None:
     state, _ = make(native=True, seed=0)  # before its first step: the file may hold any state of the optimizer
     before = {key: array.tobytes() for key, array in state.export().items()}
     garbage = np.full_like(state.export()["rng/cpu"], 255)

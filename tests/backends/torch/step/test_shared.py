@@ -62,7 +62,7 @@ def by_hand(rate: float, steps: int) -> tuple[Head, Head]:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0, 32768.0])
-def test_a_shared_parameter_is_unscaled_once_and_stepped_by_each_optimizer(scale: float) -> None:
+def test_s23_a_shared_parameter_is_unscaled_once_and_stepped_by_each_optimizer(scale: float) -> None:
     recipe = polyamp.Recipe(
         policy="float32", optimizer=polyamp.sgd(0.05, momentum=0.9), scaler=polyamp.LossScaler(init_scale=scale)
     )
@@ -80,7 +80,7 @@ def test_a_shared_parameter_is_unscaled_once_and_stepped_by_each_optimizer(scale
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
 
 
-def test_each_state_clips_its_own_gradients_of_a_shared_parameter() -> None:
+def test_s23_each_state_clips_its_own_gradients_of_a_shared_parameter() -> None:
     """And the gradients of one do not stand in the shared `.grad` when the other steps."""
     scaler = polyamp.LossScaler.static(64.0)
     recipes = [
@@ -100,7 +100,7 @@ def test_each_state_clips_its_own_gradients_of_a_shared_parameter() -> None:
         assert all(torch.equal(item.values[name], value) for name, value in old.items()), "the caller's, untouched"
 
 
-def test_a_state_of_several_that_the_loss_leaves_out() -> None:
+def test_s23_a_state_of_several_that_the_loss_leaves_out() -> None:
     recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(0.05), scaler=polyamp.LossScaler.static(8.0))
     models = (nn.Linear(3, 2), nn.Linear(3, 2))
     states = [polyamp.init(model, recipe) for model in models]
@@ -113,7 +113,7 @@ def test_a_state_of_several_that_the_loss_leaves_out() -> None:
 
 
 @pytest.mark.parametrize(("make", "options"), CHANGES, ids=lambda value: getattr(value, "__name__", ""))
-def test_native_optimizers_leave_unused_parameters_alone(make: Any, options: dict[str, Any]) -> None:
+def test_s23_native_optimizers_leave_unused_parameters_alone(make: Any, options: dict[str, Any]) -> None:
     """In some micro-batches, in none, and across skips; their counts are their own, as in the loop by hand."""
     models, optimizers = [], []
     for _ in range(2):
@@ -150,7 +150,7 @@ def test_native_optimizers_leave_unused_parameters_alone(make: Any, options: dic
 
 
 @pytest.mark.parametrize("optimizer", [polyamp.adamw(0.05), polyamp.adagrad(0.1, lr_decay=0.5)])
-def test_a_compiled_step_counts_the_updates_of_each_parameter(optimizer: Any) -> None:
+def test_s23_a_compiled_step_counts_the_updates_of_each_parameter(optimizer: Any) -> None:
     """After steps that left a parameter out, a compiled step that takes it goes on as the eager one does."""
     recipe = polyamp.Recipe(policy="float32", optimizer=optimizer, scaler=polyamp.LossScaler.static(8.0))
 
@@ -179,7 +179,7 @@ def test_a_compiled_step_counts_the_updates_of_each_parameter(optimizer: Any) ->
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
 
 
-def test_a_compiled_window_of_16_bit_parameters_is_summed_in_float32() -> None:
+def test_s23_a_compiled_window_of_16_bit_parameters_is_summed_in_float32() -> None:
     """256 + 15 * 1 stays 256 in bfloat16."""
     recipe = polyamp.Recipe(policy="bfloat16", optimizer=polyamp.sgd(2.0**-8), accumulate_steps=16)
     model = nn.Linear(1, 1, dtype=torch.bfloat16)
@@ -194,7 +194,7 @@ def test_a_compiled_window_of_16_bit_parameters_is_summed_in_float32() -> None:
 
 
 @pytest.mark.parametrize("attempt", range(5))
-def test_a_swapped_head_is_noticed_although_it_may_lie_where_the_old_one_lay(attempt: int) -> None:
+def test_s23_a_swapped_head_is_noticed_although_it_may_lie_where_the_old_one_lay(attempt: int) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1))
     state = polyamp.init(model, recipe)

@@ -1,0 +1,29 @@
+"""S11's factor, and S20: what is refused in the same words by every backend."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from polyamp.arrays import PYTHON
+from polyamp.errors import GradientError, LossError
+from polyamp.rules import clip, labels, refusals
+
+
+def test_s11_clip_factor_is_exact_for_small_and_zero_norms() -> None:
+    assert clip.factor(2e-6, 1e-6, PYTHON) == 0.5
+    assert clip.factor(0.0, 1.0, PYTHON) == 1.0
+
+
+def test_s20_shapes_that_would_broadcast_and_surplus_gradients_are_refused() -> None:
+    with pytest.raises(LossError, match="one shape"):
+        labels.check_loss_pair(np.ones((8, 3)), np.ones((8, 1)), what="mean_squared_error")
+    with pytest.raises(GradientError, match=r"not a parameter: \['b'\]"):
+        refusals.check_gradients([("a", (2,))], [("a", (2,)), ("b", (2,))])
+
+
+def test_s23_a_gradient_of_none_is_an_unused_parameter_unless_there_is_nothing_else() -> None:
+    parameters = [("a", (2,)), ("b", (3,))]
+    refusals.check_gradients(parameters, [("a", None), ("b", (3,))])
+    with pytest.raises(GradientError, match="depends on none of the model's trainable parameters"):
+        refusals.check_gradients(parameters, [("a", None), ("b", None)])
