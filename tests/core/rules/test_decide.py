@@ -1,0 +1,94 @@
+"""S9 to S14 over two verbs: a framework of plain numbers, whose calls are written down."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from polyamp import LossScaler, LossScaleStuckError
+from polyamp.reference.arrays import XP
+from polyamp.rules import decide, stuck
+from polyamp.rules.decide import Decision, Measured
+from polyamp.rules.scale import LossScaleState
+
+
+class Toy(NamedTuple):
+    """A state whose parameter is one number."""
+
+    name: str
+    value: float
+    scaler: LossScaler
+    scale_state: LossScaleState
+    step: Any
+
+
+class ToyVerbs(decide.Verbs[Toy, float]):
+    """Measures a number and subtracts it."""
+
+    xp = XP
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def scaler(self, state: Toy) -> LossScaler:
+        return state.scaler
+
+    def measure(self, state: Toy, grads: float) -> Measured:
+        self.log.append(f"measure {state.name}")
+        return Measured(np.float32(abs(grads)), np.asarray(np.isfinite(grads)))
+
+    def commit(self, state: Toy, grads: float, measured: Measured, decision: Decision) -> Toy:
+        applied = decision.finite is None or bool(decision.finite)
+        self.log.append(f"commit {state.name} {applied}")
+        value = state.value - grads if applied else state.value
+        return state._replace(value=value, scale_state=decision.scale_state, step=decision.step)
+
+
+def toy(name: str, scaler: LossScaler) -> Toy:
+    return Toy(name, 1.0, scaler, scaler.init("reference"), np.asarray(0, np.int32))
+
+
+def test_s09_everything_is_measured_before_anything_is_committed() -> None:
+    scaler, verbs = LossScaler(init_scale=8.0), ToyVerbs()
+    decide.update([toy("a", scaler), toy("b", scaler)], [0.5, 0.25], "all", verbs)
+    assert verbs.log == ["measure a", "measure b", "commit a True", "commit b True"]
+
+
+@pytest.mark.parametrize(("skip", "values", "steps"), [("all", [1.0, 1.0], [0, 0]), ("each", [0.5, 1.0], [1, 0])])
+def test_s14_one_overflow_and_one_adjustment(skip: Any, values: list[float], steps: list[int]) -> None:
+    scaler = LossScaler(init_scale=8.0)
+    states, results = decide.update([toy("a", scaler), toy("b", scaler)], [0.5, np.inf], skip, ToyVerbs())
+    assert [state.value for state in states] == values
+    assert [int(state.step) for state in states] == steps == [int(result.step) for result in results]
+    assert [float(result.scale) for result in results] == [4.0, 4.0]
+    assert [int(state.scale_state.skipped) for state in states] == [1, 1]
+    assert [bool(result.skipped) for result in results] == [step == 0 for step in steps]
+
+
+def test_s19_where_nothing_is_checked_the_update_is_always_applied() -> None:
+    (state,), (result,) = decide.update([toy("a", LossScaler.off())], [np.nan], "all", ToyVerbs())
+    assert np.isnan(state.value)
+    assert not bool(result.skipped)
+    assert int(result.step) == 1
+    assert float(result.scale) == 1.0
+
+
+def test_s17_one_sentence_raised_or_warned() -> None:
+    scaler = LossScaler(init_scale=1.0, min_scale=1.0, patience=2)
+    text = stuck.sentence(2, scaler, ["a/kernel", "b"])
+    assert text.startswith("2 steps in a row were skipped although the loss scale is at its floor of 1: ")
+    assert "inf or NaN gradients: a/kernel, b." in text
+    with pytest.raises(LossScaleStuckError, match="2 steps in a row"):
+        stuck.say(text, scaler)
+    with pytest.warns(UserWarning, match="2 steps in a row"):
+        stuck.say(text, LossScaler(on_stuck="warn"))
+    stuck.say(text, LossScaler(on_stuck="ignore"))
+    assert [stuck.is_stuck(skips, scaler) for skips in (1, 2, 3)] == [False, True, True]
+
+
+def test_s17_nobody_looks_where_nothing_is_checked() -> None:
+    for scaler in (LossScaler.off(), LossScaler(on_stuck="ignore", patience=1)):
+        watch = stuck.Watch()
+        assert not any(watch.due(scaler) for _ in range(200))
