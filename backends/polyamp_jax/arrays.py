@@ -11,8 +11,8 @@ import numpy as np
 
 from polyamp.arrays import ArrayNamespace
 from polyamp.errors import ModelError
-from polyamp.recipe.policy import Policy
 from polyamp.rules.batches import host_array
+from polyamp.rules.plan import Plan
 from polyamp.rules.refusals import FLOATING
 
 _MATMUL_PRECISION: Final = {"highest": "float32", "high": "tensorfloat32", "medium": "bfloat16"}
@@ -91,7 +91,7 @@ def cast_arguments(tree: Any, dtype: str, *, float64: bool) -> Any:
     return cast(jax.tree.map(lambda x: jnp.asarray(x) if _numeric(x) else x, tree), dtype, float64=float64)
 
 
-def entering(batch: Any, policy: Policy, *, compiled: bool) -> Any:
+def entering(batch: Any, plan: Plan, *, compiled: bool) -> Any:
     """A batch on its way into a step, with NumPy's float64 as float32 (S26).
 
     `jax.jit` does so by itself unless x64 is on; then, and where nothing is compiled, the batch is walked through.
@@ -99,7 +99,7 @@ def entering(batch: Any, policy: Policy, *, compiled: bool) -> Any:
     if compiled and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # set at run time
         return batch
     numbers = (np.ndarray, np.generic)
-    return jax.tree.map(lambda x: host_array(x, policy.param) if isinstance(x, numbers) else x, batch)
+    return jax.tree.map(lambda x: host_array(x, plan.param) if isinstance(x, numbers) else x, batch)
 
 
 def fresh(tree: Any) -> Any:
@@ -168,13 +168,11 @@ def conform(new: Any, old: Any, *, what: str) -> Any:
     return jax.tree_util.tree_map_with_path(one, new, old)
 
 
-def matmul_precision(policy: Policy) -> contextlib.AbstractContextManager[Any]:
+def matmul_precision(plan: Plan) -> contextlib.AbstractContextManager[Any]:
     """The scope in which float32 matrix products have the policy's `float32_matmul` precision."""
-    if policy.float32_matmul is None:
+    if plan.float32_matmul is None:
         return contextlib.nullcontext()
-    scope: contextlib.AbstractContextManager[Any] = jax.default_matmul_precision(
-        _MATMUL_PRECISION[policy.float32_matmul]
-    )
+    scope: contextlib.AbstractContextManager[Any] = jax.default_matmul_precision(_MATMUL_PRECISION[plan.float32_matmul])
     return scope
 
 

@@ -56,7 +56,7 @@ def set_class(module: Any, path: str, casts: Casts, *, inputs: str | None = None
     if casts.scoped:
         made = _scoped(kind, path)
     else:
-        made = _casting(kind, inputs or casts.dtypes[path], outputs, casts.policy.casts_float64)
+        made = _casting(kind, inputs or casts.dtypes[path], outputs, casts.plan.float64)
     object.__setattr__(module, "__class__", made)
 
 

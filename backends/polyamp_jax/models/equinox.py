@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -12,7 +12,7 @@ import jax
 from polyamp.errors import ModelError
 from polyamp_jax.arrays import path_name
 from polyamp_jax.models.call_hook import calling, set_class
-from polyamp_jax.models.parts import Keys, Opaque, Parts, Running
+from polyamp_jax.models.parts import Keys, Opaque, Parts, Running, owners
 from polyamp_jax.models.scopes import Casts
 
 
@@ -53,6 +53,10 @@ class EquinoxAdapter:
             output, changed = one(args, keys)
         return output, running._replace(statistics=(buffers, changed))
 
+    def modules(self, params: Any, running: Running) -> Iterable[str]:
+        module = eqx.combine(params, running.statistics[0], self.static.value)
+        return [*owners(params), *(path for path, _ in _modules(module, ()))]
+
     def join(self, params: Any, running: Running) -> Any:
         buffers, state = running.statistics
         module = eqx.combine(params, buffers, self.static.value)
@@ -68,7 +72,7 @@ class EquinoxAdapter:
         """The module with copies in place of those inside it that cast their inputs or open scopes."""
         if not casts.scoped and not casts.dtypes and not self.pinned:
             return module
-        policy = casts.policy
+        plan = casts.plan
 
         def copied(node: Any, keys: tuple[Any, ...]) -> Any:
             children, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda item: item is not node)
@@ -80,8 +84,8 @@ class EquinoxAdapter:
                 if casts.scoped:
                     casts.expect([path])
                     set_class(made, path, casts)
-                elif path in self.pinned and policy.dtype_at(path) is None and policy.compute != policy.param:
-                    set_class(made, path, casts, inputs=policy.param, outputs=policy.compute)
+                elif path in self.pinned and plan.at(path).named is None and plan.compute != plan.param:
+                    set_class(made, path, casts, inputs=plan.param, outputs=plan.compute)
                 elif path in casts.dtypes:
                     set_class(made, path, casts)
             return made
@@ -101,6 +105,17 @@ def adapt_equinox(model: Any, axis_name: str | None) -> Parts:
     buffers, static = eqx.partition(rest, eqx.is_array)
     adapter = EquinoxAdapter(Opaque(static), state is not None, axis_name, _pinned(module))
     return Parts(adapter, params, Running((buffers, state), ()))
+
+
+def _modules(node: Any, keys: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """(path, module) of an equinox module and of those inside it."""
+    children, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda item: item is not node)
+    if jax.tree_util.treedef_is_leaf(structure) or _is_index(node):
+        return
+    if isinstance(node, eqx.Module):
+        yield path_name(keys), node
+    for key, child in children:
+        yield from _modules(child, keys + key)
 
 
 def _pinned(module: Any) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from flax import core, linen, nnx
@@ -39,6 +39,9 @@ class LinenAdapter:
                 {"params": params, **statistics}, *args, rngs=rngs or None, mutable=sorted(statistics), **kwargs
             )
         return output, running._replace(statistics={**statistics, **core.unfreeze(changed)})
+
+    def modules(self, params: Any, running: Running) -> Iterable[str]:
+        return owners(params)
 
     def join(self, params: Any, running: Running) -> Any:
         return self.module.value, {"params": params, **running.statistics}
@@ -98,6 +101,10 @@ class NnxAdapter:
         with calling(casts):
             output = model(*args, **given, **kwargs)
         return output, _split(model)[2]._replace(draws=running.draws)
+
+    def modules(self, params: Any, running: Running) -> Iterable[str]:
+        inside = compat.nnx_modules(self.join(params, running))
+        return [*owners(params), *("/".join(map(str, segments)) for segments, _ in inside)]
 
     def join(self, params: Any, running: Running) -> Any:
         return nnx.merge(self.graphdef.value, params, running.streams, running.statistics)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
-from polyamp_jax.models.parts import Keys, Opaque, Running
+from polyamp_jax.models.parts import Keys, Opaque, Running, owners
 from polyamp_jax.models.scopes import Casts
 
 
@@ -22,6 +22,9 @@ class FunctionAdapter:
         self, params: Any, running: Running, keys: Keys, casts: Casts, args: Any, kwargs: Any
     ) -> tuple[Any, Running]:
         return self.apply_fn.value(params, *args, **{**keys, **kwargs}), running
+
+    def modules(self, params: Any, running: Running) -> Iterable[str]:
+        return owners(params)
 
     def join(self, params: Any, running: Running) -> Any:
         return self.apply_fn.value, params

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import haiku as hk
@@ -40,6 +40,9 @@ class HaikuAdapter:
                 return apply(params, *key, *args, **kwargs), running
             output, changed = apply(params, running.statistics, *key, *args, **kwargs)
         return output, running._replace(statistics=changed)
+
+    def modules(self, params: Any, running: Running) -> Iterable[str]:
+        return owners(params)
 
     def join(self, params: Any, running: Running) -> Any:
         if not self.stateful:

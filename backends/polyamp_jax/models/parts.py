@@ -5,7 +5,7 @@ Each library's adapter has a file of its own in this room; `adapt` chooses among
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -50,6 +50,10 @@ class Adapter(Protocol):
     ) -> tuple[Any, Running]:
         """The model's output and what the call changed."""
 
+    def modules(self, params: Any, running: Running) -> Iterable[str]:
+        """Paths of the model's modules, as far as they are known before it runs: of linen and haiku those that own
+        parameters."""
+
     def join(self, params: Any, running: Running) -> Any:
         """The model in its native form."""
 
@@ -89,6 +93,12 @@ class Opaque:
 
     def __hash__(self) -> int:
         return id(self.value) if self._hash is None else self._hash
+
+
+def module_paths(parts: Parts) -> frozenset[str]:
+    """The path of every module of a model, those around them and the model's own, "", included."""
+    segments = [path.split("/") for path in parts.adapter.modules(parts.params, parts.running)]
+    return frozenset({"", *("/".join(some[: n + 1]) for some in segments for n in range(len(some)))})
 
 
 def owners(params: Any) -> list[str]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from polyamp.errors import PolicyError
-from polyamp.recipe.policy import Policy
+from polyamp.rules.plan import Plan
 from polyamp_jax.arrays import cast_arguments
 
 
@@ -22,14 +22,14 @@ class Casts:
     where an operation belongs (S5).
 
     Attributes:
-        policy: the policy.
+        plan: the policy, resolved for the model.
         dtypes: cast mode: path of a module that owns parameters -> dtype of its floating inputs.
         scoped: whether scopes are opened.
         paths: autocast mode: the paths of the modules that the model has, as far as they are known.
     """
 
-    def __init__(self, policy: Policy, dtypes: Mapping[str, str] | None = None, *, scoped: bool = False) -> None:
-        self.policy = policy
+    def __init__(self, plan: Plan, dtypes: Mapping[str, str] | None = None, *, scoped: bool = False) -> None:
+        self.plan = plan
         self.dtypes = dtypes or {}
         self.scoped = scoped
         self.paths: set[str] = set()
@@ -66,7 +66,7 @@ class Casts:
         if not self.scoped:
             dtype = self.dtypes.get(path)
             if dtype is not None:
-                args, kwargs = cast_arguments((args, kwargs), dtype, float64=self.policy.casts_float64)
+                args, kwargs = cast_arguments((args, kwargs), dtype, float64=self.plan.float64)
             yield args, kwargs
             return
         with self.scope(path):
@@ -96,7 +96,7 @@ class Casts:
 
     def check(self, path: str, explicit: Any) -> None:
         """Refuse an override that contradicts the dtype that a module was built with. Raises `PolicyError`."""
-        override = self.policy.dtype_at(path)
+        override = self.plan.at(path).named
         if explicit is not None and override is not None and jnp.dtype(explicit) != jnp.dtype(override):
             raise PolicyError(
                 f"overrides give the module {path!r} the dtype {override}, but it was built with "

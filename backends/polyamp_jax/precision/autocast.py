@@ -19,9 +19,9 @@ from polyamp_jax.models.adapt import ACCEPTED, is_model
 from polyamp_jax.precision.bound import autocast_model
 from polyamp_jax.precision.cast_mode import cast_function
 from polyamp_jax.precision.interpreter.recorder import Recorder
-from polyamp_jax.precision.interpreter.run import evaluate, settings_for
+from polyamp_jax.precision.interpreter.run import evaluate
 from polyamp_jax.precision.interpreter.staging import KEEP, settled
-from polyamp_jax.precision.interpreter.walk import interprets, mixes
+from polyamp_jax.precision.interpreter.walk import interprets
 from polyamp_jax.precision.op_list import check_policy
 
 
@@ -69,7 +69,7 @@ def autocast(target: Any, policy: Policy, *, strict: bool = False) -> Callable[.
     Raises:
         ModelError: the target is neither a function nor a model.
         TraceError: when called: the target decides in Python on an array's value, or has side effects.
-        PolicyError: an override matches nothing, or `op_list` names an operation that does not exist.
+        PolicyError: an override matches nothing, or `op_rules` names an operation that does not exist.
         UnsupportedError: with `strict`, an operation without a rule.
 
     Example:
@@ -85,7 +85,7 @@ def autocast(target: Any, policy: Policy, *, strict: bool = False) -> Callable[.
 def explain(target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
     """The casting report of `target(*inputs)`; it is traced, never run. Inputs may be `jax.ShapeDtypeStruct`s."""
     recorder = Recorder()
-    if not interprets(policy):
+    if not _acts(policy):
         raise UnsupportedError(
             "explain reports what autocast does, and this policy does not use it: it has mode='cast', or computes in "
             f"the dtype that parameters have. Received: {policy}."
@@ -103,20 +103,27 @@ def _under(target: Any, policy: Policy, *, strict: bool, recorder: Recorder | No
         raise ModelError(
             f"autocast takes a function of arrays, or a model: {ACCEPTED}. Received: {type(target).__name__}."
         )
-    if not interprets(policy):
+    plan = policy.plan()
+    if not _acts(policy):
         if policy.overrides:
             raise PolicyError(
                 "in mode='cast' overrides name modules, and a plain function has none. Pass the model to "
                 f"policy.autocast, or leave the mode out. Received: overrides={dict(policy.overrides)}."
             )
-        return cast_function(target, policy)
+        return cast_function(target, plan)
 
     @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with matmul_precision(policy), settled():
-            if not mixes(policy):
-                args, kwargs = cast_arguments((args, kwargs), policy.compute, float64=policy.casts_float64)
-            out = evaluate(settings_for(policy, strict), target, args, kwargs, recorder=recorder)
-            return cast_arguments(out, policy.output, float64=policy.casts_float64)
+        with matmul_precision(plan), settled():
+            if not plan.root.mixes:
+                args, kwargs = cast_arguments((args, kwargs), plan.compute, float64=plan.float64)
+            out = evaluate(plan, target, args, kwargs, strict=strict, recorder=recorder)
+            return cast_arguments(out, plan.output, float64=plan.float64)
 
     return call
+
+
+def _acts(policy: Policy) -> bool:
+    """Whether the interpreter runs a function under the policy; its overrides are resolved when it is traced."""
+    plan = policy.plan()
+    return interprets(plan) or (bool(policy.overrides) and not plan.cast)

@@ -12,17 +12,18 @@ from typing import Any
 import jax
 
 from polyamp.recipe.policy import Policy
-from polyamp_jax.arrays import cast_arguments, conform, matmul_precision, named_leaves
+from polyamp.rules.plan import Plan
+from polyamp_jax.arrays import cast_arguments, conform, matmul_precision
 from polyamp_jax.models.adapt import adapt
 from polyamp_jax.models.function import FunctionAdapter
 from polyamp_jax.models.nnx_arguments import Taken, put_in, take_out
-from polyamp_jax.models.parts import Adapter, Keys, Running
+from polyamp_jax.models.parts import Adapter, Keys, Running, module_paths
 from polyamp_jax.models.scopes import Casts
 from polyamp_jax.precision.cast_mode import compute_params, module_dtypes
 from polyamp_jax.precision.interpreter.recorder import Recorder
-from polyamp_jax.precision.interpreter.run import evaluate, settings_for
+from polyamp_jax.precision.interpreter.run import evaluate
 from polyamp_jax.precision.interpreter.staging import settled
-from polyamp_jax.precision.interpreter.walk import interprets, mixes
+from polyamp_jax.precision.interpreter.walk import interprets
 
 
 class BoundModel:
@@ -35,7 +36,7 @@ class BoundModel:
     def __init__(
         self,
         adapter: Adapter,
-        policy: Policy,
+        plan: Plan,
         params: Any,
         running: Running,
         keys: Keys,
@@ -44,7 +45,7 @@ class BoundModel:
         strict: bool = False,
     ) -> None:
         self._adapter = adapter
-        self._policy = policy
+        self._plan = plan
         self._params = params
         self._keys = keys
         self._recorder = recorder
@@ -54,25 +55,23 @@ class BoundModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, floating leaves in the policy's output dtype."""
-        policy = self._policy
+        plan = self._plan
         keys = {name: jax.random.fold_in(key, self._calls) for name, key in self._keys.items()}
         self._calls += 1
         args, kwargs, taken = take_out(args, kwargs)
         arrays = None if taken is None else taken.arrays
-        with matmul_precision(policy), settled():
-            if not mixes(policy) or not interprets(policy):
-                args, kwargs, arrays = cast_arguments(
-                    (args, kwargs, arrays), policy.compute, float64=policy.casts_float64
-                )
-            if interprets(policy):
+        with matmul_precision(plan), settled():
+            if not plan.root.mixes or not interprets(plan):
+                args, kwargs, arrays = cast_arguments((args, kwargs, arrays), plan.compute, float64=plan.float64)
+            if interprets(plan):
                 output, running, changed = self._autocast(taken, keys, args, kwargs, arrays)
             else:
-                casts = Casts(policy, module_dtypes(self._params, self._adapter, policy))
+                casts = Casts(plan, module_dtypes(self._params, self._adapter, plan))
                 output, running, changed = self._called(
                     casts, taken, self._params, self.running, keys, args, kwargs, arrays
                 )
             self.running = conform(running, self.running, what="the model's running state")
-            output = cast_arguments(output, policy.output, float64=policy.casts_float64)
+            output = cast_arguments(output, plan.output, float64=plan.float64)
         if taken is not None:
             taken.put_back(changed)
         return output
@@ -99,26 +98,22 @@ class BoundModel:
     def _autocast(
         self, taken: Taken | None, keys: Keys, args: Any, kwargs: Any, arrays: Any
     ) -> tuple[Any, Running, Any]:
-        casts = Casts(self._policy, scoped=True)
+        casts = Casts(self._plan, scoped=True)
 
         def run(params: Any, running: Running, keys: Keys, args: Any, kwargs: Any, arrays: Any) -> Any:
             return self._called(casts, taken, params, running, keys, args, dict(kwargs), arrays)
 
         made: tuple[Any, Running, Any] = evaluate(
-            settings_for(self._policy, self._strict),
+            self._plan,
             run,
             (self._params, self.running, keys, args, kwargs, arrays),
             {},
             modules=None if isinstance(self._adapter, FunctionAdapter) else lambda: casts.paths,
             parameters=self._params,
+            strict=self._strict,
             recorder=self._recorder,
         )
         return made
-
-
-def check_overrides(params: Any, policy: Policy) -> None:
-    """Refuse an override that matches no module. Raises `PolicyError` with the nearest paths."""
-    policy.resolve_overrides(_module_paths(named_leaves(params)))
 
 
 def autocast_model(
@@ -129,23 +124,14 @@ def autocast_model(
     What a call changes is put back into an nnx module, as calling it would; the other libraries' models cannot
     change, so there it is dropped.
     """
-    check_overrides(adapt(model).params, policy)
+    plan = policy.plan(module_paths(adapt(model)))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         adapter, params, running = adapt(model)
-        params = compute_params(params, adapter, policy)
-        bound = BoundModel(adapter, policy, params, running, {}, recorder=recorder, strict=strict)
+        params = compute_params(params, adapter, plan)
+        bound = BoundModel(adapter, plan, params, running, {}, recorder=recorder, strict=strict)
         output = bound(*args, **kwargs)
         adapter.write_back(model, bound.running)
         return output
 
     return call
-
-
-def _module(parameter: str) -> str:
-    return parameter.rpartition("/")[0]
-
-
-def _module_paths(parameters: Any) -> list[str]:
-    paths = {_module(name) for name in parameters}
-    return sorted({"/".join(path.split("/")[: n + 1]) for path in paths if path for n in range(path.count("/") + 1)})

@@ -12,50 +12,50 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyamp.recipe.policy import Policy
+from polyamp.rules.plan import Plan
 from polyamp_jax.arrays import cast_arguments, matmul_precision, named_leaves, path_name
 from polyamp_jax.models.parts import Adapter
 from polyamp_jax.precision.interpreter.staging import settled
 from polyamp_jax.precision.interpreter.walk import interprets
 
 
-def compute_params(params: Any, adapter: Adapter, policy: Policy) -> Any:
+def compute_params(params: Any, adapter: Adapter, plan: Plan) -> Any:
     """The parameters that a pass works on: the masters in mode "autocast"; in mode "cast" in the dtypes that they
     compute in, the policy's, or that of an override of their module (S5)."""
-    if interprets(policy):
+    if interprets(plan):
         return params
 
     def one(path: Any, leaf: Any) -> Any:
-        return jnp.asarray(leaf, _dtype_of(_module(path_name(path)), adapter, policy))
+        return jnp.asarray(leaf, _dtype_of(_module(path_name(path)), adapter, plan))
 
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def module_dtypes(params: Any, adapter: Adapter, policy: Policy) -> Mapping[str, str]:
+def module_dtypes(params: Any, adapter: Adapter, plan: Plan) -> Mapping[str, str]:
     """Path of every module that owns parameters -> its dtype; empty where nothing is cast.
 
     Every module's inputs are cast, not only the model's: one that promotes (a batch normalisation with float32
     statistics, an embedding or a recurrent carry with a dtype of its own) would else leave all that follows in float32.
     """
-    if not policy.overrides and policy.compute == policy.param:
+    if not plan.overridden and plan.compute == plan.param:
         return {}
-    return {path: _dtype_of(path, adapter, policy) for path in map(_module, named_leaves(params))}
+    return {path: _dtype_of(path, adapter, plan) for path in map(_module, named_leaves(params))}
 
 
-def cast_function(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+def cast_function(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     """A function with its floating array arguments in `compute` and its floating results in `output` dtype."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with matmul_precision(policy), settled():
-            args, kwargs = cast_arguments((args, kwargs), policy.compute, float64=policy.casts_float64)
-            return cast_arguments(function(*args, **kwargs), policy.output, float64=policy.casts_float64)
+        with matmul_precision(plan), settled():
+            args, kwargs = cast_arguments((args, kwargs), plan.compute, float64=plan.float64)
+            return cast_arguments(function(*args, **kwargs), plan.output, float64=plan.float64)
 
     return call
 
 
-def _dtype_of(module: str, adapter: Adapter, policy: Policy) -> str:
-    return policy.dtype_at(module) or (policy.param if module in adapter.pinned else policy.compute)
+def _dtype_of(module: str, adapter: Adapter, plan: Plan) -> str:
+    return plan.at(module).named or (plan.param if module in adapter.pinned else plan.compute)
 
 
 def _module(parameter: str) -> str:

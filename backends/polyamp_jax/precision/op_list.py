@@ -84,7 +84,7 @@ STRUCTURE: Final = """
     call closed_call compute_on cond convert_element_type custom_jvp_call custom_vjp_call jit remat remat_opt scan
     shard_map while xla_pmap
 """
-"""Rules of their own, in `control_flow` and `walk`; `op_list` can make them opaque, and nothing else."""
+"""Rules of their own, in `control_flow` and `walk`; `op_rules` can make them opaque, and nothing else."""
 
 
 def _table() -> dict[str, Rule]:
@@ -151,7 +151,7 @@ _registered: list[str] = []
 
 
 def register_rule(name: str, rule: Rule) -> None:
-    """Give a primitive of your own a rule, as `torch.library.register_autocast` does; a policy's `op_list` still wins.
+    """Give a primitive of your own a rule, as `torch.library.register_autocast` does; a policy's `op_rules` still win.
 
     Args:
         name: the primitive's name.
@@ -179,7 +179,7 @@ def registered() -> int:
 
 
 def rules_for(changes: Mapping[str, str]) -> Mapping[str, Rule]:
-    """The table with a policy's `op_list` in it.
+    """The table with a policy's `op_rules` in it.
 
     Raises:
         PolicyError: no such operation, or no such rule for it.
@@ -210,7 +210,7 @@ def check_policy(policy: Policy) -> None:
     """Refuse what this backend cannot compute, before the first step (S20).
 
     Raises:
-        PolicyError: `op_list` names an operation that does not exist.
+        PolicyError: `op_rules` names an operation that does not exist.
         UnsupportedError: float64 without JAX's x64 mode.
     """
     rules_for(policy.op_rules)

@@ -110,10 +110,10 @@ def _differentiated(
 
     def loss_of(params: Sequence[Any]) -> tuple[Any, Any]:
         models = tuple(
-            BoundModel(state.setup.adapter, state.recipe.policy, *parts)
+            BoundModel(state.setup.adapter, state.setup.plan, *parts)
             for state, *parts in zip(states, params, running, keys, strict=True)
         )
-        with matmul_precision(states[0].recipe.policy):
+        with matmul_precision(states[0].setup.plan):
             loss, aux = refusals.split_result(loss_fn(models[0] if len(models) == 1 else models, batch))
         scaled, wide = scaled_loss(loss, scale)
         return scaled, (wide, aux, [model.running for model in models])
@@ -149,7 +149,7 @@ def _refuse_changed_nnx(error: BaseException) -> None:
 
 
 def _compute(state: JaxState) -> Any:
-    return compute_params(state.params, state.setup.adapter, state.recipe.policy)
+    return compute_params(state.params, state.setup.adapter, state.setup.plan)
 
 
 def _scale(state: JaxState) -> Any | None:

@@ -20,26 +20,27 @@ from polyamp.errors import CheckpointError
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients
 from polyamp.rules import refusals
+from polyamp.rules.plan import Plan
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
 from polyamp_jax import compat
 from polyamp_jax.arrays import dtype_name, fresh, is_key, named_leaves, to_numpy
-from polyamp_jax.models.parts import Adapter, Opaque, Parts, Running
-from polyamp_jax.precision.bound import check_overrides
+from polyamp_jax.models.parts import Adapter, Opaque, Parts, Running, module_paths
 from polyamp_jax.step.optimizers import lagging, transformation, widened
 
 
 class Setup:
-    """The static half of a state: adapter, recipe and backend; compared by value, hashed once since `jit` asks every
-    call."""
+    """The static half of a state: adapter, recipe, the policy's plan, backend; compared by value, hashed once since
+    `jit` asks every call."""
 
-    __slots__ = ("_hash", "_key", "adapter", "backend", "recipe")
+    __slots__ = ("_hash", "_key", "adapter", "backend", "plan", "recipe")
 
-    def __init__(self, adapter: Adapter, recipe: Recipe, backend: Backend) -> None:
+    def __init__(self, adapter: Adapter, recipe: Recipe, plan: Plan, backend: Backend) -> None:
         self.adapter = adapter
         self.recipe = recipe
+        self.plan = plan
         self.backend = backend
-        self._key = (adapter, Opaque(recipe))
+        self._key = (adapter, Opaque(recipe), plan)
         self._hash = hash(self._key)
 
     def __eq__(self, other: object) -> bool:
@@ -196,7 +197,7 @@ def create(
         ModelError, PolicyError, UnsupportedError: what the recipe asks for and this model cannot honour (S20).
     """
     refusals.check_parameters([(path, dtype_name(leaf)) for path, leaf in named_leaves(parts.params).items()], recipe)
-    check_overrides(parts.params, recipe.policy)
+    plan = recipe.policy.plan(module_paths(parts))
     named_leaves(parts.running)
     params = fresh(parts.params)
     state = JaxState(
@@ -206,7 +207,7 @@ def create(
         running=fresh(parts.running),
         rngs=fresh(rngs),
         step=jnp.array(0, jnp.int32),
-        setup=Setup(parts.adapter, recipe, backend),
+        setup=Setup(parts.adapter, recipe, plan, backend),
     )
     return _settled(state, next(iter(jax.tree.leaves(params)))).knowing(frozenset())
 

@@ -47,7 +47,7 @@ class Step:
         self._call = jax.jit(run, static_argnums=2, donate_argnums=(0,) if donate else ()) if compiled else run
 
     def __call__(self, state: JaxState, batch: Any) -> tuple[JaxState, StepResult]:
-        batch = entering(batch, state.recipe.policy, compiled=self._compiled)
+        batch = entering(batch, state.setup.plan, compiled=self._compiled)
         watch = state.watch
         try:
             state, result, lagging = self._call(state, batch, state.lagging)
@@ -78,7 +78,7 @@ def value_and_grad(loss_fn: LossFunction, *, compiled: bool) -> Callable[..., tu
     call = jax.jit(run) if compiled else run
 
     def go_on(states: Sequence[JaxState], batch: Any) -> tuple[Any, list[Gradients]]:
-        batch = entering(batch, states[0].recipe.policy, compiled=compiled)
+        batch = entering(batch, states[0].setup.plan, compiled=compiled)
         try:
             value, gradients = call([state.continued() for state in states], batch)
         except Exception as error:

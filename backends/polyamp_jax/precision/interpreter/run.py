@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.errors import PolicyError, nearest
+from polyamp.errors import PolicyError
 from polyamp.recipe.policy import Policy
-from polyamp.rules.overrides import covers
+from polyamp.rules.plan import Plan
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, path_name
 from polyamp_jax.precision.interpreter import control_flow
@@ -27,36 +27,35 @@ from polyamp_jax.precision.interpreter.walk import Interpreter, Settings, value_
 from polyamp_jax.precision.op_list import registered
 
 
-def settings_for(policy: Policy, strict: bool = False) -> Settings:
-    """The settings of a policy, kept so that what was rewritten once is not rewritten again."""
-    return _settings(policy, strict, registered())
-
-
 @functools.lru_cache(maxsize=64)
-def _settings(policy: Policy, strict: bool, registered: int) -> Settings:
-    return Settings(policy, control_flow.RULES, strict=strict)
+def _settings(plan: Plan, strict: bool, registered: int) -> Settings:
+    """The settings of a plan, kept so that what was rewritten once is not rewritten again."""
+    return Settings(plan, control_flow.RULES, strict=strict)
 
 
 def evaluate(
-    settings: Settings,
+    plan: Plan,
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
     modules: Callable[[], Iterable[str]] | None = None,
     parameters: Any = None,
+    strict: bool = False,
     recorder: Recorder | None = None,
 ) -> Any:
     """`function(*args, **kwargs)` with each operation in the dtype that the op lists give it.
 
     Args:
-        settings: the policy.
+        plan: the policy, resolved for the model; of a plain function without paths, since its scopes are its paths and
+            are known once it is traced.
         function: what to run; it is traced once.
         args: positional arguments.
         kwargs: keyword arguments.
         modules: called after the trace, the paths of the modules that it went through; None for a plain function,
             whose scopes are its paths.
-        parameters: of a model, the pytree of its parameters, the first of `args`.
+        parameters: of a model, the pytree of its parameters, the first of `args`; None for a plain function.
+        strict: an operation without a rule is an error.
         recorder: hears of every operation.
 
     Returns:
@@ -69,8 +68,8 @@ def evaluate(
     args, kwargs = jax.tree.map(lambda x: jnp.asarray(x) if _numeric(x) else x, (tuple(args), dict(kwargs)))
     program = staged(function, args, kwargs)
     owners = _owners(parameters)
-    if modules is None:
-        _check_scopes(program.jaxpr, settings.policy, owners)
+    if parameters is None and plan.policy.overrides:
+        plan = _over_scopes(plan.policy, frozenset(_paths(program.jaxpr, ())))
     values = [
         value_of(array, var.aval, Traits(leaf=True, rank=jnp.ndim(array), owner=owner))
         for array, var, owner in zip(
@@ -81,6 +80,7 @@ def evaluate(
         )
     ]
     known = None if modules is None else frozenset(modules())
+    settings = _settings(plan, strict, registered())
     out = Interpreter(settings, known, recorder, default=default_precision()).run(program.jaxpr, program.consts, values)
     return program.result([jnp.asarray(value.array()) for value in out])
 
@@ -94,25 +94,29 @@ def _owners(parameters: Any) -> list[str | None]:
     return [path_name(path).rpartition("/")[0] for path, leaf in leaves if is_array(leaf)]
 
 
-def _check_scopes(jaxpr: compat.Jaxpr, policy: Policy, owners: Sequence[str | None]) -> None:
-    """Refuse an override that matches neither a scope nor a parameter of a plain function. Raises `PolicyError`."""
-    if not policy.overrides:
-        return
-    found = {"/".join(scopes[: n + 1]) for scopes in _scopes(jaxpr, ()) for n in range(len(scopes))}
-    paths = sorted(found | {owner for owner in owners if owner})
-    for glob in policy.overrides:
-        if not any(covers(glob, path) for path in paths):
-            close = nearest(glob, paths) or paths[:5]
-            known = f"Nearest: {', '.join(map(repr, close))}." if paths else "The function has no scope at all."
-            raise PolicyError(
-                f"overrides: the glob {glob!r} matches no scope of the function. {known} In a plain function, "
-                "overrides name jax.named_scope(...)s: open one around the operations, or pass the model itself."
-            )
+@functools.lru_cache(maxsize=256)
+def _over_scopes(policy: Policy, paths: frozenset[str]) -> Plan:
+    """The plan of a plain function with these scopes, made once for them.
+
+    Raises:
+        PolicyError: an override matches none of them.
+    """
+    advice = (
+        "In a plain function, overrides name jax.named_scope(...)s: open one around the operations, or pass the model "
+        "itself."
+    )
+    if not paths:
+        raise PolicyError(f"overrides: the function has no scope at all. {advice} Received: {dict(policy.overrides)}.")
+    try:
+        return policy.plan({"", *paths})
+    except PolicyError as error:
+        raise PolicyError(f"{error} {advice}") from None
 
 
-def _scopes(jaxpr: compat.Jaxpr, outer: tuple[str, ...]) -> Iterable[tuple[str, ...]]:
+def _paths(jaxpr: compat.Jaxpr, outer: tuple[str, ...]) -> Iterable[str]:
+    """The scopes of a program as paths, each with those around it; a model's `init` knows its modules without."""
     for eqn in jaxpr.eqns:
         scopes = outer + compat.scopes_of(eqn)
-        yield scopes
+        yield from ("/".join(scopes[: n + 1]) for n in range(len(scopes)))
         for inner in compat.programs_of(eqn):
-            yield from _scopes(inner, scopes)
+            yield from _paths(inner, scopes)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.errors import UnsupportedError
-from polyamp.recipe.policy import Policy
+from polyamp.rules.plan import Plan
 from polyamp_jax import compat
 from polyamp_jax.precision.interpreter import lookahead, products
 from polyamp_jax.precision.interpreter.lookahead import Need
@@ -30,9 +30,10 @@ Structure = Callable[["Interpreter", compat.JaxprEqn, list[Value]], list[Value]]
 
 
 class Settings:
-    """A policy made ready for the interpreter, with the inner jaxprs that it has rewritten already.
+    """A plan made ready for the interpreter, with the inner jaxprs that it has rewritten already.
 
     Attributes:
+        plan: the policy, resolved for the program.
         base: dtype of the compute list outside overrides, or None where the policy mixes none.
         structures: name of a primitive that holds programs -> what rebuilds it; see `control_flow`.
         rules: primitive name -> rule.
@@ -41,11 +42,11 @@ class Settings:
         cache: inner jaxpr -> its rewritten forms.
     """
 
-    def __init__(self, policy: Policy, structures: Mapping[str, Structure], *, strict: bool = False) -> None:
-        self.policy = policy
+    def __init__(self, plan: Plan, structures: Mapping[str, Structure], *, strict: bool = False) -> None:
+        self.plan = plan
         self.structures = structures
-        self.base = np.dtype(policy.compute) if mixes(policy) else None
-        self.rules: Mapping[str, Rule] = rules_for(policy.op_rules)
+        self.base = np.dtype(plan.compute) if plan.root.mixes else None
+        self.rules: Mapping[str, Rule] = rules_for(plan.op_rules)
         self.logarithms = frozenset(name for name in LOGARITHMS if self.rules[name] == "float32")
         self.strict = strict
         self.cache: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -58,21 +59,16 @@ def value_of(array: Any, aval: Any, traits: Traits = NO_TRAITS) -> Value:
     return Value(array, getattr(aval, "dtype", None), traits)
 
 
-def mixes(policy: Policy) -> bool:
-    """Whether the policy computes in 16 bits under wider parameters, outside its overrides."""
-    return policy.compute in ("float16", "bfloat16") and policy.param != policy.compute
-
-
-def interprets(policy: Policy) -> bool:
-    """Whether the policy takes the interpreter: mode "autocast", and some operation in another dtype than declared."""
-    return policy.mode != "cast" and (mixes(policy) or bool(policy.overrides))
+def interprets(plan: Plan) -> bool:
+    """Whether a plan takes the interpreter: mode "autocast", and some operation in another dtype than declared."""
+    return not plan.cast and (plan.root.mixes or bool(plan.overridden))
 
 
 class Interpreter:
     """One walk over a program.
 
     Args:
-        settings: the policy.
+        settings: the plan.
         modules: paths of the model's modules; None for a plain function, whose every scope is a path segment.
         recorder: hears of every operation, or None.
         scopes: names of the scopes around the program.
@@ -104,7 +100,7 @@ class Interpreter:
     @property
     def key(self) -> Any:
         """What a rewritten inner jaxpr depends on beside its arguments."""
-        place = (self.scopes, self.modules) if self.settings.policy.overrides else ()
+        place = (self.scopes, self.modules) if self.settings.plan.overridden else ()
         return (*place, self.default, self.wanted)
 
     def run(
@@ -221,13 +217,13 @@ class Interpreter:
 
     def _dtype(self, operands: list[Value], scopes: tuple[str, ...]) -> tuple[Any, str]:
         """The dtype of the compute list at a place, and the override that gave it ("" where none did)."""
-        policy = self.settings.policy
-        if policy.overrides:
+        plan = self.settings.plan
+        if plan.overridden:
             owners = (v.traits.owner for v in operands if v.traits.owner is not None)
             for path in (self.path(scopes), *owners):
-                dtype = policy.dtype_at(path)
-                if dtype is not None:
-                    return np.dtype(dtype), "override"
+                named = plan.at(path).named
+                if named is not None:
+                    return np.dtype(named), "override"
         return self.settings.base, ""
 
     def _operate(

@@ -14,6 +14,7 @@ from flax import linen, nnx
 
 import polyamp
 from polyamp.errors import PolicyError
+from polyamp.rules import overrides
 
 MIXED = polyamp.Policy("mixed_float16")
 X = jnp.ones((2, 4))
@@ -212,3 +213,27 @@ def test_naming_modules_makes_no_class_twice() -> None:
     before = len(eqx.nn.Linear.__subclasses__())
     run(X)
     assert len(eqx.nn.Linear.__subclasses__()) == before, "JAX keeps every registered class for ever"
+
+
+@pytest.mark.parametrize("mode", ["autocast", "cast"])
+def test_s05_a_step_matches_no_glob(
+    make: Any, recipe: Any, batch: Any, loss_fn: Any, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make()
+    own = recipe(polyamp.Policy("mixed_float16", mode=mode, overrides={made.layers[1]: "float32"}))
+    state, step = polyamp.init(made.model, own, **made.options), polyamp.train_step(loss_fn, own)
+
+    def matched(*_: Any) -> bool:
+        raise AssertionError("the plan of init says where overrides apply")
+
+    monkeypatch.setattr(overrides, "covers", matched)
+    _, result = step(state, batch())
+    assert not bool(result.skipped)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "equinox"])
+def test_s05_modules_without_parameters_can_be_named(make_kind: Any, kind: str) -> None:
+    model = make_kind(kind, dropout=True).model
+    policy(dropout="float32").autocast(model)
+    with pytest.raises(PolicyError, match=r"'dropuot' matches no module path. Nearest: 'dropout'"):
+        policy(dropuot="float32").autocast(model)
