@@ -63,7 +63,7 @@ def check_all_match(overrides: Mapping[str, str], paths: Iterable[str]) -> None:
     known = sorted(set(paths))
     for glob in overrides:
         if not any(covers(glob, path) for path in known):
-            close = nearest(glob, known) or known[:5]
+            close = nearest(glob, known) or [path for path in known if path][:5]
             raise PolicyError(
                 f"overrides: the glob {glob!r} matches no module path. Nearest: {', '.join(map(repr, close))}. "
                 "Paths are separated by '/', and '*' stays inside one segment."
