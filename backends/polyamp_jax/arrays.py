@@ -113,6 +113,13 @@ def fresh(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
+def chosen(finite: Any | None, new: Any, old: Any) -> Any:
+    """`new` where `finite`, else `old`, bit for bit (S12); `new` where nothing is checked."""
+    if finite is None or new is old:
+        return new
+    return jax.tree.map(lambda a, b: a if is_key(b) else jnp.where(finite, a, b), new, old)
+
+
 def made_first(tree: Any) -> Any:
     """A pytree as arrays of their own, that what comes after takes as they are: XLA fuses nothing across."""
     return jax.lax.optimization_barrier(tree)  # type: ignore[no-untyped-call]  # JAX does not annotate it

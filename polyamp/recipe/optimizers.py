@@ -8,6 +8,7 @@ results the conformance suite holds to it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import msgspec
@@ -17,6 +18,11 @@ from polyamp.errors import RecipeError
 from polyamp.schedules import Schedule, is_schedule
 
 Slots = dict[str, Any]
+Keep = Callable[[Slots], Slots]
+
+
+def _all(slots: Slots) -> Slots:
+    return slots
 
 
 class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
@@ -60,7 +66,7 @@ class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
         return {}
 
     def update(
-        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any
+        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any, *, keep: Keep = _all
     ) -> tuple[Any, Slots]:
         """One update of one parameter.
 
@@ -72,6 +78,8 @@ class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
             rate: learning rate, float32 scalar.
             count: number of this update of this parameter (S23), starting at 1, as a float32 scalar; or the
                 `corrections` made from it.
+            keep: what becomes of new slots before the parameter is made of them. A compiler that skips a step by
+                choosing among old and new chooses here, so that no old slot is read after the new one.
 
         Returns:
             The new parameter and the new slots.
@@ -101,15 +109,15 @@ class SGD(_Spec, frozen=True, tag="sgd"):
         return ("momentum",) if self.momentum else ()
 
     def update(
-        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any
+        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any, *, keep: Keep = _all
     ) -> tuple[Any, Slots]:
         if self.weight_decay:
             grad = grad + self.weight_decay * param
         if not self.momentum:
             return param - rate * grad, {}
-        momentum = self.momentum * slots["momentum"] + grad
-        step = grad + self.momentum * momentum if self.nesterov else momentum
-        return param - rate * step, {"momentum": momentum}
+        new = keep({"momentum": self.momentum * slots["momentum"] + grad})
+        step = grad + self.momentum * new["momentum"] if self.nesterov else new["momentum"]
+        return param - rate * step, new
 
 
 class _AdamFormula(_Spec, frozen=True):
@@ -131,7 +139,7 @@ class _AdamFormula(_Spec, frozen=True):
         return {"root": root, "rate": rate / _one_minus_power(beta1, count, xp)}
 
     def update(
-        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any
+        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any, *, keep: Keep = _all
     ) -> tuple[Any, Slots]:
         beta1, beta2 = self.betas
         if self.weight_decay and self._decoupled:
@@ -140,10 +148,11 @@ class _AdamFormula(_Spec, frozen=True):
             grad = grad + self.weight_decay * param
         mean = beta1 * slots["exp_avg"] + (1.0 - beta1) * grad
         square = beta2 * slots["exp_avg_sq"] + (1.0 - beta2) * (grad * grad)
+        new = keep({"exp_avg": mean, "exp_avg_sq": square})
         corrected = count if isinstance(count, dict) else self.corrections(xp, rate, count)
-        root = xp.sqrt(square) / corrected["root"] + self.eps
-        param = param - corrected["rate"] * (mean / root)
-        return param, {"exp_avg": mean, "exp_avg_sq": square}
+        root = xp.sqrt(new["exp_avg_sq"]) / corrected["root"] + self.eps
+        param = param - corrected["rate"] * (new["exp_avg"] / root)
+        return param, new
 
 
 class Adam(_AdamFormula, frozen=True, tag="adam"):
@@ -186,18 +195,21 @@ class RMSprop(_Spec, frozen=True, tag="rmsprop"):
         return ("square_avg", *(("grad_avg",) if self.centered else ()), *(("momentum",) if self.momentum else ()))
 
     def update(
-        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any
+        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any, *, keep: Keep = _all
     ) -> tuple[Any, Slots]:
         if self.weight_decay:
             grad = grad + self.weight_decay * param
         new: Slots = {"square_avg": self.alpha * slots["square_avg"] + (1.0 - self.alpha) * (grad * grad)}
-        variance = new["square_avg"]
         if self.centered:
             new["grad_avg"] = self.alpha * slots["grad_avg"] + (1.0 - self.alpha) * grad
+        new = keep(new)
+        variance = new["square_avg"]
+        if self.centered:
             variance = variance - new["grad_avg"] * new["grad_avg"]
         step = grad / (xp.sqrt(variance) + self.eps)
         if self.momentum:
-            new["momentum"] = step = self.momentum * slots["momentum"] + step
+            new |= keep({"momentum": self.momentum * slots["momentum"] + step})
+            step = new["momentum"]
         return param - rate * step, new
 
 
@@ -225,13 +237,13 @@ class Adagrad(_Spec, frozen=True, tag="adagrad"):
         return {"rate": rate / (1.0 + (count - 1.0) * self.lr_decay)}
 
     def update(
-        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any
+        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any, *, keep: Keep = _all
     ) -> tuple[Any, Slots]:
         if self.weight_decay:
             grad = grad + self.weight_decay * param
-        total = slots["sum"] + grad * grad
+        new = keep({"sum": slots["sum"] + grad * grad})
         rate = (count if isinstance(count, dict) else self.corrections(xp, rate, count))["rate"]
-        return param - rate * (grad / (xp.sqrt(total) + self.eps)), {"sum": total}
+        return param - rate * (grad / (xp.sqrt(new["sum"]) + self.eps)), new
 
 
 class Lion(_Spec, frozen=True, tag="lion"):
@@ -250,13 +262,13 @@ class Lion(_Spec, frozen=True, tag="lion"):
         return ("exp_avg",)
 
     def update(
-        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any
+        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any, *, keep: Keep = _all
     ) -> tuple[Any, Slots]:
         beta1, beta2 = self.betas
         direction = xp.sign(beta1 * slots["exp_avg"] + (1.0 - beta1) * grad)
         if self.weight_decay:
             param = param * (1.0 - rate * self.weight_decay)
-        return param - rate * direction, {"exp_avg": beta2 * slots["exp_avg"] + (1.0 - beta2) * grad}
+        return param - rate * direction, keep({"exp_avg": beta2 * slots["exp_avg"] + (1.0 - beta2) * grad})
 
 
 OptimizerSpec = SGD | Adam | AdamW | RMSprop | Adagrad | Lion

@@ -19,11 +19,11 @@ import optax
 
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.optimizers import SGD, SPECS, Adagrad, Adam, AdamW, Lion, OptimizerSpec, RMSprop, is_spec
-from polyamp_jax.arrays import XP, made_first
+from polyamp_jax.arrays import XP, chosen, conform, made_first
 
 
 def transformation(optimizer: Any) -> Any:
-    """The `optax.GradientTransformation` of a spec, or a native one as it is.
+    """The `optax.GradientTransformation` of a spec, or what runs its own formula; a native one as it is.
 
     Raises:
         UnsupportedError: neither.
@@ -83,8 +83,10 @@ class FormulaState(NamedTuple):
     slots: dict[str, Any]
 
 
-def updated(optimizer: Any, grads: Any, opt_state: Any, params: Any, *, even: bool = False) -> tuple[Any, Any]:
-    """One update: the new parameters and the optimizer's new state.
+def updated(
+    optimizer: Any, grads: Any, opt_state: Any, params: Any, *, even: bool = False, finite: Any | None = None
+) -> tuple[Any, Any]:
+    """One update: the new parameters and the optimizer's new state, or the old ones where the update is skipped.
 
     A parameter without a gradient, and what the optimizer keeps for it, stay as they are (S23): of a native
     transformation what lies in its state under the parameter's own path. Such a transformation hears of a gradient of
@@ -96,6 +98,10 @@ def updated(optimizer: Any, grads: Any, opt_state: Any, params: Any, *, even: bo
         opt_state: its state.
         params: the parameters, in their own dtypes.
         even: known beforehand: no parameter that has a gradient has missed an update. Then all share one number.
+        finite: whether the update is applied, boolean scalar; None: it is (S12).
+
+    Raises:
+        ModelError: a native transformation changes the structure of its state.
     """
     wide = widened(params)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -103,10 +109,12 @@ def updated(optimizer: Any, grads: Any, opt_state: Any, params: Any, *, even: bo
     whole = jax.tree.map(lambda w, g: jnp.zeros_like(w) if g is None else g, wide, grads)
     run: Any = transformation(optimizer)
     if isinstance(run, _Formula):
-        updates, new_state = run.update(whole, opt_state, wide, given=given, even=even)
+        made, new_state = run.updated(whole, opt_state, wide, given=given, even=even, finite=finite)
     else:
         updates, new_state = run.update(whole, opt_state, wide)
-    new = jax.tree.map(lambda old, w, u: (w + u).astype(old.dtype), params, wide, updates)
+        new_state = chosen(finite, conform(new_state, opt_state, what="the optimizer's state"), opt_state)
+        made = jax.tree.map(lambda w, u: w + u, wide, updates)
+    new = chosen(finite, jax.tree.map(lambda old, w: w.astype(old.dtype), params, made), params)
     if all(given):
         return new, new_state
     idle = {path for path, has in zip(paths, given, strict=True) if not has}
@@ -138,14 +146,11 @@ def _kept(idle: Collection[Any], paths: Sequence[Any], new: Any, old: Any) -> An
         owner = next((path[n:] for n in range(len(path) + 1) if path[n:] in known), None)
         return before if owner in idle else after
 
-    structure: Any = jax.tree.structure(new)
-    if structure != jax.tree.structure(old):
-        return new  # `step` refuses it
     return jax.tree_util.tree_map_with_path(one, new, old)
 
 
 class _Formula(NamedTuple):
-    """A spec's own formula as a gradient transformation."""
+    """A spec's own formula, in the place of a gradient transformation."""
 
     spec: OptimizerSpec
 
@@ -158,25 +163,43 @@ class _Formula(NamedTuple):
         missed = jnp.zeros(len(jax.tree.leaves(params)), jnp.int32)
         return FormulaState(jnp.zeros([], jnp.int32), missed, slots)
 
-    def update(
-        self, grads: Any, state: FormulaState, params: Any, *, given: Sequence[bool] = (), even: bool = False
+    def updated(
+        self,
+        grads: Any,
+        state: FormulaState,
+        params: Any,
+        *,
+        given: Sequence[bool],
+        even: bool,
+        finite: Any | None,
     ) -> tuple[Any, FormulaState]:
+        """The new parameters, which are still to be chosen where `finite`, and the chosen state.
+
+        A parameter is made of the slots that were chosen: of those that the formula makes, the old slot would be read
+        once more after the new one has its place, and XLA would copy all of them first.
+        """
         spec = self.spec
         rate = spec.rate(state.count, XP)
         numbers = self._numbers(state, rate, even=even)
-        updates: list[Any] = []
+        made: list[Any] = []
         slots: dict[str, list[Any]] = {slot: [] for slot in spec.slots}
         columns = [jax.tree.leaves(state.slots[slot]) for slot in spec.slots]
         leaves = zip(jax.tree.leaves(params), jax.tree.leaves(grads), numbers, *columns, strict=True)
         for param, grad, number, *row in leaves:
-            new, own = spec.update(XP, param, grad, dict(zip(spec.slots, row, strict=True)), rate, number)
-            updates.append(new - param)
+            old = dict(zip(spec.slots, row, strict=True))
+            keep = functools.partial(_chosen_slots, finite, old)
+            new, own = spec.update(XP, param, grad, old, rate, number, keep=keep)
+            made.append(new)
             for slot in spec.slots:
                 slots[slot].append(own[slot])
         structure = jax.tree.structure(params)
-        missed = state.missed if all(given) else state.missed + np.logical_not(given).astype(np.int32)
-        return jax.tree.unflatten(structure, updates), FormulaState(
-            state.count + 1, missed, {slot: jax.tree.unflatten(structure, own) for slot, own in slots.items()}
+        missed = state.missed
+        if not all(given):
+            missed = chosen(finite, missed + np.logical_not(given).astype(np.int32), missed)
+        return jax.tree.unflatten(structure, made), FormulaState(
+            chosen(finite, state.count + 1, state.count),
+            missed,
+            {slot: jax.tree.unflatten(structure, own) for slot, own in slots.items()},
         )
 
     def _numbers(self, state: FormulaState, rate: Any, *, even: bool) -> list[Any]:
@@ -192,3 +215,7 @@ class _Formula(NamedTuple):
         # made before they are taken apart, or each tensor's loop would make its own again
         columns = made_first(columns)
         return [{name: column[n] for name, column in columns.items()} for n in range(size)]
+
+
+def _chosen_slots(finite: Any | None, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    return {slot: chosen(finite, array, old[slot]) for slot, array in new.items()}
