@@ -23,15 +23,30 @@ COMPUTE: Final = """
 """
 """Run in the policy's compute dtype: where the time goes, and what matrix units are for."""
 
-FLOAT32: Final = """
-    acos asin bessel_i0e bessel_i1e cbrt cosh cumlogsumexp cumprod cumsum digamma erf_inv exp exp2 expm1 igamma
-    igamma_grad_a igammac integer_pow lgamma log log1p polygamma pow random_gamma reciprocal reduce_prod reduce_sum
-    reduce_window_sum regularized_incomplete_beta rsqrt scatter_add scatter_mul scatter_sub sinh square tan zeta
-
-    cholesky cholesky_update eig eigh eigh_jacobi fft geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd
-    symmetric_product triangular_solve tridiagonal tridiagonal_solve
-"""
-"""Run in float32 (S4): they overflow or lose digits in 16 bits. Then linear algebra and FFT."""
+SENSITIVE: Final[Mapping[str, str]] = {
+    "exponentials": "cosh exp exp2 expm1 sinh",
+    "logarithms": "log log1p",
+    "powers": "cbrt integer_pow pow reciprocal rsqrt square",
+    "sums": "reduce_prod reduce_sum reduce_window_sum scatter_add scatter_mul scatter_sub",
+    "cumulative sums": "cumprod cumsum",
+    "softmax": "cumlogsumexp",
+    "normalisation": "",
+    "losses": "",
+    "linear algebra": """
+        cholesky cholesky_update eig eigh eigh_jacobi geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd
+        symmetric_product triangular_solve tridiagonal tridiagonal_solve
+    """,
+    "FFT": "fft",
+    "special functions": """
+        bessel_i0e bessel_i1e digamma erf_inv igamma igamma_grad_a igammac lgamma polygamma random_gamma
+        regularized_incomplete_beta zeta
+    """,
+    "trigonometry next to a pole": "acos asin tan",
+}
+"""Family -> what runs in float32 (S4): it overflows or loses digits in 16 bits. The families are those of
+`polyamp.rules.sensitive`, then JAX's own. A softmax, a normalisation and a loss are programs of exponentials, powers
+and sums here, and have the rules of these. Functions of `jnp.linalg` are programs too, and run in float32 whole: see
+`compat.linear_algebra`."""
 
 PROMOTE: Final = """
     add add_any atan2 clamp concatenate div dynamic_update_slice eq eq_to ge gt le le_to lt lt_to max min mul ne
@@ -90,7 +105,7 @@ STRUCTURE: Final = """
 def _table() -> dict[str, Rule]:
     lists: dict[Rule, str] = {
         "compute": COMPUTE,
-        "float32": FLOAT32,
+        "float32": " ".join(SENSITIVE.values()),
         "promote": PROMOTE,
         "follow": FOLLOW + MOVE,
         "opaque": OPAQUE,

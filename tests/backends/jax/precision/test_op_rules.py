@@ -24,13 +24,15 @@ from jax import lax, nn
 from jax.extend.core import Primitive
 
 import polyamp
+from polyamp.rules.sensitive import FAMILIES
 from polyamp_jax import compat
 from polyamp_jax.precision import op_list
 from polyamp_jax.precision.interpreter import control_flow
 
 DOCUMENT: Final = (Path(__file__).parents[4] / "docs" / "guides" / "jax_autocast.md").read_text(encoding="utf-8")
 NAMES: Final = ("COMPUTE", "FLOAT32", "PROMOTE", "FOLLOW", "MOVE", "OPAQUE", "STRUCTURE")
-LISTED: Final = {name: getattr(op_list, name).split() for name in NAMES}
+TEXTS: Final = {**vars(op_list), "FLOAT32": " ".join(op_list.SENSITIVE.values())}
+LISTED: Final = {name: TEXTS[name].split() for name in NAMES}
 
 ALL: Final = [name for names in LISTED.values() for name in names]
 
@@ -75,6 +77,12 @@ def test_every_public_primitive_has_a_rule() -> None:
 def test_every_structure_has_a_rule_of_its_own() -> None:
     assert set(control_flow.RULES) | {"convert_element_type"} == op_list.STRUCTURES
     assert op_list.STRUCTURES.isdisjoint(op_list.RULES)
+
+
+def test_s04_the_list_is_keyed_by_the_families_of_sensitive_operations() -> None:
+    assert FAMILIES.keys() - op_list.SENSITIVE.keys() == set()
+    empty = {family for family, names in op_list.SENSITIVE.items() if not names.split()}
+    assert empty == {"normalisation", "losses"}, "programs of other families' operations"
 
 
 def test_sensitive_and_shifting_operations_are_listed_as_such() -> None:
