@@ -6,6 +6,7 @@ tensors of a functional model, by the name of theirs. Called by `layer_choice`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -37,15 +38,16 @@ SENSITIVE: Final[Mapping[str, Family]] = {
     "exponentials": Family("", "exponential exp exp2 expm1 sinh cosh softplus", "Exp Exp2 Expm1 Sinh Cosh Softplus"),
     "logarithms": Family(
         "",
-        "log log1p log2 log10 logaddexp logaddexp2 log_sigmoid erfinv",
+        "log log1p log2 log10 logaddexp logaddexp2 log_sigmoid erfinv ndtri xlogy xlog1py",
         "Log Log1p Log2 Log10 Logaddexp Logaddexp2 LogSigmoid Erfinv",
     ),
-    "powers": Family("", "pow power rsqrt reciprocal", "Power Rsqrt Reciprocal"),
+    "powers": Family("", "pow power rsqrt reciprocal reciprocal_no_nan", "Power Rsqrt Reciprocal"),
     "sums": Family(
         "GlobalAveragePooling1D GlobalAveragePooling2D GlobalAveragePooling3D "
         "AdaptiveAveragePooling1D AdaptiveAveragePooling2D AdaptiveAveragePooling3D",
         "sum mean var std prod trace reduce_sum reduce_mean reduce_prod reduce_variance reduce_std moments "
-        "segment_sum segment_prod segment_mean unsorted_segment_sum unsorted_segment_mean unsorted_segment_prod",
+        "weighted_moments segment_sum segment_prod segment_mean "
+        "unsorted_segment_sum unsorted_segment_mean unsorted_segment_prod",
         "Sum Nansum Mean Nanmean Average Var Nanvar Std Nanstd Prod Nanprod Trace Trapezoid Moments SegmentSum "
         "SegmentProd AdaptiveAveragePool Correlate",
     ),
@@ -58,25 +60,32 @@ SENSITIVE: Final[Mapping[str, Family]] = {
     "normalisation": Family(
         "BatchNormalization LayerNormalization GroupNormalization RMSNormalization UnitNormalization "
         "SpectralNormalization",
-        "layer_normalization rms_normalization batch_normalization normalize norm",
+        "layer_normalization rms_normalization batch_normalization normalize norm l2_normalize lrn global_norm "
+        "reduce_euclidean_norm",
         "BatchNorm LayerNorm RMSNorm Normalize",
     ),
     "losses": Family(
         "ActivityRegularization",
         "binary_crossentropy categorical_crossentropy sparse_categorical_crossentropy ctc_loss mean_squared_error "
         "mean_absolute_error mean_absolute_percentage_error mean_squared_logarithmic_error huber kl_divergence "
-        "log_cosh poisson hinge squared_hinge categorical_hinge cosine_similarity",
+        "log_cosh poisson hinge squared_hinge categorical_hinge cosine_similarity binary_focal_crossentropy "
+        "categorical_focal_crossentropy categorical_generalized_cross_entropy circle ctc dice tversky l2_loss "
+        "log_poisson_loss sigmoid_cross_entropy_with_logits softmax_cross_entropy_with_logits "
+        "sparse_softmax_cross_entropy_with_logits weighted_cross_entropy_with_logits",
         "BinaryCrossentropy CategoricalCrossentropy SparseCategoricalCrossentropy CTCLoss",
     ),
     "linear algebra": Family(  # of operations, those that `keras.ops.linalg` does not hold
         "",
         "cholesky cholesky_inverse det eig eigh inv logdet lstsq lu_factor matrix_rank pinv qr slogdet solve "
-        "solve_triangular svd",
+        "solve_triangular svd banded_triangular_solve cholesky_solve eigvals log_matrix_determinant lu "
+        "matrix_determinant matrix_exponential matrix_inverse matrix_logarithm matrix_solve matrix_solve_ls "
+        "matrix_square_root matrix_triangular_solve self_adjoint_eig self_adjoint_eigvals",
         "CDist Corrcoef Logdet Slogdet",
     ),
     "FFT": Family(
         "",
-        "fft fft2 fft3 ifft ifft2 ifft3 rfft rfft2 irfft irfft2 stft istft inverse_stft",
+        "fft fft2 fft2d fft3d fftn ifft ifft2 ifft2d ifft3d ifftn rfft rfftn irfft irfftn stft istft inverse_stft dct "
+        "idct mdct inverse_mdct",
         "FFT FFT2 IFFT2 RFFT IRFFT STFT ISTFT",
     ),
     "preparation of data": Family("Masking", "", ""),  # 1001 and 1000 are one number in bfloat16
@@ -151,4 +160,7 @@ def is_dense(layer: Any) -> bool:
 
 
 def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
+    """A function's name, or that of an object's class, as users write it: `tf.nn.softmax` calls itself "softmax_v2" and
+    `tf.signal.rfft` "_rfft"."""
+    name = str(getattr(function, "__name__", type(function).__name__))
+    return re.sub(r"_v\d+$", "", name.lstrip("_"))

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from polyamp import Policy
+from polyamp.errors import PolicyError
 from polyamp.rules.sensitive import FAMILIES
 from polyamp_tensorflow import apply_policy
 from polyamp_tensorflow.precision import op_list
@@ -37,9 +38,10 @@ FUNCTIONS: Final[dict[str, tuple[Callable[[Any], Any], ...]]] = {
     "powers": (tf.math.rsqrt,),
     "sums": (tf.reduce_mean, tf.math.reduce_std),
     "cumulative sums": (tf.math.cumulative_logsumexp,),
-    "softmax": (ops.logsumexp,),
-    "normalisation": (ops.normalize,),
-    "linear algebra": (tf.linalg.inv, ops.det, tf.linalg.svd),
+    "softmax": (ops.logsumexp, tf.nn.softmax, tf.nn.log_softmax),
+    "normalisation": (ops.normalize, tf.math.l2_normalize, tf.norm),
+    "losses": (tf.nn.l2_loss,),
+    "linear algebra": (tf.linalg.inv, ops.det, tf.linalg.svd, tf.linalg.slogdet),
     "FFT": (tf.signal.rfft,),
 }
 
@@ -48,7 +50,7 @@ def _agrees_with_float32(model: Any) -> bool:
     """Under a mixed policy, on numbers that 16 bits hold."""
     narrow = tf.cast(X, tf.bfloat16)
     want = keras.tree.flatten(model(tf.cast(narrow, tf.float32)))
-    with apply_policy(model, Policy("mixed_bfloat16")):
+    with apply_policy(model, Policy("mixed_bfloat16"), heads=False):
         got = keras.tree.flatten(model(narrow))
     return all(np.array_equal(one, other) for one, other in zip(got, want, strict=True))
 
@@ -84,3 +86,14 @@ def test_the_operations_of_the_list_are_kerass() -> None:
     assert (
         op_list.names(" ".join(f.operations for f in op_list.SENSITIVE.values())) - set(every(keras.Operation)) == set()
     )
+
+
+def test_s04_tensorflows_softmax_is_one_as_an_activation_too() -> None:
+    """It calls itself "softmax_v2"."""
+    named = [keras.layers.Dense(4, activation=tf.nn.softmax, name=name) for name in ("inside", "last")]
+    model = keras.Sequential([keras.Input((4,)), named[0], keras.layers.Dense(4, name="between"), named[1]])
+    with apply_policy(model, Policy("mixed_bfloat16"), heads=False) as applied:
+        dtypes = [applied.choices[path] for path in ("inside", "between", "last")]
+    assert dtypes == [("float32", "sensitive"), ("bfloat16", "compute"), ("float32", "sensitive")]
+    with pytest.raises(PolicyError, match="'last' gives probabilities"):
+        apply_policy(model, Policy("mixed_bfloat16", overrides={"last": "bfloat16"}))
