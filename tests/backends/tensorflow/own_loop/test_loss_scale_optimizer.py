@@ -266,7 +266,7 @@ def test_s17_a_stuck_scale_names_the_parameters() -> None:
     step(*batch(0), tf.constant(1.0))
     for _ in range(4):
         spoil()
-    with pytest.raises(LossScaleStuckError, match="5 steps in a row .*not finite") as error:
+    with pytest.raises(LossScaleStuckError, match="5 steps in a row") as error:
         spoil()
     said = stuck.sentence(5, scaler, [head.kernel.path], where="the model or the loss")
     assert str(error.value) == said, "the sentence of every way in (S17)"
