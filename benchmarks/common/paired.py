@@ -24,7 +24,6 @@ Step = Callable[[], Any]
 """Runs one training step and waits for its end; it may return the step's loss."""
 
 _STARTED = time.perf_counter()
-_FOLDER = Path(__file__).resolve().parents[1]
 
 
 class Row(NamedTuple):
@@ -167,10 +166,16 @@ def finish(
         results.write(
             path,
             Results(
-                script=Path(script).resolve().relative_to(_FOLDER).as_posix(),
+                script=_name(Path(script).resolve()),
                 environment=environment,
                 settings=settings._asdict(),
                 entries=list(entries),
                 seconds=seconds,
             ),
         )
+
+
+def _name(script: Path) -> str:
+    """A script's path below `benchmarks`, of this checkout or another: "torch/step.py", "import_time.py"."""
+    folders = script.parts[:-1]
+    return script.name if folders[-1] == "benchmarks" else f"{folders[-1]}/{script.name}"
