@@ -1,0 +1,187 @@
+"""`MLXBackend`: the contract of `polyamp.contract.backend`, a few lines a method; the rooms beside it do the work."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import msgspec
+import numpy as np
+
+from polyamp.arrays import ArrayNamespace
+from polyamp.contract.backend import BackendInfo, LossFunctions, ValueAndGrad
+from polyamp.contract.harness import Harness
+from polyamp.errors import GradientError, ModelError, UnsupportedError
+from polyamp.recipe.policy import Policy
+from polyamp.recipe.recipe import Recipe
+from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
+from polyamp.rules import decide, refusals
+from polyamp.rules.decide import Skip
+from polyamp.rules.scale import LossScaleState
+from polyamp.rules.stuck import Watch
+from polyamp.trees import map_tree
+from polyamp_mlx.arrays import XP, Array, cast_tree, computed, dtype_name, fresh, is_floating, to_numpy
+from polyamp_mlx.harness import MLXHarness
+from polyamp_mlx.losses import MLXLosses
+from polyamp_mlx.precision.autocast import region
+from polyamp_mlx.precision.bound import Bound, arrays_of, module_paths, with_arrays
+from polyamp_mlx.step.differentiate import differentiated, entered, unscaled
+from polyamp_mlx.step.state import MLXState
+from polyamp_mlx.step.step import step
+from polyamp_mlx.step.update import MLXVerbs
+
+
+class MLXBackend:
+    """`Backend` over MLX."""
+
+    name = "mlx"
+
+    @property
+    def xp(self) -> ArrayNamespace:
+        return XP
+
+    @property
+    def losses(self) -> LossFunctions:
+        return MLXLosses()
+
+    def info(self) -> BackendInfo:
+        return BackendInfo("mlx", version("mlx"), (str(mx.default_device().type).rpartition(".")[2],))
+
+    def scalar(self, value: float, dtype: str, *, like: Any = None) -> Any:
+        return mx.array(value, dtype=getattr(mx, dtype))
+
+    def to_numpy(self, array: Any) -> Array:
+        return to_numpy(array)
+
+    def is_concrete(self, array: Any) -> bool:
+        return True
+
+    def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
+        return cast_tree(tree, dtype, float64=float64)
+
+    def native_policy(self, policy: Policy) -> contextlib.AbstractContextManager[None]:
+        return region(policy.plan().root)
+
+    def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
+        if not isinstance(target, nn.Module):
+            return functools.wraps(target, updated=())(Bound(target, policy.plan()))
+        plan = policy.plan(module_paths(target))
+        trainable, others = arrays_of(target)
+        return Bound(with_arrays(target, {**trainable, **others}, plan), plan)
+
+    def scale_loss(self, loss: Any, scale: Any | None) -> Any:
+        refusals.check_loss(loss.shape, dtype_name(loss), what="scale()")
+        wide = loss.astype(mx.float32)
+        return wide if scale is None else wide * scale
+
+    def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
+        flags: list[mx.array] = []
+
+        def one(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            if not is_floating(leaf):
+                raise GradientError(f"gradients must be floating arrays. Received: {leaf!r}.")
+            wide = leaf.astype(mx.float32)
+            result = wide if scale is None else wide / scale
+            flags.append(mx.all(mx.isfinite(result)))
+            return result
+
+        unscaled_ = map_tree(one, grads)
+        if not flags:
+            raise GradientError("unscale() got no gradients.")
+        return unscaled_, mx.all(mx.stack(flags))
+
+    def regularization(self, model: Any) -> Any:
+        return mx.array(0.0)
+
+    def init(self, model: Any, recipe: Recipe, **options: Any) -> MLXState:
+        refusals.check_options(options, ("seed",), function="init", backend=self.name)
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"the mlx backend trains mlx.nn.Module. Received: {type(model).__name__}.")
+        if not hasattr(recipe.optimizer, "slots"):
+            raise UnsupportedError("the mlx backend trains with polyamp's optimizers; use one of polyamp's specs.")
+        parameters, running = (computed({path: fresh(a) for path, a in part.items()}) for part in arrays_of(model))
+        refusals.check_parameters([(path, dtype_name(value)) for path, value in parameters.items()], recipe)
+        spec = recipe.optimizer
+        slots = {
+            path: {slot: mx.full(value.shape, spec.initial(slot), mx.float32) for slot in spec.slots}
+            for path, value in parameters.items()
+        }
+        return MLXState(
+            backend=self,
+            recipe=recipe,
+            plan=recipe.policy.plan(module_paths(model)),
+            module=with_arrays(model, {}),
+            parameters=parameters,
+            running=running,
+            slots=computed(slots),
+            counts={path: mx.array(0) for path in parameters},
+            scale_state=recipe.loss_scaler.init(self.name),
+            step=mx.array(0),
+            seed=int(options.get("seed", 0)),
+            watch=Watch(),
+        )
+
+    def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
+        refusals.check_options(options, (), function="train_step", backend=self.name)
+        return functools.partial(step, loss_fn)
+
+    def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
+        refusals.check_options(options, (), function="value_and_grad", backend=self.name)
+
+        def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:
+            first = states[0]
+            param = first.recipe.policy.param
+            loss, aux, scaled = differentiated(loss_fn, states, entered(batch, param), next(first.draws))
+            grads = [unscaled(item, first) for item in scaled]
+            grads = [item._replace(values=cast_tree(item.values, param)) for item in grads]
+            computed((loss, aux, grads))
+            return (loss if aux is None else (loss, aux)), grads
+
+        return run
+
+    def apply_gradients(
+        self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip
+    ) -> tuple[list[Any], list[StepResult]]:
+        for state, item in zip(states, grads, strict=True):
+            refusals.check_gradients(
+                [(path, value.shape) for path, value in state.parameters.items()],
+                [(path, None if value is None else value.shape) for path, value in item.values.items()],
+            )
+        after, results = decide.update(states, grads, skip, MLXVerbs())
+        computed(([state.arrays for state in after], results))
+        return after, results
+
+    def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
+        return list(gradients.values.items())
+
+    def export_state(self, state: Any) -> dict[str, Array]:
+        arrays = {name: to_numpy(array) for name, array in state.arrays.items()}
+        return {**arrays, "rng/seed": np.asarray(state.seed, np.uint64)}
+
+    def import_state(self, state: Any, arrays: Mapping[str, Array]) -> MLXState:
+        def named(prefix: str, names: Mapping[str, Any]) -> dict[str, mx.array]:
+            return {name: mx.array(arrays[f"{prefix}/{name}"]) for name in names}
+
+        restored: MLXState = msgspec.structs.replace(
+            state,
+            parameters=named("model", state.parameters),
+            running=named("running", state.running),
+            slots={path: named(f"optimizer/{path}", group) for path, group in state.slots.items()},
+            counts={path: mx.array(arrays[f"optimizer/{path}/step"]) for path in state.counts},
+            scale_state=LossScaleState(**named("loss_scale", state.scale_state._asdict())),
+            step=mx.array(arrays["step"]),
+            seed=int(arrays["rng/seed"]),
+            draws=itertools.count(),
+        )
+        return restored
+
+    def testing(self) -> Harness:
+        return MLXHarness()

@@ -1,0 +1,89 @@
+"""`LossFunctions` for MLX: what `polyamp.losses` is composed of, in float32 whatever comes in (S4, S24)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from polyamp_mlx.arrays import to_device, to_numpy
+from polyamp_mlx.precision.autocast import region
+
+
+class MLXLosses:
+    """The formulas; arrays come as MLX's, labels and targets also as NumPy's."""
+
+    def in_float32(self) -> contextlib.AbstractContextManager[Any]:
+        return region(None)
+
+    def wide(self, values: Any, like: Any) -> Any:
+        return _wide(values)
+
+    def indices(self, labels: Any, like: Any) -> Any:
+        return to_device(labels).astype(mx.int32)
+
+    def on_host(self, labels: Any) -> Any:
+        return labels if isinstance(labels, np.ndarray) else to_numpy(labels)
+
+    def classes(self, logits: Any) -> int:
+        return int(logits.shape[-1])
+
+    def mean_squared_error(self, predictions: Any, targets: Any) -> Any:
+        return mx.square(_wide(predictions) - _wide(targets))
+
+    def softmax_cross_entropy(self, logits: Any, labels: Any, reduction: str) -> Any:
+        wide = _wide(logits)
+        rows = mx.logsumexp(wide, axis=-1) - self.pick(wide, labels)
+        return rows if reduction == "none" else rows.mean() if reduction == "mean" else rows.sum()
+
+    def sigmoid_cross_entropy(self, logits: Any, targets: Any) -> Any:
+        x = _wide(logits)
+        return mx.logaddexp(x, 0.0) - x * _wide(targets)
+
+    def huber(self, predictions: Any, targets: Any, delta: float) -> Any:
+        distance = mx.abs(_wide(predictions) - _wide(targets))
+        within = mx.minimum(distance, delta)
+        return 0.5 * within * within + delta * (distance - within)
+
+    def log_softmax(self, logits: Any) -> Any:
+        wide = _wide(logits)
+        return wide - mx.logsumexp(wide, axis=-1, keepdims=True)
+
+    def pick(self, values: Any, labels: Any) -> Any:
+        return mx.take_along_axis(values, labels[..., None], axis=-1).squeeze(-1)
+
+    def take(self, values: Any, labels: Any) -> Any:
+        return values[labels]
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        if not isinstance(x, mx.array) and not isinstance(y, mx.array):
+            return mx.where(condition, x, y).astype(mx.float32)
+        dtype = x.dtype if isinstance(x, mx.array) else y.dtype
+        x, y = (value if isinstance(value, mx.array) else mx.array(value, dtype=dtype) for value in (x, y))
+        return _chosen(*mx.broadcast_arrays(condition, x, y))
+
+    def sum(self, values: Any, axis: int | None = None) -> Any:
+        return mx.sum(_wide(values), axis=axis)
+
+    def mean(self, values: Any, axis: int | None = None) -> Any:
+        return mx.mean(_wide(values), axis=axis)
+
+
+def _select(condition: Any, x: Any, y: Any) -> Any:
+    """`mx.where`, whose own derivative multiplies by the mask: infinity behind a mask would become NaN."""
+    return mx.where(condition, x, y)
+
+
+def _select_vjp(primals: Any, cotangent: Any, _: Any) -> Any:
+    condition, zero = primals[0], mx.zeros_like(cotangent)
+    return mx.zeros_like(condition), mx.where(condition, cotangent, zero), mx.where(condition, zero, cotangent)
+
+
+_chosen: Any = mx.custom_function(_select)
+_chosen.vjp(_select_vjp)
+
+
+def _wide(values: Any) -> Any:
+    return (values if isinstance(values, mx.array) else mx.array(np.asarray(values))).astype(mx.float32)

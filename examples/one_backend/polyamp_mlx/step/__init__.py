@@ -1,0 +1,1 @@
+"""One training step: S6 to S14."""

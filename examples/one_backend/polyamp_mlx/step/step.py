@@ -1,0 +1,46 @@
+"""`train_step`: micro-batches, their mean, one update (S8). What a step makes is computed before it is handed out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+
+from polyamp.results import Gradients, LossFunction, StepResult
+from polyamp.rules import decide
+from polyamp.rules.batches import micro_batches
+from polyamp.trees import map_trees
+from polyamp_mlx.arrays import computed
+from polyamp_mlx.step.differentiate import differentiated, entered, unscaled
+from polyamp_mlx.step.state import MLXState
+from polyamp_mlx.step.update import MLXVerbs
+
+
+def step(loss_fn: LossFunction, state: MLXState, batch: Any) -> tuple[MLXState, StepResult]:
+    """One training step."""
+    recipe = state.recipe
+    parts = micro_batches(entered(batch, recipe.policy.param), recipe.accumulate_steps)
+    losses, auxes, total, now = [], [], dict[str, Any](), state
+    for draw, part in enumerate(parts):
+        loss, aux, (scaled,) = differentiated(loss_fn, [now], part, draw)
+        losses.append(loss)
+        auxes.append(aux)
+        total = {path: _sum(total.get(path), value) for path, value in scaled.values.items()}
+        now = msgspec.structs.replace(now, running=scaled.running)
+        computed((loss, total))  # frees this part's activations
+    mean = {path: None if value is None else value / len(parts) for path, value in total.items()}
+    grads = unscaled(Gradients(mean, now.running), state)
+    (state,), (result,) = decide.update([state], [grads], "all", MLXVerbs())
+    aux = auxes[0] if len(parts) == 1 or auxes[0] is None else map_trees(_stacked, auxes)
+    result = result._replace(loss=mx.mean(mx.stack(losses)), aux=aux)
+    computed((state.arrays, result))
+    return state, result
+
+
+def _sum(total: Any, value: Any) -> Any:
+    return value if total is None else total if value is None else total + value
+
+
+def _stacked(values: list[Any]) -> Any:
+    return mx.stack(values) if isinstance(values[0], mx.array) else values
