@@ -15,6 +15,11 @@ Array = np.ndarray[Any, Any]
 DTYPES: Final = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32, "float64": mx.float64}
 
 
+def device() -> str:
+    """The name of the device that MLX computes on: "cpu", or "gpu" on a Mac."""
+    return str(mx.default_device().type).rpartition(".")[2]
+
+
 def dtype_name(array: Any) -> str:
     """The canonical name of an array's dtype, such as "bfloat16"."""
     return str(array.dtype).removeprefix("mlx.core.")

@@ -17,7 +17,7 @@ import numpy as np
 from polyamp.arrays import ArrayNamespace
 from polyamp.contract.backend import BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
-from polyamp.errors import GradientError, ModelError, UnsupportedError
+from polyamp.errors import ModelError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
@@ -25,13 +25,14 @@ from polyamp.rules import decide, refusals
 from polyamp.rules.decide import Skip
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
-from polyamp.trees import map_tree
-from polyamp_mlx.arrays import XP, Array, cast_tree, computed, dtype_name, fresh, is_floating, to_numpy
+from polyamp_mlx.arrays import XP, Array, cast_tree, computed, device, dtype_name, fresh, to_numpy
 from polyamp_mlx.harness import MLXHarness
 from polyamp_mlx.losses import MLXLosses
 from polyamp_mlx.precision.autocast import region
 from polyamp_mlx.precision.bound import Bound, arrays_of, module_paths, with_arrays
-from polyamp_mlx.step.differentiate import differentiated, entered, unscaled
+from polyamp_mlx.step.differentiate import differentiated, entered
+from polyamp_mlx.step.measure import all_finite, divided, unscaled
+from polyamp_mlx.step.optimizers import slots
 from polyamp_mlx.step.state import MLXState
 from polyamp_mlx.step.step import step
 from polyamp_mlx.step.update import MLXVerbs
@@ -51,7 +52,7 @@ class MLXBackend:
         return MLXLosses()
 
     def info(self) -> BackendInfo:
-        return BackendInfo("mlx", version("mlx"), (str(mx.default_device().type).rpartition(".")[2],))
+        return BackendInfo("mlx", version("mlx"), (device(),))
 
     def scalar(self, value: float, dtype: str, *, like: Any = None) -> Any:
         return mx.array(value, dtype=getattr(mx, dtype))
@@ -81,22 +82,8 @@ class MLXBackend:
         return wide if scale is None else wide * scale
 
     def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
-        flags: list[mx.array] = []
-
-        def one(leaf: Any) -> Any:
-            if leaf is None:
-                return None
-            if not is_floating(leaf):
-                raise GradientError(f"gradients must be floating arrays. Received: {leaf!r}.")
-            wide = leaf.astype(mx.float32)
-            result = wide if scale is None else wide / scale
-            flags.append(mx.all(mx.isfinite(result)))
-            return result
-
-        unscaled_ = map_tree(one, grads)
-        if not flags:
-            raise GradientError("unscale() got no gradients.")
-        return unscaled_, mx.all(mx.stack(flags))
+        quotients = divided(grads, scale)
+        return quotients, all_finite(quotients)
 
     def regularization(self, model: Any) -> Any:
         return mx.array(0.0)
@@ -109,11 +96,6 @@ class MLXBackend:
             raise UnsupportedError("the mlx backend trains with polyamp's optimizers; use one of polyamp's specs.")
         parameters, running = (computed({path: fresh(a) for path, a in part.items()}) for part in arrays_of(model))
         refusals.check_parameters([(path, dtype_name(value)) for path, value in parameters.items()], recipe)
-        spec = recipe.optimizer
-        slots = {
-            path: {slot: mx.full(value.shape, spec.initial(slot), mx.float32) for slot in spec.slots}
-            for path, value in parameters.items()
-        }
         return MLXState(
             backend=self,
             recipe=recipe,
@@ -121,7 +103,7 @@ class MLXBackend:
             module=with_arrays(model, {}),
             parameters=parameters,
             running=running,
-            slots=computed(slots),
+            slots=computed(slots(recipe.optimizer, parameters)),
             counts={path: mx.array(0) for path in parameters},
             scale_state=recipe.loss_scaler.init(self.name),
             step=mx.array(0),
@@ -136,12 +118,14 @@ class MLXBackend:
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
         refusals.check_options(options, (), function="value_and_grad", backend=self.name)
 
+        def masters(grads: Gradients, state: MLXState) -> Gradients:
+            return grads._replace(values=cast_tree(grads.values, state.recipe.policy.param))  # S3
+
         def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:
             first = states[0]
-            param = first.recipe.policy.param
-            loss, aux, scaled = differentiated(loss_fn, states, entered(batch, param), next(first.draws))
-            grads = [unscaled(item, first) for item in scaled]
-            grads = [item._replace(values=cast_tree(item.values, param)) for item in grads]
+            batch = entered(batch, first.recipe.policy.param)
+            loss, aux, scaled = differentiated(loss_fn, states, batch, next(first.draws))
+            grads = [masters(unscaled(item, first), state) for item, state in zip(scaled, states, strict=True)]
             computed((loss, aux, grads))
             return (loss if aux is None else (loss, aux)), grads
 

@@ -15,7 +15,7 @@ from polyamp_mlx.precision.op_list import FAMILIES
 import polyamp
 from polyamp.rules import sensitive
 
-FLOAT16 = polyamp.Policy("mixed_float16", output="float16")
+FLOAT16 = polyamp.Policy(compute="float16", output="float16")
 
 
 def half(*shape: int) -> mx.array:
@@ -77,7 +77,7 @@ def test_lists_of_modules_have_paths_and_overrides(mode: Any) -> None:
 
 
 def test_what_stands_behind_stop_gradient_is_unused() -> None:
-    recipe = polyamp.Recipe("float32", optimizer=polyamp.sgd(0.1))
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1))
     model = nn.Sequential(nn.Linear(4, 3), mx.stop_gradient, nn.Linear(3, 2))
     _, gradients = polyamp.value_and_grad(loss_fn)(polyamp.init(model, recipe), BATCH)
     unused = {path for path, value in gradients.values.items() if value is None}
@@ -85,7 +85,7 @@ def test_what_stands_behind_stop_gradient_is_unused() -> None:
 
 
 def test_a_users_model_and_random_numbers_stay_as_they_are() -> None:
-    recipe = polyamp.Recipe("float32", optimizer=polyamp.sgd(0.1))
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1))
     model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.BatchNorm(3), nn.Linear(3, 2))
     before = [np.array(model.layers[index][name]) for index, name in ((0, "weight"), (2, "running_mean"))]
     mx.random.seed(3)
@@ -104,5 +104,8 @@ def test_what_is_not_supported_says_so() -> None:
     from mlx.optimizers import SGD
 
     with pytest.raises(polyamp.UnsupportedError, match="trains with polyamp's optimizers"):
-        polyamp.init(nn.Linear(4, 2), polyamp.Recipe("float32", optimizer=SGD(0.1)))
+        polyamp.init(nn.Linear(4, 2), polyamp.Recipe(policy="float32", optimizer=SGD(0.1)))
+    layer = nn.Linear(4, 4)
+    with pytest.raises(polyamp.ModelError, match="'layers/0/weight' and 'layers/1/weight' are one array"):
+        polyamp.init(nn.Sequential(layer, layer), polyamp.Recipe(policy="float32"))
     assert BACKEND.info().devices == ("cpu",)

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from polyamp.errors import ModelError
 from polyamp.rules.plan import Place, Plan
 from polyamp_mlx.arrays import cast_tree
 from polyamp_mlx.precision.autocast import region, uncompiled
@@ -26,8 +27,19 @@ def module_paths(module: nn.Module) -> list[str]:
 
 
 def arrays_of(module: nn.Module) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """By path: the trainable parameters, and the other arrays of the model."""
+    """By path: the trainable parameters, and the other arrays of the model.
+
+    Raises:
+        ModelError: an array has two paths.
+    """
     every = {path.replace(".", "/"): value for path, value in tree_flatten(module.parameters())}
+    first: dict[int, str] = {}
+    for path, value in every.items():
+        if first.setdefault(id(value), path) != path:
+            raise ModelError(
+                f"{first[id(value)]!r} and {path!r} are one array, and the mlx backend would train two. Share what the "
+                "module computes instead, such as Embedding.as_linear."
+            )
     trainable = {path.replace(".", "/") for path, _ in tree_flatten(module.trainable_parameters())}
     return (
         {path: value for path, value in every.items() if path in trainable},

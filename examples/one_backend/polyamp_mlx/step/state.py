@@ -15,7 +15,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.rules.plan import Plan
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
-from polyamp_mlx.arrays import computed, fresh
+from polyamp_mlx.arrays import computed, device, fresh
 from polyamp_mlx.precision.bound import with_arrays
 
 Arrays = dict[str, Any]
@@ -70,6 +70,6 @@ class MLXState(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         count = sum(value.size for value in self.parameters.values())
         return (
-            f"MLXState(backend='mlx', device='cpu', parameters={count:,}, policy={self.recipe.policy}, "
+            f"MLXState(backend='mlx', device={device()!r}, parameters={count:,}, policy={self.recipe.policy}, "
             f"scale={self.scale_state.scale.item():g}, step={self.step.item()})"
         )

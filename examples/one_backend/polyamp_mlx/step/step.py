@@ -12,7 +12,8 @@ from polyamp.rules import decide
 from polyamp.rules.batches import micro_batches
 from polyamp.trees import map_trees
 from polyamp_mlx.arrays import computed
-from polyamp_mlx.step.differentiate import differentiated, entered, unscaled
+from polyamp_mlx.step.differentiate import differentiated, entered
+from polyamp_mlx.step.measure import unscaled
 from polyamp_mlx.step.state import MLXState
 from polyamp_mlx.step.update import MLXVerbs
 

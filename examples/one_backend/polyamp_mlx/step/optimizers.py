@@ -1,0 +1,49 @@
+"""polyamp's optimizers on MLX's arrays: their formulas are polyamp's own, over an array namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from polyamp.results import Gradients
+from polyamp.rules import clip
+from polyamp.rules.decide import Measured
+from polyamp_mlx.arrays import XP
+from polyamp_mlx.step.state import Arrays, MLXState
+
+
+def slots(spec: Any, parameters: Arrays) -> dict[str, Arrays]:
+    """What an optimizer keeps of each parameter at the start, float32."""
+    return {
+        path: {slot: mx.full(value.shape, spec.initial(slot), mx.float32) for slot in spec.slots}
+        for path, value in parameters.items()
+    }
+
+
+def stepped(
+    state: MLXState, grads: Gradients, measured: Measured, chosen: Callable[[mx.array, mx.array], mx.array]
+) -> tuple[Arrays, dict[str, Arrays], Arrays]:
+    """Parameters, slots and counts after an update by the clipped gradients; what has no gradient stays (S23).
+
+    Args:
+        state: before.
+        grads: unscaled.
+        measured: of these gradients.
+        chosen: (new, old) -> the one that the step's decision asks for.
+    """
+    recipe = state.recipe
+    rate = recipe.optimizer.rate(state.step, XP)
+    factor = 1.0 if recipe.clip_norm is None else clip.factor(measured.norm, recipe.clip_norm, XP)
+    parameters, kept, counts = dict(state.parameters), dict(state.slots), dict(state.counts)
+    for path, value in grads.values.items():
+        if value is None:
+            continue
+        old, count = parameters[path], counts[path] + 1
+        wide, grad = old.astype(mx.float32), value.astype(mx.float32) * factor
+        new, moved = recipe.optimizer.update(XP, wide, grad, kept[path], rate, count.astype(mx.float32))
+        parameters[path] = chosen(new, old)
+        kept[path] = {slot: chosen(moved[slot], before) for slot, before in kept[path].items()}
+        counts[path] = chosen(count, counts[path])
+    return parameters, kept, counts
