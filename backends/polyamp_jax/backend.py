@@ -96,8 +96,7 @@ class JaxBackend:
 
     def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(grads)
-        if not leaves:
-            raise GradientError("unscale() got no gradients.")
+        refusals.check_any(leaves, who="unscale()")
         for leaf in leaves:
             if dtype_name(leaf) not in refusals.FLOATING:
                 raise GradientError(f"gradients must be floating arrays. Received: {dtype_name(leaf)}.")

@@ -10,10 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from polyamp.errors import LossScaleError
 from polyamp.recipe.scaler import LossScaler
+from polyamp.rules import stuck
 from polyamp.rules.scale import LossScaleState
+from polyamp.rules.stuck import Watch
+from polyamp_jax.arrays import named_leaves, to_numpy
 from polyamp_jax.step.measure import unscaled_leaf
 from polyamp_jax.step.replicas import check_axes
 
@@ -40,6 +44,9 @@ def scaled_value_and_grad(
         LossScaleError: the first argument is not a `LossScaleState`.
         LossError: the loss is not a floating scalar.
         UnsupportedError: it is called inside `shard_map` or `pmap`.
+        LossScaleStuckError: see `LossScaler.patience` (S17). The host looks at the `scale_state` that it is given, once
+            every `patience` calls; inside a `jit` of your own there is no value to look at, so read
+            `scale_state.stuck` where your loop logs.
 
     Example:
         >>> import jax.numpy as jnp, polyamp
@@ -52,6 +59,8 @@ def scaled_value_and_grad(
         (2.0, 'float32', [1.0, 1.0], True)
         >>> scale_state = scaler.update(scale_state, finite)
     """
+
+    watch = Watch()
 
     @functools.wraps(fun)
     def call(scale_state: LossScaleState, *args: Any, **kwargs: Any) -> tuple[Any, Any, jax.Array]:
@@ -72,6 +81,11 @@ def scaled_value_and_grad(
             grads, finite = scaler.unscale(grads, scale_state)
         else:  # S19: neither a division nor a test
             grads, finite = jax.tree.map(lambda grad: unscaled_leaf(grad, None), grads), jnp.asarray(True)
+        if not isinstance(scale_state.stuck, jax.core.Tracer) and watch.due(scaler):
+            skips = int(scale_state.stuck)
+            if stuck.is_stuck(skips, scaler):
+                names = [name for name, grad in named_leaves(grads).items() if not np.isfinite(to_numpy(grad)).all()]
+                stuck.say(stuck.sentence(skips, scaler, names, where="the loss"), scaler)
         return ((loss, aux) if has_aux else loss), grads, finite
 
     shown: Any = call

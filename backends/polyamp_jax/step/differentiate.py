@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.errors import LossError, TraceError
+from polyamp.errors import TraceError
 from polyamp.results import Gradients, LossFunction
 from polyamp.rules import batches, refusals
 from polyamp.rules.batches import check_has_rows
@@ -125,8 +125,7 @@ def _differentiated(
         raise
     program = jax.make_jaxpr(backward)(scaled)
     made = gradients_made(program)
-    if not any(made):
-        raise LossError("loss_fn depends on none of the model's trainable parameters, so there is nothing to update.")
+    refusals.check_depends(any(made))
     flat = compat.jaxpr_as_fun(program)(np.ones((), np.float32))
     values = [gradient if depends else None for gradient, depends in zip(flat, made, strict=True)]
     moved = [own._replace(draws=own.draws + 1) for own in after]

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import polyamp
-from polyamp.errors import LossError, LossScaleError, UnsupportedError
+from polyamp.errors import LossError, LossScaleError, LossScaleStuckError, UnsupportedError
 from polyamp_jax import scaled_value_and_grad
 
 SCALER = polyamp.LossScaler(init_scale=2.0**10, growth_interval=4)
@@ -98,6 +98,28 @@ def test_scaling_that_is_off_costs_no_multiplication():
     text = str(jax.make_jaxpr(scaled_value_and_grad(lambda w: jnp.sum(w), off))(off.init("jax"), jnp.ones(3)))
     assert "mul" not in text
     assert "div" not in text
+
+
+def overflowing(scaler, calls):
+    """Calls by an eager loop whose gradients overflow whatever the scale."""
+    graded, scale_state = scaler.native("jax")(lambda w: jnp.sum(w["kernel"] * jnp.inf + w["bias"])), scaler.init("jax")
+    for _ in range(calls):
+        _, _, finite = graded(scale_state, {"kernel": jnp.ones(2), "bias": jnp.ones(2)})
+        scale_state = scaler.update(scale_state, finite)
+
+
+def test_s17_a_loop_of_ones_own_hears_of_a_scale_that_is_stuck():
+    asked = {
+        how: polyamp.LossScaler(init_scale=1.0, min_scale=1.0, patience=4, on_stuck=how)
+        for how in ("raise", "warn", "ignore")
+    }
+    overflowing(asked["raise"], 7)
+    message = r"7 steps in a row were skipped .* floor of 1: .*inf or NaN gradients: kernel\. .* in the loss"
+    with pytest.raises(LossScaleStuckError, match=message):
+        overflowing(asked["raise"], 8)
+    with pytest.warns(UserWarning, match=message):
+        overflowing(asked["warn"], 8)
+    overflowing(asked["ignore"], 8)
 
 
 def test_what_is_wrong_is_named():
