@@ -7,28 +7,34 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeGuard
-
-import msgspec
+from typing import Any, ClassVar, TypeGuard
 
 from polyamp.arrays import PYTHON, ArrayNamespace
 from polyamp.errors import RecipeError
+from polyamp.records import Record
 
 
-class _Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+class _Schedule(Record):
     """What every schedule shares: a call over an array namespace."""
+
+    word: ClassVar[str] = "schedule"
+
+    def __repr__(self) -> str:
+        return f"schedules.{super().__repr__()}"
 
     def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
         """The learning rate after `count` applied updates: a float, or a float32 scalar of `count`'s framework."""
         raise NotImplementedError  # every schedule defines its own
 
 
-class Constant(_Schedule, frozen=True, tag="constant"):
+class Constant(_Schedule):
     """The same rate for ever.
 
     >>> constant(0.1)(7)
     0.1
     """
+
+    tag: ClassVar[str] = "constant"
 
     value: float
 
@@ -39,12 +45,14 @@ class Constant(_Schedule, frozen=True, tag="constant"):
         return xp.asarray(self.value, count * 1.0)
 
 
-class LinearWarmup(_Schedule, frozen=True, tag="linear_warmup"):
+class LinearWarmup(_Schedule):
     """A straight line from `start` to `peak` over `steps` updates, then `peak`.
 
     >>> linear_warmup(1.0, 4)(2)
     0.5
     """
+
+    tag: ClassVar[str] = "linear_warmup"
 
     peak: float
     steps: int
@@ -59,12 +67,14 @@ class LinearWarmup(_Schedule, frozen=True, tag="linear_warmup"):
         return self.start + (self.peak - self.start) * _progress(count, self.steps, xp)
 
 
-class Cosine(_Schedule, frozen=True, tag="cosine"):
+class Cosine(_Schedule):
     """Half a cosine from `peak` to `end` over `steps` updates, then `end` (arxiv.org/abs/1608.03983).
 
     >>> round(cosine(1.0, 10)(5), 6)
     0.5
     """
+
+    tag: ClassVar[str] = "cosine"
 
     peak: float
     steps: int
@@ -79,12 +89,14 @@ class Cosine(_Schedule, frozen=True, tag="cosine"):
         return _half_cosine(self.peak, self.end, _progress(count, self.steps, xp), xp)
 
 
-class WarmupCosine(_Schedule, frozen=True, tag="warmup_cosine"):
+class WarmupCosine(_Schedule):
     """`linear_warmup` to `peak` over `warmup_steps`, then `cosine` to `end` at `total_steps`.
 
     >>> warmup_cosine(1.0, warmup_steps=2, total_steps=4)(1)
     0.5
     """
+
+    tag: ClassVar[str] = "warmup_cosine"
 
     peak: float
     warmup_steps: int
@@ -109,12 +121,14 @@ class WarmupCosine(_Schedule, frozen=True, tag="warmup_cosine"):
         return xp.where(count < self.warmup_steps, rising, _half_cosine(self.peak, self.end, after, xp))
 
 
-class Step(_Schedule, frozen=True, tag="step"):
+class Step(_Schedule):
     """`initial`, multiplied by `factor` after every `every` updates (torch's `StepLR`).
 
     >>> step(1.0, every=10, factor=0.5)(25)
     0.25
     """
+
+    tag: ClassVar[str] = "step"
 
     initial: float
     every: int
@@ -130,12 +144,14 @@ class Step(_Schedule, frozen=True, tag="step"):
         return self.initial * xp.power(xp.asarray(self.factor, drops * 1.0), drops)
 
 
-class Piecewise(_Schedule, frozen=True, tag="piecewise"):
+class Piecewise(_Schedule):
     """`values[i]` from `boundaries[i-1]` updates on; one more value than boundaries.
 
     >>> piecewise((1.0, 0.5, 0.1), boundaries=(10, 20))(10)
     0.5
     """
+
+    tag: ClassVar[str] = "piecewise"
 
     values: tuple[float, ...]
     boundaries: tuple[int, ...]
@@ -145,7 +161,7 @@ class Piecewise(_Schedule, frozen=True, tag="piecewise"):
             given = getattr(self, name)
             if not isinstance(given, list | tuple):
                 raise RecipeError(f"{name} must be a tuple of numbers. Received: {name}={given!r}.")
-            msgspec.structs.force_setattr(self, name, tuple(given))
+            self._settle(name, tuple(given))
         for value in self.values:
             _rate("values", value)
         for boundary in self.boundaries:

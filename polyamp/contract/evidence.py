@@ -7,7 +7,6 @@ the globals and imports that its code names do. Nothing is imported. Called by `
 
 from __future__ import annotations
 
-import dis
 import functools
 import itertools
 import types
@@ -96,6 +95,8 @@ def _held(value: Any) -> Iterator[Any]:
 
 def _named(code: types.CodeType, scope: Mapping[str, Any]) -> Iterator[Any]:
     """The globals that code names, and an empty module for each of its imports; functions inside it included."""
+    import dis
+
     for instruction in dis.get_instructions(code):
         if instruction.opname in _NAMED:
             if instruction.opname == "IMPORT_NAME":

@@ -7,7 +7,6 @@ dispatched on the root modules along its type's MRO, so no framework is imported
 from __future__ import annotations
 
 import functools
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -361,6 +360,7 @@ def _status(name: str, info: BackendInfo) -> BackendStatus:
 
 def _probe(name: str) -> BackendStatus:
     import json
+    import re
     import subprocess
 
     code = f"import json, polyamp.contract.registry as r; i = r.get({name!r}).info(); print(json.dumps(list(i)))"

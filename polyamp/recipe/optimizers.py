@@ -11,10 +11,9 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import msgspec
-
 from polyamp.arrays import ArrayNamespace
 from polyamp.errors import RecipeError
+from polyamp.records import Record
 from polyamp.schedules import Schedule, is_schedule
 
 Slots = dict[str, Any]
@@ -25,15 +24,17 @@ def _all(slots: Slots) -> Slots:
     return slots
 
 
-class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+class _Spec(Record):
     """What every spec shares. `slots` names the per-parameter arrays, of the parameter's shape, at least float32."""
+
+    word: ClassVar[str] = "spec"
 
     learning_rate: float | Schedule
 
     def __post_init__(self) -> None:
         if not is_schedule(self.learning_rate):
             _number("learning_rate", self.learning_rate, low=0.0)
-        for name in self.__struct_fields__[1:]:
+        for name in self.field_names[1:]:
             value = getattr(self, name)
             if name in ("nesterov", "centered"):
                 if not isinstance(value, bool):
@@ -87,12 +88,14 @@ class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
         raise NotImplementedError  # every spec defines its own
 
 
-class SGD(_Spec, frozen=True, tag="sgd"):
+class SGD(_Spec):
     """Stochastic gradient descent (docs.pytorch.org, torch.optim.SGD). `weight_decay` is L2, added to the gradient.
 
     >>> sgd(0.1, momentum=0.9).slots
     ('momentum',)
     """
+
+    tag: ClassVar[str] = "sgd"
 
     learning_rate: float | Schedule = 1e-3
     momentum: float = 0.0
@@ -120,7 +123,7 @@ class SGD(_Spec, frozen=True, tag="sgd"):
         return param - rate * step, new
 
 
-class _AdamFormula(_Spec, frozen=True):
+class _AdamFormula(_Spec):
     """The moments shared by Adam and AdamW; epsilon is added to the bias-corrected root."""
 
     learning_rate: float | Schedule = 1e-3
@@ -155,33 +158,39 @@ class _AdamFormula(_Spec, frozen=True):
         return param, new
 
 
-class Adam(_AdamFormula, frozen=True, tag="adam"):
+class Adam(_AdamFormula):
     """Adam (arxiv.org/abs/1412.6980; torch.optim.Adam). `weight_decay` is L2, added to the gradient.
 
     >>> adam().betas
     (0.9, 0.999)
     """
 
+    tag: ClassVar[str] = "adam"
+
     _decoupled: ClassVar[bool] = False
 
 
-class AdamW(_AdamFormula, frozen=True, tag="adamw"):
+class AdamW(_AdamFormula):
     """Adam with decoupled weight decay (arxiv.org/abs/1711.05101; torch.optim.AdamW).
 
     >>> adamw().weight_decay
     0.01
     """
 
+    tag: ClassVar[str] = "adamw"
+
     weight_decay: float = 1e-2
     _decoupled: ClassVar[bool] = True
 
 
-class RMSprop(_Spec, frozen=True, tag="rmsprop"):
+class RMSprop(_Spec):
     """RMSprop (torch.optim.RMSprop): epsilon outside the root, the learning rate outside the momentum.
 
     >>> rmsprop(centered=True).slots
     ('square_avg', 'grad_avg')
     """
+
+    tag: ClassVar[str] = "rmsprop"
 
     learning_rate: float | Schedule = 1e-2
     alpha: float = 0.99
@@ -213,12 +222,14 @@ class RMSprop(_Spec, frozen=True, tag="rmsprop"):
         return param - rate * step, new
 
 
-class Adagrad(_Spec, frozen=True, tag="adagrad"):
+class Adagrad(_Spec):
     """Adagrad (jmlr.org/papers/v12/duchi11a.html; torch.optim.Adagrad): epsilon outside the root.
 
     >>> adagrad().learning_rate
     0.01
     """
+
+    tag: ClassVar[str] = "adagrad"
 
     learning_rate: float | Schedule = 1e-2
     lr_decay: float = 0.0
@@ -246,12 +257,14 @@ class Adagrad(_Spec, frozen=True, tag="adagrad"):
         return param - rate * (grad / (xp.sqrt(new["sum"]) + self.eps)), new
 
 
-class Lion(_Spec, frozen=True, tag="lion"):
+class Lion(_Spec):
     """Lion, the sign of an interpolated momentum, with decoupled decay (arxiv.org/abs/2302.06675).
 
     >>> lion().betas
     (0.9, 0.99)
     """
+
+    tag: ClassVar[str] = "lion"
 
     learning_rate: float | Schedule = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)

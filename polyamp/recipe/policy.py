@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
 from polyamp.dtypes import BYTES, canonical
-from polyamp.errors import PolicyError, did_you_mean
+from polyamp.errors import PolicyError, PolyampError, did_you_mean
 from polyamp.lookup import registry
 from polyamp.recipe import dialects
+from polyamp.records import Record
 from polyamp.rules import overrides as globs
 from polyamp.rules.plan import Plan
 
@@ -23,7 +24,6 @@ _CHOICES: Final[dict[str, tuple[str | None, ...]]] = {
     "float32_matmul": (None, "highest", "high", "medium"),
     "op_list": ("polyamp", "native"),
 }
-_FIELDS: Final = ("param", "compute", "output", "mode", "overrides", "float32_matmul", "op_list", "op_rules")
 _EXTRAS: Final[tuple[tuple[str, Any], ...]] = (
     ("float32_matmul", None),
     ("op_list", "polyamp"),
@@ -33,7 +33,7 @@ _RULES: Final = ("compute", "float32", "promote", "follow", "opaque")
 _Target = TypeVar("_Target")
 
 
-class Policy:
+class Policy(Record, kw_only=True):
     """Three dtypes and how they are applied.
 
     Args:
@@ -68,7 +68,8 @@ class Policy:
         'cast'
     """
 
-    __slots__ = (*_FIELDS, "__weakref__")
+    word: ClassVar[str] = "policy"
+    error: ClassVar[type[PolyampError]] = PolicyError
 
     param: str
     compute: str
@@ -126,7 +127,7 @@ class Policy:
             **settings,
         }
         for name, value in values.items():
-            object.__setattr__(self, name, value)
+            self._settle(name, value)
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
@@ -138,26 +139,11 @@ class Policy:
                 "at least as wide as the computation, or of the same dtype. Use param='float32'."
             )
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"Policy is frozen; use policy.replace({name}=...) to get a changed copy.")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError("Policy is frozen; use policy.replace(...) to get a changed copy.")
-
     def _key(self) -> tuple[Any, ...]:
         return tuple(
             tuple(sorted(value.items())) if isinstance(value, Mapping) else value
-            for value in (getattr(self, name) for name in _FIELDS)
+            for value in (getattr(self, name) for name in self.field_names)
         )
-
-    def __eq__(self, other: object) -> bool:
-        return self._key() == other._key() if isinstance(other, Policy) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.to_dict(),)
 
     def __repr__(self) -> str:
         shown = [f"{name}={getattr(self, name)!r}" for name in ("param", "compute", "output")]
@@ -169,19 +155,8 @@ class Policy:
 
     def to_dict(self) -> dict[str, Any]:
         """The policy's fields as plain data: `Policy(**policy.to_dict()) == policy`."""
-        fields = {name: getattr(self, name) for name in _FIELDS}
+        fields = super().to_dict()
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
-
-    def replace(self, **changes: Any) -> Policy:
-        """A copy with some fields changed.
-
-        >>> Policy("mixed_float16").replace(mode="cast").mode
-        'cast'
-        """
-        unknown = set(changes) - set(_FIELDS)
-        if unknown:
-            raise PolicyError(f"Policy has the fields {', '.join(_FIELDS)}. Received: {', '.join(sorted(unknown))}.")
-        return Policy(**{**self.to_dict(), **changes})
 
     @property
     def needs_loss_scaling(self) -> bool:
@@ -287,10 +262,6 @@ class Policy:
     def _cast(self, tree: _Target, dtype: str) -> _Target:
         result: _Target = registry().backend_for(tree).cast(tree, dtype, float64=self.casts_float64)
         return result
-
-
-def _rebuild(fields: dict[str, Any]) -> Policy:
-    return Policy(**fields)
 
 
 def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, str]:

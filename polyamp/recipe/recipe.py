@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyamp.errors import PolyampError, RecipeError
 from polyamp.recipe.optimizers import SPECS, AdamW, OptimizerSpec, is_spec
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.scaler import LossScaler
+from polyamp.records import Record
 
 if TYPE_CHECKING:
     AnyOptimizer = Any  # a spec, or whatever the framework calls an optimizer
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Recipe(Record, kw_only=True):
     """Everything about a training step that does not depend on the framework.
 
     Args:
@@ -45,11 +44,14 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         True
     """
 
-    policy: Policy = msgspec.field(default_factory=lambda: Policy("float32"))
+    word: ClassVar[str] = "recipe"
+
+    policy: Policy = Policy("float32")
     scaler: LossScaler | str | None = None
-    optimizer: AnyOptimizer = msgspec.field(default_factory=AdamW)
+    optimizer: AnyOptimizer = AdamW()
     clip_norm: float | None = None
     accumulate_steps: int = 1
+    _loss_scaler: ClassVar[LossScaler]  # of a recipe, not of the class: every step asks, and it is no field
 
     if TYPE_CHECKING:
 
@@ -65,11 +67,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, str):
-            msgspec.structs.force_setattr(self, "policy", Policy(self.policy))
+            self._settle("policy", Policy(self.policy))
         if not isinstance(self.policy, Policy):
             raise RecipeError(f"policy must be a polyamp.Policy or its spelling. Received: policy={self.policy!r}.")
         if isinstance(self.scaler, str):
-            msgspec.structs.force_setattr(self, "scaler", _named_scaler(self.scaler))
+            self._settle("scaler", _named_scaler(self.scaler))
         if not isinstance(self.scaler, LossScaler | None):
             raise RecipeError(
                 "scaler must be a polyamp.LossScaler, a preset's name, or None. A framework's own scaler would scale "
@@ -91,6 +93,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise RecipeError(
                 f"accumulate_steps must be an integer of at least 1. Received: accumulate_steps={steps!r}."
             )
+        self._settle("_loss_scaler", self.scaler or LossScaler.for_policy(self.policy))
         if self.policy.param == "float16" and self.loss_scaler.scales:
             raise RecipeError(
                 "a loss scaler needs float32 master weights: unscaled gradients underflow in float16 parameters. "
@@ -101,20 +104,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def loss_scaler(self) -> LossScaler:
         """The scaler in use: `scaler`, or the one that the policy chooses."""
-        return self.scaler if isinstance(self.scaler, LossScaler) else LossScaler.for_policy(self.policy)
-
-    def replace(self, **changes: Any) -> Recipe:
-        """A copy with some fields changed.
-
-        >>> Recipe().replace(clip_norm=1.0).clip_norm
-        1.0
-        """
-        unknown = set(changes) - set(self.__struct_fields__)
-        if unknown:
-            raise RecipeError(
-                f"Recipe has the fields {', '.join(self.__struct_fields__)}. Received: {', '.join(sorted(unknown))}."
-            )
-        return msgspec.structs.replace(self, **changes)
+        return self._loss_scaler
 
     @classmethod
     def load(cls, path: str | Path) -> Recipe:
@@ -154,15 +144,21 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @classmethod
     def from_toml(cls, text: str, *, source: str = "TOML text") -> Recipe:
         """Parse a recipe from TOML; as `load` does."""
+        import msgspec
+
         return _decode(lambda: msgspec.toml.decode(text), source)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "JSON text") -> Recipe:
         """Parse a recipe from JSON; as `load` does."""
+        import msgspec
+
         return _decode(lambda: msgspec.json.decode(text), source)
 
     def to_toml(self) -> str:
         """The recipe as TOML. The policy's `compute` comes last, so that a text that was cut off lacks it."""
+        import msgspec
+
         plain = self._plain()
         policy = plain.pop("policy")
         tables = {name: policy.pop(name) for name in ("overrides", "op_rules") if name in policy}
@@ -172,6 +168,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def to_json(self) -> str:
         """The recipe as JSON."""
+        import msgspec
+
         return msgspec.json.format(msgspec.json.encode(self._plain()), indent=2).decode()
 
     def _plain(self) -> dict[str, Any]:
@@ -180,15 +178,20 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"a native optimizer ({type(self.optimizer).__qualname__}) cannot be written to a file; use one of "
                 "polyamp's specs, such as polyamp.adamw(...)."
             )
-        policy = {name: value for name, value in self.policy.to_dict().items() if value not in (None, {}, "polyamp")}
-        plain: dict[str, Any] = msgspec.to_builtins(self, enc_hook=lambda _: policy)
-        return {"policy": policy, **plain}
+        from polyamp.recipe.files import plain
+
+        fields: dict[str, Any] = plain(self)
+        return fields
 
 
-def _decode(parse: Any, source: str) -> Recipe:
+def _decode(parse: Callable[[], Any], source: str) -> Recipe:
+    import msgspec
+
+    from polyamp.recipe.files import convert
+
     try:
         plain = parse()
-        recipe = msgspec.convert(plain, Recipe, dec_hook=_policy_hook)
+        recipe: Recipe = convert(plain, Recipe)
     except (msgspec.DecodeError, PolyampError) as error:
         raise RecipeError(f"{source}: {error}") from error
     if "policy" not in plain:
@@ -198,23 +201,6 @@ def _decode(parse: Any, source: str) -> Recipe:
             f"{', '.join(plain) or 'none'}."
         )
     return recipe
-
-
-def _policy_hook(_: type[Any], value: Any) -> Any:
-    if isinstance(value, str):
-        return Policy(value)
-    if isinstance(value, dict):
-        known = ("param", "compute", "output", "mode", "overrides", "float32_matmul", "op_list", "op_rules", "name")
-        for key in value:
-            if key not in known:
-                raise RecipeError(f"policy has the keys {', '.join(known)}. Received: {key!r}")
-        if "compute" not in value and "name" not in value:
-            raise RecipeError(
-                'policy must say in which dtype it computes: compute = "float16", or a spelling in '
-                f'name = "mixed_float16". Received the keys: {", ".join(value) or "none"}'
-            )
-        return Policy(value.get("name"), **{key: v for key, v in value.items() if key != "name"})
-    raise RecipeError(f"policy must be a string or a table. Received: {value!r}")
 
 
 def _named_scaler(name: str) -> LossScaler:

@@ -5,20 +5,19 @@ Source of the technique: Micikevicius et al., "Mixed Precision Training", 2018 (
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
-import msgspec
-
-from polyamp.errors import LossScaleError, did_you_mean
+from polyamp.errors import LossScaleError, PolyampError, did_you_mean
 from polyamp.lookup import registry
 from polyamp.recipe.policy import Policy
+from polyamp.records import Record
 from polyamp.rules.scale import DELAYS, NO_CEILING, LossScaleState, update
 
 OnStuck = Literal["raise", "warn", "ignore"]
 GrowthDelay = Literal["none", "after_overflow", "always"]
 
 
-class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class LossScaler(Record, kw_only=True):
     """A frozen description of how the loss is scaled; its methods are pure and take the framework's own arrays.
 
     Args:
@@ -47,6 +46,9 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         8.0
     """
 
+    word: ClassVar[str] = "scaler"
+    error: ClassVar[type[PolyampError]] = LossScaleError
+
     kind: Literal["dynamic", "static", "off"] = "dynamic"
     init_scale: float = 2.0**15
     growth_factor: float = 2.0
@@ -72,7 +74,7 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"growth_delay={self.growth_delay!r}."
             )
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
-            msgspec.structs.force_setattr(self, name, _positive(name, getattr(self, name)))
+            self._settle(name, _positive(name, getattr(self, name)))
         for name in ("growth_interval", "hysteresis", "patience"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31 - 1:
@@ -80,7 +82,7 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.kind != "dynamic":
             pinned = 1.0 if self.kind == "off" else self.init_scale
             for name in ("init_scale", "min_scale", "max_scale"):
-                msgspec.structs.force_setattr(self, name, pinned)
+                self._settle(name, pinned)
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise LossScaleError(
                 "init_scale must lie between min_scale and max_scale. Received: "
@@ -92,6 +94,11 @@ class LossScaler(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise LossScaleError(f"backoff_factor must be at most 1. Received: backoff_factor={self.backoff_factor}.")
         if self.check_finite and self.kind != "off":
             raise LossScaleError(f"check_finite is for kind='off'; kind={self.kind!r} always checks. Drop it.")
+
+    def _given(self) -> dict[str, Any]:
+        """The fields, less those that `kind` settles: neither `repr` shows them, nor does `replace` hand them on."""
+        settled = {"dynamic": (), "static": ("min_scale", "max_scale"), "off": ("init_scale", "min_scale", "max_scale")}
+        return {name: value for name, value in self.to_dict().items() if name not in settled[self.kind]}
 
     @classmethod
     def static(cls, scale: float, **settings: Any) -> LossScaler:

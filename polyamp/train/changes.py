@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from polyamp.contract.backend import ResumesOptimizers
+from polyamp.recipe.files import plain as plain_data
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 
@@ -46,9 +47,9 @@ def of_recipe(recipe: Recipe, native: Mapping[str, Any] | None = None) -> Settin
     optimizer: Any = recipe.optimizer
     plain: Settings = {
         "policy": recipe.policy.to_dict(),
-        "scaler": msgspec.structs.asdict(recipe.loss_scaler),
-        "optimizer": msgspec.to_builtins(optimizer) if is_spec(optimizer) else dict(native or {}),
-        "clip_norm": recipe.clip_norm,
+        "scaler": recipe.loss_scaler.to_dict(),
+        "optimizer": plain_data(optimizer) if is_spec(optimizer) else dict(native or {}),
+        "clip_norm": plain_data(recipe.clip_norm),
         "accumulate_steps": recipe.accumulate_steps,
     }
     decoded: Settings = msgspec.json.decode(msgspec.json.encode(plain))  # as it comes back from a file

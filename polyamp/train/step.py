@@ -5,7 +5,6 @@ They find the backend and keep the books that need the host: one recipe per stat
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -62,6 +61,8 @@ class TrainStep:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
         """A copy for the same states: it shares the recipe, which is frozen and may hold the states' own optimizer."""
+        import copy
+
         memo.setdefault(id(self.recipe), self.recipe)
         made = TrainStep.__new__(type(self))
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))

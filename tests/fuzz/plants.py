@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 from typing import Any, Final
 
-import msgspec
-
 from polyamp import Recipe
 from tests.fuzz.grammar import Description, walk
 
@@ -51,13 +49,13 @@ def recipe(plant: str | None, given: Recipe) -> Recipe:
     if plant == "die":
         os._exit(7)
     if plant == "late growth":
-        return given.replace(scaler=msgspec.structs.replace(scaler, growth_interval=scaler.growth_interval + 1))
+        return given.replace(scaler=scaler.replace(growth_interval=scaler.growth_interval + 1))
     if plant == "hysteresis":
-        return given.replace(scaler=msgspec.structs.replace(scaler, hysteresis=1))
+        return given.replace(scaler=scaler.replace(hysteresis=1))
     if plant == "no clip":
         return given.replace(clip_norm=None)
     if plant == "epsilon":
-        return given.replace(optimizer=msgspec.structs.replace(spec, eps=spec.eps * 10))
+        return given.replace(optimizer=spec.replace(eps=spec.eps * 10))
     if plant == "in float32":
         return given.replace(policy="float32", scaler=scaler)
     if plant == "l2":

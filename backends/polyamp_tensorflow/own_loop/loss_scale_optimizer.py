@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
-import msgspec
 import tensorflow as tf
 
 from polyamp.errors import GradientError, UnsupportedError
@@ -321,7 +320,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            "scaler": msgspec.structs.asdict(self.scaler),
+            "scaler": self.scaler.to_dict(),
             "clip_norm": self.clip_norm,
             "accumulate_steps": self.accumulate_steps,
         }

@@ -15,6 +15,7 @@ import msgspec
 import tensorflow as tf
 
 from polyamp.errors import RecipeError
+from polyamp.recipe.files import convert, plain
 from polyamp.recipe.optimizers import SPECS, OptimizerSpec, is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp_tensorflow.arrays import XP, at_least_float32, dense, raw
@@ -146,7 +147,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
 
     def get_config(self) -> dict[str, Any]:
         """The name and the spec as a table, as a recipe file has it."""
-        return {"name": self.name, "spec": msgspec.to_builtins(self.spec)}
+        return {"name": self.name, "spec": plain(self.spec)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> SpecOptimizer:
@@ -156,7 +157,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
             RecipeError: the table is not a spec's.
         """
         try:
-            spec = msgspec.convert(config["spec"], OptimizerSpec)
+            spec = convert(config["spec"], OptimizerSpec)
         except msgspec.ValidationError as error:
             raise RecipeError(f"the config of a SpecOptimizer: {error}") from error
         return cls(spec, name=config.get("name"))
@@ -172,7 +173,7 @@ class _SpecSchedule(keras.optimizers.schedules.LearningRateSchedule):  # type: i
         return self.spec.rate(tf.cast(raw(step), tf.float32), XP)
 
     def get_config(self) -> dict[str, Any]:
-        return {"spec": msgspec.to_builtins(self.spec)}
+        return {"spec": plain(self.spec)}
 
 
 def load_without(optimizer: Any, store: Any, later: list[tuple[Any, int]]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 import torch
 
@@ -222,7 +221,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
             raise GradScalerError(
                 f"{name} cannot change: LossScaler(kind={self._scaler.kind!r}) has a fixed scale. Received: {value}."
             )
-        self._scaler = LossScaler(**{**msgspec.structs.asdict(self._scaler), name: value})
+        self._scaler = self._scaler.replace(**{name: value})
 
     def _within(self, name: str, value: Any) -> float:
         """A scale given by the user, if rule S17 allows it."""
@@ -281,7 +280,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
             "_growth_tracker": self._told(now.good_steps),
-            "polyamp": {**own, "scaler": msgspec.structs.asdict(self._scaler)},
+            "polyamp": {**own, "scaler": self._scaler.to_dict()},
         }
 
     def _told(self, good_steps: int) -> int:
@@ -305,7 +304,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
                 "scaler that was disabled."
             )
         own = state_dict.get("polyamp", {})
-        settings = dict(own.get("scaler") or msgspec.structs.asdict(self._scaler))
+        settings = dict(own.get("scaler") or self._scaler.to_dict())
         if settings["kind"] == "dynamic":
             settings.update({name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")})
         before, self._scaler = self._scaler, LossScaler(**settings)

@@ -333,7 +333,7 @@ def current(spec: Any, group: dict[str, Any]) -> Any:
         UnsupportedError: they ask for other state arrays, or for `maximize`, which the formulas do not have.
         RecipeError: an impossible value.
     """
-    options = {name: group.get(name, getattr(spec, name)) for name in spec.__struct_fields__[1:]}
+    options = {name: group.get(name, getattr(spec, name)) for name in spec.field_names[1:]}
     if group.get("maximize"):
         raise UnsupportedError(f"maximize=True: {type(spec).__name__} minimises. Return the negative loss instead.")
     if group.get("dampening"):

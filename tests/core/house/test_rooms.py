@@ -32,7 +32,7 @@ MISSING: dict[tuple[str, str], str] = {
 """(backend, room) -> why it is not there yet; strict: a row leaves with the commit that brings the room."""
 
 CORE_FLOORS = (
-    ("_version", "errors", "dtypes", "arrays", "trees", "results", "lookup", "files", "schedules"),
+    ("_version", "errors", "dtypes", "arrays", "trees", "results", "lookup", "files", "records", "schedules"),
     ("rules",),
     ("recipe",),
     ("contract",),

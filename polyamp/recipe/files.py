@@ -1,0 +1,89 @@
+"""Records as plain data, and back: what stands in TOML, JSON and framework configs. Imported at the first file.
+
+`convert` reads through msgspec, which says what is wrong and where. It knows no records, so it fills a mirror of each:
+a struct of the same fields that makes its record, and so has it checked, while the path is still known.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from polyamp.errors import RecipeError
+from polyamp.recipe.policy import Policy
+from polyamp.records import Record
+
+
+class _Mirror(msgspec.Struct, dict=True, forbid_unknown_fields=True, tag_field="type", tag=False):
+    """What mirrors share; each has the fields of its record, which it holds as `record`."""
+
+
+def convert(value: Any, kind: Any) -> Any:
+    """A record of `kind`, a record class or a union of some, from plain data.
+
+    Raises:
+        msgspec.ValidationError: an unknown key, a wrong type or an impossible value; it ends with the path.
+    """
+    return msgspec.convert(value, _mirrored(kind), dec_hook=_policy).record
+
+
+def plain(value: Any) -> Any:
+    """A record as plain data, and what is in it. What has a `type` is written whole, the rest without defaults."""
+    if isinstance(value, Policy):
+        return {name: each for name, each in value.to_dict().items() if each not in (None, {}, "polyamp")}
+    if isinstance(value, Record):
+        kind = type(value)
+        fields = {
+            name: plain(each)
+            for name, each in value.to_dict().items()
+            if kind.tag or isinstance(each, Record) or each is not kind.defaults.get(name, Record)
+        }
+        return {"type": kind.tag, **fields} if kind.tag else fields
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    return float(value) if isinstance(value, float) else value  # NumPy's float64 is a float that no encoder knows
+
+
+@functools.cache
+def _mirrored(kind: Any) -> Any:
+    """`kind`, with mirrors for records."""
+    if isinstance(kind, type) and issubclass(kind, Record) and kind is not Policy:
+        return _mirror(kind)
+    if get_origin(kind) in (Union, types.UnionType):
+        return Union[tuple(_mirrored(each) for each in get_args(kind))]  # noqa: UP007  # they are known only now
+    return kind
+
+
+def _mirror(kind: type[Record]) -> type[msgspec.Struct]:
+    def make(mirror: Any) -> None:
+        values = {name: getattr(mirror, name) for name in kind.field_names}
+        mirror.record = kind(**{name: getattr(value, "record", value) for name, value in values.items()})
+
+    hints = get_type_hints(kind)
+    fields = [
+        (name, _mirrored(hints[name]), *([kind.defaults[name]] if name in kind.defaults else []))
+        for name in kind.field_names
+    ]
+    return msgspec.defstruct(
+        kind.__name__, fields, bases=(_Mirror,), namespace={"__post_init__": make}, kw_only=True, tag=kind.tag or None
+    )
+
+
+def _policy(_: type[Any], value: Any) -> Policy:
+    if isinstance(value, str):
+        return Policy(value)
+    if isinstance(value, dict):
+        known = (*Policy.field_names, "name")
+        for key in value:
+            if key not in known:
+                raise RecipeError(f"policy has the keys {', '.join(known)}. Received: {key!r}")
+        if "compute" not in value and "name" not in value:
+            raise RecipeError(
+                'policy must say in which dtype it computes: compute = "float16", or a spelling in '
+                f'name = "mixed_float16". Received the keys: {", ".join(value) or "none"}'
+            )
+        return Policy(value.get("name"), **{key: v for key, v in value.items() if key != "name"})
+    raise RecipeError(f"policy must be a string or a table. Received: {value!r}")
