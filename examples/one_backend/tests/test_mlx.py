@@ -62,6 +62,22 @@ def test_functions_that_mlx_has_compiled_already_follow_the_policy() -> None:
     assert inner == [mx.float32]
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x[mx.zeros(4096, mx.int32)],
+        lambda x: mx.take(x, mx.zeros(4096, mx.int32)),
+        lambda x: mx.take_along_axis(x, mx.zeros(4096, mx.int32), axis=0),
+        lambda x: mx.repeat(x, 4096),
+    ],
+    ids=["index", "take", "take_along_axis", "repeat"],
+)
+def test_gradients_of_gathers_are_summed_in_float32(read: Any) -> None:
+    """In float16, 2048 + 1 is 2048."""
+    gradient = mx.grad(lambda x: FLOAT16.autocast(read)(x).sum())(half(1))
+    assert gradient.item() == 4096.0
+
+
 @pytest.mark.parametrize("mode", ["autocast", "cast"])
 def test_lists_of_modules_have_paths_and_overrides(mode: Any) -> None:
     inner: list[mx.Dtype] = []

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from polyamp.errors import GradientError
 from polyamp.results import Gradients
+from polyamp.rules import refusals
 from polyamp.rules.decide import Measured
 from polyamp.trees import leaves, map_tree
 from polyamp_mlx.arrays import is_floating
@@ -36,10 +37,9 @@ def unscaled(grads: Gradients, maker: MLXState) -> Gradients:
 
 def all_finite(grads: Any) -> mx.array:
     """Whether a tree of gradients holds neither an infinity nor NaN, one scalar on the device."""
-    flags = [mx.all(mx.isfinite(leaf)) for _, leaf in leaves(grads) if leaf is not None]
-    if not flags:
-        raise GradientError("unscale() got no gradients.")
-    return mx.all(mx.stack(flags))
+    values = [leaf for _, leaf in leaves(grads) if leaf is not None]
+    refusals.check_any(values, who="unscale()")
+    return mx.all(mx.stack([mx.all(mx.isfinite(value)) for value in values]))
 
 
 def measured(grads: Gradients) -> Measured:
