@@ -50,6 +50,11 @@ foreach_pow: Final[Callable[..., Any]] = torch._foreach_pow
 foreach_sign: Final[Callable[..., Any]] = torch._foreach_sign
 foreach_sqrt: Final[Callable[..., Any]] = torch._foreach_sqrt
 foreach_sub: Final[Callable[..., Any]] = torch._foreach_sub
+foreach_sub_: Final[Callable[..., Any]] = torch._foreach_sub_
+fused_adam_: Final[Callable[..., Any]] = torch._fused_adam_
+fused_adamw_: Final[Callable[..., Any]] = torch._fused_adamw_
+fused_sgd_: Final[Callable[..., Any]] = torch._fused_sgd_
+"""What torch.optim calls for each group of tensors of one device and dtype; the signatures are those of torch 2.7 to 2.13."""
 check_and_unscale_: Final[Callable[..., Any]] = torch._amp_foreach_non_finite_check_and_unscale_
 """`(gradients, found_inf, inverse_scale)`: the kernel behind torch's own scaler; writes 1 into `found_inf` and
 multiplies, in place."""

@@ -121,6 +121,7 @@ class Graph:
     ) -> None:
         if not state.one_device:
             raise UnsupportedError("train_step(compile=...) needs all parameters on one device. Use compile=False.")
+        optimizers.part_counts(state.optimizer)
         self.spec = spec
         self._recipe = recipe
         self._scaler = state.scaler

@@ -6,6 +6,9 @@ way that gives the right result; on other devices, and in a compiled graph, noth
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,6 +21,7 @@ _PIECE: Final = 65536
 """Elements summed in one go: short sums are exact to 1e-6 where one over millions of elements is off by 1e-4."""
 _ROW: Final = 16384
 """Contiguous tensors above `_PIECE` are summed in rows of this length."""
+_SIZE: Final = torch.Tensor.numel
 _TINY: Final = 2048
 """Tensors up to this size are laid end to end and summed together, one kernel for many; copying more costs more than
 the kernels that it spares."""
@@ -195,29 +199,52 @@ def _together(norms: list[torch.Tensor]) -> torch.Tensor:
 def _pieces(bucket: list[torch.Tensor]) -> _Pieces:
     """The numbers of a bucket: tiny tensors laid end to end, large ones in rows, the others as they are."""
     found = _Pieces([], [])
-    tiny: list[torch.Tensor] = []
-    laid = 0
-    for tensor, size in zip(bucket, map(torch.Tensor.numel, bucket), strict=True):
-        if size <= _TINY:
-            tiny.append(tensor)
-            laid += size
-            if laid >= _PIECE:
-                found.whole.append(_end_to_end(tiny))
-                tiny, laid = [], 0
-        elif size > _PIECE and tensor.is_contiguous():
+    for begin, end, picked in _arranged(tuple(map(_SIZE, bucket))):
+        if picked is not None:
+            found.whole.append(_end_to_end(picked(bucket)))
+            continue
+        for tensor in bucket[begin:end]:
+            size = tensor.numel()
+            if size <= _PIECE or not tensor.is_contiguous():
+                found.whole.append(tensor)
+                continue
             rest = size % _ROW
             flat = tensor.view(-1)
             found.rows.append((flat[:-rest] if rest else flat).view(-1, _ROW))
             if rest:
                 found.whole.append(flat[-rest:])
-        else:
-            found.whole.append(tensor)
-    if laid or not (found.whole or found.rows):
-        found.whole.append(_end_to_end(tiny))
     return found
 
 
-def _end_to_end(tensors: list[torch.Tensor]) -> torch.Tensor:
+@functools.lru_cache(maxsize=256)
+def _arranged(sizes: tuple[int, ...]) -> list[tuple[int, int, Callable[[list[torch.Tensor]], Any] | None]]:
+    """What becomes of tensors of these sizes, in order: what picks the tiny ones of one piece out of the bucket, or the
+    range of one that is not tiny. A model has the same sizes at every step."""
+    found: list[tuple[int, int, Callable[[list[torch.Tensor]], Any] | None]] = []
+    tiny: list[int] = []
+    laid = 0
+    for index, size in enumerate(sizes):
+        if size > _TINY:
+            found.append((index, index + 1, None))
+            continue
+        tiny.append(index)
+        laid += size
+        if laid >= _PIECE:
+            found.append((0, 0, _picking(tiny)))
+            tiny, laid = [], 0
+    if laid or not found:
+        found.append((0, 0, _picking(tiny)))
+    return found
+
+
+def _picking(indices: list[int]) -> Callable[[list[torch.Tensor]], Any]:
+    first, last = indices[0], indices[-1]
+    if last - first == len(indices) - 1:
+        return operator.itemgetter(slice(first, last + 1))
+    return operator.itemgetter(*indices)
+
+
+def _end_to_end(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One vector of all; a piece at a time, so that the memory is small and used again."""
     flat: torch.Tensor = laid_end_to_end(tensors)
     return flat

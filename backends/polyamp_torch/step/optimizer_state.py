@@ -94,7 +94,8 @@ def _placed(slot: str, array: np.ndarray[Any, Any], p: torch.Tensor, group: dict
     value = from_numpy(array)
     if slot == "step":
         if isinstance(old, torch.Tensor):
-            return value.to(old.device)
+            same = old.shape == value.shape and old.dtype == value.dtype
+            return old.copy_(value) if same else value.to(old.device)  # where it lies: see kernels.counts_for
         return value.to(p.device) if group.get("fused") or group.get("capturable") else value
     if value.shape == p.shape:
         return torch.empty_like(p, dtype=value.dtype).copy_(value)

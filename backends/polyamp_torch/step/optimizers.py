@@ -17,7 +17,7 @@ from polyamp.errors import UnsupportedError
 from polyamp.recipe.optimizers import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, is_spec
 from polyamp_torch.arrays import XP
 from polyamp_torch.compat import foreach_add, foreach_add_, foreach_copy_, takes_found_inf
-from polyamp_torch.step.kernels import Kernels
+from polyamp_torch.step.kernels import Kernels, counts_for
 from polyamp_torch.step.measure import buckets, looks
 from polyamp_torch.step.multi_tensor import MANY, Many
 from polyamp_torch.step.rates import Rates
@@ -143,13 +143,23 @@ def _fill(optimizer: torch.optim.Optimizer, spec: Any, parameters: Parameters, f
     """Make the state arrays now: a checkpoint then always holds them, and fused SGD, whose momentum is left
     uninitialised when its very first step is skipped, never sees a missing one."""
     counts = isinstance(spec, Adam | AdamW | RMSprop | Adagrad)
+    together = fused and len({p.device for p in parameters}) == 1
+    laid = iter(counts_for(len(parameters), parameters[0].device) if together else ())
     for p in parameters:
         if counts:
             device = p.device if fused or runs_formula(spec) else torch.device("cpu")
-            optimizer.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            own = torch.zeros((), dtype=torch.float32, device=device) if not together else next(laid)
+            optimizer.state[p]["step"] = own
         for slot in spec.slots:
             value = spec.initial(slot)
             optimizer.state[p][slot_name(slot)] = torch.full_like(p, value, memory_format=torch.preserve_format)
+
+
+def part_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Give every step count memory of its own, as a compiler wants what it writes to."""
+    for slots in optimizer.state.values():
+        if isinstance(slots.get("step"), torch.Tensor):
+            slots["step"] = slots["step"].clone()
 
 
 def slot_name(slot: str) -> str:

@@ -30,6 +30,9 @@ from polyamp_torch.step.turns import Turn
 Array = np.ndarray[Any, Any]
 _TRAINED: Final = operator.attrgetter("requires_grad")
 _FORM: Final = operator.attrgetter("shape", "dtype", "device")
+_SHAPE: Final = operator.attrgetter("shape")
+_DTYPE: Final = operator.attrgetter("dtype")
+_DEVICE: Final = operator.attrgetter("device")
 _STRIDES: Final = torch.Tensor.stride
 _END: Final = object()
 
@@ -81,6 +84,7 @@ class TorchState:
         self.parameters = dict(named)
         self._frozen = [(name.replace(".", "/"), p) for name, p in model.named_parameters() if not p.requires_grad]
         self._forms = list(map(_FORM, self.parameters.values()))
+        self._shapes, self._dtypes, self._devices = (list(part) for part in zip(*self._forms, strict=True))
         self._strides = list(map(_STRIDES, self.parameters.values()))
         self._places = _places(model)
         self._members = list(_members(self._places))
@@ -116,8 +120,10 @@ class TorchState:
             self._look_at_groups(held)
         parameters = self.parameters.values()  # compared one by one: what is kept in lists is garbage to collect
         if not (
-            all(map(operator.eq, map(_FORM, parameters), self._forms))
+            all(map(operator.is_, map(_DTYPE, parameters), self._dtypes))
+            and all(map(operator.eq, map(_SHAPE, parameters), self._shapes))
             and all(map(operator.eq, map(_STRIDES, parameters), self._strides))
+            and all(map(operator.eq, map(_DEVICE, parameters), self._devices))
         ):
             self._refuse_form()
         optimizers.check_options(self.optimizer, self.recipe.optimizer)
