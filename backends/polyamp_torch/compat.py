@@ -54,7 +54,7 @@ foreach_sub_: Final[Callable[..., Any]] = torch._foreach_sub_
 fused_adam_: Final[Callable[..., Any]] = torch._fused_adam_
 fused_adamw_: Final[Callable[..., Any]] = torch._fused_adamw_
 fused_sgd_: Final[Callable[..., Any]] = torch._fused_sgd_
-"""What torch.optim calls for each group of tensors of one device and dtype; the signatures are those of torch 2.7 to 2.13."""
+"""What torch.optim calls for each group of tensors of one device and dtype; as in torch 2.7 to 2.13."""
 check_and_unscale_: Final[Callable[..., Any]] = torch._amp_foreach_non_finite_check_and_unscale_
 """`(gradients, found_inf, inverse_scale)`: the kernel behind torch's own scaler; writes 1 into `found_inf` and
 multiplies, in place."""
@@ -62,6 +62,9 @@ laid_end_to_end: Final[Callable[..., Any]] = torch._utils._flatten_dense_tensors
 """Tensors of one dtype as one vector: `cat` of the flattened ones, without a Python list of views."""
 by_device_and_dtype: Final[Callable[..., Any]] = _group_tensors_by_device_and_dtype
 """`([tensors])` -> {(device, dtype): ([tensors], indices)}, grouped in C++."""
+
+SUM_OF_SPARSE: Final = "_sparse_sum"
+"""torch's name of what `torch.sparse.sum` calls, as modes see it."""
 
 # Tensors, modules and trees.
 

@@ -34,7 +34,7 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch.nn import functional
 
-from polyamp_torch.compat import constant_when_compiled, custom_function_call, set_grad_enabled
+from polyamp_torch.compat import SUM_OF_SPARSE, constant_when_compiled, custom_function_call, set_grad_enabled
 from polyamp_torch.precision.gathers import GATHERS
 from polyamp_torch.precision.products import PLAIN, PRODUCTS
 
@@ -73,7 +73,7 @@ class Row(NamedTuple):
     """A family of functions with one rule.
 
     Attributes:
-        family: what S4 calls it.
+        family: of `polyamp.rules.sensitive.FAMILIES`, or of `OWN_FAMILIES`.
         names: function names; each stands for the functions and the method of that name wherever `spaces` have it.
         spaces: where to look: modules, or `torch.Tensor` for methods.
         on_cuda: True where torch's CUDA list has them already.
@@ -87,6 +87,13 @@ class Row(NamedTuple):
     rule: Rule = "widen"
 
 
+OWN_FAMILIES: Final = {
+    "saturating functions": "what feeds a logarithm: next to a bound 16 bits lose every digit of the distance to it",
+    "steep trigonometry": "an angle of a 16-bit cosine, and a tangent near its poles",
+    "distances": "sums of squares and their roots, as norms",
+    "LSTM": "float16 has no kernel on the CPU, and torch raises",
+}
+"""Families that torch has beyond those of S4, and why."""
 ROWS: Final = (
     Row("exponentials", "exp expm1 cosh sinh softplus erfinv", on_cuda=True),
     Row("exponentials", "exp2"),
@@ -99,17 +106,18 @@ ROWS: Final = (
     ),
     Row("saturating functions", "sigmoid expit tanhshrink softsign erf erfc ndtr"),
     Row("steep trigonometry", "acos arccos asin arcsin tan", on_cuda=True),
-    Row("sums", "sum prod cumsum cumprod", on_cuda=True),
-    Row("sums", "mean nanmean nansum sum_to_size logcumsumexp std std_mean var var_mean"),
+    Row("sums", "sum prod", on_cuda=True),
+    Row("sums", f"mean nanmean nansum sum_to_size std std_mean var var_mean trapezoid trapz {SUM_OF_SPARSE}"),
     Row("sums", "embedding_bag", (torch,)),
-    Row("sums", "trapezoid trapz cumulative_trapezoid _sparse_sum"),
+    Row("cumulative sums", "cumsum cumprod", on_cuda=True),
+    Row("cumulative sums", "logcumsumexp cumulative_trapezoid"),
     Row("softmax", "softmax log_softmax softmin", on_cuda=True),
     Row("softmax", "logsumexp gumbel_softmax"),
     Row("softmax", "softmax log_softmax", (torch.sparse,)),
-    Row("norms", "layer_norm native_layer_norm group_norm normalize norm renorm", on_cuda=True),
-    Row("norms", "rms_norm native_group_norm local_response_norm"),
-    Row("norms", "batch_norm native_batch_norm instance_norm", rule="statistics"),
-    Row("norms", "norm vector_norm matrix_norm", (torch.linalg,), rule="isolate"),
+    Row("normalisation", "layer_norm native_layer_norm group_norm normalize norm renorm", on_cuda=True),
+    Row("normalisation", "rms_norm native_group_norm local_response_norm"),
+    Row("normalisation", "batch_norm native_batch_norm instance_norm", rule="statistics"),
+    Row("normalisation", "norm vector_norm matrix_norm", (torch.linalg,), rule="isolate"),
     Row(
         "losses",
         "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy "

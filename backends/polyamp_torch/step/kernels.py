@@ -86,7 +86,7 @@ class Kernels:
         else:
             foreach_add_(steps, 1.0)
         kernel = fused_adamw_ if isinstance(self._optimizer, torch.optim.AdamW) else fused_adam_
-        moments = (lists["exp_avg"], lists["exp_avg_sq"], [])
+        moments: tuple[list[Any], ...] = (lists["exp_avg"], lists["exp_avg_sq"], [])
         betas = {"beta1": beta1, "beta2": beta2, "eps": group["eps"]}
         kernel(self._parameters, grads, *moments, steps, amsgrad=False, **betas, **common)
         found_inf = common["found_inf"]
@@ -121,7 +121,7 @@ def side_by_side(counts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if not counts:
         return None
     first = counts[0]
-    memory, begin = first.untyped_storage().data_ptr(), first.storage_offset()
+    memory, begin = first.untyped_storage().data_ptr(), int(first.storage_offset())
     for number, count in enumerate(counts, begin):
         same = count.dtype == first.dtype and not count.dim() and count.storage_offset() == number
         if not same or count.untyped_storage().data_ptr() != memory:

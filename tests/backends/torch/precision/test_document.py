@@ -9,8 +9,9 @@ from types import ModuleType
 
 import pytest
 
+from polyamp.rules.sensitive import FAMILIES
 from polyamp_torch.precision.gathers import GATHERS
-from polyamp_torch.precision.op_list import ROWS
+from polyamp_torch.precision.op_list import OWN_FAMILIES, ROWS
 from polyamp_torch.precision.products import PRODUCTS
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "guides" / "torch_autocast.md").read_text(encoding="utf-8")
@@ -30,7 +31,7 @@ def test_the_table_names_every_function() -> None:
     families = {line.split("|")[1].strip() for line in rows[2:]} - {""}
     assert families == {row.family for row in ROWS} | {"inner products", "gathers"}
     named = set(re.findall(r"\w+", " ".join(rows)))
-    listed = "exponentials", "logarithms", "steep trigonometry", "saturating functions", "sums", "softmax"
+    listed = ("exponentials", "logarithms", "sums", "cumulative sums", "softmax", *list(OWN_FAMILIES)[:2])
     for row in ROWS:
         if row.family in listed:
             missing = {name for name in row.names.split() if name not in named and not name.startswith("arc")}
@@ -39,3 +40,8 @@ def test_the_table_names_every_function() -> None:
     sums = {"dot", "vdot", "inner", "linalg_vecdot", "matmul", "bmm", "tensordot", "einsum"}
     assert sums <= functions
     assert {name.removeprefix("linalg_") for name in sums} | {f.__name__ for f in GATHERS} - {"__getitem__"} <= named
+
+
+def test_s04_the_op_list_has_every_family_and_names_its_own() -> None:
+    assert {row.family for row in ROWS} == FAMILIES.keys() | OWN_FAMILIES.keys()
+    assert FAMILIES.keys() & OWN_FAMILIES.keys() == set()
