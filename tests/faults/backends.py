@@ -136,11 +136,11 @@ TENSORFLOW: Final = (
     ),
     backend(
         "tensorflow",
-        "S14 every state by its own flag",
+        "S12 a skipped step is applied",
         "step/update.py",
-        'every if skip == "all" else finite, every)',
-        "finite, every)",
-        "-k s14",
+        "tf.cond(replicas.shared(flags[0]), apply, lambda: None)",
+        "apply()",
+        "-k s12",
     ),
     backend(
         "tensorflow",
