@@ -169,17 +169,18 @@ def synchronisations(step: Any, state: Callable[[], Any], calls: int) -> Iterato
     deliberate = waits(reading, state(), batch, calls=4)
     if deliberate != [1] * 4:
         raise RuntimeError(f"the counter of host synchronisations missed some of 4 deliberate ones: {deliberate}")
-    first = step._calls + 2  # after the one that warms up
-    found = waits(step, state(), batch, calls=calls)
+    start = state()
+    first = start.watch.steps + 2  # after the one that warms up
+    found = waits(step, start, batch, calls=calls)
     patience = polyamp.LossScaler().patience
-    looks = [number % patience == 0 or number % (patience + 1) == 0 for number in range(first, first + calls)]
+    looks = [number % patience == 0 for number in range(first, first + calls)]
     for name, looking, target in (
         ("host synchronisations in a step, float16", False, 0.0),
         ("the same, steps that look whether the scale is stuck", True, None),
     ):
         counts = [float(one) for one, look in zip(found, looks, strict=True) if look == looking]
         note = f"{sum(counts):.0f} of {len(counts)} calls waited"
-        note += f"; the host looks at every multiple of {patience} and {patience + 1}" * looking
+        note += f"; the host looks at every multiple of {patience}" * looking
         if counts:
             yield Entry(section="targets", name=name, unit="", own=Side("autocast", counts), target=target, note=note)
 

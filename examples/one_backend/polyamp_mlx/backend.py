@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import msgspec
 import numpy as np
 
 from polyamp.arrays import ArrayNamespace
@@ -154,7 +154,7 @@ class MLXBackend:
         def named(prefix: str, names: Mapping[str, Any]) -> dict[str, mx.array]:
             return {name: mx.array(arrays[f"{prefix}/{name}"]) for name in names}
 
-        restored: MLXState = msgspec.structs.replace(
+        restored: MLXState = dataclasses.replace(
             state,
             parameters=named("model", state.parameters),
             running=named("running", state.running),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import msgspec
 
 from polyamp.contract.backend import Backend
 from polyamp.recipe.recipe import Recipe
@@ -21,7 +21,8 @@ from polyamp_mlx.precision.bound import with_arrays
 Arrays = dict[str, Any]
 
 
-class MLXState(msgspec.Struct, frozen=True, kw_only=True):
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class MLXState:
     """A model, its optimizer and its loss scale.
 
     Attributes:
@@ -49,7 +50,7 @@ class MLXState(msgspec.Struct, frozen=True, kw_only=True):
     step: mx.array
     seed: int
     watch: Watch
-    draws: Iterator[int] = msgspec.field(default_factory=itertools.count)
+    draws: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     @property
     def model(self) -> nn.Module:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import mlx.core as mx
-import msgspec
 
 from polyamp.results import Gradients, LossFunction, StepResult
 from polyamp.rules import decide
@@ -28,7 +28,7 @@ def step(loss_fn: LossFunction, state: MLXState, batch: Any) -> tuple[MLXState, 
         losses.append(loss)
         auxes.append(aux)
         total = {path: _sum(total.get(path), value) for path, value in scaled.values.items()}
-        now = msgspec.structs.replace(now, running=scaled.running)
+        now = dataclasses.replace(now, running=scaled.running)
         computed((loss, total))  # frees this part's activations
     mean = {path: None if value is None else value / len(parts) for path, value in total.items()}
     grads = unscaled(Gradients(mean, now.running), state)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import mlx.core as mx
-import msgspec
 
 from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients
@@ -37,7 +37,7 @@ class MLXVerbs(decide.Verbs[MLXState, Gradients]):
             return fresh(new if decision.finite is None else mx.where(decision.finite, new, old))
 
         parameters, slots, counts = stepped(state, grads, measured, chosen)
-        after: MLXState = msgspec.structs.replace(
+        after: MLXState = dataclasses.replace(
             state,
             parameters=parameters,
             running={path: chosen(grads.running[path], old) for path, old in state.running.items()},
