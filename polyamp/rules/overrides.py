@@ -7,7 +7,6 @@ it. The longest matching glob wins; of two equally long ones, the last in alphab
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 
 from polyamp.errors import PolicyError, nearest
 
@@ -22,6 +21,8 @@ def covers(glob: str, path: str) -> bool:
 
 
 def _covers(globs: list[str], segments: list[str]) -> bool:
+    from fnmatch import fnmatchcase  # brings `re`, which a program without overrides does not need
+
     if not globs:
         return True
     if globs[0] == "**":
