@@ -39,6 +39,7 @@ def tried(loss_fn: LossFunction, state: TorchState, part: Any) -> Tried:
         PolyampError: what the eager step raises.
         UnsupportedError: a buffer is made or replaced by the forward pass, which a graph cannot follow.
     """
+    state.check_unchanged()
     saved = buffers.snapshot(state.buffer_owners)
     devices = [state.device] if state.device.type == "cuda" else []
     try:

@@ -70,6 +70,8 @@ def value_and_grad(loss_fn: LossFunction, states: Sequence[TorchState], batch: A
 def _differentiated(
     loss_fn: LossFunction, states: Sequence[TorchState], batch: Any, quiet: Undisturbed
 ) -> tuple[Any, list[Gradients]]:
+    for state in states:
+        state.check_unchanged()
     saved = [buffers.snapshot(state.buffer_owners) for state in states]
     named = list({id(p): (name, p) for state in states for name, p in state.parameters.items()}.values())
     parameters = [p for _, p in named]
@@ -99,8 +101,6 @@ def scaled_backward(
     """
     plan, scaler = states[0].plan, states[0].scaler
     models = tuple(state.bound for state in states)
-    for state in states:
-        state.check_unchanged()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(matmul_precision(plan.float32_matmul))

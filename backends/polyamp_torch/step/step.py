@@ -32,6 +32,7 @@ def train_step(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: 
 
 
 def _stepped(loss_fn: LossFunction, state: TorchState, batches: list[Any], quiet: Undisturbed) -> StepResult:
+    state.check_unchanged()
     parameters = list(state.parameters.values())
     saved = buffers.snapshot(state.buffer_owners)
     sums = Sums(parameters) if len(batches) > 1 and parameters[0].dtype in NARROW else None
@@ -45,6 +46,8 @@ def _stepped(loss_fn: LossFunction, state: TorchState, batches: list[Any], quiet
                 if sums is not None:
                     dense(state.parameters.items(), needed=False)
                     sums.take()
+            if len(batches) > 1:  # loss_fn may have changed the model between two of them
+                state.check_unchanged()
             scale = produced_by(state.scale_state.scale if state.scaler.scales else None, len(batches), state.device)
             if sums is not None:
                 assert scale is not None

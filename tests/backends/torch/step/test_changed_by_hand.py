@@ -251,3 +251,24 @@ def test_a_copy_of_a_state_trains_its_own_model_alike(spec: Any, copied: Callabl
     mine, theirs = export(state), export(other)
     assert mine.keys() == theirs.keys()
     assert [name for name in mine if mine[name].tobytes() != theirs[name].tobytes()] == []
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_s20_a_model_that_loss_fn_changes_between_micro_batches_is_refused_whole(at: int) -> None:
+    """The look at the model is one at the start and one before the update, however many micro-batches lie between."""
+    calls: list[int] = []
+
+    def freezing(model: Any, x: Any) -> Any:
+        loss = loss_fn(model, x[0])
+        if len(calls) == at:
+            model[0].bias.requires_grad_(False)
+        calls.append(1)
+        return loss
+
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(0.1), accumulate_steps=3)
+    state = polyamp.init(network(), recipe)
+    before = state.backend.export_state(state)
+    with pytest.raises(ModelError, match="'0/bias' was frozen after init"):
+        polyamp.train_step(freezing, recipe)(state, [(batch(seed),) for seed in range(3)])
+    after = state.backend.export_state(state)
+    assert [name for name in before if before[name].tobytes() != after[name].tobytes()] == []
