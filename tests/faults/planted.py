@@ -143,8 +143,8 @@ CORE: Final = (
     core(
         "S16 a delayed growth comes early",
         "rules/scale.py",
-        '"none": (0, 0), "after_overflow": (1, 1)',
-        '"none": (0, 0), "after_overflow": (0, 1)',
+        '= {"none": (0, 0), "after_overflow": (1, 1), "always": (1, 0)}\n',
+        '= {"none": (0, 0), "after_overflow": (0, 1), "always": (1, 0)}\n',
         SCALE,
         "tests/core/rules/test_published_sequences.py",
     ),
@@ -234,15 +234,15 @@ CORE: Final = (
     core(
         "Adam adds epsilon inside of the root",
         "recipe/optimizers.py",
-        'root = xp.sqrt(square) / corrected["root"] + self.eps',
-        'root = xp.sqrt(square + self.eps) / corrected["root"]',
+        'root = xp.sqrt(new["exp_avg_sq"]) / corrected["root"] + self.eps',
+        'root = xp.sqrt(new["exp_avg_sq"] + self.eps) / corrected["root"]',
         "tests/core/recipe/test_optimizers.py",
     ),
     core(
         "Nesterov is plain momentum",
         "recipe/optimizers.py",
-        "step = grad + self.momentum * momentum if self.nesterov else momentum",
-        "step = momentum",
+        'step = grad + self.momentum * new["momentum"] if self.nesterov else new["momentum"]',
+        'step = new["momentum"]',
         "tests/core/recipe/test_optimizers.py",
     ),
 )
