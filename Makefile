@@ -33,7 +33,7 @@ SEEDS ?= 0-200
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --seeds $(or $(SEED),$(SEEDS)) $(FUZZ)
 
-JAX_SUITES := conformance-jax backend-jax doctest-jax
+JAX_SUITES := conformance-jax conformance-jax-bits backend-jax doctest-jax
 
 test-jax-oldest:
 	$(PYTHON) -m venv .venv-jax-oldest

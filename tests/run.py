@@ -36,6 +36,8 @@ CONFORMANCE = [
     "--polyamp-deviations=tests/conformance/deviations.py",
 ]
 QUICK_XLA = ["-p", "tests.xla"]
+BITS = "s04_sensitive"
+"""Tests that compare two programs bit for bit: XLA's cheapest code rounds the same operation in two ways."""
 SMOKE = "s01_masters or s03_inner or s04_sensitive or s07_gradients or s08_micro or s09_unscale or s11 or s14_several"
 
 
@@ -66,12 +68,15 @@ for _name, _seconds in {
     "tensorflow": (160, 690, 15, 60),
     "jax": (100, 300, 20, 40),
 }.items():
-    _pytest, _conformance = ([*command, *(QUICK_XLA if _name == "jax" else [])] for command in (PYTEST, CONFORMANCE))
-    SUITES[f"conformance-{_name}"] = Suite([*_conformance, f"--polyamp-backend={_name}"], _seconds[0])
-    SUITES[f"smoke-{_name}"] = Suite([*_conformance, f"--polyamp-backend={_name}", "-k", SMOKE], 30)
-    SUITES[f"backend-{_name}"] = Suite([*_pytest, f"tests/backends/{_name}"], _seconds[1])
-    SUITES[f"doctest-{_name}"] = Suite([*_pytest, "--doctest-modules", f"backends/polyamp_{_name}"], _seconds[2])
+    _quick = QUICK_XLA if _name == "jax" else []
+    SUITES[f"conformance-{_name}"] = Suite([*CONFORMANCE, *_quick, f"--polyamp-backend={_name}"], _seconds[0])
+    SUITES[f"smoke-{_name}"] = Suite([*CONFORMANCE, f"--polyamp-backend={_name}", "-k", SMOKE], 30)
+    SUITES[f"backend-{_name}"] = Suite([*PYTEST, *_quick, f"tests/backends/{_name}"], _seconds[1])
+    _folder = f"backends/polyamp_{_name}"
+    SUITES[f"doctest-{_name}"] = Suite([*PYTEST, *_quick, "--doctest-modules", _folder], _seconds[2])
     SUITES[f"examples-{_name}"] = Suite([*PYTEST, "tests/examples", f"--framework={_name}"], _seconds[3])
+SUITES["conformance-jax"].command.extend(["-k", f"not {BITS}"])
+SUITES["conformance-jax-bits"] = Suite([*CONFORMANCE, "--polyamp-backend=jax", "-k", BITS], 20)
 
 ALL = tuple(name for name in SUITES if not name.startswith("smoke-"))
 CHECK = ("lint", "format", "types", "core", "conformance-reference", *(f"smoke-{name}" for name in FRAMEWORKS))
