@@ -59,9 +59,9 @@ def recipe(plant: str | None, given: Recipe) -> Recipe:
     if plant == "in float32":
         return given.replace(policy="float32", scaler=scaler)
     if plant == "l2":
-        from polyamp import Adam
+        from polyamp import adam
 
-        return given.replace(optimizer=Adam(spec.learning_rate, spec.betas, spec.eps, spec.weight_decay))
+        return given.replace(optimizer=adam(spec.learning_rate, spec.betas, spec.eps, spec.weight_decay))
     return given
 
 

@@ -65,6 +65,7 @@ def test_a_planted_fault_is_found(plant: str, trained: list[Trained], pool: Pool
             continue
         worker.submit({"description": item.description, "policy": None, "compile": None, "plant": plant})
         faulty = {**item.records, "torch": worker.result()}
+        assert "error" not in faulty["torch"], "the fault is to train another way, not to raise"
         wide = faulty if item.baselines is item.records else item.baselines
         if findings(item.description, faulty, wide):
             return
