@@ -318,3 +318,9 @@ def test_casts_leave_other_leaves_alone() -> None:
 
 def test_s02_float64_named_in_the_output_alone_is_named() -> None:
     assert Policy(output="float64").cast_to_compute({"w": np.ones(2)})["w"].dtype == np.float32
+
+
+def test_s02_a_plan_knows_of_float64_in_each_of_the_three_places() -> None:
+    named = {place: Policy(**{place: "float64"}).plan([]).float64 for place in ("param", "compute", "output")}
+    assert named == {"param": True, "compute": True, "output": True}
+    assert not Policy("mixed_float16").plan([]).float64
