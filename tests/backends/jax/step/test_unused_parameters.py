@@ -167,6 +167,13 @@ def _identity_with(backward: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return made
 
 
+def _forgetting() -> Callable[[Any], Any]:
+    """Its backward pass multiplies zeros by what the forward pass kept."""
+    made = jax.custom_vjp(lambda x: x)
+    made.defvjp(lambda x: (x, x), lambda kept, g: (jnp.zeros_like(g) * kept,))
+    return made
+
+
 def _relu() -> Callable[[Any], Any]:
     made = jax.custom_jvp(lambda x: jnp.maximum(x, 0))
     made.defjvp(lambda p, t: (jnp.maximum(p[0], 0), jnp.where(p[0] > 0, t[0], 0)))
@@ -213,6 +220,7 @@ PROGRAMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "remat": (lambda p: jax.checkpoint(lambda a, c: (jnp.sin(a), c))(p["a"], p["c"])[0], "a"),
     "custom vjp": (lambda p: _identity_with(lambda g: g)(p["a"]), "a"),
     "custom zeros": (lambda p: _identity_with(jnp.zeros_like)(p["a"]) + p["b"], "b"),
+    "custom zeros times kept": (lambda p: _forgetting()(p["a"]) + p["b"], "b"),
     "custom scaled by zero": (lambda p: _identity_with(lambda g: 0.0 * g)(p["a"]) + p["b"], "ab"),
     "custom constant": (lambda p: _identity_with(lambda g: jnp.ones_like(g))(p["a"]) + p["b"], "ab"),
     "custom jvp": (lambda p: _relu()(p["a"]) + p["b"], "ab"),
