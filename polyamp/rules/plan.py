@@ -143,8 +143,8 @@ class Plan:
             "narrow": tuple(sorted(dtypes.intersection(NARROW))),
             "_key": key,
             "_hash": hash(key),
-            "_places": {path: _place(policy, dtype) for path, dtype in found.items()},
-            "root": _place(policy, None),
+            "_places": {path: place_of(policy, dtype) for path, dtype in found.items()},
+            "root": place_of(policy, None),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -179,7 +179,7 @@ class Plan:
 
     def place(self, dtype: str) -> Place:
         """What the policy says of a module that computes in `dtype`, as an override or a choice of the model's."""
-        return _place(self.policy, dtype)
+        return place_of(self.policy, dtype)
 
 
 def _mixes(policy: Settings, dtype: str) -> bool:
@@ -187,7 +187,8 @@ def _mixes(policy: Settings, dtype: str) -> bool:
     return policy.mode != "cast" and dtype in NARROW and policy.param != dtype
 
 
-def _place(policy: Settings, named: str | None) -> Place:
+def place_of(policy: Settings, named: str | None) -> Place:
+    """The place of a module to which an override gives the dtype `named`, or, with None, of every other."""
     dtype = policy.compute if named is None else named
     mixes = _mixes(policy, dtype)
     return Place(dtype, named, mixes, mixes and policy.op_list == "polyamp")

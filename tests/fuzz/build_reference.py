@@ -18,15 +18,15 @@ class Net(MLP):
         """The same network around other arrays."""
         return Net(parameters, running, self.observe)
 
-    def __call__(self, x: Any, policy: Any = None) -> Any:
+    def __call__(self, x: Any, plan: Any = None) -> Any:
         """A list of one output per head."""
-        return [super().__call__(x, policy)]
+        return [super().__call__(x, plan)]
 
-    def _dense(self, path: str, h: Any, policy: Any, mode: Any) -> Any:
+    def _dense(self, path: str, h: Any, plan: Any) -> Any:
         if f"{path}/bias" in self.parameters:
-            return super()._dense(path, h, policy, mode)
+            return super()._dense(path, h, plan)
         zeros = np.zeros(self.parameters[f"{path}/kernel"].shape[1], np.float32)  # a constant, not a parameter
-        return MLP({**self.parameters, f"{path}/bias": zeros}, self.running)._dense(path, h, policy, mode)
+        return MLP({**self.parameters, f"{path}/bias": zeros}, self.running)._dense(path, h, plan)
 
 
 def can(description: Description) -> bool:

@@ -17,11 +17,11 @@ from torch import nn
 
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
-from polyamp.rules.plan import Place, Plan
+from polyamp.rules.plan import Place, Plan, place_of
 from polyamp.rules.process_setting import ProcessSetting
 from polyamp.trees import leaves
 from polyamp_torch.arrays import DTYPES, cast_tree
-from polyamp_torch.compat import NOTHING, constant_when_compiled
+from polyamp_torch.compat import NOTHING
 from polyamp_torch.precision.islands import DEVICE_TYPES, captured, device_types, islands, restored
 from polyamp_torch.precision.regions import OPENED, Region, innermost, owned, repair
 
@@ -154,21 +154,14 @@ def _traced(place: Place, device_type: str, precision: contextlib.AbstractContex
 
 
 def _place_of(policy: Policy) -> Place:
-    """What a policy says where no override holds. A compiler that traces this takes the answers for constants."""
-    if torch.compiler.is_compiling():
-        return Place(policy.compute, None, _answer(policy, "mixes"), _answer(policy, "kept"))
-    return _root(policy)
+    """What a policy says where no override holds. A compiler traces the rule, also of a policy that is made in what it
+    compiles; elsewhere the answer is kept."""
+    return place_of(policy, None) if torch.compiler.is_compiling() else _root(policy)
 
 
 @functools.lru_cache(maxsize=64)
 def _root(policy: Policy) -> Place:
-    return policy.plan().root
-
-
-@constant_when_compiled
-def _answer(policy: Policy, field: str) -> bool:
-    found: bool = getattr(_root(policy), field)
-    return found
+    return place_of(policy, None)
 
 
 def carried(function: _Function) -> _Function:
