@@ -56,7 +56,7 @@ def test_the_backend_passes_the_suite(environment: dict[str, str], tmp_path: Pat
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in last
     assert "skipped" not in last
-    assert "failed" not in last
+    assert "failed" not in last.replace(f"{2 * len(rows)} xfailed", "")  # a row holds for both 16-bit policies
 
 
 def test_an_unlisted_deviation_and_a_stale_one_both_fail(environment: dict[str, str], tmp_path: Path) -> None:
