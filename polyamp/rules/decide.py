@@ -88,16 +88,16 @@ class Verbs(Generic[S, G]):
 
     def scaler(self, state: S) -> Scaler:
         """The loss scaler of a state's recipe."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: the framework's own
 
     def measure(self, state: S, grads: G) -> Measured:
         """Norm and flag of one state's gradients, on the device."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: the framework's own
 
     def commit(self, state: S, grads: G, measured: Measured, decision: Decision) -> S:
         """The state after: clipped gradients applied where `decision.finite`, else bit for bit as it was (S12), with
         the decision's scale and step."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: the framework's own
 
     def every(self, flags: Sequence[Any]) -> Any:
         """Whether all of the flags are true, boolean scalar."""

@@ -65,7 +65,7 @@ class Gathered(MLP):
         return super().__call__(x)[mx.array(self.rows)]
 
 
-class Digits(nn.Module):  # type: ignore[misc]
+class Digits(nn.Module):  # type: ignore[misc]  # to mypy, all of MLX is Any
     """The transformer of `polyamp.parity.digits`."""
 
     def __init__(self, weights: Mapping[str, Array]) -> None:
