@@ -34,6 +34,7 @@ from benchmarks.jax import measure, transformer
 from benchmarks.jax.measure import Measured, Settings, Variant
 from benchmarks.jax.synchronisations import waits
 from polyamp.contract import registry
+from polyamp.rules.stuck import Watch
 
 _STEP: Final = 1.02
 _COMPILE: Final = 1.25
@@ -170,17 +171,17 @@ def synchronisations(step: Any, state: Callable[[], Any], calls: int) -> Iterato
     if deliberate != [1] * 4:
         raise RuntimeError(f"the counter of host synchronisations missed some of 4 deliberate ones: {deliberate}")
     start = state()
-    first = start.watch.steps + 2  # after the one that warms up
+    scaler, watch = polyamp.LossScaler(), Watch(shared=True)
+    watch.steps = start.watch.steps + 1  # the one that warms up
     found = waits(step, start, batch, calls=calls)
-    patience = polyamp.LossScaler().patience
-    looks = [number % patience == 0 for number in range(first, first + calls)]
+    looks = [watch.due(scaler) for _ in range(calls)]
     for name, looking, target in (
         ("host synchronisations in a step, float16", False, 0.0),
         ("the same, steps that look whether the scale is stuck", True, None),
     ):
         counts = [float(one) for one, look in zip(found, looks, strict=True) if look == looking]
         note = f"{sum(counts):.0f} of {len(counts)} calls waited"
-        note += f"; the host looks at every multiple of {patience}" * looking
+        note += f"; the host looks once every {scaler.patience} or {scaler.patience + 1} steps" * looking
         if counts:
             yield Entry(section="targets", name=name, unit="", own=Side("autocast", counts), target=target, note=note)
 

@@ -32,7 +32,7 @@ class LossScaler(Record, kw_only=True):
             overflow (DeepSpeed); "always": one step later every time (flax's `DynamicScale`).
         min_scale: floor of the scale; never 0 (S17).
         max_scale: ceiling of the scale; never inf.
-        patience: consecutive skips at `min_scale` before `on_stuck`; the host looks every `patience` steps.
+        patience: consecutive skips at `min_scale` before `on_stuck`; the host looks every `patience` steps (S17).
         on_stuck: "raise" `LossScaleStuckError`, "warn", or "ignore".
         check_finite: with kind="off", skip steps whose gradients are not finite. The other kinds always check.
 

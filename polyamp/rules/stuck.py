@@ -7,8 +7,8 @@ the `Watch` of their state, the scalers for loops of one's own by one that they 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from polyamp.errors import LossScaleStuckError
 
@@ -36,6 +36,11 @@ class Patience(Protocol):
 class Watch:
     """The host's count of one state's steps. A state that a step returns has that of the state which it was given.
 
+    Args:
+        shared: several states count together, because they cannot be told apart. Then the step within every
+            `patience` that is followed by a look moves on by one each time, so that of up to `patience` states
+            that take turns none is passed over.
+
     Example:
         >>> from polyamp import LossScaler
         >>> watch, scaler = Watch(), LossScaler(patience=3)
@@ -43,9 +48,10 @@ class Watch:
         [False, False, True, False, False, True]
     """
 
-    __slots__ = ("steps",)
+    __slots__ = ("shared", "steps")
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool = False) -> None:
+        self.shared = shared
         self.steps = 0
 
     def due(self, scaler: Patience, steps: int = 1, per_update: int = 1) -> bool:
@@ -56,10 +62,19 @@ class Watch:
             steps: how many there were since the last call.
             per_update: how many of them make an update.
         """
+        before, self.steps = self.steps, self.steps + steps
         period = scaler.patience * per_update
-        before = self.steps // period
-        self.steps += steps
-        return self.steps // period != before and scaler.checks and scaler.on_stuck != "ignore"
+        if self.shared:
+            passed = any(_moving(number, period) for number in range(before + 1, self.steps + 1))
+        else:
+            passed = self.steps // period != before // period
+        return passed and scaler.checks and scaler.on_stuck != "ignore"
+
+
+def _moving(number: int, period: int) -> bool:
+    """Whether step `number` is one of `period`, 2 `period` + 1, 3 `period` + 2, ..."""
+    block, offset = divmod(number, period)
+    return block > 0 and offset == (block - 1) % period
 
 
 def sentence(skips: int, scaler: Patience, names: Iterable[str], *, where: str = "loss_fn") -> str:
@@ -80,18 +95,24 @@ def sentence(skips: int, scaler: Patience, names: Iterable[str], *, where: str =
     )
 
 
-def say(message: str, scaler: Patience, *, stacklevel: int = 3) -> None:
-    """Raise or warn, as the scaler asks.
+def check(
+    skips: int, scaler: Patience, names: Callable[[], Iterable[str]], *, where: str = "loss_fn", stacklevel: int = 3
+) -> None:
+    """Raise or warn, as the scaler asks, if so many consecutive skips at the floor are too many.
+
+    Args:
+        skips: as the host read them.
+        scaler: the scaler's description.
+        names: finds the parameters whose gradients are not finite.
+        where: what computes the loss.
+        stacklevel: of the warning; 3 is the caller of the function that looks.
 
     Raises:
         LossScaleStuckError: `on_stuck="raise"`.
     """
+    if skips < scaler.patience or scaler.on_stuck == "ignore":
+        return
+    message = sentence(skips, scaler, names(), where=where)
     if scaler.on_stuck == "raise":
         raise LossScaleStuckError(message)
-    if scaler.on_stuck == "warn":
-        warnings.warn(message, stacklevel=stacklevel)
-
-
-def is_stuck(skips: Any, scaler: Patience) -> bool:
-    """Whether so many consecutive skips at the floor are too many."""
-    return int(skips) >= scaler.patience
+    warnings.warn(message, stacklevel=stacklevel)

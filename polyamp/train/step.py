@@ -5,7 +5,8 @@ They find the backend and keep the books that need the host: one recipe per stat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from polyamp.contract import registry
@@ -77,11 +78,7 @@ class TrainStep:
         if run is None:
             run = self._run[backend.name] = backend.train_step(self.loss_fn, self.recipe, **self._options)
         state, result = run(state, batch)
-        scaler = self.recipe.loss_scaler
-        if state.watch.due(scaler) and backend.is_concrete(state.scale_state.stuck):
-            skips = int(backend.to_numpy(state.scale_state.stuck))
-            if stuck.is_stuck(skips, scaler):
-                stuck.say(stuck.sentence(skips, scaler, self._not_finite(state, batch)), scaler)
+        _look_if_stuck(state, lambda: self._not_finite(state, batch))
         return state, result
 
     def _accept(self, recipe: Recipe) -> None:
@@ -203,18 +200,16 @@ def apply_gradients(state: Any, grads: Any, *, skip: Skip = "all") -> tuple[Any,
         raise RecipeError("states that step together must share one scaler; their recipes have different ones.")
     backend = states[0].backend
     new_states, results = backend.apply_gradients(states, gradients, skip)
-    _look_if_stuck(backend, new_states, gradients)
+    for new, item in zip(new_states, gradients, strict=True):
+        _look_if_stuck(new, functools.partial(_not_finite, backend, item))
     return (new_states, results) if several else (new_states[0], results[0])
 
 
-def _look_if_stuck(backend: Any, states: Sequence[Any], gradients: Sequence[Gradients]) -> None:
-    """The look of S17 for people who run the two halves; states that step together have one scaler."""
-    for state, item in zip(states, gradients, strict=True):
-        scaler = state.recipe.loss_scaler
-        if state.watch.due(scaler) and backend.is_concrete(state.scale_state.stuck):
-            skips = int(backend.to_numpy(state.scale_state.stuck))
-            if stuck.is_stuck(skips, scaler):
-                stuck.say(stuck.sentence(skips, scaler, _not_finite(backend, item)), scaler, stacklevel=4)
+def _look_if_stuck(state: State, names: Callable[[], list[str]]) -> None:
+    """After a step: read the state on the host, if that is due (S17)."""
+    backend, scaler = state.backend, state.recipe.loss_scaler
+    if state.watch.due(scaler) and backend.is_concrete(state.scale_state.stuck):
+        stuck.check(int(backend.to_numpy(state.scale_state.stuck)), scaler, names, stacklevel=4)
 
 
 def _check_distinct(states: Sequence[Any]) -> None:

@@ -44,9 +44,9 @@ def scaled_value_and_grad(
         LossScaleError: the first argument is not a `LossScaleState`.
         LossError: the loss is not a floating scalar.
         UnsupportedError: it is called inside `shard_map` or `pmap`.
-        LossScaleStuckError: see `LossScaler.patience` (S17). The host looks at the `scale_state` that it is given, once
-            every `patience` calls; inside a `jit` of your own there is no value to look at, so read
-            `scale_state.stuck` where your loop logs.
+        LossScaleStuckError: see `LossScaler.patience` (S17). The host looks at the `scale_state` that it is given, at
+            call `patience`, 2 `patience` + 1, 3 `patience` + 2, ...; inside a `jit` of your own there is no value to
+            look at, so read `scale_state.stuck` where your loop logs.
 
     Example:
         >>> import jax.numpy as jnp, polyamp
@@ -60,7 +60,7 @@ def scaled_value_and_grad(
         >>> scale_state = scaler.update(scale_state, finite)
     """
 
-    watch = Watch()
+    watch = Watch(shared=True)  # one function may serve several scale states
 
     @functools.wraps(fun)
     def call(scale_state: LossScaleState, *args: Any, **kwargs: Any) -> tuple[Any, Any, jax.Array]:
@@ -82,10 +82,13 @@ def scaled_value_and_grad(
         else:  # S19: neither a division nor a test
             grads, finite = jax.tree.map(lambda grad: unscaled_leaf(grad, None), grads), jnp.asarray(True)
         if not isinstance(scale_state.stuck, jax.core.Tracer) and watch.due(scaler):
-            skips = int(scale_state.stuck)
-            if stuck.is_stuck(skips, scaler):
-                names = [name for name, grad in named_leaves(grads).items() if not np.isfinite(to_numpy(grad)).all()]
-                stuck.say(stuck.sentence(skips, scaler, names, where="the loss"), scaler)
+            named = named_leaves(grads)
+            stuck.check(
+                int(scale_state.stuck),
+                scaler,
+                lambda: [name for name, grad in named.items() if not np.isfinite(to_numpy(grad)).all()],
+                where="the loss",
+            )
         return ((loss, aux) if has_aux else loss), grads, finite
 
     shown: Any = call

@@ -31,15 +31,21 @@ from polyamp_jax.step.optimizers import lagging, transformation, widened
 
 class Setup:
     """The static half of a state: adapter, recipe, the policy's plan, backend; compared by value, hashed once since
-    `jit` asks every call."""
+    `jit` asks every call.
 
-    __slots__ = ("_hash", "_key", "adapter", "backend", "plan", "recipe")
+    The watch over a stuck scale (S17) is here too, so that it outlives every way of making a state anew:
+    `jax.tree.map`, `dataclasses.replace`, a compiled function. The last gives states of equal setups one setup, so the
+    watch is a shared one.
+    """
+
+    __slots__ = ("_hash", "_key", "adapter", "backend", "plan", "recipe", "watch")
 
     def __init__(self, adapter: Adapter, recipe: Recipe, plan: Plan, backend: Backend) -> None:
         self.adapter = adapter
         self.recipe = recipe
         self.plan = plan
         self.backend = backend
+        self.watch = Watch(shared=True)
         self._key = (adapter, Opaque(recipe), plan)
         self._hash = hash(self._key)
 
@@ -88,20 +94,10 @@ class JaxState:
         object.__setattr__(self, "lagging", lagging)
         return self
 
-    _watch: ClassVar[Watch | None] = None
-
     @property
     def watch(self) -> Watch:
-        """When the host looks whether the scale is stuck (S17). No part of the pytree either; see `watched`."""
-        if self._watch is None:
-            object.__setattr__(self, "_watch", Watch())
-        assert self._watch is not None
-        return self._watch
-
-    def watched(self, watch: Watch) -> JaxState:
-        """This very state, which goes on with the count of the state that it was made from."""
-        object.__setattr__(self, "_watch", watch)
-        return self
+        """When the host looks whether the scale is stuck (S17); see `Setup`."""
+        return self.setup.watch
 
     _moved: ClassVar[Running | None] = None
     """Where the last call of `value_and_grad` on this very object left the streams."""

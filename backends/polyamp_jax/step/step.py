@@ -48,13 +48,12 @@ class Step:
 
     def __call__(self, state: JaxState, batch: Any) -> tuple[JaxState, StepResult]:
         batch = entering(batch, state.setup.plan, compiled=self._compiled)
-        watch = state.watch
         try:
             state, result, lagging = self._call(state, batch, state.lagging)
         except Exception as error:
             refuse_gone([state], error)
             raise
-        return state.knowing(lagging.value).watched(watch), result
+        return state.knowing(lagging.value), result
 
     def lower(self, state: JaxState, batch: Any) -> Any:
         """The compiled step's program for these arguments, as `jax.jit(...).lower` gives it."""
@@ -101,8 +100,7 @@ def apply_gradients(
     except Exception as error:
         refuse_gone(states, error)
         raise
-    after = [new.knowing(own).watched(old.watch) for new, own, old in zip(made, lagging.value, states, strict=True)]
-    return after, results
+    return [state.knowing(own) for state, own in zip(made, lagging.value, strict=True)], results
 
 
 def _apply(

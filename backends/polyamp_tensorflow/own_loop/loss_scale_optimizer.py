@@ -178,9 +178,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             LossScaleStuckError: `patience` updates in a row were skipped there.
         """
         skips = int(self._scale_variables.stuck.numpy())
-        if stuck.is_stuck(skips, self.scaler):
-            where = "the model or the loss"
-            stuck.say(stuck.sentence(skips, self.scaler, self.not_finite(), where=where), self.scaler)
+        stuck.check(skips, self.scaler, self.not_finite, where="the model or the loss")
 
     @contextlib.contextmanager
     def keep_statistics(self, model: Any) -> Iterator[None]:

@@ -374,9 +374,11 @@ class GradScaler(ScalerState):
         """Read the state on the host, once every `patience` updates (S17)."""
         state, scaler = self._require_state("update"), self._scaler
         self._run.least, skips = state.scale.item(), int(state.stuck.item())
-        if stuck.is_stuck(skips, scaler):
-            names = [row.name for row in self.report()] or ["unknown, as the gradients are gone"]
-            stuck.say(stuck.sentence(skips, scaler, names, where="the model"), scaler, stacklevel=4)
+
+        def names() -> list[str]:
+            return [row.name for row in self.report()] or ["unknown, as the gradients are gone"]
+
+        stuck.check(skips, scaler, names, where="the model", stacklevel=4)
 
     # Reporting.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,12 +81,29 @@ def test_s17_one_sentence_raised_or_warned() -> None:
     text = stuck.sentence(2, scaler, ["a/kernel", "b"])
     assert text.startswith("2 steps in a row were skipped although the loss scale is at its floor of 1: ")
     assert "inf or NaN gradients: a/kernel, b." in text
-    with pytest.raises(LossScaleStuckError, match="2 steps in a row"):
-        stuck.say(text, scaler)
-    with pytest.warns(UserWarning, match="2 steps in a row"):
-        stuck.say(text, LossScaler(on_stuck="warn"))
-    stuck.say(text, LossScaler(on_stuck="ignore"))
-    assert [stuck.is_stuck(skips, scaler) for skips in (1, 2, 3)] == [False, True, True]
+    with pytest.raises(LossScaleStuckError, match=r"2 steps in a row .* gradients: a/kernel"):
+        stuck.check(2, scaler, lambda: ["a/kernel"])
+    with pytest.warns(UserWarning, match="50 steps in a row") as said:
+        stuck.check(50, LossScaler(on_stuck="warn"), list, stacklevel=2)
+    assert said[0].filename == __file__
+
+
+def test_s17_nothing_is_said_and_no_name_looked_for_before_patience_or_where_it_is_ignored() -> None:
+    asked: list[None] = []
+    stuck.check(1, LossScaler(init_scale=1.0, min_scale=1.0, patience=2), lambda: asked.append(None) or [])
+    stuck.check(99, LossScaler(on_stuck="ignore"), lambda: asked.append(None) or [])
+    assert asked == []
+
+
+def test_s17_of_states_that_share_a_watch_and_take_turns_none_is_passed_over() -> None:
+    for patience in range(1, 13):
+        scaler = LossScaler(patience=patience)
+        for states in range(1, patience + 1):
+            watch = stuck.Watch(shared=True)
+            looked = [number for number in range(2 * patience**3 + 9) if watch.due(scaler)]
+            assert {number % states for number in looked} == set(range(states)), (patience, states)
+            assert looked[0] == patience - 1
+            assert max(after - before for before, after in itertools.pairwise(looked)) <= patience + 1
 
 
 def test_s17_nobody_looks_where_nothing_is_checked() -> None:

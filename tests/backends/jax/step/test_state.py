@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import pickle
 import subprocess
@@ -262,6 +263,32 @@ def test_a_batch_sharded_over_two_devices_takes_one_decision() -> None:
     command = [sys.executable, "-W", "error", "-c", SHARDED]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **flags})
     assert done.stdout.strip() == "ok", done.stderr
+
+
+@pytest.mark.parametrize("again", [dataclasses.replace, lambda state: jax.tree.map(lambda leaf: leaf, state)])
+@pytest.mark.parametrize("halves", [False, True])
+def test_s17_a_state_made_anew_between_two_steps_is_still_watched(again: Any, *, halves: bool) -> None:
+    """The count belonged to the object: whoever rebuilt the state between two steps trained on in silence."""
+    scaler = polyamp.LossScaler(init_scale=1.0, min_scale=1.0, patience=2)
+    made = polyamp.Recipe(scaler=scaler, optimizer=polyamp.sgd(0.1))
+    bad = {"x": np.full((2, 2), np.nan, np.float32), "y": np.zeros((2, 1), np.float32)}
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return polyamp.losses.mean_squared_error(model(batch["x"]), batch["y"])
+
+    def loop() -> None:
+        state = polyamp.init((lambda params, x: x @ params["w"], {"w": jnp.ones((2, 1))}), made)
+        step = polyamp.train_step(loss_fn, made)
+        for _ in range(6):
+            if halves:
+                state = again(state)
+                _, gradients = polyamp.value_and_grad(loss_fn)(state, bad)
+                state, _ = polyamp.apply_gradients(state, gradients)
+            else:
+                state, _ = step(again(state), bad)
+
+    with pytest.raises(polyamp.LossScaleStuckError, match="2 steps in a row"):
+        loop()
 
 
 @pytest.mark.parametrize(
