@@ -36,7 +36,7 @@ def torch_loop(steps: int) -> list[float]:
                 parameter.grad = grad
             optimizer.step()
         scale_state = scaler.update(scale_state, finite)
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
 
 

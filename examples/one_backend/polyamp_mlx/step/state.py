@@ -15,6 +15,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.rules.plan import Plan
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
+from polyamp.shown import ShownState
 from polyamp_mlx.arrays import computed, device, fresh
 from polyamp_mlx.precision.bound import with_arrays
 
@@ -22,7 +23,7 @@ Arrays = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class MLXState:
+class MLXState(ShownState):
     """A model, its optimizer and its loss scale.
 
     Attributes:
@@ -68,9 +69,5 @@ class MLXState:
         named |= {f"loss_scale/{name}": value for name, value in self.scale_state._asdict().items()}
         return {**named, "step": self.step}
 
-    def __repr__(self) -> str:
-        count = sum(value.size for value in self.parameters.values())
-        return (
-            f"MLXState(backend='mlx', device={device()!r}, parameters={count:,}, policy={self.recipe.policy}, "
-            f"scale={self.scale_state.scale.item():g}, step={self.step.item()})"
-        )
+    def _place(self) -> tuple[str, int]:
+        return device(), sum(value.size for value in self.parameters.values())
