@@ -2,8 +2,8 @@
 2.19 and Keras from 3.9 are supported).
 
 Every other module of this package imports from here, under a name that says what it is good for;
-`tests/core/test_private_names.py` walks the syntax trees. What is here has no public form; beside each name stands what
-is relied on, so that one who meets a newer Keras knows what to look for.
+`tests/core/house/test_private_names.py` walks the syntax trees. What is here has no public form; beside each name
+stands what is relied on, so that one who meets a newer Keras knows what to look for.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The only door to torch's private names, and to what differs between its versions (2.7 to 2.13 are supported).
 
 Every other module of this package imports from here, under a name that says what it is good for;
-`tests/core/test_private_names.py` walks the syntax trees. What is called often is bound again and not wrapped: a second
-name costs nothing, a function around it does. What torch hides is here because no public way was found to do the same;
-beside each name stands what is relied on, so that one who meets a newer torch knows what to look for.
+`tests/core/house/test_private_names.py` walks the syntax trees. What is called often is bound again and not
+wrapped: a second name costs nothing, a function around it does. What torch hides is here because no public way was
+found to do the same; beside each name stands what is relied on, so that one who meets a newer torch knows what to look
+for.
 
 No compiler is imported: `import torch._dynamo` takes two seconds.
 """

@@ -32,7 +32,8 @@ MISSING: dict[tuple[str, str], str] = {
 """(backend, room) -> why it is not there yet; strict: a row leaves with the commit that brings the room."""
 
 CORE_FLOORS = (
-    ("_version", "errors", "dtypes", "arrays", "trees", "results", "lookup", "files", "records", "schedules"),
+    ("_version", "errors", "dtypes", "arrays", "trees", "shown"),
+    ("results", "lookup", "files", "records", "schedules"),
     ("rules",),
     ("recipe",),
     ("contract",),
@@ -40,6 +41,7 @@ CORE_FLOORS = (
     ("",),  # `polyamp` itself: what a user imports, and what stands on it
     ("conformance", "testing", "parity", "reference"),
     ("cli",),
+    ("__main__",),
 )
 BACKEND_FLOORS = (
     ("compat", "arrays", "interrupts"),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BACKENDS = ("polyamp_torch", "polyamp_tensorflow", "polyamp_jax")
 FRAMEWORKS = {
     "polyamp_torch": {"torch", "torchvision", "torch_xla"},

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DOOR = "compat.py"
 FRAMEWORKS = {
     "polyamp_jax": ("jax", "jaxlib", "flax", "optax", "equinox", "haiku"),
