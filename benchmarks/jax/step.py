@@ -170,7 +170,7 @@ def synchronisations(step: Any, state: Callable[[], Any], calls: int) -> Iterato
     deliberate = waits(reading, state(), batch, calls=4)
     if deliberate != [1] * 4:
         raise RuntimeError(f"the counter of host synchronisations missed some of 4 deliberate ones: {deliberate}")
-    start = state()
+    start, _ = step(state(), batch)  # with the watch that the compiled step's states share
     scaler, watch = polyamp.LossScaler(), Watch(shared=True)
     watch.steps = start.watch.steps + 1  # the one that warms up
     found = waits(step, start, batch, calls=calls)
