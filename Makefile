@@ -54,5 +54,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \
-	    --editable ".[torch,tensorflow,jax,lightning,accelerate,cli,examples,dev]"
+	    --editable ".[torch,tensorflow,jax,lightning,accelerate,demo,examples,dev]"
 	touch $(STAMP)

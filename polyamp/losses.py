@@ -14,6 +14,7 @@ from typing import Any, Literal
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend, LossFunctions
 from polyamp.errors import LossError
+from polyamp.results import ArrayT
 from polyamp.rules.labels import (
     check_class_weights,
     check_ignore_index,
@@ -54,7 +55,9 @@ def _name_for(kind: type) -> str | None:
 _name_for._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function takes any attribute
 
 
-def mean_squared_error(predictions: Any, targets: Any, *, weights: Any = None, reduction: Reduction = "mean") -> Any:
+def mean_squared_error(
+    predictions: ArrayT, targets: Any, *, weights: Any = None, reduction: Reduction = "mean"
+) -> ArrayT:
     """Squared difference; `torch.nn.functional.mse_loss`.
 
     Args:
@@ -90,14 +93,14 @@ def mean_squared_error(predictions: Any, targets: Any, *, weights: Any = None, r
 
 
 def softmax_cross_entropy(
-    logits: Any,
+    logits: ArrayT,
     labels: Any,
     *,
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     class_weights: Any = None,
     reduction: Reduction = "mean",
-) -> Any:
+) -> ArrayT:
     """Cross-entropy of softmax(logits) against labels or probabilities, in nats; `torch.nn.functional.cross_entropy`.
 
     With integer labels y a row's loss is `class_weights[y] * -log p[y]`, and with smoothing e of C classes
@@ -157,7 +160,9 @@ def softmax_cross_entropy(
         return _reduced(losses, rows, reduction)
 
 
-def sigmoid_cross_entropy(logits: Any, targets: Any, *, weights: Any = None, reduction: Reduction = "mean") -> Any:
+def sigmoid_cross_entropy(
+    logits: ArrayT, targets: Any, *, weights: Any = None, reduction: Reduction = "mean"
+) -> ArrayT:
     """Binary cross-entropy of sigmoid(logits) against targets in [0, 1], in nats;
     `torch.nn.functional.binary_cross_entropy_with_logits`.
 
@@ -187,8 +192,8 @@ def sigmoid_cross_entropy(logits: Any, targets: Any, *, weights: Any = None, red
 
 
 def huber(
-    predictions: Any, targets: Any, *, delta: float = 1.0, weights: Any = None, reduction: Reduction = "mean"
-) -> Any:
+    predictions: ArrayT, targets: Any, *, delta: float = 1.0, weights: Any = None, reduction: Reduction = "mean"
+) -> ArrayT:
     """Half the squared difference up to `delta`, linear beyond it; `torch.nn.functional.huber_loss`.
 
     Args:

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
+
+from polyamp.shown import html_table
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    ArrayT = TypeVar("ArrayT", default=Any)
+else:
+    from typing import TypeVar
+
+    ArrayT = TypeVar("ArrayT")
 
 
-class StepResult(NamedTuple):
-    """What one step reports; device scalars, so that reading one synchronises.
+class StepResult(NamedTuple, Generic[ArrayT]):
+    """What one step reports; device scalars, so that reading one synchronises. `StepResult[torch.Tensor]` says of which
+    kind to a type checker.
 
     The step itself does not, but for the look of S17 and native torch optimizers without fused kernels.
 
@@ -20,12 +32,16 @@ class StepResult(NamedTuple):
         step: number of updates applied so far (S13), int32 scalar.
     """
 
-    loss: Any
+    loss: ArrayT
     aux: Any
-    grad_norm: Any
-    scale: Any
-    skipped: Any
-    step: Any
+    grad_norm: ArrayT
+    scale: ArrayT
+    skipped: ArrayT
+    step: ArrayT
+
+    def _repr_html_(self) -> str:
+        shown = {name: value for name, value in self._asdict().items() if value is not None}
+        return html_table("StepResult", (), shown.items())
 
 
 class Gradients(NamedTuple):

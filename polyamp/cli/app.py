@@ -1,6 +1,8 @@
-"""The commands `demo`, `runner`, `doctor`, `bench`: they read arguments, call polyamp, print and set the exit status.
+"""The commands `demo`, `parity`, `doctor`, `bench`: they read arguments, call polyamp, print and set the exit status.
 
-Exit status: 0 all fine; 1 a framework failed or a distance is outside the tolerance; 2 a wrong argument or recipe.
+Exit status: 0 all fine; 1 a framework failed or a distance is outside the tolerance; 2 a wrong argument or recipe, or
+a command whose extra is not installed. Each command imports what it needs when it runs; with `--json`, standard output
+holds one JSON object and nothing else.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ import platform
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
+from json import dumps
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Final, NoReturn
 
 import typer
 from rich.console import Console
@@ -29,6 +33,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_DEMO: Final = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
+"""Import name -> distribution of what the commands that train need: the extra `demo`."""
+
 Backends = Annotated[str | None, typer.Option("--backends", metavar="A,B", help="Frameworks to run (default: all).")]
 Policies = Annotated[
     list[str] | None,
@@ -46,6 +53,7 @@ Interpreters = Annotated[
 ]
 Out = Annotated[Path, typer.Option("--out", file_okay=False, help="Folder for the picture, the report and the table.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that one framework may take.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and progress on standard error.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -65,9 +73,10 @@ def demo(
     python: Interpreters = None,
     out: Out = Path("out"),
     timeout: Timeout = runner.TIMEOUT,
+    json: Json = False,
 ) -> None:
     """Train one recipe on handwritten digits in every framework and policy, and compare the curves."""
-    _parity(None, backends, None, steps, python, out, timeout)
+    _parity("demo", None, backends, None, steps, python, out, timeout, json)
 
 
 @app.command()
@@ -81,21 +90,28 @@ def parity(
     python: Interpreters = None,
     out: Out = Path("out"),
     timeout: Timeout = runner.TIMEOUT,
+    json: Json = False,
 ) -> None:
     """The demo with a recipe of your own: does it train alike in every framework?"""
-    _parity(recipe, backends, policies, steps, python, out, timeout)
+    _parity("parity", recipe, backends, policies, steps, python, out, timeout, json)
 
 
 @app.command()
-def doctor() -> None:
+def doctor(json: Json = False) -> None:
     """Show every framework: usable, version, devices, or what is wrong with it."""
-    console = _console()
+    console = _console(stderr=json)
     with console.status("Starting each framework in a process of its own"):
         found = polyamp.backends()
         probed = polyamp.backends(probe=True)
     installed = {name: probed[name] for name, status in found.items() if status.usable}
-    console.print(f"polyamp {polyamp.__version__}, Python {platform.python_version()}, {platform.platform()}")
-    console.print(tables.doctor_table({**found, **installed}, broken=_broken(installed)))
+    statuses = {**found, **installed}
+    if json:
+        versions = {"polyamp": polyamp.__version__, "python": platform.python_version()}
+        rows = {name: status._asdict() for name, status in statuses.items()}
+        typer.echo(dumps({**versions, "platform": platform.platform(), "backends": rows}, indent=2))
+    else:
+        console.print(f"polyamp {polyamp.__version__}, Python {platform.python_version()}, {platform.platform()}")
+        console.print(tables.doctor_table(statuses, broken=_broken(installed)))
     raise typer.Exit(1 if _broken(installed) else 0)
 
 
@@ -139,6 +155,7 @@ def _broken(installed: dict[str, polyamp.BackendStatus]) -> set[str]:
 
 
 def _parity(
+    command: str,
     recipe: Path | None,
     backends: str | None,
     policies: list[str] | None,
@@ -146,8 +163,11 @@ def _parity(
     python: list[str] | None,
     out: Path,
     timeout: float,
+    json: bool,
 ) -> None:
-    console = _console()
+    if missing := [distribution for name, distribution in _DEMO.items() if find_spec(name) is None]:
+        _stop(f'polyamp {command} needs {", ".join(missing)}. Run: pip install "polyamp[demo]"')
+    console = _console(stderr=json)
     interpreters = dict(_interpreter(item) for item in python or ())
     try:
         loaded = Recipe.load(recipe) if recipe is not None else runner.demo_recipe()
@@ -166,6 +186,8 @@ def _parity(
     tables.print_report(console, report)
     for path in _write(report, out):
         console.print(f"wrote {path}", soft_wrap=True)
+    if json:
+        typer.echo(report.to_json())
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -200,7 +222,7 @@ def _interpreter(item: str) -> tuple[str, str]:
     return name, found
 
 
-def _console() -> Console:
-    """Standard output; lines of 100 columns where it is not a terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=100)
+def _console(*, stderr: bool = False) -> Console:
+    """Standard output, or standard error; lines of 100 columns where it is not a terminal."""
+    console = Console(highlight=False, stderr=stderr)
+    return console if console.is_terminal else Console(highlight=False, stderr=stderr, width=100)

@@ -34,7 +34,7 @@ def test_s24_an_empty_batch_is_refused_before_the_step(
     made = recipe(accumulate_steps=count)
     state = polyamp.init(harness.mlp(layers()), made)
     before = backend.export_state(state)
-    calls = [(polyamp.train_step(loss_fn, made), given)]
+    calls: list[tuple[Any, Any]] = [(polyamp.train_step(loss_fn, made), given)]
     if count == 1:
         calls.append((polyamp.value_and_grad(loss_fn), given))
     for call, item in calls:

@@ -98,3 +98,8 @@ def test_s20_state_describes_itself(backend: Backend, harness: Harness) -> None:
     text = repr(state)
     for part in (backend.name, "cpu", "67", "compute='float16'", "32768", "step=0"):
         assert part in text.lower().replace("gpu", "cpu").replace("cuda", "cpu"), text
+    table = state._repr_html_()  # type: ignore[attr-defined]  # what a notebook asks for, if it is there
+    assert table.startswith(f"<table><caption>{type(state).__name__}</caption>")
+    assert "<tr><th>scale</th><td>32768</td></tr>" in table
+    state, result = polyamp.train_step(loss_fn, state.recipe)(state, batch())
+    assert "<tr><th>skipped</th><td>" in result._repr_html_()

@@ -41,8 +41,19 @@ class BackendInfo(NamedTuple):
     devices: tuple[str, ...]
 
 
-class State(Protocol):
-    """A model under training. In JAX a pytree; in torch and Keras it holds the user's own module."""
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    ModelT_co = TypeVar("ModelT_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    ModelT_co = TypeVar("ModelT_co", covariant=True)
+
+
+class State(Protocol[ModelT_co]):
+    """A model under training, generic in the model's type. In JAX a pytree; in torch and Keras it holds the user's own
+    module. What one framework's state has beyond this stands in its class, such as `polyamp_torch.TorchState`."""
 
     @property
     def backend(self) -> Backend:
@@ -53,7 +64,7 @@ class State(Protocol):
         """The recipe it was made with."""
 
     @property
-    def model(self) -> Any:
+    def model(self) -> ModelT_co:
         """The current model in its native form."""
 
     @property

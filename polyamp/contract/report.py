@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from polyamp.recipe.policy import Policy
+from polyamp.shown import html_table
 
 
 class Operation(NamedTuple):
@@ -75,6 +76,9 @@ class CastingReport:
             "opaque": list(self.opaque),
             "unknown": list(self.unknown),
         }
+
+    def _repr_html_(self) -> str:
+        return html_table(f"casts under {self.policy}", Operation._fields, self.operations)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CastingReport):

@@ -29,10 +29,11 @@ from polyamp.rules.decide import Decision, Measured, Skip
 from polyamp.rules.plan import Plan
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
+from polyamp.shown import ShownState
 from polyamp.trees import leaves, map_tree, map_trees
 
 
-class ReferenceState(msgspec.Struct, frozen=True, kw_only=True):
+class ReferenceState(ShownState, msgspec.Struct, frozen=True, kw_only=True):
     """A reference model under training; every step returns a new one."""
 
     model: MLP
@@ -49,12 +50,10 @@ class ReferenceState(msgspec.Struct, frozen=True, kw_only=True):
     def backend(self) -> Backend:
         return BACKEND
 
-    def __repr__(self) -> str:
-        count = sum(value.size for value in self.model.parameters.values())
-        return (
-            f"{type(self).__name__}(backend={self.backend.name!r}, device='cpu', parameters={count:,}, "
-            f"policy={self.recipe.policy}, scale={float(self.scale_state.scale):g}, step={int(self.step)})"
-        )
+    def _place(self) -> tuple[str, int]:
+        return "cpu", sum(value.size for value in self.model.parameters.values())
+
+    __repr__ = ShownState.__repr__
 
 
 class ReferenceBackend:

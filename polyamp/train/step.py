@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeVar, overload
 
 from polyamp.contract import registry
 from polyamp.contract.backend import State, ValueAndGrad
@@ -17,8 +17,10 @@ from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import stuck
 from polyamp.rules.decide import Skip
 
+M = TypeVar("M")
 
-def init(model: Any, recipe: Recipe, *, backend: str | None = None, **options: Any) -> Any:
+
+def init(model: M, recipe: Recipe, *, backend: str | None = None, **options: Any) -> State[M]:
     """The training state of a model under a recipe.
 
     Args:
@@ -37,7 +39,8 @@ def init(model: Any, recipe: Recipe, *, backend: str | None = None, **options: A
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"recipe must be a polyamp.Recipe. Received: {type(recipe).__name__}.")
     found = registry.get(backend) if backend is not None else registry.backend_for(model)
-    return registry.supporting(found, recipe.policy).init(model, recipe, **options)
+    state: State[M] = registry.supporting(found, recipe.policy).init(model, recipe, **options)
+    return state
 
 
 class TrainStep:
@@ -69,7 +72,7 @@ class TrainStep:
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         return made
 
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, StepResult]:
+    def __call__(self, state: State[M], batch: Any) -> tuple[State[M], StepResult]:
         """One step: scaled loss, gradients, finite flag, clip, optimizer, scale adjustment (S6 to S15)."""
         backend = state.backend
         if state.recipe is not self._accepted:
@@ -136,7 +139,16 @@ def train_step(loss_fn: LossFunction, recipe: Recipe, **options: Any) -> TrainSt
     return TrainStep(loss_fn, recipe, options)
 
 
-def value_and_grad(loss_fn: LossFunction, **options: Any) -> Any:
+class ValueAndGradients(Protocol):
+    """What `value_and_grad` returns."""
+
+    @overload
+    def __call__(self, state: State, batch: Any) -> tuple[Any, Gradients]: ...
+    @overload
+    def __call__(self, state: list[State[M]], batch: Any) -> tuple[Any, list[Gradients]]: ...
+
+
+def value_and_grad(loss_fn: LossFunction, **options: Any) -> ValueAndGradients:
     """The first half of a step: `value, gradients = value_and_grad(loss_fn)(state, batch)`.
 
     The loss is scaled before differentiation and the gradients are unscaled after it (S6, S7). Given a list of states,
@@ -152,7 +164,7 @@ def value_and_grad(loss_fn: LossFunction, **options: Any) -> Any:
     """
     runs: dict[str, ValueAndGrad] = {}
 
-    def run(state: Any, batch: Any) -> tuple[Any, Any]:
+    def run(state: Any, batch: Any) -> Any:
         states, several = _as_list(state)
         _check_distinct(states)
         backend = states[0].backend
@@ -164,6 +176,12 @@ def value_and_grad(loss_fn: LossFunction, **options: Any) -> Any:
     return run
 
 
+@overload
+def apply_gradients(state: State[M], grads: Gradients, *, skip: Skip = "all") -> tuple[State[M], StepResult]: ...
+@overload
+def apply_gradients(
+    state: list[State[M]], grads: list[Gradients], *, skip: Skip = "all"
+) -> tuple[list[State[M]], list[StepResult]]: ...
 def apply_gradients(state: Any, grads: Any, *, skip: Skip = "all") -> tuple[Any, Any]:
     """The second half of a step: finite flag, clip, optimizer, one scale adjustment (S9 to S15).
 

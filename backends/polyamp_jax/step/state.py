@@ -23,6 +23,7 @@ from polyamp.rules import refusals
 from polyamp.rules.plan import Plan
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
+from polyamp.shown import ShownState, plain_number
 from polyamp_jax import compat
 from polyamp_jax.arrays import dtype_name, fresh, is_key, named_leaves, to_numpy
 from polyamp_jax.models.parts import Adapter, Opaque, Parts, Running, module_paths
@@ -64,7 +65,7 @@ class Setup:
     meta_fields=("setup",),
 )
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class JaxState:
+class JaxState(ShownState):
     """A JAX model under training.
 
     Attributes:
@@ -139,13 +140,16 @@ class JaxState:
         """Number of steps tried, skipped ones included, int32 scalar."""
         return self.step + self.scale_state.skipped
 
-    def __repr__(self) -> str:
+    def _place(self) -> tuple[str, int]:
         leaves = jax.tree.leaves(self.params)
-        count = sum(int(np.prod(jnp.shape(leaf))) for leaf in leaves)
-        return (
-            f"JaxState(backend='jax', device={_device(leaves[0])!r}, parameters={count:,}, "
-            f"policy={self.recipe.policy}, scale={_number(self.scale_state.scale)}, step={_number(self.step)})"
-        )
+        return _device(leaves[0]), sum(int(np.prod(jnp.shape(leaf))) for leaf in leaves)
+
+    def _number(self, value: Any) -> str:
+        if isinstance(value, jax.core.Tracer):
+            return "traced"
+        if isinstance(value, jax.Array) and value.is_deleted():
+            return "donated"
+        return plain_number(value) if hasattr(value, "item") else str(value)
 
 
 def with_streams(state: JaxState, running: Running) -> JaxState:
@@ -292,11 +296,3 @@ def _device(leaf: Any) -> str:
         return type(leaf).__name__
     devices: Any = leaf.sharding.device_set
     return ", ".join(sorted(f"{device.platform}:{device.id}" for device in devices))
-
-
-def _number(leaf: Any) -> str:
-    if isinstance(leaf, jax.core.Tracer):
-        return "traced"
-    if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        return "donated"
-    return f"{leaf.item():g}" if hasattr(leaf, "item") else str(leaf)

@@ -24,6 +24,7 @@ from polyamp.rules import refusals
 from polyamp.rules.plan import Plan
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
+from polyamp.shown import ShownState
 from polyamp_tensorflow.arrays import Array, dtype_name, raw, to_numpy, write
 from polyamp_tensorflow.models.layers import is_built, is_layer
 from polyamp_tensorflow.models.variables import Variables, variables_of
@@ -49,7 +50,7 @@ class _Training(NamedTuple):
     flags: list[bool]
 
 
-class TensorFlowState:
+class TensorFlowState(ShownState):
     """A model under training. The step updates the model, the optimizer and the scalars in place.
 
     A model that is not built gets its variables, and is checked, at the first step or `value_and_grad`.
@@ -125,16 +126,12 @@ class TensorFlowState:
         """The Keras optimizer in use."""
         return self._ready().optimizer
 
-    def __repr__(self) -> str:
+    def _place(self) -> tuple[str, int | str]:
         count, device = "not built", tf.constant(0).device
         if self.is_ready:
             parameters = [raw(variable) for variable in self.variables.parameters.values()]
             count, device = f"{sum(int(np.prod(p.shape)) for p in parameters):,}", parameters[0].device
-        return (
-            f"TensorFlowState(backend={self.backend.name!r}, device={device.rpartition('device:')[2]!r}, "
-            f"parameters={count}, policy={self.recipe.policy}, scale={float(self.scale_state.scale):g}, "
-            f"step={int(self.step)})"
-        )
+        return device.rpartition("device:")[2], count
 
     def finish_building(self) -> None:
         """Check the model's variables and create the optimizer's.

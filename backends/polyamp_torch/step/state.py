@@ -17,6 +17,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.rules import refusals
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
+from polyamp.shown import ShownState
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
 from polyamp_torch.compat import children_in, parameters_in
 from polyamp_torch.precision.bound import BoundModule, device_of
@@ -37,7 +38,7 @@ _STRIDES: Final = torch.Tensor.stride
 _END: Final = object()
 
 
-class TorchState:
+class TorchState(ShownState):
     """A torch model under training. The step updates it, the module and the optimizer in place.
 
     Attributes:
@@ -98,12 +99,8 @@ class TorchState:
         self.scale_state = self.scaler.init(like=torch.zeros((), device=self.device))
         self.step = torch.zeros((), dtype=torch.int32, device=self.device)
 
-    def __repr__(self) -> str:
-        count = sum(p.numel() for p in self.parameters.values())
-        return (
-            f"TorchState(backend='torch', device={str(self.device)!r}, parameters={count:,}, "
-            f"policy={self.recipe.policy}, scale={float(self.scale_state.scale):g}, step={int(self.step)})"
-        )
+    def _place(self) -> tuple[str, int]:
+        return str(self.device), sum(p.numel() for p in self.parameters.values())
 
     def check_unchanged(self) -> None:
         """Refuse a model or an optimizer that does not hold the parameters of `init` as they were then.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import polyamp
-from polyamp import BackendStatus, cli
+from polyamp import BackendStatus
 from polyamp.cli import tables
 from polyamp.cli.app import app
 from polyamp.cli.progress import show_progress
@@ -153,15 +155,57 @@ def test_version() -> None:
     assert invoke("--version").output == f"polyamp {polyamp.__version__}\n"
 
 
-def test_without_the_extra_the_command_names_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None if name in ("rich", "sklearn") else object())
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 1
-    expected = 'polyamp: the command line needs rich, scikit-learn. Run: pip install "polyamp[cli]"\n'
-    assert capsys.readouterr().err == expected
+WITHOUT = """
+import sys
+absent, sys.argv = {*sys.argv[1].split(",")}, ["polyamp", *sys.argv[2:]]
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in absent:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in absent else found(name, package)
+import runpy
+try:
+    runpy.run_module("polyamp", run_name="__main__")
+finally:
+    sys.stderr.write(" ".join(sorted({"numpy", "rich", "subprocess"} & {*sys.modules})))
+"""
+"""`python -m polyamp ...` in an interpreter that lacks some distributions; on standard error what it imported."""
+
+
+def without(absent: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT, absent, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("demo", "--help"), ("doctor", "--help")])
+def test_what_trains_nothing_needs_no_extra_and_no_framework(arguments: tuple[str, ...]) -> None:
+    done = without("matplotlib,sklearn,torch,tensorflow,keras,jax,flax", *arguments)
+    assert done.returncode == 0, done.stderr
+    if arguments == ("--version",):
+        assert done.stdout == f"polyamp {polyamp.__version__}\n"
+        assert "numpy" not in done.stderr
+
+
+def test_a_command_that_trains_names_its_extra() -> None:
+    done = without("matplotlib,sklearn", "demo")
+    assert done.returncode == 2
+    needs = 'error: polyamp demo needs matplotlib, scikit-learn. Run: pip install "polyamp[demo]"'
+    assert needs in done.stderr
+    assert done.stdout == ""
+
+
+def test_json_is_all_of_standard_output(runner_returns: Any, tmp_path: Path) -> None:
+    report = make_report()
+    runner_returns(report)
+    result = invoke("demo", "--json", "--out", tmp_path)
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == json.loads(report.to_json())
+    assert f"wrote {tmp_path}" in result.stderr
 
 
 @pytest.mark.parametrize(("works", "code"), [(True, 0), (False, 1)])
@@ -182,6 +226,10 @@ def test_doctor_fails_only_for_what_is_installed_and_broken(
     assert 'pip install "polyamp[jax]"' in result.output
     assert ("cpu, cuda:0" if works else "libtorch.so [cut]") in result.output
     assert ("broken" in result.output) is not works
+    found = json.loads(invoke("doctor", "--json").stdout)
+    assert set(found) == {"polyamp", "python", "platform", "backends"}
+    assert found["backends"]["jax"] == {**absent._asdict(), "devices": []}
+    assert found["backends"]["torch"]["usable"] is works
 
 
 def render(report: Report, width: int) -> str:
