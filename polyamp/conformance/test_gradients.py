@@ -141,11 +141,12 @@ def test_s08_overflow_in_any_micro_batch_skips_the_window(backend: Backend, harn
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ({"x": np.ones((6, 4), "f4"), "y": np.ones((6, 3), "f4"), "gain": np.ones((6, 3), "f4")}, "multiple of 4"),
         ({"x": np.ones((8, 4), "f4"), "y": np.ones((4, 3), "f4"), "gain": np.ones((8, 3), "f4")}, "one length"),
         ({"x": np.ones((8, 4), "f4"), "y": np.ones((8, 3), "f4"), "gain": np.float32(1)}, "is a scalar"),
-        ([batch(size=2)] * 3, "accumulate_steps=4 members. Received: 3"),
-        ([batch(size=2)] * 3 + [batch(size=1)], "agree in structure and shape"),
+        ([batch(size=2)] * 5, "accumulate_steps=4 members, or fewer at the end of an epoch. Received: 5"),
+        ([batch(size=2), batch(size=2, inputs=5)], "agree in structure and shape but for one length"),
+        ([batch(size=2), {**batch(size=1), "y": batch(size=3)["y"]}], "agree in structure and shape but for one"),
+        ([batch(size=2), batch(size=0)], "micro-batch 1 of the list has no rows"),
     ],
 )
 def test_s08_batches_that_cannot_be_split_are_refused(harness: Harness, broken: Any, message: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from polyamp.arrays import ArrayNamespace
 from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
-from polyamp.errors import BatchError, GradientError, ModelError, UnsupportedError
+from polyamp.errors import GradientError, ModelError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
@@ -29,6 +29,7 @@ from polyamp.rules.decide import Decision, Measured, Skip
 from polyamp.rules.plan import Plan
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
+from polyamp.rules.window import Window, joins
 from polyamp.shown import ShownState
 from polyamp.trees import leaves, map_tree, map_trees
 
@@ -163,9 +164,8 @@ class ReferenceBackend:
 
         def step(state: Any, batch: Any) -> tuple[Any, StepResult]:
             with np.errstate(all="ignore"):
-                loss, aux, grads = _accumulated(
-                    loss_fn, state, micro_batches(_entered(batch, recipe), recipe.accumulate_steps)
-                )
+                parts, window = micro_batches(_entered(batch, recipe), recipe.accumulate_steps)
+                loss, aux, grads = _accumulated(loss_fn, state, parts, window)
                 (state,), (result,) = self.apply_gradients([state], [grads], "all")
             return state, result._replace(loss=loss, aux=aux)
 
@@ -240,8 +240,11 @@ def _entered(batch: Any, recipe: Recipe) -> Any:
     return map_tree(lambda x: host_array(x, recipe.policy.param) if isinstance(x, numbers) else x, batch)
 
 
-def _scaled_gradients(loss_fn: LossFunction, states: Sequence[Any], batch: Any) -> tuple[Any, Any, list[Gradients]]:
-    """Float32 loss, aux, and per state the scaled gradients in float32 with the new running statistics (S6)."""
+def _scaled_gradients(
+    loss_fn: LossFunction, states: Sequence[Any], batch: Any, share: float = 1.0
+) -> tuple[Any, Any, list[Gradients]]:
+    """Float32 loss, aux, and per state the scaled gradients in float32 with the new running statistics (S6); `share` is
+    what a micro-batch weighs (S8)."""
     models, inputs = [], []
     for state in states:
         tensors = {name: Tensor(value) for name, value in state.model.parameters.items()}
@@ -255,6 +258,7 @@ def _scaled_gradients(loss_fn: LossFunction, states: Sequence[Any], batch: Any) 
     wide = ops.cast(loss, "float32")
     scaler: LossScaler = states[0].recipe.loss_scaler
     scaled = wide * states[0].scale_state.scale if scaler.scales else wide
+    scaled = scaled if share == 1.0 else scaled * np.float32(share)
     flat = ops.gradients(scaled, [value for tensors in inputs for value in tensors.values()])
     results, rest = [], iter(flat)
     for model, tensors in zip(models, inputs, strict=True):
@@ -262,21 +266,22 @@ def _scaled_gradients(loss_fn: LossFunction, states: Sequence[Any], batch: Any) 
     return wide.data.reshape(()), map_tree(_value, aux), results
 
 
-def _accumulated(loss_fn: LossFunction, state: Any, batches: list[Any]) -> tuple[Any, Any, Gradients]:
-    """Mean loss, stacked aux and unscaled gradients over micro-batches (S8)."""
+def _accumulated(loss_fn: LossFunction, state: Any, batches: list[Any], window: Window) -> tuple[Any, Any, Gradients]:
+    """Mean loss, stacked aux and unscaled gradients over micro-batches, each by its share of the rows (S8)."""
     losses, auxes, total = [], [], None
-    for batch in batches:
-        loss, aux, (scaled,) = _scaled_gradients(loss_fn, [state], batch)
-        losses.append(loss)
+    for batch, share in zip(batches, window.shares, strict=True):
+        loss, aux, (scaled,) = _scaled_gradients(loss_fn, [state], batch, share)
+        losses.append(loss * np.float32(share))
         auxes.append(aux)
         total = scaled.values if total is None else {k: _sum(total[k], v) for k, v in scaled.values.items()}
         state = msgspec.structs.replace(state, model=state.model.with_arrays(state.model.parameters, scaled.running))
     assert total is not None
-    if len(batches) == 1:
+    if state.recipe.accumulate_steps == 1:
         return losses[0], auxes[0], _unscaled(Gradients(total, scaled.running), state)
-    mean = {name: None if value is None else value / np.float32(len(batches)) for name, value in total.items()}
+    by = np.float32(window.total)
+    mean = {name: None if value is None else value / by for name, value in total.items()}
     stacked = None if auxes[0] is None else map_trees(_stack, auxes)
-    loss = np.mean(np.stack(losses), dtype=np.float32)
+    loss = np.sum(np.stack(losses), dtype=np.float32) / by
     return np.asarray(loss), stacked, _unscaled(Gradients(mean, scaled.running), state)
 
 
@@ -343,7 +348,5 @@ def _value(leaf: Any) -> Any:
 
 
 def _stack(leaves: list[Any]) -> Array:
-    try:
-        return np.stack([np.asarray(leaf) for leaf in leaves])
-    except ValueError as error:
-        raise BatchError("aux must have one shape in every micro-batch, so that it can be stacked.") from error
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    return np.concatenate(arrays) if joins([array.shape for array in arrays]) else np.stack(arrays)

@@ -6,9 +6,11 @@ Each backend calls these from the walk over the batch that it makes anyway. They
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from polyamp.errors import BatchError
+from polyamp.rules.window import Window, divided
 from polyamp.trees import leaves, map_tree
 
 Shape = tuple[int, ...]
@@ -50,14 +52,14 @@ def check_has_rows(lengths: Iterable[int | None]) -> None:
         )
 
 
-def micro_batch_size(leaves: Sequence[tuple[str, Shape]], count: int) -> int:
-    """The length of each of `count` equal micro-batches of a batch with these leaves (S8).
+def split(leaves: Sequence[tuple[str, Shape]], count: int) -> Window:
+    """The window of up to `count` micro-batches that a batch with these leaves is split into along axis 0 (S8).
 
     Args:
         leaves: (path, shape) of every array in the batch.
 
     Raises:
-        BatchError: no arrays, leaves of different length, or a length that `count` does not divide.
+        BatchError: no arrays, leaves of different length, or a length that is not known.
     """
     if not leaves:
         raise BatchError("batch holds no arrays to split into micro-batches.")
@@ -73,52 +75,77 @@ def micro_batch_size(leaves: Sequence[tuple[str, Shape]], count: int) -> int:
         raise BatchError(f"the arrays of a batch must have one length along axis 0. Received: {listed}.")
     check_has_rows(lengths.values())
     length = next(iter(lengths.values()))
-    if length % count:
+    if length is None:
         raise BatchError(
-            f"accumulate_steps={count} needs a batch whose length is a multiple of {count}, so that the micro-batches "
-            f"are equal. Received length: {length}. Drop or pad the rest, or change accumulate_steps."
+            f"accumulate_steps={count} splits every array of the batch along axis 0, whose length the compiler must "
+            "know. Received: an unknown length. Have the dataset make batches of one length (drop_remainder=True)."
         )
-    return length // count
+    return divided(length, count)
 
 
-def check_micro_batches(batches: Sequence[Sequence[tuple[str, Shape]]], count: int) -> None:
-    """Refuse a list of micro-batches that is not `count` long or whose members differ in structure or size (S8).
+def listed(batches: Sequence[Sequence[tuple[str, Shape]]], count: int) -> Window:
+    """The window of a list of up to `count` micro-batches, whose members may differ along axis 0 (S8).
+
+    Args:
+        batches: (path, shape) of every array of each.
 
     Raises:
-        BatchError: says which.
+        BatchError: too many or none, or members that differ in anything else.
     """
-    if len(batches) != count:
+    if not 1 <= len(batches) <= count:
         raise BatchError(
-            f"a list of micro-batches must have accumulate_steps={count} members. Received: {len(batches)}. (A batch "
-            "that is itself a sequence of arrays is a tuple or a dict, not a list.)"
+            f"a list of micro-batches must have accumulate_steps={count} members, or fewer at the end of an epoch. "
+            f"Received: {len(batches)}. (A batch that is itself a sequence of arrays is a tuple or a dict, not a list.)"
         )
     if any(path == "" for path, _ in batches[0]):
         raise BatchError(
-            f"a list of {count} arrays could be {count} micro-batches or one batch of {count} arrays. Pass the arrays "
-            "of one batch as a tuple or a dict, and a micro-batch that is a single array as a tuple of one."
+            f"a list of {len(batches)} arrays could be {len(batches)} micro-batches or one batch of {len(batches)} "
+            "arrays. Pass the arrays of one batch as a tuple or a dict, and a micro-batch that is a single array as a "
+            "tuple of one."
         )
     first = list(batches[0])
     for number, other in enumerate(batches[1:], start=1):
-        if list(other) != first:
-            raise BatchError(
-                f"micro-batches must agree in structure and shape, so that their mean is that of the whole batch. "
-                f"Received: micro-batch 0 has {dict(first)}, micro-batch {number} has {dict(other)}."
-            )
+        if [(path, shape[1:], len(shape)) for path, shape in other] != [(p, s[1:], len(s)) for p, s in first]:
+            raise _disagree(first, number, other)
+    columns = [[shape[:1] for _, shape in column] for column in zip(*batches, strict=True)]
+    differing = [column for column in columns if len(set(column)) > 1]
+    if not differing:
+        return Window((1,) * len(batches))
+    for number, lengths in enumerate(zip(*differing, strict=True)):
+        if len(set(lengths)) > 1:
+            raise _disagree(first, number, batches[number])
+    sizes = tuple(length for (length,) in differing[0])
+    if 0 in sizes:
+        raise BatchError(f"micro-batch {sizes.index(0)} of the list has no rows along axis 0. Leave it out.")
+    return Window(sizes)
 
 
-def micro_batches(batch: Any, count: int) -> list[Any]:
-    """A batch as a list of `count` equal micro-batches, from a batch to split along axis 0 or from such a list (S8).
+def _disagree(first: Sequence[tuple[str, Shape]], number: int, other: Sequence[tuple[str, Shape]]) -> BatchError:
+    return BatchError(
+        "micro-batches must agree in structure and shape but for one length along axis 0, so that their mean is that "
+        f"of the whole batch. Received: micro-batch 0 has {dict(first)}, micro-batch {number} has {dict(other)}."
+    )
+
+
+def micro_batches(batch: Any, count: int) -> tuple[list[Any], Window]:
+    """A batch as up to `count` micro-batches, from a batch to split along axis 0 or from a list of them, and what each
+    weighs (S8).
 
     Raises:
-        BatchError: it cannot be split equally.
+        BatchError: it cannot be split.
+
+    >>> import numpy as np
+    >>> parts, window = micro_batches({"x": np.arange(3)}, 2)
+    >>> [part["x"].tolist() for part in parts], window.shares
+    ([[0, 1], [2]], (1.0, 0.5))
     """
     if count == 1:
-        return [batch]
+        return [batch], Window((1,))
     if isinstance(batch, list):
-        check_micro_batches([_shapes(part) for part in batch], count)
-        return batch
-    size = micro_batch_size(_shapes(batch), count)
-    return [map_tree(_rows(i * size, (i + 1) * size), batch) for i in range(count)]
+        return batch, listed([_shapes(part) for part in batch], count)
+    window = split(_shapes(batch), count)
+    ends = list(accumulate(window.sizes))
+    return [map_tree(_rows(stop - size, stop), batch) for size, stop in zip(window.sizes, ends, strict=True)], window
 
 
 def _rows(start: int, stop: int) -> Callable[[Any], Any]:

@@ -113,8 +113,8 @@ def train_step(loss_fn: LossFunction, recipe: Recipe, **options: Any) -> TrainSt
 
     Returns:
         A callable `(state, batch) -> (state, StepResult)`; inside a `jit` or `vmap` of your own it cannot look for a
-        stuck scale. `batch` is a pytree of NumPy or native arrays; with
-        `accumulate_steps` of N above 1, also a list of N equal micro-batches.
+        stuck scale. `batch` is a pytree of NumPy or native arrays of any number of rows; with
+        `accumulate_steps` of N above 1, also a list of up to N micro-batches.
 
     Raises (from the returned callable):
         LossScaleStuckError: see `LossScaler.patience`.

@@ -6,6 +6,7 @@ it is traceable and never waits for the device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from polyamp.errors import TraceError
 from polyamp.results import Gradients, LossFunction
 from polyamp.rules import batches, refusals
 from polyamp.rules.batches import check_has_rows
+from polyamp.rules.window import Window, joins
 from polyamp_jax import compat
 from polyamp_jax.arrays import dtype_name, is_array, matmul_precision
 from polyamp_jax.models.parts import Keys, Running
@@ -69,19 +71,30 @@ def accumulated(loss_fn: LossFunction, state: JaxState, batch: Any) -> tuple[Any
         value, (gradients,) = separate(loss_fn, [state], batch)
         return *(value if isinstance(value, tuple) else (value, None)), gradients
     params = _compute(state)
-    idle: list[Any] = []  # what no micro-batch depends on: they are one program
+    window, runs = _micro_batches(batch, count)
+    idle: list[Any] = []  # of each run, what it does not depend on: its micro-batches are one program
 
-    def one(carry: tuple[Running, Any], part: Any) -> tuple[tuple[Running, Any], tuple[Any, Any]]:
+    def one(share: float, carry: tuple[Running, Any], part: Any) -> tuple[tuple[Running, Any], tuple[Any, Any]]:
         running, total = carry
-        done = _differentiated(loss_fn, [state], [params], [running], part)
-        idle[:] = [jax.tree.map(lambda _, g: g is None, total, done.values[0])]
+        done = _differentiated(loss_fn, [state], [params], [running], part, share)
+        idle[-1:] = [jax.tree.map(lambda _, g: g is None, total, done.values[0])]
         total = jax.tree.map(lambda t, g: t if g is None else t + g.astype(t.dtype), total, done.values[0])
         return (done.running[0], total), (done.loss, done.aux)
 
-    start = (state.running, jax.tree.map(jnp.zeros_like, widened(state.params)))
-    (running, total), (losses, aux) = jax.lax.scan(one, start, _micro_batches(batch, count))
-    mean = jax.tree.map(lambda t, none: None if none else t / count, total, idle[0])
-    return jnp.mean(losses), aux, Gradients(_unscaled(mean, _scale(state), state.params), running)
+    carry = (state.running, jax.tree.map(jnp.zeros_like, widened(state.params)))
+    losses, auxes = [], []
+    for share, parts in runs:
+        idle.append(None)
+        carry, (loss, aux) = jax.lax.scan(functools.partial(one, share), carry, parts)
+        losses.append(loss)
+        auxes.append(aux)
+    running, total = carry
+    mean = jax.tree.map(lambda t, *none: None if all(none) else t / window.total, total, *idle)
+    gradients = Gradients(_unscaled(mean, _scale(state), state.params), running)
+    if len(runs) == 1:
+        return jnp.mean(losses[0]), auxes[0], gradients
+    weighed = [share * jnp.sum(own) for (share, _), own in zip(runs, losses, strict=True)]
+    return sum(weighed) / window.total, jax.tree.map(_joined, *auxes), gradients
 
 
 def scaled_loss(loss: Any, scale: Any | None, *, what: str = "loss_fn") -> tuple[jax.Array, jax.Array]:
@@ -96,9 +109,14 @@ def scaled_loss(loss: Any, scale: Any | None, *, what: str = "loss_fn") -> tuple
 
 
 def _differentiated(
-    loss_fn: LossFunction, states: Sequence[JaxState], params: Sequence[Any], running: Sequence[Running], batch: Any
+    loss_fn: LossFunction,
+    states: Sequence[JaxState],
+    params: Sequence[Any],
+    running: Sequence[Running],
+    batch: Any,
+    share: float = 1.0,
 ) -> Pass:
-    """One forward and backward pass.
+    """One forward and backward pass; the gradients hold what a micro-batch weighs (S8), the loss does not.
 
     Raises:
         LossError: not a floating scalar, or none of the parameters has a gradient (S23).
@@ -116,7 +134,7 @@ def _differentiated(
         with matmul_precision(states[0].setup.plan):
             loss, aux = refusals.split_result(loss_fn(models[0] if len(models) == 1 else models, batch))
         scaled, wide = scaled_loss(loss, scale)
-        return scaled, (wide, aux, [model.running for model in models])
+        return scaled if share == 1.0 else scaled * share, (wide, aux, [model.running for model in models])
 
     try:
         scaled, backward, (loss, aux, after) = jax.vjp(loss_of, list(params), has_aux=True)
@@ -170,13 +188,35 @@ def _unscaled(values: Any, scale: Any | None, params: Any) -> Any:
     )
 
 
-def _micro_batches(batch: Any, count: int) -> Any:
-    """The batch with a leading axis of `count` micro-batches (S8)."""
+def _micro_batches(batch: Any, count: int) -> tuple[Window, list[tuple[float, Any]]]:
+    """How the batch is divided (S8), and for every run of equal micro-batches their share and the batch of them, with a
+    leading axis of micro-batches: one run, unless they differ."""
     if isinstance(batch, list):
-        batches.check_micro_batches([_shapes(part) for part in batch], count)
-        return jax.tree.map(lambda *parts: jnp.stack(parts), *batch)
-    size = batches.micro_batch_size(_shapes(batch), count)
-    return jax.tree.map(lambda leaf: jnp.reshape(leaf, (count, size, *jnp.shape(leaf)[1:])), batch)
+        window = batches.listed([_shapes(part) for part in batch], count)
+        groups = [batch[run.start : run.stop] for run in window.runs]
+        runs = [jax.tree.map(lambda *parts: jnp.stack(parts), *group) for group in groups]
+    else:
+        window = batches.split(_shapes(batch), count)
+        runs, start = [], 0
+        for run in window.runs:
+            size = window.sizes[run.start]
+            stop = start + size * len(run)
+            runs.append(jax.tree.map(functools.partial(_folded, start, stop, size), batch))
+            start = stop
+    return window, [(window.shares[run.start], parts) for run, parts in zip(window.runs, runs, strict=True)]
+
+
+def _folded(start: int, stop: int, size: int, leaf: Any) -> Any:
+    """Rows of a leaf as micro-batches of this size."""
+    rows = leaf if (start, stop) == (0, len(leaf)) else leaf[start:stop]
+    return jnp.reshape(rows, ((stop - start) // size, size, *jnp.shape(leaf)[1:]))
+
+
+def _joined(*runs: Any) -> Any:
+    """A leaf of aux over runs of micro-batches, each with a leading axis of its own (S8)."""
+    if joins([jnp.shape(run)[1:] for run in runs]):
+        runs = tuple(jnp.reshape(run, (-1, *jnp.shape(run)[2:])) for run in runs)
+    return jnp.concatenate(runs)
 
 
 def _shapes(batch: Any) -> list[tuple[str, tuple[int, ...]]]:

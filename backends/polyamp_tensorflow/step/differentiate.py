@@ -18,6 +18,7 @@ import tensorflow as tf
 from polyamp.results import Gradients, LossFunction
 from polyamp.rules import batches, refusals
 from polyamp.rules.batches import check_has_rows
+from polyamp.rules.window import Window, joins
 from polyamp_tensorflow.arrays import at_least_float32, dense_wide, leaves, raw
 from polyamp_tensorflow.interrupts import ending
 from polyamp_tensorflow.precision.autocast import layer_policies
@@ -76,20 +77,41 @@ def _put_back(states: States, values: Sequence[Any]) -> None:
 
 
 def _accumulated(states: States, loss_fn: LossFunction, batch: Any, count: int) -> _Scaled:
-    """Mean loss, stacked aux and mean scaled gradients (S8): the first micro-batch, then a loop over the others.
+    """Mean loss, stacked aux and mean scaled gradients, each micro-batch by its share of the rows (S8).
+
+    What any of them uses is used (S23).
+    """
+    if count == 1:
+        return _scaled(states, loss_fn, batch)
+    window, runs = _micro_batches(batch, count)
+    done = [_summed(states, loss_fn, parts, len(run), window.shares[run.start]) for run, parts in runs]
+    loss = sum(own.loss * window.shares[run.start] for own, (run, _) in zip(done, runs, strict=True)) / window.total
+    gradients: list[dict[str, Any]] = [{} for _ in states]
+    for own in done:
+        for total, more in zip(gradients, own.gradients, strict=True):
+            total.update({name: total[name] + value if name in total else value for name, value in more.items()})
+    mean = [{name: value / tf.cast(window.total, value.dtype) for name, value in own.items()} for own in gradients]
+    aux = done[0].aux
+    if len(done) > 1:
+        columns = iter(zip(*(present(own.aux) for own in done), strict=True))
+        aux = _map_present(lambda _: _joined(next(columns)), aux)
+    return _Scaled(loss, aux, mean)
+
+
+def _summed(states: States, loss_fn: LossFunction, parts: Any, count: int, share: float) -> _Scaled:
+    """Sums over a run of equal micro-batches, and their stacked aux: the first one, then a loop over the others.
 
     The first one stands before the loop because it tells the loop the structure of aux; the graph holds two copies of
     the model whatever the number of micro-batches. Both tell which parameters have gradients, since `loss_fn` is run
     for each copy: what either of them uses is used.
     """
-    if count == 1:
-        return _scaled(states, loss_fn, batch)
-    parts = _micro_batches(batch, count)
 
     def part(index: Any) -> _Scaled:
-        return _scaled(states, loss_fn, keras.tree.map_structure(lambda leaf: leaf[index], parts))
+        return _scaled(states, loss_fn, keras.tree.map_structure(lambda leaf: leaf[index], parts), share)
 
     first = part(0)
+    if count == 1:
+        return first._replace(aux=_map_present(lambda leaf: leaf[tf.newaxis], first.aux))
     used = [set(own) for own in first.gradients]
     sums = [first.loss, [_with_zeros(own, state) for own, state in zip(first.gradients, states, strict=True)]]
     stacks = [
@@ -110,12 +132,17 @@ def _accumulated(states: States, loss_fn: LossFunction, batch: Any, count: int) 
     _, sums, stacks = tf.while_loop(
         lambda index, *_: index < count, body, (tf.constant(1), sums, stacks), parallel_iterations=1
     )
-    loss, gradients = keras.tree.map_structure(lambda total: total / tf.cast(count, total.dtype), sums)
-    gradients = [
-        {n: value for n, value in own.items() if n in names} for own, names in zip(gradients, used, strict=True)
-    ]
+    loss, totals = sums
+    gradients = [{n: value for n, value in own.items() if n in names} for own, names in zip(totals, used, strict=True)]
     stacked = iter([stack.stack() for stack in stacks])
     return _Scaled(loss, _map_present(lambda _: next(stacked), first.aux), gradients)
+
+
+def _joined(runs: Sequence[Any]) -> Any:
+    """A leaf of aux over runs of micro-batches, each with a leading axis of its own (S8)."""
+    if joins([tuple(run.shape[1:]) for run in runs]):
+        runs = [tf.reshape(run, (-1, *run.shape[2:])) for run in runs]
+    return tf.concat(runs, axis=0)
 
 
 def _with_zeros(gradients: dict[str, Any], state: TensorFlowState) -> dict[str, Any]:
@@ -126,19 +153,37 @@ def _with_zeros(gradients: dict[str, Any], state: TensorFlowState) -> dict[str, 
     }
 
 
-def _micro_batches(batch: Any, count: int) -> Any:
-    """The batch with every leaf shaped (count, micro-batch, ...), from a batch to split or a list of micro-batches."""
+def _micro_batches(batch: Any, count: int) -> tuple[Window, list[tuple[range, Any]]]:
+    """How the batch is divided (S8), and every run of equal micro-batches with each leaf shaped (number, rows, ...),
+    from a batch to split or a list of micro-batches: one run, unless they differ."""
     if isinstance(batch, list):
-        batches.check_micro_batches(
-            [[(path, tuple(leaf.shape)) for path, leaf in leaves(part)] for part in batch], count
-        )
-        return keras.tree.map_structure(lambda *members: tf.stack(members), *batch)
-    size = batches.micro_batch_size([(path, tuple(leaf.shape)) for path, leaf in leaves(batch)], count)
-    return keras.tree.map_structure(lambda leaf: tf.reshape(leaf, (count, size, *leaf.shape[1:])), batch)
+        window = batches.listed([_shapes(part) for part in batch], count)
+        groups = [batch[run.start : run.stop] for run in window.runs]
+        runs = [keras.tree.map_structure(lambda *members: tf.stack(members), *group) for group in groups]
+    else:
+        window = batches.split(_shapes(batch), count)
+        runs, start = [], 0
+        for run in window.runs:
+            size = window.sizes[run.start]
+            stop = start + size * len(run)
+            runs.append(keras.tree.map_structure(functools.partial(_folded, start, stop, size), batch))
+            start = stop
+    return window, list(zip(window.runs, runs, strict=True))
 
 
-def _scaled(states: States, loss_fn: LossFunction, batch: Any) -> _Scaled:
-    """Loss and scaled gradients of one micro-batch. `loss_fn` runs with the models' layers under their policies.
+def _shapes(batch: Any) -> list[tuple[str, tuple[int, ...]]]:
+    return [(path, tuple(leaf.shape)) for path, leaf in leaves(batch)]
+
+
+def _folded(start: int, stop: int, size: int, leaf: Any) -> Any:
+    """Rows of a leaf as micro-batches of this size."""
+    rows = leaf if (start, stop) == (0, leaf.shape[0]) else leaf[start:stop]
+    return tf.reshape(rows, ((stop - start) // size, size, *leaf.shape[1:]))
+
+
+def _scaled(states: States, loss_fn: LossFunction, batch: Any, share: float = 1.0) -> _Scaled:
+    """Loss of one micro-batch, and scaled gradients times its share. `loss_fn` runs with the models' layers under
+    their policies.
 
     Raises:
         LossError: no scalar loss, or one that depends on no parameter.
@@ -157,6 +202,7 @@ def _scaled(states: States, loss_fn: LossFunction, batch: Any) -> _Scaled:
             loss, aux = refusals.split_result(loss_fn(bound(states), batch))
         loss = scale_loss(loss, None, what="loss_fn")
         scaled = loss * states[0].scale_state.scale if scaler.scales else loss
+        scaled = scaled if share == 1.0 else scaled * share
     flat = iter(tape.gradient(scaled, watched))  # a parameter that several states share gets its whole gradient in each
     found = [{n: (v, g) for n, v in own.items() if (g := next(flat)) is not None} for own in parameters]
     refusals.check_depends(any(found))

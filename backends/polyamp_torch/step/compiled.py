@@ -24,6 +24,7 @@ from polyamp.results import LossFunction, StepResult
 from polyamp.rules import refusals
 from polyamp.rules.batches import micro_batches
 from polyamp.rules.scale import LossScaleState, update
+from polyamp.rules.window import Window
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import XP, to_device
 from polyamp_torch.compat import buffers_in, parameters_in, tree_flatten, tree_unflatten
@@ -81,11 +82,11 @@ class CompiledStep:
             UnsupportedError: the model or `loss_fn` does something that cannot be compiled; says what to do.
         """
         recipe = self._recipe
-        batches = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
+        batches, window = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
         with Undisturbed() as quiet, state.turn:
-            return self._stepped(state, batches, quiet)
+            return self._stepped(state, batches, window, quiet)
 
-    def _stepped(self, state: TorchState, batches: list[Any], quiet: Undisturbed) -> StepResult:
+    def _stepped(self, state: TorchState, batches: list[Any], window: Window, quiet: Undisturbed) -> StepResult:
         state.check_unchanged()
         if len(state.optimizer.param_groups) > 1:
             raise UnsupportedError(
@@ -98,7 +99,7 @@ class CompiledStep:
             with quiet.disturbed:
                 graph = Graph(self._loss_fn, self._recipe, self._options, state, batches[0], spec)
             self._graphs[state] = graph
-        return graph.step(state, batches, quiet)
+        return graph.step(state, batches, window, quiet)
 
 
 class Graph:
@@ -135,7 +136,7 @@ class Graph:
         compiler: Any = torch.compile  # torch annotates it for plain functions only
         self._run = compiler(_with_own_code(self._traced), fullgraph=True, **options)
 
-    def step(self, state: TorchState, batches: list[Any], quiet: Undisturbed) -> StepResult:
+    def step(self, state: TorchState, batches: list[Any], window: Window, quiet: Undisturbed) -> StepResult:
         """One step; the state's tensors are written in place. An interrupt arrives while the step is compiled."""
         parameters = {_module_name(name): p.detach() for name, p in state.parameters.items() if name in self._used}
         spec = self.spec
@@ -165,6 +166,7 @@ class Graph:
                     state.step,
                     _scalar(rate, state.device),
                     batches,
+                    None if window.even else torch.tensor(window.shares, device=state.device),
                 )
             except PolyampError:
                 raise
@@ -176,7 +178,7 @@ class Graph:
                 self._watch.given = self._watch.refusal = self._watch.quiet = None
         state.scale_state, state.step = LossScaleState(*scale_state), step
         torch.clear_autocast_cache()
-        loss, aux = mean_and_stack(losses, auxes)
+        loss, aux = mean_and_stack(losses, auxes, window, stack=self._recipe.accumulate_steps > 1)
         return StepResult(loss, map_tree(_detached, aux), norm, state.scale_state.scale, skipped, step)
 
     @contextlib.contextmanager
@@ -203,20 +205,23 @@ class Graph:
         step: torch.Tensor,
         rate: torch.Tensor,
         batches: list[Any],
+        shares: torch.Tensor | None,
     ) -> Any:
-        """The whole step; what a compiler sees."""
+        """The whole step; what a compiler sees. `shares` are None for equal micro-batches, which weigh 1 each."""
         traced_again(self._watch)
         recipe, scaler = self._recipe, self._scaler
         losses, auxes, total, now = [], [], None, running
-        for part in batches:
-            grads, loss, aux, now = self._gradients(parameters, fixed, now, scale_state.scale, part)
+        for number, part in enumerate(batches):
+            share = None if shares is None else shares[number]
+            grads, loss, aux, now = self._gradients(parameters, fixed, now, scale_state.scale, part, share)
             if len(batches) > 1:
                 grads = list(map(_wide, grads))  # summed in float32, whatever the parameters are stored in (S8)
             total = grads if total is None else [one + other for one, other in zip(total, grads, strict=True)]
             losses.append(loss)
             auxes.append(aux)
         assert total is not None
-        scale = produced_by(scale_state.scale if scaler.scales else None, len(batches), step.device)
+        whole = float(len(batches)) if shares is None else shares.sum()
+        scale = produced_by(scale_state.scale if scaler.scales else None, whole, step.device)
         norm, finite = measured(total, scale, least=scaler.min_scale, alike=True)
         by = divisor(norm, scale, recipe.clip_norm)
         if by is not None:
@@ -233,9 +238,15 @@ class Graph:
         return losses, auxes, norm.float(), tuple(after), step + checked.to(torch.int32), ~checked
 
     def _gradients(
-        self, parameters: Tensors, fixed: Tensors, running: Tensors, scale: torch.Tensor, part: Any
+        self,
+        parameters: Tensors,
+        fixed: Tensors,
+        running: Tensors,
+        scale: torch.Tensor,
+        part: Any,
+        share: torch.Tensor | None,
     ) -> tuple[list[torch.Tensor], torch.Tensor, Any, Tensors]:
-        """Gradients of the scaled loss, the loss, aux, and the buffers after the forward pass."""
+        """Gradients of the scaled loss times the share, the loss, aux, and the buffers after the forward pass."""
 
         kept: list[Any] = []
 
@@ -251,7 +262,8 @@ class Graph:
             leaves, structure = tree_flatten(aux)
             kept.append((leaves, structure))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            return (wide * scale if self._scaler.scales else wide), (wide, tensors, after)
+            scaled = wide * scale if self._scaler.scales else wide
+            return (scaled if share is None else scaled * share), (wide, tensors, after)
 
         grads, (_, (loss, tensors, after)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(parameters)
         leaves, structure = kept[0]

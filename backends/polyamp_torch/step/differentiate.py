@@ -92,9 +92,15 @@ def _differentiated(
 
 
 def scaled_backward(
-    loss_fn: LossFunction, states: Sequence[TorchState], batch: Any, others: Bystanders, quiet: Undisturbed
+    loss_fn: LossFunction,
+    states: Sequence[TorchState],
+    batch: Any,
+    others: Bystanders,
+    quiet: Undisturbed,
+    share: float = 1.0,
 ) -> tuple[torch.Tensor, Any]:
-    """The float32 loss and aux; the gradients of the scaled loss are added to the parameters' `.grad` (S6).
+    """The float32 loss and aux; the gradients of the scaled loss, times what a micro-batch weighs (S8), are added to
+    the parameters' `.grad` (S6).
 
     The casts stay installed during the backward pass, in which activation checkpointing runs the model again. An
     interrupt arrives while `loss_fn` or the backward pass runs.
@@ -121,6 +127,7 @@ def scaled_backward(
             model.check_overrides_ran()
         wide = loss.float().reshape(())
         scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
+        scaled = scaled if share == 1.0 else scaled * share
         others.look(loss_fn, wide, size)
         with quiet.disturbed:
             torch.autograd.backward(scaled)

@@ -14,6 +14,7 @@ import torch
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
 from polyamp.rules.batches import micro_batches
+from polyamp.rules.window import Window
 from polyamp_torch.arrays import to_device
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Bystanders
@@ -26,12 +27,14 @@ from polyamp_torch.step.window import NARROW, Sums, mean_and_stack, produced_by
 
 def train_step(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: Any) -> StepResult:
     """One step on one state, over `accumulate_steps` micro-batches (S8)."""
-    batches = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
+    parts, window = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
     with Undisturbed() as quiet, state.turn:
-        return _stepped(loss_fn, state, batches, quiet)
+        return _stepped(loss_fn, state, parts, window, quiet)
 
 
-def _stepped(loss_fn: LossFunction, state: TorchState, batches: list[Any], quiet: Undisturbed) -> StepResult:
+def _stepped(
+    loss_fn: LossFunction, state: TorchState, batches: list[Any], window: Window, quiet: Undisturbed
+) -> StepResult:
     state.check_unchanged()
     parameters = list(state.parameters.values())
     saved = buffers.snapshot(state.buffer_owners)
@@ -39,8 +42,8 @@ def _stepped(loss_fn: LossFunction, state: TorchState, batches: list[Any], quiet
     losses, auxes = [], []
     with set_aside(parameters, used_up=True), Bystanders(parameters, state.graphs) as others:
         try:
-            for part in batches:
-                loss, aux = scaled_backward(loss_fn, [state], part, others, quiet)
+            for part, share in zip(batches, window.shares, strict=True):
+                loss, aux = scaled_backward(loss_fn, [state], part, others, quiet, share)
                 losses.append(loss)
                 auxes.append(aux)
                 if sums is not None:
@@ -48,13 +51,13 @@ def _stepped(loss_fn: LossFunction, state: TorchState, batches: list[Any], quiet
                     sums.take()
             if len(batches) > 1:  # loss_fn may have changed the model between two of them
                 state.check_unchanged()
-            scale = produced_by(state.scale_state.scale if state.scaler.scales else None, len(batches), state.device)
+            scale = produced_by(state.scale_state.scale if state.scaler.scales else None, window.total, state.device)
             if sums is not None:
                 assert scale is not None
                 sums.give(scale)
                 scale = None
             values = dense(state.parameters.items())
-            loss, aux = mean_and_stack(losses, auxes)
+            loss, aux = mean_and_stack(losses, auxes, window, stack=state.recipe.accumulate_steps > 1)
         except BaseException:
             buffers.settle(saved, torch.zeros((), dtype=torch.bool))
             raise

@@ -1,5 +1,6 @@
 """The numbers of a window of micro-batches (S8): the mean of the losses, what the sum of the gradients is divided by,
-and sums in float32 for parameters that are stored in 16 bits. Called by the step and the compiled step.
+and sums in float32 for parameters that are stored in 16 bits. Called by the step and the compiled step. What each
+micro-batch weighs is `polyamp.rules.window`'s.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from polyamp.errors import BatchError
+from polyamp.rules.window import Window, joins
 from polyamp.trees import map_trees
 
 NARROW: Final = (torch.float16, torch.bfloat16)
@@ -44,24 +46,42 @@ class Sums:
                 p.grad = torch.empty_like(p).copy_(total.div_(by.to(total.device, torch.float32)))
 
 
-def produced_by(scale: torch.Tensor | None, count: int, device: torch.device) -> torch.Tensor | None:
-    """What the sum of the scaled gradients of `count` micro-batches is to be divided by."""
-    if count == 1:
-        return scale
-    return torch.full((), float(count), device=device) if scale is None else scale.double() * count
+def produced_by(scale: torch.Tensor | None, total: Any, device: torch.device) -> torch.Tensor | None:
+    """What the sum of the scaled gradients of a window is to be divided by: the scale times the sum of the shares, 1.0
+    for a single micro-batch; in a compiled step it may be a tensor."""
+    if isinstance(total, float):
+        if total == 1.0:
+            return scale
+        return torch.full((), total, device=device) if scale is None else scale.double() * total
+    by: torch.Tensor = total if scale is None else scale.double() * total
+    return by
 
 
-def mean_and_stack(losses: list[torch.Tensor], auxes: list[Any]) -> tuple[torch.Tensor, Any]:
-    """The loss and aux of a window: the mean over micro-batches, and aux with a new leading axis (S8)."""
-    if len(losses) == 1:
+def mean_and_stack(
+    losses: list[torch.Tensor], auxes: list[Any], window: Window, *, stack: bool
+) -> tuple[torch.Tensor, Any]:
+    """The loss and aux of a window: the mean over micro-batches by their shares, and aux with a new leading axis (S8).
+
+    Args:
+        losses: of each micro-batch.
+        auxes: of each.
+        window: what each weighs.
+        stack: whether the recipe accumulates; a window of one micro-batch is stacked too then.
+    """
+    if not stack:
         return losses[0], auxes[0]
-    return torch.stack(losses).mean(), None if auxes[0] is None else map_trees(_stack, auxes)
+    aux = None if auxes[0] is None else map_trees(_stack, auxes)
+    if window.even:
+        return torch.stack(losses).mean(), aux
+    weighed = [loss * share for loss, share in zip(losses, window.shares, strict=True)]
+    return torch.stack(weighed).sum() / window.total, aux
 
 
 def _stack(leaves: list[Any]) -> Any:
     if leaves[0] is None:
         return None
     try:
-        return torch.stack([torch.as_tensor(leaf) for leaf in leaves])
+        tensors = [torch.as_tensor(leaf) for leaf in leaves]
     except (RuntimeError, TypeError) as error:
-        raise BatchError("aux must be tensors or numbers of one shape in every micro-batch, to be stacked.") from error
+        raise BatchError("aux must be tensors or numbers, to be stacked over the micro-batches.") from error
+    return torch.cat(tensors) if joins([tuple(tensor.shape) for tensor in tensors]) else torch.stack(tensors)

@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from polyamp.errors import BatchError
 from polyamp.rules import batches
 from polyamp.rules.batches import micro_batches
+from polyamp.rules.window import divided, joins
 
 
 def test_s08_an_empty_batch_cannot_be_split() -> None:
     with pytest.raises(BatchError, match="batch is empty"):
-        batches.micro_batch_size([("['x']", (0, 4))], 2)
+        batches.split([("['x']", (0, 4))], 2)
+
+
+def test_s08_a_length_that_a_compiler_does_not_know_is_refused() -> None:
+    shapes: list[tuple[str, Any]] = [("['x']", (None, 4)), ("['y']", (None,))]
+    with pytest.raises(BatchError, match=r"must know\. Received: an unknown length\..*drop_remainder=True"):
+        batches.split(shapes, 2)
+
+
+@pytest.mark.parametrize("length", range(1, 23))
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+def test_s08_micro_batches_are_as_even_as_can_be(length: int, count: int) -> None:
+    window = divided(length, count)
+    assert sum(window.sizes) == length
+    assert len(window.sizes) == min(length, count)
+    assert max(window.sizes) - min(window.sizes) <= 1
+    assert list(window.sizes) == sorted(window.sizes, reverse=True)
+    assert window.even == (length % len(window.sizes) == 0)
+    assert [n for run in window.runs for n in run] == list(range(len(window.sizes)))
+    weights = [share / window.total for share in window.shares]
+    np.testing.assert_allclose(weights, [size / length for size in window.sizes])
+
+
+def test_s08_aux_that_differs_in_more_than_its_rows_is_refused() -> None:
+    with pytest.raises(BatchError, match=r"differ along axis 0 alone\. Received: \(2, 3\), \(2, 4\)"):
+        joins([(2, 3), (2, 4), (2, 3)])
 
 
 def test_s08_numbers_and_text_go_into_every_micro_batch() -> None:
-    first, second = micro_batches({"x": np.arange(4), "note": "text", "factor": 2.0, "none": None}, 2)
+    (first, second), _ = micro_batches({"x": np.arange(4), "note": "text", "factor": 2.0, "none": None}, 2)
     assert (first["x"].tolist(), second["x"].tolist()) == ([0, 1], [2, 3])
     assert (second["note"], second["factor"], second["none"]) == ("text", 2.0, None)
 

@@ -28,7 +28,7 @@ def entered(batch: Any, param: str) -> Any:
 
 
 def differentiated(
-    loss_fn: LossFunction, states: Sequence[MLXState], batch: Any, draw: int
+    loss_fn: LossFunction, states: Sequence[MLXState], batch: Any, draw: int, share: float = 1.0
 ) -> tuple[mx.array, Any, list[Gradients]]:
     """The loss in float32, what `loss_fn` returned beside it, and each state's gradients.
 
@@ -40,6 +40,7 @@ def differentiated(
         states: of the models.
         batch: as `entered` gives it.
         draw: number of the random stream (S12).
+        share: what a micro-batch weighs (S8); the gradients hold it, the loss does not.
     """
     found: list[Any] = []
 
@@ -52,7 +53,7 @@ def differentiated(
         refusals.check_loss(loss.shape, dtype_name(loss))
         wide = loss.reshape(()).astype(mx.float32)
         found[:] = wide, aux, used, [arrays_of(module)[1] for module in modules]
-        return wide * states[0].scale_state.scale if states[0].recipe.loss_scaler.scales else wide
+        return (wide * states[0].scale_state.scale if states[0].recipe.loss_scaler.scales else wide) * share
 
     with stream(states[0].seed, draw):
         trees = mx.grad(run)([state.parameters for state in states])
