@@ -141,6 +141,20 @@ def record_of_checkpoint(frame: Any) -> Any:
     return record if hasattr(record, "recompute_fn") else None
 
 
+PlainAutocast: Final = torch.autocast
+"""torch's own region, also for those who have put polyamp's in the place of `torch.autocast`."""
+no_autocast_on_cuda: Final[Callable[[], bool]] = torch.cuda.amp.common.amp_definitely_not_available
+"""Whether torch turns its own regions on "cuda" off here, with a warning: neither CUDA nor torch_xla is there."""
+RegionBase: Final[Any] = getattr(torch.amp.autocast_mode, "_UnmanagedAutocast", torch.autocast)
+"""A `torch.autocast` that torch.compile does not take for a plain one: it replaces every other instance that was made
+outside of what it compiles by a plain region, whatever the class's `__enter__` does (torch 2.7 to 2.13)."""
+
+
+def tell_custom_bwd(ctx: Any, *, enabled: bool, dtype: torch.dtype) -> None:
+    """Leave in `ctx` what torch's `custom_fwd` does: its `custom_bwd` reads it, and so do some libraries."""
+    ctx._fwd_used_autocast, ctx._dtype = enabled, dtype
+
+
 # Modes: `with mode:` is public, but has Python code of torch's in which an interrupt may come, and no way to take out a
 # mode that is not the innermost.
 
@@ -159,6 +173,10 @@ _HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _HOOKS_OF_ALL: Final = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 of_accelerator: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_optimizers")
 """The optimizers that an `accelerate.Accelerator` has prepared."""
+
+
+step_unless_found: Final[Callable[[Any], Any]] = operator.attrgetter("_maybe_opt_step")
+"""What a `torch.amp.GradScaler` (the object, or its class) steps an unfused optimizer with; libraries override it."""
 
 
 def takes_found_inf(optimizer: Any) -> bool:
@@ -186,6 +204,20 @@ def constant_when_compiled(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function takes any attribute
     return function
+
+
+def never_compiled(*functions: Callable[..., Any]) -> None:
+    """Keep torch.compile out of functions, and of what they call, where it meets them as frames of their own.
+
+    Inside a function that it traces they are traced as ever. In torch 2.7 to 2.13 the settings stand in a C module,
+    which is there without the compiler; where they are not, such a frame is compiled, as everything else is.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    action = getattr(frames, "_FrameAction", None)
+    if action is not None:
+        for function in functions:
+            strategy = frames._FrameExecStrategy(action.SKIP, action.SKIP)
+            frames.set_code_exec_strategy(function.__code__, strategy)
 
 
 class _BackwardAsEager:

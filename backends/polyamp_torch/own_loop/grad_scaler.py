@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from polyamp.errors import GradientError
 from polyamp.recipe.scaler import LossScaler
 from polyamp.rules import stuck
 from polyamp.trees import map_tree
-from polyamp_torch.compat import new_record, not_compiled, takes_found_inf
+from polyamp_torch.compat import new_record, not_compiled, step_unless_found, takes_found_inf
 from polyamp_torch.own_loop.loop_memory import Known, Run, refuse_closure, refuse_float16, refuse_lbfgs, watch_backward
 from polyamp_torch.own_loop.scaler_gradients import Flags, gradients_of, overflow, parameters_of, together, unscale_
 from polyamp_torch.own_loop.scaler_state import GradScalerError, ScalerState, described
@@ -35,8 +36,8 @@ class GradScaler(ScalerState):
     """Scales losses and steps optimizers as `torch.amp.GradScaler` does, without its traps.
 
     Args:
-        scaler: a `polyamp.LossScaler`; or, as torch has it, a device type followed by torch's own arguments, which
-            then have torch's defaults under polyamp's floor and ceiling (`LossScaler.like("torch")`).
+        scaler: a `polyamp.LossScaler`, or a preset's name; or, as torch has it, a device type followed by torch's own
+            arguments, which then have torch's defaults under polyamp's floor (`LossScaler.like("torch")`).
         init_scale, growth_factor, backoff_factor, growth_interval: torch's arguments; with a `LossScaler` they stand
             in it.
         enabled: False makes every method do nothing, and `step` call the optimizer's.
@@ -175,16 +176,20 @@ class GradScaler(ScalerState):
     def _unscale(self, optimizer: Any, record: dict[str, Any]) -> None:
         scale = self._scale_of_gradients()
         zero = torch.zeros((), dtype=torch.float32, device=scale.device)
-        record["found_inf_per_device"] = self._unscale_grads_(optimizer, reciprocal(scale), zero, False)
+        self._run.inverse = reciprocal(scale)
+        record["found_inf_per_device"] = self._unscale_grads_(optimizer, self._run.inverse, zero, False)
         record["stage"] = OptState.UNSCALED
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> Flags:
+        """torch's: libraries call it too, some of them before anything was scaled, with a factor of their own."""
         grads = gradients_of(parameters_of(optimizer))
         if not allow_fp16:
             refuse_float16(grads)
-        return unscale_(grads, inv_scale, found_inf, grows=self._may_grow())
+        foreign = inv_scale is not self._run.inverse
+        grows = inv_scale.item() > 1.0 if looks(inv_scale.device) else foreign or self._may_grow()
+        return unscale_(grads, inv_scale, found_inf, grows=grows)
 
     def _scale_of_gradients(self) -> torch.Tensor:
         run = self._run
@@ -261,7 +266,14 @@ class GradScaler(ScalerState):
             flag, self._run.least = torch.stack((found, self._require_state("step").scale)).tolist()
             skipped = flag > 0.0
         evidence.decided(skipped)
-        return None if skipped else optimizer.step(*args, **kwargs)
+        if not self._hooked:
+            return None if skipped else optimizer.step(*args, **kwargs)
+        return step_unless_found(self)(optimizer, record, *args, **kwargs)
+
+    @functools.cached_property
+    def _hooked(self) -> bool:
+        """Whether a subclass steps in its own way, through torch's hook for that, which reads the flags once more."""
+        return step_unless_found(type(self)) is not step_unless_found(GradScaler)
 
     def _step_fused(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """The kernels divide by `grad_scale` and do nothing where `found_inf` is set."""

@@ -74,6 +74,7 @@ class Run:
     Attributes:
         calls: how often `scale()` was called.
         scaled: the scale that the last call multiplied by: the one that its gradients have.
+        inverse: its inverse, by which gradients were multiplied last.
         shared: whether losses may be multiplied by the scale without a call of `scale()`: somebody has its tensor, or
             a CUDA graph replays the call. Then it is as in torch: gradients have the present scale.
         least: a lower bound of the present scale, known without looking.
@@ -87,6 +88,7 @@ class Run:
     def __init__(self, least: float) -> None:
         self.calls = 0
         self.scaled: torch.Tensor | None = None
+        self.inverse: torch.Tensor | None = None
         self.shared = False
         self.least = self.scaled_least = least
         self.found: torch.Tensor | None = None
@@ -196,10 +198,14 @@ def refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         )
 
 
+class Float16GradientError(UnsupportedError, ValueError):
+    """Gradients in float16 cannot be unscaled. A ValueError too, as torch raises."""
+
+
 def refuse_float16(grads: Kinds) -> None:
-    """Refuse gradients in float16."""
+    """Refuse gradients in float16, in torch's words first: they are what is searched for."""
     if any(dtype is torch.float16 for _, dtype in grads):
-        raise UnsupportedError(
-            "gradients must not be float16: they overflow and vanish before they can be unscaled. Keep the parameters "
-            "in float32, and let autocast compute in float16."
+        raise Float16GradientError(
+            "Attempting to unscale FP16 gradients. Gradients must not be float16: they overflow and vanish before they "
+            "can be unscaled. Keep the parameters in float32, and let autocast compute in float16."
         )

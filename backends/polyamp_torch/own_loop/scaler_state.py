@@ -13,12 +13,16 @@ import numpy as np
 import torch
 
 from polyamp.arrays import PYTHON, ArrayNamespace
-from polyamp.errors import LossScaleError, UnsupportedError
-from polyamp.recipe.scaler import LossScaler
+from polyamp.errors import LossScaleError, UnsupportedError, did_you_mean
+from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import PRESETS, LossScaler
 from polyamp.rules.scale import LossScaleState, update
 from polyamp_torch.arrays import TorchNamespace
+from polyamp_torch.precision.islands import DEVICE_TYPES
 from polyamp_torch.step.measure import looks
 
+_WORDS: Final = ("dynamic", "off", *PRESETS)
+"""What a recipe takes for a scaler."""
 _FIVE: Final = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -43,9 +47,11 @@ def described(scaler: Any, device: Any, constants: dict[str, Any]) -> tuple[Loss
     """The description and the device type that the arguments of `GradScaler`, polyamp's or torch's, come to.
 
     Raises:
-        GradScalerError: contradictory arguments.
+        GradScalerError: contradictory arguments, or a word that is neither a device type nor a preset.
     """
     constants = {name: value for name, value in constants.items() if value is not None}
+    if isinstance(scaler, str) and scaler in _WORDS:
+        scaler = Recipe(scaler=scaler).loss_scaler
     if isinstance(scaler, str | torch.device):
         if device is not None:
             raise GradScalerError(f"the device is given twice. Received: {scaler!r} and device={device!r}.")
@@ -58,7 +64,17 @@ def described(scaler: Any, device: Any, constants: dict[str, Any]) -> tuple[Loss
     if scaler is not None and constants:
         raise GradScalerError(f"{', '.join(constants)} must be set in the LossScaler that is given as well.")
     found = scaler if scaler is not None else LossScaler.like("torch", **constants)
-    return found, None if device is None else torch.device(device).type
+    return found, None if device is None else _type_of(device)
+
+
+def _type_of(device: Any) -> str:
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise GradScalerError(
+            f"a device type such as 'cuda' or 'cpu', or a scaler ({', '.join(_WORDS)}), is expected. Received: "
+            f"{device!r}.{did_you_mean(str(device), [*DEVICE_TYPES, *_WORDS])}"
+        ) from error
 
 
 class ScalerState(torch.cuda.amp.GradScaler):

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from polyamp_torch.compat import PlainAutocast
 from polyamp_torch.precision.op_list import ENTERED
 
 _CALLED: Final = functional.scaled_dot_product_attention
@@ -63,7 +64,7 @@ class Attention(TorchFunctionMode):
         dtype = torch.get_autocast_dtype(self.device_type)
         args = [_cast(value, dtype) for value in args]
         kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
-        with torch.autocast(self.device_type, enabled=False):
+        with PlainAutocast(self.device_type, enabled=False):
             return _CALLED(*args, **kwargs)
 
 

@@ -10,38 +10,63 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import torch
 from torch import nn
 
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
-from polyamp.rules.plan import Place, Plan, place_of
+from polyamp.rules.plan import Place, Plan
 from polyamp.rules.process_setting import ProcessSetting
 from polyamp.trees import leaves
 from polyamp_torch.arrays import DTYPES, cast_tree
-from polyamp_torch.compat import NOTHING
-from polyamp_torch.precision.islands import DEVICE_TYPES, captured, device_types, islands, restored
-from polyamp_torch.precision.regions import OPENED, Region, innermost, owned, repair
+from polyamp_torch.compat import NOTHING, PlainAutocast, RegionBase, never_compiled
+from polyamp_torch.precision.islands import captured, device_types, islands, restored
+from polyamp_torch.precision.region_arguments import RegionError, read
+from polyamp_torch.precision.regions import OPENED, Region, Setting, innermost, owned, repair
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class autocast:  # noqa: N801  # named and used like torch.autocast
-    """A region, or decorator, in which operations pick their dtype by the policy: `torch.autocast` made whole.
+if TYPE_CHECKING:
+    _Base = torch.autocast
+else:
+    _Base = RegionBase
 
-    Matrix products, convolutions and attention run in the policy's compute dtype; the sensitive operations of S4 in
-    float32, on every device (`op_list="native"`: torch's own list for the device). torch's cache of cast weights is
-    off. Where the policy computes in one dtype only, autocast is off inside. Regions nest; one object may be entered
-    again and again, and by several threads.
+
+class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
+    """A region, or decorator, in which operations pick their dtype: `torch.autocast` made whole, and typed like it.
+
+        autocast(policy)                 autocast(policy, "cpu")                 autocast("mixed_float16")
+        autocast("cuda")                 autocast("cuda", torch.float16, enabled=use_amp)
+        autocast(device_type="cuda", dtype=torch.float16, enabled=use_amp, cache_enabled=False)
+
+    Matrix products, convolutions and attention run in the compute dtype; the sensitive operations of S4 in float32, on
+    every device (`op_list="native"`: torch's own list for the device). torch's cache of cast weights is off. Where the
+    policy computes in one dtype only, autocast is off inside. Regions nest, with torch's own too; one object may be
+    entered again and again, and by several threads. It is a `torch.autocast`, with its attributes.
 
     Args:
-        policy: a policy in mode="autocast" without overrides, which need a module: `policy.autocast(module)`.
-        device_type: "cpu", "cuda", "mps" or "xpu"; None for "cuda" where there is one, else "cpu".
+        policy_or_device: a policy or its spelling, in mode="autocast" without overrides, which need a module:
+            `policy.autocast(module)`; or, as in torch, a device type. Without it, `dtype` and `enabled` are as in
+            `torch.cuda.amp.autocast`.
+        dtype_or_device: behind a device type the dtype, behind a policy the device type.
+        enabled: False for a region with autocast off.
+        cache_enabled: True for torch's weight cache, with what docs/guides/torch_autocast.md says of it.
+        device_type: "cpu", "cuda", "mps", "xpu", or in torch's form any that torch has autocast for. With a policy,
+            None is "cuda" where there is one, else "cpu".
+        dtype: torch.float16 or torch.bfloat16; None for torch's for the device. A policy has its own.
+        policy: the policy by name.
+
+    Attributes:
+        policy: what the region follows; in torch's form the policy of that dtype, None for one of torch's others.
+        device, fast_dtype, prev, prev_fastdtype, prev_cache_enabled: as torch has them; `device_type` is `device`.
 
     Raises:
-        UnsupportedError: a device type that is unknown or missing, or a policy that needs a module.
+        RegionError: neither a policy nor a device type, or both say the dtype; a policy and a device type that torch
+            does not find here. In torch's form that is a warning, and autocast is off, as in torch.
+        UnsupportedError: a policy that needs a module.
 
     Example:
         >>> import torch, polyamp
@@ -49,36 +74,53 @@ class autocast:  # noqa: N801  # named and used like torch.autocast
         >>> with autocast(polyamp.Policy("mixed_bfloat16"), "cpu"):
         ...     (x @ x).dtype, (x @ x).exp().dtype
         (torch.bfloat16, torch.float32)
+        >>> with autocast("cpu", dtype=torch.float16) as region:
+        ...     (x @ x).dtype, torch.get_autocast_dtype("cpu"), isinstance(region, torch.autocast)
+        (torch.float16, torch.float16, True)
     """
 
-    def __init__(self, policy: Policy, device_type: str | None = None) -> None:
-        if device_type is None:
-            device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        if device_type not in DEVICE_TYPES:
-            raise UnsupportedError(
-                f"device_type must be one of {', '.join(DEVICE_TYPES)}. Received: device_type={device_type!r}."
-            )
-        if device_type != "cpu" and device_type not in device_types():
-            raise UnsupportedError(
-                f"device_type={device_type!r}: torch finds no such device here. It finds: {', '.join(device_types())}."
-            )
-        if not OPENED.bound and (len(policy.overrides) or policy.mode == "cast"):
-            what = "overrides name module paths" if len(policy.overrides) else "mode='cast' casts a model's parameters"
-            raise UnsupportedError(f"{what}, and a region knows no model. Use policy.autocast(model).")
-        self.policy = policy
-        self.device_type = device_type
-        self._place = _place_of(policy)
+    def __init__(
+        self,
+        policy_or_device: Policy | str | None = None,
+        dtype_or_device: torch.dtype | str | None = None,
+        /,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        device_type: str | None = None,
+        dtype: torch.dtype | None = None,
+        policy: Policy | str | None = None,
+    ) -> None:
+        asked = read(policy_or_device, dtype_or_device, device_type, dtype, policy, enabled=enabled)
+        self.policy, kind, fast, on, self._acting = asked
+        self.device_type = kind
+        if torch.compiler.is_compiling():  # which traces no more than what a region is made of
+            self.device, self.fast_dtype, self._enabled, self._cache_enabled = kind, fast, on, bool(cache_enabled)
+        else:
+            super().__init__(kind, dtype=fast, enabled=on, cache_enabled=bool(cache_enabled))
 
-    def __enter__(self) -> None:
+    @property
+    def _setting(self) -> Setting:
+        """What the region sets; by torch's attributes, which libraries write as well as read."""
+        on = self._enabled
+        return Setting(self.device, self.fast_dtype, on, on and self._acting, self._cache_enabled)
+
+    @property
+    def _precision(self) -> str | None:
+        return None if self.policy is None else self.policy.float32_matmul
+
+    def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
-            traced = _traced(self._place, self.device_type, matmul_precision(self.policy.float32_matmul))
+            traced = _traced(self._setting, matmul_precision(self._precision))
             traced.__enter__()
             OPENED.traced.append(traced)
-            return
+            return self
         repair()
-        block = _block(self._place, self.device_type, matmul_precision(self.policy.float32_matmul))
+        kind, self.prev_cache_enabled = self.device, torch.is_autocast_cache_enabled()
+        self.prev, self.prev_fastdtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        block = Region(self._setting, matmul_precision(self._precision))
         block.owner = owned(self)
-        block.opened_in(sys._getframe(1))
+        return block.opened_in(sys._getframe(1), self)  # type: ignore[no-any-return]  # it returns what it is given
 
     def __exit__(self, *error: Any) -> bool | None:
         if torch.compiler.is_compiling():
@@ -97,24 +139,33 @@ class autocast:  # noqa: N801  # named and used like torch.autocast
     def __call__(self, function: _Function) -> _Function:
         """A function that runs in the region."""
         if isinstance(function, nn.Module):
-            raise UnsupportedError("autocast(policy) decorates functions. For a module use policy.autocast(module).")
+            raise UnsupportedError("autocast decorates functions. For a module use policy.autocast(module).")
+        if not callable(function):
+            raise RegionError(
+                f"autocast(...)(function) takes a function. Received: {type(function).__qualname__}. As a block it is "
+                "`with autocast(...):`."
+            )
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             raise UnsupportedError(
                 f"{function.__qualname__} would run after its region is closed. Open the region inside it."
             )
-        place, precision, device_type = self._place, self.policy.float32_matmul, self.device_type
+        setting, precision = self._setting, self._precision
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with _opened(place, device_type, matmul_precision(precision)):
+            with _opened(setting, matmul_precision(precision)):
                 return function(*args, **kwargs)
 
         return call  # type: ignore[return-value]  # wraps() keeps the signature, which mypy cannot see
 
 
+never_compiled(autocast.__enter__, autocast.__exit__)
+"""A region that was made outside of a compiled function is entered by plain Python."""
+
+
 def opened(plan: Plan, device_type: str) -> contextlib.AbstractContextManager[None]:
     """The region of a plan in its compute dtype; overrides and casts of a model are its caller's."""
-    return _opened(plan.root, device_type, matmul_precision(plan.float32_matmul))
+    return _opened(_setting(plan.root, device_type), matmul_precision(plan.float32_matmul))
 
 
 def region(place: Place, device_type: str) -> contextlib.AbstractContextManager[None]:
@@ -123,45 +174,32 @@ def region(place: Place, device_type: str) -> contextlib.AbstractContextManager[
     The weight cache is off: torch keys it by the tensor alone and shares it between threads, so it serves weights from
     before an optimizer step, in another dtype, or without their gradient. docs/guides/torch_autocast.md has its worth.
     """
-    return _opened(place, device_type, NOTHING)
+    return _opened(_setting(place, device_type), NOTHING)
+
+
+def _setting(place: Place, device_type: str) -> Setting:
+    return Setting(device_type, DTYPES[place.dtype] if place.mixes else None, place.mixes, place.kept)
 
 
 def _opened(
-    place: Place, device_type: str, precision: contextlib.AbstractContextManager[None]
+    setting: Setting, precision: contextlib.AbstractContextManager[None]
 ) -> contextlib.AbstractContextManager[None]:
-    if torch.compiler.is_compiling():
-        return _traced(place, device_type, precision)
-    return _block(place, device_type, precision)
-
-
-def _block(place: Place, device_type: str, precision: contextlib.AbstractContextManager[None]) -> Region:
-    return Region(device_type, DTYPES[place.dtype] if place.mixes else None, precision, acting=place.kept)
+    return _traced(setting, precision) if torch.compiler.is_compiling() else Region(setting, precision)
 
 
 @contextlib.contextmanager
-def _traced(place: Place, device_type: str, precision: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+def _traced(setting: Setting, precision: contextlib.AbstractContextManager[None]) -> Iterator[None]:
     """The same for a compiler, which keeps no state that could be left behind."""
     with precision:
-        if not place.mixes:
-            with torch.autocast(device_type, enabled=False):
+        if not setting.enabled:
+            with PlainAutocast(setting.device_type, dtype=setting.dtype, enabled=False):
                 yield
             return
         with (
-            torch.autocast(device_type, dtype=DTYPES[place.dtype], cache_enabled=False),
-            islands(device_type, acting=place.kept),
+            PlainAutocast(setting.device_type, dtype=setting.dtype, cache_enabled=setting.cache),
+            islands(setting.device_type, acting=setting.acting),
         ):
             yield
-
-
-def _place_of(policy: Policy) -> Place:
-    """What a policy says where no override holds. A compiler traces the rule, also of a policy that is made in what it
-    compiles; elsewhere the answer is kept."""
-    return place_of(policy, None) if torch.compiler.is_compiling() else _root(policy)
-
-
-@functools.lru_cache(maxsize=64)
-def _root(policy: Policy) -> Place:
-    return place_of(policy, None)
 
 
 def carried(function: _Function) -> _Function:

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import Function, FunctionCtx
 
 from polyamp.errors import UnsupportedError
-from polyamp_torch.compat import constant_when_compiled
+from polyamp_torch.compat import constant_when_compiled, tell_custom_bwd
 from polyamp_torch.precision.islands import DEVICE_TYPES, Captured, captured, device_types, restored
 
 _STATE: Final = "polyamp_autocast"
@@ -67,6 +67,7 @@ def custom_fwd(
         casting = _Casting(captured(kinds), cast_inputs)
         if isinstance(args[0], FunctionCtx):
             setattr(args[0], _STATE, casting.inside)
+            _tell_torch(args[0], casting.inside)
             args = (casting.context(args[0]), *args[1:])
         else:
             _prepare(forward)
@@ -105,6 +106,14 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
             return bwd(_CastContext(ctx, {}) if getattr(ctx, _SAVED, None) else ctx, *grads)
 
     return backward
+
+
+def _tell_torch(ctx: Any, state: Captured) -> None:
+    """torch notes one device type: the one named, else the first where autocast is on."""
+    for region in state.regions:
+        if region.enabled or region is state.regions[-1]:
+            tell_custom_bwd(ctx, enabled=region.enabled, dtype=region.dtype)
+            return
 
 
 def _kinds(device_type: str | None) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from polyamp_torch.compat import NOTHING, backward_as_eager, open_modes
+from polyamp_torch.compat import NOTHING, PlainAutocast, backward_as_eager, open_modes
 from polyamp_torch.precision import recomputation
 from polyamp_torch.precision.gathers import gathered, source
 from polyamp_torch.precision.op_list import BACKWARD, ENTERED, Rule, cuda_rule, rule, without_dispatch
@@ -86,7 +86,7 @@ class Islands(TorchFunctionMode):
         args = [self._wide(value) for value in args]
         kwargs = {name: self._wide(value) for name, value in kwargs.items()}
         if found in ("isolate", "lstm"):
-            with torch.autocast(self.device_type, enabled=False):
+            with PlainAutocast(self.device_type, enabled=False):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -102,7 +102,7 @@ class Islands(TorchFunctionMode):
         if not compiling:
             recomputation.carry(self._key, self._again)
         wanted = torch.float32 if kind == "sum" or len(dtypes) > 1 else next(iter(dtypes))
-        with torch.autocast(self.device_type, enabled=False):
+        with PlainAutocast(self.device_type, enabled=False):
             return func(
                 *[_cast(value, wanted) for value in args],
                 **{name: _cast(value, wanted) for name, value in kwargs.items()},
@@ -261,7 +261,7 @@ def restored(state: Captured) -> Iterator[None]:
         return
     first, *others = state.regions
     with (
-        torch.autocast(first.device_type, dtype=first.dtype, enabled=first.enabled, cache_enabled=state.cache),
+        PlainAutocast(first.device_type, dtype=first.dtype, enabled=first.enabled, cache_enabled=state.cache),
         islands(first.device_type, acting=first.islands),
         restored(state._replace(regions=tuple(others))),
     ):

@@ -21,11 +21,19 @@ import sys
 import threading
 import weakref
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from polyamp_torch.compat import NOTHING, backward_as_eager, modes_are_open, open_modes, pop_mode, push_mode
+from polyamp_torch.compat import (
+    NOTHING,
+    PlainAutocast,
+    backward_as_eager,
+    modes_are_open,
+    open_modes,
+    pop_mode,
+    push_mode,
+)
 from polyamp_torch.precision.islands import Islands, current
 
 _WITH: Final = ("BEFORE_WITH", "SETUP_WITH")
@@ -80,11 +88,12 @@ class Block:
         """
         raise NotImplementedError  # abstract: each kind of block has its own
 
-    def opened_in(self, frame: FrameType) -> None:
-        """Open the block for the `with` statement that runs in `frame`."""
+    def opened_in(self, frame: FrameType, entered: Any = None) -> Any:
+        """Open the block for the `with` statement that runs in `frame`, and return `entered`, what it binds."""
         self.frame, self.instruction = frame, frame.f_lasti
         try:
             self.open()
+            return entered
         except BaseException:
             self.close(interrupted=True)
             raise
@@ -146,42 +155,55 @@ class Kept:
                 self.mode.acting = not self.acting
 
 
+class Setting(NamedTuple):
+    """What a region sets.
+
+    Attributes:
+        device_type: "cpu", "cuda", ...
+        dtype: what matrix products run in; None for torch's for the device.
+        enabled: whether autocast is on.
+        acting: whether the islands act.
+        cache: whether torch keeps cast copies of weights.
+    """
+
+    device_type: str
+    dtype: torch.dtype | None
+    enabled: bool
+    acting: bool
+    cache: bool = False
+
+
 class Region(Block):
     """One region, to be entered once.
 
     Args:
-        device_type: "cpu", "cuda", ...
-        dtype: what matrix products run in; None for a region with autocast off.
+        setting: what it sets.
         precision: the block that holds float32 matmul precision, or `NOTHING`.
-        acting: whether the islands act.
+
+    Attributes:
+        before: what was there: whether autocast was on, its dtype, whether the cache was on, how deep regions nested.
     """
 
-    def __init__(
-        self,
-        device_type: str,
-        dtype: torch.dtype | None,
-        precision: contextlib.AbstractContextManager[None],
-        *,
-        acting: bool,
-    ) -> None:
-        self.device_type = device_type
-        self.dtype = dtype
+    before: tuple[bool, torch.dtype, bool, int]
+
+    def __init__(self, setting: Setting, precision: contextlib.AbstractContextManager[None]) -> None:
+        self.setting = setting
         self.precision = precision
-        self._islands = Kept(device_type, acting=acting)
+        self._islands = Kept(setting.device_type, acting=setting.acting)
         self._settings: list[contextlib.AbstractContextManager[None]] = []
 
     def open(self) -> None:
-        kind = self.device_type
-        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self._before = (enabled, dtype, torch.is_autocast_cache_enabled(), nesting())
+        kind, dtype, on, _, cache = self.setting
+        enabled, fast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self.before = (enabled, fast, torch.is_autocast_cache_enabled(), nesting())
         OPENED.regions.append(self)
         if self.precision is not NOTHING:
             self._settings.append(self.precision)
             self.precision.__enter__()
-        if self.dtype is None:
-            torch.autocast(kind, enabled=False).__enter__()  # type: ignore[no-untyped-call]  # torch's
+        if not on:
+            PlainAutocast(kind, dtype=dtype, enabled=False).__enter__()  # type: ignore[no-untyped-call]  # torch's
             return
-        torch.autocast(kind, dtype=self.dtype, cache_enabled=False).__enter__()  # type: ignore[no-untyped-call]  # torch's
+        PlainAutocast(kind, dtype=dtype, cache_enabled=cache).__enter__()  # type: ignore[no-untyped-call]  # torch's
         self._islands.open()
         compiled = backward_as_eager()
         if compiled is not NOTHING:
@@ -194,12 +216,12 @@ class Region(Block):
         if interrupted:
             while OPENED.regions[-1] is not self:
                 OPENED.regions[-1].close(interrupted=True)
-        enabled, dtype, cache, depth = self._before
+        enabled, dtype, cache, depth = self.before
         for setting in reversed(self._settings):
             setting.__exit__(None, None, None)
         self._islands.close()
-        torch.set_autocast_enabled(self.device_type, enabled)
-        torch.set_autocast_dtype(self.device_type, dtype)
+        torch.set_autocast_enabled(self.setting.device_type, enabled)
+        torch.set_autocast_dtype(self.setting.device_type, dtype)
         torch.set_autocast_cache_enabled(cache)
         _unnest(depth, once=not interrupted)
         OPENED.regions.remove(self)

@@ -188,7 +188,7 @@ def test_float16_gradients_and_the_meta_device_are_refused() -> None:
     scaler = GradScaler(polyamp.LossScaler())
     scaler.scale(p.float().sum()).backward()
     for optimizer in (torch.optim.SGD([p], 0.1), torch.optim.SGD([p], 0.1, fused=True)):
-        with pytest.raises(UnsupportedError, match="gradients must not be float16"):
+        with pytest.raises(UnsupportedError, match="Gradients must not be float16"):
             scaler.step(optimizer)
     with pytest.raises(UnsupportedError, match="meta device"):
         GradScaler(polyamp.LossScaler()).scale(torch.ones((), device="meta"))

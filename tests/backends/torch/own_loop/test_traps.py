@@ -315,7 +315,7 @@ def test_trap_float16_gradients_pass_with_fused_optimizers() -> None:
         optimizer = torch.optim.SGD([p], 1.0, fused=True)
         scaler.scale(p.float().sum() * 1e-13).backward()
         if isinstance(scaler, GradScaler):
-            with pytest.raises(UnsupportedError, match="gradients must not be float16"):
+            with pytest.raises(UnsupportedError, match="Gradients must not be float16"):
                 scaler.step(optimizer)
         else:
             scaler.step(optimizer)

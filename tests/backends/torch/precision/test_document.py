@@ -19,7 +19,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILIN
 
 
 def test_the_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(BLOCKS) == 8
+    assert len(BLOCKS) == 9
     module = ModuleType("torch_autocast_document")  # torch.compile looks a function's globals up in its module
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in BLOCKS:
