@@ -24,6 +24,7 @@ from polyamp_tensorflow.models.layers import is_built
 from polyamp_tensorflow.models.variables import variables_of
 from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
 from polyamp_tensorflow.precision.autocast import AppliedPolicy, matmul_precision, planned
+from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.optimizer_checks import check_recipe_optimizer
 from polyamp_tensorflow.step.optimizers import make_optimizer
 from polyamp_tensorflow.step.xla import needs_xla
@@ -47,8 +48,8 @@ def compile(  # noqa: A001  # Keras's word for it
     """`model.compile` by a recipe: then `fit`, `evaluate` and `predict` follow its policy, scaler, optimizer and clip.
 
     The policy is put on the model for good, and variables stay float32. Each batch that `fit` draws is a micro-batch,
-    as with Keras's own accumulation: `accumulate_steps` of them make one update. A window that an epoch's end leaves
-    open goes on in the next epoch.
+    as with Keras's own accumulation: `accumulate_steps` of them make one update, and each counts by its rows (S8). A
+    window that an epoch's end leaves open goes on in the next epoch.
 
     Args:
         model: a built `keras.Model`; under a strategy, made in its scope.
@@ -140,8 +141,10 @@ def guard(model: Any, policy: Policy | None = None) -> None:
     several_workers = isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
     def train_step(data: Any) -> Any:
-        guarded = isinstance(model.optimizer, LossScaleOptimizer)  # the user may have compiled the model anew
-        with model.optimizer.keep_statistics(model) if guarded else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if isinstance(model.optimizer, LossScaleOptimizer):  # the user may have compiled the model anew
+                stack.enter_context(model.optimizer.keep_statistics(model))
+                stack.enter_context(_counted(model.optimizer, data))
             logs = cls.train_step(model, data)
         return _as_vectors(logs) if several_workers else logs
 
@@ -152,6 +155,15 @@ def guard(model: Any, policy: Policy | None = None) -> None:
     for name in _FUNCTIONS:
         setattr(model, f"make_{name}", _maker(model, name, precision))
         setattr(model, name, None)
+
+
+def _counted(optimizer: LossScaleOptimizer, data: Any) -> contextlib.AbstractContextManager[None]:
+    """The block in which a micro-batch counts by its rows; those of all replicas together."""
+    arrays = [leaf for leaf in keras.tree.flatten(data) if tf.is_tensor(leaf) and leaf.shape.rank]
+    if optimizer.accumulate_steps == 1 or not arrays:
+        return contextlib.nullcontext()
+    (rows,) = replicas.total([tf.cast(tf.shape(arrays[0])[0], tf.float32)])
+    return optimizer.micro_batch(rows)
 
 
 def _build_on_first_batch(model: Any, iterator: Any, data_batch: Any) -> None:

@@ -104,6 +104,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         self._micro_step = self._scalar("micro_step", 0)
         self._calls = ScaleCalls()
         self._window_starts = WindowStarts()
+        self._share: Any = None
         self._watch = stuck.Watch()
 
     def _scalar(self, name: str, value: float) -> Any:
@@ -134,6 +135,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         self._sums = []
         if self.accumulate_steps > 1:
             self._used = self.add_variable((len(variables),), "zeros", "int32", name="used_in_window")
+            self._rows = self.add_variable((2,), "zeros", "float32", name="window_rows")
             self._sums = [
                 self.add_variable(variable.shape, "zeros", at_least_float32(variable.dtype).name, name="gradient_sum")
                 for variable in variables
@@ -210,6 +212,23 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         if running:
             replicas.together(decide, before)
 
+    @contextlib.contextmanager
+    def micro_batch(self, rows: Any) -> Iterator[None]:
+        """A `with` block around `scale_loss` and `apply` of a micro-batch of so many rows: it counts by its share (S8).
+
+        `fit` has it by itself (`polyamp_tensorflow.compile`, `guard`). Without it, and with `accumulate_steps=1`, all
+        micro-batches count alike.
+
+        Args:
+            rows: examples in the micro-batch, of all replicas together; a number, or an integer scalar.
+        """
+        if self.accumulate_steps > 1 and self.built:
+            self._share = window.share_of(self._held({}), tf.cast(rows, tf.float32))
+        try:
+            yield
+        finally:
+            self._share = None
+
     def prepare_statistics(self, model: Any) -> None:
         """Create what `keep_statistics` needs with `accumulate_steps`; call it in a strategy's scope beforehand.
 
@@ -234,7 +253,8 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         """
         self._calls.note()
         scale = raw(self.dynamic_scale) if self.scaler.scales else None
-        return scale_loss(loss, scale, what="what calls scale_loss()")
+        scaled = scale_loss(loss, scale, what="what calls scale_loss()")
+        return scaled if self._share is None else scaled * self._share[0]
 
     @_as_written
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -292,6 +312,8 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             micro_step=self._micro_step,
             sums=self._sums,
             used=self._used if self._sums else None,
+            rows=self._rows if self._sums else None,
+            share=self._share,
         )
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
@@ -308,10 +330,12 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
 
     def load_own_variables(self, store: Any) -> None:
         """Keras's, and also from files written before it was known which parameters a window and an update used."""
+        rows = [(self._rows, 0)] if self.built and self._sums else []
         later = [(self._used, 1)] if self.built and self._sums else []
         if self.built and isinstance(self.inner_optimizer, SpecOptimizer):
             later.append((self.inner_optimizer.missed_updates, 0))
-        load_without(self, store, later)
+        only_rows = bool(rows) and len(store.keys()) == len(self.variables) - 1
+        load_without(self, store, rows if only_rows else [*rows, *later])
 
     def get_config(self) -> dict[str, Any]:
         """Everything that `from_config` needs, as plain values."""

@@ -38,6 +38,10 @@ class Held(NamedTuple):
         micro_step: calls since the window began.
         sums: by variable, the sum of the window's gradients; empty without a window.
         used: by variable, 1 if it had a gradient in this window; None without one.
+        rows: of the window's first micro-batch, and the sum of what the others' shares differ from 1, float32 vector;
+            None without a window.
+        share: what this call's micro-batch weighs beside the first (S8), and the rows of that one, float32 scalars;
+            None where it weighs 1.
     """
 
     inner: Any
@@ -51,6 +55,8 @@ class Held(NamedTuple):
     micro_step: Any
     sums: list[Any]
     used: Any
+    rows: Any = None
+    share: tuple[Any, Any] | None = None
 
 
 class Call(NamedTuple):
@@ -112,17 +118,19 @@ class _Verbs(decide.Verbs[Call, list[Any]]):
     def commit(self, state: Call, grads: list[Any], measured: Measured, decision: Decision) -> Call:
         held = state.held
 
-        def write_all(run: replicas.Run, sums: Any, unscaled: Any, norm: Any, finite: Any, scale: Any) -> None:
+        def write_all(
+            run: replicas.Run, sums: Any, unscaled: Any, norm: Any, finite: Any, scale: Any, rows: Any
+        ) -> None:
             def end() -> None:
                 _end_window(run, state, unscaled, norm, finite, scale)
 
             if held.sums:
-                tf.cond(_window_ends(held), end, lambda: _add(state, sums))
+                tf.cond(_window_ends(held), end, lambda: _add(state, sums, rows))
             else:
                 end()
 
         scale = list(decision.scale_state)
-        replicas.together(write_all, grads, measured.more, measured.norm, measured.finite, scale)
+        replicas.together(write_all, grads, measured.more, measured.norm, measured.finite, scale, _rows_after(held))
         return state
 
 
@@ -137,20 +145,41 @@ def _window_ends(held: Held) -> Any:
     return tf.equal(raw(held.micro_step), held.accumulate_steps - 1)
 
 
+def share_of(held: Held, rows: Any) -> tuple[Any, Any]:
+    """What a micro-batch of so many rows weighs beside the window's first (S8), and the rows of that one."""
+    first = raw(held.rows)[0]
+    first = tf.where(tf.equal(raw(held.micro_step), 0) | tf.equal(first, 0.0), rows, first)
+    return rows / first, first
+
+
+def _rows_after(held: Held) -> Any:
+    """What `held.rows` is to be after this call; None where every micro-batch weighs 1."""
+    if held.share is None:
+        return None
+    share, first = held.share
+    return tf.stack([first, raw(held.rows)[1] + share - 1.0])
+
+
 def _measured(held: Held, gradients: list[Any]) -> Measured:
     """Norm, flag and the unscaled gradients; no norm where neither the flag nor a clip asks for it."""
-    count, scaler = float(held.accumulate_steps), held.scaler
-    if scaler.scales or count > 1:
-        divisor = raw(held.scale.scale) * count if scaler.scales else tf.constant(count)
+    count: Any = float(held.accumulate_steps)
+    scaler = held.scaler
+    if scaler.scales or held.sums:
+        if held.sums:
+            after = _rows_after(held)
+            count = count + (raw(held.rows) if after is None else after)[1]
+        divisor = raw(held.scale.scale) * count if scaler.scales else tf.convert_to_tensor(count)
         gradients = [gradient / tf.cast(divisor, gradient.dtype) for gradient in gradients]
     if not scaler.checks and held.clip_norm is None:
         return Measured(tf.constant(1.0), tf.constant(True), gradients)
     return Measured(*norm_and_flag(gradients), gradients)
 
 
-def _add(call: Call, sums: Sequence[Any]) -> None:
+def _add(call: Call, sums: Sequence[Any], rows: Any) -> None:
     """A micro-step inside a window."""
     held = call.held
+    if rows is not None:
+        raw(held.rows).assign(replicas.shared(rows))
     write([held.sums[owner] for owner in _owners(held, call.variables)], sums)
     left = set(_owners(held, call.unused))
     now = tf.constant([int(owner not in left) for owner in range(len(held.sums))])
@@ -191,6 +220,7 @@ def _end_window(run: replicas.Run, call: Call, unscaled: Any, norm: Any, finite:
     if held.sums:
         write(held.sums, [tf.zeros(total.shape, total.dtype) for total in held.sums])
         raw(held.used).assign(tf.zeros(held.used.shape, tf.int32))
+        raw(held.rows).assign(tf.zeros(2))
         raw(held.micro_step).assign(0)
 
 

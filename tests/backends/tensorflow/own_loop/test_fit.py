@@ -140,6 +140,29 @@ def test_a_skipped_step_moves_nothing_but_scale_and_seeds(accumulate: int) -> No
     assert (float(model.optimizer.dynamic_scale), model.optimizer.skipped_steps) == (8.0, 1)
 
 
+@pytest.mark.parametrize("scaler", [polyamp.LossScaler(init_scale=64.0), polyamp.LossScaler.off()], ids=["on", "off"])
+def test_s08_the_smaller_last_batch_of_an_epoch_counts_by_its_rows(scaler: Any) -> None:
+    """Ten rows in batches of four: windows of 4 + 4, and of 2 + 4 over the end of the first epoch."""
+    models = []
+    for accumulate, sizes in ((2, [4, 4, 2, 4, 4, 2]), (1, [8, 6, 6])):
+        recipe = polyamp.Recipe(
+            optimizer=polyamp.sgd(0.1, momentum=0.9), scaler=scaler, clip_norm=0.5, accumulate_steps=accumulate
+        )
+        model = make_model(norm=False)
+        compile_model(model, recipe, loss=cross_entropy())
+        x, y = rows(10)
+        if accumulate == 2:
+            model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        else:
+            x, y = np.concatenate([x, x]), np.concatenate([y, y])
+            for end, size in zip(np.cumsum(sizes), sizes, strict=True):
+                model.train_on_batch(x[end - size : end], y[end - size : end])
+        assert int(model.optimizer.iterations) == 3
+        models.append(model)
+    for one, other in zip(*(model.weights for model in models), strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-5, atol=1e-7)
+
+
 def test_keras_own_scaler_moves_statistics_on_a_skipped_step() -> None:
     model = make_model()
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), loss=cross_entropy())
