@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -86,6 +87,10 @@ def test_metadata_agrees_with_pyproject(wheel: Path) -> None:
     assert dict(parser["pytest11"]) == project["entry-points"]["pytest11"]
     assert dict(parser["console_scripts"]) == project["scripts"]
     assert f"\nVersion: {polyamp.__version__}\n" in metadata
+    header, _, readme = metadata.partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in header
+    assert "pip install" in readme
+    assert re.findall(r"\]\((?!https?://)", readme) == [], "on a package index a relative link leads nowhere"
     for extra in project["optional-dependencies"]:
         assert f"\nProvides-Extra: {extra}\n" in metadata
 
@@ -96,7 +101,8 @@ def test_the_sdist_holds_what_a_build_needs(built: Path) -> None:
         found = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "PKG-INFO", "polyamp/__init__.py"} <= found
     assert {f"backends/{package}/__init__.py" for package in PACKAGES[1:]} <= found
-    assert not {name for name in found if name.startswith("tests")}
+    assert {"docs/semantics.md", "docs/images/digits.png", "examples/basic_loop.py", "CONTRIBUTING.md"} <= found
+    assert not {name for name in found if name.startswith("tests") or name.endswith((".pyc", ".json"))}
 
 
 def test_polyamp_runs_from_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
