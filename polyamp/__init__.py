@@ -28,6 +28,7 @@ from polyamp.errors import (
     TraceError,
     UnsupportedError,
 )
+from polyamp.recipe.groups import Group, no_decay
 from polyamp.recipe.optimizers import adagrad, adam, adamw, lion, rmsprop, sgd
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
@@ -54,6 +55,7 @@ __all__ = [
     "CheckpointError",
     "GradientError",
     "Gradients",
+    "Group",
     "LossError",
     "LossScaleError",
     "LossScaleState",
@@ -79,6 +81,7 @@ __all__ = [
     "init",
     "lion",
     "losses",
+    "no_decay",
     "restore",
     "rmsprop",
     "save",

@@ -180,6 +180,22 @@ class Piecewise(_Schedule):
         return rate
 
 
+class Times(_Schedule):
+    """Another schedule, multiplied: what `learning_rate_scale` of a parameter group makes. No file holds one.
+
+    >>> Times(constant(0.5), 0.25)(7)
+    0.125
+    """
+
+    tag: ClassVar[str] = "times"
+
+    schedule: Any
+    factor: float
+
+    def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
+        return self.schedule(count, xp) * self.factor
+
+
 Schedule = Constant | LinearWarmup | Cosine | WarmupCosine | Step | Piecewise
 """Any schedule; in a recipe file a table with `type = "warmup_cosine"` and so on."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from polyamp.arrays import ArrayNamespace
 from polyamp.contract.report import CastingReport
+from polyamp.recipe.members import Members
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
@@ -78,6 +79,15 @@ class State(Protocol[ModelT_co]):
     @property
     def watch(self) -> Watch:
         """The host's count of this state's steps (S17). The state that a step returns has the same."""
+
+
+@runtime_checkable
+class HasGroups(Protocol):
+    """A state whose backend has parameter groups (S27); `init` refuses a recipe with groups where it has none."""
+
+    @property
+    def groups(self) -> Members | None:
+        """Which parameter has which hyperparameters; None while a model waits for its variables."""
 
 
 ValueAndGrad = Callable[[Sequence[Any], Any], tuple[Any, list[Gradients]]]

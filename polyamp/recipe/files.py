@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Mapping, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -39,11 +40,14 @@ def plain(value: Any) -> Any:
         fields = {
             name: plain(each)
             for name, each in value.to_dict().items()
-            if kind.tag or isinstance(each, Record) or each is not kind.defaults.get(name, Record)
+            if (kind.tag or isinstance(each, Record) or each is not kind.defaults.get(name, Record))
+            and not (isinstance(each, tuple) and not each and name in kind.defaults)
         }
         return {"type": kind.tag, **fields} if kind.tag else fields
     if isinstance(value, tuple):
         return tuple(map(plain, value))
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
     return float(value) if isinstance(value, float) else value  # NumPy's float64 is a float that no encoder knows
 
 
@@ -54,13 +58,15 @@ def _mirrored(kind: Any) -> Any:
         return _mirror(kind)
     if get_origin(kind) in (Union, types.UnionType):
         return Union[tuple(_mirrored(each) for each in get_args(kind))]  # noqa: UP007  # they are known only now
+    if get_origin(kind) is Sequence and issubclass(inner := get_args(kind)[0], Record):
+        return list[_mirror(inner)]  # type: ignore[misc]  # known only now
     return kind
 
 
 def _mirror(kind: type[Record]) -> type[msgspec.Struct]:
     def make(mirror: Any) -> None:
         values = {name: getattr(mirror, name) for name in kind.field_names}
-        mirror.record = kind(**{name: getattr(value, "record", value) for name, value in values.items()})
+        mirror.record = kind(**{name: _held(value) for name, value in values.items()})
 
     hints = get_type_hints(kind)
     fields = [
@@ -70,6 +76,10 @@ def _mirror(kind: type[Record]) -> type[msgspec.Struct]:
     return msgspec.defstruct(
         kind.__name__, fields, bases=(_Mirror,), namespace={"__post_init__": make}, kw_only=True, tag=kind.tag or None
     )
+
+
+def _held(value: Any) -> Any:
+    return [_held(item) for item in value] if isinstance(value, list) else getattr(value, "record", value)
 
 
 def _policy(_: type[Any], value: Any) -> Policy:

@@ -8,11 +8,12 @@ results the conformance suite holds to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from polyamp.arrays import ArrayNamespace
 from polyamp.errors import RecipeError
+from polyamp.recipe.groups import Group, check_groups
 from polyamp.records import Record
 from polyamp.schedules import Schedule, is_schedule
 
@@ -25,7 +26,11 @@ def _all(slots: Slots) -> Slots:
 
 
 class _Spec(Record):
-    """What every spec shares. `slots` names the per-parameter arrays, of the parameter's shape, at least float32."""
+    """What every spec shares. `slots` names the per-parameter arrays, of the parameter's shape, at least float32.
+
+    `groups`, the last field of each, holds other hyperparameters for some of the parameters (S27); `recipe.members`
+    resolves them. `update` knows none of it.
+    """
 
     word: ClassVar[str] = "spec"
 
@@ -34,7 +39,7 @@ class _Spec(Record):
     def __post_init__(self) -> None:
         if not is_schedule(self.learning_rate):
             _number("learning_rate", self.learning_rate, low=0.0)
-        for name in self.field_names[1:]:
+        for name in self.hyperparameters:
             value = getattr(self, name)
             if name in ("nesterov", "centered"):
                 if not isinstance(value, bool):
@@ -46,6 +51,15 @@ class _Spec(Record):
                     _number("betas", beta, low=0.0, below=1.0)
             else:
                 _number(name, value, low=0.0, below=1.0 if name in ("momentum", "alpha") else math.inf)
+        groups: Any = getattr(self, "groups")  # noqa: B009  # the last field of every spec, which stands in each
+        if groups:
+            groups = check_groups(self, groups)
+        self._settle("groups", tuple(groups))
+
+    @property
+    def hyperparameters(self) -> tuple[str, ...]:
+        """Names of the fields beside the rate and the groups."""
+        return self.field_names[1:-1]
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -101,6 +115,7 @@ class SGD(_Spec):
     momentum: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
+    groups: Sequence[Group] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,6 +145,7 @@ class _AdamFormula(_Spec):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    groups: Sequence[Group] = ()
     _decoupled: ClassVar[bool]
 
     @property
@@ -198,6 +214,7 @@ class RMSprop(_Spec):
     weight_decay: float = 0.0
     momentum: float = 0.0
     centered: bool = False
+    groups: Sequence[Group] = ()
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -236,6 +253,7 @@ class Adagrad(_Spec):
     weight_decay: float = 0.0
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
+    groups: Sequence[Group] = ()
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -269,6 +287,7 @@ class Lion(_Spec):
     learning_rate: float | Schedule = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
+    groups: Sequence[Group] = ()
 
     @property
     def slots(self) -> tuple[str, ...]:

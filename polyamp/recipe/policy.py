@@ -15,6 +15,7 @@ from polyamp.errors import PolicyError, PolyampError, did_you_mean
 from polyamp.lookup import registry
 from polyamp.recipe import dialects
 from polyamp.records import Record
+from polyamp.rules import aliases as alias_names
 from polyamp.rules import overrides as globs
 from polyamp.rules.plan import Plan
 
@@ -29,6 +30,7 @@ _EXTRAS: Final[tuple[tuple[str, Any], ...]] = (
     ("op_list", "polyamp"),
     ("op_rules", MappingProxyType({})),
 )
+_TABLES: Final = ("overrides", "op_rules", "aliases")
 _RULES: Final = ("compute", "float32", "promote", "follow", "opaque")
 _Target = TypeVar("_Target")
 
@@ -55,6 +57,8 @@ class Policy(Record, kw_only=True):
         op_rules: name of an operation -> rule, to change an entry of the op list in autocast mode: "compute",
             "float32", "promote" (the widest dtype among its operands), "follow" (the operand's dtype) or "opaque" (the
             dtypes that the program declares). Names are the framework's; in JAX those of its primitives.
+        aliases: names for modules whose paths differ between frameworks, to be used in `overrides`; usually given to
+            the `Recipe`, which uses them for parameter groups too.
 
     Raises:
         PolicyError: an unknown word or dtype, or dtypes that contradict each other.
@@ -79,6 +83,7 @@ class Policy(Record, kw_only=True):
     float32_matmul: str | None
     op_list: str
     op_rules: Mapping[str, str]
+    aliases: Mapping[str, Mapping[str, str]]
 
     def __init__(
         self,
@@ -93,6 +98,7 @@ class Policy(Record, kw_only=True):
         float32_matmul: Literal["highest", "high", "medium"] | None = None,
         op_list: Literal["polyamp", "native"] = "polyamp",
         op_rules: Mapping[str, str] | None = None,
+        aliases: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         dtypes = {"param": param, "compute": compute, "output": output}
         if isinstance(spelling, Policy):
@@ -124,6 +130,7 @@ class Policy(Record, kw_only=True):
             "output": given.get("output", given.get("param", "float32")),
             "overrides": MappingProxyType(_checked_overrides(overrides or {})),
             "op_rules": MappingProxyType(_checked_rules(op_rules or {})),
+            "aliases": MappingProxyType(alias_names.checked(aliases or {})),
             **settings,
         }
         for name, value in values.items():
@@ -140,17 +147,14 @@ class Policy(Record, kw_only=True):
             )
 
     def _key(self) -> tuple[Any, ...]:
-        return tuple(
-            tuple(sorted(value.items())) if isinstance(value, Mapping) else value
-            for value in (getattr(self, name) for name in self.field_names)
-        )
+        return tuple(_hashable(getattr(self, name)) for name in self.field_names)
 
     def __repr__(self) -> str:
         shown = [f"{name}={getattr(self, name)!r}" for name in ("param", "compute", "output")]
         for name, default in (("mode", None), ("float32_matmul", None), ("op_list", "polyamp")):
             if getattr(self, name) != default:
                 shown.append(f"{name}={getattr(self, name)!r}")
-        shown += [f"{name}={dict(getattr(self, name))!r}" for name in ("overrides", "op_rules") if getattr(self, name)]
+        shown += [f"{name}={dict(getattr(self, name))!r}" for name in _TABLES if getattr(self, name)]
         return f"Policy({', '.join(shown)})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -192,28 +196,30 @@ class Policy(Record, kw_only=True):
         """
         return globs.dtype_at(self.overrides, path)
 
-    def plan(self, paths: Iterable[str] | None = None) -> Plan:
+    def plan(self, paths: Iterable[str] | None = None, *, backend: str | None = None) -> Plan:
         """The policy resolved against a model, once: what each of its modules computes in (S3, S4, S5).
 
         Args:
             paths: the path of every module of the model, `/`-separated, "" for the model itself; None for what has no
                 modules, such as a plain function.
+            backend: whose spelling the paths have, for a policy with `aliases`.
 
         Raises:
-            PolicyError: a glob of `overrides` matches none of `paths`; the message lists the nearest.
+            PolicyError: a glob of `overrides` matches none of `paths`; the message lists the nearest. Or an alias does
+                not fit the paths, or the policy has some and no backend is named.
 
         >>> Policy("mixed_float16", overrides={"head": "float32"}).plan(["", "body", "head"]).at("head").dtype
         'float32'
         """
-        return Plan(self, {} if paths is None else globs.resolved(self.overrides, paths))
+        return Plan(self, {} if paths is None else self.resolve_overrides(paths, backend=backend))
 
-    def resolve_overrides(self, paths: Iterable[str]) -> dict[str, str]:
-        """Module path -> dtype for every path that an override covers.
-
-        Raises:
-            PolicyError: a glob matches none of `paths`; the message lists the nearest paths.
-        """
-        return globs.resolved(self.overrides, paths)
+    def resolve_overrides(self, paths: Iterable[str], *, backend: str | None = None) -> dict[str, str]:
+        """Module path -> dtype for every path that an override covers; arguments and errors as of `plan`."""
+        if not self.overrides:
+            return {}
+        known = list(dict.fromkeys(paths))
+        names = alias_names.named(self.aliases, backend, [(path,) for path in known])
+        return globs.resolved(self.overrides, dict(zip(known, names, strict=True)))
 
     def autocast(self, target: Callable[..., Any], *, backend: str | None = None) -> Callable[..., Any]:
         """`target` (a function or a model) as a callable that runs under this policy; also a decorator.
@@ -269,11 +275,7 @@ def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, str]:
         raise PolicyError(f"overrides must map module-path globs to dtypes. Received: {overrides!r}.")
     checked = {}
     for glob, dtype in overrides.items():
-        if not isinstance(glob, str) or not glob or "." in glob or glob != glob.strip("/"):
-            raise PolicyError(
-                "overrides: a key is a module-path glob such as 'encoder/norm*', separated by '/' in every framework, "
-                f"with no '/' at its ends and no '.'. Received: {glob!r}."
-            )
+        globs.check_glob(glob, argument="overrides: a key")
         checked[glob] = canonical(dtype, argument=f"overrides[{glob!r}]")
     return checked
 
@@ -287,3 +289,7 @@ def _checked_rules(op_rules: Mapping[str, str]) -> dict[str, str]:
                 f"op_rules[{name!r}] must be one of {_RULES}. Received: {rule!r}." + did_you_mean(str(rule), _RULES)
             )
     return dict(op_rules)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(sorted((key, _hashable(item)) for key, item in value.items())) if isinstance(value, Mapping) else value

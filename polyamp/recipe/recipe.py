@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from polyamp.errors import PolyampError, RecipeError
 from polyamp.recipe.optimizers import SPECS, AdamW, OptimizerSpec, is_spec
@@ -31,6 +32,9 @@ class Recipe(Record, kw_only=True):
         optimizer: one of polyamp's specs, or the framework's own optimizer.
         clip_norm: largest global L2 norm of the unscaled gradients (S11), or None.
         accumulate_steps: micro-batches per update (S8).
+        aliases: names for modules whose paths differ between frameworks: `{"blocks/*": {"torch": "transformer/h/*",
+            "tensorflow": "block_*", "jax": "h_*"}}`. They can be used wherever a glob over paths is read (overrides of
+            the policy, parameter groups), beside the framework's own paths. The policy carries them too.
 
     Raises:
         RecipeError: an impossible value or a contradiction.
@@ -51,6 +55,7 @@ class Recipe(Record, kw_only=True):
     optimizer: AnyOptimizer = AdamW()
     clip_norm: float | None = None
     accumulate_steps: int = 1
+    aliases: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     _loss_scaler: ClassVar[LossScaler]  # of a recipe, not of the class: every step asks, and it is no field
 
     if TYPE_CHECKING:
@@ -63,6 +68,7 @@ class Recipe(Record, kw_only=True):
             optimizer: AnyOptimizer = ...,
             clip_norm: float | None = None,
             accumulate_steps: int = 1,
+            aliases: Mapping[str, Mapping[str, str]] = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -70,6 +76,7 @@ class Recipe(Record, kw_only=True):
             self._settle("policy", Policy(self.policy))
         if not isinstance(self.policy, Policy):
             raise RecipeError(f"policy must be a polyamp.Policy or its spelling. Received: policy={self.policy!r}.")
+        self._share_aliases()
         if isinstance(self.scaler, str):
             self._settle("scaler", _named_scaler(self.scaler))
         if not isinstance(self.scaler, LossScaler | None):
@@ -100,6 +107,36 @@ class Recipe(Record, kw_only=True):
                 f"Received: policy={self.policy}, scaler={self.loss_scaler.kind!r}. Use Policy('mixed_float16'), or "
                 "scaler=LossScaler.off() to train in float16 as it is."
             )
+
+    def _share_aliases(self) -> None:
+        """Recipe and policy have the same: `recipe.policy.autocast(model)` reads overrides as the step does."""
+        given, own = self.aliases, self.policy.aliases
+        if given and given != own:
+            policy = self.policy.replace(aliases=given)
+            if own and own != policy.aliases:
+                raise RecipeError(
+                    f"aliases stand in the recipe ({', '.join(given)}) and in its policy ({', '.join(own)}), and they "
+                    "differ. Give them to the recipe alone."
+                )
+            self._settle("policy", policy)
+        self._settle("aliases", self.policy.aliases)
+
+    def replace(self, **changes: Any) -> Self:
+        """As of every record. A new policy keeps the recipe's aliases unless it brings some."""
+        if "aliases" not in changes and getattr(changes.get("policy"), "aliases", None):
+            changes["aliases"] = changes["policy"].aliases
+        return super().replace(**changes)
+
+    def _given(self) -> dict[str, Any]:
+        policy = self.policy.replace(aliases={}) if self.aliases else self.policy
+        return {**self.to_dict(), "policy": policy}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name: `Recipe(**recipe.to_dict()) == recipe`."""
+        return {**super().to_dict(), "aliases": self.policy.to_dict()["aliases"]}
+
+    def _key(self) -> tuple[Any, ...]:
+        return tuple([getattr(self, name) for name in self.field_names if name != "aliases"])  # the policy has them
 
     @property
     def loss_scaler(self) -> LossScaler:
@@ -181,6 +218,9 @@ class Recipe(Record, kw_only=True):
         from polyamp.recipe.files import plain
 
         fields: dict[str, Any] = plain(self)
+        fields["policy"].pop("aliases", None)  # once is enough
+        if not self.aliases:
+            del fields["aliases"]
         return fields
 
 

@@ -13,6 +13,7 @@ from polyamp.arrays import ArrayNamespace
 from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
 from polyamp.errors import GradientError, ModelError, UnsupportedError
+from polyamp.recipe.members import Members, members
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
@@ -26,6 +27,7 @@ from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import clip, decide, refusals
 from polyamp.rules.batches import check_has_rows, host_array, micro_batches
 from polyamp.rules.decide import Decision, Measured, Skip
+from polyamp.rules.kinds import Leaf
 from polyamp.rules.plan import Plan
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
@@ -40,6 +42,7 @@ class ReferenceState(ShownState, msgspec.Struct, frozen=True, kw_only=True):
     model: MLP
     recipe: Recipe
     plan: Plan
+    groups: Members
     slots: dict[str, dict[str, Array]]
     counts: dict[str, Array]
     """By parameter, how many updates it took (S23)."""
@@ -92,7 +95,7 @@ class ReferenceBackend:
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
         if isinstance(target, MLP):
-            return BoundMLP(target, policy.plan(target.module_paths())).__call__
+            return BoundMLP(target, policy.plan(target.module_paths(), backend=self.name)).__call__
         plan = policy.plan()
 
         @functools.wraps(target)
@@ -143,12 +146,14 @@ class ReferenceBackend:
             )
         parameters = [(name, dtype_name(value.dtype)) for name, value in model.parameters.items()]
         refusals.check_parameters(parameters, recipe)
-        plan = recipe.policy.plan(model.module_paths())
+        plan = recipe.policy.plan(model.module_paths(), backend=self.name)
         spec = recipe.optimizer
         if not hasattr(spec, "slots"):
             raise UnsupportedError("NumPy has no optimizers of its own; use one of polyamp's specs.")
+        leaves = [Leaf(name, value.ndim) for name, value in model.parameters.items()]
+        groups = members(recipe, model.parameters, lambda: leaves, backend=self.name)
         slots = {
-            name: {slot: np.full_like(value, spec.initial(slot)) for slot in spec.slots}
+            name: {slot: np.full_like(value, groups.of(name).spec.initial(slot)) for slot in spec.slots}
             for name, value in model.parameters.items()
         }
         fresh = model.with_arrays(map_tree(np.array, model.parameters), map_tree(np.array, model.running))
@@ -156,7 +161,14 @@ class ReferenceBackend:
         zero = np.asarray(0, np.int32)
         counts = dict.fromkeys(model.parameters, zero)
         return self.state_type(
-            model=fresh, recipe=recipe, plan=plan, slots=slots, counts=counts, scale_state=scale_state, step=zero
+            model=fresh,
+            recipe=recipe,
+            plan=plan,
+            groups=groups,
+            slots=slots,
+            counts=counts,
+            scale_state=scale_state,
+            step=zero,
         )
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
@@ -219,6 +231,7 @@ class ReferenceBackend:
             model=model,
             recipe=state.recipe,
             plan=state.plan,
+            groups=state.groups,
             watch=state.watch,
             slots=slots,
             counts=counts,
@@ -314,16 +327,16 @@ class ReferenceVerbs(decide.Verbs[ReferenceState, Gradients]):
             return msgspec.structs.replace(state, **counted)
         recipe = state.recipe
         factor = np.float32(1.0) if recipe.clip_norm is None else clip.factor(measured.norm, recipe.clip_norm, XP)
-        rate = recipe.optimizer.rate(state.step, XP)
         parameters, slots, counts = dict(state.model.parameters), dict(state.slots), dict(state.counts)
         for name, value in _present(grads).items():
             counts[name] = np.asarray(counts[name] + 1, np.int32)
-            new, slots[name] = recipe.optimizer.update(
+            member = state.groups.of(name)
+            new, slots[name] = member.spec.update(
                 XP,
                 parameters[name],
                 value.astype(np.float32) * factor,
                 state.slots[name],
-                np.float32(rate),
+                np.float32(member.rate(state.step, XP)),
                 np.float32(counts[name]),
             )
             parameters[name] = np.asarray(new, parameters[name].dtype)

@@ -6,9 +6,10 @@ it. The longest matching glob wins; of two equally long ones, the last in alphab
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from polyamp.errors import PolicyError, nearest
+from polyamp.errors import PolicyError, PolyampError, nearest
 
 
 def covers(glob: str, path: str) -> bool:
@@ -55,32 +56,64 @@ def dtype_at(overrides: Mapping[str, str], *paths: str) -> str | None:
     return None if glob is None else overrides[glob]
 
 
-def check_all_match(overrides: Mapping[str, str], paths: Iterable[str]) -> None:
-    """Refuse a glob that matches no module.
+def check_all_match(
+    globs: Iterable[str],
+    paths: Iterable[str],
+    *,
+    argument: str = "overrides",
+    what: str = "module path",
+    error: type[PolyampError] = PolicyError,
+) -> None:
+    """Refuse a glob that matches nothing.
+
+    Args:
+        globs: the globs.
+        paths: every path that there is, under each of its names.
+        argument: what the user wrote them into.
+        what: of what the paths are.
+        error: what is raised.
 
     Raises:
-        PolicyError: names the glob and the nearest of `paths`.
+        PolyampError: names the glob and the nearest of `paths`.
     """
     known = sorted(set(paths))
-    for glob in overrides:
+    for glob in globs:
         if not any(covers(glob, path) for path in known):
             close = nearest(glob, known) or [path for path in known if path][:5]
-            raise PolicyError(
-                f"overrides: the glob {glob!r} matches no module path. Nearest: {', '.join(map(repr, close))}. "
+            raise error(
+                f"{argument}: the glob {glob!r} matches no {what}. Nearest: {', '.join(map(repr, close))}. "
                 "Paths are separated by '/', and '*' stays inside one segment."
             )
 
 
-def resolved(overrides: Mapping[str, str], paths: Iterable[str]) -> dict[str, str]:
-    """Module path -> dtype for every path that an override covers.
+def check_glob(glob: Any, *, argument: str, error: type[PolyampError] = PolicyError) -> None:
+    """Refuse what is no glob over paths.
 
     Raises:
-        PolicyError: a glob matches none of `paths`; the message lists the nearest paths.
+        PolyampError: of the kind `error`; says what one looks like.
+    """
+    if not isinstance(glob, str) or not glob or "." in glob or glob != glob.strip("/"):
+        raise error(
+            f"{argument} is a module-path glob such as 'encoder/norm*', separated by '/' in every framework, "
+            f"with no '/' at its ends and no '.'. Received: {glob!r}."
+        )
 
-    >>> resolved({"head": "float32"}, ["", "body", "head", "head/dense"])
+
+def resolved(overrides: Mapping[str, str], names: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Module path -> dtype for every path that an override covers.
+
+    Args:
+        overrides: glob -> dtype.
+        names: module path -> all of its names: the path itself and its aliases, as `aliases.named` finds them.
+
+    Raises:
+        PolicyError: a glob matches nothing; the message lists the nearest paths.
+
+    >>> resolved({"head": "float32"}, {path: [path] for path in ("", "body", "head", "head/dense")})
     {'head': 'float32', 'head/dense': 'float32'}
     """
-    known = sorted(set(paths)) if overrides else []
-    check_all_match(overrides, known)
-    found = {path: dtype_at(overrides, path) for path in known}
+    if not overrides:
+        return {}
+    check_all_match(overrides, (name for own in names.values() for name in own))
+    found = {path: dtype_at(overrides, *names[path]) for path in sorted(names)}
     return {path: dtype for path, dtype in found.items() if dtype is not None}

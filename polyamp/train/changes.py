@@ -46,7 +46,7 @@ def of_recipe(recipe: Recipe, native: Mapping[str, Any] | None = None) -> Settin
     """The same of a recipe; `native` describes an optimizer that is none of polyamp's specs."""
     optimizer: Any = recipe.optimizer
     plain: Settings = {
-        "policy": recipe.policy.to_dict(),
+        "policy": {name: value for name, value in recipe.policy.to_dict().items() if name != "aliases" or value},
         "scaler": recipe.loss_scaler.to_dict(),
         "optimizer": plain_data(optimizer) if is_spec(optimizer) else dict(native or {}),
         "clip_norm": plain_data(recipe.clip_norm),
@@ -76,6 +76,8 @@ def _native(state: Any) -> dict[str, Any]:
 
 
 def _differences(path: str, saved: Any, given: Any) -> list[Change]:
+    if isinstance(saved, list) and isinstance(given, list) and any(isinstance(item, dict) for item in (*saved, *given)):
+        saved, given = ({str(number): item for number, item in enumerate(items)} for items in (saved, given))
     if isinstance(saved, dict) and isinstance(given, dict):
         both = [*given, *(name for name in saved if name not in given)]
         if saved.get("type") != given.get("type"):  # other fields belong to one of the two types alone

@@ -23,6 +23,7 @@ from polyamp._version import __version__
 from polyamp.contract.backend import Backend, ChecksArrays, ResumesOptimizers
 from polyamp.errors import CheckpointError, RecipeError
 from polyamp.files import write_atomically
+from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.train import changes, contents
@@ -178,9 +179,11 @@ def _keep_given(state: Any, changed: list[changes.Change], expected: Arrays, arr
     backend = state.backend
     if not changed or not isinstance(backend, ResumesOptimizers):
         return
+    # of polyamp's own optimizers; in torch's own settings `groups` are the optimizer's, each with its options
+    regrouped = is_spec(state.recipe.optimizer) and changes.touches(changed, "optimizer.groups")
     for name in {*expected, *arrays}:
         setting = backend.setting_of(state, name)
-        if setting is not None and changes.touches(changed, setting):
+        if setting is not None and (regrouped or changes.touches(changed, setting)):
             arrays.pop(name, None)
             if name in expected:
                 arrays[name] = expected[name]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeVar, overload
 
 from polyamp.contract import registry
-from polyamp.contract.backend import State, ValueAndGrad
-from polyamp.errors import GradientError, RecipeError
+from polyamp.contract.backend import HasGroups, State, ValueAndGrad
+from polyamp.errors import GradientError, RecipeError, UnsupportedError
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import stuck
@@ -40,6 +40,11 @@ def init(model: M, recipe: Recipe, *, backend: str | None = None, **options: Any
         raise RecipeError(f"recipe must be a polyamp.Recipe. Received: {type(recipe).__name__}.")
     found = registry.get(backend) if backend is not None else registry.backend_for(model)
     state: State[M] = registry.supporting(found, recipe.policy).init(model, recipe, **options)
+    if getattr(recipe.optimizer, "groups", ()) and not isinstance(state, HasGroups):
+        raise UnsupportedError(
+            f"the {found.name} backend of this version has one set of hyperparameters for all parameters. Received: "
+            f"{len(recipe.optimizer.groups)} groups. Use optimizer.replace(groups=())."
+        )
     return state
 
 

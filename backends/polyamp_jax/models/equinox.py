@@ -55,7 +55,7 @@ class EquinoxAdapter:
 
     def modules(self, params: Any, running: Running) -> Iterable[str]:
         module = eqx.combine(params, running.statistics[0], self.static.value)
-        return [*owners(params), *(path for path, _ in _modules(module, ()))]
+        return [*owners(params), *(path for path, _ in modules_in(module))]
 
     def join(self, params: Any, running: Running) -> Any:
         buffers, state = running.statistics
@@ -107,7 +107,7 @@ def adapt_equinox(model: Any, axis_name: str | None) -> Parts:
     return Parts(adapter, params, Running((buffers, state), ()))
 
 
-def _modules(node: Any, keys: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+def modules_in(node: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
     """(path, module) of an equinox module and of those inside it."""
     children, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda item: item is not node)
     if jax.tree_util.treedef_is_leaf(structure) or _is_index(node):
@@ -115,7 +115,7 @@ def _modules(node: Any, keys: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
     if isinstance(node, eqx.Module):
         yield path_name(keys), node
     for key, child in children:
-        yield from _modules(child, keys + key)
+        yield from modules_in(child, keys + key)
 
 
 def _pinned(module: Any) -> frozenset[str]:

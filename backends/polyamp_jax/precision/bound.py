@@ -124,7 +124,7 @@ def autocast_model(
     What a call changes is put back into an nnx module, as calling it would; the other libraries' models cannot
     change, so there it is dropped.
     """
-    plan = policy.plan(module_paths(adapt(model)))
+    plan = policy.plan(module_paths(adapt(model)), backend="jax")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         adapter, params, running = adapt(model)

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from polyamp.errors import UnsupportedError
+from polyamp.recipe.members import Members
 from polyamp.recipe.optimizers import SGD, SPECS, Adagrad, Adam, AdamW, Lion, OptimizerSpec, RMSprop, is_spec
 from polyamp_jax.arrays import XP, chosen, conform, made_first
 
@@ -25,9 +26,16 @@ from polyamp_jax.arrays import XP, chosen, conform, made_first
 def transformation(optimizer: Any) -> Any:
     """The `optax.GradientTransformation` of a spec, or what runs its own formula; a native one as it is.
 
+    Of `Members` with several sets of hyperparameters (S27) what runs the formulas, with each parameter's own numbers as
+    constants of the one program.
+
     Raises:
         UnsupportedError: neither.
     """
+    if isinstance(optimizer, Members):
+        if not optimizer.alike:
+            return _Formula(tuple(member.whole for member in optimizer.each()))
+        optimizer = optimizer.distinct[0].whole
     if is_spec(optimizer):
         return _from_spec(optimizer)
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
@@ -56,7 +64,7 @@ def _from_spec(spec: OptimizerSpec) -> Any:
         case Lion():
             parts = [optax.scale_by_lion(*spec.betas), optax.add_decayed_weights(spec.weight_decay)]
         case Adam() | AdamW() | Adagrad():
-            return _Formula(spec)
+            return _Formula((spec,))
     return optax.chain(*parts, optax.scale_by_learning_rate(lambda count: spec.rate(count, XP)))
 
 
@@ -93,7 +101,7 @@ def updated(
     zeros, and what it counts for all parameters together counts on.
 
     Args:
-        optimizer: a spec or a native transformation.
+        optimizer: a spec, a native transformation, or the members of a spec with groups.
         grads: float32 gradients like the parameters, None where there is none.
         opt_state: its state.
         params: the parameters, in their own dtypes.
@@ -150,17 +158,29 @@ def _kept(idle: Collection[Any], paths: Sequence[Any], new: Any, old: Any) -> An
 
 
 class _Formula(NamedTuple):
-    """A spec's own formula, in the place of a gradient transformation."""
+    """Specs' own formula, in the place of a gradient transformation.
 
-    spec: OptimizerSpec
+    Attributes:
+        specs: of each parameter, in the order of the leaves; or one for all. They are of one class.
+    """
+
+    specs: tuple[OptimizerSpec, ...]
+
+    def of(self, size: int) -> list[OptimizerSpec]:
+        """The spec of each of `size` parameters."""
+        return list(self.specs) * (size if len(self.specs) == 1 else 1)
 
     def init(self, params: Any) -> FormulaState:
-        spec = self.spec
+        leaves, structure = jax.tree.flatten(params)
+        specs = self.of(len(leaves))
         slots = {
-            slot: jax.tree.map(functools.partial(jnp.full_like, fill_value=spec.initial(slot)), params)
-            for slot in spec.slots
+            slot: jax.tree.unflatten(
+                structure,
+                [jnp.full_like(leaf, spec.initial(slot)) for leaf, spec in zip(leaves, specs, strict=True)],
+            )
+            for slot in self.specs[0].slots
         }
-        missed = jnp.zeros(len(jax.tree.leaves(params)), jnp.int32)
+        missed = jnp.zeros(len(leaves), jnp.int32)
         return FormulaState(jnp.zeros([], jnp.int32), missed, slots)
 
     def updated(
@@ -178,19 +198,19 @@ class _Formula(NamedTuple):
         A parameter is made of the slots that were chosen: of those that the formula makes, the old slot would be read
         once more after the new one has its place, and XLA would copy all of them first.
         """
-        spec = self.spec
-        rate = spec.rate(state.count, XP)
-        numbers = self._numbers(state, rate, even=even)
+        specs, names = self.of(len(given)), self.specs[0].slots
+        rates = {spec: spec.rate(state.count, XP) for spec in dict.fromkeys(specs)}
+        numbers = self._numbers(state, specs, rates, even=even)
         made: list[Any] = []
-        slots: dict[str, list[Any]] = {slot: [] for slot in spec.slots}
-        columns = [jax.tree.leaves(state.slots[slot]) for slot in spec.slots]
-        leaves = zip(jax.tree.leaves(params), jax.tree.leaves(grads), numbers, *columns, strict=True)
-        for param, grad, number, *row in leaves:
-            old = dict(zip(spec.slots, row, strict=True))
+        slots: dict[str, list[Any]] = {slot: [] for slot in names}
+        columns = [jax.tree.leaves(state.slots[slot]) for slot in names]
+        leaves = zip(specs, jax.tree.leaves(params), jax.tree.leaves(grads), numbers, *columns, strict=True)
+        for spec, param, grad, number, *row in leaves:
+            old = dict(zip(names, row, strict=True))
             keep = functools.partial(_chosen_slots, finite, old)
-            new, own = spec.update(XP, param, grad, old, rate, number, keep=keep)
+            new, own = spec.update(XP, param, grad, old, rates[spec], number, keep=keep)
             made.append(new)
-            for slot in spec.slots:
+            for slot in names:
                 slots[slot].append(own[slot])
         structure = jax.tree.structure(params)
         missed = state.missed
@@ -202,19 +222,21 @@ class _Formula(NamedTuple):
             {slot: jax.tree.unflatten(structure, own) for slot, own in slots.items()},
         )
 
-    def _numbers(self, state: FormulaState, rate: Any, *, even: bool) -> list[Any]:
+    def _numbers(
+        self, state: FormulaState, specs: Sequence[OptimizerSpec], rates: dict[OptimizerSpec, Any], *, even: bool
+    ) -> list[Any]:
         """The `count` of `spec.update` for each parameter.
 
         One number for all leaves XLA equal programs for tensors of equal shape, which it compiles once: 200 tensors
         compile several times faster than with numbers of their own.
         """
-        size = state.missed.shape[0]
         if even:
-            return [(state.count + 1).astype(jnp.float32)] * size
-        columns = self.spec.corrections(XP, rate, (state.count + 1 - state.missed).astype(jnp.float32))
+            return [(state.count + 1).astype(jnp.float32)] * len(specs)
+        taken = (state.count + 1 - state.missed).astype(jnp.float32)
         # made before they are taken apart, or each tensor's loop would make its own again
-        columns = made_first(columns)
-        return [{name: column[n] for name, column in columns.items()} for n in range(size)]
+        columns = made_first([spec.corrections(XP, rate, taken) for spec, rate in rates.items()])
+        own = dict(zip(rates, columns, strict=True))
+        return [{name: column[n] for name, column in own[spec].items()} for n, spec in enumerate(specs)]
 
 
 def _chosen_slots(finite: Any | None, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from polyamp.contract.backend import Backend
 from polyamp.errors import CheckpointError
+from polyamp.recipe.members import Members, members
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients
 from polyamp.rules import refusals
@@ -26,29 +27,36 @@ from polyamp.rules.stuck import Watch
 from polyamp.shown import ShownState, plain_number
 from polyamp_jax import compat
 from polyamp_jax.arrays import dtype_name, fresh, is_key, named_leaves, to_numpy
+from polyamp_jax.models.kinds import leaves_of
 from polyamp_jax.models.parts import Adapter, Opaque, Parts, Running, module_paths
 from polyamp_jax.step.optimizers import lagging, transformation, widened
 
 
 class Setup:
-    """The static half of a state: adapter, recipe, the policy's plan, backend; compared by value, hashed once since
-    `jit` asks every call.
+    """The static half of a state: adapter, recipe, the policy's plan, the optimizer's groups, backend; compared by
+    value, hashed once since `jit` asks every call.
 
     The watch over a stuck scale (S17) is here too, so that it outlives every way of making a state anew:
     `jax.tree.map`, `dataclasses.replace`, a compiled function. The last gives states of equal setups one setup, so the
     watch is a shared one.
     """
 
-    __slots__ = ("_hash", "_key", "adapter", "backend", "plan", "recipe", "watch")
+    __slots__ = ("_hash", "_key", "adapter", "backend", "groups", "plan", "recipe", "watch")
 
-    def __init__(self, adapter: Adapter, recipe: Recipe, plan: Plan, backend: Backend) -> None:
+    def __init__(self, adapter: Adapter, recipe: Recipe, plan: Plan, groups: Members, backend: Backend) -> None:
         self.adapter = adapter
         self.recipe = recipe
         self.plan = plan
+        self.groups = groups
         self.backend = backend
         self.watch = Watch(shared=True)
-        self._key = (adapter, Opaque(recipe), plan)
+        self._key = (adapter, Opaque(recipe), plan, None if groups.plain else groups)
         self._hash = hash(self._key)
+
+    @property
+    def optimizer(self) -> Any:
+        """The recipe's optimizer, with its groups resolved where it has some (S27)."""
+        return self.recipe.optimizer if self.groups.plain else self.groups
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Setup):
@@ -128,6 +136,11 @@ class JaxState(ShownState):
         return self.setup.recipe
 
     @property
+    def groups(self) -> Members:
+        """Which parameter has which hyperparameters (S27)."""
+        return self.setup.groups
+
+    @property
     def model(self) -> Any:
         """The current model in its native form, around this state's arrays.
 
@@ -196,18 +209,20 @@ def create(
     Raises:
         ModelError, PolicyError, UnsupportedError: what the recipe asks for and this model cannot honour (S20).
     """
-    refusals.check_parameters([(path, dtype_name(leaf)) for path, leaf in named_leaves(parts.params).items()], recipe)
-    plan = recipe.policy.plan(module_paths(parts))
+    named = named_leaves(parts.params)
+    refusals.check_parameters([(path, dtype_name(leaf)) for path, leaf in named.items()], recipe)
+    plan = recipe.policy.plan(module_paths(parts), backend="jax")
+    setup = Setup(parts.adapter, recipe, plan, members(recipe, named, lambda: leaves_of(parts), backend="jax"), backend)
     named_leaves(parts.running)
     params = fresh(parts.params)
     state = JaxState(
         params=params,
-        opt_state=fresh(transformation(recipe.optimizer).init(widened(params))),
+        opt_state=fresh(transformation(setup.optimizer).init(widened(params))),
         scale_state=scale_state,
         running=fresh(parts.running),
         rngs=fresh(rngs),
         step=jnp.array(0, jnp.int32),
-        setup=Setup(parts.adapter, recipe, plan, backend),
+        setup=setup,
     )
     return _settled(state, next(iter(jax.tree.leaves(params)))).knowing(frozenset())
 

@@ -58,7 +58,7 @@ class JaxVerbs(decide.Verbs[JaxState, Gradients]):
         idle = frozenset(n for n, grad in enumerate(like(values, state.params)) if grad is None)
         even = state.lagging is not None and state.lagging <= idle
         params, opt_state = updated(
-            recipe.optimizer, values, state.opt_state, state.params, even=even, finite=decision.finite
+            state.setup.optimizer, values, state.opt_state, state.params, even=even, finite=decision.finite
         )
         statistics = chosen(decision.finite, running.statistics, state.running.statistics)
         made = dataclasses.replace(

@@ -77,6 +77,16 @@ def modules(model: Any) -> list[Module]:
     ]
 
 
+def names_of(found: list[Module]) -> dict[str, tuple[str, ...]]:
+    """Path of each module -> every path that names it: where it lies, and `stable_path` unless that is another's path.
+
+    "dense_1" is thus the second Dense of a model also where the process has built others before; if a layer is really
+    called so, it is that one.
+    """
+    taken = {path for module in found for path in (module.path, *module.other_paths)}
+    return {module.path: (module.path, *module.other_paths, *({module.stable_path} - taken)) for module in found}
+
+
 def _walk(module: Module, seen: set[int]) -> Iterator[Module]:
     seen.add(id(module.layer))
     yield module

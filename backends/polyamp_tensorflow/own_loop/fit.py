@@ -26,7 +26,7 @@ from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
 from polyamp_tensorflow.precision.autocast import AppliedPolicy, matmul_precision, planned
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.optimizer_checks import check_recipe_optimizer
-from polyamp_tensorflow.step.optimizers import make_optimizer
+from polyamp_tensorflow.step.optimizers import groups_of, make_optimizer
 from polyamp_tensorflow.step.xla import needs_xla
 
 _APPLIED: Final = "_polyamp_applied_by_compile"
@@ -91,7 +91,7 @@ def compile(  # noqa: A001  # Keras's word for it
     refusals.check_parameters([(name, dtype_name(variable)) for name, variable in parameters.items()], recipe)
     with model.distribute_strategy.scope():
         optimizer = LossScaleOptimizer(
-            make_optimizer(recipe, parameters),
+            make_optimizer(recipe, parameters, groups_of(model, recipe, parameters)),
             recipe.loss_scaler,
             clip_norm=recipe.clip_norm,
             accumulate_steps=recipe.accumulate_steps,

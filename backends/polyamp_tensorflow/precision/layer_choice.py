@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from polyamp.errors import PolicyError
 from polyamp.recipe.policy import Policy
-from polyamp.rules import overrides
+from polyamp.rules import aliases, overrides
 from polyamp.rules.plan import NARROW, Plan
 from polyamp.rules.refusals import FLOATING
 from polyamp_tensorflow.compat import EagerTensor, given_arguments, is_kerass
-from polyamp_tensorflow.models.layers import Module, modules, only_contains
+from polyamp_tensorflow.models.layers import Module, modules, names_of, only_contains
 from polyamp_tensorflow.precision.dataflow import feeding_logarithms, is_gather, is_inner_product, multiplies
 from polyamp_tensorflow.precision.heads import heads_of
 from polyamp_tensorflow.precision.keras_policies import own_policy
@@ -51,7 +51,8 @@ class Choice(NamedTuple):
 def plan_of(model: Any, policy: Policy) -> Plan:
     """The policy resolved for a Keras layer or model: its layers, and the operations of functional models.
 
-    A layer that lies in several places has the dtype of the longest glob that covers it in any of them (S5).
+    A layer that lies in several places has the dtype of the longest glob that covers it in any of them (S5). Keras's
+    automatic names count per process; the name counted within the model, as checkpoints have it, is matched too.
 
     Raises:
         PolicyError: an override matches nothing; the message lists the nearest paths.
@@ -59,11 +60,12 @@ def plan_of(model: Any, policy: Policy) -> Plan:
     if not policy.overrides:
         return policy.plan()
     found = modules(model)
-    places = [(module.path, *module.other_paths) for module in found]
+    names = names_of(found)
+    places = [names[module.path] for module in found]
     places += [(path,) for module in found for _, path in _operations(module)]
-    paths = {place[0]: [path for path in place if path] for place in places}
-    overrides.check_all_match(policy.overrides, (path for place in paths.values() for path in place))
-    named = {path: overrides.dtype_at(policy.overrides, *place) for path, place in paths.items()}
+    called = aliases.named(policy.aliases, "tensorflow", [[path for path in place if path] for place in places])
+    overrides.check_all_match(policy.overrides, (name for own in called for name in own))
+    named = {place[0]: overrides.dtype_at(policy.overrides, *own) for place, own in zip(places, called, strict=True)}
     return Plan(policy, {path: dtype for path, dtype in named.items() if dtype is not None})
 
 

@@ -16,10 +16,12 @@ import tensorflow as tf
 
 from polyamp.errors import RecipeError
 from polyamp.recipe.files import convert, plain
+from polyamp.recipe.members import Member, Members, members
 from polyamp.recipe.optimizers import SPECS, OptimizerSpec, is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp_tensorflow.arrays import XP, at_least_float32, dense, raw
 from polyamp_tensorflow.compat import index_in, own_trainable
+from polyamp_tensorflow.models.kinds import leaves_of
 from polyamp_tensorflow.step.kernels import Update, kernel
 from polyamp_tensorflow.step.optimizer_checks import check_built_for, check_recipe_optimizer
 from polyamp_tensorflow.step.replicas import check_replicated
@@ -36,13 +38,16 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
 
     Args:
         spec: one of polyamp's optimizer specs.
+        groups: a spec with parameter groups, resolved against the variables that it is built for, in their order (S27).
+            `polyamp.init` and `polyamp_tensorflow.compile` give it; an optimizer alone does not know a model's paths.
 
     Attributes:
         spec: as given.
+        groups: as given; one for all variables where the spec has no groups.
         missed_updates: by parameter, how many updates left it alone; int32 vector, None before `build`.
 
     Raises:
-        RecipeError: anything else.
+        RecipeError: anything else; or a spec with groups that are not resolved.
 
     Example:
         >>> import keras, polyamp, polyamp_tensorflow
@@ -53,17 +58,24 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         0.001
     """
 
-    def __init__(self, spec: Any, name: str | None = None) -> None:
+    def __init__(self, spec: Any, name: str | None = None, *, groups: Members | None = None) -> None:
         if not is_spec(spec):
             raise RecipeError(
                 f"spec must be one of polyamp's specs ({', '.join(s.__name__.lower() for s in SPECS)}), such as "
                 f"polyamp.adamw(1e-3). Received: spec={spec!r}."
             )
+        if spec.groups and groups is None:
+            raise RecipeError(
+                "spec has parameter groups, which name parameters by their paths in a model, and an optimizer alone "
+                "knows no model. Use polyamp_tensorflow.compile(model, recipe, loss=...), or polyamp.init and "
+                "polyamp.train_step."
+            )
         rate = spec.learning_rate
         super().__init__(learning_rate=_SpecSchedule(spec) if callable(rate) else float(rate), name=name)
         self.spec = spec
+        self.groups = Members([Member(spec)], {}) if groups is None else groups
         self.missed_updates: Any = None
-        self._kernel: Update | None = None
+        self._kernels: list[Update | None] | None = None
         self._counts: Any = None
 
     def build(self, variables: list[Any]) -> None:
@@ -75,13 +87,13 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
             {
                 slot: self.add_variable(
                     shape=variable.shape,
-                    initializer=keras.initializers.Constant(self.spec.initial(slot)),
+                    initializer=keras.initializers.Constant(self._member(index).spec.initial(slot)),
                     dtype=at_least_float32(variable.dtype).name,
                     name=slot,
                 )
                 for slot in self.spec.slots
             }
-            for variable in variables
+            for index, variable in enumerate(variables)
         ]
         self.missed_updates = self.add_variable(
             (len(variables),), "zeros", "int32", aggregation="only_first_replica", name="missed_updates"
@@ -98,14 +110,27 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         variables = list(own_trainable(self) if trainable_variables is None else trainable_variables)
         self._counts = self._update_counts()
         rate, counts = (tf.cast(raw(value), tf.float32) for value in (self.learning_rate, self._counts))
-        self._kernel = kernel(self.spec, rate, counts)
+        self._kernels = [kernel(m.spec, self._rate(m, rate), counts) for m in self.groups.distinct]
         try:
             super().apply(grads, variables)
         finally:
-            self._kernel = self._counts = None
+            self._kernels = self._counts = None
         used = {index_in(self, v) for g, v in zip(grads, variables, strict=True) if g is not None}
         if len(used) < len(self._slots):
             self.missed_updates.assign_add([int(index not in used) for index in range(len(self._slots))])
+
+    def _number(self, index: int) -> int:
+        """Which set of hyperparameters the parameter at an index has."""
+        return 0 if self.groups.alike else self.groups.order[index]
+
+    def _member(self, index: int) -> Member:
+        return self.groups.distinct[self._number(index)]
+
+    def _rate(self, member: Member, rate: Any) -> Any:
+        """A member's rate where the optimizer's own is `rate`."""
+        if member.own_rate:
+            return tf.cast(member.rate(tf.cast(raw(self.iterations), tf.float32), XP), rate.dtype)
+        return rate if member.scale == 1.0 else rate * member.scale
 
     def _update_counts(self) -> Any:
         """By index of the parameter, which of its updates the next one is, from 1."""
@@ -116,17 +141,19 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         index = index_in(self, variable)
         slots = self._slots[index]
         work = at_least_float32(variable.dtype)
-        if self._kernel is not None and tf.as_dtype(variable.dtype) == work == tf.float32:
+        member = self._member(index)
+        own = None if self._kernels is None else self._kernels[self._number(index)]
+        if own is not None and tf.as_dtype(variable.dtype) == work == tf.float32:
             gradient = tf.cast(dense(gradient, variable), work)
-            self._kernel(index, raw(variable), gradient, {name: raw(slot) for name, slot in slots.items()})
+            own(index, raw(variable), gradient, {name: raw(slot) for name, slot in slots.items()})
             return
         counts = self._update_counts() if self._counts is None else self._counts
-        new, new_slots = self.spec.update(
+        new, new_slots = member.spec.update(
             XP,
             tf.cast(raw(variable), work),
             tf.cast(dense(gradient, variable), work),
             {name: tf.convert_to_tensor(raw(slot)) for name, slot in slots.items()},
-            tf.cast(raw(learning_rate), work),
+            tf.cast(self._rate(member, raw(learning_rate)), work),
             tf.cast(counts[index], work),
         )
         self.assign(variable, new)
@@ -146,8 +173,12 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         }
 
     def get_config(self) -> dict[str, Any]:
-        """The name and the spec as a table, as a recipe file has it."""
-        return {"name": self.name, "spec": plain(self.spec)}
+        """The name and the spec as a table, as a recipe file has it; and which variable is in which group."""
+        config = {"name": self.name, "spec": plain(self.spec)}
+        if self.groups.plain:
+            return config
+        distinct = [{**member._asdict(), "spec": plain(member.spec)} for member in self.groups.distinct]
+        return {**config, "groups": {"distinct": distinct, "numbers": dict(self.groups.numbers)}}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> SpecOptimizer:
@@ -158,9 +189,13 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         """
         try:
             spec = convert(config["spec"], OptimizerSpec)
+            found, groups = config.get("groups"), None
+            if found is not None:
+                distinct = [Member(**{**m, "spec": convert(m["spec"], OptimizerSpec)}) for m in found["distinct"]]
+                groups = Members(distinct, found["numbers"])
         except msgspec.ValidationError as error:
             raise RecipeError(f"the config of a SpecOptimizer: {error}") from error
-        return cls(spec, name=config.get("name"))
+        return cls(spec, name=config.get("name"), groups=groups)
 
 
 class _SpecSchedule(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]  # Keras is untyped
@@ -195,14 +230,28 @@ def load_without(optimizer: Any, store: Any, later: list[tuple[Any, int]]) -> No
         variable.assign(keras.ops.full(variable.shape, value, variable.dtype))
 
 
-def make_optimizer(recipe: Recipe, parameters: Mapping[str, Any]) -> Any:
+def groups_of(model: Any, recipe: Recipe, parameters: Mapping[str, Any]) -> Members:
+    """The recipe's optimizer, resolved against a model's parameters.
+
+    Raises:
+        RecipeError, PolicyError: a group, a kind or an alias that does not fit the model.
+    """
+    return members(recipe, parameters, lambda: leaves_of(model, parameters), backend="tensorflow")
+
+
+def make_optimizer(recipe: Recipe, parameters: Mapping[str, Any], groups: Members) -> Any:
     """The recipe's optimizer, built for these parameters.
+
+    Args:
+        recipe: the recipe.
+        parameters: path -> variable.
+        groups: what `groups_of` returned.
 
     Raises:
         RecipeError: a native optimizer that serves another model, or whose members scale, clip or accumulate.
         LossScaleError, UnsupportedError: one that cannot work on the present strategy's replicas.
     """
-    optimizer = SpecOptimizer(recipe.optimizer) if is_spec(recipe.optimizer) else recipe.optimizer
+    optimizer = SpecOptimizer(recipe.optimizer, groups=groups) if is_spec(recipe.optimizer) else recipe.optimizer
     build_optimizer(optimizer, list(parameters.values()), check_recipe_optimizer)
     return optimizer
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from polyamp.contract.backend import Backend
 from polyamp.errors import ModelError
+from polyamp.recipe.members import Members
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.rules import refusals
@@ -30,7 +31,7 @@ from polyamp_tensorflow.models.layers import is_built, is_layer
 from polyamp_tensorflow.models.variables import Variables, variables_of
 from polyamp_tensorflow.precision.autocast import planned
 from polyamp_tensorflow.step.distribution import check_variables, several
-from polyamp_tensorflow.step.optimizers import make_optimizer, optimizer_variables
+from polyamp_tensorflow.step.optimizers import groups_of, make_optimizer, optimizer_variables
 from polyamp_tensorflow.step.resuming import described
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class TensorFlowState(ShownState):
         model: the user's own model.
         recipe: the recipe it was made with.
         plan: its policy, resolved for the model; without the overrides until the model is built.
+        groups: which parameter has which hyperparameters (S27); None until the model is built.
         strategy: the `tf.distribute.Strategy` in whose scope it was made; TensorFlow's default one otherwise.
         optimizer_settings: the optimizer's configuration as it was when it was made, for checkpoints.
         programs: the graph functions traced for this state, by the object that runs them.
@@ -85,6 +87,7 @@ class TensorFlowState(ShownState):
         )
         self._step = tf.Variable(0, dtype=tf.int32, trainable=False, name="step")
         self._training: _Training | None = None
+        self.groups: Members | None = None
         self.optimizer_settings: dict[str, Any] = {}
         self.plan: Plan
         if is_built(model):
@@ -143,7 +146,8 @@ class TensorFlowState(ShownState):
         check_variables(self.strategy, [raw(v) for role in variables for v in role.values()])
         refusals.check_parameters([(n, dtype_name(v)) for n, v in variables.parameters.items()], self.recipe)
         self.plan = planned(self.model, self.recipe.policy)
-        optimizer = make_optimizer(self.recipe, variables.parameters)
+        self.groups = groups_of(self.model, self.recipe, variables.parameters)
+        optimizer = make_optimizer(self.recipe, variables.parameters, self.groups)
         self.optimizer_settings = described(optimizer)
         self._training = _Training(variables, optimizer, self._trainable(variables))
 

@@ -8,12 +8,14 @@ Called by `bound` and `backend`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from polyamp.recipe.policy import Policy
+from polyamp.rules.kinds import Leaf, class_names
 from polyamp.rules.plan import Plan
 from polyamp_torch.compat import WRAPPERS
 
@@ -26,7 +28,34 @@ def plan_for(module: nn.Module, policy: Policy) -> Plan:
     Raises:
         PolicyError: an override matches no module.
     """
-    return policy.plan(inner_paths(module) if policy.overrides else ())
+    return policy.plan(inner_paths(module) if policy.overrides else (), backend="torch")
+
+
+def leaves_of(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> list[Leaf]:
+    """What parameter groups ask of the parameters (S27): every path of each, the wrappers' prefixes left out and not,
+    and the class of the module that owns it.
+
+    Args:
+        module: the model.
+        parameters: the trainable ones by path, `/`-separated, in order.
+    """
+    inner = {path: short for short, path in inner_paths(module).items()}
+    also: dict[int, dict[str, None]] = {}
+    classes: dict[int, tuple[str, ...]] = {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        path = name.replace(".", "/")
+        kind, _, reparametrized = path.partition("/parametrizations/")
+        for own, p in part.named_parameters(recurse=False):
+            leaf = reparametrized or own  # torch.nn.utils.parametrize: conv/parametrizations/weight/original0
+            known = [path, inner.get(path, path), *([kind] if reparametrized else [])]
+            paths = (f"{place}/{leaf if place == kind else own}".lstrip("/") for place in known)
+            also.setdefault(id(p), {}).update(dict.fromkeys(paths))
+            owner = class_names(module.get_submodule(kind.replace("/", ".")) if reparametrized else part)
+            classes[id(p)] = (*classes.get(id(p), ()), *owner)
+    return [
+        Leaf(path, p.dim(), classes[id(p)], tuple(other for other in also[id(p)] if other != path))
+        for path, p in parameters.items()
+    ]
 
 
 def inner_paths(module: nn.Module) -> dict[str, str]:

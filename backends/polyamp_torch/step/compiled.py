@@ -12,7 +12,7 @@ import contextlib
 import types
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -88,18 +88,35 @@ class CompiledStep:
 
     def _stepped(self, state: TorchState, batches: list[Any], window: Window, quiet: Undisturbed) -> StepResult:
         state.check_unchanged()
-        if len(state.optimizer.param_groups) > 1:
-            raise UnsupportedError(
-                "train_step(compile=...) updates all parameters with one set of options. Received: an optimizer with "
-                f"{len(state.optimizer.param_groups)} parameter groups. Use compile=False."
-            )
         graph = self._graphs.get(state)
-        spec = optimizers.current(self._recipe.optimizer, state.optimizer.param_groups[0])
-        if graph is None or graph.spec != spec:  # its numbers are constants in the graph
+        groups = Groups.of(state)
+        if graph is None or graph.groups != groups:  # their numbers are constants in the graph
             with quiet.disturbed:
-                graph = Graph(self._loss_fn, self._recipe, self._options, state, batches[0], spec)
+                graph = Graph(self._loss_fn, self._recipe, self._options, state, batches[0], groups)
             self._graphs[state] = graph
         return graph.step(state, batches, window, quiet)
+
+
+class Groups(NamedTuple):
+    """The options of an optimizer's parameter groups as a graph has them.
+
+    Attributes:
+        specs: of each group, with the options that stand in it.
+        numbers: path of a parameter -> its group.
+    """
+
+    specs: list[Any]
+    numbers: dict[str, int]
+
+    @classmethod
+    def of(cls, state: TorchState) -> Groups:
+        """Those of a state, as they are now."""
+        groups = state.optimizer.param_groups
+        if len(groups) == 1:
+            return cls([optimizers.current(state.groups.distinct[0].spec, groups[0])], {})
+        found = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+        specs = [optimizers.current(optimizers.spec_of(state.groups, n), group) for n, group in enumerate(groups)]
+        return cls(specs, {name: found[id(p)] for name, p in state.parameters.items()})
 
 
 class Graph:
@@ -108,7 +125,7 @@ class Graph:
     Args:
         part: a micro-batch, on which `loss_fn` is first tried without compiling and without an update: what the eager
             step refuses is then refused in the same words.
-        spec: the optimizer's spec, with the options that stand in the parameter group.
+        groups: the optimizer's specs, with the options that stand in its parameter groups.
     """
 
     def __init__(
@@ -118,12 +135,12 @@ class Graph:
         options: Mapping[str, Any],
         state: TorchState,
         part: Any,
-        spec: Any,
+        groups: Groups,
     ) -> None:
         if not state.one_device:
             raise UnsupportedError("train_step(compile=...) needs all parameters on one device. Use compile=False.")
         optimizers.part_counts(state.optimizer)
-        self.spec = spec
+        self.groups = groups
         self._recipe = recipe
         self._scaler = state.scaler
         self._device = state.device.type
@@ -139,9 +156,11 @@ class Graph:
     def step(self, state: TorchState, batches: list[Any], window: Window, quiet: Undisturbed) -> StepResult:
         """One step; the state's tensors are written in place. An interrupt arrives while the step is compiled."""
         parameters = {_module_name(name): p.detach() for name, p in state.parameters.items() if name in self._used}
-        spec = self.spec
         slots = [
-            {slot: state.optimizer.state[state.parameters[name]][optimizers.slot_name(slot)] for slot in spec.slots}
+            {
+                slot: state.optimizer.state[state.parameters[name]][optimizers.slot_name(slot)]
+                for slot in self.groups.specs[0].slots
+            }
             for name in self._used
         ]
         counts = [
@@ -149,7 +168,8 @@ class Graph:
             for name in self._used
             if "step" in state.optimizer.state[state.parameters[name]]
         ]
-        (rate,) = [state.optimizer.param_groups[0]["lr"]] if state.rates is None else state.rates.multiples()
+        groups = state.optimizer.param_groups
+        rates = [group["lr"] for group in groups] if state.rates is None else state.rates.multiples()
         running = buffers.writable(state.buffer_owners)
         fixed = self._fixed({id(state.parameters[name]) for name in self._used} | set(map(id, running.values())))
         with torch.no_grad(), matmul_precision(state.plan.float32_matmul), self._installed():
@@ -164,7 +184,7 @@ class Graph:
                     running,
                     state.scale_state,
                     state.step,
-                    _scalar(rate, state.device),
+                    [_scalar(rate, state.device) for rate in rates],
                     batches,
                     None if window.even else torch.tensor(window.shares, device=state.device),
                 )
@@ -203,7 +223,7 @@ class Graph:
         running: Tensors,
         scale_state: LossScaleState,
         step: torch.Tensor,
-        rate: torch.Tensor,
+        rates: list[torch.Tensor],
         batches: list[Any],
         shares: torch.Tensor | None,
     ) -> Any:
@@ -229,7 +249,7 @@ class Graph:
             finite = finite & torch.isfinite(narrow)
             total = [_wide(value) / narrow for value in total]
         checked = finite if scaler.checks else None
-        self._update(list(parameters.values()), total, slots, counts, rate, step, checked)
+        self._update(list(parameters.values()), total, slots, counts, rates, step, checked)
         for name, old in running.items():
             old.copy_(now[name] if checked is None else torch.where(checked, now[name], old))
         if checked is None:
@@ -296,16 +316,19 @@ class Graph:
         grads: list[torch.Tensor],
         slots: list[Tensors],
         counts: list[torch.Tensor],
-        rate: torch.Tensor,
+        rates: list[torch.Tensor],
         step: torch.Tensor,
         finite: torch.Tensor | None,
     ) -> None:
-        """The spec's formula for every parameter, kept where `finite` says so."""
-        spec = self.spec
-        if callable(spec.learning_rate):
-            rate = spec.rate(step, XP) * rate
+        """The specs' formula for every parameter, kept where `finite` says so."""
+        specs, numbers = self.groups
+        now = [
+            spec.rate(step, XP) * rate if callable(spec.learning_rate) else rate
+            for spec, rate in zip(specs, rates, strict=True)
+        ]
         taken = counts if len(counts) == len(parameters) else [step] * len(parameters)
-        for p, grad, own, count in zip(parameters, grads, slots, taken, strict=True):
+        for name, p, grad, own, count in zip(self._used, parameters, grads, slots, taken, strict=True):
+            spec, rate = specs[numbers.get(name, 0)], now[numbers.get(name, 0)]
             wide = {slot: _wide(value) for slot, value in own.items()}
             new, after = spec.update(XP, _wide(p), _wide(grad), wide, rate, (count + 1).float())
             for old, value in [(p, new), *((own[slot], after[slot]) for slot in own)]:

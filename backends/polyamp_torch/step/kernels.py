@@ -30,17 +30,22 @@ _END: Final = object()
 
 
 class Kernels:
-    """One optimizer's kernel with its lists.
+    """One optimizer's kernel with its lists, called once for each set of hyperparameters.
 
     Args:
-        optimizer: a fused SGD, Adam or AdamW with one group, whose state arrays are made.
+        optimizer: a fused SGD, Adam or AdamW whose state arrays are made.
+        parameters: in the order in which gradients will come.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         self._optimizer = optimizer
-        self._parameters: list[torch.Tensor] = optimizer.param_groups[0]["params"]
+        self._parts: list[list[torch.Tensor]] = [group["params"] for group in optimizer.param_groups]
+        self._parameters = [p for part in self._parts for p in part]
+        place = {id(p): number for number, p in enumerate(parameters)}
+        self._places = [[place[id(p)] for p in part] for part in self._parts]
         self._alike = len({(p.device, p.dtype) for p in self._parameters}) == 1
-        self._lists: Lists = {}
+        self._lists: list[Lists] = []
+        self._steps: list[torch.Tensor] = []
         self._counts: torch.Tensor | None = None
         self._gathered_from: list[Any] = [None]
 
@@ -53,53 +58,82 @@ class Kernels:
             by: float32 scalar that the gradients are divided by, in place; or None.
         """
         optimizer = self._optimizer
-        if len(grads) != len(self._parameters) or len(optimizer.param_groups) != 1 or not self._alike:
+        groups = optimizer.param_groups
+        if len(grads) != len(self._parameters) or len(groups) != len(self._parts) or not self._alike:
             return False
-        group = optimizer.param_groups[0]
-        rate = group["lr"]
-        if step_is_watched(optimizer) or (isinstance(rate, torch.Tensor) and rate.device != grads[0].device):
+        if step_is_watched(optimizer):
+            return False
+        device = grads[0].device
+        if any(isinstance(group["lr"], torch.Tensor) and group["lr"].device != device for group in groups):
             return False
         if not all(map(operator.is_, self._contents(), self._gathered_from)):
             self._gather()
-        amp = {"maximize": group["maximize"], "grad_scale": by, "found_inf": found_inf}
-        common = {"lr": rate, "weight_decay": group["weight_decay"], **amp}
-        with torch.no_grad():
-            if isinstance(optimizer, torch.optim.SGD):
-                return self._sgd(group, grads, common)
-            return self._adam(group, grads, common)
-
-    def _sgd(self, group: dict[str, Any], grads: list[torch.Tensor], common: dict[str, Any]) -> bool:
-        moments = self._lists.get("momentum_buffer", [])
-        if bool(group["momentum"]) != bool(moments):
+        sgd = isinstance(optimizer, torch.optim.SGD)
+        if not all(map(self._sgd_fits if sgd else self._adam_fits, groups, self._lists)):
             return False
-        rest = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
-        fused_sgd_(self._parameters, grads, moments, is_first_step=False, **common, **rest)
+        with torch.no_grad():
+            if not sgd:
+                self._count(1.0)
+            for number, (group, lists, part) in enumerate(zip(groups, self._lists, self._parts, strict=True)):
+                own = grads if len(groups) == 1 else [grads[place] for place in self._places[number]]
+                options = {"lr": group["lr"], "weight_decay": group["weight_decay"], "maximize": group["maximize"]}
+                (self._sgd if sgd else self._adam)(
+                    group, part, own, lists, {**options, "grad_scale": by, "found_inf": found_inf}
+                )
+            if not sgd and found_inf is not None:
+                self._count(found_inf)
         return True
 
-    def _adam(self, group: dict[str, Any], grads: list[torch.Tensor], common: dict[str, Any]) -> bool:
-        lists, (beta1, beta2), counts = self._lists, group["betas"], self._counts
-        if not {"exp_avg", "exp_avg_sq", "step"} <= lists.keys() or not isinstance(beta1, float | int):
-            return False
-        steps = lists["step"]
-        if counts is not None:
-            counts.add_(1.0)
-        else:
-            foreach_add_(steps, 1.0)
+    def _sgd_fits(self, group: dict[str, Any], lists: Lists) -> bool:
+        return bool(group["momentum"]) == bool(lists.get("momentum_buffer"))
+
+    def _adam_fits(self, group: dict[str, Any], lists: Lists) -> bool:
+        return {"exp_avg", "exp_avg_sq", "step"} <= lists.keys() and isinstance(group["betas"][0], float | int)
+
+    def _sgd(
+        self,
+        group: dict[str, Any],
+        part: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        lists: Lists,
+        options: dict[str, Any],
+    ) -> None:
+        rest = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
+        fused_sgd_(part, grads, lists.get("momentum_buffer", []), is_first_step=False, **options, **rest)
+
+    def _adam(
+        self,
+        group: dict[str, Any],
+        part: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        lists: Lists,
+        options: dict[str, Any],
+    ) -> None:
+        beta1, beta2 = group["betas"]
         kernel = fused_adamw_ if isinstance(self._optimizer, torch.optim.AdamW) else fused_adam_
         moments: tuple[list[Any], ...] = (lists["exp_avg"], lists["exp_avg_sq"], [])
         betas = {"beta1": beta1, "beta2": beta2, "eps": group["eps"]}
-        kernel(self._parameters, grads, *moments, steps, amsgrad=False, **betas, **common)
-        found_inf = common["found_inf"]
-        if found_inf is not None and counts is not None:
-            counts.sub_(found_inf)
-        elif found_inf is not None:
-            foreach_sub_(steps, [found_inf] * len(steps))
-        return True
+        kernel(part, grads, *moments, lists["step"], amsgrad=False, **betas, **options)
+
+    def _count(self, found_inf: float | torch.Tensor) -> None:
+        """One more update of every parameter, or one taken back where `found_inf` is a tensor that says so."""
+        if isinstance(found_inf, float):
+            if self._counts is not None:
+                self._counts.add_(found_inf)
+            else:
+                foreach_add_(self._steps, found_inf)
+        elif self._counts is not None:
+            self._counts.sub_(found_inf)
+        else:
+            foreach_sub_(self._steps, [found_inf] * len(self._steps))
 
     def _gather(self) -> None:
-        states = [self._optimizer.state[p] for p in self._parameters]
-        self._lists = {slot: [state[slot] for state in states] for slot in states[0]}
-        self._counts = side_by_side(self._lists.get("step", []))
+        self._lists = []
+        for part in self._parts:
+            states = [self._optimizer.state[p] for p in part]
+            self._lists.append({slot: [state[slot] for state in states] for slot in states[0]})
+        self._steps = [count for lists in self._lists for count in lists.get("step", [])]
+        self._counts = side_by_side(self._steps)
         self._gathered_from = list(self._contents())
 
     def _contents(self) -> Iterator[Any]:
@@ -108,7 +142,7 @@ class Kernels:
         """
         state = self._optimizer.state
         held = itertools.chain.from_iterable(map(dict.values, state.values()))
-        return itertools.chain(self._parameters, state, held, (_END,))
+        return itertools.chain(itertools.chain.from_iterable(self._parts), state, held, (_END,))
 
 
 def counts_for(number: int, device: torch.device) -> list[torch.Tensor]:

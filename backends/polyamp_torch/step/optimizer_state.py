@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from polyamp.errors import UnsupportedError
-from polyamp.recipe.optimizers import is_spec
 from polyamp_torch.arrays import from_numpy, to_numpy
 from polyamp_torch.step.optimizers import stateless
+from polyamp_torch.step.rates import Rates
 
 NUMBERS: Final[tuple[type[float], ...]] = (float, int, bool)
 """The types of Python numbers that a group or a state may hold; a checkpoint holds the index of each one's."""
 
 
-def export(optimizer: torch.optim.Optimizer, names: list[str], spec: Any) -> dict[str, np.ndarray[Any, Any]]:
+def export(optimizer: torch.optim.Optimizer, names: list[str], rates: Rates | None) -> dict[str, np.ndarray[Any, Any]]:
     """State arrays by `state/<parameter>/<slot>`, and the numbers in each group by `groups/<index>/<option>`.
 
     Python numbers are marked by `#number`, those inside a tuple by their position. The learning rate of a schedule is
@@ -40,8 +40,8 @@ def export(optimizer: torch.optim.Optimizer, names: list[str], spec: Any) -> dic
             arrays.update(_encoded(f"state/{name}/{slot}", value))
     if not any(optimizer.state.get(p) for p in parameters) and not stateless(optimizer):
         arrays["state/*"] = np.zeros(0, np.uint8)  # made by the optimizer at its first step; see train.checkpoint
-    scheduled = is_spec(spec) and callable(spec.learning_rate)
     for index, group in enumerate(optimizer.param_groups):
+        scheduled = rates is not None and rates.schedule_of(index) is not None
         for option, value in group.items():
             if option != "params" and not (scheduled and option == "lr"):
                 arrays.update(_encoded(f"groups/{index}/{option}", value))

@@ -8,14 +8,14 @@ without their state yet, and parameters that the fused kernels do not take.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from polyamp.errors import UnsupportedError
+from polyamp.recipe.members import Member, Members
 from polyamp.recipe.optimizers import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, is_spec
-from polyamp_torch.arrays import XP
 from polyamp_torch.compat import foreach_add, foreach_add_, foreach_copy_, takes_found_inf
 from polyamp_torch.step.kernels import Kernels, counts_for
 from polyamp_torch.step.measure import buckets, looks
@@ -55,14 +55,20 @@ class LionOptimizer(torch.optim.Optimizer):
         return None
 
 
-def build(optimizer: Any, parameters: Parameters) -> torch.optim.Optimizer:
+def build(groups: Members, named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
     """The torch optimizer for a spec, with its state arrays made; a native one is checked and returned.
+
+    Args:
+        groups: the recipe's optimizer, resolved against the parameters; a parameter group for each set of
+            hyperparameters.
+        named: path -> parameter.
 
     Raises:
         UnsupportedError: a native object that is not an optimizer over exactly these parameters.
     """
+    optimizer, parameters = groups.distinct[0].spec, list(named.values())
     if is_spec(optimizer):
-        return _from_spec(optimizer, parameters)
+        return _from_spec(groups, named)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedError(
             "optimizer must be one of polyamp's specs or a torch.optim.Optimizer over the model's parameters. "
@@ -107,52 +113,65 @@ def _is_dense(p: torch.Tensor) -> bool:
     return p.numel() < 2 or torch.empty_like(p, device="meta").stride() == p.stride()
 
 
-def _from_spec(spec: Any, parameters: Parameters) -> torch.optim.Optimizer:
-    rate = spec.learning_rate if not callable(spec.learning_rate) else float(spec.learning_rate(0))
+def _from_spec(groups: Members, named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    spec, held = groups.distinct[0].spec, _by_group(groups, named)
+    parameters = [p for part in held for p in part]
     wide = (torch.float32, torch.float64)
     fused = all((p.dtype in wide or p.device.type == "cuda") and _is_dense(p) for p in parameters)  # see _refuse_fused
-    common: dict[str, Any] = {"lr": rate, "weight_decay": spec.weight_decay}
+    first = _options(groups.distinct[0])
+    parts: Any = parameters
+    if not groups.alike:
+        parts = [{"params": part, **_options(m)} for part, m in zip(held, groups.distinct, strict=True)]
     made: torch.optim.Optimizer
     match spec:
         case SGD():
-            made = torch.optim.SGD(parameters, **common, momentum=spec.momentum, nesterov=spec.nesterov, fused=fused)
+            made = torch.optim.SGD(parts, **first, fused=fused)
         case Adam() | AdamW():
-            kind = torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam
-            made = kind(parameters, **common, betas=spec.betas, eps=spec.eps, fused=fused)
+            made = (torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam)(parts, **first, fused=fused)
         case RMSprop():
-            made = torch.optim.RMSprop(
-                parameters, **common, alpha=spec.alpha, eps=spec.eps, momentum=spec.momentum, centered=spec.centered
-            )
+            made = torch.optim.RMSprop(parts, **first)
         case Adagrad():
-            made = torch.optim.Adagrad(
-                parameters,
-                **common,
-                lr_decay=spec.lr_decay,
-                initial_accumulator_value=spec.initial_accumulator_value,
-                eps=spec.eps,
-            )
+            made = torch.optim.Adagrad(parts, **first)
         case Lion():
-            made = LionOptimizer(parameters, **common, betas=spec.betas)
+            made = LionOptimizer(parts, **first)
         case _:
             raise UnsupportedError(f"the torch backend has no optimizer for {type(spec).__name__}.")
-    _fill(made, spec, parameters, fused)
+    _fill(made, groups, held, fused)
     return made
 
 
-def _fill(optimizer: torch.optim.Optimizer, spec: Any, parameters: Parameters, fused: bool) -> None:
+def _by_group(groups: Members, named: Mapping[str, torch.nn.Parameter]) -> list[Parameters]:
+    """The parameters of each set of hyperparameters."""
+    held: list[Parameters] = [[] for _ in groups.distinct]
+    for path, p in named.items():
+        held[groups.numbers[path]].append(p)
+    return held
+
+
+def _options(member: Member) -> dict[str, Any]:
+    """A parameter group's options, which torch calls as polyamp does but for the rate."""
+    rate = member.learning_rate
+    options = {name: getattr(member.spec, name) for name in member.spec.hyperparameters}
+    return {"lr": float(rate(0)) if callable(rate) else rate, **options}
+
+
+def _fill(optimizer: torch.optim.Optimizer, groups: Members, held: list[Parameters], fused: bool) -> None:
     """Make the state arrays now: a checkpoint then always holds them, and fused SGD, whose momentum is left
     uninitialised when its very first step is skipped, never sees a missing one."""
+    parameters = [p for part in held for p in part]
+    spec = groups.distinct[0].spec
     counts = isinstance(spec, Adam | AdamW | RMSprop | Adagrad)
     together = fused and len({p.device for p in parameters}) == 1
     laid = iter(counts_for(len(parameters), parameters[0].device) if together else ())
-    for p in parameters:
-        if counts:
-            device = p.device if fused or runs_formula(spec) else torch.device("cpu")
-            own = torch.zeros((), dtype=torch.float32, device=device) if not together else next(laid)
-            optimizer.state[p]["step"] = own
-        for slot in spec.slots:
-            value = spec.initial(slot)
-            optimizer.state[p][slot_name(slot)] = torch.full_like(p, value, memory_format=torch.preserve_format)
+    for part, member in zip(held, groups.distinct, strict=True):
+        for p in part:
+            if counts:
+                device = p.device if fused or runs_formula(spec) else torch.device("cpu")
+                own = torch.zeros((), dtype=torch.float32, device=device) if not together else next(laid)
+                optimizer.state[p]["step"] = own
+            for slot in spec.slots:
+                value = member.spec.initial(slot)
+                optimizer.state[p][slot_name(slot)] = torch.full_like(p, value, memory_format=torch.preserve_format)
 
 
 def part_counts(optimizer: torch.optim.Optimizer) -> None:
@@ -204,6 +223,7 @@ def apply(
     grads: list[torch.Tensor] | None = None,
     kernels: Kernels | None = None,
     rates: Rates | None = None,
+    groups: Members | None = None,
 ) -> None:
     """Step the optimizer over the parameters' `.grad` if `finite`, at the rate of the applied-update count (S13).
 
@@ -217,6 +237,7 @@ def apply(
         grads: the gradients again, as a list; and
         kernels: what `kernels_of` returned, which takes them.
         rates: what `rates_of` returned.
+        groups: the sets of hyperparameters, where a spec has parameter groups.
     """
     if finite is not None and looks(applied.device):
         if not bool(finite):
@@ -224,35 +245,41 @@ def apply(
         finite = None
     if runs_formula(spec):
         if rates is not None:
-            rates.set(_rate(spec, applied))
+            rates.set(applied)
         count = int(applied) + 1 if looks(applied.device) else applied + 1.0
-        for group in optimizer.param_groups:
-            _run_formula(optimizer, group, current(spec, group), group["lr"], count, finite)
+        for number, group in enumerate(optimizer.param_groups):
+            own = spec if groups is None else spec_of(groups, number)
+            _run_formula(optimizer, group, current(own, group), group["lr"], count, finite)
         return
     if finite is not None and not _takes_flag(optimizer, spec):
         if not bool(finite):  # the one synchronisation: this optimizer cannot be told on the device
             return
         finite = None
     if rates is not None:
-        rates.set(_rate(spec, applied))
+        rates.set(applied)
     found_inf = None if finite is None else (~finite).float()
     if kernels is None or grads is None or not kernels.run(grads, found_inf, by):
         _step(optimizer, found_inf, by)
 
 
-def kernels_of(optimizer: torch.optim.Optimizer, spec: Any) -> Kernels | None:
-    """The optimizer's fused kernels, to be run without `optimizer.step()`; None for what is native or not fused."""
-    return Kernels(optimizer) if is_spec(spec) and _is_fused(optimizer) else None
+def kernels_of(optimizer: torch.optim.Optimizer, spec: Any, parameters: Sequence[torch.nn.Parameter]) -> Kernels | None:
+    """The optimizer's fused kernels, to be run without `optimizer.step()` on gradients in the order of `parameters`;
+    None for what is native or not fused."""
+    return Kernels(optimizer, parameters) if is_spec(spec) and _is_fused(optimizer) else None
 
 
-def rates_of(optimizer: torch.optim.Optimizer, spec: Any) -> Rates | None:
-    """The rates of the groups under a spec's schedule; None where there is no schedule of polyamp's."""
-    return Rates(optimizer, spec.learning_rate) if is_spec(spec) and callable(spec.learning_rate) else None
+def rates_of(optimizer: torch.optim.Optimizer, groups: Members) -> Rates | None:
+    """The rates of the groups under schedules; None where there is no schedule of polyamp's."""
+    if not is_spec(groups.distinct[0].spec):
+        return None
+    schedules = [member.spec.learning_rate for member in groups.distinct]
+    scheduled = [rate if callable(rate) else None for rate in schedules]
+    return Rates(optimizer, scheduled, [member.scale for member in groups.distinct]) if any(scheduled) else None
 
 
-def _rate(spec: Any, applied: torch.Tensor) -> Any:
-    """The scheduled rate: a number on the CPU, elsewhere a scalar on the device."""
-    return float(spec.learning_rate(int(applied))) if looks(applied.device) else spec.rate(applied, XP)
+def spec_of(groups: Members, number: int) -> Any:
+    """The spec of a parameter group of the optimizer; all have one unless the recipe has groups."""
+    return groups.distinct[number if not groups.alike else 0].spec
 
 
 def _step(optimizer: Any, found_inf: torch.Tensor | None, by: torch.Tensor | None) -> None:
@@ -312,7 +339,7 @@ def _count(spec: Any, states: list[dict[str, Any]], shared: Any) -> Any:
     return Many(list(foreach_add(taken, 1.0)))
 
 
-def check_options(optimizer: torch.optim.Optimizer, spec: Any) -> None:
+def check_options(optimizer: torch.optim.Optimizer, spec: Any, groups: Members) -> None:
     """Refuse options that were written into the groups by hand and would be passed over; a native one has its own.
 
     Raises:
@@ -321,9 +348,9 @@ def check_options(optimizer: torch.optim.Optimizer, spec: Any) -> None:
     """
     if not is_spec(spec):
         return
-    for group in optimizer.param_groups:
+    for number, group in enumerate(optimizer.param_groups):
         if runs_formula(spec):
-            current(spec, group)
+            current(spec_of(groups, number), group)
         decoupled = group.get("decoupled_weight_decay", isinstance(spec, AdamW))
         for name, differs in (
             ("amsgrad", group.get("amsgrad")),
@@ -343,7 +370,7 @@ def current(spec: Any, group: dict[str, Any]) -> Any:
         UnsupportedError: they ask for other state arrays, or for `maximize`, which the formulas do not have.
         RecipeError: an impossible value.
     """
-    options = {name: group.get(name, getattr(spec, name)) for name in spec.field_names[1:]}
+    options = {name: group.get(name, getattr(spec, name)) for name in spec.hyperparameters}
     if group.get("maximize"):
         raise UnsupportedError(f"maximize=True: {type(spec).__name__} minimises. Return the negative loss instead.")
     if group.get("dampening"):

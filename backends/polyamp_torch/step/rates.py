@@ -1,53 +1,65 @@
-"""A schedule over the parameter groups of a spec's optimizer: each group has its own multiple of the schedule's rate.
+"""Schedules over the parameter groups of a spec's optimizer: each group has its own multiple of its schedule's rate.
 
-The multiple is the group's `lr_scale`, 1 at first. A rate that is written into a group by hand says it too: over the
-rate that the schedule has at that moment, which before the first step is `schedule(0)`. Called by the state and by the
-steps; native optimizers, and specs without a schedule, have none of it.
+The multiple is the group's `lr_scale`: 1 at first, or the `learning_rate_scale` of the recipe's group. A rate that is
+written into a group by hand says it too: over the rate that the schedule has at that moment, which before the first
+step is `schedule(0)`. Called by the state and by the steps; native optimizers, specs without a schedule, and groups
+whose rate is a number have none of it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from polyamp.errors import UnsupportedError
+from polyamp_torch.arrays import XP
+from polyamp_torch.step.measure import looks
 
 
 class Rates:
-    """The learning rates of an optimizer's groups under a schedule.
+    """The learning rates of an optimizer's groups under schedules.
 
     Args:
         optimizer: made from a spec.
-        schedule: the spec's.
+        schedules: of each group; None where its rate is a number. Groups beyond these have the first's.
+        scales: the multiple of each group.
 
     Example:
         >>> import polyamp
         >>> weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
         >>> optimizer = torch.optim.SGD([{"params": weight} for weight in weights], lr=0.1)
-        >>> rates = Rates(optimizer, polyamp.schedules.step(0.1, every=10))
+        >>> rates = Rates(optimizer, [polyamp.schedules.step(0.1, every=10)], [1.0])
         >>> optimizer.param_groups[1]["lr"] = 0.05
-        >>> rates.set(0.01)
-        >>> [group["lr"] for group in optimizer.param_groups]
+        >>> rates.set(torch.tensor(10))
+        >>> [round(group["lr"], 9) for group in optimizer.param_groups]
         [0.01, 0.005]
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, schedules: Sequence[Any | None], scales: Sequence[float]
+    ) -> None:
         self._optimizer = optimizer
-        self._rate: Any = float(schedule(0))
+        self._schedules = list(schedules)
+        self._rates: dict[Any, Any] = {schedule: float(schedule(0)) for schedule in schedules if schedule is not None}
         self._written: list[Any] = []
-        for group in optimizer.param_groups:
-            group["lr_scale"] = 1.0
+        for index, group in self._scheduled():
+            group["lr_scale"] = scales[index] if index < len(scales) else 1.0
         self.write()
 
+    def schedule_of(self, index: int) -> Any | None:
+        """The schedule of a group; None where its rate is a number."""
+        return self._schedules[index] if index < len(self._schedules) else self._schedules[0]
+
     def multiples(self) -> list[float]:
-        """Of each group, after what was written into the groups by hand.
+        """Of each group, after what was written into the groups by hand; of one without a schedule its rate.
 
         Raises:
             UnsupportedError: a rate or `lr_scale` that says no multiple; or a scheduler of torch's on top.
         """
-        for index, group in enumerate(self._optimizer.param_groups):
+        for index, group in self._scheduled():
             if "initial_lr" in group:
                 raise UnsupportedError(
                     "the optimizer's rate has two schedules: the recipe's and one of torch's lr_scheduler. Give the "
@@ -61,24 +73,34 @@ class Rates:
                     f"lr_scale must be a finite number of at least 0. Received: lr_scale={group['lr_scale']!r} in "
                     f"parameter group {index}."
                 )
-        return [float(group["lr_scale"]) for group in self._optimizer.param_groups]
+        groups = self._optimizer.param_groups
+        scheduled = {index for index, _ in self._scheduled()}
+        return [float(group["lr_scale"]) if index in scheduled else group["lr"] for index, group in enumerate(groups)]
 
-    def set(self, rate: Any) -> None:
-        """The schedule's rate for the next update, into every group by its multiple: a number, or a scalar tensor."""
+    def set(self, applied: torch.Tensor) -> None:
+        """The rates of the update that follows `applied` ones, into every group by its multiple: numbers on the CPU,
+        elsewhere scalars on the device."""
         self.multiples()
-        self._rate = rate
+        here = int(applied) if looks(applied.device) else None
+        for schedule in self._rates:
+            self._rates[schedule] = schedule(applied, XP) if here is None else float(schedule(here))
         self.write()
 
     def write(self) -> None:
-        """The rate of now by the multiples that the groups say, as after loading them."""
-        for group in self._optimizer.param_groups:
-            scale = group["lr_scale"]
-            group["lr"] = self._rate if scale == 1.0 else self._rate * scale
+        """The rates of now by the multiples that the groups say, as after loading them."""
+        for index, group in self._scheduled():
+            scale, rate = group["lr_scale"], self._rates[self.schedule_of(index)]
+            group["lr"] = rate if scale == 1.0 else rate * scale
         self._written = [group["lr"] for group in self._optimizer.param_groups]
+
+    def _scheduled(self) -> list[tuple[int, dict[str, Any]]]:
+        groups = enumerate(self._optimizer.param_groups)
+        return [(index, group) for index, group in groups if self.schedule_of(index) is not None]
 
     def _adopt(self, index: int, group: dict[str, Any]) -> None:
         """Take the group's rate for a multiple."""
-        written, rate, known = float(group["lr"]), float(self._rate), group.setdefault("lr_scale", 1.0)
+        rate = float(self._rates[self.schedule_of(index)])
+        written, known = float(group["lr"]), group.setdefault("lr_scale", 1.0)
         if rate:
             if not math.isclose(written, rate * known, rel_tol=1e-6):  # else the same number by another way
                 group["lr_scale"] = written / rate

@@ -13,6 +13,7 @@ from torch import nn
 
 from polyamp.contract.backend import Backend
 from polyamp.errors import ModelError
+from polyamp.recipe.members import members
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules import refusals
 from polyamp.rules.scale import LossScaleState
@@ -21,7 +22,7 @@ from polyamp.shown import ShownState
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
 from polyamp_torch.compat import children_in, parameters_in
 from polyamp_torch.precision.bound import BoundModule, device_of
-from polyamp_torch.precision.paths import plan_for
+from polyamp_torch.precision.paths import leaves_of, plan_for
 from polyamp_torch.step import optimizer_state, optimizers, resuming
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Graphs
@@ -47,6 +48,7 @@ class TorchState(ShownState):
         plan: its policy, resolved against the model's modules.
         scaler: the recipe's loss scaler.
         optimizer: the `torch.optim.Optimizer` in use.
+        groups: which parameter has which hyperparameters (S27).
         optimizer_settings: its groups' options as they were at `init`, for checkpoints.
         kernels: its fused kernels, where polyamp made it.
         rates: its groups' learning rates, where the recipe has a schedule.
@@ -91,10 +93,11 @@ class TorchState(ShownState):
         self._members = list(_members(self._places))
         self.one_device = len({p.device for p in self.parameters.values()}) == 1
         self.buffer_owners = buffers.owners(model)
-        self.optimizer = optimizers.build(recipe.optimizer, list(self.parameters.values()))
+        self.groups = members(recipe, self.parameters, lambda: leaves_of(model, self.parameters), backend="torch")
+        self.optimizer = optimizers.build(self.groups, self.parameters)
         self.optimizer_settings = resuming.described(self.optimizer)
-        self.kernels = optimizers.kernels_of(self.optimizer, recipe.optimizer)
-        self.rates = optimizers.rates_of(self.optimizer, recipe.optimizer)
+        self.kernels = optimizers.kernels_of(self.optimizer, recipe.optimizer, list(self.parameters.values()))
+        self.rates = optimizers.rates_of(self.optimizer, self.groups)
         self._held = _held(self.optimizer)
         self.scale_state = self.scaler.init(like=torch.zeros((), device=self.device))
         self.step = torch.zeros((), dtype=torch.int32, device=self.device)
@@ -123,7 +126,7 @@ class TorchState(ShownState):
             and all(map(operator.eq, map(_DEVICE, parameters), self._devices))
         ):
             self._refuse_form()
-        optimizers.check_options(self.optimizer, self.recipe.optimizer)
+        optimizers.check_options(self.optimizer, self.recipe.optimizer, self.groups)
         if not all(map(_TRAINED, self.parameters.values())):
             name = next(name for name, p in self.parameters.items() if not p.requires_grad)
             raise ModelError(f"parameter {name!r} was frozen after init. Call polyamp.init again to train the others.")
@@ -147,6 +150,11 @@ class TorchState(ShownState):
 
     def _look_at_groups(self, held: list[Any]) -> None:
         """The groups were changed: that may only be the order, or which group a parameter is in."""
+        if not self.groups.alike:
+            raise ModelError(
+                "the optimizer's parameter groups were changed after init; they are those of the recipe. Change the "
+                "recipe's groups, and call polyamp.init again."
+            )
         if len(held) != len(self._held) or set(map(id, held)) != set(map(id, self._held)):
             raise ModelError(
                 "the optimizer's parameter groups were changed after init, so it does not hold exactly the model's "
@@ -188,7 +196,7 @@ class TorchState(ShownState):
         arrays |= {f"running/{name.replace('.', '/')}": to_numpy(b) for name, b in self.model.named_buffers()}
         if self.rates is not None:
             self.rates.multiples()
-        exported = optimizer_state.export(self.optimizer, self._optimizer_names(), self.recipe.optimizer)
+        exported = optimizer_state.export(self.optimizer, self._optimizer_names(), self.rates)
         arrays |= {f"optimizer/{name}": value for name, value in exported.items()}
         arrays |= {f"loss_scale/{name}": to_numpy(value) for name, value in self.scale_state._asdict().items()}
         arrays["rng/cpu"] = to_numpy(torch.get_rng_state())

@@ -146,7 +146,15 @@ def _update(
     if by is not None:
         by = _divided_before(state, values, grads.scale, norm, by)
     optimizers.apply(
-        state.optimizer, state.recipe.optimizer, state.step, finite, by, values, state.kernels, state.rates
+        state.optimizer,
+        state.recipe.optimizer,
+        state.step,
+        finite,
+        by=by,
+        grads=values,
+        kernels=state.kernels,
+        rates=state.rates,
+        groups=state.groups,
     )
     for p in grads.places or ():  # another state's optimizer may hold it too, with a gradient of its own clipping
         p.grad = None

@@ -18,6 +18,7 @@ from polyamp.arrays import ArrayNamespace
 from polyamp.contract.backend import BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
 from polyamp.errors import ModelError, UnsupportedError
+from polyamp.recipe.members import members
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
@@ -29,7 +30,7 @@ from polyamp_mlx.arrays import XP, Array, cast_tree, computed, device, dtype_nam
 from polyamp_mlx.harness import MLXHarness
 from polyamp_mlx.losses import MLXLosses
 from polyamp_mlx.precision.autocast import region
-from polyamp_mlx.precision.bound import Bound, arrays_of, module_paths, with_arrays
+from polyamp_mlx.precision.bound import Bound, arrays_of, leaves_of, module_paths, with_arrays
 from polyamp_mlx.step.differentiate import differentiated, entered
 from polyamp_mlx.step.measure import all_finite, divided, unscaled
 from polyamp_mlx.step.optimizers import slots
@@ -72,7 +73,7 @@ class MLXBackend:
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
         if not isinstance(target, nn.Module):
             return functools.wraps(target, updated=())(Bound(target, policy.plan()))
-        plan = policy.plan(module_paths(target))
+        plan = policy.plan(module_paths(target), backend=self.name)
         trainable, others = arrays_of(target)
         return Bound(with_arrays(target, {**trainable, **others}, plan), plan)
 
@@ -96,14 +97,16 @@ class MLXBackend:
             raise UnsupportedError("the mlx backend trains with polyamp's optimizers; use one of polyamp's specs.")
         parameters, running = (computed({path: fresh(a) for path, a in part.items()}) for part in arrays_of(model))
         refusals.check_parameters([(path, dtype_name(value)) for path, value in parameters.items()], recipe)
+        groups = members(recipe, parameters, lambda: leaves_of(model, parameters), backend=self.name)
         return MLXState(
             backend=self,
             recipe=recipe,
-            plan=recipe.policy.plan(module_paths(model)),
+            plan=recipe.policy.plan(module_paths(model), backend=self.name),
+            groups=groups,
             module=with_arrays(model, {}),
             parameters=parameters,
             running=running,
-            slots=computed(slots(recipe.optimizer, parameters)),
+            slots=computed(slots(groups, parameters)),
             counts={path: mx.array(0) for path in parameters},
             scale_state=recipe.loss_scaler.init(self.name),
             step=mx.array(0),

@@ -108,7 +108,7 @@ def _over_scopes(policy: Policy, paths: frozenset[str]) -> Plan:
     if not paths:
         raise PolicyError(f"overrides: the function has no scope at all. {advice} Received: {dict(policy.overrides)}.")
     try:
-        return policy.plan({"", *paths})
+        return policy.plan({"", *paths}, backend="jax")
     except PolicyError as error:
         raise PolicyError(f"{error} {advice}") from None
 

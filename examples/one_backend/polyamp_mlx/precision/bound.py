@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from polyamp.errors import ModelError
+from polyamp.rules.kinds import Leaf, class_names
 from polyamp.rules.plan import Place, Plan
 from polyamp_mlx.arrays import cast_tree
 from polyamp_mlx.precision.autocast import region, uncompiled
@@ -24,6 +25,12 @@ from polyamp_mlx.precision.autocast import region, uncompiled
 def module_paths(module: nn.Module) -> list[str]:
     """The path of every module, `/`-separated, "" for the model itself."""
     return [path.replace(".", "/") for path, _ in module.named_modules()]
+
+
+def leaves_of(module: nn.Module, parameters: Mapping[str, mx.array]) -> list[Leaf]:
+    """What parameter groups ask of the parameters (S27): how many axes, and the class of the module that owns each."""
+    owners = {path.replace(".", "/"): class_names(part) for path, part in module.named_modules()}
+    return [Leaf(path, array.ndim, owners.get(path.rpartition("/")[0])) for path, array in parameters.items()]
 
 
 def arrays_of(module: nn.Module) -> tuple[dict[str, mx.array], dict[str, mx.array]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from polyamp.recipe.members import Members
 from polyamp.results import Gradients
 from polyamp.rules import clip
 from polyamp.rules.decide import Measured
@@ -14,12 +15,13 @@ from polyamp_mlx.arrays import XP
 from polyamp_mlx.step.state import Arrays, MLXState
 
 
-def slots(spec: Any, parameters: Arrays) -> dict[str, Arrays]:
+def slots(groups: Members, parameters: Arrays) -> dict[str, Arrays]:
     """What an optimizer keeps of each parameter at the start, float32."""
-    return {
-        path: {slot: mx.full(value.shape, spec.initial(slot), mx.float32) for slot in spec.slots}
-        for path, value in parameters.items()
-    }
+
+    def made(spec: Any, value: mx.array) -> Arrays:
+        return {slot: mx.full(value.shape, spec.initial(slot), mx.float32) for slot in spec.slots}
+
+    return {path: made(groups.of(path).spec, value) for path, value in parameters.items()}
 
 
 def stepped(
@@ -34,7 +36,6 @@ def stepped(
         chosen: (new, old) -> the one that the step's decision asks for.
     """
     recipe = state.recipe
-    rate = recipe.optimizer.rate(state.step, XP)
     factor = 1.0 if recipe.clip_norm is None else clip.factor(measured.norm, recipe.clip_norm, XP)
     parameters, kept, counts = dict(state.parameters), dict(state.slots), dict(state.counts)
     for path, value in grads.values.items():
@@ -42,7 +43,9 @@ def stepped(
             continue
         old, count = parameters[path], counts[path] + 1
         wide, grad = old.astype(mx.float32), value.astype(mx.float32) * factor
-        new, moved = recipe.optimizer.update(XP, wide, grad, kept[path], rate, count.astype(mx.float32))
+        member = state.groups.of(path)
+        rate = member.rate(state.step, XP)
+        new, moved = member.spec.update(XP, wide, grad, kept[path], rate, count.astype(mx.float32))
         parameters[path] = chosen(new, old)
         kept[path] = {slot: chosen(moved[slot], before) for slot, before in kept[path].items()}
         counts[path] = chosen(count, counts[path])

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from polyamp.contract.backend import Backend
+from polyamp.recipe.members import Members
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules.plan import Plan
 from polyamp.rules.scale import LossScaleState
@@ -29,6 +30,7 @@ class MLXState(ShownState):
     Attributes:
         backend: the backend that made it.
         recipe, plan: what it was made with, and the recipe's policy for this model's modules.
+        groups: which parameter has which of the optimizer's hyperparameters (S27).
         module: the model's structure; its arrays are those of `init`.
         parameters: path -> master weights.
         running: path -> what else the model keeps: running statistics and frozen weights.
@@ -42,6 +44,7 @@ class MLXState(ShownState):
     backend: Backend
     recipe: Recipe
     plan: Plan
+    groups: Members
     module: nn.Module
     parameters: Arrays
     running: Arrays

@@ -1,0 +1,34 @@
+"""What parameter groups ask of a model's parameters (S27). Called by the optimizers' room."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from polyamp.rules.kinds import Leaf, class_names
+from polyamp_tensorflow.arrays import raw
+from polyamp_tensorflow.compat import own_trainable
+from polyamp_tensorflow.models.layers import modules, names_of
+
+
+def leaves_of(model: Any, parameters: Mapping[str, Any]) -> list[Leaf]:
+    """Every parameter with all of its paths and the class of the layer that owns it.
+
+    Args:
+        model: a Keras layer or model, or another model, whose parameters belong to no known class.
+        parameters: path -> variable, in order; the paths are those of checkpoints (`Module.stable_path`).
+    """
+    owners: dict[int, list[tuple[str, ...]]] = {}
+    classes: dict[int, tuple[str, ...]] = {}
+    names = names_of(modules(model))
+    for module in modules(model):
+        for variable in own_trainable(module.layer):
+            owners.setdefault(id(raw(variable)), []).append(names[module.path])
+            classes.setdefault(id(raw(variable)), class_names(module.layer))
+    found = []
+    for path, variable in parameters.items():
+        key, own = id(raw(variable)), path.rpartition("/")[2]
+        also = {f"{place}/{own}".lstrip("/"): None for places in owners.get(key, []) for place in places}
+        others = tuple(other for other in also if other != path)
+        found.append(Leaf(path, len(variable.shape), classes.get(key), others))
+    return found

@@ -1,0 +1,179 @@
+"""`Group`: parameters, selected by path or kind, for which a recipe's optimizer has other hyperparameters (S27).
+
+A spec holds groups in its field `groups`; `members` resolves them against a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from polyamp.errors import RecipeError, did_you_mean
+from polyamp.records import Record
+from polyamp.rules.kinds import KINDS
+from polyamp.rules.overrides import check_glob
+from polyamp.schedules import Schedule
+
+RATES: Final = ("learning_rate", "learning_rate_scale")
+_SELECTING: Final = ("paths", "kind")
+
+
+class Group(Record):
+    """Hyperparameters for some of a model's parameters, beside those of the recipe's optimizer (S27).
+
+    Args:
+        paths: one glob or several over parameter paths, as overrides have them: `/`-separated in every framework, `*`
+            inside one segment, `**` across segments; a glob that matches a module covers its parameters. A parameter's
+            path is its module's and its own name, as in checkpoints.
+        kind: one kind or several: "bias", "norm" (everything that a normalization owns), "embedding", "vector" (fewer
+            than two axes). With `paths` too, both must hold.
+        learning_rate: a number or a schedule, in the place of the optimizer's.
+        learning_rate_scale: times the optimizer's rate, its schedule included; instead of `learning_rate`.
+        weight_decay, betas, eps, momentum, nesterov, alpha, lr_decay, initial_accumulator_value: as the optimizer has
+            them. What changes which arrays the optimizer keeps is refused.
+
+    Where several groups set one hyperparameter of a parameter, one with a kind goes before one without, then the
+    longest glob decides (S5), then the later group. Each hyperparameter is decided by itself, so that a parameter may have its
+    rate from one group and its decay from another.
+
+    Raises:
+        RecipeError: nothing selected or nothing set, both rates, or an unknown name.
+
+    Example:
+        >>> import polyamp
+        >>> optimizer = polyamp.adamw(
+        ...     1e-3,
+        ...     weight_decay=0.1,
+        ...     groups=[polyamp.Group("**/bias", weight_decay=0.0), polyamp.Group("encoder/**", learning_rate=1e-4)],
+        ... )
+        >>> optimizer.groups[0]
+        Group(paths=('**/bias',), weight_decay=0.0)
+    """
+
+    word: ClassVar[str] = "group"
+
+    paths: str | Sequence[str] = ()
+    kind: str | Sequence[str] | None = None
+    learning_rate: float | Schedule | None = None
+    learning_rate_scale: float | None = None
+    weight_decay: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    momentum: float | None = None
+    nesterov: bool | None = None
+    alpha: float | None = None
+    lr_decay: float | None = None
+    initial_accumulator_value: float | None = None
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, *values: Any, **named: Any) -> None:
+            for name in named:
+                if name not in self.field_names:
+                    known = [field for field in self.field_names if field not in _SELECTING]
+                    raise RecipeError(
+                        f"a group selects parameters by paths or kind and may set {', '.join(known)}. Received: "
+                        f"{name}={named[name]!r}.{did_you_mean(name, self.field_names)}"
+                    )
+            super().__init__(*values, **named)
+
+    def __post_init__(self) -> None:
+        paths = (self.paths,) if isinstance(self.paths, str) else self.paths
+        if not isinstance(paths, list | tuple):
+            raise RecipeError(f"paths must be a glob or several, such as '**/bias'. Received: paths={self.paths!r}.")
+        for glob in paths:
+            check_glob(glob, argument="group: each of its paths", error=RecipeError)
+        self._settle("paths", tuple(paths))
+        kinds = (self.kind,) if isinstance(self.kind, str) else self.kind
+        if kinds is not None:
+            if not isinstance(kinds, list | tuple) or not kinds or not all(kind in KINDS for kind in kinds):
+                close = did_you_mean(kinds[0], KINDS) if len(kinds or ()) == 1 and isinstance(kinds[0], str) else ""
+                raise RecipeError(f"kind must be one of {KINDS}, or several. Received: kind={self.kind!r}.{close}")
+            self._settle("kind", kinds[0] if len(kinds) == 1 else tuple(kinds))
+        if not self.paths and self.kind is None:
+            raise RecipeError("a group needs paths (globs over parameter paths) or a kind. Received: neither.")
+        if not self.settings:
+            raise RecipeError(f"a group sets at least one hyperparameter, such as weight_decay=0.0. Received: {self}.")
+        if all(getattr(self, name) is not None for name in RATES):
+            raise RecipeError(
+                "a group has learning_rate (a rate of its own) or learning_rate_scale (times the optimizer's), not "
+                f"both. Received: {self}."
+            )
+        scale = self.learning_rate_scale
+        if scale is not None and (
+            isinstance(scale, bool) or not isinstance(scale, int | float) or not 0.0 <= scale < float("inf")
+        ):
+            raise RecipeError(
+                f"learning_rate_scale must be a finite number of at least 0. Received: learning_rate_scale={scale!r}."
+            )
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """`paths`, always a tuple."""
+        return tuple(self.paths)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """`kind`, as a tuple; empty if there is none."""
+        return () if self.kind is None else (self.kind,) if isinstance(self.kind, str) else tuple(self.kind)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it sets, by name."""
+        named = ((name, getattr(self, name)) for name in self.field_names if name not in _SELECTING)
+        return {name: value for name, value in named if value is not None}
+
+
+def no_decay(*kinds: str) -> list[Group]:
+    """Groups without weight decay for these kinds of parameters, to be put into `groups=`.
+
+    Args:
+        *kinds: "bias", "norm", "embedding" or "vector" (everything with fewer than two axes, as nanoGPT has it).
+
+    Raises:
+        RecipeError: no kind, or an unknown one.
+
+    >>> from polyamp import adamw
+    >>> adamw(1e-3, weight_decay=0.1, groups=no_decay("bias", "norm")).groups
+    (Group(kind=('bias', 'norm'), weight_decay=0.0),)
+    """
+    if not kinds:
+        raise RecipeError(f"no_decay() needs the kinds that are not decayed, of {KINDS}. Received: none.")
+    return [Group(kind=kinds, weight_decay=0.0)]
+
+
+def check_groups(spec: Any, groups: Any) -> tuple[Group, ...]:
+    """The groups of a spec, as a tuple.
+
+    Raises:
+        RecipeError: no list of groups; or one sets what the spec does not have, cannot have, or what changes which
+            arrays the optimizer keeps.
+    """
+    if isinstance(groups, Group) or not isinstance(groups, list | tuple) or not all(map(_is_group, groups)):
+        raise RecipeError(
+            "groups must be a list of polyamp.Group, such as [polyamp.Group('**/bias', weight_decay=0.0)]. Received: "
+            f"groups={groups!r}."
+        )
+    own = [name for name in spec.field_names if name != "groups"]
+    plain = {name: getattr(spec, name) for name in own}
+    for number, group in enumerate(groups):
+        where = f"groups[{number}] ({', '.join(group.globs + group.kinds)})"
+        settings = {name: value for name, value in group.settings.items() if name != "learning_rate_scale"}
+        for name in settings:
+            if name not in own:
+                raise RecipeError(f"{where}: {spec.tag} has {', '.join(own)}. Received: {name}={settings[name]!r}.")
+        try:
+            changed = type(spec)(**{**plain, **settings})
+        except RecipeError as error:
+            raise RecipeError(f"{where}: {error}") from error
+        if changed.slots != spec.slots:
+            raise RecipeError(
+                f"{where}: a group cannot change which arrays the optimizer keeps. Received: momentum="
+                f"{group.momentum!r}, with which {spec.tag} keeps {', '.join(changed.slots) or 'none'} instead of "
+                f"{', '.join(spec.slots) or 'none'}."
+            )
+    return tuple(groups)
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, Group)

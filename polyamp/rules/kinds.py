@@ -1,0 +1,118 @@
+"""S27: what kind of parameter one is, so that a mask such as "no decay on biases and norms" is said once for all
+frameworks, whose names for such parameters differ.
+
+The class of the module that owns a parameter decides where a backend knows it; the parameter's name and those beside it
+decide elsewhere. Called when parameter groups are resolved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from polyamp.errors import RecipeError
+
+KINDS: Final = ("bias", "norm", "embedding", "vector")
+_NOT_NORMS: Final = ("SpectralNorm", "WeightNorm")
+"""Classes with "Norm" in their names that are wrappers around a layer with a weight of its own."""
+_BIASES: Final = ("b", "bias", "biases", "offset", "shift")
+_SCALES: Final = ("scale", "gamma")
+_WEIGHTS: Final = ("w", "weight", "weights", "kernel", "kernels")
+_NORMS: Final = ("ln", "bn", "gn")
+
+
+class Leaf(NamedTuple):
+    """A trainable parameter, as a backend tells of it.
+
+    Attributes:
+        path: its name in the state and in checkpoints: module path and leaf name, `/`-separated.
+        dimensions: how many axes it has.
+        classes: names of the class of the module that owns it and of that class's bases; None where the framework
+            keeps no modules (a plain function, linen's and haiku's variables).
+        also: other paths under which it lies in the model.
+    """
+
+    path: str
+    dimensions: int
+    classes: tuple[str, ...] | None = None
+    also: tuple[str, ...] = ()
+
+
+def class_names(owner: object) -> tuple[str, ...]:
+    """`Leaf.classes` of what a module owns.
+
+    >>> class_names(True)
+    ('bool', 'int', 'object')
+    """
+    return tuple(kind.__name__ for kind in type(owner).__mro__)
+
+
+def of_kind(kind: str, leaves: Sequence[Leaf], candidates: Iterable[str]) -> set[str]:
+    """The paths among `candidates` whose parameters are of a kind.
+
+    Args:
+        kind: one of `KINDS`. "bias": what is added to a layer's or a norm's output. "norm": everything that a
+            normalization owns. "embedding": the table of an embedding. "vector": fewer than two axes.
+        leaves: every parameter of the model.
+        candidates: the paths that are asked about.
+
+    Raises:
+        RecipeError: nothing tells; names the parameter, and asks for globs.
+
+    >>> leaves = [Leaf("ln/scale", 1), Leaf("ln/bias", 1), Leaf("head/kernel", 2), Leaf("head/bias", 1)]
+    >>> sorted(of_kind("norm", leaves, [leaf.path for leaf in leaves]))
+    ['ln/bias', 'ln/scale']
+    """
+    asked = set(candidates)
+    beside: dict[str, list[str]] = {}
+    for leaf in leaves:
+        module, _, name = leaf.path.rpartition("/")
+        beside.setdefault(module, []).append(name.lower())
+    return {leaf.path for leaf in leaves if leaf.path in asked and _is(kind, leaf, beside)}
+
+
+def _is(kind: str, leaf: Leaf, beside: Mapping[str, Sequence[str]]) -> bool:
+    if kind == "vector":
+        return leaf.dimensions < 2
+    module, _, name = leaf.path.rpartition("/")
+    name = name.lower()
+    norm = _norm_by_name(module, name, beside[module]) if leaf.classes is None else _norm_by_class(leaf.classes)
+    if norm is None:
+        raise RecipeError(
+            f"groups: which kind of parameter {leaf.path!r} is (asked for: {kind!r}) cannot be told from its name, and "
+            "its framework keeps no module class. Select by globs, such as polyamp.Group('**/b*', weight_decay=0.0)."
+        )
+    if kind == "norm":
+        return norm
+    if kind == "bias":
+        return _is_bias(name) or (norm and name == "beta")
+    by_class = any("Embed" in own for own in leaf.classes or ())
+    return not norm and not _is_bias(name) and ("embed" in name or by_class)
+
+
+def _norm_by_class(classes: Sequence[str]) -> bool:
+    return any("Norm" in name and not any(other in name for other in _NOT_NORMS) for name in classes)
+
+
+def _norm_by_name(module: str, name: str, siblings: Sequence[str]) -> bool | None:
+    """Whether a parameter's module is a normalization, by the names of both; None where they do not tell."""
+    own = module.rpartition("/")[2].lower()
+    if "norm" in own or any(_word(part) in _NORMS for part in own.split("_")):
+        return True
+    if any(sibling in _SCALES for sibling in siblings) and not any(map(_is_weight, siblings)):
+        return True
+    return False if _is_weight(name) or _is_bias(name) or "embed" in name else None
+
+
+def _is_weight(name: str) -> bool:
+    return any(_word(part) in _WEIGHTS for part in name.split("_"))
+
+
+def _is_bias(name: str) -> bool:
+    parts = name.split("_")
+    return _word(parts[0]) in _BIASES or "bias" in parts
+
+
+def _word(name: str) -> str:
+    """A name without the number at its end: "w1" is "w"."""
+    return name.rstrip("0123456789")

@@ -1,0 +1,193 @@
+"""S27: what a group is, what a spec takes of groups, and what they come to on a list of parameters."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import polyamp
+from polyamp import Group, PolicyError, Recipe, RecipeError, adamw, no_decay, schedules, sgd
+from polyamp.recipe.members import Members, members
+from polyamp.rules.kinds import Leaf, of_kind
+
+ANY: Any = None
+LEAVES = [
+    Leaf("h/0/attn/weight", 2, ("Linear",)),
+    Leaf("h/0/attn/bias", 1, ("Linear",)),
+    Leaf("h/0/ln/weight", 1, ("LayerNorm",)),
+    Leaf("wte/weight", 2, ("Embedding",), ("head/weight",)),
+]
+
+
+def resolved(optimizer: Any, leaves: list[Leaf] = LEAVES, **settings: Any) -> Members:
+    """The members of a recipe with this optimizer."""
+    made = Recipe(optimizer=optimizer, **settings)
+    return members(made, [leaf.path for leaf in leaves], lambda: leaves, backend="torch")
+
+
+def decays(optimizer: Any, leaves: list[Leaf] = LEAVES, **settings: Any) -> dict[str, float]:
+    """Path -> weight decay."""
+    found = resolved(optimizer, leaves, **settings)
+    return {path: found.of(path).spec.weight_decay for path in found.numbers}
+
+
+def test_s27_without_groups_there_is_one_member_and_no_parameter_is_looked_at() -> None:
+    def never() -> list[Leaf]:
+        raise AssertionError
+
+    found = members(Recipe(optimizer=sgd(0.1)), ["a", "b"], never, backend="torch")
+    assert found.plain
+    assert found.of("b").spec == sgd(0.1)
+
+
+def test_s27_nanogpts_rule() -> None:
+    found = decays(adamw(1e-3, weight_decay=0.1, groups=no_decay("vector")))
+    assert list(found.values()) == [0.1, 0.0, 0.0, 0.1]
+    assert list(decays(adamw(weight_decay=0.1, groups=no_decay("bias", "norm", "embedding"))).values()) == [
+        0.1,
+        0,
+        0,
+        0,
+    ]
+
+
+def test_s27_a_shared_parameter_is_reached_by_each_of_its_paths() -> None:
+    assert decays(adamw(weight_decay=0.1, groups=[Group("head", weight_decay=0.5)]))["wte/weight"] == 0.5
+
+
+def test_s27_the_rate_is_one_hyperparameter() -> None:
+    """An absolute rate and a scale do not add up: the more precise group decides."""
+    cosine = schedules.cosine(1.0, 10)
+    groups = [Group("**", learning_rate=0.5), Group("h/0/**", learning_rate_scale=0.1)]
+    found = resolved(sgd(cosine, groups=groups))
+    inside, outside = found.of("h/0/attn/bias"), found.of("wte/weight")
+    assert (inside.scale, inside.own_rate, outside.scale, outside.own_rate) == (0.1, False, 1.0, True)
+    assert inside.learning_rate(5) == pytest.approx(0.05)
+    assert outside.learning_rate == 0.5
+    assert resolved(sgd(0.2, groups=[Group("**", learning_rate_scale=0.5)])).distinct[0].whole == sgd(0.1)
+
+
+def test_s27_a_recipe_with_groups_is_a_record_and_a_file(tmp_path: Path) -> None:
+    optimizer = sgd(
+        0.1,
+        momentum=0.9,
+        groups=[
+            Group(["**/bias", "head"], weight_decay=0.0),
+            Group(kind=("bias", "norm"), learning_rate=schedules.cosine(1.0, 10)),
+            Group("encoder", kind="vector", momentum=0.5, nesterov=True, learning_rate_scale=2.0),
+        ],
+    )
+    recipe = Recipe(optimizer=optimizer, aliases={"body/*": {"torch": "h/*", "jax": "h_*"}}, clip_norm=1.0)
+    for suffix in ("toml", "json"):
+        recipe.dump(tmp_path / f"recipe.{suffix}")
+        assert Recipe.load(tmp_path / f"recipe.{suffix}") == recipe
+    assert "[[optimizer.groups]]" in recipe.to_toml()
+    assert eval(repr(recipe), vars(polyamp)) == recipe
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+    assert hash(recipe) == hash(Recipe.from_toml(recipe.to_toml()))
+    assert sgd(**optimizer.to_dict()) == optimizer
+    assert "groups" not in Recipe(optimizer=adamw()).to_toml()
+    assert recipe.replace(optimizer=optimizer.replace(groups=optimizer.groups[:1])) != recipe
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Group(weight_decay=0.0), "needs paths .* or a kind. Received: neither"),
+        (lambda: Group("a"), "sets at least one hyperparameter"),
+        (lambda: Group("a.b", weight_decay=0.0), "each of its paths is a module-path glob .*no '.'. Received: 'a.b'"),
+        (lambda: Group(ANY, weight_decay=0.0), "paths must be a glob or several"),
+        (lambda: Group("a", learning_rate=1.0, learning_rate_scale=1.0), "not both"),
+        (lambda: Group("a", learning_rate_scale=-1.0), "learning_rate_scale must be a finite number of at least 0"),
+        (lambda: Group("a", weigth_decay=0.0), "Did you mean 'weight_decay'"),  # type: ignore[call-arg]  # the mistake
+        (lambda: Group("a", centered=True), "may set learning_rate"),  # type: ignore[call-arg]  # the mistake
+        (lambda: Group(kind="norms", weight_decay=0.0), "Did you mean 'norm'"),
+        (lambda: no_decay(), "needs the kinds"),
+        (lambda: no_decay("biases"), "kind must be one of"),
+        (lambda: adamw(groups=Group("a", eps=1.0)), "groups must be a list of polyamp.Group"),  # type: ignore[arg-type]
+        (lambda: adamw(groups=[{"paths": "a"}]), "groups must be a list"),  # type: ignore[list-item]  # the mistake
+        (lambda: adamw(groups=[Group("a", momentum=0.9)]), r"groups\[0\] \(a\): adamw has learning_rate, betas"),
+        (lambda: adamw(groups=[Group("a", betas=(0.9, 1.0))]), r"groups\[0\] \(a\): betas must be"),
+        (lambda: adamw(groups=[Group("a", learning_rate=-1.0)]), r"groups\[0\] \(a\): learning_rate must be"),
+        (lambda: sgd(groups=[Group("a", momentum=0.9)]), "cannot change which arrays the optimizer keeps"),
+        (lambda: Recipe.from_toml('policy = "float32"\n[[optimizer.groups]]\npaths = "a"'), "type"),
+        (
+            lambda: Recipe.from_toml(
+                'policy="float32"\n[optimizer]\ntype="adamw"\n[[optimizer.groups]]\npaths="a"\nlr=1'
+            ),
+            r"unknown field `lr` - at `\$.optimizer.groups\[0\]`",
+        ),
+    ],
+)
+def test_s20_what_is_no_group(make: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("leaves", "bias", "norm", "embedding"),
+    [
+        (["ln_f/scale", "ln_f/bias", "fc/kernel", "fc/bias"], "ln_f/bias fc/bias", "ln_f/scale ln_f/bias", ""),
+        (["x/layer_norm/scale", "x/layer_norm/offset", "l/w", "l/b"], "x/layer_norm/offset l/b", "2", ""),
+        (["embed/embeddings", "wte/embedding", "l/w"], "", "", "embed/embeddings wte/embedding"),
+        (["w1", "b1", "W2", "b2"], "b1 b2", "", ""),
+        (["odd/scale", "odd/bias"], "odd/bias", "odd/scale odd/bias", ""),
+        (["att/in_proj_weight", "att/in_proj_bias", "lstm/bias_ih_l0"], "att/in_proj_bias lstm/bias_ih_l0", "", ""),
+    ],
+)
+def test_s27_kinds_by_names(leaves: list[str], bias: str, norm: str, embedding: str) -> None:
+    known = [Leaf(path, 1) for path in leaves]
+    expected = {"bias": bias, "norm": " ".join(leaves[:2]) if norm == "2" else norm, "embedding": embedding}
+    for kind, paths in expected.items():
+        assert of_kind(kind, known, leaves) == set(paths.split()), kind
+
+
+@pytest.mark.parametrize(
+    ("classes", "leaf", "kinds"),
+    [
+        (("LlamaRMSNorm", "Module"), "weight", "norm"),
+        (("BatchNormalization", "Layer"), "beta", "norm bias"),
+        (("SpectralNormalization", "Wrapper", "Layer"), "kernel", ""),
+        (("TokenAndPositionEmbedding", "Layer"), "embeddings", "embedding"),
+        (("Embed", "Module"), "embedding", "embedding"),
+        (("VisionTransformer", "Module"), "pos_embed", "embedding"),
+        (("Mine", "Linear", "Module"), "bias", "bias"),
+        (("Mine", "Module"), "logit_scale", ""),
+    ],
+)
+def test_s27_kinds_by_class(classes: tuple[str, ...], leaf: str, kinds: str) -> None:
+    known = [Leaf(f"a/{leaf}", 2, classes)]
+    assert {kind for kind in ("bias", "norm", "embedding") if of_kind(kind, known, [f"a/{leaf}"])} == set(kinds.split())
+
+
+def test_s27_a_kind_that_nothing_tells_asks_for_globs() -> None:
+    leaves = [Leaf("alpha", 1), Leaf("w", 2)]
+    with pytest.raises(RecipeError, match=r"'alpha' .* cannot be told .*\('\*\*/b\*', weight_decay=0.0\)"):
+        decays(adamw(groups=no_decay("norm")), leaves)
+    assert decays(adamw(weight_decay=0.1, groups=no_decay("vector")), leaves) == {"alpha": 0.0, "w": 0.1}
+    assert decays(adamw(groups=[Group("w", kind="bias", weight_decay=0.0)]), leaves) == {"alpha": 0.01, "w": 0.01}
+
+
+def test_s27_groups_that_a_model_does_not_fit() -> None:
+    with pytest.raises(RecipeError, match=r"groups\[0\]: the glob 'h/1' matches no trainable parameter. Nearest: 'h/0"):
+        resolved(adamw(groups=[Group(["h/0", "h/1"], eps=1.0)]))
+    with pytest.raises(PolicyError, match="'nonesuch' on the torch backend, which matches no path"):
+        resolved(adamw(groups=[Group("h", eps=1.0)]), aliases={"body": {"torch": "nonesuch"}})
+
+
+def test_s05_recipe_and_policy_share_the_aliases() -> None:
+    mine = {"body/*": {"torch": "h/*"}}
+    recipe = Recipe(policy="mixed_bfloat16", aliases=mine)
+    assert recipe.policy.aliases == recipe.aliases == mine
+    assert recipe.replace(policy="float32").aliases == mine
+    assert recipe.replace(aliases={}).policy.aliases == {}
+    assert Recipe(policy=recipe.policy).aliases == mine
+    other = polyamp.Policy("float32", aliases={"x": {"jax": "y"}})
+    assert recipe.replace(policy=other).aliases == {"x": {"jax": "y"}}
+    with pytest.raises(RecipeError, match=r"aliases stand in the recipe .* and they differ"):
+        Recipe(policy=other, aliases=mine)
+    with pytest.raises(PolicyError, match="backend='torch'"):
+        polyamp.Policy("float32", overrides={"body": "float32"}, aliases=mine).plan(["h/0"])
