@@ -33,8 +33,8 @@ class Group(Record):
             them. What changes which arrays the optimizer keeps is refused.
 
     Where several groups set one hyperparameter of a parameter, one with a kind goes before one without, then the
-    longest glob decides (S5), then the later group. Each hyperparameter is decided by itself, so that a parameter may have its
-    rate from one group and its decay from another.
+    longest glob decides (S5), then the later group. Each hyperparameter is decided by itself, so that a parameter may
+    have its rate from one group and its decay from another.
 
     Raises:
         RecipeError: nothing selected or nothing set, both rates, or an unknown name.
