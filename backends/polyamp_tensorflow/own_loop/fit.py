@@ -125,17 +125,19 @@ def guard(model: Any, policy: Policy | None = None) -> None:
     """Watch over `model.fit` with a `LossScaleOptimizer`: running statistics and a stuck scale.
 
     `compile` does this by itself. Call it for a model that `keras.models.load_model` returned, or that was given its
-    `LossScaleOptimizer` in `model.compile`.
+    `LossScaleOptimizer` in `model.compile`. Keras's own `LossScaleOptimizer`, such as a file of somebody else's holds,
+    is replaced by `LossScaleOptimizer.from_keras` of it, and the model compiled anew with what it was compiled with.
 
     Args:
         model: a compiled, built model.
         policy: what `fit`, `evaluate` and `predict` follow with `float32_matmul`.
 
     Raises:
-        LossScaleError: the model's optimizer is not a `polyamp_tensorflow.LossScaleOptimizer`.
+        LossScaleError: the model's optimizer is no `LossScaleOptimizer`.
         ModelError: a model that is not built.
     """
     with model.distribute_strategy.scope():
+        _take_over(model)
         _scaling_optimizer(model).prepare_statistics(model)
     cls, precision = type(model), None if policy is None else policy.float32_matmul
     several_workers = isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy)
@@ -210,6 +212,14 @@ def _watched(model: Any, function: Callable[..., Any], trains: bool, precision: 
         return result
 
     return run
+
+
+def _take_over(model: Any) -> None:
+    """Put polyamp's wrapper in the place of Keras's own."""
+    optimizer = getattr(model, "optimizer", None)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not isinstance(optimizer, LossScaleOptimizer):
+        settings = keras.saving.deserialize_keras_object(model.get_compile_config())
+        model.compile(**{**settings, "optimizer": LossScaleOptimizer.from_keras(optimizer)})
 
 
 def _scaling_optimizer(model: Any) -> LossScaleOptimizer:

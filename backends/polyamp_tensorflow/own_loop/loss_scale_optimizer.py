@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from polyamp.errors import GradientError, UnsupportedError
+from polyamp.errors import GradientError, RecipeError, UnsupportedError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
@@ -27,7 +27,7 @@ from polyamp.rules.refusals import check_any
 from polyamp.rules.scale import LossScaleState
 from polyamp_tensorflow.arrays import at_least_float32, dense_wide, raw, variable_name, write
 from polyamp_tensorflow.compat import check_known, index_in, own_trainable
-from polyamp_tensorflow.own_loop import window
+from polyamp_tensorflow.own_loop import keras_arguments, window
 from polyamp_tensorflow.own_loop.loop_memory import ScaleCalls, WindowStarts, running_statistics
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.measure import scale_loss
@@ -53,19 +53,24 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
     and the parameters with their decay and constraints; `keep_statistics` does the same for running statistics.
 
     Args:
-        optimizer: a Keras optimizer or one of polyamp's specs. Its `clipnorm`, `clipvalue` or `global_clipnorm` act on
-            the unscaled gradients, after the sum over replicas.
-        scaler: a `polyamp.LossScaler`, "dynamic", "off" or a preset's name.
+        inner_optimizer: a Keras optimizer or one of polyamp's specs. Its `clipnorm`, `clipvalue` or `global_clipnorm`
+            act on the unscaled gradients, after the sum over replicas.
+        initial_scale: a `polyamp.LossScaler`, "dynamic", "off" or a preset's name; or, as in Keras, the first scale.
+        dynamic_growth_steps: as in Keras, the finite steps before the scale grows. With either of Keras's numbers the
+            scaler is `LossScaler.like("keras")`.
+        name: as of any Keras optimizer.
+        scaler: the scaler by name.
         clip_norm: largest global L2 norm of the unscaled gradients (S11), or None.
         accumulate_steps: calls of `apply` per update (S8). Between them nothing but the sum of gradients moves.
-        name: as of any Keras optimizer.
+        **options: what Keras's wrapper takes for the sake of older files; refused in its words unless at its default.
 
     Attributes:
         scaler, clip_norm, accumulate_steps: as given; the scaler as a `LossScaler`.
-        dynamic_scale: the scale, float32 scalar variable.
+        initial_scale, dynamic_growth_steps: the scaler's first scale and growth interval.
+        dynamic_scale: the scale, float32 scalar variable; `step_counter`: the finite steps since it grew.
 
     Raises:
-        LossScaleError: a scaler wrapped twice, or an inner `loss_scale_factor`.
+        LossScaleError: a scaler wrapped twice, an inner `loss_scale_factor`, or a scaler and Keras's numbers.
         RecipeError: an impossible value, or a setting of the inner optimizer that would act a second time.
 
     Example:
@@ -82,16 +87,22 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
 
     def __init__(
         self,
-        optimizer: Any,
-        scaler: LossScaler | str | None = None,
+        inner_optimizer: Any = None,
+        initial_scale: float | LossScaler | str | None = None,
+        dynamic_growth_steps: int | None = None,
+        name: str | None = None,
         *,
+        scaler: LossScaler | str | None = None,
         clip_norm: float | None = None,
         accumulate_steps: int = 1,
-        name: str | None = None,
+        **options: Any,
     ) -> None:
+        given = keras_arguments.inner_of(inner_optimizer, options)
+        keras_arguments.check_options(options)
+        scaler = keras_arguments.described(initial_scale, dynamic_growth_steps, scaler)
         values: Any = {"scaler": scaler, "clip_norm": clip_norm, "accumulate_steps": accumulate_steps}
-        scaler = Recipe(policy="mixed_float16", **values).loss_scaler  # a recipe checks all three
-        inner = SpecOptimizer(optimizer) if is_spec(optimizer) else optimizer
+        Recipe(policy="mixed_float16", **values)  # a recipe checks all three
+        inner = SpecOptimizer(given) if is_spec(given) else given
         check_inner_optimizer(inner, clip_norm)
         super().__init__(inner, initial_scale=scaler.init_scale, dynamic_growth_steps=scaler.growth_interval, name=name)
         self.scaler = scaler
@@ -329,7 +340,13 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
     # Saving.
 
     def load_own_variables(self, store: Any) -> None:
-        """Keras's, and also from files written before it was known which parameters a window and an update used."""
+        """Keras's; also from files of Keras's own wrapper around the same kind of optimizer, and from files written
+        before it was known which parameters a window and an update used.
+        """
+        inner = self.inner_optimizer
+        if self.built and not isinstance(inner, SpecOptimizer) and keras_arguments.is_of_keras(store, inner):
+            keras_arguments.load_from_keras(store, inner, self.scaler, self._scale_variables)
+            return
         rows = [(self._rows, 0)] if self.built and self._sums else []
         later = [(self._used, 1)] if self.built and self._sums else []
         if self.built and isinstance(self.inner_optimizer, SpecOptimizer):
@@ -341,6 +358,8 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         """Everything that `from_config` needs, as plain values."""
         return {
             "name": self.name,
+            "initial_scale": self.initial_scale,
+            "dynamic_growth_steps": self.dynamic_growth_steps,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "scaler": self.scaler.to_dict(),
             "clip_norm": self.clip_norm,
@@ -349,7 +368,44 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> LossScaleOptimizer:
-        """The optimizer that `get_config` described."""
+        """The optimizer that `get_config` described, this class's or that of Keras's own."""
         config = dict(config)
         inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects=custom_objects)
-        return cls(inner, LossScaler(**config.pop("scaler")), **config)
+        if "scaler" in config:
+            config["scaler"] = LossScaler(**config["scaler"])
+            for name in ("initial_scale", "dynamic_growth_steps"):  # Keras's words for two of its fields
+                config.pop(name, None)
+        return cls(inner, **config)
+
+    @classmethod
+    def from_keras(cls, optimizer: Any, scaler: LossScaler | str | None = None, **settings: Any) -> LossScaleOptimizer:
+        """One in the place of a `keras.optimizers.LossScaleOptimizer`, around the same inner optimizer, which goes on.
+
+        Args:
+            optimizer: Keras's; if it is built, its scale and its count of good steps are taken over.
+            scaler: its constants; None for those of Keras's wrapper under polyamp's floor.
+            **settings: `clip_norm`, `accumulate_steps`, `name`.
+
+        Raises:
+            RecipeError: not Keras's wrapper.
+            LossScaleError: its scale lies outside of the scaler's bounds.
+
+        Example:
+            >>> import keras
+            >>> theirs = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
+            >>> theirs.build([keras.Variable([1.0])])
+            >>> ours = LossScaleOptimizer.from_keras(theirs, clip_norm=1.0)
+            >>> float(ours.dynamic_scale), ours.inner_optimizer is theirs.inner_optimizer
+            (64.0, True)
+        """
+        if not isinstance(optimizer, _Base) or isinstance(optimizer, LossScaleOptimizer):
+            kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            raise RecipeError(f"from_keras takes a keras.optimizers.LossScaleOptimizer. Received: {kind}.")
+        numbers = {} if scaler is not None else {"initial_scale": optimizer.initial_scale,
+                   "dynamic_growth_steps": optimizer.dynamic_growth_steps}  # fmt: skip
+        made = cls(optimizer.inner_optimizer, **numbers, scaler=scaler, **{"name": optimizer.name, **settings})
+        if optimizer.built:
+            made.build(own_trainable(optimizer))
+            scale, good = float(optimizer.dynamic_scale), int(optimizer.step_counter)
+            keras_arguments.take_over(scale, good, made.scaler, made._scale_variables)
+        return made

@@ -13,7 +13,7 @@ GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")  # Keras's files
-@pytest.mark.parametrize(("name", "count"), [("tensorflow_fit", 3), ("tensorflow_step", 1)])
+@pytest.mark.parametrize(("name", "count"), [("tensorflow_fit", 5), ("tensorflow_step", 1)])
 def test_the_blocks_run(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (GUIDES / f"{name}.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
