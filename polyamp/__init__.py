@@ -40,9 +40,14 @@ from polyamp.train.step import apply_gradients, init, train_step, value_and_grad
 if TYPE_CHECKING:
     from polyamp import losses
     from polyamp.train.checkpoint import restore, save
+    from polyamp.train.parameters import parameters
 
-_LAZY = {"losses": ("polyamp.losses", None), "save": ("polyamp.train.checkpoint", "save"),
-         "restore": ("polyamp.train.checkpoint", "restore")}  # fmt: skip
+_LAZY = {
+    "losses": ("polyamp.losses", None),
+    "parameters": ("polyamp.train.parameters", "parameters"),
+    "restore": ("polyamp.train.checkpoint", "restore"),
+    "save": ("polyamp.train.checkpoint", "save"),
+}
 
 __all__ = [
     "Backend",
@@ -82,6 +87,7 @@ __all__ = [
     "lion",
     "losses",
     "no_decay",
+    "parameters",
     "restore",
     "rmsprop",
     "save",

@@ -4,15 +4,16 @@ They are dispatched on the array's type. Each takes the framework's own arrays; 
 arrays as well. The formulas are written here, over the few functions that a backend offers
 (`polyamp.contract.backend.LossFunctions`). Shapes that do not match are refused, not broadcast.
 
-`regularization` is what a model adds to the loss by itself (S25).
+`regularization` is what a model adds to the loss by itself (S25); `sum_of_squares` makes a penalty of parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from polyamp.contract import registry
-from polyamp.contract.backend import Backend, LossFunctions
+from polyamp.contract.backend import LossFunctions
+from polyamp.contract.dispatch import backend_of
 from polyamp.errors import LossError
 from polyamp.results import ArrayT
 from polyamp.rules.labels import (
@@ -27,32 +28,6 @@ from polyamp.rules.labels import (
 )
 
 Reduction = Literal["mean", "sum", "none"]
-
-
-_asked: dict[str, Backend] = {}
-"""The backends that were asked so far, by their names."""
-
-
-def _backend_for(found: Any) -> Backend:
-    """The backend of an array or a model, for eager and for compiled code.
-
-    torch.compile cannot trace the search for it. So it runs `_name_for` as it traces, takes the name for a constant,
-    and finds the backend where it can hold on to it.
-    """
-    name = _name_for(type(found))
-    return registry.backend_for(found) if name is None else _asked[name]
-
-
-def _name_for(kind: type) -> str | None:
-    """The backend's name in `_asked`; None where not the type but only the object can tell."""
-    backend = registry.backend_of_type(kind)
-    if backend is None:
-        return None
-    return _asked.setdefault(backend.name, backend).name
-
-
-# The mark of torch.compiler.assume_constant_result, which imports torch; to every other framework it says nothing.
-_name_for._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function takes any attribute
 
 
 def mean_squared_error(
@@ -80,7 +55,7 @@ def mean_squared_error(
     1.0
     """
     check_reduction(reduction)
-    losses = _backend_for(predictions).losses
+    losses = backend_of(predictions).losses
     check_loss_pair(predictions, targets, what="mean_squared_error")
     with losses.in_float32():
         values = losses.mean_squared_error(predictions, targets)
@@ -139,7 +114,7 @@ def softmax_cross_entropy(
     """
     check_reduction(reduction)
     check_smoothing(label_smoothing)
-    losses = _backend_for(logits).losses
+    losses = backend_of(logits).losses
     soft = check_labels(logits, labels)
     check_ignore_index(ignore_index, soft=soft)
     with losses.in_float32():
@@ -184,7 +159,7 @@ def sigmoid_cross_entropy(
     [0.0, 0.6899999976158142, 1.3899999856948853]
     """
     check_reduction(reduction)
-    losses = _backend_for(logits).losses
+    losses = backend_of(logits).losses
     check_loss_pair(logits, targets, what="sigmoid_cross_entropy")
     with losses.in_float32():
         values = losses.sigmoid_cross_entropy(logits, targets)
@@ -214,12 +189,40 @@ def huber(
     check_reduction(reduction)
     if not delta > 0.0:
         raise LossError(f"huber needs delta above 0. Received: delta={delta!r}.")
-    losses = _backend_for(predictions).losses
+    losses = backend_of(predictions).losses
     check_loss_pair(predictions, targets, what="huber")
     with losses.in_float32():
         values = losses.huber(predictions, targets, delta)
         factors = None if weights is None else _weights(losses, weights, predictions)
         return _reduced(losses, values if factors is None else values * factors, reduction)
+
+
+def sum_of_squares(values: Any) -> Any:
+    """The sum of the squares of all elements, in float32: of parameters, their L2 penalty.
+
+    Args:
+        values: a floating array, or a mapping, list or tuple of them, such as `polyamp.parameters(model)`.
+
+    Returns:
+        A float32 scalar of the framework.
+
+    Raises:
+        LossError: there is no array.
+
+    >>> import numpy as np
+    >>> float(sum_of_squares({"w": np.array([1.0, 2.0], "f4"), "b": np.array(3.0, "f4")}))
+    14.0
+    """
+    arrays = _arrays(values)
+    if not arrays:
+        raise LossError(f"sum_of_squares needs at least one array. Received: {values!r}.")
+    losses = backend_of(arrays[0]).losses
+    with losses.in_float32():
+        squares = [losses.wide(array, arrays[0]) for array in arrays]
+        total = losses.sum(squares[0] * squares[0])
+        for wide in squares[1:]:
+            total = total + losses.sum(wide * wide)
+    return total
 
 
 def regularization(model: Any) -> Any:
@@ -238,7 +241,16 @@ def regularization(model: Any) -> Any:
     >>> float(regularization(MLP.random([4, 1], seed=0)))
     0.0
     """
-    return _backend_for(model).regularization(model)
+    return backend_of(model).regularization(model)
+
+
+def _arrays(values: Any) -> list[Any]:
+    """The leaves of nested mappings, lists and tuples, None left out."""
+    if isinstance(values, Mapping):
+        values = list(values.values())
+    if isinstance(values, list | tuple):
+        return [array for item in values for array in _arrays(item)]
+    return [] if values is None else [values]
 
 
 def _hard_rows(

@@ -28,6 +28,7 @@ from polyamp_jax.models.random_keys import random_keys
 from polyamp_jax.own_loop.scaled_value_and_grad import scaled_value_and_grad
 from polyamp_jax.precision.autocast import autocast, explain
 from polyamp_jax.precision.op_list import check_policy
+from polyamp_jax.precision.reading import BoundModel, masters_of
 from polyamp_jax.step import resuming
 from polyamp_jax.step import state as states_
 from polyamp_jax.step import step as steps
@@ -105,6 +106,9 @@ class JaxBackend:
 
     def regularization(self, model: Any) -> Any:
         return jnp.zeros((), jnp.float32)
+
+    def parameters(self, model: Any) -> dict[str, Any]:
+        return masters_of(model) if isinstance(model, BoundModel) else named_leaves(adapt(model).params)
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> states_.JaxState:
         """A fresh state.

@@ -23,6 +23,7 @@ from polyamp_tensorflow.losses import TensorFlowLosses
 from polyamp_tensorflow.models.layers import check_model
 from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
 from polyamp_tensorflow.precision import autocast as policies
+from polyamp_tensorflow.precision.bound import parameters_of
 from polyamp_tensorflow.step import additions, resuming, step
 from polyamp_tensorflow.step import measure as scaling
 from polyamp_tensorflow.step.differentiate import differentiate
@@ -93,6 +94,9 @@ class TensorFlowBackend:
 
     def regularization(self, model: Any) -> Any:
         return additions.regularization(model)
+
+    def parameters(self, model: Any) -> dict[str, Any]:
+        return parameters_of(model)
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TensorFlowState:
         check_options(options, (), function="init", backend=self.name)

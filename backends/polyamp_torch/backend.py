@@ -98,6 +98,11 @@ class TorchBackend:
     def regularization(self, model: Any) -> Any:
         return torch.zeros((), device=next((p.device for p in model.parameters()), None), dtype=torch.float32)
 
+    def parameters(self, model: Any) -> dict[str, Any]:
+        if isinstance(model, BoundModule):
+            return model.trainable()
+        return {name.replace(".", "/"): p for name, p in model.named_parameters() if p.requires_grad}
+
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TorchState:
         refusals.check_options(options, (), function="init", backend=self.name)
         state = TorchState(model, recipe, self)

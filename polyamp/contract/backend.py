@@ -232,6 +232,10 @@ class Backend(Protocol):
     def regularization(self, model: Any) -> Any:
         """What a model, bound or native, adds to its loss by itself (S25): float32 scalar, 0 where there is nothing."""
 
+    def parameters(self, model: Any) -> dict[str, Any]:
+        """Path -> master weight of every trainable parameter of a model, bound or native (S29). In `loss_fn` they are
+        what gradients are taken by, also where the model computes with casts of them."""
+
     def init(self, model: Any, recipe: Recipe, **options: Any) -> State:
         """A fresh state. Raises what S20 asks for, before the first step."""
 

@@ -137,6 +137,9 @@ class ReferenceBackend:
     def regularization(self, model: Any) -> Any:
         return np.zeros((), np.float32)
 
+    def parameters(self, model: Any) -> dict[str, Any]:
+        return dict((model.model if isinstance(model, BoundMLP) else model).parameters)
+
     def init(self, model: Any, recipe: Recipe, **options: Any) -> ReferenceState:
         refusals.check_options(options, (), function="init", backend=self.name)
         if not isinstance(model, MLP):

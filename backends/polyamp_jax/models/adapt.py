@@ -53,7 +53,7 @@ def adapt(model: Any, *, axis_name: str | None = None) -> Parts:
         from polyamp_jax.models.flax import adapt_linen
 
         return adapt_linen(*_pair(model, "(linen_module, variables): variables is what module.init(...) returned"))
-    if any(compat.is_a(x, "haiku", name) for x in (first, model) for name in ("Transformed", "TransformedWithState")):
+    if any(compat.is_a(x, "haiku", name) for x in (first, model) for name in _TRANSFORMED):
         from polyamp_jax.models.haiku import adapt_haiku
 
         return adapt_haiku(model)
@@ -74,10 +74,10 @@ def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+_TRANSFORMED: Final = ("Transformed", "TransformedWithState", "MultiTransformed", "MultiTransformedWithState")
 _MODULES: Final = (
     ("equinox", "Module"),
     ("flax.nnx", "Module"),
     ("flax.linen", "Module"),
-    ("haiku", "Transformed"),
-    ("haiku", "TransformedWithState"),
+    *(("haiku", name) for name in _TRANSFORMED),
 )

@@ -62,6 +62,7 @@ def set_class(module: Any, path: str, casts: Casts, *, inputs: str | None = None
 
 @functools.lru_cache(maxsize=_KEPT)
 def _scoped(kind: Any, path: str) -> type:
+    @functools.wraps(kind.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         casts = _calling.get()
         # outside the model's call, in a backward rule that is traced later: the path from the root says it all
@@ -74,6 +75,7 @@ def _scoped(kind: Any, path: str) -> type:
 
 @functools.lru_cache(maxsize=_KEPT)
 def _casting(kind: Any, inputs: str, outputs: str | None, float64: bool) -> type:
+    @functools.wraps(kind.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = cast_arguments((args, kwargs), inputs, float64=float64)
         result = kind.__call__(self, *args, **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -13,6 +13,7 @@ from polyamp.errors import ModelError
 from polyamp_jax.arrays import path_name
 from polyamp_jax.models.call_hook import calling, set_class
 from polyamp_jax.models.parts import Keys, Opaque, Parts, Running, owners
+from polyamp_jax.models.routes import Route, accepts, narrowed
 from polyamp_jax.models.scopes import Casts
 
 
@@ -30,28 +31,44 @@ class EquinoxAdapter:
     axis_name: str | None
     pinned: frozenset[str]
     stream: str | None = "key"
+    mutable: ClassVar[bool] = False
+    module: ClassVar[type | tuple[type, ...]] = eqx.Module
 
     def call(
-        self, params: Any, running: Running, keys: Keys, casts: Casts, args: Any, kwargs: Any
+        self, params: Any, running: Running, keys: Keys, casts: Casts, route: Route, args: Any, kwargs: Any
     ) -> tuple[Any, Running]:
         buffers, state = running.statistics
-        module = self._cast(eqx.combine(params, buffers, self.static.value), casts)
+        function = route.function(self._cast(eqx.combine(params, buffers, self.static.value), casts))
         state = jax.tree.map(lambda leaf: leaf, state)  # a State dies when it is used; the copy dies in its place
         keys = {name: key for name, key in keys.items() if name not in kwargs}
+        stateful = self.stateful
+        if route.steps:  # a part takes what it names; of the model itself it is known
+            keys = {name: key for name, key in keys.items() if accepts(function, name)}
+            stateful = stateful and "state" not in kwargs and accepts(function, "state")
+        args, kwargs = narrowed(route, casts, args, kwargs)
 
         def one(args: Any, keys: Any) -> tuple[Any, Any]:
-            if not self.stateful:
-                return module(*args, **keys, **kwargs), None
-            output, changed = module(*args, state, **keys, **kwargs)
+            if not stateful:
+                return function(*args, **keys, **kwargs), state
+            output, changed = function(*args, state, **keys, **kwargs)
             return output, changed
 
-        if self.axis_name is not None:
+        if self.axis_name is not None and jax.tree.leaves(args):
             size = jax.tree.leaves(args)[0].shape[0]
             keys = {name: jax.random.split(key, size) for name, key in keys.items()}
             one = jax.vmap(one, in_axes=(0, 0), out_axes=(0, None), axis_name=self.axis_name)
-        with calling(casts):
+        with calling(casts), casts.scope(route.path if route.is_method and casts.scoped else ""):
             output, changed = one(args, keys)
         return output, running._replace(statistics=(buffers, changed))
+
+    def view(self, params: Any, running: Running) -> Any:
+        return eqx.combine(params, running.statistics[0], self.static.value)
+
+    def written(self, view: Any, params: Any, running: Running) -> Running:
+        return running
+
+    def params_of(self, part: Any, route: Route, params: Any) -> Any:
+        return route.walked(params)
 
     def modules(self, params: Any, running: Running) -> Iterable[str]:
         module = eqx.combine(params, running.statistics[0], self.static.value)

@@ -6,14 +6,17 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
 from flax import core, linen, nnx
 
-from polyamp.errors import ModelError, UnsupportedError
+from polyamp.errors import ModelError, TraceError, UnsupportedError
 from polyamp_jax import compat
+from polyamp_jax.arrays import named_leaves
 from polyamp_jax.models.call_hook import calling, set_class
-from polyamp_jax.models.parts import Keys, Opaque, Parts, Running, owners
+from polyamp_jax.models.parts import Keys, Opaque, Parts, Running, inside, owners
+from polyamp_jax.models.routes import Route, accepts, given, narrowed
 from polyamp_jax.models.scopes import Casts
 
 
@@ -21,16 +24,20 @@ from polyamp_jax.models.scopes import Casts
 class LinenAdapter:
     """`(linen_module, variables)`: every collection beside "params" is mutable and runs with the step."""
 
-    module: Opaque
+    static: Opaque
     stream: str | None = None
     pinned: frozenset[str] = frozenset()
+    mutable: ClassVar[bool] = False
+    module: ClassVar[type | tuple[type, ...]] = linen.Module
 
     def call(
-        self, params: Any, running: Running, keys: Keys, casts: Casts, args: Any, kwargs: Any
+        self, params: Any, running: Running, keys: Keys, casts: Casts, route: Route, args: Any, kwargs: Any
     ) -> tuple[Any, Running]:
         statistics = running.statistics
         rngs = {**keys, **kwargs.pop("rngs", {})}
-        module: Any = self.module.value
+        module: Any = self.static.value
+        if route.steps:
+            kwargs = {**kwargs, "method": lambda root, *args, **kwargs: route.function(root)(*args, **kwargs)}
         casts.expect(owners(params))
         # linen's own scopes begin with the name of the root's class; polyamp's are the paths that overrides name
         named = linen.override_named_call(False) if casts.scoped else contextlib.nullcontext()
@@ -40,11 +47,20 @@ class LinenAdapter:
             )
         return output, running._replace(statistics={**statistics, **core.unfreeze(changed)})
 
+    def view(self, params: Any, running: Running) -> Any:
+        return self.static.value.bind({"params": params, **running.statistics})
+
+    def written(self, view: Any, params: Any, running: Running) -> Running:
+        return running
+
+    def params_of(self, part: Any, route: Route, params: Any) -> Any:
+        return inside(params, part.path)
+
     def modules(self, params: Any, running: Running) -> Iterable[str]:
         return owners(params)
 
     def join(self, params: Any, running: Running) -> Any:
-        return self.module.value, {"params": params, **running.statistics}
+        return self.static.value, {"params": params, **running.statistics}
 
     def write_back(self, model: Any, running: Running) -> None:
         """Nothing: linen modules hold no arrays."""
@@ -87,9 +103,11 @@ class NnxAdapter:
     takes_rngs: bool = False
     stream: str | None = "default"
     pinned: frozenset[str] = frozenset()
+    mutable: ClassVar[bool] = True
+    module: ClassVar[type | tuple[type, ...]] = nnx.Module
 
     def call(
-        self, params: Any, running: Running, keys: Keys, casts: Casts, args: Any, kwargs: Any
+        self, params: Any, running: Running, keys: Keys, casts: Casts, route: Route, args: Any, kwargs: Any
     ) -> tuple[Any, Running]:
         model = self.join(params, running)
         if casts.active:
@@ -97,10 +115,41 @@ class NnxAdapter:
                 path = "/".join(map(str, segments))
                 casts.expect([path])
                 set_class(module, path, casts)
-        given = {"rngs": nnx.Rngs(**keys)} if keys and not _bound("rngs", model, args, kwargs) else {}
-        with calling(casts):
-            output = model(*args, **given, **kwargs)
-        return output, _split(model)[2]._replace(draws=running.draws)
+        function = route.function(model)
+        if keys and accepts(function, "rngs") and not given(function, "rngs", args, kwargs):
+            kwargs = {**kwargs, "rngs": nnx.Rngs(**keys)}
+        args, kwargs = narrowed(route, casts, args, kwargs)
+        before = nnx.graphdef(model) if route.is_method else None
+        with calling(casts), casts.scope(route.path if route.is_method and casts.scoped else ""):
+            output = function(*args, **kwargs)
+        after, _, changed = _split(model)
+        if before is not None and before != after:
+            raise TraceError(
+                f"{route}(...) changes what the model is made of, such as a setting of its layers, and not only the "
+                "arrays in it. loss_fn works on a copy that lives for one call, so that the change would be lost. "
+                "Make it before polyamp.init."
+            )
+        return output, changed._replace(draws=running.draws)
+
+    def view(self, params: Any, running: Running) -> Any:
+        return self.join(params, running)
+
+    def written(self, view: Any, params: Any, running: Running) -> Running:
+        _, now, changed = _split(view)
+        for name, leaf in named_leaves(now).items():
+            if leaf is not named_leaves(params)[name]:
+                raise TraceError(
+                    f"loss_fn writes to the parameter {name!r}. The optimizer changes parameters, and what loss_fn "
+                    "writes there would be lost. Use the new value where it is needed, or return it as aux; what the "
+                    "model keeps beside its parameters is an nnx.Variable, which keeps what loss_fn writes."
+                )
+        same = zip(jax.tree.leaves(changed), jax.tree.leaves(running), strict=False)
+        if all(a is b for a, b in same):
+            return running
+        return changed._replace(draws=running.draws)
+
+    def params_of(self, part: Any, route: Route, params: Any) -> Any:
+        return inside(params, [step.key for step in route.steps])
 
     def modules(self, params: Any, running: Running) -> Iterable[str]:
         inside = compat.nnx_modules(self.join(params, running))
@@ -115,8 +164,8 @@ class NnxAdapter:
     def check_streams(self, names: Collection[str]) -> None:
         if not self.takes_rngs:
             raise UnsupportedError(
-                "rngs= is passed on as the keyword argument rngs of the nnx module, whose __call__ takes none: it "
-                "holds its own nnx.Rngs. Drop rngs=, or let __call__ take rngs."
+                "rngs= is passed on as the keyword argument rngs of the nnx module, whose __call__ takes none, and no "
+                "other method does: it holds its own nnx.Rngs. Drop rngs=, or let __call__ take rngs."
             )
 
 
@@ -127,14 +176,15 @@ def adapt_nnx(model: Any) -> Parts:
 
 
 def _takes_rngs(model: Any) -> bool:
-    parameters = inspect.signature(type(model).__call__).parameters.values()
-    return any(p.name == "rngs" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-
-
-def _bound(name: str, model: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the caller gives the argument, by position too."""
-    given = inspect.signature(type(model).__call__).bind_partial(model, *args, **kwargs).arguments
-    return name in given or name in kwargs
+    """Whether a method of the user's, `__call__` or another, takes random streams."""
+    methods = [
+        function
+        for kind in type(model).__mro__
+        if kind not in nnx.Module.__mro__
+        for name, function in vars(kind).items()
+        if name != "__init__" and inspect.isfunction(function)
+    ]
+    return any(accepts(method, "rngs") for method in methods)
 
 
 def _split(model: Any) -> tuple[Any, Any, Running]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, ClassVar, Final
 
 from polyamp_jax.models.parts import Keys, Opaque, Running, owners
+from polyamp_jax.models.routes import Route
 from polyamp_jax.models.scopes import Casts
+
+NOTHING: Final = object()
+"""A function has no parts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +21,22 @@ class FunctionAdapter:
     apply_fn: Opaque
     stream: str | None = "rng"
     pinned: frozenset[str] = frozenset()
+    mutable: ClassVar[bool] = False
+    module: ClassVar[type | tuple[type, ...]] = ()
 
     def call(
-        self, params: Any, running: Running, keys: Keys, casts: Casts, args: Any, kwargs: Any
+        self, params: Any, running: Running, keys: Keys, casts: Casts, route: Route, args: Any, kwargs: Any
     ) -> tuple[Any, Running]:
         return self.apply_fn.value(params, *args, **{**keys, **kwargs}), running
+
+    def view(self, params: Any, running: Running) -> Any:
+        return NOTHING
+
+    def written(self, view: Any, params: Any, running: Running) -> Running:
+        return running
+
+    def params_of(self, part: Any, route: Route, params: Any) -> Any:
+        return params
 
     def modules(self, params: Any, running: Running) -> Iterable[str]:
         return owners(params)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import types
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar, Final
 
 import haiku as hk
 
 from polyamp.errors import ModelError, UnsupportedError
+from polyamp_jax.models.function import NOTHING
 from polyamp_jax.models.parts import Keys, Opaque, Parts, Running, owners
+from polyamp_jax.models.routes import Route
 from polyamp_jax.models.scopes import Casts
+
+_PURE: Final = (hk.Transformed, hk.MultiTransformed)
+_WITH_STATE: Final = (hk.TransformedWithState, hk.MultiTransformedWithState)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +33,18 @@ class HaikuAdapter:
     flat: bool
     stream: str | None = "rng"
     pinned: frozenset[str] = frozenset()
+    mutable: ClassVar[bool] = False
+    module: ClassVar[type | tuple[type, ...]] = (types.FunctionType, functools.partial)
 
     def call(
-        self, params: Any, running: Running, keys: Keys, casts: Casts, args: Any, kwargs: Any
+        self, params: Any, running: Running, keys: Keys, casts: Casts, route: Route, args: Any, kwargs: Any
     ) -> tuple[Any, Running]:
-        apply = self.transformed.value.apply
+        apply = route.function(self.transformed.value.apply)
+        if not callable(apply):
+            raise ModelError(
+                f"a model made by hk.multi_transform is called by its functions: {_named(apply)}. Received: "
+                f"{route}(...)."
+            )
         # hk.without_apply_rng takes the argument away
         names = list(inspect.signature(apply).parameters)[1 + self.stateful :]
         key = (next(iter(keys.values()), None),) if names[:1] == ["rng"] else ()
@@ -40,6 +54,16 @@ class HaikuAdapter:
                 return apply(params, *key, *args, **kwargs), running
             output, changed = apply(params, running.statistics, *key, *args, **kwargs)
         return output, running._replace(statistics=changed)
+
+    def view(self, params: Any, running: Running) -> Any:
+        apply = self.transformed.value.apply
+        return NOTHING if callable(apply) else apply
+
+    def written(self, view: Any, params: Any, running: Running) -> Running:
+        return running
+
+    def params_of(self, part: Any, route: Route, params: Any) -> Any:
+        return params
 
     def modules(self, params: Any, running: Running) -> Iterable[str]:
         return owners(params)
@@ -60,9 +84,9 @@ class HaikuAdapter:
 
 def adapt_haiku(model: Any) -> Parts:
     """The parts of a transformed function with its parameters."""
-    stateful = isinstance(model, tuple) and isinstance(model[0], hk.TransformedWithState)
+    stateful = isinstance(model, tuple) and isinstance(model[0], _WITH_STATE)
     both = model[1:] if len(model) == 3 else model[-1]
-    fits = not isinstance(model, hk.Transformed | hk.TransformedWithState) and (
+    fits = not isinstance(model, (*_PURE, *_WITH_STATE)) and (
         (isinstance(both, tuple) and len(both) == 2 and all(isinstance(item, Mapping) for item in both))
         if stateful
         else len(model) == 2
@@ -70,7 +94,7 @@ def adapt_haiku(model: Any) -> Parts:
     if not fits:
         raise ModelError(
             "pass a haiku model as (hk.Transformed, params) or (hk.TransformedWithState, (params, state)), with what "
-            "its init(...) returned."
+            "its init(...) returned; what hk.multi_transform returned goes in the same place."
         )
     params, state = both if stateful else (both, ())
     return Parts(HaikuAdapter(Opaque(model[0]), stateful, len(model) == 3), params, Running(state, ()))
@@ -84,3 +108,13 @@ def _interceptor(casts: Casts) -> Any:
             return call(*args, **kwargs)
 
     return intercept
+
+
+def _named(apply: Any) -> str:
+    """The functions of `hk.multi_transform`, as `loss_fn` reaches them."""
+    if isinstance(apply, Mapping):
+        return ", ".join(f"model[{key!r}](...)" for key in apply)
+    names = getattr(apply, "_fields", None)
+    if names is not None:
+        return ", ".join(f"model.{name}(...)" for name in names)
+    return ", ".join(f"model[{number}](...)" for number in range(len(apply)))

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from polyamp_jax.arrays import path_name
+from polyamp_jax.models.routes import Route
 from polyamp_jax.models.scopes import Casts
 
 Keys = Mapping[str, Any]
@@ -45,10 +46,31 @@ class Adapter(Protocol):
     def pinned(self) -> frozenset[str]:
         """Paths of modules that the library lets run only in the dtype of their parameters' masters."""
 
+    @property
+    def module(self) -> type | tuple[type, ...]:
+        """The library's class of modules; nothing where a model has none."""
+
+    @property
+    def mutable(self) -> bool:
+        """Whether the library's models change in place."""
+
     def call(
-        self, params: Any, running: Running, keys: Keys, casts: Casts, args: Any, kwargs: Any
+        self, params: Any, running: Running, keys: Keys, casts: Casts, route: Route, args: Any, kwargs: Any
     ) -> tuple[Any, Running]:
-        """The model's output and what the call changed."""
+        """The output of what `route` leads to, the model itself or a part of it, and what the call changed."""
+
+    def view(self, params: Any, running: Running) -> Any:
+        """What the attributes of the model are read from: parameters and running state are those given."""
+
+    def written(self, view: Any, params: Any, running: Running) -> Running:
+        """`running`, with what `loss_fn` wrote to a view that was made of it, where the library's models are mutable.
+
+        Raises:
+            TraceError: it wrote to a parameter.
+        """
+
+    def params_of(self, part: Any, route: Route, params: Any) -> Any:
+        """The parameters of a part of the model, out of all of them: of a view's module at the end of `route`."""
 
     def modules(self, params: Any, running: Running) -> Iterable[str]:
         """Paths of the model's modules, as far as they are known before it runs: of linen and haiku those that own
@@ -104,3 +126,10 @@ def module_paths(parts: Parts) -> frozenset[str]:
 def owners(params: Any) -> list[str]:
     """Paths of the modules that own parameters."""
     return [path_name(keys).rpartition("/")[0] for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+
+def inside(params: Any, keys: Iterable[Any]) -> Any:
+    """The subtree of nested mappings at some keys; an empty one where a module has no parameters."""
+    for key in keys:
+        params = params.get(key, {})
+    return params

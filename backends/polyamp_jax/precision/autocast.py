@@ -16,13 +16,13 @@ from polyamp.errors import ModelError, PolicyError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp_jax.arrays import cast_arguments, matmul_precision
 from polyamp_jax.models.adapt import ACCEPTED, is_model
-from polyamp_jax.precision.bound import autocast_model
 from polyamp_jax.precision.cast_mode import cast_function
 from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.run import evaluate
 from polyamp_jax.precision.interpreter.staging import KEEP, settled
 from polyamp_jax.precision.interpreter.walk import interprets
 from polyamp_jax.precision.op_list import check_policy
+from polyamp_jax.precision.reading import autocast_model
 
 
 def keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,36 +1,46 @@
-"""`BoundModel`: a model's parts and a policy become the callable that `loss_fn` sees.
+"""`Engine`: a model's parts and a policy for one pass through `loss_fn`. It runs the model and keeps its running state.
 
 In mode "autocast" the interpreter runs the model on its master weights; in mode "cast" parameters are cast once at the
-model's boundary, inputs and outputs at every call (S3). Called by `state`, `differentiate` and `autocast`.
+model's boundary, inputs and outputs at every call (S3). What `loss_fn` sees is `reading.BoundModel`, which asks the
+engine. Called by `reading`, `differentiate` and `autocast`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from polyamp.recipe.policy import Policy
 from polyamp.rules.plan import Plan
 from polyamp_jax.arrays import cast_arguments, conform, matmul_precision
 from polyamp_jax.models.adapt import adapt
 from polyamp_jax.models.function import FunctionAdapter
 from polyamp_jax.models.nnx_arguments import Taken, put_in, take_out
-from polyamp_jax.models.parts import Adapter, Keys, Running, module_paths
+from polyamp_jax.models.parts import Adapter, Keys, Running
+from polyamp_jax.models.routes import Route
 from polyamp_jax.models.scopes import Casts
-from polyamp_jax.precision.cast_mode import compute_params, module_dtypes
+from polyamp_jax.precision.cast_mode import compute_params, dtype_of, module_dtypes
 from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.run import evaluate
 from polyamp_jax.precision.interpreter.staging import settled
 from polyamp_jax.precision.interpreter.walk import interprets
 
 
-class BoundModel:
-    """The model as `loss_fn` sees it: parameters bound, running state tracked from call to call.
+class Engine:
+    """A model under a plan: parameters bound, running state tracked from call to call.
 
     Every call gets random keys of its own, folded from the step's, so that two passes through one model in one
     `loss_fn` have different dropout masks.
+
+    Args:
+        adapter: of the model's library.
+        plan: the policy, resolved for the model.
+        params: what the model computes with: the masters, or in mode "cast" their casts.
+        running: its running state.
+        keys: the keys of its random streams.
+        masters: the master weights; None where they are `params`.
+        recorder: hears of every operation.
+        strict: an operation without a rule is an error.
     """
 
     def __init__(
@@ -41,44 +51,81 @@ class BoundModel:
         running: Running,
         keys: Keys,
         *,
+        masters: Any = None,
         recorder: Recorder | None = None,
         strict: bool = False,
     ) -> None:
-        self._adapter = adapter
-        self._plan = plan
-        self._params = params
+        self.adapter = adapter
+        self.plan = plan
+        self.params = params
+        self.masters = params if masters is None else masters
+        self._running = running
         self._keys = keys
         self._recorder = recorder
         self._strict = strict
         self._calls = 0
-        self.running = running
+        self._view: tuple[Any, Running] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, floating leaves in the policy's output dtype."""
-        plan = self._plan
+    @property
+    def running(self) -> Running:
+        """The running state as the calls so far, and what `loss_fn` wrote to the model's variables, have left it."""
+        if self._view is not None:
+            view, made_of = self._view
+            written = self.adapter.written(view, self.params, made_of)
+            if written is not made_of:
+                self._running = conform(written, self._running, what="the model's running state")
+                self._view = view, self._running
+        return self._running
+
+    def view(self) -> Any:
+        """What the model's attributes are read from, as the calls so far have left it."""
+        running = self.running
+        if self._view is None:
+            self._view = self.adapter.view(self.params, running), running
+        return self._view[0]
+
+    def call(self, route: Route, args: Any, kwargs: Any) -> Any:
+        """The output of the model, or of the part that `route` leads to, floating leaves in the policy's output dtype.
+
+        A part may return numbers and strings beside arrays; of the model itself the interpreter refuses them.
+        """
+        plan, running = self.plan, self.running
         keys = {name: jax.random.fold_in(key, self._calls) for name, key in self._keys.items()}
         self._calls += 1
         args, kwargs, taken = take_out(args, kwargs)
         arrays = None if taken is None else taken.arrays
         with matmul_precision(plan), settled():
             if not plan.root.mixes or not interprets(plan):
-                args, kwargs, arrays = cast_arguments((args, kwargs, arrays), plan.compute, float64=plan.float64)
+                dtype = dtype_of(route.path, self.adapter, plan) if route.steps and plan.cast else plan.compute
+                args, kwargs, arrays = cast_arguments((args, kwargs, arrays), dtype, float64=plan.float64)
             if interprets(plan):
-                output, running, changed = self._autocast(taken, keys, args, kwargs, arrays)
+                output, running, changed = self._autocast(route, taken, keys, args, kwargs, arrays)
             else:
-                casts = Casts(plan, module_dtypes(self._params, self._adapter, plan))
+                casts = Casts(plan, module_dtypes(self.params, self.adapter, plan))
                 output, running, changed = self._called(
-                    casts, taken, self._params, self.running, keys, args, kwargs, arrays
+                    casts, route, taken, self.params, running, keys, args, kwargs, arrays
                 )
-            self.running = conform(running, self.running, what="the model's running state")
+            self._moved(conform(running, self._running, what="the model's running state"))
             output = cast_arguments(output, plan.output, float64=plan.float64)
         if taken is not None:
             taken.put_back(changed)
         return output
 
+    def _moved(self, running: Running) -> None:
+        """Take what a call left, in the view too: the variables that `loss_fn` holds go on in an nnx module."""
+        leaves = zip(jax.tree.leaves(running), jax.tree.leaves(self._running), strict=True)
+        if self._view is not None and any(a is not b for a, b in leaves):
+            view, _ = self._view
+            self._view = (view, running) if self.adapter.mutable else None
+            self.adapter.write_back(view, running)
+        elif self._view is not None:
+            self._view = self._view[0], running
+        self._running = running
+
     def _called(
         self,
         casts: Casts,
+        route: Route,
         taken: Taken | None,
         params: Any,
         running: Running,
@@ -89,49 +136,58 @@ class BoundModel:
     ) -> tuple[Any, Running, Any]:
         """The call itself: output, running state, and what it changed in nnx objects among its arguments."""
         if taken is None:
-            return *self._adapter.call(params, running, keys, casts, args, kwargs), None
+            return *self.adapter.call(params, running, keys, casts, route, args, kwargs), None
         objects = taken.anew(arrays)
         args, kwargs = put_in(args, kwargs, objects)
-        output, running = self._adapter.call(params, running, keys, casts, args, kwargs)
+        output, running = self.adapter.call(params, running, keys, casts, route, args, kwargs)
         return output, running, taken.changed(objects, arrays)
 
     def _autocast(
-        self, taken: Taken | None, keys: Keys, args: Any, kwargs: Any, arrays: Any
+        self, route: Route, taken: Taken | None, keys: Keys, args: Any, kwargs: Any, arrays: Any
     ) -> tuple[Any, Running, Any]:
-        casts = Casts(self._plan, scoped=True)
+        casts = Casts(self.plan, scoped=True)
 
         def run(params: Any, running: Running, keys: Keys, args: Any, kwargs: Any, arrays: Any) -> Any:
-            return self._called(casts, taken, params, running, keys, args, dict(kwargs), arrays)
+            return self._called(casts, route, taken, params, running, keys, args, dict(kwargs), arrays)
 
         made: tuple[Any, Running, Any] = evaluate(
-            self._plan,
+            self.plan,
             run,
-            (self._params, self.running, keys, args, kwargs, arrays),
+            (self.params, self._running, keys, args, kwargs, arrays),
             {},
-            modules=None if isinstance(self._adapter, FunctionAdapter) else lambda: casts.paths,
-            parameters=self._params,
+            modules=None if isinstance(self.adapter, FunctionAdapter) else lambda: casts.paths,
+            parameters=self.params,
             strict=self._strict,
             recorder=self._recorder,
+            numbers=bool(route.steps),
         )
         return made
 
 
-def autocast_model(
-    model: Any, policy: Policy, *, recorder: Recorder | None = None, strict: bool = False
-) -> Callable[..., Any]:
-    """A native model as a callable under the policy.
+class NativeEngine(Engine):
+    """A user's own model, outside of a step: each call and each look finds it as it is then.
 
     What a call changes is put back into an nnx module, as calling it would; the other libraries' models cannot
     change, so there it is dropped.
     """
-    plan = policy.plan(module_paths(adapt(model)), backend="jax")
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, model: Any, plan: Plan, *, recorder: Recorder | None, strict: bool) -> None:
+        self._model = model
         adapter, params, running = adapt(model)
-        params = compute_params(params, adapter, plan)
-        bound = BoundModel(adapter, plan, params, running, {}, recorder=recorder, strict=strict)
-        output = bound(*args, **kwargs)
-        adapter.write_back(model, bound.running)
+        super().__init__(adapter, plan, params, running, {}, recorder=recorder, strict=strict)
+
+    def view(self) -> Any:
+        """The model itself, so that what is written to its variables stays; of other libraries one made of it."""
+        self._look()
+        return self._model if self.adapter.mutable else super().view()
+
+    def call(self, route: Route, args: Any, kwargs: Any) -> Any:
+        self._look()
+        output = super().call(route, args, kwargs)
+        self.adapter.write_back(self._model, self._running)
         return output
 
-    return call
+    def _look(self) -> None:
+        self.adapter, self.masters, self._running = adapt(self._model)
+        self.params = compute_params(self.masters, self.adapter, self.plan)
+        self._view = None

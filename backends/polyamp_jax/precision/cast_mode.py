@@ -21,14 +21,17 @@ from polyamp_jax.precision.interpreter.walk import interprets
 
 def compute_params(params: Any, adapter: Adapter, plan: Plan) -> Any:
     """The parameters that a pass works on: the masters in mode "autocast"; in mode "cast" in the dtypes that they
-    compute in, the policy's, or that of an override of their module (S5)."""
+    compute in, the policy's, or that of an override of their module (S5). The very masters where no dtype differs."""
     if interprets(plan):
         return params
 
     def one(path: Any, leaf: Any) -> Any:
-        return jnp.asarray(leaf, _dtype_of(_module(path_name(path)), adapter, plan))
+        dtype = dtype_of(_module(path_name(path)), adapter, plan)
+        return leaf if leaf.dtype == dtype else jnp.asarray(leaf, dtype)
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    made = jax.tree_util.tree_map_with_path(one, params)
+    same = all(a is b for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(params), strict=True))
+    return params if same else made
 
 
 def module_dtypes(params: Any, adapter: Adapter, plan: Plan) -> Mapping[str, str]:
@@ -39,7 +42,7 @@ def module_dtypes(params: Any, adapter: Adapter, plan: Plan) -> Mapping[str, str
     """
     if not plan.overridden and plan.compute == plan.param:
         return {}
-    return {path: _dtype_of(path, adapter, plan) for path in map(_module, named_leaves(params))}
+    return {path: dtype_of(path, adapter, plan) for path in map(_module, named_leaves(params))}
 
 
 def cast_function(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
@@ -54,7 +57,8 @@ def cast_function(function: Callable[..., Any], plan: Plan) -> Callable[..., Any
     return call
 
 
-def _dtype_of(module: str, adapter: Adapter, plan: Plan) -> str:
+def dtype_of(module: str, adapter: Adapter, plan: Plan) -> str:
+    """The dtype of the parameters and inputs of the module at a path."""
     return plan.at(module).named or (plan.param if module in adapter.pinned else plan.compute)
 
 

@@ -22,8 +22,9 @@ from polyamp.rules.window import Window, joins
 from polyamp_jax import compat
 from polyamp_jax.arrays import dtype_name, is_array, matmul_precision
 from polyamp_jax.models.parts import Keys, Running
-from polyamp_jax.precision.bound import BoundModel
+from polyamp_jax.precision.bound import Engine
 from polyamp_jax.precision.cast_mode import compute_params
+from polyamp_jax.precision.reading import BoundModel
 from polyamp_jax.step.dependence import gradients_made
 from polyamp_jax.step.measure import unscaled_leaf
 from polyamp_jax.step.optimizers import widened
@@ -126,18 +127,22 @@ def _differentiated(
     keys = [_keys(state, own.draws) for state, own in zip(states, running, strict=True)]
     scale = _scale(states[0])
 
-    def loss_of(params: Sequence[Any]) -> tuple[Any, Any]:
-        models = tuple(
-            BoundModel(state.setup.adapter, state.setup.plan, *parts)
-            for state, *parts in zip(states, params, running, keys, strict=True)
-        )
+    # in cast mode loss_fn may use both a parameter's cast and, by model.params, the master itself
+    masters = [None if own is state.params else state.params for own, state in zip(params, states, strict=True)]
+
+    def loss_of(params: Sequence[Any], masters: Sequence[Any]) -> tuple[Any, Any]:
+        engines = [
+            Engine(state.setup.adapter, state.setup.plan, *parts, masters=own)
+            for state, own, *parts in zip(states, masters, params, running, keys, strict=True)
+        ]
+        models = tuple(map(BoundModel, engines))
         with matmul_precision(states[0].setup.plan):
             loss, aux = refusals.split_result(loss_fn(models[0] if len(models) == 1 else models, batch))
         scaled, wide = scaled_loss(loss, scale)
-        return scaled if share == 1.0 else scaled * share, (wide, aux, [model.running for model in models])
+        return scaled if share == 1.0 else scaled * share, (wide, aux, [engine.running for engine in engines])
 
     try:
-        scaled, backward, (loss, aux, after) = jax.vjp(loss_of, list(params), has_aux=True)
+        scaled, backward, (loss, aux, after) = jax.vjp(loss_of, list(params), masters, has_aux=True)
     except Exception as error:
         _refuse_changed_nnx(error)
         raise
@@ -145,9 +150,21 @@ def _differentiated(
     made = gradients_made(program)
     refusals.check_depends(any(made))
     flat = compat.jaxpr_as_fun(program)(np.ones((), np.float32))
-    values = [gradient if depends else None for gradient, depends in zip(flat, made, strict=True)]
+    rest = iter([gradient if depends else None for gradient, depends in zip(flat, made, strict=True)])
+    values = [[next(rest) for _ in jax.tree.leaves(own)] for own in params]
+    for number, own in enumerate(masters):
+        if own is not None:
+            values[number] = [_sum(of_cast, next(rest)) for of_cast in values[number]]
+    trees = [jax.tree.unflatten(jax.tree.structure(own), flat) for own, flat in zip(params, values, strict=True)]
     moved = [own._replace(draws=own.draws + 1) for own in after]
-    return Pass(loss, aux, jax.tree.unflatten(jax.tree.structure(list(params)), values), moved)
+    return Pass(loss, aux, trees, moved)
+
+
+def _sum(of_cast: Any, of_master: Any) -> Any:
+    """A parameter's gradient by its cast and by itself, each None where the loss does not depend on it."""
+    if of_cast is None or of_master is None:
+        return of_master if of_cast is None else of_cast
+    return of_cast.astype(of_master.dtype) + of_master
 
 
 def _refuse_changed_nnx(error: BaseException) -> None:

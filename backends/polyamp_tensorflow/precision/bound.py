@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, Final
 
 import keras
 import tensorflow as tf
 
+from polyamp.errors import ModelError
 from polyamp.rules.plan import Plan
-from polyamp_tensorflow.arrays import cast, dtype_name, is_floating
+from polyamp_tensorflow.arrays import cast, dtype_name, is_floating, raw
 from polyamp_tensorflow.compat import keep_mask
-from polyamp_tensorflow.models.layers import is_layer
+from polyamp_tensorflow.models.layers import is_built, is_layer
+from polyamp_tensorflow.models.variables import variables_of
 
 ASKED: Final[ContextVar[list[Any] | None]] = ContextVar("asked", default=None)
 """The layers of whose own losses `loss_fn` has asked so far; None outside of a step. See `additions`."""
@@ -27,12 +30,20 @@ class BoundModel:
     """The model as `loss_fn` sees it: in training mode unless told otherwise, outputs in the policy's dtype (S1).
 
     Attributes that it does not have are the model's own, such as `model.losses`. A layer among them is bound likewise,
-    and a method that takes `training` gets it.
+    and a method that takes `training` gets it; of one that the model's class defines the output is in the policy's
+    dtype too (S29).
+
+    Args:
+        model: the model, or a layer of it.
+        plan: the policy.
+        parameters: the model's trainable variables by name, where they are known: while casts stand in the places of a
+            `tf.Module`'s variables, it finds none itself.
     """
 
-    def __init__(self, model: Any, plan: Plan) -> None:
+    def __init__(self, model: Any, plan: Plan, parameters: Mapping[str, Any] | None = None) -> None:
         self._model = model
         self._plan = plan
+        self._parameters = parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_layer(self._model):
@@ -48,11 +59,15 @@ class BoundModel:
             asked.append(self._model)
         if is_layer(value):
             return BoundModel(value, self._plan)
-        if inspect.ismethod(value) and not is_layer(self._model):
+        if not inspect.ismethod(value):
+            return value
+        if not is_layer(self._model):
             return lambda *args, **kwargs: self._as_output(value(*self._narrowed(args), **self._narrowed(kwargs)))
-        if inspect.ismethod(value) and "training" in inspect.signature(value).parameters:
-            return functools.partial(value, training=True)
-        return value
+        if "training" in inspect.signature(value).parameters:
+            value = functools.partial(value, training=True)
+        if hasattr(keras.Model, name):
+            return value
+        return lambda *args, **kwargs: self._as_output(value(*args, **kwargs))
 
     def _narrowed(self, arguments: Any) -> Any:
         """Arguments in the dtype in which a model that is no layer computes (S3)."""
@@ -60,6 +75,21 @@ class BoundModel:
 
     def _as_output(self, results: Any) -> Any:
         return as_output(results, self._plan.output, float64=self._plan.float64)
+
+
+def parameters_of(model: Any) -> dict[str, Any]:
+    """The trainable variables of a model, bound or native, as tensors by name (S29).
+
+    Raises:
+        ModelError: it is not built.
+    """
+    known = model._parameters if isinstance(model, BoundModel) else None
+    if known is None:
+        model = native_of(model)
+        if not is_built(model):
+            raise ModelError("polyamp.parameters: the model is not built, so it has no parameters yet. Call it once.")
+        known = variables_of(model).parameters
+    return {name: tf.convert_to_tensor(raw(variable)) for name, variable in known.items()}
 
 
 def native_of(model: Any) -> Any:

@@ -221,7 +221,7 @@ def present(tree: Any) -> list[Any]:
 
 def bound(states: States) -> Any:
     """What `loss_fn` gets: one model, or a tuple of them."""
-    models = tuple(BoundModel(state.model, state.plan) for state in states)
+    models = tuple(BoundModel(s.model, s.plan, s.variables.parameters if s.is_ready else None) for s in states)
     return models[0] if len(models) == 1 else models
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,7 +32,8 @@ Replace = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class BoundModule:
-    """A module under a policy: call it like the module; everything else is the module's own.
+    """A module under a policy: call it, and the methods that its class defines, like the module's; all else is the
+    module's own.
 
     Inside the step the casts are installed around the whole of `loss_fn`, so that calling a part of the model
     (`model.encoder(x)`) is covered too; elsewhere each call installs them for itself. Several threads may call it at
@@ -43,6 +45,8 @@ class BoundModule:
     _device: torch.device
     _overrides: dict[str, str]
     _installation: _Installation
+    _given: list[dict[str, torch.Tensor]]
+    _frozen: frozenset[str]
 
     def __init__(self, module: nn.Module, plan: Plan, device: torch.device) -> None:
         paths = inner_paths(module) if plan.overridden else {}
@@ -53,13 +57,19 @@ class BoundModule:
             "_device": device,
             "_overrides": {paths[path]: path for path in plan.overridden},
             "_installation": _Installation(module, plan, device.type, overrides),
+            "_given": [],
+            "_frozen": frozenset(name for name, p in module.named_parameters() if not p.requires_grad),
         }
         self.__dict__.update(own)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_module" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self._module, name)
+        value = getattr(self._module, name)
+        own = isinstance(value, types.MethodType) and value.__self__ is self._module
+        if own and (name == "forward" or not hasattr(nn.Module, name)):
+            return functools.partial(self._called, value)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
@@ -82,8 +92,39 @@ class BoundModule:
     def __reduce__(self) -> tuple[Any, ...]:
         return BoundModule, (self._module, self._plan, self._device)  # copies and pickles hold no lock
 
+    def parameters(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """The module's parameters: the masters, also while casts of them stand in their places (S29)."""
+        return iter([parameter for _, parameter in self.named_parameters(recurse=recurse)])
+
+    def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same with their names."""
+        given, masters = self._given[-1] if self._given else {}, self._installation.masters
+        named = self._module.named_parameters("", *args, **kwargs)
+        before = f"{prefix}." if prefix else ""
+        return iter([(before + name, given[name] if name in given else masters.get(id(p), p)) for name, p in named])
+
+    def trainable(self) -> dict[str, torch.Tensor]:
+        """The master weights that are trained, by `/`-separated path."""
+        named = self.named_parameters()
+        if not torch.compiler.is_compiling():  # where it is, they are tensors of a trace, and need no gradient
+            return {name.replace(".", "/"): p for name, p in named if p.requires_grad}
+        return {name.replace(".", "/"): p for name, p in named if name not in self._frozen}
+
+    @contextlib.contextmanager
+    def around(self, masters: dict[str, torch.Tensor]) -> Iterator[None]:
+        """A block in which the module's own tensors are functions of these masters, in a compiled step."""
+        self._given.append(masters)
+        try:
+            yield
+        finally:
+            self._given.pop()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output with floating tensors in the policy's output dtype."""
+        return self._called(self._module, *args, **kwargs)
+
+    def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The output of the module, or of a method that it defines (S29), in the policy's output dtype."""
         plan, double = self._plan, self._plan.float64
         inside = any(model is self for model in OPENED.bound)
         installed = NOTHING if inside else self.installed()
@@ -93,7 +134,7 @@ class BoundModule:
                 if plan.cast or plan.param == plan.compute != "float32":
                     args = cast_tree(args, plan.compute, float64=double)
                     kwargs = {name: cast_tree(value, plan.compute, float64=double) for name, value in kwargs.items()}
-                return cast_tree(self._module(*args, **kwargs), plan.output, float64=double)
+                return cast_tree(function(*args, **kwargs), plan.output, float64=double)
         except BaseException:
             _closed(around, installed)
             raise
@@ -157,6 +198,11 @@ class _Installation:
         self.holders: list[Any] = []
         self.placed: list[tuple[nn.Module, str, Any]] = []
         self.hooks: list[Any] = []
+
+    @property
+    def masters(self) -> dict[int, torch.Tensor]:
+        """The id of each cast that stands in a parameter's place now -> the parameter."""
+        return {} if self.casts is None else {id(place.copy): place.master for place in self.casts.places}
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

@@ -276,7 +276,8 @@ class Graph:
                 before = {name: self._cast(name, value.clone()) for name, value in running.items()}
                 own = {name: value.clone() for name, value in before.items()}
                 named = {f"module.{name}": value for name, value in {**given, **own}.items()}
-                loss, aux = refusals.split_result(torch.func.functional_call(self._program, named, (part,)))
+                with self._bound.around(values):
+                    loss, aux = refusals.split_result(torch.func.functional_call(self._program, named, (part,)))
             wide = loss.float().reshape(())
             after = {name: _changed(running[name], before[name], own[name]) for name in running}
             leaves, structure = tree_flatten(aux)

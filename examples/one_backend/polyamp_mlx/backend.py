@@ -89,6 +89,10 @@ class MLXBackend:
     def regularization(self, model: Any) -> Any:
         return mx.array(0.0)
 
+    def parameters(self, model: Any) -> dict[str, Any]:
+        masters = model.masters if isinstance(model, Bound) else None
+        return arrays_of(model)[0] if masters is None else dict(masters)
+
     def init(self, model: Any, recipe: Recipe, **options: Any) -> MLXState:
         refusals.check_options(options, ("seed",), function="init", backend=self.name)
         if not isinstance(model, nn.Module):

@@ -1,4 +1,4 @@
-"""The conformance suite covers the written semantics: every rule S1 to S27 has a test that carries its number."""
+"""The conformance suite covers the written semantics: every rule has a test that carries its number."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ SUITE = Path(polyamp.conformance.__file__).parent
 SEMANTICS = Path(__file__).parents[3] / "docs" / "semantics.md"
 WITHOUT_A_TEST: set[int] = set()
 """New rules; each leaves this set with the commit that brings its test."""
+TO_COME = {28}
+"""Numbers given to rules that are being written; they are not used for others."""
 
 
 def rules_tested() -> set[int]:
@@ -27,5 +29,5 @@ def rules_tested() -> set[int]:
 
 def test_every_rule_has_a_test() -> None:
     written = {int(number) for number in re.findall(r"\*\*S(\d+)\b", SEMANTICS.read_text(encoding="utf-8"))}
-    assert written == set(range(1, 28))
+    assert written | TO_COME == set(range(1, 30))
     assert rules_tested() == written - WITHOUT_A_TEST

@@ -43,6 +43,7 @@ def evaluate(
     parameters: Any = None,
     strict: bool = False,
     recorder: Recorder | None = None,
+    numbers: bool = False,
 ) -> Any:
     """`function(*args, **kwargs)` with each operation in the dtype that the op lists give it.
 
@@ -57,6 +58,8 @@ def evaluate(
         parameters: of a model, the pytree of its parameters, the first of `args`; None for a plain function.
         strict: an operation without a rule is an error.
         recorder: hears of every operation.
+        numbers: Python numbers and strings that the function returns are known while tracing and stay what they are;
+            else numbers become arrays, and strings are refused.
 
     Returns:
         What the function returns, each array in the dtype of the operation that made it.
@@ -66,7 +69,7 @@ def evaluate(
         PolicyError: an override of a plain function matches no scope.
     """
     args, kwargs = jax.tree.map(lambda x: jnp.asarray(x) if _numeric(x) else x, (tuple(args), dict(kwargs)))
-    program = staged(function, args, kwargs)
+    program = staged(function, args, kwargs, opaque=_plain if numbers else None)
     owners = _owners(parameters)
     if parameters is None and plan.policy.overrides:
         plan = _over_scopes(plan.policy, frozenset(_paths(program.jaxpr, ())))
@@ -83,6 +86,10 @@ def evaluate(
     settings = _settings(plan, strict, registered())
     out = Interpreter(settings, known, recorder, default=default_precision()).run(program.jaxpr, program.consts, values)
     return program.result([jnp.asarray(value.array()) for value in out])
+
+
+def _plain(leaf: Any) -> bool:
+    return isinstance(leaf, bool | int | float | complex | str)
 
 
 def _numeric(leaf: Any) -> bool:

@@ -102,9 +102,12 @@ def _placed(cls: Any) -> Any:
 class Bound:
     """A model or function under its plan: S3's two modes at the boundary, S1's output dtype behind it."""
 
-    def __init__(self, target: Callable[..., Any], plan: Plan) -> None:
+    def __init__(
+        self, target: Callable[..., Any], plan: Plan, parameters: Mapping[str, mx.array] | None = None
+    ) -> None:
         self.target = target
         self.plan = plan
+        self.masters = parameters  # of a model: what gradients are taken by; `target` may hold casts of them (S29)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plan = self.plan

@@ -46,7 +46,7 @@ def differentiated(
 
     def run(trees: list[Arrays]) -> mx.array:
         modules = [with_arrays(s.module, {**tree, **s.running}, s.plan) for s, tree in zip(states, trees, strict=True)]
-        models = [Bound(module, state.plan) for module, state in zip(modules, states, strict=True)]
+        models = [Bound(module, s.plan, tree) for module, s, tree in zip(modules, states, trees, strict=True)]
         loss, aux = refusals.split_result(loss_fn(models[0] if len(models) == 1 else tuple(models), batch))
         used = used_by(loss, trees)
         refusals.check_depends(bool(used))

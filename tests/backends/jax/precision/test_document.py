@@ -1,6 +1,6 @@
-"""docs/guides/jax_autocast.md tells the truth: its Python blocks run, in order, and print what its text blocks show.
+"""The guides to JAX tell the truth: their Python blocks run, in order, and print what their text blocks show.
 
-That its op lists are the code's is asserted in `test_op_rules`.
+That the op lists of jax_autocast.md are the code's is asserted in `test_op_rules`.
 """
 
 from __future__ import annotations
@@ -11,24 +11,32 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[4]
-DOCUMENT = (ROOT / "docs" / "guides" / "jax_autocast.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
-"""(language, text) of every fenced block."""
+GUIDES = ("jax_autocast", "jax_models")
 
 
-def test_every_block_is_of_a_kind_that_is_tested() -> None:
-    assert {language for language, _ in BLOCKS} == {"python", "text"}
+def blocks(guide: str) -> list[tuple[str, str]]:
+    """(language, text) of every fenced block."""
+    document = (ROOT / "docs" / "guides" / f"{guide}.md").read_text(encoding="utf-8")
+    return re.findall(r"^```(\w*)\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
 
 
-def test_python_blocks_run_in_order_and_print_the_text_blocks(tmp_path: Path) -> None:
-    script = tmp_path / "jax_autocast.py"
-    script.write_text("\n".join(text for language, text in BLOCKS if language == "python"), encoding="utf-8")
+@pytest.mark.parametrize("guide", GUIDES)
+def test_every_block_is_of_a_kind_that_is_tested(guide: str) -> None:
+    assert {language for language, _ in blocks(guide)} <= {"python", "text"}
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_python_blocks_run_in_order_and_print_the_text_blocks(guide: str, tmp_path: Path) -> None:
+    script = tmp_path / f"{guide}.py"
+    script.write_text("\n".join(text for language, text in blocks(guide) if language == "python"), encoding="utf-8")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr
-    for language, text in BLOCKS:
+    for language, text in blocks(guide):
         if language == "text":
             assert text in done.stdout
