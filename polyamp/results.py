@@ -54,10 +54,13 @@ class Gradients(NamedTuple):
         running: the model's running statistics after this forward pass. They become the model's when the
             update is applied and are dropped when it is skipped (S12). In JAX the model's random-number streams
             travel here too and move on in both cases; elsewhere they have moved on already.
+        loss: the unscaled loss that they are the gradients of, float32 scalar, for optimizers that ask for its value
+            (optax's `value=`); None where it is not known, as in `Gradients` made by hand.
     """
 
     values: Any
     running: Any
+    loss: Any = None
 
 
 LossFunction = Callable[[Any, Any], Any]

@@ -198,7 +198,11 @@ class JaxHarness:
     ) -> list[tuple[Any, StepResult]]:
         raise UnsupportedError("the jax backend does not run replicas yet.")
 
-    def native_optimizer(self, model: Any, learning_rate: float) -> Any:
+    def native_optimizer(self, model: Any, learning_rate: float, kind: str = "sgd") -> Any:
+        if kind == "halving":
+            return optax.sgd(optax.exponential_decay(learning_rate, 1, 0.5))
+        if kind == "adamw":
+            return optax.adamw(learning_rate, weight_decay=0.1)
         return optax.sgd(learning_rate)
 
 

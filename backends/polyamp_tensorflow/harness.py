@@ -168,7 +168,12 @@ class TensorFlowHarness:
             _, result = step(state, whole)
         return [(_Copy(state.model, strategy, number), result) for number in range(len(batches))]
 
-    def native_optimizer(self, model: Any, learning_rate: float) -> Any:
+    def native_optimizer(self, model: Any, learning_rate: float, kind: str = "sgd") -> Any:
+        if kind == "halving":
+            halving = keras.optimizers.schedules.ExponentialDecay(learning_rate, 1, 0.5, staircase=True)
+            return keras.optimizers.SGD(halving)
+        if kind == "adamw":
+            return keras.optimizers.AdamW(learning_rate, weight_decay=0.1, epsilon=1e-8)
         return keras.optimizers.SGD(learning_rate)
 
 

@@ -195,7 +195,11 @@ class TorchHarness:
     ) -> list[tuple[Any, StepResult]]:
         raise UnsupportedError("the torch backend does not run replicas yet.")
 
-    def native_optimizer(self, model: Any, learning_rate: float) -> Any:
+    def native_optimizer(self, model: Any, learning_rate: float, kind: str = "sgd") -> Any:
+        if kind == "halving":
+            raise UnsupportedError("torch's schedulers are stepped by the user.")
+        if kind == "adamw":
+            return torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.1)
         return torch.optim.SGD(model.parameters(), lr=learning_rate)
 
 

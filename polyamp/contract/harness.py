@@ -95,5 +95,10 @@ class Harness(Protocol):
         Raises `UnsupportedError` where the backend does not run replicas; S9's second test is then a deviation.
         """
 
-    def native_optimizer(self, model: Any, learning_rate: float) -> Any:
-        """The framework's own plain SGD, as a user would put it into a recipe for this model."""
+    def native_optimizer(self, model: Any, learning_rate: float, kind: str = "sgd") -> Any:
+        """An optimizer of the framework's own, as a user would put it into a recipe for this model.
+
+        `kind` is "sgd", "adamw" (decay 0.1) or "halving": plain SGD under the framework's own schedule,
+        which halves the rate after every update. Raises `UnsupportedError` where the framework has none of these, or
+        where its schedules are stepped by the user.
+        """

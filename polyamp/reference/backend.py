@@ -278,7 +278,7 @@ def _scaled_gradients(
     flat = ops.gradients(scaled, [value for tensors in inputs for value in tensors.values()])
     results, rest = [], iter(flat)
     for model, tensors in zip(models, inputs, strict=True):
-        results.append(Gradients({name: next(rest) for name in tensors}, model.running))
+        results.append(Gradients({name: next(rest) for name in tensors}, model.running, wide.data.reshape(())))
     return wide.data.reshape(()), map_tree(_value, aux), results
 
 

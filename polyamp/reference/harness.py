@@ -107,7 +107,7 @@ class ReferenceHarness:
         dtype = {"integer": np.int32, "complex": np.complex64, "float16": np.float16}[kind]
         return MLP({"dense0/kernel": np.ones((2, 2), dtype), "dense0/bias": np.ones(2, dtype)})
 
-    def native_optimizer(self, model: Any, learning_rate: float) -> Any:
+    def native_optimizer(self, model: Any, learning_rate: float, kind: str = "sgd") -> Any:
         raise UnsupportedError("NumPy has no optimizers of its own.")
 
     def replicate(

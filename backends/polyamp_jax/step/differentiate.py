@@ -55,7 +55,7 @@ def separate(loss_fn: LossFunction, states: Sequence[JaxState], batch: Any) -> t
     done = _differentiated(loss_fn, states, [_compute(s) for s in states], [s.running for s in states], batch)
     scale = _scale(states[0])
     gradients = [
-        Gradients(_unscaled(values, scale, state.params), running)
+        Gradients(_unscaled(values, scale, state.params), running, done.loss)
         for values, running, state in zip(done.values, done.running, states, strict=True)
     ]
     return (done.loss if done.aux is None else (done.loss, done.aux)), gradients
@@ -91,11 +91,12 @@ def accumulated(loss_fn: LossFunction, state: JaxState, batch: Any) -> tuple[Any
         auxes.append(aux)
     running, total = carry
     mean = jax.tree.map(lambda t, *none: None if all(none) else t / window.total, total, *idle)
-    gradients = Gradients(_unscaled(mean, _scale(state), state.params), running)
     if len(runs) == 1:
-        return jnp.mean(losses[0]), auxes[0], gradients
-    weighed = [share * jnp.sum(own) for (share, _), own in zip(runs, losses, strict=True)]
-    return sum(weighed) / window.total, jax.tree.map(_joined, *auxes), gradients
+        loss, aux = jnp.mean(losses[0]), auxes[0]
+    else:
+        weighed = [share * jnp.sum(own) for (share, _), own in zip(runs, losses, strict=True)]
+        loss, aux = sum(weighed) / window.total, jax.tree.map(_joined, *auxes)
+    return loss, aux, Gradients(_unscaled(mean, _scale(state), state.params), running, loss)
 
 
 def scaled_loss(loss: Any, scale: Any | None, *, what: str = "loss_fn") -> tuple[jax.Array, jax.Array]:

@@ -21,6 +21,7 @@ from polyamp.errors import UnsupportedError
 from polyamp.recipe.members import Members
 from polyamp.recipe.optimizers import SGD, SPECS, Adagrad, Adam, AdamW, Lion, OptimizerSpec, RMSprop, is_spec
 from polyamp_jax.arrays import XP, chosen, conform, made_first
+from polyamp_jax.step.extra_arguments import NOTHING, Asked, given_extra
 
 
 def transformation(optimizer: Any) -> Any:
@@ -92,7 +93,14 @@ class FormulaState(NamedTuple):
 
 
 def updated(
-    optimizer: Any, grads: Any, opt_state: Any, params: Any, *, even: bool = False, finite: Any | None = None
+    optimizer: Any,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    *,
+    even: bool = False,
+    finite: Any | None = None,
+    asked: Asked = NOTHING,
 ) -> tuple[Any, Any]:
     """One update: the new parameters and the optimizer's new state, or the old ones where the update is skipped.
 
@@ -107,9 +115,11 @@ def updated(
         params: the parameters, in their own dtypes.
         even: known beforehand: no parameter that has a gradient has missed an update. Then all share one number.
         finite: whether the update is applied, boolean scalar; None: it is (S12).
+        asked: what a native transformation may ask for beside the gradients.
 
     Raises:
         ModelError: a native transformation changes the structure of its state.
+        GradientError: it asks for the value of the loss, which the gradients do not hold.
     """
     wide = widened(params)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -119,7 +129,7 @@ def updated(
     if isinstance(run, _Formula):
         made, new_state = run.updated(whole, opt_state, wide, given=given, even=even, finite=finite)
     else:
-        updates, new_state = run.update(whole, opt_state, wide)
+        updates, new_state = given_extra(run, whole, opt_state, wide, asked)
         new_state = chosen(finite, conform(new_state, opt_state, what="the optimizer's state"), opt_state)
         made = jax.tree.map(lambda w, u: w + u, wide, updates)
     new = chosen(finite, jax.tree.map(lambda old, w: w.astype(old.dtype), params, made), params)

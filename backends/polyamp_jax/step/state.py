@@ -18,6 +18,7 @@ import numpy as np
 from polyamp.contract.backend import Backend
 from polyamp.errors import CheckpointError
 from polyamp.recipe.members import Members, members
+from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients
 from polyamp.rules import refusals
@@ -29,6 +30,7 @@ from polyamp_jax import compat
 from polyamp_jax.arrays import dtype_name, fresh, is_key, named_leaves, to_numpy
 from polyamp_jax.models.kinds import leaves_of
 from polyamp_jax.models.parts import Adapter, Opaque, Parts, Running, module_paths
+from polyamp_jax.step.extra_arguments import check_extra
 from polyamp_jax.step.optimizers import lagging, transformation, widened
 
 
@@ -215,9 +217,13 @@ def create(
     setup = Setup(parts.adapter, recipe, plan, members(recipe, named, lambda: leaves_of(parts), backend="jax"), backend)
     named_leaves(parts.running)
     params = fresh(parts.params)
+    run, wide = transformation(setup.optimizer), widened(params)
+    opt_state = fresh(run.init(wide))
+    if not is_spec(recipe.optimizer):
+        check_extra(run, opt_state, wide)
     state = JaxState(
         params=params,
-        opt_state=fresh(transformation(setup.optimizer).init(widened(params))),
+        opt_state=opt_state,
         scale_state=scale_state,
         running=fresh(parts.running),
         rngs=fresh(rngs),

@@ -18,6 +18,7 @@ from polyamp.rules import clip, decide
 from polyamp.rules.decide import Decision, Measured, Skip
 from polyamp_jax.arrays import XP, chosen
 from polyamp_jax.models.parts import Running
+from polyamp_jax.step.extra_arguments import Asked
 from polyamp_jax.step.measure import fitted, norm_and_finite
 from polyamp_jax.step.optimizers import like, updated
 from polyamp_jax.step.replicas import check_axes
@@ -52,13 +53,14 @@ class JaxVerbs(decide.Verbs[JaxState, Gradients]):
         which reads the old values anyway, while a conditional would make a GPU's host wait for the flag.
         """
         recipe, values, running = state.recipe, measured.more, grads.running
+        asked = Asked(grads.loss, values)
         if recipe.clip_norm is not None:
             factor = clip.factor(measured.norm, recipe.clip_norm, XP)
             values = jax.tree.map(lambda g: g * factor.astype(g.dtype), values)
         idle = frozenset(n for n, grad in enumerate(like(values, state.params)) if grad is None)
         even = state.lagging is not None and state.lagging <= idle
         params, opt_state = updated(
-            state.setup.optimizer, values, state.opt_state, state.params, even=even, finite=decision.finite
+            state.setup.optimizer, values, state.opt_state, state.params, even=even, finite=decision.finite, asked=asked
         )
         statistics = chosen(decision.finite, running.statistics, state.running.statistics)
         made = dataclasses.replace(

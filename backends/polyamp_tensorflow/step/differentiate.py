@@ -67,7 +67,7 @@ def differentiate(states: States, loss_fn: LossFunction, batch: Any, count: int)
         for name, value in values.items():
             divided = value if scale is None else value / tf.cast(scale, value.dtype)
             unscaled[name] = tf.cast(divided, state.variables.parameters[name].dtype)
-        found.append(Gradients(unscaled, mean(running)))
+        found.append(Gradients(unscaled, mean(running), mean_loss))
     return mean_loss, stacked(scaled.aux), found
 
 

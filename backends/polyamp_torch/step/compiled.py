@@ -60,11 +60,6 @@ class CompiledStep:
 
     def __init__(self, loss_fn: LossFunction, recipe: Recipe, options: Mapping[str, Any]) -> None:
         refusals.check_options(options, OPTIONS, function="train_step(compile={...})", backend="torch")
-        if not is_spec(recipe.optimizer):
-            raise UnsupportedError(
-                "train_step(compile=...) runs the formulas of polyamp's optimizer specs. Received: optimizer="
-                f"{type(recipe.optimizer).__name__}. Use a spec such as polyamp.adamw(...), or compile=False."
-            )
         if recipe.policy.overrides and recipe.policy.mode == "cast":
             raise UnsupportedError(
                 "train_step(compile=...) takes overrides in mode='autocast' only. Received: overrides="
@@ -89,10 +84,24 @@ class CompiledStep:
     def _stepped(self, state: TorchState, batches: list[Any], window: Window, quiet: Undisturbed) -> StepResult:
         state.check_unchanged()
         graph = self._graphs.get(state)
+        if not is_spec(self._recipe.optimizer):
+            return self._with_native(graph, state, batches, window, quiet)
         groups = Groups.of(state)
         if graph is None or graph.groups != groups:  # their numbers are constants in the graph
             with quiet.disturbed:
                 graph = Graph(self._loss_fn, self._recipe, self._options, state, batches[0], groups)
+            self._graphs[state] = graph
+        return graph.step(state, batches, window, quiet)
+
+    def _with_native(
+        self, graph: Graph | None, state: TorchState, batches: list[Any], window: Window, quiet: Undisturbed
+    ) -> StepResult:
+        """The same with an optimizer of torch's own, which runs outside of the graph."""
+        from polyamp_torch.step.compiled_native import NativeGraph
+
+        if graph is None:
+            with quiet.disturbed:
+                graph = NativeGraph(self._loss_fn, self._recipe, self._options, state, batches[0], None)
             self._graphs[state] = graph
         return graph.step(state, batches, window, quiet)
 
@@ -125,7 +134,8 @@ class Graph:
     Args:
         part: a micro-batch, on which `loss_fn` is first tried without compiling and without an update: what the eager
             step refuses is then refused in the same words.
-        groups: the optimizer's specs, with the options that stand in its parameter groups.
+        groups: the optimizer's specs, with the options that stand in its parameter groups; None for an optimizer of
+            torch's own.
     """
 
     def __init__(
@@ -135,11 +145,12 @@ class Graph:
         options: Mapping[str, Any],
         state: TorchState,
         part: Any,
-        groups: Groups,
+        groups: Groups | None,
     ) -> None:
         if not state.one_device:
             raise UnsupportedError("train_step(compile=...) needs all parameters on one device. Use compile=False.")
-        optimizers.part_counts(state.optimizer)
+        if groups is not None:
+            optimizers.part_counts(state.optimizer)
         self.groups = groups
         self._recipe = recipe
         self._scaler = state.scaler
@@ -155,6 +166,7 @@ class Graph:
 
     def step(self, state: TorchState, batches: list[Any], window: Window, quiet: Undisturbed) -> StepResult:
         """One step; the state's tensors are written in place. An interrupt arrives while the step is compiled."""
+        assert self.groups is not None
         parameters = {_module_name(name): p.detach() for name, p in state.parameters.items() if name in self._used}
         slots = [
             {
@@ -172,22 +184,33 @@ class Graph:
         rates = [group["lr"] for group in groups] if state.rates is None else state.rates.multiples()
         running = buffers.writable(state.buffer_owners)
         fixed = self._fixed({id(state.parameters[name]) for name in self._used} | set(map(id, running.values())))
+        losses, auxes, norm, scale_state, step, skipped = self._called(
+            state,
+            batches,
+            quiet,
+            parameters,
+            fixed,
+            slots,
+            counts,
+            running,
+            state.scale_state,
+            state.step,
+            [_scalar(rate, state.device) for rate in rates],
+            batches,
+            shares_of(window, state.device),
+        )
+        state.scale_state, state.step = LossScaleState(*scale_state), step
+        torch.clear_autocast_cache()
+        loss, aux = mean_and_stack(losses, auxes, window, stack=self._recipe.accumulate_steps > 1)
+        return StepResult(loss, map_tree(_detached, aux), norm, state.scale_state.scale, skipped, step)
+
+    def _called(self, state: TorchState, batches: list[Any], quiet: Undisturbed, *arguments: Any) -> Any:
+        """The compiled function's results, or what is to be raised."""
         with torch.no_grad(), matmul_precision(state.plan.float32_matmul), self._installed():
             self._watch.given = (state, batches[0])
             self._watch.quiet = quiet
             try:
-                losses, auxes, norm, scale_state, step, skipped = self._run(
-                    parameters,
-                    fixed,
-                    slots,
-                    counts,
-                    running,
-                    state.scale_state,
-                    state.step,
-                    [_scalar(rate, state.device) for rate in rates],
-                    batches,
-                    None if window.even else torch.tensor(window.shares, device=state.device),
-                )
+                return self._run(*arguments)
             except PolyampError:
                 raise
             except Exception as error:
@@ -196,10 +219,6 @@ class Graph:
                 raise _refusal(error) from error
             finally:
                 self._watch.given = self._watch.refusal = self._watch.quiet = None
-        state.scale_state, state.step = LossScaleState(*scale_state), step
-        torch.clear_autocast_cache()
-        loss, aux = mean_and_stack(losses, auxes, window, stack=self._recipe.accumulate_steps > 1)
-        return StepResult(loss, map_tree(_detached, aux), norm, state.scale_state.scale, skipped, step)
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
@@ -230,16 +249,7 @@ class Graph:
         """The whole step; what a compiler sees. `shares` are None for equal micro-batches, which weigh 1 each."""
         traced_again(self._watch)
         recipe, scaler = self._recipe, self._scaler
-        losses, auxes, total, now = [], [], None, running
-        for number, part in enumerate(batches):
-            share = None if shares is None else shares[number]
-            grads, loss, aux, now = self._gradients(parameters, fixed, now, scale_state.scale, part, share)
-            if len(batches) > 1:
-                grads = list(map(_wide, grads))  # summed in float32, whatever the parameters are stored in (S8)
-            total = grads if total is None else [one + other for one, other in zip(total, grads, strict=True)]
-            losses.append(loss)
-            auxes.append(aux)
-        assert total is not None
+        losses, auxes, total, now = self._summed(parameters, fixed, running, scale_state.scale, batches, shares)
         whole = float(len(batches)) if shares is None else shares.sum()
         scale = produced_by(scale_state.scale if scaler.scales else None, whole, step.device)
         norm, finite = measured(total, scale, least=scaler.min_scale, alike=True)
@@ -256,6 +266,28 @@ class Graph:
             return losses, auxes, norm.float(), tuple(scale_state), step + 1, torch.zeros_like(finite)
         after = update(scaler, scale_state, checked, XP)
         return losses, auxes, norm.float(), tuple(after), step + checked.to(torch.int32), ~checked
+
+    def _summed(
+        self,
+        parameters: Tensors,
+        fixed: Tensors,
+        running: Tensors,
+        scale: torch.Tensor,
+        batches: list[Any],
+        shares: torch.Tensor | None,
+    ) -> tuple[list[torch.Tensor], list[Any], list[torch.Tensor], Tensors]:
+        """Losses, auxes, the sum of the scaled gradients over the micro-batches, and the buffers after them."""
+        losses, auxes, total, now = [], [], None, running
+        for number, part in enumerate(batches):
+            share = None if shares is None else shares[number]
+            grads, loss, aux, now = self._gradients(parameters, fixed, now, scale, part, share)
+            if len(batches) > 1:
+                grads = list(map(_wide, grads))  # summed in float32, whatever the parameters are stored in (S8)
+            total = grads if total is None else [one + other for one, other in zip(total, grads, strict=True)]
+            losses.append(loss)
+            auxes.append(aux)
+        assert total is not None
+        return losses, auxes, total, now
 
     def _gradients(
         self,
@@ -391,6 +423,11 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def shares_of(window: Window, device: torch.device) -> torch.Tensor | None:
+    """What the micro-batches weigh, as a vector that the graph takes; None where all weigh 1."""
+    return None if window.even else torch.tensor(window.shares, device=device)
 
 
 def _scalar(value: Any, device: torch.device) -> torch.Tensor:

@@ -87,7 +87,7 @@ def _differentiated(
         factor = reciprocal(states[0].scale_state.scale)
         for bucket in bucketed(values):
             foreach_mul_(bucket, factor.to(bucket[0].device))
-    grads = [Gradients(values, own) for values, own in zip(found, running, strict=True)]
+    grads = [Gradients(values, own, loss) for values, own in zip(found, running, strict=True)]
     return (loss if aux is None else (loss, aux)), grads
 
 

@@ -168,7 +168,7 @@ class MLXHarness:
         dtype = {"integer": np.int32, "complex": np.complex64, "float16": np.float16}[kind]
         return MLP([Layer(np.ones((2, 2), dtype), np.ones(2, dtype))])
 
-    def native_optimizer(self, model: Any, learning_rate: float) -> Any:
+    def native_optimizer(self, model: Any, learning_rate: float, kind: str = "sgd") -> Any:
         from mlx.optimizers import SGD
 
         return SGD(learning_rate)

@@ -62,4 +62,4 @@ def differentiated(
         {path: g.astype(mx.float32) if f"{i}/{path}" in used else None for path, g in tree.items()}
         for i, tree in enumerate(trees)
     ]
-    return wide, aux, [Gradients(*pair) for pair in zip(values, running, strict=True)]
+    return wide, aux, [Gradients(*pair, wide) for pair in zip(values, running, strict=True)]

@@ -288,8 +288,6 @@ def test_options_and_recipes_that_cannot_be_compiled() -> None:
         run(loss_fn, model, "inductor")
     with pytest.raises(UnsupportedError, match=r"accepts backend, mode, options, dynamic\. Received: fullgraph="):
         run(loss_fn, model, {"fullgraph": False})
-    with pytest.raises(UnsupportedError, match=r"Received: optimizer=SGD\. Use a spec such as polyamp\.adamw"):
-        run(loss_fn, model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     cast = polyamp.Policy("mixed_bfloat16", mode="cast", overrides={"0": "float32"})
     with pytest.raises(UnsupportedError, match="takes overrides in mode='autocast' only"):
         run(loss_fn, nn.Sequential(model), policy=cast)
