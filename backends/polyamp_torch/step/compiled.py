@@ -354,6 +354,7 @@ class Graph:
         finite: torch.Tensor | None,
     ) -> None:
         """The specs' formula for every parameter, kept where `finite` says so."""
+        assert self.groups is not None
         specs, numbers = self.groups
         now = [
             spec.rate(step, XP) * rate if callable(spec.learning_rate) else rate
