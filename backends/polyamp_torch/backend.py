@@ -119,7 +119,9 @@ class TorchBackend:
             )
         if how is False:
             return lambda state, batch: (state, step.train_step(loss_fn, recipe, state, batch))
-        from polyamp_torch.step.compiled import CompiledStep  # imports torch.func, which an eager step does not need
+        from polyamp_torch.step.compiled_step import (
+            CompiledStep,  # imports torch.func, which an eager step does not need
+        )
 
         compiled = CompiledStep(loss_fn, recipe, how if isinstance(how, Mapping) else {})
         return lambda state, batch: (state, compiled(state, batch))

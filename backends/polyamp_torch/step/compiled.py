@@ -3,30 +3,27 @@
 The graph is a function of tensors: parameters, optimizer slots, buffers, loss-scale state and batch. It differentiates
 with `torch.func`, runs the optimizer specs' own formulas, selects by the flag, and writes the new values in place. No
 number that changes from step to step is a Python number, so that neither a skip nor a new scale or rate compiles it
-again. Called by `backend`.
+again. Called by `compiled_step`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import types
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from polyamp.errors import PolyampError, UnsupportedError
-from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
 from polyamp.rules import refusals
-from polyamp.rules.batches import micro_batches
 from polyamp.rules.scale import LossScaleState, update
 from polyamp.rules.window import Window
 from polyamp.trees import map_tree
-from polyamp_torch.arrays import XP, to_device
+from polyamp_torch.arrays import XP
 from polyamp_torch.compat import buffers_in, parameters_in, tree_flatten, tree_unflatten
 from polyamp_torch.precision.attention import Attention
 from polyamp_torch.precision.autocast import matmul_precision, opened
@@ -42,68 +39,6 @@ from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.window import NARROW, mean_and_stack, produced_by
 
 Tensors = dict[str, torch.Tensor]
-OPTIONS: Final = ("backend", "mode", "options", "dynamic")
-"""What `compile={...}` may hold: arguments of `torch.compile`."""
-
-
-class CompiledStep:
-    """The compiled step of one loss function; every state has a graph of its own.
-
-    Args:
-        loss_fn: the user's.
-        recipe: the step's.
-        options: arguments of `torch.compile`, of `OPTIONS`.
-
-    Raises:
-        UnsupportedError: an option, or a recipe, that cannot be compiled.
-    """
-
-    def __init__(self, loss_fn: LossFunction, recipe: Recipe, options: Mapping[str, Any]) -> None:
-        refusals.check_options(options, OPTIONS, function="train_step(compile={...})", backend="torch")
-        if recipe.policy.overrides and recipe.policy.mode == "cast":
-            raise UnsupportedError(
-                "train_step(compile=...) takes overrides in mode='autocast' only. Received: overrides="
-                f"{dict(recipe.policy.overrides)}, mode='cast'. Use compile=False or mode='autocast'."
-            )
-        self._loss_fn = loss_fn
-        self._recipe = recipe
-        self._options = dict(options)
-        self._graphs: weakref.WeakKeyDictionary[TorchState, Graph] = weakref.WeakKeyDictionary()
-
-    def __call__(self, state: TorchState, batch: Any) -> StepResult:
-        """One step on one state.
-
-        Raises:
-            UnsupportedError: the model or `loss_fn` does something that cannot be compiled; says what to do.
-        """
-        recipe = self._recipe
-        batches, window = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
-        with Undisturbed() as quiet, state.turn:
-            return self._stepped(state, batches, window, quiet)
-
-    def _stepped(self, state: TorchState, batches: list[Any], window: Window, quiet: Undisturbed) -> StepResult:
-        state.check_unchanged()
-        graph = self._graphs.get(state)
-        if not is_spec(self._recipe.optimizer):
-            return self._with_native(graph, state, batches, window, quiet)
-        groups = Groups.of(state)
-        if graph is None or graph.groups != groups:  # their numbers are constants in the graph
-            with quiet.disturbed:
-                graph = Graph(self._loss_fn, self._recipe, self._options, state, batches[0], groups)
-            self._graphs[state] = graph
-        return graph.step(state, batches, window, quiet)
-
-    def _with_native(
-        self, graph: Graph | None, state: TorchState, batches: list[Any], window: Window, quiet: Undisturbed
-    ) -> StepResult:
-        """The same with an optimizer of torch's own, which runs outside of the graph."""
-        from polyamp_torch.step.compiled_native import NativeGraph
-
-        if graph is None:
-            with quiet.disturbed:
-                graph = NativeGraph(self._loss_fn, self._recipe, self._options, state, batches[0], None)
-            self._graphs[state] = graph
-        return graph.step(state, batches, window, quiet)
 
 
 class Groups(NamedTuple):

@@ -2,7 +2,7 @@
 
 The graph gives the sum of the scaled gradients and the buffers after the forward passes; flag, unscaling, clip, the
 optimizer's own `step()` over its parameter groups and the scale adjustment are those of the eager step. Called by
-`compiled`.
+`compiled_step`.
 """
 
 from __future__ import annotations
