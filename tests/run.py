@@ -22,9 +22,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
+
+if __name__ == "__main__":
+    sys.path[:1] = [str(Path(__file__).resolve().parents[1])]  # the folder above, where `tests` is found
+
+from tests import xla
 
 ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = ("torch", "tensorflow", "jax")
@@ -42,17 +48,19 @@ SMOKE = "s01_masters or s03_inner or s04_sensitive or s07_gradients or s08_micro
 
 
 class Suite(NamedTuple):
-    """A command, and about how many seconds it takes of one processor: only the order of the suites hangs on it."""
+    """A command, about how many seconds it takes of one processor (only the order of the suites hangs on it), and
+    environment variables of its own."""
 
     command: list[str]
     seconds: int
+    variables: Mapping[str, str] = {}
 
 
 SUITES: dict[str, Suite] = {
     "lint": Suite([sys.executable, "-m", "ruff", "check", "."], 1),
     "format": Suite([sys.executable, "-m", "ruff", "format", "--check", "."], 1),
     "types": Suite([sys.executable, "-m", "mypy"], 60),
-    "core": Suite([*PYTEST, "tests/core"], 60),
+    "core": Suite([*PYTEST, "tests/core"], 90),
     "doctest-core": Suite(
         [*PYTEST, "--doctest-modules", "polyamp", *(f"--ignore=polyamp/{name}" for name in ("conformance", "testing"))],
         10,
@@ -61,12 +69,16 @@ SUITES: dict[str, Suite] = {
     "fuzz": Suite([*PYTEST, "tests/fuzz"], 60),
     "packaging": Suite([*PYTEST, "tests/packaging"], 60),
     # Only that every benchmark runs to its end: the figures of a quick run beside other suites mean nothing.
-    "benchmarks": Suite([sys.executable, "benchmarks/bench.py", "--quick", "--here", "--out", "out/bench-quick"], 90),
+    "benchmarks": Suite(
+        [sys.executable, "benchmarks/bench.py", "--quick", "--here", "--out", "out/bench-quick"],
+        150,
+        {"XLA_FLAGS": xla.FLAGS} if xla.known() else {},
+    ),
 }
 for _name, _seconds in {
-    "torch": (100, 240, 10, 30),
-    "tensorflow": (160, 690, 15, 60),
-    "jax": (100, 300, 20, 40),
+    "torch": (40, 310, 15, 20),
+    "tensorflow": (150, 540, 25, 40),
+    "jax": (70, 280, 10, 40),
 }.items():
     _quick = QUICK_XLA if _name == "jax" else []
     SUITES[f"conformance-{_name}"] = Suite([*CONFORMANCE, *_quick, f"--polyamp-backend={_name}"], _seconds[0])
@@ -168,7 +180,7 @@ def run(name: str, running: dict[str, Running], screen: Screen) -> Outcome:
     with subprocess.Popen(
         SUITES[name].command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **SUITES[name].variables},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -2,8 +2,8 @@
 
 A test compiles a small program and runs it a few times, so what it waits for is the compiler. These settings leave out
 what LLVM does to make code quick and the separate code for fused loops; XLA's own passes over the program, and with
-them what polyamp has to stand up to (fusion, excess precision, reordered sums), stay. The examples, the README's blocks
-and the benchmarks run as users run them.
+them what polyamp has to stand up to (fusion, excess precision, reordered sums), stay. The examples and the README's
+blocks run as users run them, and the benchmarks when they are to measure something.
 
     pytest -p tests.xla --pyargs polyamp.conformance --polyamp-backend=jax
 """
