@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
 from types import MethodType
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.scaler import LossScaler
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import inside_of_compiled, of_accelerator
-from polyamp_torch.integrations.loop_scaler import Settings, extra
+from polyamp_torch.integrations.loop_scaler import LoopRegion, Settings, extra
 
 with extra("accelerate"):
     import accelerate  # type: ignore[import-untyped]  # no annotations
@@ -35,11 +34,13 @@ __all__ = ["Accelerator"]
 
 _WORDS: Final = {"float16": "fp16", "bfloat16": "bf16", "float32": "no"}
 """Compute dtype -> what Accelerate calls it."""
+_LAUNCHED: Final = "ACCELERATE_MIXED_PRECISION"
+"""What `accelerate launch --mixed_precision` sets."""
 _SUPPORTED: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate is not annotated
-    """`accelerate.Accelerator` under a policy: `Accelerator("mixed_float16")` in place of `mixed_precision="fp16"`.
+    """`accelerate.Accelerator` under a policy: `Accelerator("mixed_float16")`, or its own `mixed_precision="fp16"`.
 
     Everything else is Accelerate's: `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `autocast`, `save_state`,
     `load_state`. float16 works on the CPU too, where Accelerate by itself trains in float32 without a word. A skipped
@@ -47,10 +48,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
     statistics of the models that the optimizer trains are put back.
 
     Args:
-        policy: a `Policy` or its spelling, with float32 parameters, in autocast mode.
+        policy: a `Policy` or its spelling, with float32 parameters, in autocast mode; None for what `mixed_precision`
+            or `accelerate launch` says, as in Accelerate.
         scaler: a `LossScaler`, a preset's name, or None for what the policy needs.
-        **options: what `accelerate.Accelerator` takes, but for `mixed_precision` and the handlers of autocast and
-            scaler, which the policy and the scaler settle.
+        **options: what `accelerate.Accelerator` takes, but for the handlers of autocast and scaler, which the policy
+            and the scaler settle. `mixed_precision` beside a policy may only agree with it.
 
     Raises:
         PolicyError: an option, or `accelerate launch`, asks for another precision.
@@ -67,10 +69,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         torch.bfloat16
     """
 
-    def __init__(self, policy: Policy | str, scaler: LossScaler | str | None = None, **options: Any) -> None:
+    def __init__(
+        self, policy: Policy | str | None = None, scaler: LossScaler | str | None = None, **options: Any
+    ) -> None:
+        word = options.pop("mixed_precision", None)
+        if policy is None:
+            policy = os.environ.get(_LAUNCHED, "no") if word is None else str(word)  # it may be an enumeration
+            word = None
         checked = Settings.checked(policy, scaler, "cpu", where="Accelerate")  # before Accelerate sets itself up
         self._word: Final = _WORDS[checked.policy.compute]
-        _check_options(options, self._word)
+        _check_options(options, word, self._word)
         super().__init__(mixed_precision="no", **options)  # its own autocast and scaler stay off
         if self.distributed_type not in _SUPPORTED:
             raise UnsupportedError(
@@ -86,14 +94,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         """Accelerate's word for the policy's compute dtype."""
         return self._word
 
-    @contextlib.contextmanager
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
-        """The policy's autocast region; with `AutocastKwargs(enabled=False)`, a region with autocast off."""
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> LoopRegion:
+        """The policy's autocast region, a `torch.autocast`; with `AutocastKwargs(enabled=False)`, with autocast off."""
         if autocast_handler is not None and autocast_handler.cache_enabled is not None:
             raise PolicyError("cache_enabled is settled by the policy. Received: cache_enabled in autocast_handler.")
-        on = autocast_handler is None or autocast_handler.enabled
-        with self.settings.region() if on else torch.autocast(self.device.type, enabled=False):
-            yield
+        return self.settings.region(enabled=autocast_handler is None or autocast_handler.enabled)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Accelerate's preparation, with the model's forward pass under the policy."""
@@ -186,12 +191,21 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is n
         """True when the last step was skipped; reading it waits for the device."""
         return bool(self.scaler.skipped(self.optimizer))
 
+    @property
+    def _is_overflow(self) -> bool:
+        """The same, under the name that libraries read too."""
+        return self.step_was_skipped
 
-def _check_options(options: dict[str, Any], word: str) -> None:
+    @_is_overflow.setter
+    def _is_overflow(self, seen: bool) -> None:
+        """What Accelerate believes is not kept."""
+
+
+def _check_options(options: dict[str, Any], given: Any, word: str) -> None:
     """Refuse a second opinion on the precision: an option, a handler, or `accelerate launch --mixed_precision`."""
-    if "mixed_precision" in options:
+    if given is not None and str(given) != word:
         raise PolicyError(
-            f"the policy settles the precision. Received: mixed_precision={options['mixed_precision']!r}. Drop it."
+            f"the policy settles the precision. Received: mixed_precision={given!r}. Drop it, or the policy."
         )
     for handler in options.get("kwargs_handlers") or ():
         if isinstance(handler, AutocastKwargs | GradScalerKwargs):
@@ -199,7 +213,7 @@ def _check_options(options: dict[str, Any], word: str) -> None:
                 f"policy and scaler settle what {type(handler).__name__} would. Drop it from kwargs_handlers; a "
                 "scaler's constants go into polyamp.LossScaler(...)."
             )
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    launched = os.environ.get(_LAUNCHED, "no")
     if launched not in ("no", word):
         raise PolicyError(
             f"accelerate launch asks for mixed_precision={launched!r} (ACCELERATE_MIXED_PRECISION), the policy for "

@@ -16,6 +16,7 @@ from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.scaler import LossScaler
 from polyamp_torch.arrays import cast_tree
+from polyamp_torch.compat import takes_found_inf
 from polyamp_torch.integrations.loop_scaler import Settings, extra
 from polyamp_torch.precision.bound import BoundModule
 
@@ -73,7 +74,7 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
         return self.settings.step_was_skipped
 
     def forward_context(self) -> Any:
-        """The policy's autocast region."""
+        """The policy's autocast region, a `torch.autocast`."""
         return self.settings.region(self._bound)
 
     autocast_context_manager = forward_context
@@ -141,8 +142,10 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
         self.settings.check_optimizer(optimizer)
 
         def unscaled() -> Any:
+            """Lightning unscales behind it, but leaves it to fused optimizers, which are to be clipped as well."""
             result = closure()
-            if result is not None or not model.automatic_optimization:  # else there was no backward pass
+            ran = result is not None or not model.automatic_optimization  # else there was no backward pass
+            if ran and takes_found_inf(optimizer):
                 scaler.unscale_(optimizer)
             return result
 
@@ -207,7 +210,7 @@ class FabricPrecision(fabric_plugins.MixedPrecision):
         super().teardown()
 
     def forward_context(self) -> Any:
-        """The policy's autocast region."""
+        """The policy's autocast region, a `torch.autocast`."""
         while self._unchecked:  # on their device by now
             self.settings.check_device(self._unchecked.pop())
         for module in self._modules:

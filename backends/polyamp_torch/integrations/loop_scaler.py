@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -20,9 +20,10 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.rules.plan import Plan
+from polyamp_torch.compat import never_compiled
 from polyamp_torch.own_loop.grad_scaler import GradScaler
 from polyamp_torch.own_loop.scaler_gradients import parameters_of
-from polyamp_torch.precision.autocast import matmul_precision, opened
+from polyamp_torch.precision.autocast import autocast, matmul_precision
 from polyamp_torch.precision.bound import BoundModule, device_of
 from polyamp_torch.precision.paths import plan_for
 from polyamp_torch.step import running as buffers
@@ -53,12 +54,14 @@ class Settings(NamedTuple):
         plan: it, resolved without a model.
         scaler: scales the loss and skips steps; None where nothing is scaled or checked.
         device: the type of the device that the model is on, "cuda" or "cpu".
+        outside: the policy where no override holds.
     """
 
     policy: Policy
     plan: Plan
     scaler: LoopScaler | None
     device: str
+    outside: Policy
 
     @classmethod
     def checked(
@@ -85,7 +88,7 @@ class Settings(NamedTuple):
             )
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         own = LoopScaler(recipe.loss_scaler, device=device) if recipe.loss_scaler.checks else None
-        return cls(policy, policy.plan(), own, device)
+        return cls(policy, policy.plan(), own, device, policy.replace(overrides={}))
 
     @property
     def step_was_skipped(self) -> bool:
@@ -98,14 +101,9 @@ class Settings(NamedTuple):
             return []
         return [BoundModule(module, plan_for(module, self.policy), torch.device(self.device))]
 
-    @contextlib.contextmanager
-    def region(self, bound: Sequence[BoundModule] = ()) -> Iterator[None]:
+    def region(self, bound: Sequence[BoundModule] = (), *, enabled: bool = True) -> LoopRegion:
         """The policy's autocast region for one forward pass, with its overrides installed in modules."""
-        with contextlib.ExitStack() as stack:
-            for module in bound:
-                stack.enter_context(module.installed())
-            stack.enter_context(opened(self.plan, self.device))
-            yield
+        return LoopRegion(self, bound if enabled else (), enabled=enabled)
 
     def matmul_precision(self) -> contextlib.AbstractContextManager[None]:
         """The policy's precision of float32 matrix products, for a backward pass."""
@@ -132,6 +130,37 @@ class Settings(NamedTuple):
                 "LBFGS evaluates the loss several times a step through a closure, which one finite flag and one scale "
                 "cannot cover. Use another optimizer, or a policy without float16 and scaler='off'."
             )
+
+
+class LoopRegion(autocast):
+    """A region of a policy with its overrides, as the libraries' loops open it: a `torch.autocast`, as their own is.
+
+    Args:
+        settings: the policy, with or without overrides, and the device.
+        bound: the modules in which the overrides are installed inside.
+        enabled: False for a region with autocast off.
+    """
+
+    def __init__(self, settings: Settings, bound: Sequence[BoundModule] = (), *, enabled: bool = True) -> None:
+        super().__init__(settings.outside, settings.device, enabled=enabled)
+        self.policy = settings.policy
+        self._bound = bound
+        self._installed: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            for module in self._bound:
+                stack.enter_context(module.installed())
+            super().__enter__()
+            self._installed.append(stack.pop_all())
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        with self._installed.pop():
+            return super().__exit__(*error)
+
+
+never_compiled(LoopRegion.__enter__, LoopRegion.__exit__)
 
 
 class LoopScaler(GradScaler):
