@@ -13,6 +13,7 @@ from polyamp.contract.backend import Backend, BackendInfo, State
 from polyamp.contract.registry import BackendStatus, backends, explain
 from polyamp.contract.report import CastingReport
 from polyamp.errors import (
+    ArgumentError,
     BackendError,
     BackendNotInstalledError,
     BatchError,
@@ -50,6 +51,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "ArgumentError",
     "Backend",
     "BackendError",
     "BackendInfo",
@@ -104,7 +106,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module 'polyamp' has no attribute {name!r}")
+        raise AttributeError(f"module 'polyamp' has no attribute {name!r}.{_meant(name)}")
     import importlib
 
     module, attribute = _LAZY[name]
@@ -112,3 +114,18 @@ def __getattr__(name: str) -> Any:
     value = loaded if attribute is None else getattr(loaded, attribute)
     globals()[name] = value
     return value
+
+
+def _meant(name: str) -> str:
+    from polyamp.errors import did_you_mean
+
+    if name.startswith("__"):
+        return ""
+    for package, names in _NATIVE.items():
+        if name in names:
+            return f" It is a framework's own object: {package}.{name}."
+    return did_you_mean(name, __all__)
+
+
+_NATIVE = {"polyamp_torch": ("GradScaler", "autocast"), "polyamp_tensorflow": ("LossScaleOptimizer", "apply_policy"),
+           "polyamp_jax": ("scaled_value_and_grad",)}  # fmt: skip

@@ -46,7 +46,7 @@ def canonical(dtype: Any, *, argument: str) -> str:
     >>> canonical("bf16", argument="compute")
     'bfloat16'
     """
-    name = dtype if isinstance(dtype, str) else _object_name(dtype)
+    name = dtype if isinstance(dtype, str) else name_of(dtype)
     found = ALIASES.get(name)
     if found is None:
         raise PolicyError(
@@ -56,7 +56,8 @@ def canonical(dtype: Any, *, argument: str) -> str:
     return found
 
 
-def _object_name(dtype: Any) -> str:
+def name_of(dtype: Any) -> str:
+    """The name of a framework's dtype object: "bfloat16" of `torch.bfloat16`; of anything else some text."""
     for attribute in ("name", "__name__"):
         name = getattr(dtype, attribute, None)
         if isinstance(name, str):

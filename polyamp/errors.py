@@ -7,11 +7,17 @@ argument, what is accepted, what came, and what to do next.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable
+from typing import Any
 
 
 class PolyampError(Exception):
     """Base class of the errors that polyamp raises on purpose; a missing file stays a `FileNotFoundError`."""
+
+
+class ArgumentError(PolyampError, TypeError):
+    """An argument is unknown, missing or of another kind: `lr=` for `learning_rate=`, a model for a state."""
 
 
 class PolicyError(PolyampError, ValueError):
@@ -78,7 +84,12 @@ def nearest(word: str, known: Iterable[str], *, limit: int = 3) -> list[str]:
     """
     import difflib
 
-    return difflib.get_close_matches(word, list(known), n=limit, cutoff=0.5)
+    words = list(known)
+    same = [name for name in words if _plain(name) == _plain(word)]  # but for letter case, blanks, hyphens
+    if same:
+        return same[:limit]
+    lower = {name.lower(): name for name in reversed(words)}
+    return [lower[name] for name in difflib.get_close_matches(word.lower(), list(lower), n=limit, cutoff=0.5)]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -89,3 +100,35 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     close = nearest(word, known)
     return f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+
+
+def described(value: Any) -> str:
+    """What a message calls a value that came: its kind, and the value itself where that is short.
+
+    >>> described([1, 2]), described("bf16"), described(None), described(dict), described(len)
+    ('a list of 2', "'bf16'", 'None', 'the class dict', 'a function (len)')
+    """
+    kind = type(value)
+    if value is None or isinstance(value, str | bytes | bool | int | float | complex):
+        shown = repr(value)
+        return shown if len(shown) < 80 else f"{shown[:77]}..."
+    if isinstance(value, type):
+        return f"the class {getattr(value, 'tag', '') or value.__qualname__}"
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.MethodType):
+        return f"a function ({value.__qualname__})"
+    if kind in (list, tuple, set, frozenset):
+        return f"a {kind.__name__} of {len(value)}"
+    if kind.__module__ in ("builtins", "pathlib") or kind.__module__.startswith("polyamp"):
+        return _with_article(kind.__qualname__)
+    if "dtype" in kind.__name__.lower():
+        return repr(value)
+    return f"{_with_article(kind.__qualname__)} ({kind.__module__.partition('.')[0]})"
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def _plain(word: str) -> str:
+    """A word without what a typing hand gets wrong: letter case, blanks, `-` for `_`."""
+    return "".join(letter for letter in word.lower() if letter.isalnum())

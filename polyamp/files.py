@@ -12,13 +12,70 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from polyamp.errors import ArgumentError, described, nearest
 
 _PLAIN: Final = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 """Flags with which opening a link fails and opening a pipe does not wait."""
 
 
-def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
+def as_path(path: Any, *, instead: str = "") -> Path:
+    """What a user gave as a path.
+
+    Args:
+        path: a string or path object.
+        instead: what to do with anything else, a sentence.
+
+    Raises:
+        ArgumentError: anything else.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError(
+            f"path must be a file's path, a string or a pathlib.Path. Received: {described(path)}. {instead}".rstrip()
+        )
+    return Path(path)
+
+
+def missing(path: Path) -> FileNotFoundError:
+    """The error for a file that is not there; it names those beside it with nearly that name."""
+    import errno
+
+    if not path.parent.is_dir():
+        return FileNotFoundError(errno.ENOENT, f"the folder {path.parent.absolute()} does not exist", str(path))
+    close = nearest(path.name, sorted(each.name for each in path.parent.iterdir()))
+    said = f". Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    return FileNotFoundError(errno.ENOENT, f"there is no such file in {path.parent.absolute()}{said}", str(path))
+
+
+def unwritable(path: Path, error: OSError) -> OSError:
+    """The error for a file that could not be written: what is wrong, and what to do. As it is if that is not known."""
+    folder, whole = path.parent, path.absolute()
+    if error.errno is None:
+        return error
+    if _is(path, "is_dir"):
+        said = f"{whole} is a folder; path must be a file's path, such as {whole / 'state.safetensors'}"
+    elif above := next((each for each in folder.absolute().parents if _is(each, "is_file")), None):
+        said = f"{above} is a file, not a folder"
+    elif _is(folder, "is_file"):
+        said = f"{folder.absolute()} is a file, not a folder"
+    elif not _is(folder, "is_dir"):
+        made = f"pathlib.Path({str(folder)!r}).mkdir(parents=True)"
+        said = f"the folder {folder.absolute()} does not exist. Make it: {made}"
+    else:
+        said = f"no file in the folder {folder.absolute()} can be written: {error.strerror}. Choose another folder"
+    return OSError(error.errno, said, str(path))  # of the class that belongs to the number
+
+
+def _is(path: Path, kind: str) -> bool:
+    """`path.is_dir()` or `path.is_file()`, False where one may not look."""
+    try:
+        return bool(getattr(path, kind)())
+    except OSError:
+        return False
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes, *, replace: bool = True) -> None:
     """Replace a file's content in one moment; it is always the old content or the new one.
 
     A symbolic link stays, and what it points to is replaced. The file keeps its permissions and, where that is allowed,
@@ -28,14 +85,26 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     Args:
         path: the file; its folder must exist.
         content: all of it.
+        replace: False only tries: all but the last step is done, and nothing is left behind.
 
     Raises:
         OSError: the folder is missing, full or read-only; the older file is intact, and no partial one is left.
     """
     target = Path(os.path.realpath(path))
+    try:
+        _write(target, content, replace)
+    except OSError as error:
+        clearer = unwritable(Path(path), error)
+        if clearer is error:
+            raise
+        raise clearer from error
+
+
+def _write(target: Path, content: bytes, replace: bool) -> None:
     old = _status(target)
     if old is not None and not stat.S_ISREG(old.st_mode):
-        target.write_bytes(content)
+        if replace or stat.S_ISDIR(old.st_mode):
+            target.write_bytes(content)
         return
     _remove_abandoned(target)
     partial, descriptor = _partial_file(target, private=old is not None)
@@ -48,7 +117,10 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-            partial.replace(target)  # while the lock is held: nobody takes it for abandoned
+            if replace:
+                partial.replace(target)  # while the lock is held: nobody takes it for abandoned
+            else:
+                partial.unlink()
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink()

@@ -10,7 +10,7 @@ arrays as well. The formulas are written here, over the few functions that a bac
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from polyamp.contract.backend import LossFunctions
 from polyamp.contract.dispatch import backend_of
@@ -315,3 +315,28 @@ def _reduced(losses: LossFunctions, values: Any, reduction: str) -> Any:
     if reduction == "none":
         return values
     return losses.mean(values) if reduction == "mean" else losses.sum(values)
+
+
+def __getattr__(name: str) -> Any:
+    """For other libraries' names of these losses, which are an error that says polyamp's."""
+    from polyamp.errors import did_you_mean
+
+    if name.startswith("__"):
+        raise AttributeError(f"module 'polyamp.losses' has no attribute {name!r}")
+    plain = name.lower().replace("_", "").removesuffix("loss")
+    known = _OTHER_NAMES.get(plain)
+    meant = f" Did you mean {known!r}?" if known else did_you_mean(name, sorted(set(_OTHER_NAMES.values())))
+    raise AttributeError(f"module 'polyamp.losses' has no attribute {name!r}.{meant}")
+
+
+_OTHER_NAMES: Final = {
+    **dict.fromkeys(("mse", "l2", "meansquarederror"), "mean_squared_error"),
+    **dict.fromkeys(
+        ("crossentropy", "ce", "nll", "categoricalcrossentropy", "sparsecategoricalcrossentropy",
+         "softmaxcrossentropywithintegerlabels"), "softmax_cross_entropy"),
+    **dict.fromkeys(
+        ("bce", "binarycrossentropy", "bcewithlogits", "binarycrossentropywithlogits", "sigmoidbinarycrossentropy"),
+        "sigmoid_cross_entropy"),
+    **dict.fromkeys(("smoothl1", "huber"), "huber"),
+}  # fmt: skip
+"""What else the losses are called, written together and without "loss" -> the name here."""

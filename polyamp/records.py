@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self, dataclass_transform, get_type_hints
 
-from polyamp.errors import PolyampError, RecipeError
+from polyamp.errors import ArgumentError, PolyampError, RecipeError, described
 
 
 class _Signature:
@@ -57,18 +57,14 @@ class Record:
         kind, names = type(self), self.field_names
         if values:
             if kind.keyword_only or len(values) > len(names):
-                raise TypeError("Extra positional arguments provided")
+                raise _too_many(kind, values)
             for name, value in zip(names, values, strict=False):
                 if name in named:
-                    raise TypeError(f"Argument '{name}' given by name and position")
+                    raise ArgumentError(f"{kind.called()}: {name!r} is given by name and position.")
                 named[name] = value
         found = {**kind.defaults, **named}
         if found.keys() != kind._known:
-            for name in named:
-                if name not in names:
-                    raise TypeError(f"Unexpected keyword argument '{name}'")
-            missing = next(name for name in names if name not in found)
-            raise TypeError(f"Missing required argument '{missing}'")
+            raise _unfit(kind, named, found)
         for name in names:
             object.__setattr__(self, name, found[name])
         self.__post_init__()
@@ -92,6 +88,11 @@ class Record:
         """The fields by name: `type(record)(**record.to_dict()) == record`."""
         return {name: getattr(self, name) for name in self.field_names}
 
+    @classmethod
+    def called(cls) -> str:
+        """The name under which users make one: "adamw", "Recipe"."""
+        return cls.tag or cls.__name__
+
     def _given(self) -> dict[str, Any]:
         """What makes an equal record, less what the rest settles."""
         return self.to_dict()
@@ -110,6 +111,7 @@ class Record:
         if unknown:
             raise self.error(
                 f"{type(self).__name__} has the fields {', '.join(self.field_names)}. Received: {', '.join(unknown)}."
+                + _advice(type(self), unknown)
             )
         return type(self)(**{**self._given(), **changes})
 
@@ -143,8 +145,45 @@ class Record:
             for name, value in self._given().items()
             if name not in kind.defaults or value != kind.defaults[name]
         ]
-        return f"{self.tag or kind.__name__}({', '.join(changed)})"
+        return f"{kind.called()}({', '.join(changed)})"
 
 
 def _make(kind: type[Record], fields: dict[str, Any]) -> Record:
     return kind(**fields)
+
+
+def unknown_arguments(kind: type[Record], names: list[str]) -> ArgumentError:
+    """The error for arguments that a record's class does not have; it says which of its own was meant."""
+    received = ", ".join(f"{name}=" for name in names)
+    return ArgumentError(
+        f"{kind.called()} has the arguments {', '.join(kind.field_names)}. Received: {received}.{_advice(kind, names)}"
+    )
+
+
+def _unfit(kind: type[Record], named: dict[str, Any], found: dict[str, Any]) -> ArgumentError:
+    """The error for unknown or missing arguments."""
+    unknown = [name for name in named if name not in kind._known]
+    if unknown:
+        return unknown_arguments(kind, unknown)
+    missing = ", ".join(name for name in kind.field_names if name not in found)
+    return ArgumentError(f"{kind.called()} has the arguments {', '.join(kind.field_names)}. Missing: {missing}.")
+
+
+def _too_many(kind: type[Record], values: tuple[Any, ...]) -> ArgumentError:
+    """The error for positional arguments that there are no places for."""
+    if not kind.keyword_only:
+        listed = ", ".join(kind.field_names)
+        return ArgumentError(f"{kind.called()} has the arguments {listed}. Received: {len(values)} positional ones.")
+    from polyamp.other_names import by_name
+
+    shown = ", ".join(map(described, values))
+    return ArgumentError(
+        f"{kind.called()} takes its arguments by name: {', '.join(kind.field_names)}. Received: {len(values)} "
+        f"positional: {shown}.{by_name(kind.word, values)}"
+    )
+
+
+def _advice(kind: type[Record], names: list[str]) -> str:
+    from polyamp.other_names import advice
+
+    return advice(kind.word, kind.field_names, names)

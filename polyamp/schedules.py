@@ -61,7 +61,7 @@ class LinearWarmup(_Schedule):
     def __post_init__(self) -> None:
         _rate("peak", self.peak)
         _rate("start", self.start)
-        _steps("steps", self.steps)
+        _steps("steps", self.steps, "peak")
 
     def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
         return self.start + (self.peak - self.start) * _progress(count, self.steps, xp)
@@ -83,7 +83,7 @@ class Cosine(_Schedule):
     def __post_init__(self) -> None:
         _rate("peak", self.peak)
         _rate("end", self.end)
-        _steps("steps", self.steps)
+        _steps("steps", self.steps, "peak")
 
     def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
         return _half_cosine(self.peak, self.end, _progress(count, self.steps, xp), xp)
@@ -107,11 +107,13 @@ class WarmupCosine(_Schedule):
     def __post_init__(self) -> None:
         for name in ("peak", "start", "end"):
             _rate(name, getattr(self, name))
-        _steps("warmup_steps", self.warmup_steps)
-        _steps("total_steps", self.total_steps)
+        _steps("warmup_steps", self.warmup_steps, "peak")
+        _steps("total_steps", self.total_steps, "peak")
         if self.total_steps <= self.warmup_steps:
             raise RecipeError(
-                f"total_steps must exceed warmup_steps={self.warmup_steps}. Received: total_steps={self.total_steps}."
+                f"total_steps must exceed warmup_steps={self.warmup_steps}. Received: "
+                f"total_steps={self.total_steps}. Are "
+                "the two swapped? total_steps counts the warm-up too."
             )
 
     def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
@@ -137,7 +139,7 @@ class Step(_Schedule):
     def __post_init__(self) -> None:
         _rate("initial", self.initial)
         _rate("factor", self.factor)
-        _steps("every", self.every)
+        _steps("every", self.every, "initial")
 
     def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
         drops = xp.floor((count * 1.0) / self.every)
@@ -165,7 +167,7 @@ class Piecewise(_Schedule):
         for value in self.values:
             _rate("values", value)
         for boundary in self.boundaries:
-            _steps("boundaries", boundary)
+            _steps("boundaries", boundary, "values")
         if len(self.values) != len(self.boundaries) + 1 or list(self.boundaries) != sorted(set(self.boundaries)):
             raise RecipeError(
                 "piecewise needs strictly increasing boundaries and one more value than boundaries. Received: "
@@ -227,6 +229,8 @@ def _rate(name: str, value: Any) -> None:
         raise RecipeError(f"{name} must be a finite number of at least 0. Received: {name}={value!r}.")
 
 
-def _steps(name: str, value: Any) -> None:
+def _steps(name: str, value: Any, first: str = "the rate") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RecipeError(f"{name} must be an integer of at least 1. Received: {name}={value!r}.")
+        fraction = isinstance(value, float) and not value.is_integer()
+        swapped = f" Are {first} and {name} swapped? First comes {first}." if fraction else ""
+        raise RecipeError(f"{name} must be an integer of at least 1. Received: {name}={value!r}.{swapped}")

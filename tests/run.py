@@ -87,6 +87,7 @@ for _name, _seconds in {
     _folder = f"backends/polyamp_{_name}"
     SUITES[f"doctest-{_name}"] = Suite([*PYTEST, *_quick, "--doctest-modules", _folder], _seconds[2])
     SUITES[f"examples-{_name}"] = Suite([*PYTEST, "tests/examples", f"--framework={_name}"], _seconds[3])
+    SUITES[f"mistakes-{_name}"] = Suite([*PYTEST, *_quick, "tests/mistakes", f"--framework={_name}"], 15)
 SUITES["conformance-jax"].command.extend(["-k", f"not {BITS}"])
 SUITES["conformance-jax-bits"] = Suite([*CONFORMANCE, "--polyamp-backend=jax", "-k", BITS], 20)
 

@@ -14,7 +14,7 @@ from polyamp.arrays import ArrayNamespace
 from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
 from polyamp.contract.report import CastingReport
-from polyamp.errors import GradientError
+from polyamp.errors import GradientError, PolyampError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
@@ -29,7 +29,7 @@ from polyamp_jax.own_loop.scaled_value_and_grad import scaled_value_and_grad
 from polyamp_jax.precision.autocast import autocast, explain
 from polyamp_jax.precision.op_list import check_policy
 from polyamp_jax.precision.reading import BoundModel, masters_of
-from polyamp_jax.step import resuming
+from polyamp_jax.step import failures, resuming
 from polyamp_jax.step import state as states_
 from polyamp_jax.step import step as steps
 from polyamp_jax.step.differentiate import scaled_loss
@@ -168,6 +168,9 @@ class JaxBackend:
 
     def setting_of(self, state: Any, name: str) -> str | None:
         return resuming.setting_of(state.recipe.optimizer, name)
+
+    def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
+        return failures.explained(error, batch)
 
     def testing(self) -> Harness:
         from polyamp_jax.harness import JaxHarness

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.arrays import ArrayNamespace
-from polyamp.errors import BatchError, GradientError
+from polyamp.errors import BatchError, GradientError, described
 from polyamp.rules.batches import host_array
 from polyamp.rules.refusals import FLOATING
 
@@ -149,12 +149,24 @@ def to_tensors(tree: Any, parameters: str = "float64") -> Any:
         try:
             return tf.convert_to_tensor(raw(leaf))
         except (TypeError, ValueError) as error:
-            raise BatchError(
-                "batch must be a tree of tensors, NumPy arrays, numbers or strings. Received a leaf of type "
-                f"{type(leaf).__qualname__}. Convert it, or close over it in loss_fn."
-            ) from error
+            raise _no_leaf(tree, leaf) from error
 
     return keras.tree.map_structure(one, tree)
+
+
+def _no_leaf(batch: Any, leaf: Any) -> BatchError:
+    """The error for a leaf that TensorFlow cannot hold."""
+    paths = [path for path, other in leaves(batch) if other is leaf]
+    where = f"batch{paths[0] if paths else ''}"
+    said, advice = described(leaf), f"Take it out of the batch, or convert it to numbers ({where})."
+    if isinstance(leaf, np.ndarray):
+        said = "a NumPy array of Python objects, as it is made of rows of different length or of None"
+        advice = "Pad the rows to one length, and give a mask; or use a tf.RaggedTensor."
+    elif hasattr(type(leaf), "__dataclass_fields__"):
+        said, advice = f"{said}, a dataclass", "Use a dict, a tuple or a NamedTuple: dataclasses.asdict(batch)."
+    return BatchError(
+        f"batch must be a tree of tensors, NumPy arrays, numbers or strings. Received: {where} is {said}. {advice}"
+    )
 
 
 def dense(gradient: Any, like: Any) -> Any:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from polyamp.arrays import ArrayNamespace
 from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
-from polyamp.errors import RecipeError
+from polyamp.errors import PolyampError, RecipeError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
@@ -24,7 +24,7 @@ from polyamp_tensorflow.models.layers import check_model
 from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
 from polyamp_tensorflow.precision import autocast as policies
 from polyamp_tensorflow.precision.bound import parameters_of
-from polyamp_tensorflow.step import additions, resuming, step
+from polyamp_tensorflow.step import additions, failures, resuming, step
 from polyamp_tensorflow.step import measure as scaling
 from polyamp_tensorflow.step.differentiate import differentiate
 from polyamp_tensorflow.step.distribution import several
@@ -164,6 +164,9 @@ class TensorFlowBackend:
 
     def setting_of(self, state: Any, name: str) -> str | None:
         return resuming.setting_of(state.optimizer, name)
+
+    def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
+        return failures.explained(error, states)
 
     def testing(self) -> Harness:
         from polyamp_tensorflow.harness import TensorFlowHarness

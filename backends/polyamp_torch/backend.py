@@ -12,7 +12,7 @@ from torch import nn
 from polyamp.arrays import ArrayNamespace
 from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
-from polyamp.errors import GradientError, LossError, UnsupportedError
+from polyamp.errors import GradientError, LossError, PolyampError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
@@ -27,7 +27,7 @@ from polyamp_torch.own_loop.grad_scaler import GradScaler
 from polyamp_torch.precision.autocast import autocast, run_under
 from polyamp_torch.precision.bound import BoundModule, device_of
 from polyamp_torch.precision.paths import plan_for
-from polyamp_torch.step import differentiate, resuming, step, update
+from polyamp_torch.step import differentiate, failures, resuming, step, update
 from polyamp_torch.step.measure import global_norm, reciprocal
 from polyamp_torch.step.state import TorchState
 
@@ -155,6 +155,9 @@ class TorchBackend:
 
     def check_arrays(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> list[str]:
         return resuming.problems(state, arrays)
+
+    def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
+        return failures.explained(error)
 
     def testing(self) -> Harness:
         from polyamp_torch.harness import TorchHarness

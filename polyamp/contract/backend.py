@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from polyamp.contract.harness import Harness
+    from polyamp.errors import PolyampError
 
 
 class BackendInfo(NamedTuple):
@@ -185,6 +186,20 @@ class ChecksArrays(Protocol):
 
     def check_arrays(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> list[str]:
         """What `import_state` could not put into this state, one sentence each; empty if nothing. Changes nothing."""
+
+
+@runtime_checkable
+class ExplainsFailures(Protocol):
+    """A backend that knows what was mistaken when a step ends in certain errors of its framework."""
+
+    def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
+        """The error to raise in place of the framework's: what came, and what to do. None if it is not known.
+
+        Args:
+            error: what a step, or its first half, raised; none of polyamp's own.
+            states: the states that it was called with.
+            batch: the batch, as the user gave it.
+        """
 
 
 class Backend(Protocol):

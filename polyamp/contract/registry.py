@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from polyamp import lookup
-from polyamp.contract import evidence
+from polyamp.contract import evidence, versions
 from polyamp.contract.backend import Backend, BackendInfo, OwnLoop, PerOperation
 from polyamp.contract.report import CastingReport
-from polyamp.errors import BackendError, BackendNotInstalledError, UnsupportedError, did_you_mean
+from polyamp.errors import BackendError, BackendNotInstalledError, ModelError, UnsupportedError, did_you_mean
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from polyamp.recipe.scaler import LossScaler
 
 GROUP: Final = "polyamp.backends"
+_ALSO: Final = {"tf": "tensorflow", "pytorch": "torch", "pt": "torch"}
+"""What else frameworks are called -> a backend's name."""
+_NEUTRAL: Final = ("polyamp", "numpy")
+"""Roots whose models and arrays a backend that is named may take for its own."""
 
 
 class BackendStatus(NamedTuple):
@@ -81,9 +85,13 @@ def get(name: str) -> Backend:
     known = entries()
     if name not in known:
         raise BackendError(
-            f"backend must be one of {', '.join(sorted(names()))}. Received: {name!r}.{did_you_mean(name, known)}"
+            f"backend must be one of {', '.join(sorted(names()))}. Received: {name!r}."
+            + did_you_mean(_ALSO.get(str(name).lower(), str(name)), known)
         )
     entry = known[name]
+    too_old = versions.too_old(entry)
+    if too_old is not None:
+        raise BackendError(f"backend {name!r} {too_old} Run: {install_command(entry)}")
     try:
         backend: Backend = entry.load()
     except ModuleNotFoundError as error:
@@ -118,6 +126,27 @@ def backend_for(*objects: Any) -> Backend:
         f"no backend recognises {shown}. Registered: {', '.join(sorted(names()))}. Pass a model or array of one of "
         "these frameworks, or name it: backend='jax'."
     )
+
+
+def check_named(name: str, model: Any) -> None:
+    """Refuse a model that shows its framework beside `backend=` another, before the other is imported.
+
+    Raises:
+        ModelError: says which it is.
+    """
+    known = entries()
+    for leaf in _leaves([model]):
+        root = _root(type(leaf), known)
+        if root is None or root in _NEUTRAL or name not in known:
+            continue
+        if known[root].value != known[name].value:
+            own = next(n for n, value in names().items() if value == known[root].value)
+            raise ModelError(
+                f"model is of the {own} backend. Received: backend={name!r}. Drop backend=, which is for "
+                "models that do "
+                f"not show their framework, or write backend={own!r}."
+            )
+        return
 
 
 def backend_of_type(kind: type) -> Backend | None:
@@ -268,7 +297,7 @@ def explain(
         >>> import jax, jax.numpy as jnp, polyamp
         >>> layer = lambda w, x: jnp.exp(x @ w)
         >>> print(polyamp.explain(layer, polyamp.Policy("mixed_float16"), jnp.ones((2, 3)), jnp.ones((4, 2))))
-        Policy(param='float32', compute='float16', output='float32')
+        Policy(param='float32', compute='float16', output='float32') [mixed: float32 master weights]
         <BLANKLINE>
         module  operation    dtype    rule     count
         ------  -----------  -------  -------  -----
@@ -334,7 +363,6 @@ def _broken(entry: EntryPoint, error: BaseException) -> BackendError:
 
 
 def _look(name: str) -> BackendStatus:
-    import importlib.metadata
     import importlib.util
 
     root = name if name != "reference" else "numpy"
@@ -342,16 +370,15 @@ def _look(name: str) -> BackendStatus:
         return BackendStatus(name, False, None, (), f"its package is missing; {install_command(entries()[name])}")
     if importlib.util.find_spec(root) is None:
         return BackendStatus(name, False, None, (), f"{root} is not installed; {install_command(entries()[name])}")
+    too_old = versions.too_old(entries()[name])
+    if too_old is not None:
+        return BackendStatus(name, False, versions.installed(root), (), f"{too_old} {install_command(entries()[name])}")
     if root in sys.modules:
         try:
             return _status(name, get(name).info())
         except BackendError as error:
             return BackendStatus(name, False, None, (), str(error))
-    try:
-        version: str | None = importlib.metadata.version(root)
-    except importlib.metadata.PackageNotFoundError:
-        version = None
-    return BackendStatus(name, True, version, (), None)
+    return BackendStatus(name, True, versions.installed(root), (), None)
 
 
 def _status(name: str, info: BackendInfo) -> BackendStatus:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from polyamp.dtypes import ALIASES, canonical
-from polyamp.errors import PolicyError, did_you_mean
+from polyamp.errors import PolicyError, did_you_mean, nearest
 
 
 class Spelling(NamedTuple):
@@ -62,6 +62,18 @@ WORDS: Final[dict[str, dict[str, Spelling]]] = {
 }
 """Dialect -> word -> meaning. The first word with a given meaning is the one `spell` returns."""
 
+_MEANT: Final[dict[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("half", "f16", "16bit", "float16mixed"), ("mixed_float16", "float16")),
+    **dict.fromkeys(("amp", "mixed", "auto", "mixedprecision"), ("mixed_float16", "mixed_bfloat16")),
+    **dict.fromkeys(("bfloat", "bf"), ("mixed_bfloat16", "bfloat16")),
+    **dict.fromkeys(("full", "f32", "fp32", "single", "none"), ("float32",)),
+}
+"""Words of no dialect, written together -> what may have been meant."""
+_ELSEWHERE: Final = {
+    "tf32": " TF32 is no policy but how float32 products are computed: Policy('float32', float32_matmul='high').",
+    "fp8": " There is no policy in 8 bits: 'mixed_bfloat16' and 'mixed_float16' are the narrowest.",
+}
+
 _JMP_KEYS: Final[dict[str, str]] = {
     "params": "param",
     "param": "param",
@@ -83,6 +95,8 @@ def parse(word: str) -> Spelling:
     'bfloat16'
     >>> parse("params=float32,compute=bf16,output=f32")
     Spelling(param='float32', compute='bfloat16', output='float32', mode='cast')
+    >>> parse("c=bf16")
+    Spelling(param='float32', compute='bfloat16', output='bfloat16', mode='cast')
     """
     if "=" in word:
         return _parse_jmp(word)
@@ -92,11 +106,32 @@ def parse(word: str) -> Spelling:
     known = [name for words in WORDS.values() for name in words]
     raise PolicyError(
         f"policy must be one of {', '.join(dict.fromkeys(known))}, or a jmp string such as "
-        f"'params=float32,compute=bfloat16,output=float32'. Received: {word!r}.{did_you_mean(word, known)}"
+        f"'params=float32,compute=bfloat16,output=float32'. Received: {word!r}.{_meant(word, known)}"
     )
 
 
+def _meant(word: str, known: list[str]) -> str:
+    """What an unknown word may have meant; where that holds everything in 16 bits, what is mixed is named beside it."""
+    plain = "".join(letter for letter in word.lower() if letter.isalnum())
+    if plain.startswith(("fp8", "float8", "f8")):
+        return _ELSEWHERE["fp8"]
+    if plain in _ELSEWHERE:
+        return _ELSEWHERE[plain]
+    close = list(_MEANT.get(plain, ())) or nearest(word, known)
+    if not close:
+        return ""
+    said = f" Did you mean {' or '.join(map(repr, close))}?"
+    for name in close:
+        meaning = next(words[name] for words in WORDS.values() if name in words)
+        if meaning.param in ("float16", "bfloat16"):
+            mixed = f"'mixed_{meaning.param}'"
+            return f"{said} {name!r} holds every parameter in 16 bits; {mixed} keeps float32 master weights."
+    return said
+
+
 def _parse_jmp(word: str) -> Spelling:
+    """A string of jmp's, with jmp's own defaults: parameters in float32, computation as the parameters, output as the
+    computation (`jmp.get_policy`, jmp 0.0.4). "half" is float16, as in jmp on everything but a TPU."""
     fields: dict[str, str] = {}
     for part in word.split(","):
         key, _, value = (piece.strip() for piece in part.partition("="))
@@ -105,14 +140,14 @@ def _parse_jmp(word: str) -> Spelling:
             hint = did_you_mean(key, _JMP_KEYS) if name is None else ""
             hint = did_you_mean(value, ALIASES) if value not in ALIASES else hint
             raise PolicyError(
-                f"a jmp policy is 'params=DTYPE,compute=DTYPE,output=DTYPE' (or p=, c=, o=), each once, with DTYPE one "
+                "a jmp policy is 'params=DTYPE,compute=DTYPE,output=DTYPE' (or p=, c=, o=), each at most "
+                "once, with DTYPE one "
                 f"of {', '.join(ALIASES)}. Received: {part.strip()!r} in {word!r}.{hint}"
             )
         fields[name] = canonical(value, argument=key)
-    missing = [name for name in ("param", "compute", "output") if name not in fields]
-    if missing:
-        raise PolicyError(f"a jmp policy names params, compute and output. Missing: {', '.join(missing)} in {word!r}.")
-    return Spelling(**fields, mode="cast")
+    param = fields.get("param", "float32")
+    compute = fields.get("compute", param)
+    return Spelling(param, compute, fields.get("output", compute), mode="cast")
 
 
 def spell(spelling: Spelling, dialect: str, *, extras: list[str]) -> str:

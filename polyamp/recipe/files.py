@@ -7,13 +7,15 @@ a struct of the same fields that makes its record, and so has it checked, while 
 from __future__ import annotations
 
 import functools
+import re
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from polyamp.errors import RecipeError
+from polyamp.errors import RecipeError, did_you_mean
+from polyamp.other_names import advice
 from polyamp.recipe.policy import Policy
 from polyamp.records import Record
 
@@ -26,9 +28,70 @@ def convert(value: Any, kind: Any) -> Any:
     """A record of `kind`, a record class or a union of some, from plain data.
 
     Raises:
-        msgspec.ValidationError: an unknown key, a wrong type or an impossible value; it ends with the path.
+        msgspec.ValidationError: an unknown key, a wrong type or an impossible value, with what is known there; it ends
+            with the path.
     """
-    return msgspec.convert(value, _mirrored(kind), dec_hook=_policy).record
+    try:
+        return msgspec.convert(value, _mirrored(kind), dec_hook=_policy).record
+    except msgspec.ValidationError as error:
+        clearer = _clearer(str(error), value, kind)
+        if clearer is None:
+            raise
+        raise msgspec.ValidationError(clearer) from error
+
+
+def _clearer(message: str, value: Any, kind: Any) -> str | None:
+    """msgspec's message for an unknown key or `type`, with those that there are; None for other messages."""
+    found = re.fullmatch(r"(.*?)(?: - at `\$(.*)`)?", message, re.DOTALL)
+    assert found is not None
+    problem, path = found[1], found[2] or ""
+    where = f" - at `${path}`" if path else ""
+    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", problem):
+        kinds = _kinds_at(kind, value, path)
+        if len(kinds) != 1:
+            return None
+        fields, name = kinds[0].field_names, unknown[1]
+        return (
+            f"{kinds[0].called()} has the keys {', '.join(fields)}. Received: {name!r}."
+            f"{advice(kinds[0].word, fields, [name])}{where}"
+        )
+    wrong = re.fullmatch(r"Invalid value '(.*)'", problem)
+    if (wrong and path.endswith(".type")) or problem == "Object missing required field `type`":
+        tags = [each.tag for each in _kinds_at(kind, value, path.removesuffix(".type"), by_type=False)]
+        received = f"{wrong[1]!r}.{did_you_mean(wrong[1], tags)}" if wrong else "no type."
+        return f"type must be one of {', '.join(tags)}. Received: {received}{where}"
+    return None
+
+
+def _kinds_at(kind: Any, value: Any, path: str, *, by_type: bool = True) -> list[Any]:
+    """The record classes that may stand at a path of plain data, such as ".optimizer.learning_rate".
+
+    Args:
+        kind: what stands at the root.
+        value: the plain data.
+        path: the path from the root.
+        by_type: look at the table's own `type`, where there is one, at the end of the path too.
+    """
+    kinds = _records(kind)
+    for key, index in re.findall(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]", path):
+        if key:
+            kinds = [each for k in _chosen(kinds, value) for each in _records(get_type_hints(k).get(key))]
+            value = value.get(key) if isinstance(value, dict) else None
+        else:  # msgspec writes an index of a list; a record in it is found among the list's members
+            value = value[int(index)] if isinstance(value, list | tuple) and index.isdigit() else None
+    return _chosen(kinds, value) if by_type else kinds
+
+
+def _chosen(kinds: list[Any], value: Any) -> list[Any]:
+    tag = value.get("type") if isinstance(value, dict) else None
+    return [each for each in kinds if not each.tag or each.tag == tag]
+
+
+def _records(hint: Any) -> list[Any]:
+    """The record classes in a type."""
+    if isinstance(hint, type) and issubclass(hint, Record) and hint is not Policy:
+        return [hint]
+    return [each for inner in get_args(hint) for each in _records(inner)]
 
 
 def plain(value: Any) -> Any:
@@ -89,7 +152,10 @@ def _policy(_: type[Any], value: Any) -> Policy:
         known = (*Policy.field_names, "name")
         for key in value:
             if key not in known:
-                raise RecipeError(f"policy has the keys {', '.join(known)}. Received: {key!r}")
+                close = advice("policy", known, [key])
+                raise RecipeError(
+                    f"policy has the keys {', '.join(known)}. Received: {key!r}.{close}".removesuffix(".")
+                )
         if "compute" not in value and "name" not in value:
             raise RecipeError(
                 'policy must say in which dtype it computes: compute = "float16", or a spelling in '

@@ -329,4 +329,14 @@ def _number(name: str, value: Any, *, low: float, below: float = math.inf) -> No
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < below:
         limit = f"of at least {low:g}" + (f" and below {below:g}" if below < math.inf else "")
         schedule = " or a polyamp.schedules schedule" if name == "learning_rate" else ""
-        raise RecipeError(f"{name} must be a finite number {limit}{schedule}. Received: {name}={value!r}.")
+        instead = _no_rate(value) if name == "learning_rate" else ""
+        raise RecipeError(f"{name} must be a finite number {limit}{schedule}. Received: {name}={value!r}.{instead}")
+
+
+def _no_rate(value: Any) -> str:
+    """What to do with what is no learning rate: "" or a sentence, a blank first."""
+    if hasattr(value, "__next__") or type(value) in (list, tuple, dict):
+        return " The parameters are the model's: polyamp.init(model, recipe) gives them to the optimizer."
+    if isinstance(value, type):
+        return f" That is the class {getattr(value, 'tag', '') or value.__name__}: call it with its arguments."
+    return " Write one of polyamp.schedules; another library's schedule is no data." if callable(value) else ""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Literal, TypeVar
+from typing import Any, ClassVar, Final, Literal, Never, TypeVar
 
-from polyamp.dtypes import BYTES, canonical
+from polyamp.dtypes import BYTES, canonical, name_of
 from polyamp.errors import PolicyError, PolyampError, did_you_mean
 from polyamp.lookup import registry
 from polyamp.recipe import dialects
-from polyamp.records import Record
+from polyamp.records import Record, unknown_arguments
 from polyamp.rules import aliases as alias_names
 from polyamp.rules import overrides as globs
 from polyamp.rules.plan import Plan
@@ -66,8 +66,12 @@ class Policy(Record, kw_only=True):
     Example:
         >>> Policy("mixed_float16")
         Policy(param='float32', compute='float16', output='float32')
-        >>> Policy("mixed_float16") == Policy(compute="fp16")
+        >>> Policy("mixed_float16") == Policy("fp16") == Policy(compute="float16")
         True
+        >>> print(Policy("fp16"))
+        Policy(param='float32', compute='float16', output='float32') [mixed: float32 master weights]
+        >>> print(Policy("float16"))
+        Policy(param='float16', compute='float16', output='float16') [pure: no float32 master weights]
         >>> Policy("O2").mode
         'cast'
     """
@@ -99,13 +103,18 @@ class Policy(Record, kw_only=True):
         op_list: Literal["polyamp", "native"] = "polyamp",
         op_rules: Mapping[str, str] | None = None,
         aliases: Mapping[str, Mapping[str, str]] | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            raise unknown_arguments(Policy, list(unknown))
         dtypes = {"param": param, "compute": compute, "output": output}
         if isinstance(spelling, Policy):
             raise PolicyError("policy is already a Policy; use policy.replace(...) to change one of its fields.")
         if spelling is not None:
             if not isinstance(spelling, str):
-                raise PolicyError(f"policy must be a string such as 'mixed_float16'. Received: {spelling!r}.")
+                raise PolicyError(
+                    f"policy must be a string such as 'mixed_float16'. Received: {spelling!r}.{no_spelling(spelling)}"
+                )
             doubled = [name for name, value in dtypes.items() if value is not None]
             if doubled:
                 raise PolicyError(
@@ -156,6 +165,12 @@ class Policy(Record, kw_only=True):
                 shown.append(f"{name}={getattr(self, name)!r}")
         shown += [f"{name}={dict(getattr(self, name))!r}" for name in _TABLES if getattr(self, name)]
         return f"Policy({', '.join(shown)})"
+
+    def __str__(self) -> str:
+        """`repr`, and in words whether there are master weights: "fp16" is mixed, "float16" is not."""
+        if self.param in ("float16", "bfloat16"):
+            return f"{self!r} [pure: no float32 master weights]"
+        return f"{self!r} [mixed: {self.param} master weights]" if self.is_mixed else repr(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The policy's fields as plain data: `Policy(**policy.to_dict()) == policy`."""
@@ -268,6 +283,24 @@ class Policy(Record, kw_only=True):
     def _cast(self, tree: _Target, dtype: str) -> _Target:
         result: _Target = registry().backend_for(tree).cast(tree, dtype, float64=self.casts_float64)
         return result
+
+
+def no_spelling(value: Any) -> str:
+    """What to do with what is no spelling of a policy: "" or a sentence or two, a blank first."""
+    if isinstance(value, int) and str(value) in dialects.WORDS["lightning"]:
+        word = "16-mixed" if value == 16 else f"{value}-true"
+        return f" Did you mean {word!r}?"
+    if isinstance(value, Mapping):
+        return " For fields by name: Policy(**fields)."
+    if isinstance(value, type) and issubclass(value, Policy):
+        return " Call it: Policy('mixed_float16')."
+    dtype = name_of(value)
+    if dtype in BYTES and dtype not in ("float32", "float64"):
+        return (
+            f" A dtype alone does not say what is stored in it: Policy('mixed_{dtype}') computes in {dtype} and keeps "
+            f"float32 master weights, as Policy(compute={dtype!r}) does; Policy({dtype!r}) stores them in 16 bits too."
+        )
+    return f" Did you mean {dtype!r}?" if dtype in BYTES else ""
 
 
 def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, str]:

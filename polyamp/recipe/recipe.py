@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import re
+import types
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from polyamp.errors import PolyampError, RecipeError
+from polyamp.errors import (
+    LossScaleError,
+    PolyampError,
+    RecipeError,
+    described,
+    did_you_mean,
+    nearest,
+)
 from polyamp.recipe.optimizers import SPECS, AdamW, OptimizerSpec, is_spec
-from polyamp.recipe.policy import Policy
-from polyamp.recipe.scaler import LossScaler
+from polyamp.recipe.policy import Policy, no_spelling
+from polyamp.recipe.scaler import PRESETS, LossScaler
 from polyamp.records import Record
 
 if TYPE_CHECKING:
@@ -20,6 +30,9 @@ else:
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+SPEC_NAMES: tuple[str, ...] = tuple(spec.called() for spec in SPECS)
+_NO_OBJECTS = (str, bytes, bool, int, float, complex, type, types.FunctionType, types.MethodType, functools.partial)
 
 
 class Recipe(Record, kw_only=True):
@@ -75,27 +88,32 @@ class Recipe(Record, kw_only=True):
         if isinstance(self.policy, str):
             self._settle("policy", Policy(self.policy))
         if not isinstance(self.policy, Policy):
-            raise RecipeError(f"policy must be a polyamp.Policy or its spelling. Received: policy={self.policy!r}.")
+            raise RecipeError(
+                "policy must be a polyamp.Policy or its spelling, such as 'mixed_float16'. Received: "
+                f"{_shown('policy', self.policy)}.{_no_policy(self.policy)}"
+            )
         self._share_aliases()
         if isinstance(self.scaler, str):
             self._settle("scaler", _named_scaler(self.scaler))
         if not isinstance(self.scaler, LossScaler | None):
             raise RecipeError(
-                "scaler must be a polyamp.LossScaler, a preset's name, or None. A framework's own scaler would scale "
-                f"the loss a second time. Received: scaler={type(self.scaler).__module__}."
-                f"{type(self.scaler).__qualname__}."
+                "scaler must be a polyamp.LossScaler, 'dynamic', 'off', a preset's name, or None, which lets "
+                "the policy "
+                "choose. A framework's own scaler would scale the loss a second time. Received: "
+                f"{_shown('scaler', self.scaler)}.{_no_scaler(self.scaler)}"
             )
         optimizer: Any = self.optimizer
-        if optimizer is None or isinstance(optimizer, str | Mapping) or optimizer in SPECS:
+        if not (is_spec(optimizer) or _may_be_native(optimizer)):
             raise RecipeError(
-                f"optimizer must be one of polyamp's specs ({', '.join(s.__name__.lower() for s in SPECS)}) or a "
-                f"framework's own optimizer. Received: optimizer={optimizer!r}."
+                f"optimizer must be one of polyamp's specs ({', '.join(SPEC_NAMES)}) or a framework's own optimizer. "
+                f"Received: {_shown('optimizer', optimizer)}.{_no_optimizer(optimizer)}"
             )
         clip, steps = self.clip_norm, self.accumulate_steps
         if clip is not None and (
             isinstance(clip, bool) or not isinstance(clip, int | float) or not 0.0 < clip < math.inf
         ):
-            raise RecipeError(f"clip_norm must be None or a finite number above 0. Received: clip_norm={clip!r}.")
+            off = " For no clipping: clip_norm=None." if clip == 0 and not isinstance(clip, bool) else ""
+            raise RecipeError(f"clip_norm must be None or a finite number above 0. Received: clip_norm={clip!r}.{off}")
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise RecipeError(
                 f"accumulate_steps must be an integer of at least 1. Received: accumulate_steps={steps!r}."
@@ -150,13 +168,16 @@ class Recipe(Record, kw_only=True):
         Raises:
             RecipeError: no policy, as in an empty or cut-off file; an unknown key, a wrong type or an impossible value.
                 Names the file and the path in it.
+            FileNotFoundError: there is no such file; names files beside it with nearly that name.
         """
-        from pathlib import Path
+        from polyamp.files import as_path, missing
 
-        path = Path(path)
+        path = as_path(path, instead="A recipe made in code is polyamp.Recipe(...).")
         parse = _format(path)[0]
         try:
             text = path.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise missing(path) from error
         except UnicodeDecodeError as error:
             raise RecipeError(f"{path} is not UTF-8 text: {error}.") from error
         return parse(text, source=str(path))
@@ -170,11 +191,9 @@ class Recipe(Record, kw_only=True):
             RecipeError: another suffix, or a native optimizer, which has no file form.
             OSError: the folder is missing or full; the older file is intact.
         """
-        from pathlib import Path
+        from polyamp.files import as_path, write_atomically
 
-        from polyamp.files import write_atomically
-
-        path = Path(path)
+        path = as_path(path)
         text = _format(path)[1](self)
         write_atomically(path, text.encode())
 
@@ -183,14 +202,14 @@ class Recipe(Record, kw_only=True):
         """Parse a recipe from TOML; as `load` does."""
         import msgspec
 
-        return _decode(lambda: msgspec.toml.decode(text), source)
+        return _decode(msgspec.toml.decode, source, _text(text, "TOML"))
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "JSON text") -> Recipe:
         """Parse a recipe from JSON; as `load` does."""
         import msgspec
 
-        return _decode(lambda: msgspec.json.decode(text), source)
+        return _decode(msgspec.json.decode, source, _text(text, "JSON"))
 
     def to_toml(self) -> str:
         """The recipe as TOML. The policy's `compute` comes last, so that a text that was cut off lacks it."""
@@ -224,16 +243,30 @@ class Recipe(Record, kw_only=True):
         return fields
 
 
-def _decode(parse: Callable[[], Any], source: str) -> Recipe:
+def _text(text: Any, form: str) -> str | bytes:
+    if not isinstance(text, str | bytes):
+        raise RecipeError(f"text must be {form} text. Received: {described(text)}. To read a file: Recipe.load(path).")
+    return text
+
+
+def _with_line(message: str, text: str | bytes) -> str:
+    """A parser's message with the number of the line, where it says another place."""
+    content, newline = text.encode() if isinstance(text, str) else text, b"\n"
+    last = content.rstrip().count(newline) + 1
+    message = message.replace("(at end of document)", f"(at end of document, line {last})")
+    return re.sub(r"\(byte (\d+)\)$", lambda found: f"(line {content[: int(found[1])].count(newline) + 1})", message)
+
+
+def _decode(parse: Callable[[str | bytes], Any], source: str, text: str | bytes) -> Recipe:
     import msgspec
 
     from polyamp.recipe.files import convert
 
     try:
-        plain = parse()
+        plain = parse(text)
         recipe: Recipe = convert(plain, Recipe)
     except (msgspec.DecodeError, PolyampError) as error:
-        raise RecipeError(f"{source}: {error}") from error
+        raise RecipeError(f"{source}: {_with_line(str(error), text)}") from error
     if "policy" not in plain:
         raise RecipeError(
             f'{source}: no policy is named. A recipe in a file must name it, for instance policy = "float32", because '
@@ -246,7 +279,59 @@ def _decode(parse: Callable[[], Any], source: str) -> Recipe:
 def _named_scaler(name: str) -> LossScaler:
     if name == "dynamic":
         return LossScaler()
-    return LossScaler.off() if name == "off" else LossScaler.like(name)
+    if name == "off":
+        return LossScaler.off()
+    if name not in PRESETS:
+        known = ("dynamic", "off", *PRESETS)
+        close = " Did you mean 'off'?" if name.lower() in ("none", "no", "disabled", "") else did_you_mean(name, known)
+        raise LossScaleError(f"scaler must be one of {', '.join(known)}. Received: {name!r}.{close}")
+    return LossScaler.like(name)
+
+
+def _may_be_native(value: Any) -> bool:
+    """Whether a value may be a framework's own optimizer: an object that is neither plain data, nor a class or function
+    that makes one."""
+    if value is None or isinstance(value, _NO_OBJECTS) or hasattr(value, "__next__"):
+        return False
+    return not (type(value) in (list, tuple, set, dict) or isinstance(value, Mapping | Record))
+
+
+def _shown(name: str, value: Any) -> str:
+    """A value that came, with the argument's name where it is short."""
+    words = described(value)
+    return f"{name}={words}" if value is None or isinstance(value, str | bool | int | float) else words
+
+
+def _no_policy(value: Any) -> str:
+    if value is None:
+        return " For none: 'float32', the default."
+    own = getattr(value, "name", None)
+    if isinstance(own, str) and hasattr(value, "compute_dtype"):
+        return f" Keras's policies go by their name: policy=policy.name ({own!r})."
+    return no_spelling(value)
+
+
+def _no_scaler(value: Any) -> str:
+    if isinstance(value, bool):
+        return f" Did you mean {'dynamic' if value else 'off'!r}?"
+    if isinstance(value, int | float):
+        return f" For a scale that never moves: polyamp.LossScaler.static({value!r})."
+    return " Call it: polyamp.LossScaler()." if value is LossScaler else ""
+
+
+def _no_optimizer(value: Any) -> str:
+    if isinstance(value, type):
+        name = value.__name__.lower()
+        made = f"polyamp.{name}(learning_rate=1e-3)" if name in SPEC_NAMES else "polyamp.adamw(learning_rate=1e-3)"
+        return f" Call it: {made}, or the framework's own with its arguments."
+    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        return " Call it, and pass what it returns: optax.adam(1e-3), polyamp.adamw(learning_rate=1e-3)."
+    if isinstance(value, Mapping) and value.get("type") in SPEC_NAMES:
+        return f" Write polyamp.{value['type']}(...); tables are for recipe files (Recipe.load)."
+    if isinstance(value, str):
+        close = nearest(value, SPEC_NAMES, limit=1) or ["adamw"]
+        return f" Write polyamp.{close[0]}(learning_rate=1e-3)."
+    return " Write polyamp.adamw(learning_rate=1e-3)."
 
 
 def _format(path: Path) -> tuple[Callable[..., Recipe], Callable[[Recipe], str]]:

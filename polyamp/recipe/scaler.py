@@ -65,7 +65,8 @@ class LossScaler(Record, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.kind not in ("dynamic", "static", "off"):
-            raise LossScaleError(f"kind must be 'dynamic', 'static' or 'off'. Received: kind={self.kind!r}.")
+            none = " Did you mean 'off'?" if self.kind in ("none", None, False) else ""
+            raise LossScaleError(f"kind must be 'dynamic', 'static' or 'off'. Received: kind={self.kind!r}.{none}")
         if self.on_stuck not in ("raise", "warn", "ignore"):
             raise LossScaleError(f"on_stuck must be 'raise', 'warn' or 'ignore'. Received: on_stuck={self.on_stuck!r}.")
         if self.growth_delay not in DELAYS:
@@ -213,7 +214,9 @@ class LossScaler(Record, kw_only=True):
 
 def _positive(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise LossScaleError(f"{name} must be a number. Received: {name}={value!r}.")
+        dynamic = value == "dynamic"
+        instead = " One that moves is LossScaler(), the default: it starts at init_scale=2.0**15." if dynamic else ""
+        raise LossScaleError(f"{name} must be a number. Received: {name}={value!r}.{instead}")
     if not 2.0**-126 <= value <= NO_CEILING:
         raise LossScaleError(f"{name} must be a positive float32 number, 2^-126 to 2^127. Received: {name}={value!r}.")
     return float(value)

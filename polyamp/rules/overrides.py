@@ -96,6 +96,7 @@ def check_glob(glob: Any, *, argument: str, error: type[PolyampError] = PolicyEr
         raise error(
             f"{argument} is a module-path glob such as 'encoder/norm*', separated by '/' in every framework, "
             f"with no '/' at its ends and no '.'. Received: {glob!r}."
+            + (f" Did you mean {glob.replace('.', '/').strip('/')!r}?" if isinstance(glob, str) and glob else "")
         )
 
 

@@ -5,10 +5,10 @@ They work on names, shapes and canonical dtype names, so they know no framework.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from polyamp.errors import GradientError, LossError, ModelError, UnsupportedError, did_you_mean
+from polyamp.errors import GradientError, LossError, ModelError, UnsupportedError, described, did_you_mean
 
 FLOATING: Final = ("float16", "bfloat16", "float32", "float64")
 Shape = tuple[int, ...]
@@ -74,19 +74,55 @@ def check_loss(shape: Shape, dtype: str, *, what: str = "loss_fn") -> None:
         )
 
 
+_PAIR: Final = "loss_fn must return loss or (loss, aux)."
+
+
 def split_result(value: Any) -> tuple[Any, Any]:
     """(loss, aux) from what `loss_fn` returned: a loss, or a pair.
 
     Raises:
-        LossError: a tuple of another length, or None.
+        LossError: a tuple of another length, or what is no array in the place of the loss.
     """
-    if isinstance(value, tuple):
-        if len(value) != 2:
-            raise LossError(f"loss_fn must return loss or (loss, aux). Received: a tuple of {len(value)} items.")
-        return value[0], value[1]
+    if not isinstance(value, tuple):
+        _check_is_array(value, "")
+        return value, None
+    if len(value) != 2:
+        rest = " Put what is not the loss into one aux: (loss, (a, b)), or (loss, {'a': a})." if len(value) > 2 else ""
+        raise LossError(f"{_PAIR} Received: a tuple of {len(value)} items.{rest}")
+    loss, aux = value
+    if not _is_array(loss) and _is_array(aux):
+        raise LossError(f"{_PAIR} Received: a tuple of {described(loss)} and an array. The loss first: (loss, aux).")
+    _check_is_array(loss, " as the loss")
+    return loss, aux
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is an array of some framework, or a number of NumPy's."""
+    return hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, type)
+
+
+def _check_is_array(value: Any, where: str) -> None:
+    """Refuse what is no array in the place of the loss."""
+    if _is_array(value):
+        return
+    said, advice = described(value), ""
     if value is None:
-        raise LossError("loss_fn must return loss or (loss, aux). Received: None. Is a `return` missing?")
-    return value, None
+        advice = " Is a `return` missing?"
+    elif isinstance(value, int | float):
+        said = f"{value!r}, {'an' if isinstance(value, int) else 'a'} {type(value).__name__}"
+        advice = " A number of Python's carries no gradient: return the array itself, without .item() or float()."
+    elif isinstance(value, Mapping):
+        keys = ", ".join(map(repr, value))
+        advice = (
+            " Return output['loss'], or (output['loss'], output)." if "loss" in value else f" It has the keys {keys}."
+        )
+    elif _is_array(getattr(value, "loss", None)):
+        advice = " Return output.loss, or (output.loss, aux)."
+    elif isinstance(value, list):
+        advice = " With a tuple, not a list: return loss, aux."
+    elif callable(value):
+        advice = " Did you mean to call it?"
+    raise LossError(f"{_PAIR} Received: {said}{where}.{advice}")
 
 
 def check_gradients(expected: Sequence[tuple[str, Shape]], received: Sequence[tuple[str, Shape | None]]) -> None:
@@ -155,5 +191,21 @@ def check_options(received: Iterable[str], accepted: Sequence[str], *, function:
             listed = ", ".join(accepted) or "no options"
             raise UnsupportedError(
                 f"{function}() on the {backend} backend accepts {listed}. Received: {name}=."
-                + did_you_mean(name, accepted)
+                + (_OPTIONS.get(name) or did_you_mean(name, accepted))
             )
+
+
+_OPTIONS: Final = {
+    "donate": " A state is updated in place here: the one that you give stays usable, and there is nothing to donate. "
+    "Drop donate=.",
+    "optimizer": " It is the recipe's: polyamp.Recipe(optimizer=...).",
+    "lr": " It is the optimizer's: polyamp.Recipe(optimizer=polyamp.adamw(learning_rate=...)).",
+    "learning_rate": " It is the optimizer's: polyamp.Recipe(optimizer=polyamp.adamw(learning_rate=...)).",
+    "policy": " It is the recipe's: polyamp.Recipe(policy=...).",
+    "device": " The state lies where the model lies: move the model before polyamp.init.",
+    "jit": " Did you mean compile=?",
+    "compiled": " Did you mean 'compile'?",
+    "rngs": " Random streams are the framework's own here: set its seed.",
+    "axis_name": " It is for models of equinox, in JAX.",
+}
+"""Options that a backend may not have -> what to do instead, a blank first."""

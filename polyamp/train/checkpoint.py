@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 from polyamp._version import __version__
 from polyamp.contract.backend import Backend, ChecksArrays, ResumesOptimizers
 from polyamp.errors import CheckpointError, RecipeError
-from polyamp.files import write_atomically
+from polyamp.files import as_path, missing, write_atomically
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.train import changes, contents
+from polyamp.train.arguments import is_state, no_state
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,20 +41,33 @@ _BLANK: Final = "polyamp-digest".ljust(64, "-")
 """Stands in the header for the digest while the digest is computed; as long as one."""
 _MALFORMED: Final = (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError, RecursionError)
 """What parsing damaged bytes can raise, beside safetensors' own error."""
+_OTHERS: Final = {
+    b"PK\x03\x04": "it is a zip archive, as torch.save, .keras and .npz files are",
+    b"\x89HDF": "it is an HDF5 file, as older Keras weights are",
+    b"\x80": "it is a pickle, which polyamp does not load",
+    b"\x93NUMPY": "it is a NumPy array",
+}
+"""First bytes of a file -> what it is."""
 _State = TypeVar("_State")
 
 
-def save(state: Any, path: str | os.PathLike[str]) -> None:
+def save(state: Any, path: str | os.PathLike[str], *, dry_run: bool = False) -> None:
     """Write a state to one file, atomically, with the recipe it is trained with.
+
+    A run of hours should not find out at its end that it cannot be saved: call it once with `dry_run=True` before.
 
     Args:
         state: a training state.
         path: the file; its folder must exist. An older checkpoint there is replaced only once the new one is whole. Its
             permissions stay, and so does a symbolic link; partial files that killed saves of it left are removed.
+        dry_run: do all but put the file in its place: the state is read, and a file of that size is written to the
+            folder and removed. An older checkpoint stays.
 
     Raises:
-        OSError: the folder is missing or full; the older checkpoint is intact.
+        ArgumentError: no state, or no path.
+        OSError: the folder is missing, full or read-only; the older checkpoint is intact.
     """
+    file = _checked(state, path, "polyamp.save(state, path)")
     from safetensors.numpy import save as to_bytes
 
     arrays = _contiguous(state.backend.export_state(state))
@@ -65,7 +79,8 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
         "settings": json.dumps(changes.settings(state)),
     }
     content = to_bytes(arrays, metadata={**meta, "digest": _BLANK})
-    write_atomically(path, content.replace(_BLANK.encode(), _digest(content, _BLANK).encode(), 1))
+    whole = content.replace(_BLANK.encode(), _digest(content, _BLANK).encode(), 1)
+    write_atomically(file, whole, replace=not dry_run)
 
 
 def restore(state: _State, path: str | os.PathLike[str], *, on_change: OnChange = "error") -> _State:
@@ -87,7 +102,9 @@ def restore(state: _State, path: str | os.PathLike[str], *, on_change: OnChange 
     Raises:
         CheckpointError: the file is damaged, of another model or backend, of another recipe, or holds what no state of
             this kind can hold. The given state is then unchanged.
-        FileNotFoundError: there is no such file.
+        ArgumentError: no state, or no path.
+        FileNotFoundError: there is no such file; names files beside it with nearly that name.
+        IsADirectoryError: it is a folder.
 
     Example:
         >>> import polyamp, tempfile
@@ -101,6 +118,7 @@ def restore(state: _State, path: str | os.PathLike[str], *, on_change: OnChange 
     """
     if on_change not in ("error", "warn", "accept"):
         raise CheckpointError(f"on_change must be 'error', 'warn' or 'accept'. Received: on_change={on_change!r}.")
+    _checked(state, path, "polyamp.restore(state, path)")
     backend: Backend = state.backend  # type: ignore[attr-defined]  # a State; the type variable keeps the caller's type
     name = os.fspath(path)
     meta, arrays = read(path)
@@ -140,7 +158,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, np.nda
     """
     from safetensors import SafetensorError, deserialize
 
-    content = Path(path).read_bytes()
+    content = _content(as_path(path))
     try:
         length = int.from_bytes(content[:8], "little")
         meta: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
@@ -149,8 +167,9 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, np.nda
         intact = stored == _digest(content, stored)
     except (*_MALFORMED, SafetensorError) as error:
         raise CheckpointError(
-            f"{os.fspath(path)} is not a whole polyamp checkpoint ({type(error).__name__}: {error}). It is truncated, "
-            "damaged or another program's; restore an older one."
+            f"{os.fspath(path)} is not a whole polyamp checkpoint ({_what(content, error)}). It is truncated, "
+            "damaged or "
+            "another program's; restore an older one."
         ) from error
     if meta.get("format") != FORMAT:
         raise CheckpointError(
@@ -161,6 +180,34 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, np.nda
             f"{os.fspath(path)} is damaged: its contents do not match its digest. Restore an older one."
         )
     return meta, arrays
+
+
+def _checked(state: Any, path: Any, call: str) -> Path:
+    """The path, of a call with a state and a path."""
+    if not is_state(state):
+        raise no_state(state, path, call)
+    return as_path(path)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise missing(path) from error
+    except IsADirectoryError as error:
+        raise IsADirectoryError(
+            error.errno, f"{path.absolute()} is a folder; polyamp.save wrote a file. Name the file", str(path)
+        ) from error
+
+
+def _what(content: bytes, error: Exception) -> str:
+    """What a file is that is no checkpoint, if its first bytes tell; otherwise where reading it failed."""
+    if not content:
+        return "it is empty"
+    for start, kind in _OTHERS.items():
+        if content.startswith(start):
+            return kind
+    return f"{type(error).__name__}: {error}"
 
 
 def _saved_settings(meta: Mapping[str, str]) -> changes.Settings | None:

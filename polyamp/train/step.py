@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, TypeVar, overload
+from typing import Any, Final, Never, Protocol, TypeVar, overload
 
 from polyamp.contract import registry
 from polyamp.contract.backend import HasGroups, State, ValueAndGrad
-from polyamp.errors import GradientError, RecipeError, UnsupportedError
+from polyamp.errors import ArgumentError, RecipeError, UnsupportedError
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import stuck
 from polyamp.rules.decide import Skip
+from polyamp.train import arguments
 
 M = TypeVar("M")
 
@@ -37,7 +38,10 @@ def init(model: M, recipe: Recipe, *, backend: str | None = None, **options: Any
         PolyampError: whatever the recipe asks for and this model, backend or device cannot honour (S20).
     """
     if not isinstance(recipe, Recipe):
-        raise RecipeError(f"recipe must be a polyamp.Recipe. Received: {type(recipe).__name__}.")
+        raise arguments.no_recipe(recipe, "Write polyamp.init(model, recipe)")
+    arguments.check_model(model, backend)
+    if backend is not None:
+        registry.check_named(backend, model)
     found = registry.get(backend) if backend is not None else registry.backend_for(model)
     state: State[M] = registry.supporting(found, recipe.policy).init(model, recipe, **options)
     if getattr(recipe.optimizer, "groups", ()) and not isinstance(state, HasGroups):
@@ -77,15 +81,24 @@ class TrainStep:
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         return made
 
-    def __call__(self, state: State[M], batch: Any) -> tuple[State[M], StepResult]:
+    def __call__(self, state: State[M], batch: Any, *more: Never) -> tuple[State[M], StepResult]:
         """One step: scaled loss, gradients, finite flag, clip, optimizer, scale adjustment (S6 to S15)."""
-        backend = state.backend
-        if state.recipe is not self._accepted:
-            self._accept(state.recipe)
+        try:
+            backend, recipe = state.backend, state.recipe
+        except AttributeError:
+            raise arguments.no_state(state, batch, "step(state, batch)") from None
+        if more:
+            raise arguments.too_many(more)
+        if recipe is not self._accepted:
+            self._accept(recipe)
         run = self._run.get(backend.name)
         if run is None:
             run = self._run[backend.name] = backend.train_step(self.loss_fn, self.recipe, **self._options)
-        state, result = run(state, batch)
+        try:
+            state, result = run(state, batch)
+        except Exception as error:
+            _explain(error, self.loss_fn, [state], batch)
+            raise
         _look_if_stuck(state, lambda: self._not_finite(state, batch))
         return state, result
 
@@ -123,7 +136,8 @@ def train_step(loss_fn: LossFunction, recipe: Recipe, **options: Any) -> TrainSt
 
     Raises (from the returned callable):
         LossScaleStuckError: see `LossScaler.patience`.
-        PolyampError: a loss, batch or option that cannot be honoured.
+        PolyampError: a state, loss, batch or option that cannot be honoured. What `loss_fn` itself raises comes
+            through, with a note that says what it was called with.
 
     Example:
         >>> import numpy as np, polyamp
@@ -137,10 +151,9 @@ def train_step(loss_fn: LossFunction, recipe: Recipe, **options: Any) -> TrainSt
         >>> bool(result.skipped), int(result.step)
         (False, 1)
     """
-    if not callable(loss_fn):
-        raise RecipeError(f"loss_fn must be a function of (model, batch). Received: {type(loss_fn).__name__}.")
+    arguments.check_loss_fn(loss_fn, "polyamp.train_step(loss_fn, recipe)", registry.entries())
     if not isinstance(recipe, Recipe):
-        raise RecipeError(f"recipe must be a polyamp.Recipe. Received: {type(recipe).__name__}.")
+        raise arguments.no_recipe(recipe, "Write polyamp.train_step(loss_fn, recipe)")
     return TrainStep(loss_fn, recipe, options)
 
 
@@ -165,17 +178,22 @@ def value_and_grad(loss_fn: LossFunction, **options: Any) -> ValueAndGradients:
         states share is one parameter: each of their `Gradients` holds its whole gradient (S23).
 
     Raises (from the returned callable):
+        ArgumentError: no state.
         RecipeError: one state twice.
     """
+    arguments.check_loss_fn(loss_fn, "polyamp.value_and_grad(loss_fn)(state, batch)", registry.entries())
     runs: dict[str, ValueAndGrad] = {}
 
     def run(state: Any, batch: Any) -> Any:
-        states, several = _as_list(state)
-        _check_distinct(states)
+        states, several = _as_list(state, batch, "value_and_grad(loss_fn)(state, batch)")
         backend = states[0].backend
         if backend.name not in runs:
             runs[backend.name] = backend.value_and_grad(loss_fn, **options)
-        value, gradients = runs[backend.name](states, batch)
+        try:
+            value, gradients = runs[backend.name](states, batch)
+        except Exception as error:
+            _explain(error, loss_fn, states, batch)
+            raise
         return value, (gradients if several else gradients[0])
 
     return run
@@ -206,19 +224,11 @@ def apply_gradients(state: Any, grads: Any, *, skip: Skip = "all") -> tuple[Any,
         RecipeError: several states whose scalers differ, or one state twice.
         LossScaleStuckError: see `LossScaler.patience`.
     """
-    states, several = _as_list(state)
-    gradients: Sequence[Gradients] = grads if several else [grads]
+    states, several = _as_list(state, grads, "polyamp.apply_gradients(state, grads)")
     if skip not in ("all", "each"):
         raise RecipeError(f"skip must be 'all' or 'each'. Received: skip={skip!r}.")
-    if not isinstance(gradients, list) or len(gradients) != len(states):
-        raise GradientError(f"apply_gradients needs one Gradients per state: {len(states)} states were given.")
-    for item in gradients:
-        if not isinstance(item, Gradients):
-            raise GradientError(
-                f"grads must be the Gradients that value_and_grad returned (change them with "
-                f"gradients._replace(values=...)). Received: {type(item).__name__}."
-            )
-    _check_distinct(states)
+    arguments.check_gradients(grads, len(states), several=several)
+    gradients: Sequence[Gradients] = grads if several else [grads]
     if len({item.recipe.loss_scaler for item in states}) > 1:
         raise RecipeError("states that step together must share one scaler; their recipes have different ones.")
     backend = states[0].backend
@@ -226,6 +236,12 @@ def apply_gradients(state: Any, grads: Any, *, skip: Skip = "all") -> tuple[Any,
     for new, item in zip(new_states, gradients, strict=True):
         _look_if_stuck(new, functools.partial(_not_finite, backend, item))
     return (new_states, results) if several else (new_states[0], results[0])
+
+
+def _explain(error: Exception, loss_fn: LossFunction, states: Sequence[Any], batch: Any) -> None:
+    from polyamp.train import failures  # needs what nothing else of polyamp needs at its start
+
+    failures.explain(error, loss_fn, states, batch)
 
 
 def _look_if_stuck(state: State, names: Callable[[], list[str]]) -> None:
@@ -246,8 +262,24 @@ def _check_distinct(states: Sequence[Any]) -> None:
             )
 
 
-def _as_list(state: Any) -> tuple[list[Any], bool]:
-    return (state, True) if isinstance(state, list) else ([state], False)
+def _as_list(state: Any, other: Any, call: str) -> tuple[list[Any], bool]:
+    """The states, and whether they came as a list.
+
+    Raises:
+        ArgumentError: something else came.
+        RecipeError: one of them twice.
+    """
+    if not isinstance(state, list):
+        if not arguments.is_state(state):
+            raise arguments.no_state(state, other, call, several=True)
+        return [state], False
+    if not state:
+        raise ArgumentError(f"{call}: states must hold at least one state. Received: an empty list.")
+    for position, each in enumerate(state):
+        if not arguments.is_state(each):
+            raise arguments.no_state(each, other, call, several=True, position=position)
+    _check_distinct(state)
+    return state, True
 
 
 def _not_finite(backend: Any, gradients: Gradients) -> list[str]:

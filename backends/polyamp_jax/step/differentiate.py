@@ -26,6 +26,7 @@ from polyamp_jax.precision.bound import Engine
 from polyamp_jax.precision.cast_mode import compute_params
 from polyamp_jax.precision.reading import BoundModel
 from polyamp_jax.step.dependence import gradients_made
+from polyamp_jax.step.failures import check_aux
 from polyamp_jax.step.measure import unscaled_leaf
 from polyamp_jax.step.optimizers import widened
 from polyamp_jax.step.replicas import check_axes
@@ -139,6 +140,7 @@ def _differentiated(
         models = tuple(map(BoundModel, engines))
         with matmul_precision(states[0].setup.plan):
             loss, aux = refusals.split_result(loss_fn(models[0] if len(models) == 1 else models, batch))
+        check_aux(aux)
         scaled, wide = scaled_loss(loss, scale)
         return scaled if share == 1.0 else scaled * share, (wide, aux, [engine.running for engine in engines])
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from polyamp.errors import LossError, described
 from polyamp.results import Gradients, LossFunction
 from polyamp.rules import batches, refusals
 from polyamp.rules.batches import check_has_rows
@@ -207,7 +208,22 @@ def _scaled(states: States, loss_fn: LossFunction, batch: Any, share: float = 1.
     found = [{n: (v, g) for n, v in own.items() if (g := next(flat)) is not None} for own in parameters]
     refusals.check_depends(any(found))
     gradients = [{name: dense_wide(value, variable) for name, (variable, value) in own.items()} for own in found]
-    return _Scaled(loss, _map_present(lambda leaf: tf.convert_to_tensor(raw(leaf)), aux), gradients)
+    return _Scaled(loss, _map_present(_as_aux, aux), gradients)
+
+
+def _as_aux(leaf: Any) -> Any:
+    """A leaf of aux as a tensor.
+
+    Raises:
+        LossError: it cannot be one.
+    """
+    try:
+        return tf.convert_to_tensor(raw(leaf))
+    except (TypeError, ValueError) as error:
+        raise LossError(
+            f"a leaf of aux is {described(leaf)}. What loss_fn returns beside the loss must be tensors, numbers and "
+            "strings, in dicts, tuples and lists."
+        ) from error
 
 
 def _map_present(function: Callable[[Any], Any], tree: Any) -> Any:

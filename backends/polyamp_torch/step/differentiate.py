@@ -113,8 +113,14 @@ def scaled_backward(
         for model in models:
             stack.enter_context(model.installed())
         before = made()
+        held = [p.grad for p in _ends(states[0])]
         with opened(plan, states[0].device.type), quiet.disturbed:
             result = loss_fn(models[0] if len(models) == 1 else models, batch)
+        if any(p.grad is not grad for p, grad in zip(_ends(states[0]), held, strict=True)):
+            raise LossError(
+                "loss_fn must not run the backward pass: polyamp does, on the scaled loss, and would add its gradients "
+                "to those that are there. Drop loss.backward(), and optimizer.step() and zero_grad() with it."
+            )
         size = made() - before
         loss, aux = refusals.split_result(result)
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
@@ -132,6 +138,12 @@ def scaled_backward(
         with quiet.disturbed:
             torch.autograd.backward(scaled)
     return wide.detach(), map_tree(_detached, aux)
+
+
+def _ends(state: TorchState) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the last parameter: whether `loss_fn` ran a backward pass of its own shows in one of them."""
+    parameters = state.parameters
+    return parameters[next(iter(parameters))], parameters[next(reversed(parameters))]
 
 
 def dense(parameters: Iterable[tuple[str, torch.Tensor]], *, needed: bool = True) -> list[torch.Tensor]:

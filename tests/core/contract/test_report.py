@@ -28,7 +28,7 @@ def report() -> CastingReport:
 
 def test_the_table() -> None:
     assert str(report()) == (
-        "Policy(param='float32', compute='float16', output='float32')\n"
+        "Policy(param='float32', compute='float16', output='float32') [mixed: float32 master weights]\n"
         "\n"
         "module       operation    dtype    rule     count\n"
         "-----------  -----------  -------  -------  -----\n"

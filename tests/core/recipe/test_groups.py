@@ -118,7 +118,7 @@ def test_s27_a_recipe_with_groups_is_a_record_and_a_file(tmp_path: Path) -> None
             lambda: Recipe.from_toml(
                 'policy="float32"\n[optimizer]\ntype="adamw"\n[[optimizer.groups]]\npaths="a"\nlr=1'
             ),
-            r"unknown field `lr` - at `\$.optimizer.groups\[0\]`",
+            r"Received: 'lr'\. Did you mean 'learning_rate'\? - at `\$.optimizer.groups\[0\]`",
         ),
     ],
 )

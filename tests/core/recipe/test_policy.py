@@ -42,6 +42,12 @@ MEANINGS: list[tuple[str, tuple[str, str, str], str | None]] = [
     ("params=float32,compute=bf16,output=f32", (F32, BF16, F32), "cast"),
     ("p=f32,c=half,o=half", (F32, F16, F16), "cast"),
     ("params=full, compute=float16, output=float32", (F32, F16, F32), "cast"),
+    ("c=float16", (F32, F16, F16), "cast"),
+    ("c=bf16,o=full", (F32, BF16, F32), "cast"),
+    ("o=full", (F32, F32, F32), "cast"),
+    ("p=f16", (F16, F16, F16), "cast"),
+    ("params=float32,compute=bf16", (F32, BF16, BF16), "cast"),
+    ("p=f64, o=f32", (F64, F64, F32), "cast"),
 ]
 
 
@@ -117,8 +123,7 @@ def test_spelled_raises_where_the_dialect_has_no_word(policy: Policy, dialect: s
         ("O4", r"Received: 'O4'\. Did you mean 'O3' or 'O2' or 'O1'"),
         ("", r"Received: ''\.$"),
         ("params=float32,compute=bf61,output=f32", r"Received: 'compute=bf61'.*Did you mean 'bf16'"),
-        ("params=float32,compute=bf16", r"a jmp policy names params, compute and output\. Missing: output in 'params"),
-        ("params=f32,params=f32,output=f32", r"each once.*Received: 'params=f32' in '[^']*'\.$"),
+        ("params=f32,params=f32,output=f32", r"each at most once.*Received: 'params=f32' in '[^']*'\.$"),
         ("weights=f32,compute=f16,output=f32", r"Received: 'weights=f32' in '[^']*'\.$"),
         ("params=f32,comptue=f16,output=f32", r"Received: 'comptue=f16'.*Did you mean 'compute'\?$"),
     ],
@@ -126,6 +131,13 @@ def test_spelled_raises_where_the_dialect_has_no_word(policy: Policy, dialect: s
 def test_unknown_words_name_the_nearest(word: str, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         Policy(word)
+
+
+def test_printed_policies_say_whether_there_are_master_weights() -> None:
+    assert str(Policy("fp16")) == f"{Policy('fp16')!r} [mixed: float32 master weights]"
+    assert str(Policy("float16")) == f"{Policy('float16')!r} [pure: no float32 master weights]"
+    assert str(Policy("bf16-true")).endswith(" [pure: no float32 master weights]")
+    assert str(Policy("float32")) == repr(Policy("float32"))
 
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())

@@ -165,7 +165,7 @@ def test_defaults() -> None:
 
 
 BAD_TOML: list[tuple[str, str]] = [
-    ("clip_nrom = 1.0", r"unknown field `clip_nrom`"),
+    ("clip_nrom = 1.0", r"Recipe has the keys policy, .*Received: 'clip_nrom'\. Did you mean 'clip_norm'\?$"),
     ("clip_norm = 'x'", r"Expected `float \| null`, got `str` - at `\$\.clip_norm`"),
     ("clip_norm = -1.0", r"clip_norm must be None or a finite number above 0\. Received: clip_norm=-1\.0"),
     ("clip_norm = inf", r"clip_norm must be None or a finite number above 0\. Received: clip_norm=inf"),
@@ -173,24 +173,24 @@ BAD_TOML: list[tuple[str, str]] = [
     ("accumulate_steps = 0", r"accumulate_steps must be an integer of at least 1\. Received: accumulate_steps=0"),
     ("policy = 'mixed_flot16'", r"Received: 'mixed_flot16'\. Did you mean 'mixed_float16'.* - at `\$\.policy`"),
     ("policy = 16", r"policy must be a string or a table\. Received: 16 - at `\$\.policy`"),
-    ("[policy]\ncomput = 'bf16'", r"policy has the keys param, .*Received: 'comput' - at `\$\.policy`"),
+    ("[policy]\ncomput = 'bf16'", r"policy has the keys .*'comput'\. Did you mean 'compute'\? - at `\$\.policy`"),
     ("[policy]\ncompute = 'bf61'", r"compute must be one of .*'bf61'.* - at `\$\.policy`"),
     ("[policy]\nparam = 'f16'\ncompute = 'f32'", r"cannot hold the master weights.* - at `\$\.policy`"),
-    ("scaler = 'megatorn'", r"like\(\) knows .*'megatorn'\. Did you mean 'megatron'"),
-    ("[scaler]\ninit_scal = 2.0", r"unknown field `init_scal` - at `\$\.scaler`"),
+    ("scaler = 'megatorn'", r"scaler must be one of dynamic, off, .*'megatorn'\. Did you mean 'megatron'"),
+    ("[scaler]\ninit_scal = 2.0", r"'init_scal'\. Did you mean 'init_scale'\? - at `\$\.scaler`"),
     ("[scaler]\ninit_scale = 0.0", r"init_scale must be a positive float32 number.* - at `\$\.scaler`"),
     ("[scaler]\ninit_scale = 'big'", r"Expected `float`, got `str` - at `\$\.scaler\.init_scale`"),
     ("[scaler]\ngrowth_interval = 0", r"growth_interval must be an integer of at least 1.* - at `\$\.scaler`"),
     ("[scaler]\nkind = 'auto'", r"Invalid enum value 'auto' - at `\$\.scaler\.kind`"),
-    ("[optimizer]\ntype = 'adamm'", r"Invalid value 'adamm' - at `\$\.optimizer\.type`"),
-    ("[optimizer]\nlearning_rate = 0.1", r"missing required field `type` - at `\$\.optimizer`"),
-    ("[optimizer]\ntype = 'adam'\nlr = 0.1", r"unknown field `lr` - at `\$\.optimizer`"),
+    ("[optimizer]\ntype = 'adamm'", r"one of sgd, .*'adamm'\. Did you mean 'adam'.* - at `\$\.optimizer\.type`"),
+    ("[optimizer]\nlearning_rate = 0.1", r"type must be one of sgd, .*Received: no type\. - at `\$\.optimizer`"),
+    ("[optimizer]\ntype = 'adam'\nlr = 0.1", r"adam has .*'lr'\. Did you mean 'learning_rate'\? - at `\$\.optimizer`"),
     ("[optimizer]\ntype = 'adam'\nlearning_rate = -0.1", r"learning_rate must be .*learning_rate=-0\.1.* - at `\$\."),
     ("[optimizer]\ntype = 'adam'\nbetas = [0.9]", r"Expected `array` of length 2, got 1 - at `\$\.optimizer\.betas`"),
     ("[optimizer]\ntype = 'adam'\nbetas = [0.9, 1.0]", r"betas must be .* below 1\. .* - at `\$\.optimizer`"),
     (
         "[optimizer]\ntype = 'sgd'\n[optimizer.learning_rate]\ntype = 'cosin'\npeak = 1.0",
-        r"Invalid value 'cosin' - at `\$\.optimizer\.learning_rate\.type`",
+        r"'cosin'\. Did you mean 'cosine'.* - at `\$\.optimizer\.learning_rate\.type`",
     ),
     (
         "[optimizer]\ntype = 'sgd'\n[optimizer.learning_rate]\ntype = 'cosine'\npeak = 1.0\nsteps = 0",
@@ -217,7 +217,7 @@ def test_bad_json_names_its_source() -> None:
         Recipe.from_json('{"clip_norm": ')
     with pytest.raises(RecipeError, match=r"^mine\.json: Expected `int`, got `str` - at `\$\.accumulate_steps`"):
         Recipe.from_json('{"accumulate_steps": "2"}', source="mine.json")
-    with pytest.raises(RecipeError, match=r"^TOML text: Object contains unknown field `x`"):
+    with pytest.raises(RecipeError, match=r"^TOML text: Recipe has the keys policy, .*Received: 'x'\."):
         Recipe.from_toml("x = 1")
 
 
@@ -255,15 +255,15 @@ class GradScaler:
 
 
 INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"scaler": GradScaler()}, RecipeError, r"own scaler would scale the loss a second time\. .*GradScaler\."),
-    ({"scaler": 1024.0}, RecipeError, r"scaler must be a polyamp\.LossScaler, a preset's name, .*builtins\.float"),
+    ({"scaler": GradScaler()}, RecipeError, r"own scaler would scale the loss a second time\. .*a GradScaler \("),
+    ({"scaler": 1024.0}, RecipeError, r"scaler must be a polyamp\.LossScaler, .*scaler=1024\.0\. .*static\(1024\.0\)"),
     ({"scaler": "megatorn"}, LossScaleError, r"Did you mean 'megatron'"),
     ({"policy": None}, RecipeError, r"policy must be a polyamp\.Policy .*Received: policy=None\."),
     ({"policy": "fp61"}, PolicyError, r"Received: 'fp61'"),
     ({"optimizer": "adamw"}, RecipeError, r"optimizer must be one of polyamp's specs \(sgd, adam, adamw, rmsprop, "),
     ({"optimizer": None}, RecipeError, r"Received: optimizer=None\."),
-    ({"optimizer": {"type": "sgd"}}, RecipeError, r"Received: optimizer=\{'type': 'sgd'\}\."),
-    ({"optimizer": polyamp.adamw}, RecipeError, r"Received: optimizer=<class '.*AdamW'>\."),
+    ({"optimizer": {"type": "sgd"}}, RecipeError, r"Received: a dict\. Write polyamp\.sgd\("),
+    ({"optimizer": polyamp.adamw}, RecipeError, r"Received: the class adamw\. Call it: polyamp\.adamw\("),
     *(
         ({"clip_norm": value}, RecipeError, r"clip_norm must be None or a finite number above 0\. Received: clip_norm=")
         for value in (0, -1.0, math.nan, math.inf, True, "1")

@@ -70,7 +70,7 @@ def test_the_report_prints_as_a_table() -> None:
         return DOUBLE.bind(y + jax.lax.reduce_precision(y, 5, 10))
 
     assert str(polyamp.explain(run, MIXED, X, W)) == (
-        "Policy(param='float32', compute='float16', output='float32')\n"
+        "Policy(param='float32', compute='float16', output='float32') [mixed: float32 master weights]\n"
         "\n"
         "module  operation           dtype    rule     count\n"
         "------  ------------------  -------  -------  -----\n"

@@ -24,7 +24,7 @@ from polyamp_jax import BACKEND, JaxState
 
 def test_repr_shows_what_matters_in_every_condition(make_kind: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
     state = polyamp.init(make_kind("linen").model, recipe())
-    policy = "policy=Policy(param='float32', compute='float16', output='float32')"
+    policy = "policy=Policy(param='float32', compute='float16', output='float32') [mixed: float32 master weights]"
     device = BACKEND.info().devices[0]
     assert repr(state) == f"JaxState(backend='jax', device='{device}', parameters=139, {policy}, scale=32768, step=0)"
     seen: list[str] = []

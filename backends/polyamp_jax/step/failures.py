@@ -1,0 +1,117 @@
+"""What was mistaken when a step ends in one of JAX's errors. Called by the backend, after the failure.
+
+They are recognised by their class, or by their words in jax 0.7 to 0.10; one that is not recognised stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import jax
+
+from polyamp.errors import BatchError, LossError, ModelError, PolyampError, RecipeError, TraceError, described
+from polyamp_jax.arrays import is_array
+
+_VALUES: Final = (
+    jax.errors.ConcretizationTypeError,  # float(), int(), `if`
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+_CALLS: Final = {
+    "TracerBoolConversionError": "Python cannot branch on one with if, and, or, not",
+    "TracerArrayConversionError": "NumPy cannot take one",
+    "TracerIntegerConversionError": "Python cannot index or count with one",
+    "NonConcreteBooleanIndexError": "a mask of them selects an unknown number of rows",
+}
+
+
+def explained(error: Exception, batch: Any) -> PolyampError | None:
+    """The error to raise in place of JAX's; None if it is not known what was mistaken."""
+    text = str(error)
+    if isinstance(error, _VALUES):
+        what = _CALLS.get(type(error).__name__)
+        if what is None:
+            what = ".item() cannot read one" if "item()" in text else "float() and int() cannot read one"
+        return TraceError(
+            f"loss_fn is traced, so that its arrays have no values yet: {what}. Return the array itself, compute with "
+            "jnp, and choose with jnp.where; what is to be looked at goes into aux, (loss, aux)."
+        )
+    if isinstance(error, NameError) and (axis := re.search(r"unbound axis name: (\S+?)\.?(?:\s|$)", text)):
+        return ModelError(
+            f"the model or loss_fn reduces over a mapped axis {axis[1]!r}, and the step maps none. That is what flax's "
+            f"BatchNorm(axis_name={axis[1]!r}) and jax.lax.pmean do under pmap. Drop axis_name=: the step "
+            "takes the whole "
+            "batch, sharded over the devices or not, so that statistics and means are those of the whole batch "
+            "already. "
+            "An equinox module that is written for one example: polyamp.init(model, recipe, axis_name=...)."
+        )
+    if isinstance(error, TypeError) and "BoundModel" in text and ("valid JAX" in text or "abstract array" in text):
+        return RecipeError(
+            "loss_fn must be the loss function itself: its model is no array, so jax.jit, jax.grad and "
+            "jax.value_and_grad "
+            "cannot take it. polyamp differentiates and compiles loss_fn: pass it without it, and call no "
+            "transformation "
+            "of JAX on a function of the model inside of it."
+        )
+    if isinstance(error, TypeError) and "as an abstract array" in text:
+        return _no_array(batch)
+    return None
+
+
+def _no_array(batch: Any) -> BatchError | None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not is_valid(leaf):
+            where = f"batch{jax.tree_util.keystr(path)}"
+            return BatchError(f"{where} is {named(leaf)}, which JAX cannot take. {_instead(leaf, where)}")
+    return None
+
+
+def check_aux(aux: Any) -> None:
+    """Refuse what a compiled step cannot return beside the loss.
+
+    Raises:
+        LossError: names the leaf.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+        if not is_valid(leaf):
+            raise LossError(
+                f"aux{jax.tree_util.keystr(path)} is {named(leaf)}. What loss_fn returns beside the loss must "
+                "be arrays "
+                f"and numbers, in dicts, tuples and lists. {_registered(leaf)}".rstrip()
+            )
+
+
+def is_valid(leaf: Any) -> bool:
+    """Whether a compiled function takes and returns it."""
+    if is_array(leaf):
+        return isinstance(leaf, jax.Array) or leaf.dtype.kind not in "OUSM"
+    return isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__")
+
+
+def named(leaf: Any) -> str:
+    """A leaf as a message calls it."""
+    if is_array(leaf):
+        kind = {"O": "Python objects", "M": "dates"}.get(leaf.dtype.kind, "text")
+        return f"a NumPy array of {kind}"
+    if isinstance(leaf, str):
+        return f"a str, {leaf!r}"
+    dataclass = ", a dataclass" if hasattr(type(leaf), "__dataclass_fields__") else ""
+    return f"{described(leaf)}{dataclass}"
+
+
+def _instead(leaf: Any, where: str) -> str:
+    if is_array(leaf) and leaf.dtype.kind == "O":
+        return "It is made of rows of different length, or of None. Pad the rows to one length, and give a mask."
+    return _registered(leaf) or f"Take it out of the batch, or turn it into numbers before the step ({where})."
+
+
+def _registered(leaf: Any) -> str:
+    if not hasattr(type(leaf), "__dataclass_fields__"):
+        return ""
+    return (
+        f"Make it known to JAX with @jax.tree_util.register_dataclass above class {type(leaf).__name__}, or "
+        "use a dict or "
+        "a NamedTuple."
+    )

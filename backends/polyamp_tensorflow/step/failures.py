@@ -1,0 +1,78 @@
+"""What was mistaken when a step ends in one of TensorFlow's or Keras's errors. Called by the backend, afterwards.
+
+They are recognised by their class and words, in TensorFlow 2.19 to 2.21; one that is not recognised stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from polyamp.errors import ModelError, PolyampError, TraceError
+from polyamp_tensorflow.models.layers import is_layer, modules
+from polyamp_tensorflow.step.state import TensorFlowState
+
+_NAMES: Final = {"half": "float16", "float": "float32", "double": "float64"}
+_DTYPE: Final = r"\b(float16|bfloat16|float32|float64|half|float|double)\b"
+_TRACED: Final = (
+    "loss_fn is traced, so that its tensors have no values yet: {}. Return the tensor itself, compute with tf "
+    "or keras.ops, "
+    "and choose with tf.where; what is to be looked at goes into aux, (loss, aux). train_step(..., compile=False) runs "
+    "loss_fn op by op, slowly."
+)
+
+
+def explained(error: Exception, states: Sequence[TensorFlowState]) -> PolyampError | None:
+    """The error to raise in place of TensorFlow's; None if it is not known what was mistaken."""
+    text = str(error)
+    if isinstance(error, tf.errors.OperatorNotAllowedInGraphError):
+        return TraceError(_TRACED.format("Python cannot branch on one, or loop over one"))
+    if isinstance(error, NotImplementedError) and "to a numpy array" in text:
+        return TraceError(_TRACED.format("NumPy cannot take one"))
+    if isinstance(error, AttributeError) and re.search(r"Tensor' object has no attribute 'numpy'", text):
+        return TraceError(_TRACED.format("none has .numpy()"))
+    if isinstance(error, TypeError) and re.search(r"argument must be .*not '\w*Tensor'", text):
+        return TraceError(_TRACED.format("float() and int() cannot take one"))
+    if isinstance(error, TypeError | ValueError | tf.errors.InvalidArgumentError):
+        return _mixed_dtypes(error, states)
+    return None
+
+
+def _mixed_dtypes(error: Exception, states: Sequence[TensorFlowState]) -> ModelError | None:
+    """For an operation inside a layer whose operands differ in dtype, which TensorFlow does not promote."""
+    said = next(
+        iter(re.findall(r"[^\n]*(?:does not match type|was expected to be a|requested dtype)[^\n]*", str(error))), ""
+    )
+    found = list(dict.fromkeys(_NAMES.get(name, name) for name in re.findall(_DTYPE, said)))
+    layer = _layer_of(error)
+    if len(found) < 2 or layer is None:
+        return None
+    path = next((m.path for state in states for m in modules(state.model) if m.layer is layer), "")
+    narrow = min(found, key=lambda name: tf.as_dtype(name).size)
+    wide = max(found, key=lambda name: tf.as_dtype(name).size)
+    keep = (
+        f"Keep the layer in {wide}: Policy(..., overrides={{{path!r}: {wide!r}}}). Or"
+        if path
+        else "In the model's call,"
+    )
+    return ModelError(
+        f"layer {path or layer.name!r} ({type(layer).__name__}) computes with operands of {narrow} and {wide}, which "
+        f"TensorFlow does not do. Its input is {narrow} under the policy, and its own call makes the other: "
+        "random numbers "
+        f"and constants are {wide} unless they are told otherwise. {keep} make both of one dtype, as in "
+        "tf.random.normal(tf.shape(z), dtype=z.dtype) or tf.cast(noise, z.dtype)."
+    )
+
+
+def _layer_of(error: Exception) -> Any:
+    """The innermost Keras layer in whose `call` the error was raised."""
+    layer, trace = None, error.__traceback__
+    while trace is not None:
+        own = trace.tb_frame.f_locals.get("self")
+        if trace.tb_frame.f_code.co_name == "call" and is_layer(own):
+            layer = own
+        trace = trace.tb_next
+    return layer
