@@ -50,6 +50,17 @@ _LAZY = {
     "save": ("polyamp.train.checkpoint", "save"),
 }
 
+_ELSEWHERE = {
+    "GradScaler": "polyamp_torch.GradScaler takes the place of torch.amp.GradScaler. polyamp.LossScaler describes how "
+    "the loss is scaled, in every framework.",
+    "LossScaleOptimizer": "polyamp_tensorflow.LossScaleOptimizer takes the place of Keras's.",
+    "apply_policy": "polyamp_tensorflow.apply_policy(model, policy) puts a policy on a built Keras model.",
+    "autocast": "policy.autocast(fn_or_model) runs a function or a model under a policy in every framework, and "
+    "polyamp_torch.autocast takes the place of torch.autocast.",
+    "scaled_value_and_grad": "polyamp_jax.scaled_value_and_grad(fun, scaler) takes the place of jax.value_and_grad.",
+}
+"""What people look for here -> where it is: a name of one framework stands in that framework's package."""
+
 __all__ = [
     "ArgumentError",
     "Backend",
@@ -121,11 +132,6 @@ def _meant(name: str) -> str:
 
     if name.startswith("__"):
         return ""
-    for package, names in _NATIVE.items():
-        if name in names:
-            return f" It is a framework's own object: {package}.{name}."
+    if name in _ELSEWHERE:
+        return f" It is a framework's own object: {_ELSEWHERE[name]}"
     return did_you_mean(name, __all__)
-
-
-_NATIVE = {"polyamp_torch": ("GradScaler", "autocast"), "polyamp_tensorflow": ("LossScaleOptimizer", "apply_policy"),
-           "polyamp_jax": ("scaled_value_and_grad",)}  # fmt: skip

@@ -57,6 +57,18 @@ def nnx_kinds() -> tuple[type, ...]:
     return tuple(getattr(nnx, name) for name in ("Pytree", "Object", "Variable") if hasattr(nnx, name))
 
 
+def nnx_objects() -> tuple[type, ...]:
+    """Those of `nnx_kinds` that hold variables: modules, streams, metrics."""
+    variable = getattr(loaded("flax.nnx"), "Variable", None)
+    return tuple(kind for kind in nnx_kinds() if kind is not variable)
+
+
+def equinox_modules() -> tuple[type, ...]:
+    """equinox's class of modules; empty where equinox is not loaded."""
+    module = loaded("equinox")
+    return () if module is None else (module.Module,)
+
+
 def nnx_modules(model: Any) -> Any:
     """(keys, module) of an nnx model and of every module in it, each once."""
     nnx = loaded("flax.nnx")

@@ -16,11 +16,11 @@ from polyamp.contract import evidence, versions
 from polyamp.contract.backend import Backend, BackendInfo, OwnLoop, PerOperation
 from polyamp.contract.report import CastingReport
 from polyamp.errors import BackendError, BackendNotInstalledError, ModelError, UnsupportedError, did_you_mean
+from polyamp.recipe.policy import Policy
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from polyamp.recipe.policy import Policy
     from polyamp.recipe.scaler import LossScaler
 
 GROUP: Final = "polyamp.backends"
@@ -277,13 +277,13 @@ def _backend_of_function(target: Callable[..., Any]) -> Backend:
 
 
 def explain(
-    target: Any, policy: Policy, *inputs: Any, strict: bool = False, backend: str | None = None
+    target: Any, policy: Policy | str, *inputs: Any, strict: bool = False, backend: str | None = None
 ) -> CastingReport:
     """In which dtype each operation of `target(*inputs)` runs under a policy, and which rule decided.
 
     Args:
         target: a function or a model, as for `policy.autocast`.
-        policy: the policy.
+        policy: the policy, or its spelling.
         *inputs: the arguments; arrays of the framework, or whatever it takes to describe an array's shape.
         strict: raise at an operation that no op list names.
         backend: its name; by default that of the target, of the first input that is an array of a framework (NumPy
@@ -312,7 +312,7 @@ def explain(
         raise UnsupportedError(
             f"explain: the {chosen.name} backend of this version cannot say which dtype each operation runs in."
         )
-    return chosen.explain(target, policy, *inputs, strict=strict)
+    return chosen.explain(target, Policy.of(policy), *inputs, strict=strict)
 
 
 def _backend_of_call(target: Any, inputs: tuple[Any, ...]) -> Backend:

@@ -182,6 +182,23 @@ class Policy(Record, kw_only=True):
         """True when some of the model computes in float16 and its masters are wider (gradients underflow there)."""
         return self.param != "float16" and "float16" in (self.compute, *self.overrides.values())
 
+    @classmethod
+    def of(cls, policy: Policy | str) -> Policy:
+        """A policy where it or its spelling is taken: what every function does that has a `policy` argument.
+
+        Raises:
+            PolicyError: neither.
+
+        >>> Policy.of("mixed_float16").compute
+        'float16'
+        """
+        if isinstance(policy, cls):
+            return policy
+        if isinstance(policy, str):
+            return cls(policy)
+        hint = " Pass recipe.policy." if hasattr(policy, "policy") else ""
+        raise PolicyError(f"policy must be a Policy or its spelling, 'mixed_float16'. Received: {policy!r}.{hint}")
+
     @property
     def is_mixed(self) -> bool:
         """True when anything is computed in another dtype than the parameters are stored in."""

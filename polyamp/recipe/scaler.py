@@ -133,9 +133,9 @@ class LossScaler(Record, kw_only=True):
         return cls(**{**PRESETS[name], **changes})
 
     @classmethod
-    def for_policy(cls, policy: Policy) -> LossScaler:
+    def for_policy(cls, policy: Policy | str) -> LossScaler:
         """The scaler a policy needs: dynamic where something computes in float16 under wider masters, else off."""
-        return cls() if policy.needs_loss_scaling else cls.off()
+        return cls() if Policy.of(policy).needs_loss_scaling else cls.off()
 
     @property
     def scales(self) -> bool:

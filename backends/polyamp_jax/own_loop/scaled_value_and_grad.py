@@ -18,19 +18,24 @@ from polyamp.rules import stuck
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
 from polyamp_jax.arrays import named_leaves, to_numpy
+from polyamp_jax.own_loop.differentiation import gradients
 from polyamp_jax.step.measure import unscaled_leaf
 from polyamp_jax.step.replicas import check_axes
 
 
 def scaled_value_and_grad(
-    fun: Callable[..., Any], scaler: LossScaler, *, argnums: int | Sequence[int] = 0, has_aux: bool = False
+    fun: Callable[..., Any], scaler: LossScaler, *, argnums: int | Sequence[int] | Any = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any, jax.Array]]:
     """`jax.value_and_grad` of the scaled loss, with the gradients unscaled and tested (S6, S7, S10).
 
     Args:
         fun: returns a floating scalar, the loss, or `(loss, aux)` with `has_aux`.
         scaler: how the loss is scaled.
-        argnums: arguments of `fun` to differentiate by; their floating leaves get float32 gradients.
+        argnums: arguments of `fun` to differentiate by; their floating leaves get float32 gradients. An `nnx.Module`
+            is differentiated as by `nnx.value_and_grad` (which also takes `nnx.DiffState` here): the gradients are the
+            `nnx.State` of its parameters, and dropout streams and statistics move on in it. An equinox module is
+            differentiated as by `eqx.filter_value_and_grad`: by its inexact arrays, and None stands in every other
+            place.
         has_aux: whether `fun` returns something beside the loss.
 
     Returns:
@@ -76,7 +81,7 @@ def scaled_value_and_grad(
             loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
             return scaler.scale(loss, scale_state), (LossScaler.off().scale(loss, scale_state), aux)
 
-        grads, (loss, aux) = jax.grad(scaled, argnums, has_aux=True)(*args, **kwargs)
+        grads, (loss, aux) = gradients(scaled, argnums, args, kwargs)
         if scaler.checks:
             grads, finite = scaler.unscale(grads, scale_state)
         else:  # S19: neither a division nor a test

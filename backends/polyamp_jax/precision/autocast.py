@@ -51,14 +51,14 @@ def keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def autocast(target: Any, policy: Policy, *, strict: bool = False) -> Callable[..., Any]:
+def autocast(target: Any, policy: Policy | str, *, strict: bool = False) -> Callable[..., Any]:
     """A function or a model as a callable that runs under the policy.
 
     Args:
         target: a function of arrays (any number of pytrees, nested calls of `jax.jit`, `jax.grad`, `jax.lax.scan` and
             so on inside it), or a model as `polyamp.init` takes it.
-        policy: the policy. In mode "autocast", the default, each operation picks its dtype from the op lists
-            (`polyamp_jax.precision.op_list`); in mode "cast" floating arguments are cast to `compute`.
+        policy: the policy, or its spelling. In mode "autocast", the default, each operation picks its dtype from the op
+            lists (`polyamp_jax.precision.op_list`); in mode "cast" floating arguments are cast to `compute`.
         strict: raise at an operation that no op list names, in place of leaving it in the dtypes that the program
             declares.
 
@@ -79,12 +79,13 @@ def autocast(target: Any, policy: Policy, *, strict: bool = False) -> Callable[.
         >>> [(e.primitive.name, str(e.outvars[0].aval.dtype)) for e in jaxpr.eqns[2:]]
         [('dot_general', 'float16'), ('convert_element_type', 'float32'), ('exp', 'float32')]
     """
-    return _under(target, policy, strict=strict, recorder=None)
+    return _under(target, Policy.of(policy), strict=strict, recorder=None)
 
 
-def explain(target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
+def explain(target: Any, policy: Policy | str, *inputs: Any, strict: bool = False) -> CastingReport:
     """The casting report of `target(*inputs)`; it is traced, never run. Inputs may be `jax.ShapeDtypeStruct`s."""
     recorder = Recorder()
+    policy = Policy.of(policy)
     if not _acts(policy):
         raise UnsupportedError(
             "explain reports what autocast does, and this policy does not use it: it has mode='cast', or computes in "

@@ -121,7 +121,7 @@ def _put_policy(model: Any, plan: Plan) -> None:
         before.restore()
 
 
-def guard(model: Any, policy: Policy | None = None) -> None:
+def guard(model: Any, policy: Policy | str | None = None) -> None:
     """Watch over `model.fit` with a `LossScaleOptimizer`: running statistics and a stuck scale.
 
     `compile` does this by itself. Call it for a model that `keras.models.load_model` returned, or that was given its
@@ -130,7 +130,7 @@ def guard(model: Any, policy: Policy | None = None) -> None:
 
     Args:
         model: a compiled, built model.
-        policy: what `fit`, `evaluate` and `predict` follow with `float32_matmul`.
+        policy: or its spelling; what `fit`, `evaluate` and `predict` follow with `float32_matmul`.
 
     Raises:
         LossScaleError: the model's optimizer is no `LossScaleOptimizer`.
@@ -139,7 +139,7 @@ def guard(model: Any, policy: Policy | None = None) -> None:
     with model.distribute_strategy.scope():
         _take_over(model)
         _scaling_optimizer(model).prepare_statistics(model)
-    cls, precision = type(model), None if policy is None else policy.float32_matmul
+    cls, precision = type(model), None if policy is None else Policy.of(policy).float32_matmul
     several_workers = isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
     def train_step(data: Any) -> Any:

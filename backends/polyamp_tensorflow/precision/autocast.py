@@ -42,14 +42,14 @@ def require_tensorflow() -> None:
         )
 
 
-def dtype_policy(policy: Policy) -> Any:
+def dtype_policy(policy: Policy | str) -> Any:
     """The `keras.DTypePolicy` of a policy; with overrides a `keras.dtype_policies.DTypePolicyMap`.
 
     Either can be given to `keras.config.set_dtype_policy` or to a layer's `dtype=`. They say what Keras's own policies
     can say: no layer is sensitive and no head is found; `apply_policy` does that. A map matches `layer.path`.
 
     Args:
-        policy: parameters in float32 and `compute` float16, bfloat16 or float32, or both in one dtype.
+        policy: or its spelling; parameters in float32 and `compute` float16, bfloat16 or float32, or both in one dtype.
 
     Raises:
         UnsupportedError: Keras has no policy with these dtypes.
@@ -63,6 +63,7 @@ def dtype_policy(policy: Policy) -> Any:
         >>> mapped["encoder/norm1"].compute_dtype, mapped["encoder/dense"].compute_dtype
         ('float32', 'bfloat16')
     """
+    policy = Policy.of(policy)
     return policy_map(policy) if policy.overrides else keras_policy(policy.param, policy.compute)
 
 
@@ -131,7 +132,7 @@ class AppliedPolicy:
         return f"AppliedPolicy({self.model.name!r}, {self.policy})"
 
 
-def apply_policy(model: Any, policy: Policy, *, heads: bool = True) -> AppliedPolicy:
+def apply_policy(model: Any, policy: Policy | str, *, heads: bool = True) -> AppliedPolicy:
     """Put a policy on a built Keras model: at once, for good or for the time of a `with` block.
 
     Every layer gets its compute dtype: sensitive layers float32 (S4), heads float32, overrides (S5) what they say;
@@ -140,7 +141,8 @@ def apply_policy(model: Any, policy: Policy, *, heads: bool = True) -> AppliedPo
 
     Args:
         model: a built `keras.Model` or layer.
-        policy: what its layers compute in, and its output's dtype. `float32_matmul` is the process's and is not set.
+        policy: or its spelling; what its layers compute in, and its output's dtype. `float32_matmul` is the process's
+            and is not set.
         heads: keep the layers that give logits in float32 too; those that give probabilities always are.
 
     Returns:
@@ -163,7 +165,7 @@ def apply_policy(model: Any, policy: Policy, *, heads: bool = True) -> AppliedPo
     require_tensorflow()
     if not is_layer(model):
         raise UnsupportedError(f"apply_policy takes a keras.Model or layer. Received: {type(model).__qualname__}.")
-    plan = planned(model, policy)
+    plan = planned(model, Policy.of(policy))
     if not is_built(model):
         raise ModelError(
             f"apply_policy takes a built model, whose layers all exist. Received: {model.name!r}, which is not built. "
