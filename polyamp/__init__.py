@@ -42,10 +42,12 @@ if TYPE_CHECKING:
     from polyamp import losses
     from polyamp.train.checkpoint import restore, save
     from polyamp.train.parameters import parameters
+    from polyamp.train.refresh import refresh
 
 _LAZY = {
     "losses": ("polyamp.losses", None),
     "parameters": ("polyamp.train.parameters", "parameters"),
+    "refresh": ("polyamp.train.refresh", "refresh"),
     "restore": ("polyamp.train.checkpoint", "restore"),
     "save": ("polyamp.train.checkpoint", "save"),
 }
@@ -101,6 +103,7 @@ __all__ = [
     "losses",
     "no_decay",
     "parameters",
+    "refresh",
     "restore",
     "rmsprop",
     "save",

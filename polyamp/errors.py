@@ -53,7 +53,7 @@ class GradientError(PolyampError, ValueError):
 
 
 class StateError(PolyampError, RuntimeError):
-    """A state can no longer be used: a step consumed its arrays."""
+    """A state can no longer be used: a step consumed its arrays, or `refresh` made another of it."""
 
 
 class UnsupportedError(PolyampError, NotImplementedError):

@@ -21,6 +21,7 @@ from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import refusals
 from polyamp.rules.decide import Skip
+from polyamp.rules.growing import Growth
 from polyamp_jax.arrays import XP, cast, dtype_name, named_leaves, to_numpy
 from polyamp_jax.losses import JaxLosses
 from polyamp_jax.models.adapt import adapt
@@ -34,6 +35,7 @@ from polyamp_jax.step import state as states_
 from polyamp_jax.step import step as steps
 from polyamp_jax.step.differentiate import scaled_loss
 from polyamp_jax.step.measure import norm_and_finite, unscaled_leaf
+from polyamp_jax.step.refresh import refreshed
 
 
 class JaxBackend:
@@ -171,6 +173,13 @@ class JaxBackend:
 
     def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return failures.explained(error, batch)
+
+    def refresh(self, state: Any, model: Any, growth: Growth) -> states_.JaxState:
+        try:
+            return refreshed(state, model, growth)
+        except Exception as error:
+            steps.refuse_gone([state], error)
+            raise
 
     def testing(self) -> Harness:
         from polyamp_jax.harness import JaxHarness

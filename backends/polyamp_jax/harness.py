@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -197,6 +197,16 @@ class JaxHarness:
         self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
     ) -> list[tuple[Any, StepResult]]:
         raise UnsupportedError("the jax backend does not run replicas yet.")
+
+    def with_head(self, state: Any, head: Layer) -> Any:
+        module, variables = state.model
+        last = f"dense{len(module.widths) - 1}"
+        widths = (*module.widths[:-1], head.kernel.shape[1])
+        params = {**variables["params"], last: {"kernel": jnp.array(head.kernel), "bias": jnp.array(head.bias)}}
+        return MLP(widths), {**variables, "params": params}
+
+    def with_frozen(self, state: Any, numbers: Collection[int]) -> Any:
+        raise UnsupportedError("linen's parameters are all trained; nnx's and those of functions are divided by hand.")
 
     def native_optimizer(self, model: Any, learning_rate: float, kind: str = "sgd") -> Any:
         if kind == "halving":

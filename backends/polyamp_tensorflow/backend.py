@@ -16,6 +16,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules.decide import Skip
+from polyamp.rules.growing import Growth
 from polyamp.rules.refusals import check_options
 from polyamp_tensorflow import arrays as conversions
 from polyamp_tensorflow.arrays import Array
@@ -30,6 +31,7 @@ from polyamp_tensorflow.step.differentiate import differentiate
 from polyamp_tensorflow.step.distribution import several
 from polyamp_tensorflow.step.graph import GraphFunction
 from polyamp_tensorflow.step.optimizer_checks import check_recipe_optimizer
+from polyamp_tensorflow.step.refresh import refreshed
 from polyamp_tensorflow.step.replicas import check_strategy
 from polyamp_tensorflow.step.state import TensorFlowState
 from polyamp_tensorflow.step.update import update
@@ -167,6 +169,9 @@ class TensorFlowBackend:
 
     def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return failures.explained(error, states)
+
+    def refresh(self, state: Any, model: Any, growth: Growth) -> TensorFlowState:
+        return refreshed(state, model, growth)
 
     def testing(self) -> Harness:
         from polyamp_tensorflow.harness import TensorFlowHarness

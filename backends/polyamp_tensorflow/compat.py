@@ -46,6 +46,10 @@ seed_generators: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_seed_
 """The generators whose `state` a layer draws its random numbers from."""
 
 
+layers_held: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_layers")
+"""The layers that a layer tracks as its own, in the order in which it got them."""
+
+
 def layers_inside(layer: Any) -> list[Any]:
     """The layers that a layer holds in its attributes, lists and dicts, without those inside of them."""
     return list(layer._flatten_layers(include_self=False, recursive=False))
@@ -168,6 +172,20 @@ def moving_averages(optimizer: Any) -> Iterator[tuple[Any, Any]]:
     for variable, average in zip(own_trainable(optimizer), optimizer._model_variables_moving_average, strict=True):
         if average is not None:
             yield variable, average
+
+
+def begin_again(optimizer: Any) -> None:
+    """A Keras optimizer as its constructor left it, with the settings that it has now: not built, without variables.
+
+    Keras builds an optimizer once. Its configuration makes another one, whose attributes take the place of its own.
+    """
+    rate = optimizer._learning_rate
+    config = optimizer.get_config()
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        config["learning_rate"] = rate  # the object itself, which need not be able to describe itself
+    made = type(optimizer).from_config(config)
+    vars(optimizer).clear()
+    vars(optimizer).update(vars(made))
 
 
 def rate_variable(optimizer: Any) -> Any:

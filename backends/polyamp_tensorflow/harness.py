@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -167,6 +167,16 @@ class TensorFlowHarness:
             whole = keras.tree.map_structure(lambda *members: np.concatenate(members), *parts)
             _, result = step(state, whole)
         return [(_Copy(state.model, strategy, number), result) for number in range(len(batches))]
+
+    def with_head(self, state: Any, head: Layer) -> Any:
+        *body, last = [layer for layer in state.model.layers if not isinstance(layer, keras.layers.InputLayer)]
+        new = _ObservedDense(head, name=last.name)
+        return keras.Model(state.model.inputs, new(body[-1].output))
+
+    def with_frozen(self, state: Any, numbers: Collection[int]) -> None:
+        for layer in state.model.layers:
+            if layer.name.startswith("dense"):
+                layer.trainable = int(layer.name.removeprefix("dense")) not in numbers
 
     def native_optimizer(self, model: Any, learning_rate: float, kind: str = "sgd") -> Any:
         if kind == "halving":

@@ -19,6 +19,7 @@ from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import refusals
 from polyamp.rules.decide import Skip
+from polyamp.rules.growing import Growth
 from polyamp.trees import leaves, map_tree
 from polyamp_torch.arrays import XP, cast_tree, dtype_name, to_numpy
 from polyamp_torch.compat import foreach_mul
@@ -29,6 +30,7 @@ from polyamp_torch.precision.bound import BoundModule, device_of
 from polyamp_torch.precision.paths import plan_for
 from polyamp_torch.step import differentiate, failures, resuming, step, update
 from polyamp_torch.step.measure import global_norm, reciprocal
+from polyamp_torch.step.refresh import refreshed
 from polyamp_torch.step.state import TorchState
 
 
@@ -158,6 +160,9 @@ class TorchBackend:
 
     def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return failures.explained(error)
+
+    def refresh(self, state: Any, model: Any, growth: Growth) -> TorchState:
+        return refreshed(state, model, growth)
 
     def testing(self) -> Harness:
         from polyamp_torch.harness import TorchHarness

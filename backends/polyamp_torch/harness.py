@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -194,6 +194,13 @@ class TorchHarness:
         self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
     ) -> list[tuple[Any, StepResult]]:
         raise UnsupportedError("the torch backend does not run replicas yet.")
+
+    def with_head(self, state: Any, head: Layer) -> None:
+        setattr(state.model, f"dense{state.model.depth - 1}", linear(head.kernel, head.bias))
+
+    def with_frozen(self, state: Any, numbers: Collection[int]) -> None:
+        for number in range(state.model.depth):
+            getattr(state.model, f"dense{number}").requires_grad_(number not in numbers)
 
     def native_optimizer(self, model: Any, learning_rate: float, kind: str = "sgd") -> Any:
         if kind == "halving":

@@ -19,6 +19,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules.decide import Skip
+from polyamp.rules.growing import Growth
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
 
@@ -274,6 +275,13 @@ class Backend(Protocol):
     def import_state(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> State:
         """`state` with its arrays replaced. Names, shapes and dtypes are already checked to be those of
         `export_state(state)`, counters not to be negative, and `check_arrays` (if there is one) had nothing to say."""
+
+    def refresh(self, state: Any, model: Any, growth: Growth) -> State:
+        """The state that goes on after the model was changed (S28): that of `init`, with scale, counters and steps, and
+        of every parameter that `growth.stayed` names its optimizer state and count.
+
+        `model` is None where the user gave none. A state that shares arrays with the new one refuses to step then.
+        """
 
     def testing(self) -> Harness:
         """Models of this framework for the conformance suite, the demo and the parity runner."""

@@ -6,7 +6,7 @@ that the same numbers reach every framework.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -94,6 +94,14 @@ class Harness(Protocol):
 
         Raises `UnsupportedError` where the backend does not run replicas; S9's second test is then a deviation.
         """
+
+    def with_head(self, state: Any, head: Layer) -> Any:
+        """The model of a state made from `mlp` with a new last layer of these weights, as a user of the framework
+        replaces it: changed in place, or another model around the same arrays. What `polyamp.refresh` is given."""
+
+    def with_frozen(self, state: Any, numbers: Collection[int]) -> Any:
+        """The same model with exactly the layers of these numbers frozen. Raises `UnsupportedError` where the
+        harness's models cannot freeze."""
 
     def native_optimizer(self, model: Any, learning_rate: float, kind: str = "sgd") -> Any:
         """An optimizer of the framework's own, as a user would put it into a recipe for this model.

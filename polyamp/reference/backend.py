@@ -27,6 +27,7 @@ from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import clip, decide, refusals
 from polyamp.rules.batches import check_has_rows, host_array, micro_batches
 from polyamp.rules.decide import Decision, Measured, Skip
+from polyamp.rules.growing import Growth, Known, needs_model
 from polyamp.rules.kinds import Leaf
 from polyamp.rules.plan import Plan
 from polyamp.rules.scale import LossScaleState
@@ -241,6 +242,24 @@ class ReferenceBackend:
             scale_state=scale_state,
             step=arrays["step"],
         )
+
+    def refresh(self, state: Any, model: Any, growth: Growth) -> ReferenceState:
+        if model is None:
+            raise needs_model("a reference state holds arrays of its own")
+        made = self.init(model, state.recipe)
+        before, now = state.model.parameters, made.model.parameters
+        given = model.parameters  # the arrays of `state.model`, where they were not replaced
+        stayed = growth.stayed(
+            {name: Known(id(array), array.shape) for name, array in before.items()},
+            {name: Known(id(given[name]), array.shape) for name, array in now.items()},
+            lambda old, new: np.array_equal(before[old], now[new]),
+        )
+        slots, counts = dict(made.slots), dict(made.counts)
+        for name, old in stayed.items():
+            slots[name] = {slot: state.slots[old].get(slot, array) for slot, array in made.slots[name].items()}
+            counts[name] = state.counts[old]
+        kept = {"scale_state": state.scale_state, "step": state.step, "watch": state.watch}
+        return msgspec.structs.replace(made, slots=slots, counts=counts, **kept)
 
     def testing(self) -> Harness:
         return ReferenceHarness(self)

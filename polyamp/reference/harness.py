@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,6 +106,14 @@ class ReferenceHarness:
             return MLP({})
         dtype = {"integer": np.int32, "complex": np.complex64, "float16": np.float16}[kind]
         return MLP({"dense0/kernel": np.ones((2, 2), dtype), "dense0/bias": np.ones(2, dtype)})
+
+    def with_head(self, state: Any, head: Layer) -> MLP:
+        last = f"dense{state.model.depth - 1}"
+        new = {f"{last}/kernel": np.array(head.kernel), f"{last}/bias": np.array(head.bias)}
+        return MLP({**state.model.parameters, **new})
+
+    def with_frozen(self, state: Any, numbers: Collection[int]) -> MLP:
+        raise UnsupportedError("every parameter of the reference's models is trained.")
 
     def native_optimizer(self, model: Any, learning_rate: float, kind: str = "sgd") -> Any:
         raise UnsupportedError("NumPy has no optimizers of its own.")

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.contract.backend import Backend
-from polyamp.errors import ModelError
+from polyamp.errors import ModelError, StateError
 from polyamp.recipe.members import Members
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
@@ -28,6 +28,7 @@ from polyamp.rules.stuck import Watch
 from polyamp.shown import ShownState
 from polyamp_tensorflow.arrays import Array, dtype_name, raw, to_numpy, write
 from polyamp_tensorflow.models.layers import is_built, is_layer
+from polyamp_tensorflow.models.places import Places
 from polyamp_tensorflow.models.variables import Variables, variables_of
 from polyamp_tensorflow.precision.autocast import planned
 from polyamp_tensorflow.step.distribution import check_variables, several
@@ -49,6 +50,7 @@ class _Training(NamedTuple):
     variables: Variables
     optimizer: Any
     flags: list[bool]
+    places: Places
 
 
 class TensorFlowState(ShownState):
@@ -87,6 +89,7 @@ class TensorFlowState(ShownState):
         )
         self._step = tf.Variable(0, dtype=tf.int32, trainable=False, name="step")
         self._training: _Training | None = None
+        self._retired = False
         self.groups: Members | None = None
         self.optimizer_settings: dict[str, Any] = {}
         self.plan: Plan
@@ -149,26 +152,34 @@ class TensorFlowState(ShownState):
         self.groups = groups_of(self.model, self.recipe, variables.parameters)
         optimizer = make_optimizer(self.recipe, variables.parameters, self.groups)
         self.optimizer_settings = described(optimizer)
-        self._training = _Training(variables, optimizer, self._trainable(variables))
+        self._training = _Training(variables, optimizer, self._trainable(variables), Places(self.model))
 
     def check_unchanged(self) -> None:
-        """Refuse a model of which other layers are trainable than at `init`.
+        """Refuse a model of which other layers are trainable than at `init`, or that has other layers or weights.
 
         Raises:
-            ModelError: names the first parameter that was frozen or unfrozen.
+            ModelError: names the first parameter that was frozen or unfrozen, or the layer that holds others.
+            StateError: `refresh` made another state of this one.
         """
-        variables, _, before = self._ready()
+        variables, _, before, places = self._ready()
+        self.check_alive()
+        changed = places.changed()
+        if changed is not None:
+            raise ModelError(
+                f"{changed} than at init, of which the traced step does not know. Go on with state = "
+                "polyamp.refresh(state): what stayed keeps its optimizer state."
+            )
         now = self._trainable(variables)
         if now == before:
             return
         names = [*variables.parameters, *variables.frozen, *variables.running]
         name, frozen = next((n, was) for n, was, new in zip(names, before, now, strict=True) if was != new)
         raise ModelError(
-            f"parameter {name!r} was frozen after init. Set trainable back, or call polyamp.init again to train the "
-            "others."
+            f"parameter {name!r} was frozen after init. To train the others, state = polyamp.refresh(state): what "
+            "stayed keeps its optimizer state. Or set trainable back."
             if frozen
-            else f"parameter {name!r} was unfrozen after init, so no optimizer holds it. Set trainable back, or call "
-            "polyamp.init again to train it too."
+            else f"parameter {name!r} was unfrozen after init, so no optimizer holds it. To train it too, state = "
+            "polyamp.refresh(state): what stayed keeps its optimizer state. Or set trainable back."
         )
 
     def _trainable(self, variables: Variables) -> list[bool]:
@@ -209,17 +220,37 @@ class TensorFlowState(ShownState):
 
     def export(self) -> dict[str, Array]:
         """Every array by name, on the host, as they are between two steps of whatever threads."""
-        with self._between_steps():
+        with self.between_steps():
+            self.check_alive()
             return {name: to_numpy(variable) for name, variable in self._everything().items()}
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
         """Replace every array, between two steps."""
-        with self._between_steps():
+        with self.between_steps():
             for name, variable in self._everything().items():
                 raw(variable).assign(tf.convert_to_tensor(arrays[name]))
 
+    def go_on(self, before: TensorFlowState) -> None:
+        """Scale, counters and steps of a state that this one takes the place of; that one refuses to step now."""
+        write(self._scale, before.scale_state)
+        self._step.assign(before.step)
+        self.watch, self.warned_of_additions = before.watch, before.warned_of_additions
+        before._retired = True
+
+    def check_alive(self) -> None:
+        """Refuse a state of which `refresh` has made another: both would train one model.
+
+        Raises:
+            StateError: it has.
+        """
+        if self._retired:
+            raise StateError(
+                "this state was refreshed, and the new one trains its model and optimizer. Go on with the state that "
+                "polyamp.refresh(state) returned."
+            )
+
     @contextlib.contextmanager
-    def _between_steps(self) -> Iterator[None]:
+    def between_steps(self) -> Iterator[None]:
         """The state's turn, before the next step of a thread that steps without a pause (see `turns`)."""
         self.waiting += 1
         try:

@@ -86,6 +86,11 @@ class Rates:
             self._rates[schedule] = schedule(applied, XP) if here is None else float(schedule(here))
         self.write()
 
+    def go_on(self, before: Rates) -> None:
+        """The rates of now from those of an optimizer of which this one goes on, by the groups' own multiples."""
+        self._rates = {schedule: before._rates.get(schedule, rate) for schedule, rate in self._rates.items()}
+        self.write()
+
     def write(self) -> None:
         """The rates of now by the multiples that the groups say, as after loading them."""
         for index, group in self._scheduled():

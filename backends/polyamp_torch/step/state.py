@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from polyamp.contract.backend import Backend
-from polyamp.errors import ModelError
+from polyamp.errors import ModelError, StateError
 from polyamp.recipe.members import members
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules import refusals
@@ -99,6 +99,7 @@ class TorchState(ShownState):
         self.kernels = optimizers.kernels_of(self.optimizer, recipe.optimizer, list(self.parameters.values()))
         self.rates = optimizers.rates_of(self.optimizer, self.groups)
         self._held = _held(self.optimizer)
+        self._retired = False
         self.scale_state = self.scaler.init(like=torch.zeros((), device=self.device))
         self.step = torch.zeros((), dtype=torch.int32, device=self.device)
 
@@ -129,12 +130,15 @@ class TorchState(ShownState):
         optimizers.check_options(self.optimizer, self.recipe.optimizer, self.groups)
         if not all(map(_TRAINED, self.parameters.values())):
             name = next(name for name, p in self.parameters.items() if not p.requires_grad)
-            raise ModelError(f"parameter {name!r} was frozen after init. Call polyamp.init again to train the others.")
+            raise ModelError(
+                f"parameter {name!r} was frozen after init. To train the others, state = polyamp.refresh(state): what "
+                "stayed keeps its optimizer state."
+            )
         for name, p in self._frozen:
             if p.requires_grad:
                 raise ModelError(
-                    f"parameter {name!r} was unfrozen after init, so no optimizer holds it. Call polyamp.init again to "
-                    "train it too."
+                    f"parameter {name!r} was unfrozen after init, so no optimizer holds it. To train it too, state = "
+                    "polyamp.refresh(state): what stayed keeps its optimizer state."
                 )
 
     def _refuse_form(self) -> None:
@@ -145,7 +149,8 @@ class TorchState(ShownState):
             if _FORM(p) != form or p.stride() != strides:
                 raise ModelError(
                     f"parameter {name!r} was {', '.join(before)} at init. Received: {', '.join(now)}. The optimizer's "
-                    "state is that of init: change the model first, then call polyamp.init."
+                    "state is that of init: change the model first, then call polyamp.init, or go on with state = "
+                    "polyamp.refresh(state)."
                 )
 
     def _look_at_groups(self, held: list[Any]) -> None:
@@ -158,13 +163,13 @@ class TorchState(ShownState):
         if len(held) != len(self._held) or set(map(id, held)) != set(map(id, self._held)):
             raise ModelError(
                 "the optimizer's parameter groups were changed after init, so it does not hold exactly the model's "
-                "trainable parameters. Call polyamp.init again."
+                "trainable parameters. Go on with state = polyamp.refresh(state)."
             )
-        self._held = held
-        self.kernels = None  # whose lists are in the old order; `optimizer.step()` follows the groups
+        self.groups_moved()  # without kernels, whose lists are in the old order: `optimizer.step()` follows the groups
 
     def _look_again(self) -> None:
         """Modules were put elsewhere; that is a model's own business as long as its parameters are the same."""
+        self.check_alive()
         known = {id(p) for p in self.parameters.values()} | {id(p) for _, p in self._frozen}
         now = {name.replace(".", "/"): p for name, p in self.model.named_parameters()}
         strange = next((name for name, p in now.items() if id(p) not in known), None)
@@ -173,11 +178,39 @@ class TorchState(ShownState):
         if strange is not None or lost is not None:
             raise ModelError(
                 f"parameter {strange or lost!r} was {'put into' if strange else 'taken out of'} the model after init, "
-                "so the optimizer does not know of it. Change the model first, then call polyamp.init."
+                "so the optimizer does not know of it. Go on with state = polyamp.refresh(state): what stayed keeps "
+                "its optimizer state."
             )
         self._places = _places(self.model)
         self._members = list(_members(self._places))
         self.buffer_owners = buffers.owners(self.model)
+
+    def check_alive(self) -> None:
+        """Refuse a state of which `refresh` has made another: both would train one model.
+
+        Raises:
+            StateError: it has.
+        """
+        if self._retired:
+            raise StateError(
+                "this state was refreshed, and the new one trains its model and optimizer. Go on with the state that "
+                "polyamp.refresh(state) returned."
+            )
+
+    def retire(self) -> None:
+        """No step from now on; the look at the model, which every step takes anyway, finds it."""
+        self._retired = True
+        self._members = [_END, _END]
+
+    def shapes(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Path -> identity of every trained parameter, and its shape at `init`."""
+        pairs = zip(self.parameters.items(), self._shapes, strict=True)
+        return {name: (id(p), tuple(shape)) for (name, p), shape in pairs}
+
+    def groups_moved(self) -> None:
+        """The groups hold the same parameters in another order or division, as if by hand."""
+        self._held = _held(self.optimizer)
+        self.kernels = None
 
     def _optimizer_names(self) -> list[str]:
         by_id = {id(p): name for name, p in self.parameters.items()}
@@ -189,6 +222,7 @@ class TorchState(ShownState):
         A step that another thread has begun is finished first.
         """
         with Undisturbed(), self.turn:
+            self.check_alive()
             return self._exported()
 
     def _exported(self) -> dict[str, Array]:

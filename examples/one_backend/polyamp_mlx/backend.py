@@ -24,6 +24,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import decide, refusals
 from polyamp.rules.decide import Skip
+from polyamp.rules.growing import Growth, Known, needs_model
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
 from polyamp_mlx.arrays import XP, Array, cast_tree, computed, device, dtype_name, fresh, to_numpy
@@ -173,6 +174,21 @@ class MLXBackend:
             draws=itertools.count(),
         )
         return restored
+
+    def refresh(self, state: Any, model: Any, growth: Growth) -> MLXState:
+        if model is None:
+            raise needs_model("an MLX state holds arrays of its own")
+        made = self.init(model, state.recipe, seed=state.seed)
+        before, now = state.parameters, made.parameters
+        stayed = growth.stayed(
+            {path: Known(id(array), array.shape) for path, array in before.items()},
+            {path: Known(id(array), array.shape) for path, array in now.items()},
+            lambda old, new: bool(mx.array_equal(before[old], now[new])),
+        )
+        kept = {path: {**group, **state.slots.get(stayed.get(path, ""), {})} for path, group in made.slots.items()}
+        counts = {path: state.counts.get(stayed.get(path, ""), count) for path, count in made.counts.items()}
+        goes_on = {"scale_state": state.scale_state, "step": state.step, "watch": state.watch, "draws": state.draws}
+        return dataclasses.replace(made, slots=kept, counts=counts, **goes_on)
 
     def testing(self) -> Harness:
         return MLXHarness()

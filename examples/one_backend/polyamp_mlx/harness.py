@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -167,6 +167,18 @@ class MLXHarness:
             return MLP([])
         dtype = {"integer": np.int32, "complex": np.complex64, "float16": np.float16}[kind]
         return MLP([Layer(np.ones((2, 2), dtype), np.ones(2, dtype))])
+
+    def with_head(self, state: Any, head: Layer) -> nn.Module:
+        model = state.model
+        model[f"dense{model.depth - 1}"] = dense(head)
+        return model
+
+    def with_frozen(self, state: Any, numbers: Collection[int]) -> nn.Module:
+        model = state.model
+        for number in range(model.depth):
+            layer = model[f"dense{number}"]
+            layer.freeze() if number in numbers else layer.unfreeze()
+        return model
 
     def native_optimizer(self, model: Any, learning_rate: float, kind: str = "sgd") -> Any:
         from mlx.optimizers import SGD

@@ -190,8 +190,8 @@ def freeze_all(model: Any) -> None:
 @pytest.mark.parametrize("then", [freeze_layer, freeze_variable, freeze_all])
 def test_a_layer_that_was_frozen_after_init_is_refused(then: Callable[[Any], None]) -> None:
     assert refusal(then) == (
-        "parameter 'a/kernel' was frozen after init. Set trainable back, or call polyamp.init again to train the "
-        "others."
+        "parameter 'a/kernel' was frozen after init. To train the others, state = polyamp.refresh(state): what stayed "
+        "keeps its optimizer state. Or set trainable back."
     )
 
 
@@ -200,8 +200,8 @@ def test_a_layer_that_was_unfrozen_after_init_is_refused() -> None:
         model.layers[0].trainable = True
 
     assert refusal(unfreeze, frozen=True) == (
-        "parameter 'a/kernel' was unfrozen after init, so no optimizer holds it. Set trainable back, or call "
-        "polyamp.init again to train it too."
+        "parameter 'a/kernel' was unfrozen after init, so no optimizer holds it. To train it too, state = "
+        "polyamp.refresh(state): what stayed keeps its optimizer state. Or set trainable back."
     )
 
 

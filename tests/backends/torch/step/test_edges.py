@@ -309,7 +309,7 @@ def put_group(state: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (put_linear, r"'0/weight' was put into the model after init.*then call polyamp\.init"),
+        (put_linear, r"'0/weight' was put into the model after init.*state = polyamp\.refresh\(state\)"),
         (put_parameter, r"'1/bias' was put into the model after init"),
         (put_parametrization, r"'0/parametrizations/weight/original0' was put into the model"),
         (put_shape, r"'0/weight' was \(4, 6\), torch\.float32, cpu at init\. Received: \(5, 6\), torch\.float32, cpu"),
