@@ -174,6 +174,10 @@ def moving_averages(optimizer: Any) -> Iterator[tuple[Any, Any]]:
             yield variable, average
 
 
+NO_SLOTS: Final = ("_trainable_variables", "_variables")
+"""Lists of an optimizer that hold something else than a slot of each parameter."""
+
+
 def begin_again(optimizer: Any) -> None:
     """A Keras optimizer as its constructor left it, with the settings that it has now: not built, without variables.
 

@@ -16,7 +16,7 @@ from polyamp.errors import ModelError, UnsupportedError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.rules.growing import Growth, Known
 from polyamp_tensorflow.arrays import raw
-from polyamp_tensorflow.compat import begin_again, index_in, own_trainable
+from polyamp_tensorflow.compat import NO_SLOTS, begin_again, index_in, own_trainable
 from polyamp_tensorflow.models.layers import check_model, is_built
 from polyamp_tensorflow.models.variables import variables_of
 from polyamp_tensorflow.step.optimizer_checks import members
@@ -48,9 +48,11 @@ def refreshed(state: TensorFlowState, model: Any, growth: Growth) -> TensorFlowS
             new = TensorFlowState(model, state.recipe, state.backend)
             _carry(state.optimizer, new.optimizer, before, now, stayed)
         else:
-            with _begun_again(state.optimizer) as old:
+            with _begun_again(state.optimizer) as (old, built_for):
                 new = TensorFlowState(model, state.recipe, state.backend)
-                _carry_native(old, new.optimizer, before, now, stayed)
+                places = {id(raw(variable)): number for number, variable in enumerate(built_for)}
+                pairs = [(index_in(new.optimizer, now[n]), places[id(raw(before[was]))]) for n, was in stayed.items()]
+                _carry_native(old, vars(new.optimizer), len(places), pairs)
             new.optimizer_settings = state.optimizer_settings  # as they were at init, for checkpoints
         new.go_on(state)
         return new
@@ -78,8 +80,9 @@ def _carry(old: SpecOptimizer, new: SpecOptimizer, before: Named, now: Named, st
 
 
 @contextlib.contextmanager
-def _begun_again(optimizer: Any) -> Iterator[dict[str, Any]]:
-    """A native optimizer as it was before it was built; what it held meanwhile, and holds again if the block fails.
+def _begun_again(optimizer: Any) -> Iterator[tuple[Named, list[Any]]]:
+    """A native optimizer as it was before it was built. What it held meanwhile, and holds again if the block fails, and
+    the variables that it was built for.
 
     Raises:
         UnsupportedError: it keeps something that belongs to no parameter and to all of them.
@@ -89,11 +92,11 @@ def _begun_again(optimizer: Any) -> Iterator[dict[str, Any]]:
             "refresh does not build a keras.optimizers.MultiOptimizer again. Use one optimizer, or one of polyamp's "
             "specs with groups=[polyamp.Group(...)]."
         )
-    old = dict(vars(optimizer))
+    old, built_for = dict(vars(optimizer)), list(own_trainable(optimizer))
     _check_slots(optimizer, old)
     try:
         begin_again(optimizer)
-        yield old
+        yield old, built_for
     except BaseException:
         vars(optimizer).clear()
         vars(optimizer).update(old)
@@ -116,22 +119,23 @@ def _variables(name: str, value: Any, count: int) -> list[Any]:
     """The variables of one attribute: the optimizer's own, or a slot of every parameter."""
     if hasattr(value, "assign"):
         return [value]
-    slots = isinstance(value, list) and len(value) == count and name not in _NO_SLOTS
+    slots = isinstance(value, list) and len(value) == count and name not in NO_SLOTS
     return [slot for slot in value if hasattr(slot, "assign")] if slots else []
 
 
-_NO_SLOTS = ("_trainable_variables", "_variables")
+def _carry_native(old: Named, new: Named, count: int, pairs: list[tuple[int, int]]) -> None:
+    """Values by the names of the optimizer's attributes: of all parameters together, and slots of what stayed.
 
-
-def _carry_native(old: Named, new: Any, before: Named, now: Named, stayed: Mapping[str, str]) -> None:
-    """Values of what stayed, by the names of the optimizer's attributes."""
-    places = {id(raw(variable)): number for number, variable in enumerate(old["_trainable_variables"])}
-    pairs = [(index_in(new, now[name]), places[id(raw(before[path]))]) for name, path in stayed.items()]
-    for name, value in vars(new).items():
+    Args:
+        old, new: its attributes before and now.
+        count: parameters before.
+        pairs: numbers of each parameter that stayed, now and before.
+    """
+    for name, value in new.items():
         was = old.get(name)
         if hasattr(value, "assign") and hasattr(was, "assign"):
             value.assign(was)
-        elif isinstance(value, list) and name not in _NO_SLOTS and isinstance(was, list) and len(was) == len(places):
+        elif isinstance(value, list) and name not in NO_SLOTS and isinstance(was, list) and len(was) == count:
             for mine, its in pairs:
                 if hasattr(value[mine], "assign") and hasattr(was[its], "assign"):
                     value[mine].assign(was[its])
