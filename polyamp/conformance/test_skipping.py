@@ -183,6 +183,16 @@ def test_s13_the_first_update_uses_the_rate_of_count_zero(harness: Harness, make
     assert np.array_equal(first, second), "the second update has rate 0"
 
 
+def test_s13_the_first_update_of_adam_is_the_rate(harness: Harness) -> None:
+    """Not against the reference, which may be wrong itself: bias correction makes the first quotient of moments 1."""
+    start = flat(harness, polyamp.init(harness.mlp(layers()), recipe()))
+    for count in (1, 2):
+        made = recipe(optimizer=polyamp.adam(1e-3, eps=1e-30))
+        moved = np.abs(start - flat(harness, train(harness, made, [batch()] * count)[0]))
+        np.testing.assert_allclose(moved[moved > 0], count * 1e-3, rtol=1e-2)
+        assert np.mean(moved > 0) > 0.5
+
+
 def test_s14_states_in_changing_company(backend: Backend, harness: Harness) -> None:
     """A backend that caches programs must not confuse [a, b] with [a, c]."""
     made = recipe(scaler=polyamp.LossScaler.static(4.0))

@@ -251,21 +251,21 @@ REFERENCE: Final = (
     reference(
         "S7 gradients stay scaled", "None if v is None else v / scale for", "None if v is None else v for", "s07"
     ),
-    reference("S8 a sum in the place of the mean", "else value / np.float32(len(batches))", "else value", "s08"),
+    reference("S8 a sum in the place of the mean", "else value / by for", "else value for", "s08"),
     reference("S10 squares in float32", "dtype=np.float64)))", "dtype=np.float32)))", "s10"),
     reference("S12 a skipped step is applied", "if decision.skipped:", "if False:", "s12"),
     reference("S13 a parameter counts twice", "counts[name] + 1", "counts[name] + 2", "s13 or s21"),
     reference(
-        "S6 a 16-bit loss is scaled in 16 bits",
-        'wide = ops.cast(loss, "float32")\n    scaler',
-        "wide = loss\n    scaler",
+        "S6 the scale is a 16-bit number",
+        "wide * states[0].scale_state.scale if",
+        "wide * np.float16(states[0].scale_state.scale) if",
         "s06",
     ),
     reference("S8 16-bit gradients are added in 16 bits", "one.astype(np.float32) + other", "one + other", "s08"),
     reference(
         "S13 the rate of the next step",
-        "recipe.optimizer.rate(state.step, XP)",
-        "recipe.optimizer.rate(state.step + 1, XP)",
+        "member.rate(state.step, XP)",
+        "member.rate(state.step + 1, XP)",
         "s13",
     ),
 )
