@@ -18,6 +18,7 @@ from polyamp.conformance.problems import (
     recipe,
     relative,
     train,
+    unmoved,
 )
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness, Layer
@@ -219,6 +220,28 @@ def test_s10_flag_looks_after_unscaling(backend: Backend, harness: Harness) -> N
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_s10_a_step_whose_gradients_are_infinite_and_not_nan_is_skipped(
+    backend: Backend, harness: Harness, clip_norm: float | None
+) -> None:
+    """One dense layer of ones and positive inputs: every product has one sign, so that no NaN gives the overflow away.
+    The scale is no 16-bit number either: 2^20 alone overflows nothing (S6)."""
+    ones = [Layer(np.ones((4, 1), np.float32), np.zeros(1, np.float32))]
+    item = {"x": np.ones((2, 4), np.float32), "y": np.zeros((2, 1), np.float32), "gain": np.ones((2, 1), np.float32)}
+    made = recipe(scaler=polyamp.LossScaler.static(2.0**20), clip_norm=clip_norm)
+    state = polyamp.init(harness.mlp(ones), made)
+    before = backend.export_state(state)
+    run, step = polyamp.value_and_grad(loss_fn), polyamp.train_step(loss_fn, made)
+    large = {**item, "gain": item["gain"] * np.float32(1e18)}
+    values = [backend.to_numpy(value) for _, value in backend.named_gradients(run(state, large)[1])]
+    assert all(np.isinf(value).all() for value in values)
+    state, result = step(state, large)
+    assert bool(backend.to_numpy(result.skipped))
+    assert unmoved(before, backend.export_state(state)) == []
+    state, result = step(state, item)
+    assert not bool(backend.to_numpy(result.skipped))
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
 @pytest.mark.parametrize("gain", [1e12, 1e-14])
 def test_s10_gradients_whose_squares_leave_float32_are_finite(
     backend: Backend, harness: Harness, gain: float, clip_norm: float | None
@@ -241,13 +264,17 @@ def test_s10_gradients_whose_squares_leave_float32_are_finite(
         np.testing.assert_allclose(moved, 1e-3, rtol=1e-3)
 
 
-def test_s11_clip_by_global_norm(backend: Backend, harness: Harness) -> None:
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_s11_clip_by_global_norm(backend: Backend, harness: Harness, scale: float | None) -> None:
+    """Of the unscaled gradients, whatever they were scaled with."""
+    scaler = None if scale is None else polyamp.LossScaler.static(scale)
     free, (plain,) = train(harness, recipe(optimizer=polyamp.sgd(1.0)), [batch()])
     start = flat(harness, polyamp.init(harness.mlp(layers()), recipe()))
     norm = number(backend, plain.grad_norm)
     np.testing.assert_allclose(np.linalg.norm(flat(harness, free) - start), norm, rtol=1e-5)
     for limit, wanted in ((norm / 4, norm / 4), (norm * 4, norm)):
-        clipped, (result,) = train(harness, recipe(optimizer=polyamp.sgd(1.0), clip_norm=limit), [batch()])
+        made = recipe(optimizer=polyamp.sgd(1.0), clip_norm=limit, scaler=scaler)
+        clipped, (result,) = train(harness, made, [batch()])
         np.testing.assert_allclose(np.linalg.norm(flat(harness, clipped) - start), wanted, rtol=1e-5)
         np.testing.assert_allclose(number(backend, result.grad_norm), norm, rtol=1e-6)
         assert backend.to_numpy(result.grad_norm).dtype == np.float32

@@ -22,7 +22,7 @@ TORCH: Final = (
         "step/measure.py",
         "finite = torch.isfinite(norm)\n    if scale is None",
         "finite = ~torch.isnan(norm)\n    if scale is None",
-        "-k s10 or s12",
+        "-k s10 or s12 or s17",
     ),
     backend(
         "torch",
