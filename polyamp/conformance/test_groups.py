@@ -87,10 +87,11 @@ def test_s27_each_hyperparameter_is_decided_by_itself(backend: Backend, harness:
 def test_s27_kinds(backend: Backend, harness: Harness, kind: str) -> None:
     """By whatever names a framework has; an embedding, which this model has not, is none of its parameters."""
     made = recipe(optimizer=polyamp.adamw(0.1, weight_decay=0.5, groups=no_decay(kind, "embedding")))
-    state = polyamp.init(harness.normalized_mlp(layers()), made)
-    spared = [path for path in state.groups.numbers if state.groups.of(path).spec.weight_decay == 0.0]
+    groups = polyamp.init(harness.normalized_mlp(layers()), made).groups
+    assert groups is not None
+    spared = [path for path in groups.numbers if groups.of(path).spec.weight_decay == 0.0]
     modules = [path.split("/")[-2] for path in spared]
-    assert len(state.groups.numbers) == 6
+    assert len(groups.numbers) == 6
     assert (
         sorted(modules)
         == {
@@ -154,9 +155,9 @@ def test_s27_groups_resume_and_a_changed_one_is_said(backend: Backend, harness: 
 
 def path_of(backend: Backend, harness: Harness, module: str) -> str:
     """A module's path in this framework."""
-    state = polyamp.init(harness.mlp(layers()), recipe(optimizer=polyamp.sgd(0.1)))
-    path: str = next(path for path in state.groups.numbers if module in path)
-    return path.rpartition("/")[0]
+    groups = polyamp.init(harness.mlp(layers()), recipe(optimizer=polyamp.sgd(0.1))).groups
+    assert groups is not None
+    return next(path for path in groups.numbers if module in path).rpartition("/")[0]
 
 
 def test_s05_an_alias_names_a_module_in_overrides_and_groups(backend: Backend, harness: Harness) -> None:

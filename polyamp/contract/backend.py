@@ -82,14 +82,10 @@ class State(Protocol[ModelT_co]):
     def watch(self) -> Watch:
         """The host's count of this state's steps (S17). The state that a step returns has the same."""
 
-
-@runtime_checkable
-class HasGroups(Protocol):
-    """A state whose backend has parameter groups (S27); `init` refuses a recipe with groups where it has none."""
-
     @property
     def groups(self) -> Members | None:
-        """Which parameter has which hyperparameters; None while a model waits for its variables."""
+        """Which parameter has which hyperparameters (S27); None while a model waits for its variables. Of a backend
+        whose states have none, made before there were parameter groups, `init` refuses a recipe that has some."""
 
 
 ValueAndGrad = Callable[[Sequence[Any], Any], tuple[Any, list[Gradients]]]

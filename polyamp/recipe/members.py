@@ -164,7 +164,7 @@ def _member(base: Any, chosen: Mapping[str, tuple[Any, str, Any]]) -> Member:
 
 def _names(recipe: Recipe, leaves: Sequence[Leaf], backend: str) -> dict[str, tuple[str, ...]]:
     """Every path and alias of each parameter, by its path."""
-    names = aliases.named(recipe.policy.aliases, backend, [(leaf.path, *leaf.also) for leaf in leaves])
+    names = aliases.named(recipe.policy.aliases, backend, [leaf.called or (leaf.path,) for leaf in leaves])
     return {leaf.path: own for leaf, own in zip(leaves, names, strict=True)}
 
 

@@ -29,13 +29,14 @@ class Leaf(NamedTuple):
         dimensions: how many axes it has.
         classes: names of the class of the module that owns it and of that class's bases; None where the framework
             keeps no modules (a plain function, linen's and haiku's variables).
-        also: other paths under which it lies in the model.
+        called: every path by which globs find it, where that is not `path` alone: a shared parameter lies in several
+            modules, and a framework may spell paths in two ways.
     """
 
     path: str
     dimensions: int
     classes: tuple[str, ...] | None = None
-    also: tuple[str, ...] = ()
+    called: tuple[str, ...] = ()
 
 
 def class_names(owner: object) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Never, Protocol, TypeVar, overload
 
 from polyamp.contract import registry
-from polyamp.contract.backend import HasGroups, State, ValueAndGrad
+from polyamp.contract.backend import State, ValueAndGrad
 from polyamp.errors import ArgumentError, RecipeError, UnsupportedError
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
@@ -44,7 +44,7 @@ def init(model: M, recipe: Recipe, *, backend: str | None = None, **options: Any
         registry.check_named(backend, model)
     found = registry.get(backend) if backend is not None else registry.backend_for(model)
     state: State[M] = registry.supporting(found, recipe.policy).init(model, recipe, **options)
-    if getattr(recipe.optimizer, "groups", ()) and not isinstance(state, HasGroups):
+    if getattr(recipe.optimizer, "groups", ()) and not hasattr(state, "groups"):
         raise UnsupportedError(
             f"the {found.name} backend of this version has one set of hyperparameters for all parameters. Received: "
             f"{len(recipe.optimizer.groups)} groups. Use optimizer.replace(groups=())."

@@ -28,7 +28,6 @@ def leaves_of(model: Any, parameters: Mapping[str, Any]) -> list[Leaf]:
     found = []
     for path, variable in parameters.items():
         key, own = id(raw(variable)), path.rpartition("/")[2]
-        also = {f"{place}/{own}".lstrip("/"): None for places in owners.get(key, []) for place in places}
-        others = tuple(other for other in also if other != path)
-        found.append(Leaf(path, len(variable.shape), classes.get(key), others))
+        called = {f"{place}/{own}".lstrip("/"): None for places in owners.get(key, []) for place in places}
+        found.append(Leaf(path, len(variable.shape), classes.get(key), tuple(called)))
     return found

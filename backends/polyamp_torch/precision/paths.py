@@ -40,7 +40,7 @@ def leaves_of(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> list
         parameters: the trainable ones by path, `/`-separated, in order.
     """
     inner = {path: short for short, path in inner_paths(module).items()}
-    also: dict[int, dict[str, None]] = {}
+    called: dict[int, dict[str, None]] = {}
     classes: dict[int, tuple[str, ...]] = {}
     for name, part in module.named_modules(remove_duplicate=False):
         path = name.replace(".", "/")
@@ -49,11 +49,11 @@ def leaves_of(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> list
             leaf = reparametrized or own  # torch.nn.utils.parametrize: conv/parametrizations/weight/original0
             known = [path, inner.get(path, path), *([kind] if reparametrized else [])]
             paths = (f"{place}/{leaf if place == kind else own}".lstrip("/") for place in known)
-            also.setdefault(id(p), {}).update(dict.fromkeys(paths))
+            called.setdefault(id(p), {}).update(dict.fromkeys(paths))
             owner = class_names(module.get_submodule(kind.replace("/", ".")) if reparametrized else part)
             classes[id(p)] = (*classes.get(id(p), ()), *owner)
     return [
-        Leaf(path, p.dim(), classes[id(p)], tuple(other for other in also[id(p)] if other != path))
+        Leaf(path, p.dim(), classes[id(p)], tuple(dict.fromkeys((path, *called[id(p)]))))
         for path, p in parameters.items()
     ]
 

@@ -160,7 +160,8 @@ class TorchState(ShownState):
                 "the optimizer's parameter groups were changed after init; they are those of the recipe. Change the "
                 "recipe's groups, and call polyamp.init again."
             )
-        if len(held) != len(self._held) or set(map(id, held)) != set(map(id, self._held)):
+        now, before = ([id(p) for p in every if p is not None] for every in (held, self._held))
+        if len(now) != len(before) or set(now) != set(before):
             raise ModelError(
                 "the optimizer's parameter groups were changed after init, so it does not hold exactly the model's "
                 "trainable parameters. Go on with state = polyamp.refresh(state)."
@@ -278,7 +279,8 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    """The parameters that an optimizer holds, and None at the end of each group."""
+    return [p for group in optimizer.param_groups for p in (*group["params"], None)]
 
 
 def _places(model: nn.Module) -> list[dict[str, Any]]:

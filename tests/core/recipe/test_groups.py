@@ -18,7 +18,7 @@ LEAVES = [
     Leaf("h/0/attn/weight", 2, ("Linear",)),
     Leaf("h/0/attn/bias", 1, ("Linear",)),
     Leaf("h/0/ln/weight", 1, ("LayerNorm",)),
-    Leaf("wte/weight", 2, ("Embedding",), ("head/weight",)),
+    Leaf("wte/weight", 2, ("Embedding",), ("wte/weight", "head/weight")),
 ]
 
 
