@@ -37,15 +37,15 @@ def stepped(
     """
     recipe = state.recipe
     factor = 1.0 if recipe.clip_norm is None else clip.factor(measured.norm, recipe.clip_norm, XP)
+    rates = [member.rate(state.step, XP) for member in state.groups.distinct]
     parameters, kept, counts = dict(state.parameters), dict(state.slots), dict(state.counts)
     for path, value in grads.values.items():
         if value is None:
             continue
         old, count = parameters[path], counts[path] + 1
         wide, grad = old.astype(mx.float32), value.astype(mx.float32) * factor
-        member = state.groups.of(path)
-        rate = member.rate(state.step, XP)
-        new, moved = member.spec.update(XP, wide, grad, kept[path], rate, count.astype(mx.float32))
+        spec, rate = state.groups.of(path).spec, rates[state.groups.numbers[path]]
+        new, moved = spec.update(XP, wide, grad, kept[path], rate, count.astype(mx.float32))
         parameters[path] = chosen(new, old)
         kept[path] = {slot: chosen(moved[slot], before) for slot, before in kept[path].items()}
         counts[path] = chosen(count, counts[path])
