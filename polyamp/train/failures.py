@@ -8,6 +8,7 @@ raised; an ordinary step looks at nothing.
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -62,7 +63,7 @@ def _check_loss_fn(loss_fn: LossFunction, error: Exception) -> None:
     """Refuse a `loss_fn` that does not take two arguments, or that is a model itself."""
     import inspect
 
-    if any(hasattr(loss_fn, name) for name in ("trainable_variables", "parameters")):
+    if _has_parameters(loss_fn):
         raise RecipeError(
             f"loss_fn must be a function of (model, batch). Received: {described(loss_fn)}, a model. {WRITE}"
         ) from error
@@ -78,6 +79,17 @@ def _check_loss_fn(loss_fn: LossFunction, error: Exception) -> None:
         raise RecipeError(
             f"loss_fn must be a function of (model, batch). Received: {name}{signature}.{batch}"
         ) from error
+
+
+def _has_parameters(value: Any) -> bool:
+    """Whether a value is a model: torch's with parameters, or Keras's with trainable variables."""
+    if isinstance(value, types.FunctionType | types.MethodType):
+        return False
+    own = getattr(value, "trainable_variables", None)
+    listed = getattr(value, "parameters", None)
+    if own is None and callable(listed):
+        own = list(listed())
+    return isinstance(own, list | tuple) and len(own) > 0
 
 
 def _note(error: Exception, states: Sequence[Any], batch: Any) -> Iterator[str]:

@@ -186,6 +186,7 @@ def value_and_grad(loss_fn: LossFunction, **options: Any) -> ValueAndGradients:
 
     def run(state: Any, batch: Any) -> Any:
         states, several = _as_list(state, batch, "value_and_grad(loss_fn)(state, batch)")
+        _check_distinct(states)
         backend = states[0].backend
         if backend.name not in runs:
             runs[backend.name] = backend.value_and_grad(loss_fn, **options)
@@ -228,6 +229,7 @@ def apply_gradients(state: Any, grads: Any, *, skip: Skip = "all") -> tuple[Any,
     if skip not in ("all", "each"):
         raise RecipeError(f"skip must be 'all' or 'each'. Received: skip={skip!r}.")
     arguments.check_gradients(grads, len(states), several=several)
+    _check_distinct(states)
     gradients: Sequence[Gradients] = grads if several else [grads]
     if len({item.recipe.loss_scaler for item in states}) > 1:
         raise RecipeError("states that step together must share one scaler; their recipes have different ones.")
@@ -267,7 +269,6 @@ def _as_list(state: Any, other: Any, call: str) -> tuple[list[Any], bool]:
 
     Raises:
         ArgumentError: something else came.
-        RecipeError: one of them twice.
     """
     if not isinstance(state, list):
         if not arguments.is_state(state):
@@ -278,7 +279,6 @@ def _as_list(state: Any, other: Any, call: str) -> tuple[list[Any], bool]:
     for position, each in enumerate(state):
         if not arguments.is_state(each):
             raise arguments.no_state(each, other, call, several=True, position=position)
-    _check_distinct(state)
     return state, True
 
 

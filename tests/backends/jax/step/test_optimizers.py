@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import polyamp
-from polyamp.errors import UnsupportedError
+from polyamp.errors import RecipeError
 from polyamp.reference.arrays import XP as NUMPY
 from polyamp_jax.step.optimizers import transformation, updated, widened
 
@@ -106,7 +106,7 @@ def test_trap_bias_correction_of_the_first_step() -> None:
 
 
 def test_what_is_no_optimizer_is_refused(make_kind: Any, recipe: Any) -> None:
-    with pytest.raises(UnsupportedError, match=r"or an optax.GradientTransformation.*Received: builtins.function"):
+    with pytest.raises(RecipeError, match=r"Received: a function \(cosine_decay_schedule.*\. Call it"):
         polyamp.init(make_kind("linen").model, recipe(optimizer=optax.cosine_decay_schedule(1.0, 10)))
 
 
