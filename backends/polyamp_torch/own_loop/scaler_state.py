@@ -117,6 +117,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
         state = self._require_state(funcname)
+        self._scale_is_shared()  # subclasses write to it
         return state.scale, state.good_steps
 
     def _updated(self, state: LossScaleState, found: torch.Tensor) -> LossScaleState:

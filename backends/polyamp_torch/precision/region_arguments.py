@@ -153,6 +153,10 @@ def _instead_of(given: Any) -> str:
         return f" Write autocast('cuda', enabled={given})."
     if isinstance(given, str) and ":" in given and given.partition(":")[0] in DEVICE_TYPES:
         return f" A type has no number: {given.partition(':')[0]!r}."
+    if isinstance(given, torch.nn.Module):
+        return " For a module use policy.autocast(module)."
+    if callable(given):
+        return " As a decorator it is @autocast('cuda'), or @autocast(policy)."
     slip = _SLIPS.get(given) if isinstance(given, str) else None
     return "" if slip is None else f" Did you mean {slip!r}?"
 

@@ -178,3 +178,35 @@ def test_torchs_recipe_with_one_changed_import() -> None:
         ours = train(autocast, GradScaler, use_amp)
         theirs = train(torch.autocast, torch.amp.GradScaler, use_amp)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("base", [GradScaler, torch.amp.GradScaler], ids=["polyamp", "torch"])
+def test_a_subclass_that_updates_in_its_own_way(base: Any) -> None:
+    """As Composer's for closures does: it writes the state's tensors, and steps the optimizer itself."""
+
+    class Own(base):  # type: ignore[misc]  # mypy does not know which of the two
+        def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self.unscale_(optimizer)
+            flags = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+            return None if sum(flag.item() for flag in flags) else optimizer.step()
+
+        def update(self, new_scale: Any = None) -> None:
+            scale, tracker = self._check_scale_growth_tracker("update")
+            found = [f for state in self._per_optimizer_states.values() for f in state["found_inf_per_device"].values()]
+            torch._amp_update_scale_(
+                scale, tracker, found[0], self._growth_factor, self._backoff_factor, self._growth_interval
+            )
+            self._per_optimizer_states.clear()
+
+    scaler, scales = Own("cpu", init_scale=2.0, growth_interval=2), []
+    p = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], 0.5)
+    for gain in (1.0, float("inf"), float("inf"), 1.0, 1.0):
+        optimizer.zero_grad()
+        scaler.scale((p * gain).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [2.0, 1.0, 0.5, 0.5, 1.0]
+    assert p.tolist() == [-0.5, -0.5]

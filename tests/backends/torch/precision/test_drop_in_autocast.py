@@ -127,6 +127,8 @@ MISTAKES: list[tuple[str, Any, dict[str, Any], str]] = [
     ("a torch.device", (torch.device("cpu"),), {}, r"Received: device\(type='cpu'\). Write 'cpu'"),
     ("a dtype first", (torch.float16,), {}, r"The dtype comes second: autocast\('cuda', torch.float16\)"),
     ("torch.cuda.amp's", (True,), {}, r"Write autocast\('cuda', enabled=True\)"),
+    ("no parentheses", (seen,), {}, r"As a decorator it is @autocast\('cuda'\)"),
+    ("a module", (nn.Linear(1, 1),), {}, r"For a module use policy\.autocast\(module\)"),
     ("the dtype as a word", ("cpu",), {"dtype": "float16"}, r"dtype must be a torch.dtype, such as torch.float16"),
     ("two dtypes", ("fp16", "cpu"), {"dtype": torch.float16}, r"a policy has its own dtype"),
     ("a device twice", ("cpu",), {"device_type": "cpu"}, r"device_type is given twice"),
