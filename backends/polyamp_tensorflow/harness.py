@@ -171,7 +171,7 @@ class TensorFlowHarness:
     def with_head(self, state: Any, head: Layer) -> Any:
         *body, last = [layer for layer in state.model.layers if not isinstance(layer, keras.layers.InputLayer)]
         new = _ObservedDense(head, name=last.name)
-        return keras.Model(state.model.inputs, new(body[-1].output))
+        return keras.Model(state.model.inputs[0], new(body[-1].output))
 
     def with_frozen(self, state: Any, numbers: Collection[int]) -> None:
         for layer in state.model.layers:

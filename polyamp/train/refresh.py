@@ -44,8 +44,9 @@ def refresh(state: Any, model: Any = None, *, fresh: Any = (), keep: Any = ()) -
         >>> recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.adam(0.1))
         >>> state = polyamp.init(MLP.random([4, 8, 2], seed=0), recipe)
         >>> head = {"dense1/kernel": np.ones((8, 3), "f4"), "dense1/bias": np.ones(3, "f4")}
-        >>> polyamp.refresh(state, MLP({**state.model.parameters, **head}))
-        ReferenceState(backend='reference', device='cpu', parameters=67, policy=float32, scale=1, step=0)
+        >>> state = polyamp.refresh(state, MLP({**state.model.parameters, **head}))
+        >>> state.model.parameters["dense1/kernel"].shape
+        (8, 3)
     """
     backend = getattr(state, "backend", None)
     if backend is None:
