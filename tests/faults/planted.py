@@ -259,7 +259,7 @@ REFERENCE: Final = (
         "S6 the scale is a 16-bit number",
         "wide * states[0].scale_state.scale if",
         "wide * np.float16(states[0].scale_state.scale) if",
-        "s06",
+        "s06 or s10",
     ),
     reference("S8 16-bit gradients are added in 16 bits", "one.astype(np.float32) + other", "one + other", "s08"),
     reference(
