@@ -26,6 +26,7 @@ from polyamp.errors import (
     PolicyError,
     PolyampError,
     RecipeError,
+    StateError,
     TraceError,
     UnsupportedError,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "State",
+    "StateError",
     "StepResult",
     "TraceError",
     "UnsupportedError",

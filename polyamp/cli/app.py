@@ -23,6 +23,7 @@ import polyamp
 from polyamp.cli import tables
 from polyamp.cli.progress import show_progress
 from polyamp.errors import PolyampError
+from polyamp.files import write_atomically
 from polyamp.parity import runner
 from polyamp.recipe.recipe import Recipe
 
@@ -171,6 +172,7 @@ def _parity(
     interpreters = dict(_interpreter(item) for item in python or ())
     try:
         loaded = Recipe.load(recipe) if recipe is not None else runner.demo_recipe()
+        _check_out(out)
         with show_progress(console) as on_event:
             report = runner.run(
                 loaded,
@@ -189,6 +191,15 @@ def _parity(
     if json:
         typer.echo(report.to_json())
     raise typer.Exit(0 if report.ok else 1)
+
+
+def _check_out(out: Path) -> None:
+    """Find out before a training of minutes whether its results can be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / "report.json", b"", replace=False)
+    except OSError as error:
+        _stop(f"--out must be a folder that can be written to. Received: {out}: {error.strerror}.")
 
 
 def _write(report: runner.Report, out: Path) -> list[Path]:

@@ -143,6 +143,17 @@ def test_wrong_arguments_end_with_2(arguments: list[str], message: str) -> None:
     assert message in result.output
 
 
+def test_a_folder_that_cannot_be_written_is_found_before_the_training(runner_returns: Any, tmp_path: Path) -> None:
+    calls = runner_returns(make_report())
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file" / "out", Path("/proc/polyamp")):
+        result = invoke("demo", "--out", out)
+        assert result.exit_code == 2
+        assert "--out must be a folder that can be written to. Received: " in result.stderr
+        assert "Traceback" not in result.output
+    assert calls == []
+
+
 def test_an_unknown_policy_ends_with_2(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     runner.demo_recipe().dump(recipe)
