@@ -19,7 +19,7 @@ import pytest
 
 SECONDS = 400
 ROOT = Path(__file__).parents[4]
-OVERFLOWS: dict[str, dict[int, int]] = {"none": {}, "first": {1: 0}, "second": {1: 1}, "both in turn": {1: 0, 2: 1}}
+OVERFLOWS: dict[str, dict[int, int]] = {"none": {}, "each in turn": {1: 0, 2: 1}}
 """Step -> the worker whose gradients overflow in it."""
 LOOPS = ("custom", "fit", "train_step")
 
