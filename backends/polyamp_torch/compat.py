@@ -155,6 +155,12 @@ def tell_custom_bwd(ctx: Any, *, enabled: bool, dtype: torch.dtype) -> None:
     ctx._fwd_used_autocast, ctx._dtype = enabled, dtype
 
 
+def told_by_custom_fwd(ctx: Any) -> tuple[bool, torch.dtype] | None:
+    """What torch's `custom_fwd` left in `ctx`: whether autocast was on, and its dtype; None if it left nothing."""
+    enabled = getattr(ctx, "_fwd_used_autocast", None)
+    return None if enabled is None else (enabled, ctx._dtype)
+
+
 # Modes: `with mode:` is public, but has Python code of torch's in which an interrupt may come, and no way to take out a
 # mode that is not the innermost.
 

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import Function, FunctionCtx
 
 from polyamp.errors import UnsupportedError
-from polyamp_torch.compat import constant_when_compiled, tell_custom_bwd
+from polyamp_torch.compat import PlainAutocast, constant_when_compiled, tell_custom_bwd, told_by_custom_fwd
 from polyamp_torch.precision.islands import DEVICE_TYPES, Captured, captured, device_types, restored
 
 _STATE: Final = "polyamp_autocast"
@@ -85,7 +85,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
     Args:
         bwd: `backward(ctx, ...)`; it runs under the autocast state that its `forward` ran under.
-        device_type: accepted as torch's is, and checked; the state is the one that `custom_fwd` noted.
+        device_type: as torch's; the state is the one that `custom_fwd` noted, and only torch's needs to be told whose.
 
     Raises:
         UnsupportedError: an unknown device type, or, in backward, a `forward` that is not under `custom_fwd`.
@@ -97,10 +97,15 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
     @functools.wraps(bwd)
     def backward(ctx: Any, *grads: Any) -> Any:
         state = getattr(ctx, _STATE, None)
+        told = told_by_custom_fwd(ctx) if state is None and device_type is not None else None
+        if told is not None and device_type is not None:  # torch's own custom_fwd
+            with PlainAutocast(device_type, enabled=told[0], dtype=told[1]):
+                return bwd(ctx, *grads)
         if state is None:
             raise UnsupportedError(
                 "custom_bwd does not know the autocast state of its forward. Decorate forward with custom_fwd of "
-                "polyamp_torch as well. A function with setup_context must have run once before torch.compile sees it."
+                "polyamp_torch as well, or name the device: custom_bwd(device_type=...) knows torch's. A function with "
+                "setup_context must have run once before torch.compile sees it."
             )
         with restored(state):
             return bwd(_CastContext(ctx, {}) if getattr(ctx, _SAVED, None) else ctx, *grads)

@@ -231,18 +231,26 @@ def test_under_torch_compile() -> None:
 def test_custom_functions_with_torchs_arguments() -> None:
     for ours, theirs in ((custom_fwd, torch.amp.custom_fwd), (custom_bwd, torch.amp.custom_bwd)):
         assert set(inspect.signature(theirs).parameters) <= set(inspect.signature(ours).parameters)
-    found = []
+
+
+@pytest.mark.parametrize(
+    ("forward_of", "backward_of"),
+    [(custom_fwd, torch.amp.custom_bwd), (torch.amp.custom_fwd, custom_bwd)],
+    ids=["torch's backward", "torch's forward"],
+)
+def test_custom_functions_of_which_one_half_is_somebody_elses(forward_of: Any, backward_of: Any) -> None:
+    found: list[Any] = []
 
     class Square(torch.autograd.Function):
         @staticmethod
-        @custom_fwd(device_type="cpu")
+        @forward_of(device_type="cpu")
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(x)
             found.append((ctx._fwd_used_autocast, ctx._dtype))
             return x @ x
 
         @staticmethod
-        @torch.amp.custom_bwd(device_type="cpu")  # somebody else's half
+        @backward_of(device_type="cpu")
         def backward(ctx: Any, grad: torch.Tensor) -> Any:
             (x,) = ctx.saved_tensors
             found.append((grad @ x.T).dtype)
