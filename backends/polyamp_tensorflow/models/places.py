@@ -5,6 +5,7 @@ Called by the state.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator
 from typing import Any, Final
@@ -26,22 +27,20 @@ class Places:
         self._modules = modules(model)
         self._layers = [module.layer for module in self._modules]
         self._members = list(self._now())
+        self._held = [(list(layers_held(layer)), list(own_trainable(layer))) for layer in self._layers]
 
     def changed(self) -> str | None:
         """The first layer that holds others now, as the beginning of a sentence; None where all is as it was."""
-        if all(map(operator.is_, self._now(), self._members)):  # as objects; the marks tell their number
+        if all(map(operator.is_, self._now(), self._members)):  # as objects; the mark at the end tells their number
             return None
-        before = iter(self._members)
-        for module in self._modules:
-            for held, word in ((layers_held(module.layer), "layers"), (own_trainable(module.layer), "weights")):
-                if any(member is not next(before, None) for member in (*held, _END)):
-                    name = f"layer {module.path!r}" if module.path else "the model"
-                    return f"{name} has other {word}"
-        return "the model has other layers"
+        for module, before in zip(self._modules, self._held, strict=True):
+            now = (layers_held(module.layer), own_trainable(module.layer))
+            for word, held, old in zip(("layers", "weights"), now, before, strict=True):
+                if len(held) != len(old) or not all(map(operator.is_, held, old)):
+                    return f"layer {module.path!r} has other {word}" if module.path else f"the model has other {word}"
+        return None
 
     def _now(self) -> Iterator[Any]:
-        for layer in self._layers:
-            yield from layers_held(layer)
-            yield _END
-            yield from own_trainable(layer)
-            yield _END
+        """Every member, at the speed of C: a step looks at them."""
+        layers, weights = map(layers_held, self._layers), map(own_trainable, self._layers)
+        return itertools.chain(itertools.chain.from_iterable(itertools.chain(layers, weights)), (_END,))

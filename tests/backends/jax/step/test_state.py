@@ -299,7 +299,7 @@ def test_s17_a_state_made_anew_between_two_steps_is_still_watched(again: Any, *,
         (
             optax.sgd(optax.cosine_decay_schedule(0.5, 10)),
             optax.sgd(optax.cosine_decay_schedule(0.5, 20)),
-            "cosine_decay_schedule.decay_steps: 10 -> 20",
+            "cosine_decay_schedule.decay_steps: 10.0 -> 20.0",
         ),
         (
             optax.inject_hyperparams(optax.sgd)(learning_rate=0.125),
