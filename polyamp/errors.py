@@ -125,6 +125,17 @@ def described(value: Any) -> str:
     return f"{_with_article(kind.__qualname__)} ({kind.__module__.partition('.')[0]})"
 
 
+def as_plain(value: Any) -> str:
+    """What to do with an array's scalar in the place of a plain number, a blank first; "" for anything else.
+
+    >>> import numpy as np
+    >>> as_plain(np.float32(0.5)), as_plain(0.5)
+    (" That is an array's scalar, and recipes are plain data: write value.item().", '')
+    """
+    scalar = hasattr(value, "item") and hasattr(value, "dtype")
+    return " That is an array's scalar, and recipes are plain data: write value.item()." if scalar else ""
+
+
 def _with_article(name: str) -> str:
     return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
 

@@ -10,7 +10,7 @@ import math
 from typing import Any, ClassVar, TypeGuard
 
 from polyamp.arrays import PYTHON, ArrayNamespace
-from polyamp.errors import RecipeError
+from polyamp.errors import RecipeError, as_plain
 from polyamp.records import Record
 
 
@@ -233,4 +233,6 @@ def _steps(name: str, value: Any, first: str = "the rate") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         fraction = isinstance(value, float) and not value.is_integer()
         swapped = f" Are {first} and {name} swapped? First comes {first}." if fraction else ""
-        raise RecipeError(f"{name} must be an integer of at least 1. Received: {name}={value!r}.{swapped}")
+        raise RecipeError(
+            f"{name} must be an integer of at least 1. Received: {name}={value!r}.{swapped}{as_plain(value)}"
+        )

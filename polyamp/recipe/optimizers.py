@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from polyamp.arrays import ArrayNamespace
-from polyamp.errors import RecipeError
+from polyamp.errors import RecipeError, as_plain
 from polyamp.recipe.groups import Group, check_groups
 from polyamp.records import Record
 from polyamp.schedules import Schedule, is_schedule
@@ -329,7 +329,7 @@ def _number(name: str, value: Any, *, low: float, below: float = math.inf) -> No
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < below:
         limit = f"of at least {low:g}" + (f" and below {below:g}" if below < math.inf else "")
         schedule = " or a polyamp.schedules schedule" if name == "learning_rate" else ""
-        instead = _no_rate(value) if name == "learning_rate" else ""
+        instead = as_plain(value) or (_no_rate(value) if name == "learning_rate" else "")
         raise RecipeError(f"{name} must be a finite number {limit}{schedule}. Received: {name}={value!r}.{instead}")
 
 

@@ -14,6 +14,7 @@ from polyamp.errors import (
     LossScaleError,
     PolyampError,
     RecipeError,
+    as_plain,
     described,
     did_you_mean,
     nearest,
@@ -113,10 +114,13 @@ class Recipe(Record, kw_only=True):
             isinstance(clip, bool) or not isinstance(clip, int | float) or not 0.0 < clip < math.inf
         ):
             off = " For no clipping: clip_norm=None." if clip == 0 and not isinstance(clip, bool) else ""
-            raise RecipeError(f"clip_norm must be None or a finite number above 0. Received: clip_norm={clip!r}.{off}")
+            raise RecipeError(
+                f"clip_norm must be None or a finite number above 0. Received: clip_norm={clip!r}.{off}{as_plain(clip)}"
+            )
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise RecipeError(
                 f"accumulate_steps must be an integer of at least 1. Received: accumulate_steps={steps!r}."
+                + as_plain(steps)
             )
         self._settle("_loss_scaler", self.scaler or LossScaler.for_policy(self.policy))
         if self.policy.param == "float16" and self.loss_scaler.scales:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Final, Literal
 
-from polyamp.errors import LossScaleError, PolyampError, did_you_mean
+from polyamp.errors import ArgumentError, LossScaleError, PolyampError, described, did_you_mean
 from polyamp.lookup import registry
 from polyamp.recipe.policy import Policy
 from polyamp.records import Record
@@ -171,6 +171,7 @@ class LossScaler(Record, kw_only=True):
         Raises:
             LossError: the loss is not a floating scalar.
         """
+        _check_state(state, "scaler.scale(loss, state)")
         return registry().backend_for(state.scale).scale_loss(loss, state.scale if self.scales else None)
 
     def unscale(self, grads: Any, state: LossScaleState) -> tuple[Any, Any]:
@@ -186,6 +187,7 @@ class LossScaler(Record, kw_only=True):
         Raises:
             GradientError: there is no floating gradient.
         """
+        _check_state(state, "scaler.unscale(grads, state)")
         found: tuple[Any, Any] = (
             registry().backend_for(state.scale).unscale(grads, state.scale if self.scales else None)
         )
@@ -197,6 +199,7 @@ class LossScaler(Record, kw_only=True):
         Args:
             finite: the flag that `unscale` returned: a boolean scalar of the same framework, or a Python bool.
         """
+        _check_state(state, "scaler.update(state, finite)")
         return update(self, state, finite, registry().backend_for(state.scale).xp)
 
     def native(self, backend: str, **options: Any) -> Any:
@@ -210,6 +213,14 @@ class LossScaler(Record, kw_only=True):
             UnsupportedError: the backend has no such object.
         """
         return registry().native_scaler(backend, self, **options)
+
+
+def _check_state(state: Any, call: str) -> None:
+    if not hasattr(state, "scale"):
+        raise ArgumentError(
+            f"{call}: state must be a LossScaleState, what scaler.init(...) returned. Received: {described(state)}. "
+            "Are the arguments swapped?"
+        )
 
 
 def _positive(name: str, value: Any) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.mistakes.table import JAX, TENSORFLOW, TORCH, Row
+from tests.mistakes.table import EVERYWHERE, JAX, TENSORFLOW, TORCH, Row, every
 
 _BATCH_NORM: Final = (
     "class Net(linen.Module):\n"
@@ -14,6 +14,12 @@ _BATCH_NORM: Final = (
     "m = Net()\n"
     "v = jax.vmap(lambda x: m.init(jax.random.key(0), x), in_axes=0, axis_name='batch', axis_size=1)(x[None])\n"
     "v = jax.tree.map(lambda leaf: leaf[0], v)\n"
+    "s = polyamp.init((m, v), recipe)\n"
+    "polyamp.train_step(loss_fn, recipe)(s, batch)"
+)
+_DROPOUT: Final = (
+    "m = linen.Sequential([linen.Dense(2), linen.Dropout(0.5, deterministic=False)])\n"
+    "v = m.init({'params': jax.random.key(0), 'dropout': jax.random.key(1)}, x)\n"
     "s = polyamp.init((m, v), recipe)\n"
     "polyamp.train_step(loss_fn, recipe)(s, batch)"
 )
@@ -27,11 +33,18 @@ _SAMPLING: Final = (
     "s = polyamp.init(m, recipe)\n"
     "polyamp.train_step(loss_fn, recipe)(s, batch)"
 )
-_NESTED: Final = _SAMPLING.replace("m = keras.Model", "inner = keras.Model").replace(
-    "s = polyamp", "inner.name = 'encoder'\nm = keras.Sequential([keras.Input((3,)), inner])\ns = polyamp"
-)
 
 ROWS: Final = [
+    Row(_DROPOUT, "ModelError", r"random stream 'dropout'.*polyamp\.init\(model, recipe, rngs=\{'dropout': 0\}\)", JAX),
+    *every(
+        "ArgumentError",
+        EVERYWHERE,
+        [
+            ("LossScaler().scale(state.scale_state, array(1.0))", r"scaler\.scale\(loss, state\).*Received: .*swapped"),
+            ("LossScaler().unscale(state.scale_state, [array(1.0)])", r"scaler\.unscale\(grads, state\).*a list of 1"),
+            ("LossScaler().update(True, state.scale_state)", r"scaler\.update\(state, finite\).*Received: True"),
+        ],
+    ),
     Row(
         _BATCH_NORM,
         "ModelError",

@@ -150,6 +150,13 @@ ROWS: Final = [
                 r"learning_rate must be.*Received: learning_rate=.*polyamp\.schedules",
             ),
             ("polyamp.adamw(schedules.cosine)", r"learning_rate must be.*Received: .*class cosine: call"),
+            (
+                "polyamp.adamw(np.float32(1e-3))",
+                r"Received: learning_rate=np\.float32.*plain data: write value\.item\(\)",
+            ),
+            ("Recipe(clip_norm=np.float32(1.0))", r"Received: clip_norm=np\.float32.*value\.item\(\)"),
+            ("Recipe(accumulate_steps=np.int64(2))", r"Received: accumulate_steps=np\.int64.*value\.item\(\)"),
+            ("schedules.cosine(1e-3, np.int64(20))", r"Received: steps=np\.int64.*value\.item\(\)"),
             ("polyamp.adam(betas=0.9)", r"betas must be a pair of numbers.*Received: betas=0\.9"),
             ("polyamp.adam(betas=(0.9, 1.5))", r"betas must be .*below 1.*Received: betas="),
             ("polyamp.adam(eps='1e-8')", r"eps must be.*Received: eps='1e-8'"),

@@ -11,6 +11,7 @@ from typing import Any, Final
 import jax
 
 from polyamp.errors import BatchError, LossError, ModelError, PolyampError, RecipeError, TraceError, described
+from polyamp_jax import compat
 from polyamp_jax.arrays import is_array
 
 _VALUES: Final = (
@@ -46,6 +47,12 @@ def explained(error: Exception, batch: Any) -> PolyampError | None:
             "batch, sharded over the devices or not, so that statistics and means are those of the whole batch "
             "already. "
             "An equinox module that is written for one example: polyamp.init(model, recipe, axis_name=...)."
+        )
+    if compat.is_a(error, "flax.errors", "InvalidRngError") and (stream := re.search(r'PRNG for "(\w+)"', text)):
+        name = stream[1]
+        return ModelError(
+            f"the model draws from the random stream {name!r}, which the state does not have. Give it a seed: "
+            f"polyamp.init(model, recipe, rngs={{{name!r}: 0}}); the state then moves it on with every step."
         )
     if isinstance(error, TypeError) and "BoundModel" in text and ("valid JAX" in text or "abstract array" in text):
         return RecipeError(
