@@ -200,7 +200,7 @@ TENSORFLOW: Final = (
         "precision/op_list.py",
         '_PROBABILITIES: Final = names("softmax log_softmax sparsemax sigmoid',
         '_PROBABILITIES: Final = names("softmax log_softmax sparsemax',
-        "precision/test_heads.py",
+        "precision/test_op_list.py",
         "precision",
     ),
     backend(

@@ -97,3 +97,10 @@ def test_s04_tensorflows_softmax_is_one_as_an_activation_too() -> None:
     assert dtypes == [("float32", "sensitive"), ("bfloat16", "compute"), ("float32", "sensitive")]
     with pytest.raises(PolicyError, match="'last' gives probabilities"):
         apply_policy(model, Policy("mixed_bfloat16", overrides={"last": "bfloat16"}))
+
+
+@pytest.mark.parametrize("activation", ["softmax", "log_softmax", "sparsemax", "sigmoid", "log_sigmoid"])
+def test_s04_a_head_that_gives_probabilities_takes_no_override_to_16_bits(activation: str) -> None:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, activation=activation, name="last")])
+    with pytest.raises(PolicyError, match="'last' gives probabilities"):
+        apply_policy(model, Policy("mixed_bfloat16", overrides={"last": "bfloat16"}))
