@@ -70,6 +70,9 @@ class EquinoxAdapter:
     def params_of(self, part: Any, route: Route, params: Any) -> Any:
         return route.walked(params)
 
+    def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:
+        return self.params_of(part, route, params)
+
     def modules(self, params: Any, running: Running) -> Iterable[str]:
         module = eqx.combine(params, running.statistics[0], self.static.value)
         return [*owners(params), *(path for path, _ in modules_in(module))]

@@ -56,6 +56,9 @@ class LinenAdapter:
     def params_of(self, part: Any, route: Route, params: Any) -> Any:
         return inside(params, part.path)
 
+    def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:
+        return self.params_of(part, route, params)
+
     def modules(self, params: Any, running: Running) -> Iterable[str]:
         return owners(params)
 
@@ -150,6 +153,9 @@ class NnxAdapter:
 
     def params_of(self, part: Any, route: Route, params: Any) -> Any:
         return inside(params, [step.key for step in route.steps])
+
+    def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:
+        return nnx.state(route.walked(self.join(params, running)), nnx.Param)
 
     def modules(self, params: Any, running: Running) -> Iterable[str]:
         inside = compat.nnx_modules(self.join(params, running))

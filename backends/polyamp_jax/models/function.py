@@ -38,6 +38,9 @@ class FunctionAdapter:
     def params_of(self, part: Any, route: Route, params: Any) -> Any:
         return params
 
+    def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:
+        return self.params_of(part, route, params)
+
     def modules(self, params: Any, running: Running) -> Iterable[str]:
         return owners(params)
 

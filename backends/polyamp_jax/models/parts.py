@@ -72,6 +72,9 @@ class Adapter(Protocol):
     def params_of(self, part: Any, route: Route, params: Any) -> Any:
         """The parameters of a part of the model, out of all of them: of a view's module at the end of `route`."""
 
+    def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:
+        """The same as the pytree that the library's own functions look through."""
+
     def modules(self, params: Any, running: Running) -> Iterable[str]:
         """Paths of the model's modules, as far as they are known before it runs: of linen and haiku those that own
         parameters."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import jax
 
-from polyamp.errors import ModelError, TraceError, UnsupportedError
+from polyamp.errors import ModelError, RecipeError, TraceError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, named_leaves
@@ -112,6 +112,55 @@ class BoundModel:
             )
         part = BoundModel(engine, route)
         return part() if kind == "property" else part
+
+
+TRANSFORMED: Final = (
+    "loss_fn must be the loss function itself: its model is no array, so jax.jit, jax.grad and jax.value_and_grad "
+    "cannot take it. polyamp differentiates and compiles loss_fn: pass it without it, and call no transformation of "
+    "JAX on a function of the model inside of it. (A transformed function may close over the model instead, if that "
+    "has neither running statistics nor random streams.)"
+)
+"""What to say where a bound model was handed to a transformation of JAX."""
+
+
+class _Through:
+    """The engine of what a bound model is behind `jax.tree.map` or a transformation: parameters, and no model.
+
+    A call in there could not hand on the running state and the random streams, so it is refused.
+    """
+
+    def __init__(self, params: Any) -> None:
+        self.params = params
+
+    def call(self, *_: Any) -> Any:
+        """Raises RecipeError."""
+        raise RecipeError(TRANSFORMED)
+
+    view = call
+
+
+def _flattened(model: BoundModel) -> Any:
+    engine, route = model._polyamp_engine, model._polyamp_route
+    if isinstance(engine, _Through):
+        params = engine.params
+    elif route.kind == "container":
+        here = model._polyamp_here()
+        params = {key: model[key] for key in here} if isinstance(here, Mapping) else list(model)
+    elif route.kind == "module":
+        params = engine.adapter.tree(model._polyamp_here(), route, engine.masters, engine.running)
+    else:
+        raise RecipeError(TRANSFORMED)
+    return [(jax.tree_util.GetAttrKey("params"), params)], route
+
+
+def _unflattened(route: Route, children: Any) -> BoundModel:
+    engine: Any = _Through(*children)
+    return BoundModel(engine, route)
+
+
+# A pytree of its parameters: jax.tree.leaves(model), eqx.filter(model, ...) and nnx.state(model, nnx.Param) would else
+# find one leaf, the model, or nothing at all, and a penalty over what they give would be 0.
+jax.tree_util.register_pytree_with_keys(BoundModel, _flattened, _unflattened)
 
 
 def autocast_model(model: Any, policy: Policy, *, recorder: Recorder | None = None, strict: bool = False) -> BoundModel:

@@ -13,6 +13,7 @@ import jax
 from polyamp.errors import BatchError, LossError, ModelError, PolyampError, RecipeError, TraceError, described
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array
+from polyamp_jax.precision.reading import TRANSFORMED, BoundModel
 
 _VALUES: Final = (
     jax.errors.ConcretizationTypeError,  # float(), int(), `if`
@@ -55,13 +56,7 @@ def explained(error: Exception, batch: Any) -> PolyampError | None:
             f"polyamp.init(model, recipe, rngs={{{name!r}: 0}}); the state then moves it on with every step."
         )
     if isinstance(error, TypeError) and "BoundModel" in text and ("valid JAX" in text or "abstract array" in text):
-        return RecipeError(
-            "loss_fn must be the loss function itself: its model is no array, so jax.jit, jax.grad and "
-            "jax.value_and_grad "
-            "cannot take it. polyamp differentiates and compiles loss_fn: pass it without it, and call no "
-            "transformation "
-            "of JAX on a function of the model inside of it."
-        )
+        return RecipeError(TRANSFORMED)
     if isinstance(error, TypeError) and "as an abstract array" in text:
         return _no_array(batch)
     return None
@@ -75,13 +70,17 @@ def _no_array(batch: Any) -> BatchError | None:
     return None
 
 
+def _is_model(node: Any) -> bool:
+    return isinstance(node, BoundModel)  # a pytree of its parameters
+
+
 def check_aux(aux: Any) -> None:
     """Refuse what a compiled step cannot return beside the loss.
 
     Raises:
         LossError: names the leaf.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_model):
         if not is_valid(leaf):
             raise LossError(
                 f"aux{jax.tree_util.keystr(path)} is {named(leaf)}. What loss_fn returns beside the loss must "

@@ -13,7 +13,7 @@ import pytest
 from flax import linen, nnx
 
 import polyamp
-from polyamp.errors import ModelError, TraceError, UnsupportedError
+from polyamp.errors import ModelError, RecipeError, TraceError, UnsupportedError
 from tests.backends.jax.models.two_parts import START, WIDTH, made
 
 MODULES = ["nnx", "linen", "equinox"]
@@ -302,3 +302,35 @@ def test_s29_a_compact_linen_model_has_its_params_by_module_names() -> None:
 
     _, result = polyamp.train_step(loss_fn, recipe)(state, X)
     assert np.isfinite(float(result.loss))
+
+
+@pytest.mark.parametrize("mode", ["autocast", "cast"])
+@pytest.mark.parametrize("kind", MODULES)
+def test_s29_the_librarys_own_ways_to_the_parameters_give_the_masters(kind: str, mode: str) -> None:
+    """A penalty over what they give would be 0 if the model were one opaque leaf."""
+
+    def loss_fn(model: Any, x: Any) -> Any:
+        own = {"nnx": lambda: nnx.state(model, nnx.Param), "equinox": lambda: eqx.filter(model, eqx.is_inexact_array)}
+        parts = [model.encoder, model.blocks, model.norm, model.log_gain if mode == "autocast" else START]
+        trees = [model, model.params, own.get(kind, lambda: model)(), polyamp.parameters(model), parts]
+        penalties = [sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)) for tree in trees]
+        return jnp.mean(model(x) ** 2) + penalties[0], jnp.stack(penalties)
+
+    _, _, result = stepped(kind, policy(mode), loss_fn)
+    assert float(result.aux[0]) > START**2
+    np.testing.assert_allclose(result.aux, float(result.aux[0]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda model, x: jnp.mean(jax.checkpoint(lambda model, x: model(x))(model, x)),
+        lambda model, x: jnp.mean(jax.tree.map(lambda leaf: 2.0 * leaf, model).encode(x)),
+        jax.jit(lambda model, x: jnp.mean(model(x))),
+    ],
+    ids=["checkpoint", "tree.map", "jit"],
+)
+@pytest.mark.parametrize("kind", MODULES)
+def test_s29_a_model_does_not_go_through_a_transformation(kind: str, loss_fn: Any) -> None:
+    with pytest.raises(RecipeError, match="call no transformation of JAX on a function of the model"):
+        stepped(kind, policy(), loss_fn)
