@@ -6,7 +6,7 @@ A spec holds groups in its field `groups`; `members` resolves them against a mod
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from polyamp.errors import RecipeError, did_you_mean
 from polyamp.records import Record
@@ -64,18 +64,6 @@ class Group(Record):
     alpha: float | None = None
     lr_decay: float | None = None
     initial_accumulator_value: float | None = None
-
-    if not TYPE_CHECKING:
-
-        def __init__(self, *values: Any, **named: Any) -> None:
-            for name in named:
-                if name not in self.field_names:
-                    known = [field for field in self.field_names if field not in _SELECTING]
-                    raise RecipeError(
-                        f"a group selects parameters by paths or kind and may set {', '.join(known)}. Received: "
-                        f"{name}={named[name]!r}.{did_you_mean(name, self.field_names)}"
-                    )
-            super().__init__(*values, **named)
 
     def __post_init__(self) -> None:
         paths = (self.paths,) if isinstance(self.paths, str) else self.paths
