@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from polyamp.contract.backend import Backend
 from polyamp.errors import StateError
 from polyamp.rules.growing import Growth, globs
 
 
-def refresh(state: Any, model: Any = None, *, fresh: Any = (), keep: Any = ()) -> Any:
+S = TypeVar("S")
+
+
+def refresh(state: S, model: Any = None, *, fresh: Any = (), keep: Any = ()) -> S:
     """A state that goes on with a changed model: layers added, taken out or replaced, frozen or thawed.
 
     Scale, counters, steps and the position of schedules go on, and so do optimizer state and counts of every parameter
@@ -55,4 +58,5 @@ def refresh(state: Any, model: Any = None, *, fresh: Any = (), keep: Any = ()) -
             "polyamp.refresh(state) or polyamp.refresh(state, model)."
         )
     found: Backend = backend
-    return found.refresh(state, model, Growth(globs("fresh", fresh), globs("keep", keep)))
+    new: S = found.refresh(state, model, Growth(globs("fresh", fresh), globs("keep", keep)))
+    return new

@@ -57,3 +57,5 @@ states.model  # wrong: model
 print(results[0].scale, states[1].model.hidden)
 polyamp.save(state, "checkpoint")
 state = polyamp.restore(state, "checkpoint")
+state = polyamp.refresh(state, Net())
+polyamp.refresh(state).modle  # wrong: modle
