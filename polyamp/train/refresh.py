@@ -8,7 +8,6 @@ from polyamp.contract.backend import Backend
 from polyamp.errors import StateError
 from polyamp.rules.growing import Growth, globs
 
-
 S = TypeVar("S")
 
 
