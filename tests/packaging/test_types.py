@@ -34,8 +34,8 @@ def pyright(folder: Path) -> Findings:
     """Line -> message, of errors alone; pyright's own rules, not those that basedpyright adds."""
     settings = folder / "pyrightconfig.json"
     settings.write_text(json.dumps({"typeCheckingMode": "standard", "include": [str(SCRIPT)]}))
-    command = [sys.executable, "-m", "basedpyright", "--project", str(settings), "--outputjson"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    command = [sys.executable, "-m", "basedpyright", "--project", str(settings), "--pythonpath", sys.executable]
+    done = subprocess.run([*command, "--outputjson"], capture_output=True, text=True, check=False, timeout=300)
     found = json.loads(done.stdout)["generalDiagnostics"]
     return {
         item["range"]["start"]["line"] + 1: item["message"] + item.get("rule", "")
