@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from polyamp.contract.backend import Backend
+from polyamp.contract.backend import Backend, State
 from polyamp.errors import StateError
 from polyamp.rules.growing import Growth, globs
 
-S = TypeVar("S")
+M = TypeVar("M")
 
 
-def refresh(state: S, model: Any = None, *, fresh: Any = (), keep: Any = ()) -> S:
+def refresh(state: State[M], model: Any = None, *, fresh: Any = (), keep: Any = ()) -> State[M]:
     """A state that goes on with a changed model: layers added, taken out or replaced, frozen or thawed.
 
     Scale, counters, steps and the position of schedules go on, and so do optimizer state and counts of every parameter
@@ -57,5 +57,5 @@ def refresh(state: S, model: Any = None, *, fresh: Any = (), keep: Any = ()) -> 
             "polyamp.refresh(state) or polyamp.refresh(state, model)."
         )
     found: Backend = backend
-    new: S = found.refresh(state, model, Growth(globs("fresh", fresh), globs("keep", keep)))
+    new: State[M] = found.refresh(state, model, Growth(globs("fresh", fresh), globs("keep", keep)))
     return new
