@@ -113,7 +113,7 @@ def test_s28_what_is_said_of_parameters_must_be_there(backend: Backend, harness:
     assert all(np.array_equal(array, before[name]) for name, array in backend.export_state(state).items())
     assert number(backend, advanced(state, [1]).step) == 2
     with pytest.raises(StateError, match=r"refresh takes a state .* Received: tuple"):
-        polyamp.refresh((state, None))
+        polyamp.refresh((state, None))  # type: ignore[arg-type]  # the mistake
 
 
 def test_s28_training_on_is_the_references(backend: Backend, harness: Harness) -> None:
