@@ -178,6 +178,10 @@ NO_SLOTS: Final = ("_trainable_variables", "_variables")
 """Lists of an optimizer that hold something else than a slot of each parameter."""
 
 
+_NOT_DECAYED: Final = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
+"""What `exclude_from_weight_decay` leaves in an optimizer, of which its configuration says nothing."""
+
+
 def begin_again(optimizer: Any) -> None:
     """A Keras optimizer as its constructor left it, with the settings that it has now: not built, without variables.
 
@@ -188,8 +192,9 @@ def begin_again(optimizer: Any) -> None:
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         config["learning_rate"] = rate  # the object itself, which need not be able to describe itself
     made = type(optimizer).from_config(config)
+    spared = {name: value for name, value in vars(optimizer).items() if name in _NOT_DECAYED}
     vars(optimizer).clear()
-    vars(optimizer).update(vars(made))
+    vars(optimizer).update(vars(made) | spared)
 
 
 def rate_variable(optimizer: Any) -> Any:

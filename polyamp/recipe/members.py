@@ -113,7 +113,14 @@ class Members:
         return "\n".join(lines)
 
 
-def members(recipe: Recipe, paths: Iterable[str], leaves: Callable[[], Sequence[Leaf]], *, backend: str) -> Members:
+def members(
+    recipe: Recipe,
+    paths: Iterable[str],
+    leaves: Callable[[], Sequence[Leaf]],
+    *,
+    backend: str,
+    modules: Callable[[], Iterable[str]] = tuple,
+) -> Members:
     """The members of a recipe's optimizer for a model.
 
     Args:
@@ -121,6 +128,7 @@ def members(recipe: Recipe, paths: Iterable[str], leaves: Callable[[], Sequence[
         paths: of every trainable parameter, in the order of the state.
         leaves: tells more of the same parameters, in the same order; called where there are groups.
         backend: whose spelling the paths have, for aliases.
+        modules: tells the path of every module of the model: an alias may be that of one without trained parameters.
 
     Raises:
         RecipeError: a glob matches no parameter, with the nearest paths; or a kind that nothing tells.
@@ -139,7 +147,7 @@ def members(recipe: Recipe, paths: Iterable[str], leaves: Callable[[], Sequence[
     if not is_spec(spec) or not spec.groups:
         return Members([Member(spec)], dict.fromkeys(paths, 0))
     told = leaves()
-    paths, names = [leaf.path for leaf in told], _names(recipe, told, backend)
+    paths, names = [leaf.path for leaf in told], _names(recipe, told, backend, modules)
     base = spec.replace(groups=())
     every = [name for own in names.values() for name in own]
     chosen: dict[str, dict[str, tuple[Any, str, Any]]] = {path: {} for path in paths}
@@ -162,9 +170,12 @@ def _member(base: Any, chosen: Mapping[str, tuple[Any, str, Any]]) -> Member:
     return Member(base.replace(**settings) if settings else base, scale, "learning_rate" in settings)
 
 
-def _names(recipe: Recipe, leaves: Sequence[Leaf], backend: str) -> dict[str, tuple[str, ...]]:
+def _names(
+    recipe: Recipe, leaves: Sequence[Leaf], backend: str, modules: Callable[[], Iterable[str]]
+) -> dict[str, tuple[str, ...]]:
     """Every path and alias of each parameter, by its path."""
-    names = aliases.named(recipe.policy.aliases, backend, [leaf.called or (leaf.path,) for leaf in leaves])
+    places = [leaf.called or (leaf.path,) for leaf in leaves]
+    names = aliases.named(recipe.policy.aliases, backend, places, modules)
     return {leaf.path: own for leaf, own in zip(leaves, names, strict=True)}
 
 

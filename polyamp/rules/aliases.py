@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from polyamp.errors import PolicyError, nearest
@@ -46,13 +46,19 @@ def checked(aliases: Any) -> dict[str, dict[str, str]]:
     return found
 
 
-def named(aliases: Aliases, backend: str | None, places: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+def named(
+    aliases: Aliases,
+    backend: str | None,
+    places: Iterable[Sequence[str]],
+    elsewhere: Callable[[], Iterable[str]] = tuple,
+) -> list[tuple[str, ...]]:
     """All names of each place: its paths, then those that aliases give it.
 
     Args:
         aliases: as `checked` returns them.
         backend: whose spelling the paths have. An alias without an entry for it is a path of its own.
         places: the paths of each module or parameter; several where it lies in several modules.
+        elsewhere: tells paths of which no names are asked, but which an alias may match.
 
     Raises:
         PolicyError: an alias matches no path, or is a path of something else, or of two things.
@@ -72,7 +78,7 @@ def named(aliases: Aliases, backend: str | None, places: Iterable[Sequence[str]]
         if own is None:
             continue
         pairs = [(path, name) for path in known if (name := _renamed(path, own, alias)) is not None]
-        if not pairs:
+        if not pairs and not any(_renamed(path, own, alias) for path in elsewhere()):
             close = nearest(own, known) or [path for path in known if path][:5]
             raise PolicyError(
                 f"aliases: {alias!r} is {own!r} on the {backend} backend, which matches no path of this model. "

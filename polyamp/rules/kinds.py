@@ -86,18 +86,30 @@ def _is(kind: str, leaf: Leaf, beside: Mapping[str, Sequence[str]]) -> bool:
     if kind == "norm":
         return norm
     if kind == "bias":
-        return _is_bias(name) or (norm and name == "beta")
+        thin = leaf.classes is None or leaf.dimensions < 2 or len(name) > 1  # a module's "B" with two axes is a factor
+        return (_is_bias(name) and thin) or (norm and name == "beta")
     by_class = any("Embed" in own for own in leaf.classes or ())
     return not norm and not _is_bias(name) and ("embed" in name or by_class)
 
 
 def _norm_by_class(classes: Sequence[str]) -> bool:
-    return any("Norm" in name and not any(other in name for other in _NOT_NORMS) for name in classes)
+    return any(_is_norm(name) and not any(other in name for other in _NOT_NORMS) for name in classes)
+
+
+def _is_norm(name: str) -> bool:
+    """Whether "Norm" or "Normalization" is a word of a class's name.
+
+    >>> _is_norm("LayerNorm2d"), _is_norm("BatchNormalization"), _is_norm("NormalizedLinear")
+    (True, True, False)
+    """
+    return any(not rest[:1].islower() or rest.startswith(("alization", "alisation")) for rest in name.split("Norm")[1:])
 
 
 def _norm_by_name(module: str, name: str, siblings: Sequence[str]) -> bool | None:
     """Whether a parameter's module is a normalization, by the names of both; None where they do not tell."""
     own = module.rpartition("/")[2].lower()
+    if "kernel" in siblings:
+        return False
     if "norm" in own or any(_word(part) in _NORMS for part in own.split("_")):
         return True
     if any(sibling in _SCALES for sibling in siblings) and not any(map(_is_weight, siblings)):

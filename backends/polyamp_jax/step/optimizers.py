@@ -27,16 +27,13 @@ from polyamp_jax.step.extra_arguments import NOTHING, Asked, given_extra
 def transformation(optimizer: Any) -> Any:
     """The `optax.GradientTransformation` of a spec, or what runs its own formula; a native one as it is.
 
-    Of `Members` with several sets of hyperparameters (S27) what runs the formulas, with each parameter's own numbers as
-    constants of the one program.
+    Of `Members` (S27) what runs the formulas, with each parameter's own numbers as constants of the one program.
 
     Raises:
         UnsupportedError: neither.
     """
     if isinstance(optimizer, Members):
-        if not optimizer.alike:
-            return _Formula(tuple(member.whole for member in optimizer.each()))
-        optimizer = optimizer.distinct[0].whole
+        return _Formula(tuple(member.whole for member in optimizer.each()))
     if is_spec(optimizer):
         return _from_spec(optimizer)
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):

@@ -57,8 +57,10 @@ class Setup:
 
     @property
     def optimizer(self) -> Any:
-        """The recipe's optimizer, with its groups resolved where it has some (S27)."""
-        return self.recipe.optimizer if self.groups.plain else self.groups
+        """The recipe's optimizer, with its groups resolved where it has some (S27), also if all parameters are alike in
+        this model: in a changed one they need not be (S28)."""
+        given: Any = self.recipe.optimizer
+        return self.groups if is_spec(given) and given.groups else given
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Setup):
@@ -214,7 +216,8 @@ def create(
     named = named_leaves(parts.params)
     refusals.check_parameters([(path, dtype_name(leaf)) for path, leaf in named.items()], recipe)
     plan = recipe.policy.plan(module_paths(parts), backend="jax")
-    setup = Setup(parts.adapter, recipe, plan, members(recipe, named, lambda: leaves_of(parts), backend="jax"), backend)
+    groups = members(recipe, named, lambda: leaves_of(parts), backend="jax", modules=lambda: module_paths(parts))
+    setup = Setup(parts.adapter, recipe, plan, groups, backend)
     named_leaves(parts.running)
     params = fresh(parts.params)
     run, wide = transformation(setup.optimizer), widened(params)

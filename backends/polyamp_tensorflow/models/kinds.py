@@ -23,8 +23,9 @@ def leaves_of(model: Any, parameters: Mapping[str, Any]) -> list[Leaf]:
     names = names_of(modules(model))
     for module in modules(model):
         for variable in own_trainable(module.layer):
-            owners.setdefault(id(raw(variable)), []).append(names[module.path])
-            classes.setdefault(id(raw(variable)), class_names(module.layer))
+            key = id(raw(variable))
+            owners.setdefault(key, []).append(names[module.path])
+            classes[key] = (*classes.get(key, ()), *class_names(module.layer))
     found = []
     for path, variable in parameters.items():
         key, own = id(raw(variable)), path.rpartition("/")[2]

@@ -7,6 +7,7 @@ a spec runs its own `update` over tensors instead of `keras.optimizers.Adam`. Ca
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp_tensorflow.arrays import XP, at_least_float32, dense, raw
 from polyamp_tensorflow.compat import index_in, own_trainable
 from polyamp_tensorflow.models.kinds import leaves_of
+from polyamp_tensorflow.models.layers import modules, names_of
 from polyamp_tensorflow.step.kernels import Update, kernel
 from polyamp_tensorflow.step.optimizer_checks import check_built_for, check_recipe_optimizer
 from polyamp_tensorflow.step.replicas import check_replicated
@@ -175,7 +177,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
     def get_config(self) -> dict[str, Any]:
         """The name and the spec as a table, as a recipe file has it; and which variable is in which group."""
         config = {"name": self.name, "spec": plain(self.spec)}
-        if self.groups.plain:
+        if self.groups.plain and not self.spec.groups:
             return config
         distinct = [{**member._asdict(), "spec": plain(member.spec)} for member in self.groups.distinct]
         return {**config, "groups": {"distinct": distinct, "numbers": dict(self.groups.numbers)}}
@@ -236,7 +238,13 @@ def groups_of(model: Any, recipe: Recipe, parameters: Mapping[str, Any]) -> Memb
     Raises:
         RecipeError, PolicyError: a group, a kind or an alias that does not fit the model.
     """
-    return members(recipe, parameters, lambda: leaves_of(model, parameters), backend="tensorflow")
+    return members(
+        recipe,
+        parameters,
+        lambda: leaves_of(model, parameters),
+        backend="tensorflow",
+        modules=lambda: itertools.chain.from_iterable(names_of(modules(model)).values()),
+    )
 
 
 def make_optimizer(recipe: Recipe, parameters: Mapping[str, Any], groups: Members) -> Any:

@@ -7,7 +7,7 @@ stayed; a native optimizer is the user's object, so it is built again in place. 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from polyamp.errors import ModelError, UnsupportedError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.rules.growing import Growth, Known
 from polyamp_tensorflow.arrays import raw
-from polyamp_tensorflow.compat import NO_SLOTS, begin_again, index_in, own_trainable
+from polyamp_tensorflow.compat import NO_SLOTS, begin_again, index_in, moving_averages, own_trainable
 from polyamp_tensorflow.models.layers import check_model, is_built
 from polyamp_tensorflow.models.variables import variables_of
 from polyamp_tensorflow.step.optimizer_checks import members
@@ -53,6 +53,7 @@ def refreshed(state: TensorFlowState, model: Any, growth: Growth) -> TensorFlowS
                 places = {id(raw(variable)): number for number, variable in enumerate(built_for)}
                 pairs = [(index_in(new.optimizer, now[n]), places[id(raw(before[was]))]) for n, was in stayed.items()]
                 _carry_native(old, vars(new.optimizer), len(places), pairs)
+                _begin_averages(new.optimizer, {number for number, _ in pairs})
             new.optimizer_settings = state.optimizer_settings  # as they were at init, for checkpoints
         new.go_on(state)
         return new
@@ -101,6 +102,14 @@ def _begun_again(optimizer: Any) -> Iterator[tuple[Named, list[Any]]]:
         vars(optimizer).clear()
         vars(optimizer).update(old)
         raise
+
+
+def _begin_averages(optimizer: Any, kept: Collection[int]) -> None:
+    """The moving average (`use_ema`) of a parameter that is new starts at the parameter, as Keras's does at the first
+    update; from 0 it would come in as a weight of nearly nothing when it is written over the parameter."""
+    for variable, average in moving_averages(optimizer) if optimizer.use_ema else ():
+        if index_in(optimizer, variable) not in kept:
+            average.assign(variable)
 
 
 def _check_slots(optimizer: Any, held: Named) -> None:

@@ -91,6 +91,10 @@ class Rates:
         self._rates = {schedule: before._rates.get(schedule, rate) for schedule, rate in self._rates.items()}
         self.write()
 
+    def serve(self, optimizer: torch.optim.Optimizer) -> None:
+        """Another optimizer with the same groups, from now on."""
+        self._optimizer = optimizer
+
     def write(self) -> None:
         """The rates of now by the multiples that the groups say, as after loading them."""
         for index, group in self._scheduled():

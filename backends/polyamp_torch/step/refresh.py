@@ -1,7 +1,8 @@
 """The state that goes on after a model was changed in place, or wrapped (S28). Called by the backend.
 
-A parameter stayed if it is the same object. polyamp's own optimizers are made anew and given the state arrays of what
-stayed; a native optimizer is the user's, so its parameter groups are edited in place.
+A parameter stayed if it is the same object. polyamp's own optimizers are made anew, given the state arrays of what
+stayed, and put into the old object, which schedulers of torch's may hold; a native optimizer is the user's, so its
+parameter groups are edited in place.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def refreshed(state: TorchState, model: Any, growth: Growth) -> TorchState:
         made = new.optimizer_settings["groups"]
         new.optimizer_settings = {"groups": {index: old.get(index, options) for index, options in made.items()}}
         state.retire()
+        if not native:
+            new.hold(state.optimizer)
         return new
 
 
@@ -62,6 +65,11 @@ def _known(found: dict[str, tuple[int, tuple[int, ...]]]) -> dict[str, Known]:
 def _carry(state: TorchState, new: TorchState, stayed: dict[str, str]) -> None:
     """Give the new optimizer the arrays of what stayed, and the options that were written into the groups by hand."""
     old, made = state.optimizer, new.optimizer
+    if len(old.param_groups) > len(state.groups.distinct) and not new.groups.alike:
+        raise ModelError(
+            "the optimizer's parameter groups were divided by hand, and the recipe's groups now divide the parameters "
+            "of the changed model too. Say the division in the recipe's groups, and call polyamp.init."
+        )
     for now, before in stayed.items():
         slots = made.state[new.parameters[now]]
         for slot, value in old.state[state.parameters[before]].items():

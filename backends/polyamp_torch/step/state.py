@@ -22,7 +22,7 @@ from polyamp.shown import ShownState
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
 from polyamp_torch.compat import children_in, parameters_in
 from polyamp_torch.precision.bound import BoundModule, device_of
-from polyamp_torch.precision.paths import leaves_of, plan_for
+from polyamp_torch.precision.paths import inner_paths, leaves_of, plan_for
 from polyamp_torch.step import optimizer_state, optimizers, resuming
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Graphs
@@ -93,7 +93,13 @@ class TorchState(ShownState):
         self._members = list(_members(self._places))
         self.one_device = len({p.device for p in self.parameters.values()}) == 1
         self.buffer_owners = buffers.owners(model)
-        self.groups = members(recipe, self.parameters, lambda: leaves_of(model, self.parameters), backend="torch")
+        self.groups = members(
+            recipe,
+            self.parameters,
+            lambda: leaves_of(model, self.parameters),
+            backend="torch",
+            modules=lambda: itertools.chain.from_iterable(inner_paths(model).items()),
+        )
         self.optimizer = optimizers.build(self.groups, self.parameters)
         self.optimizer_settings = resuming.described(self.optimizer)
         self.kernels = optimizers.kernels_of(self.optimizer, recipe.optimizer, list(self.parameters.values()))
@@ -207,6 +213,16 @@ class TorchState(ShownState):
         """Path -> identity of every trained parameter, and its shape at `init`."""
         pairs = zip(self.parameters.items(), self._shapes, strict=True)
         return {name: (id(p), tuple(shape)) for (name, p), shape in pairs}
+
+    def hold(self, optimizer: torch.optim.Optimizer) -> None:
+        """Go on with this object in the place of its own optimizer of a spec, whose groups and arrays it is given."""
+        made = self.optimizer
+        optimizer.defaults, optimizer.param_groups, optimizer.state = made.defaults, made.param_groups, made.state
+        self.optimizer = optimizer
+        if self.kernels is not None:
+            self.kernels = optimizers.kernels_of(optimizer, self.recipe.optimizer, list(self.parameters.values()))
+        if self.rates is not None:
+            self.rates.serve(optimizer)
 
     def groups_moved(self) -> None:
         """The groups hold the same parameters in another order or division, as if by hand."""

@@ -191,3 +191,32 @@ def test_s05_recipe_and_policy_share_the_aliases() -> None:
         Recipe(policy=other, aliases=mine)
     with pytest.raises(PolicyError, match="backend='torch'"):
         polyamp.Policy("float32", overrides={"body": "float32"}, aliases=mine).plan(["h/0"])
+
+
+def test_s05_an_alias_may_be_of_a_module_that_trains_nothing() -> None:
+    """A frozen encoder, or a softmax that an override names."""
+    optimizer = adamw(groups=[Group("h/0", eps=1.0)])
+    recipe = Recipe(optimizer=optimizer, aliases={"scores": {"torch": "attention/softmax"}})
+    found = members(recipe, ["h/0"], lambda: [Leaf("h/0", 2)], backend="torch", modules=lambda: ["attention/softmax"])
+    assert found.of("h/0").spec.eps == 1.0
+    with pytest.raises(PolicyError, match="matches no path"):
+        members(recipe, ["h/0"], lambda: [Leaf("h/0", 2)], backend="torch", modules=lambda: ["attention"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "leaf", "beside", "wanted"),
+    [
+        ("bias", Leaf("lora/B", 2, ("LoRA", "Module", "object")), "lora/A", False),
+        ("bias", Leaf("odd/b", 1, ("Affine", "Module", "object")), "odd/w", True),
+        ("bias", Leaf("linear/b", 2), "linear/w", True),
+        ("norm", Leaf("head/weight", 2, ("NormalizedLinear", "Linear")), "head/bias", False),
+        ("norm", Leaf("flow/mask", 2, ("NormalizingFlow", "Module")), "flow/bias", False),
+        ("norm", Leaf("n/weight", 1, ("LlamaRMSNorm", "Module")), "n/bias", True),
+        ("norm", Leaf("n/gamma", 1, ("LayerNormalization", "Layer")), "n/beta", True),
+        ("norm", Leaf("n/weight", 1, ("BatchNorm2d", "_BatchNorm", "_NormBase")), "n/bias", True),
+        ("norm", Leaf("normals/kernel", 2), "normals/bias", False),
+        ("norm", Leaf("norm/scale", 1), "norm/bias", True),
+    ],
+)
+def test_s27_names_that_only_look_like_a_kind(kind: str, leaf: Leaf, beside: str, wanted: bool) -> None:
+    assert (leaf.path in of_kind(kind, [leaf, Leaf(beside, 1, leaf.classes)], [leaf.path])) is wanted

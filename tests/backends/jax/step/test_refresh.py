@@ -190,6 +190,37 @@ def test_s28_random_streams_and_the_counts_of_optax_go_on() -> None:
     assert np.array_equal(ends[0], ends[1])
 
 
+@pytest.mark.parametrize("name", ["sgd", "rmsprop", "lion"])
+def test_s28_groups_that_begin_to_matter_keep_moments_and_the_schedule(name: str) -> None:
+    """A model without norms, whose parameters are all alike, is given one; and loses it again."""
+    rate = polyamp.schedules.step(0.1, every=1, factor=0.5)
+    settings: dict[str, Any] = {} if name == "lion" else {"momentum": 0.9}
+    spec: Any = getattr(polyamp, name)(rate, weight_decay=0.1, groups=polyamp.no_decay("norm"), **settings)
+    recipe = polyamp.Recipe(policy="float32", optimizer=spec)
+    state: Any = polyamp.init(Net(), recipe)
+    step = polyamp.train_step(loss_fn, recipe)
+    for seed in range(2):
+        state, _ = step(state, item(seed))
+    before = state.backend.export_state(state)
+    model = state.model
+    model.norm = nnx.LayerNorm(8, rngs=nnx.Rngs(1))
+    state = polyamp.refresh(state, model)
+    after = state.backend.export_state(state)
+    kept = {path for path in before if path.startswith("optimizer/") and before[path].shape}
+    assert sum(np.any(before[path] != 0) for path in kept) >= 6
+    for path in kept - {"optimizer/missed"}:
+        assert np.array_equal(after[path], before[path]), path
+    assert after["optimizer/count"] == 2
+    state, _ = step(state, item(2))
+    model = state.model
+    del model.norm
+    before = state.backend.export_state(state)
+    state = polyamp.refresh(state, model)
+    after = state.backend.export_state(state)
+    assert all(np.array_equal(after[path], before[path]) for path in kept - {"optimizer/missed"})
+    assert after["optimizer/count"] == 3
+
+
 def test_the_guide_runs() -> None:
     guide = (Path(__file__).parents[4] / "docs" / "guides" / "growing_models.md").read_text(encoding="utf-8")
     section = guide.split("\n## JAX\n")[1].split("\n## ")[0]

@@ -145,3 +145,29 @@ def test_s27_a_model_that_is_not_built_yet_has_its_groups_at_the_first_step() ->
     state = polyamp.init(keras.Sequential([keras.layers.Dense(3)]), wrong)
     with pytest.raises(RecipeError, match=r"'\*\*/bais' matches no trainable parameter"):
         polyamp.train_step(loss_fn, wrong)(state, batch(0))
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, in save()
+def test_s27_a_saved_model_none_of_whose_parameters_is_in_a_group(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    made = polyamp.Recipe(optimizer=polyamp.adamw(0.1, groups=no_decay("norm")))
+    polyamp_tensorflow.compile(model, made, loss="mse")
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.optimizer.inner_optimizer.spec == made.optimizer
+
+
+def test_s27_a_weight_of_two_layers_is_what_either_makes_of_it() -> None:
+    class TableEmbedding(keras.layers.Layer):  # type: ignore[misc]  # Keras is untyped
+        def __init__(self, table: Any) -> None:
+            super().__init__()
+            self.table = table
+
+        def call(self, ids: Any) -> Any:
+            return keras.ops.take(self.table, ids, 0)
+
+    head, inputs = keras.layers.Dense(4, use_bias=False), keras.Input((4,))
+    ids = keras.ops.argmax(head(inputs), -1)
+    model = keras.Model(inputs, TableEmbedding(head.kernel)(ids))
+    assert decayed(model) == ["dense/kernel"]
+    assert decayed(model, *no_decay("embedding")) == []

@@ -126,6 +126,8 @@ def test_s28_a_native_optimizer_keeps_every_kind_of_slot_and_its_schedule() -> N
     for kind, value in before.items():
         assert np.array_equal(getattr(optimizer, kind)[index].numpy(), value), kind
     heads = [i for i, v in enumerate(optimizer._trainable_variables) if v.path.startswith("head")]
+    for i in heads:
+        assert np.array_equal(getattr(optimizer, kinds[3])[i].numpy(), optimizer._trainable_variables[i].numpy())
     assert not any(np.any(getattr(optimizer, kind)[i].numpy()) for kind in kinds[:3] for i in heads)
     state, result = step(state, item(2))
     assert (int(result.step), int(optimizer.iterations)) == (3, 3)
@@ -175,6 +177,20 @@ def test_s28_a_layer_that_was_put_elsewhere_is_noticed() -> None:
     state = polyamp.refresh(state)
     _, result = step(state, item(1, outputs=5))
     assert int(result.step) == 2
+
+
+def test_s28_what_a_native_optimizer_does_not_decay_stays_so() -> None:
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    recipe = polyamp.Recipe(policy="float32", optimizer=optimizer)
+    model = network()
+    state = polyamp.init(model, recipe)
+    state = polyamp.refresh(state, new_head(model))
+    assert not optimizer._use_weight_decay(model.get_layer("body").bias)
+    assert not optimizer._use_weight_decay(state.model.get_layer("head").bias)
+    assert optimizer._use_weight_decay(model.get_layer("body").kernel)
+    _, result = polyamp.train_step(loss_fn, recipe)(state, item(0))
+    assert int(result.step) == 1
 
 
 def test_the_guide_runs() -> None:

@@ -148,3 +148,16 @@ def test_s27_groups_of_the_recipe_are_not_divided_by_hand() -> None:
     first["params"].append(second["params"].pop())
     with pytest.raises(ModelError, match="they are those of the recipe"):
         polyamp.train_step(loss_fn, made)(state, batch(0))
+
+
+def test_s05_an_alias_may_be_of_a_frozen_module_or_of_one_without_parameters() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    made = polyamp.Recipe(
+        policy=polyamp.Policy("mixed_bfloat16", overrides={"scores": "float32"}),
+        optimizer=polyamp.adamw(0.1, groups=no_decay("bias")),
+        aliases={"body": {"torch": "0"}, "scores": {"torch": "1"}},
+    )
+    state = polyamp.init(model, made)
+    assert state.groups is not None
+    assert list(state.groups.numbers) == ["2/weight", "2/bias"]

@@ -232,6 +232,22 @@ def test_s28_groups_and_overrides_are_resolved_again() -> None:
     step(state, item(1))
 
 
+def test_s28_groups_divided_by_hand_and_then_by_the_recipe_are_refused() -> None:
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.lion(0.02, groups=polyamp.no_decay("norm")))
+    model = network()
+    state: Any = polyamp.init(model, recipe)
+    (group,) = state.optimizer.param_groups
+    state.optimizer.param_groups.append({**group, "params": [group["params"].pop()]})
+    step = polyamp.train_step(loss_fn, recipe)
+    state, _ = step(state, item(0))
+    tanh, model[1] = model[1], nn.LayerNorm(8)
+    with pytest.raises(ModelError, match="divided by hand, and the recipe's groups now divide"):
+        polyamp.refresh(state)
+    model[1] = tanh
+    _, result = step(state, item(1))
+    assert int(result.step) == 2
+
+
 def test_s28_a_refused_model_leaves_the_state_as_it_was() -> None:
     recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.adam(0.02))
     model = network()
@@ -243,6 +259,27 @@ def test_s28_a_refused_model_leaves_the_state_as_it_was() -> None:
     model[4] = head
     _, result = step(state, item(0))
     assert int(result.step) == 1
+
+
+def test_s28_a_scheduler_of_torchs_goes_on_with_a_specs_optimizer() -> None:
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1, momentum=0.5))
+    model = network()
+    state: Any = polyamp.init(model, recipe)
+    scheduler = torch.optim.lr_scheduler.StepLR(state.optimizer, 1, 0.5)
+    step = polyamp.train_step(loss_fn, recipe)
+    state, _ = step(state, item(0))
+    scheduler.step()
+    add_lora(model)
+    state = polyamp.refresh(state)
+    state, _ = step(state, item(1))
+    scheduler.step()
+    assert state.optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+    before = model[4].bias.detach().clone()
+    moments = state.optimizer.state[model[4].bias]["momentum_buffer"].clone()
+    x, y = map(torch.from_numpy, item(2))
+    (grad,) = torch.autograd.grad(torch.nn.functional.mse_loss(model(x), y), [model[4].bias])
+    step(state, item(2))
+    torch.testing.assert_close(model[4].bias, before - 0.025 * (0.5 * moments + grad), rtol=1e-5, atol=1e-6)
 
 
 def test_the_guide_runs() -> None:
