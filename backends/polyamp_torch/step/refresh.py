@@ -78,7 +78,7 @@ def _carry(state: TorchState, new: TorchState, stayed: dict[str, str]) -> None:
     members = list(state.groups.distinct)
     for member, group in zip(new.groups.distinct, made.param_groups, strict=True):
         if member in members:
-            group.update(_options(old.param_groups[members.index(member)]))
+            group.update(_options(old.param_groups[members.index(member)], group))
     moved = {id(new.parameters[now]): id(state.parameters[before]) for now, before in stayed.items()}
     for divided in old.param_groups[len(members) :]:  # by hand, behind those of the recipe
         own = {id(p) for p in divided["params"]}
@@ -86,15 +86,17 @@ def _carry(state: TorchState, new: TorchState, stayed: dict[str, str]) -> None:
         for group in made.param_groups:
             taken += [p for p in group["params"] if moved.get(id(p)) in own]
             group["params"] = [p for p in group["params"] if moved.get(id(p)) not in own]
-        made.param_groups.append({"params": taken, **_options(divided)})
+        made.param_groups.append({"params": taken, **_options(divided, made.param_groups[0])})
     if len(old.param_groups) > len(members):
         new.groups_moved()
     if new.rates is not None and state.rates is not None:
         new.rates.go_on(state.rates)
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
+def _options(group: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+    """What stands in a group, for one that was made anew: a new parameter may be none for the fused kernels."""
+    options = {name: value for name, value in group.items() if name != "params"}
+    return options if made.get("fused") or "fused" not in made else {**options, "fused": made["fused"]}
 
 
 # An optimizer of torch's own.

@@ -232,6 +232,22 @@ def test_s28_groups_and_overrides_are_resolved_again() -> None:
     step(state, item(1))
 
 
+def test_s28_a_parameter_with_gaps_in_memory_ends_the_fused_kernels() -> None:
+    """They would write between its elements."""
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(0.02, weight_decay=0.5))
+    model = network()
+    state: Any = polyamp.init(model, recipe)
+    step = polyamp.train_step(loss_fn, recipe)
+    state, _ = step(state, item(0))
+    memory = torch.ones(3, 16)
+    model[4].weight = nn.Parameter(memory[:, ::2])
+    state = polyamp.refresh(state)
+    assert [group["fused"] for group in state.optimizer.param_groups] == [False]
+    state, _ = step(state, item(1))
+    assert torch.equal(memory[:, 1::2], torch.ones(3, 8))
+    assert not torch.equal(memory[:, ::2], torch.ones(3, 8))
+
+
 def test_s28_groups_divided_by_hand_and_then_by_the_recipe_are_refused() -> None:
     recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.lion(0.02, groups=polyamp.no_decay("norm")))
     model = network()
