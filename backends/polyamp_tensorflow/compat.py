@@ -8,6 +8,7 @@ stands what is relied on, so that one who meets a newer Keras knows what to look
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -186,12 +187,22 @@ def begin_again(optimizer: Any) -> None:
     """A Keras optimizer as its constructor left it, with the settings that it has now: not built, without variables.
 
     Keras builds an optimizer once. Its configuration makes another one, whose attributes take the place of its own.
+
+    Raises:
+        UnsupportedError: the configuration leaves out an argument of the constructor.
     """
     rate = optimizer._learning_rate
     config = optimizer.get_config()
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         config["learning_rate"] = rate  # the object itself, which need not be able to describe itself
     made = type(optimizer).from_config(config)
+    for name in inspect.signature(type(optimizer)).parameters:
+        value, again = vars(optimizer).get(name), vars(made).get(name)
+        if isinstance(value, int | float | str) and value != again:
+            raise UnsupportedError(
+                f"refresh builds {type(optimizer).__qualname__} again from its get_config(), which leaves out {name}: "
+                f"{value!r} became {again!r}. Let get_config() return it."
+            )
     spared = {name: value for name, value in vars(optimizer).items() if name in _NOT_DECAYED}
     vars(optimizer).clear()
     vars(optimizer).update(vars(made) | spared)

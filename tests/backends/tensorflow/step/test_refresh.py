@@ -154,6 +154,22 @@ def test_s28_what_cannot_be_refreshed_leaves_all_as_it_was() -> None:
     assert int(result.step) == 2
 
 
+def test_s28_an_optimizer_that_does_not_describe_itself_is_refused() -> None:
+    class Mine(keras.optimizers.SGD):  # type: ignore[misc]  # Keras is untyped
+        def __init__(self, learning_rate: float = 0.1, factor: float = 5.0, **settings: Any) -> None:
+            super().__init__(learning_rate, **settings)
+            self.factor = factor
+
+    model, optimizer = network(), Mine(factor=7.0)
+    recipe = polyamp.Recipe(policy="float32", optimizer=optimizer)
+    state = polyamp.init(model, recipe)
+    with pytest.raises(UnsupportedError, match=r"get_config\(\), which leaves out factor: 7\.0 became 5\.0"):
+        polyamp.refresh(state, new_head(model))
+    assert optimizer.factor == 7.0
+    _, result = polyamp.train_step(loss_fn, recipe)(state, item(0))
+    assert int(result.step) == 1
+
+
 def test_s28_several_optimizers_in_one_are_refused() -> None:
     model = network()
     parts = {"head.*": keras.optimizers.Adam(0.1)}
