@@ -135,3 +135,16 @@ def test_s27_kinds_of_haiku_by_name() -> None:
     odd = {"w": jnp.ones((2, 2)), "alpha": jnp.ones(2)}
     with pytest.raises(PolyampError, match=r"'alpha' .*cannot be told from its name"):
         polyamp.init((lambda params, x: x @ params["w"] * params["alpha"], odd), made)
+
+
+def test_s27_a_variable_of_two_nnx_modules_is_what_either_makes_of_it() -> None:
+    class Tied(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.a_head, self.wte = nnx.Linear(4, 4, use_bias=False, rngs=rngs), nnx.Embed(4, 4, rngs=rngs)
+            self.a_head.kernel = self.wte.embedding
+
+    for groups in (no_decay("embedding"), [Group("wte", weight_decay=0.0)], [Group("a_head/kernel", weight_decay=0.0)]):
+        found = polyamp.init(Tied(), polyamp.Recipe(optimizer=polyamp.adamw(weight_decay=0.5, groups=groups))).groups
+        assert found is not None
+        assert [member.spec.weight_decay for member in found.each()] == [0.0]

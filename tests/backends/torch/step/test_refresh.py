@@ -17,6 +17,7 @@ import polyamp
 from polyamp.errors import ModelError, StateError
 
 TRACED: dict[str, Any] = {"backend": "aot_eager"}
+LION = polyamp.lion(0.02, weight_decay=0.1, groups=polyamp.no_decay("norm"))
 
 
 class LoRA(nn.Module):
@@ -249,7 +250,7 @@ def test_s28_a_parameter_with_gaps_in_memory_ends_the_fused_kernels() -> None:
 
 
 def test_s28_groups_divided_by_hand_and_then_by_the_recipe_are_refused() -> None:
-    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.lion(0.02, groups=polyamp.no_decay("norm")))
+    recipe = polyamp.Recipe(policy="float32", optimizer=LION)
     model = network()
     state: Any = polyamp.init(model, recipe)
     (group,) = state.optimizer.param_groups
