@@ -302,6 +302,11 @@ def trace_state() -> Any:
     return module.get_opaque_trace_state(convention="flax")
 
 
+def is_mapped(value: Any) -> bool:
+    """Whether a value is that of one example under a `jax.vmap` which is being traced now."""
+    return type(value).__name__ == "BatchTracer"
+
+
 def map_axes(eqn: JaxprEqn) -> list[tuple[Any, int]]:
     """The axis environment inside an xla_pmap equation (jax 0.7; later versions map by shard_map)."""
     return [(eqn.params["axis_name"], eqn.params["global_axis_size"])]

@@ -67,11 +67,11 @@ class EquinoxAdapter:
     def written(self, view: Any, params: Any, running: Running) -> Running:
         return running
 
-    def params_of(self, part: Any, route: Route, params: Any) -> Any:
+    def params_of(self, part: Any, route: Route, params: Any, running: Running) -> Any:
         return route.walked(params)
 
     def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:
-        return self.params_of(part, route, params)
+        return self.params_of(part, route, params, running)
 
     def modules(self, params: Any, running: Running) -> Iterable[str]:
         module = eqx.combine(params, running.statistics[0], self.static.value)

@@ -13,7 +13,7 @@ from flax import core, linen, nnx
 
 from polyamp.errors import ModelError, TraceError, UnsupportedError
 from polyamp_jax import compat
-from polyamp_jax.arrays import named_leaves
+from polyamp_jax.arrays import path_name
 from polyamp_jax.models.call_hook import calling, set_class
 from polyamp_jax.models.parts import Keys, Opaque, Parts, Running, inside, owners
 from polyamp_jax.models.routes import Route, accepts, given, narrowed
@@ -36,8 +36,9 @@ class LinenAdapter:
         statistics = running.statistics
         rngs = {**keys, **kwargs.pop("rngs", {})}
         module: Any = self.static.value
-        if route.steps:
-            kwargs = {**kwargs, "method": lambda root, *args, **kwargs: route.function(root)(*args, **kwargs)}
+        if route.steps:  # its own keyword arguments, whatever `apply` has of the same name
+            named_arguments = kwargs
+            kwargs = {"method": lambda root, *args: route.function(root)(*args, **named_arguments)}
         casts.expect(owners(params))
         # linen's own scopes begin with the name of the root's class; polyamp's are the paths that overrides name
         named = linen.override_named_call(False) if casts.scoped else contextlib.nullcontext()
@@ -53,11 +54,11 @@ class LinenAdapter:
     def written(self, view: Any, params: Any, running: Running) -> Running:
         return running
 
-    def params_of(self, part: Any, route: Route, params: Any) -> Any:
+    def params_of(self, part: Any, route: Route, params: Any, running: Running) -> Any:
         return inside(params, part.path)
 
     def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:
-        return self.params_of(part, route, params)
+        return self.params_of(part, route, params, running)
 
     def modules(self, params: Any, running: Running) -> Iterable[str]:
         return owners(params)
@@ -139,20 +140,22 @@ class NnxAdapter:
 
     def written(self, view: Any, params: Any, running: Running) -> Running:
         _, now, changed = _split(view)
-        for name, leaf in named_leaves(now).items():
-            if leaf is not named_leaves(params)[name]:
+        own = jax.tree.leaves(params)
+        for (path, leaf), before in zip(jax.tree_util.tree_leaves_with_path(now), own, strict=True):
+            if leaf is not before:
                 raise TraceError(
-                    f"loss_fn writes to the parameter {name!r}. The optimizer changes parameters, and what loss_fn "
-                    "writes there would be lost. Use the new value where it is needed, or return it as aux; what the "
-                    "model keeps beside its parameters is an nnx.Variable, which keeps what loss_fn writes."
+                    f"loss_fn writes to the parameter {path_name(path)!r}. The optimizer changes parameters, and what "
+                    "loss_fn writes there would be lost. Use the new value where it is needed, or return it as aux; "
+                    "what the model keeps beside its parameters is an nnx.Variable, which keeps what loss_fn writes."
                 )
         same = zip(jax.tree.leaves(changed), jax.tree.leaves(running), strict=False)
         if all(a is b for a, b in same):
             return running
         return changed._replace(draws=running.draws)
 
-    def params_of(self, part: Any, route: Route, params: Any) -> Any:
-        return inside(params, [step.key for step in route.steps])
+    def params_of(self, part: Any, route: Route, params: Any, running: Running) -> Any:
+        """Of a part as nnx finds them in it: a shared one lies in all of them under the path of one place alone."""
+        return nnx.to_pure_dict(self.tree(part, route, params, running)) if route.steps else params
 
     def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:
         return nnx.state(route.walked(self.join(params, running)), nnx.Param)

@@ -62,11 +62,11 @@ class HaikuAdapter:
     def written(self, view: Any, params: Any, running: Running) -> Running:
         return running
 
-    def params_of(self, part: Any, route: Route, params: Any) -> Any:
+    def params_of(self, part: Any, route: Route, params: Any, running: Running) -> Any:
         return params
 
     def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:
-        return self.params_of(part, route, params)
+        return self.params_of(part, route, params, running)
 
     def modules(self, params: Any, running: Running) -> Iterable[str]:
         return owners(params)

@@ -69,7 +69,7 @@ class Adapter(Protocol):
             TraceError: it wrote to a parameter.
         """
 
-    def params_of(self, part: Any, route: Route, params: Any) -> Any:
+    def params_of(self, part: Any, route: Route, params: Any, running: Running) -> Any:
         """The parameters of a part of the model, out of all of them: of a view's module at the end of `route`."""
 
     def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:

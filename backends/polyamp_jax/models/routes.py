@@ -88,7 +88,7 @@ def kind_of(owner: Any, step: Step, value: Any, module: type | tuple[type, ...])
         value: what it led to.
         module: the library's class of modules.
     """
-    if isinstance(value, module):
+    if isinstance(value, module) and not hasattr(value, "__func__"):  # equinox's bound methods are modules too
         return "module"
     if holds(value, module):
         return "container"

@@ -7,23 +7,33 @@ engine. Called by `reading`, `differentiate` and `autocast`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import jax
 
+from polyamp.errors import TraceError, UnsupportedError
 from polyamp.rules.plan import Plan
+from polyamp_jax import compat
 from polyamp_jax.arrays import cast_arguments, conform, matmul_precision
 from polyamp_jax.models.adapt import adapt
 from polyamp_jax.models.function import FunctionAdapter
 from polyamp_jax.models.nnx_arguments import Taken, put_in, take_out
 from polyamp_jax.models.parts import Adapter, Keys, Running
-from polyamp_jax.models.routes import Route
+from polyamp_jax.models.routes import Route, accepts, given
 from polyamp_jax.models.scopes import Casts
 from polyamp_jax.precision.cast_mode import compute_params, dtype_of, module_dtypes
 from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.run import evaluate
 from polyamp_jax.precision.interpreter.staging import settled
 from polyamp_jax.precision.interpreter.walk import interprets
+
+MAPPED: Final = (
+    "{route} is called under jax.vmap, and it draws random numbers or has running statistics: all rows would have one "
+    "dropout mask, and what the rows leave in the statistics would be lost. Call it with the whole batch, without "
+    "jax.vmap; an equinox model with polyamp.init(..., axis_name='batch'), which maps it with a key for every row. Or "
+    "pass the keys yourself: jax.vmap(model)(x, key=keys)."
+)
+"""What to say where `loss_fn` maps a call that has something to hand on."""
 
 
 class Engine:
@@ -65,6 +75,7 @@ class Engine:
         self._strict = strict
         self._calls = 0
         self._view: tuple[Any, Running] | None = None
+        self._made_in = compat.trace_state()
 
     @property
     def running(self) -> Running:
@@ -92,6 +103,9 @@ class Engine:
         plan, running = self.plan, self.running
         keys = {name: jax.random.fold_in(key, self._calls) for name, key in self._keys.items()}
         self._calls += 1
+        mapped = self._mapped(args, kwargs)
+        if mapped and self._draws(route, args, kwargs):
+            raise TraceError(MAPPED.format(route=route))
         args, kwargs, taken = take_out(args, kwargs)
         arrays = None if taken is None else taken.arrays
         with matmul_precision(plan), settled():
@@ -105,11 +119,47 @@ class Engine:
                 output, running, changed = self._called(
                     casts, route, taken, self.params, running, keys, args, kwargs, arrays
                 )
-            self._moved(conform(running, self._running, what="the model's running state"))
+            running = conform(running, self._running, what="the model's running state")
+            moved = zip(jax.tree.leaves(running), jax.tree.leaves(self._running), strict=True)
+            if mapped and any(a is not b for a, b in moved):
+                raise TraceError(MAPPED.format(route=route))
+            self._moved(running)
+            self._check_output(route, output)
             output = cast_arguments(output, plan.output, float64=plan.float64)
         if taken is not None:
             taken.put_back(changed)
         return output
+
+    def _check_output(self, route: Route, output: Any) -> None:
+        """Refuse a module of nnx that a method returns: it is no part of the model any more."""
+        if not route.steps or not self.adapter.mutable:
+            return
+        kind = self.adapter.module
+        if any(isinstance(leaf, kind) for leaf in jax.tree.leaves(output, is_leaf=lambda node: isinstance(node, kind))):
+            raise UnsupportedError(
+                f"{route}(...) returns a module. Called from loss_fn it would pass the policy by, and what it changes, "
+                "such as running statistics, would be lost. Reach it by attributes, as in model.blocks[0](x), or call "
+                "it inside of the method."
+            )
+
+    def _mapped(self, args: Any, kwargs: Any) -> bool:
+        """Whether `loss_fn` calls this under a `jax.vmap` of its own."""
+        if self._made_in == compat.trace_state():
+            return False
+        return any(map(compat.is_mapped, jax.tree.leaves((args, kwargs))))
+
+    def _draws(self, route: Route, args: Any, kwargs: Any) -> bool:
+        """Whether the call would be given random keys of the state's."""
+        names = [name for name in self._keys if name not in kwargs]
+        if not names or "rngs" in kwargs:
+            return False
+        if self.adapter.stream == "default":
+            function = route.function(self.view())
+            return accepts(function, "rngs") and not given(function, "rngs", args, kwargs)
+        if self.adapter.stream == "key" and route.steps:
+            function = route.function(self.view())
+            return any(accepts(function, name) for name in names)
+        return True
 
     def _moved(self, running: Running) -> None:
         """Take what a call left, in the view too: the variables that `loss_fn` holds go on in an nnx module."""
@@ -186,6 +236,10 @@ class NativeEngine(Engine):
         output = super().call(route, args, kwargs)
         self.adapter.write_back(self._model, self._running)
         return output
+
+    def _mapped(self, args: Any, kwargs: Any) -> bool:
+        """Never: the user's own loop has no streams of a state, and flax refuses what would be lost."""
+        return False
 
     def _look(self) -> None:
         self.adapter, self.masters, self._running = adapt(self._model)

@@ -53,13 +53,18 @@ class BoundModel:
         except AttributeError as error:
             if name == "params" and self._polyamp_route.kind == "module":
                 engine = self._polyamp_engine
-                return engine.adapter.params_of(owner, self._polyamp_route, engine.masters)
+                return engine.adapter.params_of(owner, self._polyamp_route, engine.masters, engine.running)
             raise AttributeError(_missing(owner, self._polyamp_route, name)) from error
         return self._polyamp_part(owner, Step(name, True), value)
 
     def __getitem__(self, key: Any) -> Any:
         owner = self._polyamp_here()
-        return self._polyamp_part(owner, Step(key, False), owner[key])
+        value = owner[key]
+        if isinstance(key, slice) and isinstance(value, list | tuple):
+            return type(value)(self[number] for number in range(*key.indices(len(owner))))
+        if isinstance(key, int) and key < 0 and not isinstance(owner, Mapping):
+            key += len(owner)  # as in the path of the part, which overrides name
+        return self._polyamp_part(owner, Step(key, False), value)
 
     def __iter__(self) -> Iterator[Any]:
         owner = self._polyamp_here()
@@ -181,6 +186,7 @@ def masters_of(model: BoundModel) -> dict[str, Any]:
             f"polyamp.parameters takes the model that loss_fn is given, and {route} is a part of it. Take the model's "
             f"and choose by their paths: if path.startswith({route.path + '/'!r})."
         )
+    model._polyamp_here()  # outside of a step the masters are those that the user's model has now
     return named_leaves(model._polyamp_engine.masters)
 
 

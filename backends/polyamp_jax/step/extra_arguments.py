@@ -103,9 +103,10 @@ def _takes(run: Any) -> list[str]:
         parameters = inspect.signature(run.update).parameters
     except (TypeError, ValueError):  # not a Python function
         return []
-    if isinstance(run, optax.GradientTransformationExtraArgs) and any(
-        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
-    ):
+    hands_on = isinstance(run, optax.GradientTransformationExtraArgs) or isinstance(
+        getattr(run.update, "__self__", None), optax.MultiSteps
+    )
+    if hands_on and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return list(_GIVEN)
     return [name for name in _GIVEN if name in parameters]
 

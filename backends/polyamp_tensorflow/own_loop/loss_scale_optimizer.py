@@ -233,8 +233,8 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         Args:
             rows: examples in the micro-batch, of all replicas together; a number, or an integer scalar.
         """
-        if self.accumulate_steps > 1 and self.built:
-            self._share = window.share_of(self._held({}), tf.cast(rows, tf.float32))
+        if self.accumulate_steps > 1:
+            self._share = window.share_of(self._held({}) if self.built else None, tf.cast(rows, tf.float32))
         try:
             yield
         finally:
@@ -265,7 +265,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         self._calls.note()
         scale = raw(self.dynamic_scale) if self.scaler.scales else None
         scaled = scale_loss(loss, scale, what="what calls scale_loss()")
-        return scaled if self._share is None else scaled * self._share[0]
+        return scaled if self._share is None else scaled * self._share.weight
 
     @_as_written
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:

@@ -25,6 +25,20 @@ from polyamp_tensorflow.step.unused import leaving_alone
 from polyamp_tensorflow.step.update import clipped
 
 
+class Share(NamedTuple):
+    """What a micro-batch weighs beside the largest of its window so far (S8), float32 scalars.
+
+    Attributes:
+        weight: its own; none is above 1, so that weighing makes nothing overflow.
+        most: rows of the largest, itself included.
+        earlier: what the sums of those before it are multiplied by, 1 unless it is larger than all of them.
+    """
+
+    weight: Any
+    most: Any
+    earlier: Any
+
+
 class Held(NamedTuple):
     """What a `LossScaleOptimizer` holds and its settings, for an update.
 
@@ -38,10 +52,9 @@ class Held(NamedTuple):
         micro_step: calls since the window began.
         sums: by variable, the sum of the window's gradients; empty without a window.
         used: by variable, 1 if it had a gradient in this window; None without one.
-        rows: of the window's first micro-batch, and the sum of what the others' shares differ from 1, float32 vector;
+        rows: of the window's largest micro-batch so far, and the sum of what the shares differ from 1, float32 vector;
             None without a window.
-        share: what this call's micro-batch weighs beside the first (S8), and the rows of that one, float32 scalars;
-            None where it weighs 1.
+        share: of this call's micro-batch; None where it weighs 1.
     """
 
     inner: Any
@@ -56,7 +69,7 @@ class Held(NamedTuple):
     sums: list[Any]
     used: Any
     rows: Any = None
-    share: tuple[Any, Any] | None = None
+    share: Share | None = None
 
 
 class Call(NamedTuple):
@@ -93,6 +106,8 @@ def update(call: Call, gradients: list[Any]) -> None:
     held = call.held
     if held.sums:
         sums = [raw(held.sums[owner]) for owner in _owners(held, call.variables)]
+        if held.share is not None:
+            sums = [total * tf.cast(held.share.earlier, total.dtype) for total in sums]
         gradients = [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
     decide.update([call], [gradients], "all", _VERBS)
 
@@ -145,19 +160,23 @@ def _window_ends(held: Held) -> Any:
     return tf.equal(raw(held.micro_step), held.accumulate_steps - 1)
 
 
-def share_of(held: Held, rows: Any) -> tuple[Any, Any]:
-    """What a micro-batch of so many rows weighs beside the window's first (S8), and the rows of that one."""
-    first = raw(held.rows)[0]
-    first = tf.where(tf.equal(raw(held.micro_step), 0) | tf.equal(first, 0.0), rows, first)
-    return rows / first, first
+def share_of(held: Held | None, rows: Any) -> Share:
+    """The share of a micro-batch of so many rows; of the first one where nothing is held yet."""
+    if held is None:
+        return Share(tf.ones_like(rows), rows, tf.ones_like(rows))
+    before = raw(held.rows)[0]
+    before = tf.where(tf.equal(raw(held.micro_step), 0) | tf.equal(before, 0.0), rows, before)
+    most = tf.maximum(before, rows)
+    return Share(rows / most, most, before / most)
 
 
 def _rows_after(held: Held) -> Any:
     """What `held.rows` is to be after this call; None where every micro-batch weighs 1."""
     if held.share is None:
         return None
-    share, first = held.share
-    return tf.stack([first, raw(held.rows)[1] + share - 1.0])
+    weight, most, earlier = held.share
+    count = tf.cast(raw(held.micro_step), tf.float32)
+    return tf.stack([most, raw(held.rows)[1] * earlier + count * (earlier - 1.0) + weight - 1.0])
 
 
 def _measured(held: Held, gradients: list[Any]) -> Measured:

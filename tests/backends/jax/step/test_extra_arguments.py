@@ -134,3 +134,17 @@ def test_l_bfgs_without_a_line_search_trains() -> None:
         state, result = polyamp.train_step(loss_fn, recipe)(state, item(0))
         losses.append(float(result.loss))
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["object", "transformation"])
+def test_the_value_reaches_what_multi_steps_wraps(whole: bool) -> None:
+    plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, rtol=1.0, patience=1))
+    several = optax.MultiSteps(plateau, 2)
+    optimizer = several if whole else several.gradient_transformation()
+    state, recipe = made(optimizer)
+    step = polyamp.train_step(loss_fn, recipe)
+    for seed in range(4):
+        state, _ = step(state, item(seed))
+    wanted, expected = by_hand(several, [item(seed) for seed in range(4)])
+    np.testing.assert_allclose(state.params["w"], wanted["w"], rtol=1e-5, atol=1e-6)
+    assert float(state.opt_state.inner_opt_state[1].scale) == float(expected.inner_opt_state[1].scale) < 1.0
