@@ -47,7 +47,7 @@ def _root(module: str | None) -> str | None:
     root = name.partition(".")[0]
     if name.startswith("polyamp.reference"):
         return "reference"
-    return None if not root or root in _NEUTRAL else root
+    return None if not root or root in _NEUTRAL or root == "reference" else root  # the user's own of that name
 
 
 def _roots(value: Any, known: frozenset[str], depth: int, seen: set[int]) -> Iterator[str]:

@@ -28,6 +28,8 @@ _ALSO: Final = {"tf": "tensorflow", "pytorch": "torch", "pt": "torch"}
 """What else frameworks are called -> a backend's name."""
 _NEUTRAL: Final = ("polyamp", "numpy")
 """Roots whose models and arrays a backend that is named may take for its own."""
+_FOUND: Final = "polyamp found: "
+"""How the line begins on which a probed backend tells what it found."""
 
 
 class BackendStatus(NamedTuple):
@@ -338,7 +340,7 @@ def _leaves(objects: Any) -> Iterator[Any]:
 def _root(kind: type, known: Mapping[str, Any]) -> str | None:
     for base in kind.__mro__:
         root = base.__module__.partition(".")[0]
-        if root in known and root in sys.modules:
+        if root in known and root in sys.modules and root != "reference":  # a module of the user's may be called so
             return root
         if root in _packages():
             return _packages()[root]
@@ -390,13 +392,16 @@ def _probe(name: str) -> BackendStatus:
     import re
     import subprocess
 
-    code = f"import json, polyamp.contract.registry as r; i = r.get({name!r}).info(); print(json.dumps(list(i)))"
+    code = f"import json, polyamp.contract.registry as r; i = r.get({name!r}).info(); "
+    code += f"print({chr(10) + _FOUND!r} + json.dumps(list(i)))"
+    command = [sys.executable, "-c", code]
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300, check=False)
     except subprocess.TimeoutExpired:
         return BackendStatus(name, False, None, (), "its import did not end within 300 s")
-    if done.returncode == 0:
-        framework, version, devices = json.loads(done.stdout.strip().splitlines()[-1])
+    found = [line for line in done.stdout.splitlines() if line.startswith(_FOUND)]  # a framework may print as well
+    if done.returncode == 0 and found:
+        framework, version, devices = json.loads(found[-1].removeprefix(_FOUND))
         return _status(name, BackendInfo(framework, version, tuple(devices)))
     lines = done.stderr.strip().splitlines() or [f"the interpreter ended with status {done.returncode}"]
     problem = re.sub(r"^polyamp\.errors\.\w+: ", "", lines[-1])  # the exception's class says nothing to a reader

@@ -38,7 +38,7 @@ def too_old(entry: EntryPoint) -> str | None:
         if asked is None or asked[3] != (extra if dist is not None and dist.name == "polyamp" else None):
             continue
         found = installed(asked[1])
-        if found is not None and _numbers(found) < _numbers(asked[2]):
+        if found is not None and () < _numbers(found) < _numbers(asked[2]):  # () is of a build without a version
             return (
                 f"needs {asked[1]} {asked[2]} or newer. Received: {asked[1]} {found}, and "
                 f"{'.'.join(map(str, _numbers(found)[:2]))} is below {asked[2]}."

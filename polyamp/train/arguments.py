@@ -135,6 +135,8 @@ def no_recipe(value: Any, call: str) -> RecipeError:
     return RecipeError(f"recipe must be a polyamp.Recipe. Received: {described(value)}.{own}")
 
 
+_NO_ROOTS: Final = {"polyamp", "reference"}
+"""Names of backends that are no framework's root module; a module of the user's may be called so."""
 WRITE: Final = (
     "Write: def loss_fn(model, batch): return polyamp.losses.mean_squared_error(model(batch['x']), batch['y'])."
 )
@@ -170,7 +172,7 @@ def _is_frameworks_own(loss_fn: Any, roots: Collection[str]) -> bool:
         return False
     if isinstance(loss_fn, types.FunctionType | types.BuiltinFunctionType):
         module = loss_fn.__module__ or ""
-        return module == "polyamp.losses" or module.partition(".")[0] in ({*roots, "optax"} - {"polyamp"})
+        return module == "polyamp.losses" or module.partition(".")[0] in ({*roots, "optax"} - _NO_ROOTS)
     module = type(loss_fn).__module__
     return module.partition(".")[0] in roots and "loss" in module and not module.startswith("polyamp")
 

@@ -30,6 +30,15 @@ def explain(error: Exception, loss_fn: LossFunction, states: Sequence[Any], batc
         RecipeError: `loss_fn` does not take a model and a batch, or is a model.
         PolyampError: what the backend makes of its framework's error.
     """
+    try:
+        _explain(error, loss_fn, states, batch)
+    except PolyampError:
+        raise
+    except Exception:  # noqa: BLE001  # what came could not be looked at; the program's own error is on its way
+        return
+
+
+def _explain(error: Exception, loss_fn: LossFunction, states: Sequence[Any], batch: Any) -> None:
     ours = isinstance(error, PolyampError)
     if not ours or isinstance(error, BatchError):
         _check_batch(batch, error)
@@ -41,17 +50,19 @@ def explain(error: Exception, loss_fn: LossFunction, states: Sequence[Any], batc
     if isinstance(backend, ExplainsFailures):
         clearer = backend.explained(error, states, batch)
         if clearer is not None:
-            raise clearer from error
+            try:
+                raise clearer from error
+            finally:
+                del clearer  # or its traceback holds the step's tensors in a cycle, until somebody collects garbage
     error.add_note("\n".join(_note(error, states, batch)))
 
 
 def _check_batch(batch: Any, error: Exception) -> None:
-    if is_state(batch):
+    if is_state(batch) and not isinstance(batch, Mapping):  # a dict may give whatever attribute it is asked for
         raise BatchError(
             f"batch must be the arrays of one batch. Received: {described(batch)}. Write step(state, batch)."
         ) from error
-    loader = hasattr(batch, "__iter__") and not hasattr(batch, "keys") and not hasattr(batch, "shape")
-    if loader and not isinstance(batch, list | tuple | str | bytes) and not dataclasses.is_dataclass(batch):
+    if _is_iterable(batch) and (hasattr(batch, "__next__") or _is_called(batch, "Loader", "Dataset")):
         raise BatchError(
             f"batch must be the arrays of one batch. Received: {described(batch)}, which yields batches. "
             "Write: for batch "
@@ -59,11 +70,23 @@ def _check_batch(batch: Any, error: Exception) -> None:
         ) from error
 
 
+def _is_iterable(batch: Any) -> bool:
+    """Whether a batch is neither an array nor a container, but can be iterated over: one that yields batches, or a
+    class of the user's that is unpacked into its arrays."""
+    if isinstance(batch, list | tuple | str | bytes) or dataclasses.is_dataclass(batch):
+        return False
+    return hasattr(batch, "__iter__") and not hasattr(batch, "keys") and not hasattr(batch, "shape")
+
+
+def _is_called(value: Any, *words: str) -> bool:
+    return any(word in kind.__name__ for kind in type(value).__mro__ for word in words)
+
+
 def _check_loss_fn(loss_fn: LossFunction, error: Exception) -> None:
     """Refuse a `loss_fn` that does not take two arguments, or that is a model itself."""
     import inspect
 
-    if _has_parameters(loss_fn):
+    if _has_parameters(loss_fn) and not _takes_two(loss_fn):
         raise RecipeError(
             f"loss_fn must be a function of (model, batch). Received: {described(loss_fn)}, a model. {WRITE}"
         ) from error
@@ -92,6 +115,19 @@ def _has_parameters(value: Any) -> bool:
     return isinstance(own, list | tuple) and len(own) > 0
 
 
+def _takes_two(module: Any) -> bool:
+    """Whether a module's own forward pass asks for two arguments, as that of a loss which is a module does."""
+    import inspect
+
+    forward = getattr(module, "forward", None) or getattr(module, "call", None)
+    try:
+        parameters = inspect.signature(forward).parameters.values() if callable(forward) else ()
+    except (TypeError, ValueError):  # of a callable that does not say
+        return False
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(each.kind in by_position and each.default is each.empty for each in parameters) == 2
+
+
 def _note(error: Exception, states: Sequence[Any], batch: Any) -> Iterator[str]:
     """The lines of the note."""
     models = "the model" if len(states) == 1 else "the tuple of models"
@@ -109,6 +145,8 @@ def _note(error: Exception, states: Sequence[Any], batch: Any) -> Iterator[str]:
             )
         elif isinstance(error, TypeError):
             yield f"batch is a {kind}, without names: take it apart in loss_fn, as in x, y = batch."
+    elif _is_iterable(batch):
+        yield "batch can be iterated over: if it yields batches, give the step one after the other."
     if batch is None:
         yield "batch is None. Does what makes it lack a `return`?"
     if isinstance(batch, Mapping) and not batch:

@@ -109,7 +109,7 @@ def described(initial_scale: Any, dynamic_growth_steps: Any, scaler: LossScaler 
             f"initial_scale must be a positive number, or a polyamp.LossScaler. Received: {initial_scale!r}."
         )
     steps = dynamic_growth_steps
-    if steps is not None and not (_is_number(steps) and int(steps) == steps and steps >= 1):
+    if steps is not None and not (_is_number(steps) and float(steps).is_integer() and steps >= 1):
         raise LossScaleError(f"dynamic_growth_steps must be a whole number of at least 1. Received: {steps!r}.")
     changes: dict[str, Any] = {} if initial_scale is None else {"init_scale": float(initial_scale)}
     return LossScaler.like("keras", **changes, **({} if steps is None else {"growth_interval": int(steps)}))

@@ -333,6 +333,10 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         self.apply(list(grads), list(variables))
         return self.iterations
 
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """The inner optimizer's, which decays."""
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """Keras's JAX form of `apply`, which does not exist on TensorFlow."""
         raise UnsupportedError("stateless_apply is for Keras on JAX. On TensorFlow call apply(grads, variables).")

@@ -35,6 +35,10 @@ else:
     _Base = RegionBase
 
 
+_LATER: Final = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+"""Functions that return at once, and compute later."""
+
+
 class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
     """A region, or decorator, in which operations pick their dtype: `torch.autocast` made whole, and typed like it.
 
@@ -145,7 +149,7 @@ class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
                 f"autocast(...)(function) takes a function. Received: {type(function).__qualname__}. As a block it is "
                 "`with autocast(...):`."
             )
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        if any(later(function) for later in _LATER):
             raise UnsupportedError(
                 f"{function.__qualname__} would run after its region is closed. Open the region inside it."
             )

@@ -65,14 +65,18 @@ class Bystanders:
     Args:
         own: the parameters that are trained.
         graphs: what is known of the state's graphs.
+
+    Attributes:
+        began: whether a backward pass has run in the block.
     """
 
-    __slots__ = ("_graphs", "_held", "_own")
+    __slots__ = ("_graphs", "_held", "_own", "began")
 
     def __init__(self, own: Sequence[torch.Tensor], graphs: Graphs) -> None:
         self._own = own
         self._graphs = graphs
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.began = False
 
     def __enter__(self) -> Bystanders:
         return self
@@ -81,9 +85,17 @@ class Bystanders:
         for leaf, grad in self._held.values():
             leaf.grad = grad
 
+    def were_given(self, loss_fn: Any, size: int) -> bool:
+        """Whether trained parameters, which had no `.grad` when the block began, have one before its first backward
+        pass. Looked at once for every size of the graph."""
+        if self.began or (size >= 0 and (loss_fn, size) in self._graphs):
+            return False
+        return any(p.grad is not None for p in self._own)
+
     def look(self, loss_fn: Any, loss: torch.Tensor, size: int) -> None:
         """Set aside the gradients of the strange leaves of `loss`, whose graph has `size` nodes, before its backward
         pass."""
+        self.began = True
         if size >= 0 and (loss_fn, size) in self._graphs:
             return
         own = set(map(id, self._own))

@@ -113,15 +113,17 @@ def scaled_backward(
         for model in models:
             stack.enter_context(model.installed())
         before = made()
-        held = [p.grad for p in _ends(states[0])]
+        ends = _ends(states[0], others.began)
+        held = [p.grad for p in ends]
         with opened(plan, states[0].device.type), quiet.disturbed:
             result = loss_fn(models[0] if len(models) == 1 else models, batch)
-        if any(p.grad is not grad for p, grad in zip(_ends(states[0]), held, strict=True)):
+        size = made() - before
+        ran = any(p.grad is not grad for p, grad in zip(ends, held, strict=True))
+        if ran or others.were_given(loss_fn, size):
             raise LossError(
                 "loss_fn must not run the backward pass: polyamp does, on the scaled loss, and would add its gradients "
                 "to those that are there. Drop loss.backward(), and optimizer.step() and zero_grad() with it."
             )
-        size = made() - before
         loss, aux = refusals.split_result(result)
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             raise LossError(
@@ -140,10 +142,17 @@ def scaled_backward(
     return wide.detach(), map_tree(_detached, aux)
 
 
-def _ends(state: TorchState) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first and the last parameter: whether `loss_fn` ran a backward pass of its own shows in one of them."""
+def _ends(state: TorchState, began: bool) -> list[torch.Tensor]:
+    """The first and the last parameter, in a window that has begun of those with a gradient: whether `loss_fn` ran a
+    backward pass of its own shows in one of them, as a rule; for the others see `Bystanders.were_given`."""
     parameters = state.parameters
-    return parameters[next(iter(parameters))], parameters[next(reversed(parameters))]
+    found: list[torch.Tensor] = []
+    for names in (iter(parameters), reversed(parameters)):
+        first = parameters[next(names)]
+        if began and first.grad is None:
+            first = next((p for name in names if (p := parameters[name]).grad is not None), first)
+        found.append(first)
+    return found
 
 
 def dense(parameters: Iterable[tuple[str, torch.Tensor]], *, needed: bool = True) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent, indent
@@ -17,7 +18,7 @@ import pytest
 
 import polyamp
 from polyamp import BackendError, Policy
-from polyamp.contract import registry
+from polyamp.contract import evidence, registry
 from polyamp.reference import BACKEND
 from polyamp.reference.tensor import Tensor
 
@@ -225,7 +226,15 @@ def test_backends_lists_devices_of_an_imported_framework_and_survives_a_broken_o
 
 
 def test_probing_imports_each_backend_in_its_own_interpreter(site: Site) -> None:
-    site.module("polyamp_tiny", WORKING + "\n    print('noise')\n")
+    noise = """
+    import atexit
+    import sys
+    print('noise')
+    sys.stdout.flush()
+    sys.stdout.buffer.write(b'\\xff without an end of line')
+    atexit.register(print, 'more noise')
+"""
+    site.module("polyamp_tiny", WORKING + noise)
     site.module("polyamp_bad", "import bad.engine\nBACKEND = None")
     site.module("polyamp_dying", "import os\nos._exit(7)")
     site.distribution("polyamp-tiny", tiny="polyamp_tiny:BACKEND")
@@ -272,6 +281,14 @@ def test_numpy_goes_to_the_reference() -> None:
     assert registry.backend_for(np.zeros(2)) is BACKEND
     assert registry.backend_for({"x": [1, (np.float32(1.0), "text")]}) is BACKEND
     assert polyamp.backends()["reference"].devices == ("cpu",)
+
+
+def test_a_module_of_the_users_may_be_called_as_the_reference_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reference", types.ModuleType("reference"))
+    model = type("Net", (), {"__module__": "reference.nets"})()
+    with pytest.raises(BackendError, match=r"no backend recognises reference\.nets\.Net"):
+        registry.backend_for(model)
+    assert evidence.frameworks(type(model), ["reference"]) == []
 
 
 def test_an_object_of_no_framework_is_refused() -> None:

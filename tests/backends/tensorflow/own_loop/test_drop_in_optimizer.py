@@ -73,6 +73,16 @@ def test_polyamps_arguments_stay() -> None:
     assert LossScaleOptimizer(SGD()).scaler == polyamp.LossScaler()
 
 
+def test_what_is_excluded_from_weight_decay_does_not_decay() -> None:
+    """Keras's own wrapper keeps the names to itself, and the optimizer inside decays all the same."""
+    kernel, bias = keras.Variable([1.0], name="kernel"), keras.Variable([1.0], name="bias")
+    optimizer = LossScaleOptimizer(keras.optimizers.AdamW(0.0, weight_decay=0.5), "off")
+    optimizer.inner_optimizer.learning_rate = 0.125
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    optimizer.apply([tf.zeros(1), tf.zeros(1)], [kernel, bias])
+    assert [float(kernel[0]), float(bias[0])] == [1.0 - 0.125 * 0.5, 1.0]
+
+
 def test_keras_own_refusals_come_in_its_words_and_class() -> None:
     for options in (
         {"dynamic": False},
@@ -102,6 +112,7 @@ MISTAKES: list[tuple[str, Any, type[Exception], str]] = [
     ("nested", lambda: LossScaleOptimizer(KERAS(SGD())), LossScaleError, "a scaler wrapped twice"),
     ("no steps", lambda: LossScaleOptimizer(SGD(), 8.0, 0), LossScaleError, "dynamic_growth_steps must be .*: 0"),
     ("half", lambda: LossScaleOptimizer(SGD(), dynamic_growth_steps=1.5), LossScaleError, "whole number.*: 1.5"),
+    ("endless", lambda: LossScaleOptimizer(SGD(), 8.0, float("inf")), LossScaleError, "whole number.*: inf"),
     ("below 0", lambda: LossScaleOptimizer(SGD(), initial_scale=-1.0), LossScaleError, "positive number.*: -1.0"),
     ("NaN", lambda: LossScaleOptimizer(SGD(), initial_scale=float("nan")), LossScaleError, "positive number.*: nan"),
     ("a word", lambda: LossScaleOptimizer(SGD(), "megatrom"), LossScaleError, "'megatron'"),

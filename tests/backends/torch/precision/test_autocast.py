@@ -146,6 +146,12 @@ def test_the_decorator() -> None:
 
     with pytest.raises(UnsupportedError, match="rows would run after its region is closed"):
         autocast(BFLOAT16, "cpu")(rows)
+
+    async def stream() -> Any:
+        yield X @ X
+
+    with pytest.raises(UnsupportedError, match="stream would run after its region is closed"):
+        autocast(BFLOAT16, "cpu")(stream)
     with pytest.raises(UnsupportedError, match=r"For a module use policy\.autocast\(module\)"):
         autocast(BFLOAT16, "cpu")(Model())
 
