@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 import polyamp
 from polyamp.conformance.problems import Batch, batch, flat, layers, loss_fn, number, recipe, relative, train
@@ -93,3 +94,25 @@ def test_s08_an_overflow_in_the_smallest_micro_batch_skips_the_window(backend: B
     assert bool(backend.to_numpy(result.skipped))
     assert number(backend, result.scale) == 8.0
     assert np.array_equal(flat(harness, state), before)
+
+
+@pytest.mark.parametrize("size", [8, 7], ids=["even", "uneven"])
+@pytest.mark.parametrize("listed", [False, True], ids=["split", "listed"])
+def test_s08_what_a_batch_leaves_out_stays_out_of_every_micro_batch(
+    backend: Backend, harness: Harness, size: int, listed: bool
+) -> None:
+    """`"mask": None`, as loaders say that there is no mask."""
+    made = recipe(accumulate_steps=2)
+    whole = {**batch(size=size), "mask": None}
+    parts = [{**batch(i, size=4), "mask": None} for i in range(2)]
+    seen = []
+
+    def masked(model: Any, item: Any) -> Any:
+        seen.append(item["mask"])
+        return loss_fn(model, item)
+
+    state = polyamp.init(harness.mlp(layers()), made)
+    _, result = polyamp.train_step(masked, made)(state, parts if listed else whole)
+    assert number(backend, result.step) == 1
+    assert seen
+    assert all(mask is None for mask in seen)

@@ -6,6 +6,7 @@ Each backend calls these from the walk over the batch that it makes anyway. They
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -118,6 +119,49 @@ def listed(batches: Sequence[Sequence[tuple[str, Shape]]], count: int) -> Window
     if 0 in sizes:
         raise BatchError(f"micro-batch {sizes.index(0)} of the list has no rows along axis 0. Leave it out.")
     return Window(sizes)
+
+
+def in_runs(
+    batch: Any,
+    count: int,
+    *,
+    shapes: Callable[[Any], Sequence[tuple[str, Shape]]],
+    tree_map: Callable[..., Any],
+    stack: Callable[[Sequence[Any]], Any],
+    reshape: Callable[[Any, Shape], Any],
+) -> tuple[Window, list[tuple[range, Any]]]:
+    """The micro-batches of a batch, or of a list of them, for frameworks that loop over equal shapes (S8).
+
+    Args:
+        batch: arrays of `count` micro-batches along axis 0, or a list of micro-batches.
+        count: how many there are at most.
+        shapes: (path, shape) of every array.
+        tree_map: the framework's; it calls a function with the leaves of one or several trees.
+        stack, reshape: the framework's.
+
+    Returns:
+        How the rows are divided; and every run of equal micro-batches with its batch of them, each leaf of shape
+        (micro-batches, rows, ...): one run, unless they differ.
+
+    Raises:
+        BatchError: see `split` and `listed`.
+    """
+    if isinstance(batch, list):
+        window = listed([shapes(part) for part in batch], count)
+        groups = [(run, batch[run.start : run.stop]) for run in window.runs]
+        return window, [(run, tree_map(lambda *parts: stack(parts), *group)) for run, group in groups]
+    window, runs, start = split(shapes(batch), count), [], 0
+
+    def folded(leaf: Any, start: int, stop: int, size: int) -> Any:
+        rows = leaf if (start, stop) == (0, leaf.shape[0]) else leaf[start:stop]
+        return reshape(rows, ((stop - start) // size, size, *leaf.shape[1:]))
+
+    for run in window.runs:
+        size = window.sizes[run.start]
+        stop = start + size * len(run)
+        runs.append((run, tree_map(partial(folded, start=start, stop=stop, size=size), batch)))
+        start = stop
+    return window, runs
 
 
 def _disagree(first: Sequence[tuple[str, Shape]], number: int, other: Sequence[tuple[str, Shape]]) -> BatchError:

@@ -12,6 +12,7 @@ CPU, it overrides `concluded`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -77,7 +78,7 @@ class Decision(NamedTuple):
     skipped: Any
 
 
-class Verbs(Generic[S, G]):
+class Verbs(ABC, Generic[S, G]):
     """What a framework does in the second half of a step.
 
     Attributes:
@@ -86,18 +87,18 @@ class Verbs(Generic[S, G]):
 
     xp: ArrayNamespace
 
+    @abstractmethod
     def scaler(self, state: S) -> Scaler:
         """The loss scaler of a state's recipe."""
-        raise NotImplementedError  # abstract: the framework's own
 
+    @abstractmethod
     def measure(self, state: S, grads: G) -> Measured:
         """Norm and flag of one state's gradients, on the device."""
-        raise NotImplementedError  # abstract: the framework's own
 
+    @abstractmethod
     def commit(self, state: S, grads: G, measured: Measured, decision: Decision) -> S:
         """The state after: clipped gradients applied where `decision.finite`, else bit for bit as it was (S12), with
         the decision's scale and step."""
-        raise NotImplementedError  # abstract: the framework's own
 
     def every(self, flags: Sequence[Any]) -> Any:
         """Whether all of the flags are true, boolean scalar."""

@@ -8,10 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from polyamp.errors import ModelError, nearest
+from polyamp.errors import ModelError, StateError, nearest
 from polyamp.rules.overrides import covers
 
 Shape = tuple[int, ...]
+
+
+def check_alive(retired: bool) -> None:
+    """Refuse to use a state of which `refresh` has made another: both would train one model.
+
+    Raises:
+        StateError: it has.
+    """
+    if retired:
+        raise StateError(
+            "this state was refreshed, and the new one trains its model and optimizer. Go on with the state that "
+            "polyamp.refresh(state) returned."
+        )
 
 
 class Known(NamedTuple):

@@ -18,7 +18,7 @@ from polyamp.errors import TraceError
 from polyamp.results import Gradients, LossFunction
 from polyamp.rules import batches, refusals
 from polyamp.rules.batches import check_has_rows
-from polyamp.rules.window import Window, joins
+from polyamp.rules.window import joins
 from polyamp_jax import compat
 from polyamp_jax.arrays import dtype_name, is_array, matmul_precision
 from polyamp_jax.models.parts import Keys, Running
@@ -73,7 +73,10 @@ def accumulated(loss_fn: LossFunction, state: JaxState, batch: Any) -> tuple[Any
         value, (gradients,) = separate(loss_fn, [state], batch)
         return *(value if isinstance(value, tuple) else (value, None)), gradients
     params = _compute(state)
-    window, runs = _micro_batches(batch, count)
+    window, parts = batches.in_runs(
+        batch, count, shapes=_shapes, tree_map=jax.tree.map, stack=jnp.stack, reshape=jnp.reshape
+    )
+    runs = [(window.shares[run.start], members) for run, members in parts]
     idle: list[Any] = []  # of each run, what it does not depend on: its micro-batches are one program
 
     def one(share: float, carry: tuple[Running, Any], part: Any) -> tuple[tuple[Running, Any], tuple[Any, Any]]:
@@ -206,30 +209,6 @@ def _unscaled(values: Any, scale: Any | None, params: Any) -> Any:
         params,
         values,
     )
-
-
-def _micro_batches(batch: Any, count: int) -> tuple[Window, list[tuple[float, Any]]]:
-    """How the batch is divided (S8), and for every run of equal micro-batches their share and the batch of them, with a
-    leading axis of micro-batches: one run, unless they differ."""
-    if isinstance(batch, list):
-        window = batches.listed([_shapes(part) for part in batch], count)
-        groups = [batch[run.start : run.stop] for run in window.runs]
-        runs = [jax.tree.map(lambda *parts: jnp.stack(parts), *group) for group in groups]
-    else:
-        window = batches.split(_shapes(batch), count)
-        runs, start = [], 0
-        for run in window.runs:
-            size = window.sizes[run.start]
-            stop = start + size * len(run)
-            runs.append(jax.tree.map(functools.partial(_folded, start, stop, size), batch))
-            start = stop
-    return window, [(window.shares[run.start], parts) for run, parts in zip(window.runs, runs, strict=True)]
-
-
-def _folded(start: int, stop: int, size: int, leaf: Any) -> Any:
-    """Rows of a leaf as micro-batches of this size."""
-    rows = leaf if (start, stop) == (0, len(leaf)) else leaf[start:stop]
-    return jnp.reshape(rows, ((stop - start) // size, size, *jnp.shape(leaf)[1:]))
 
 
 def _joined(*runs: Any) -> Any:

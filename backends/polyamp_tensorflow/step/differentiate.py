@@ -19,7 +19,7 @@ from polyamp.errors import LossError, described
 from polyamp.results import Gradients, LossFunction
 from polyamp.rules import batches, refusals
 from polyamp.rules.batches import check_has_rows
-from polyamp.rules.window import Window, joins
+from polyamp.rules.window import joins
 from polyamp_tensorflow.arrays import at_least_float32, dense_wide, leaves, raw
 from polyamp_tensorflow.interrupts import ending
 from polyamp_tensorflow.precision.autocast import layer_policies
@@ -84,7 +84,9 @@ def _accumulated(states: States, loss_fn: LossFunction, batch: Any, count: int) 
     """
     if count == 1:
         return _scaled(states, loss_fn, batch)
-    window, runs = _micro_batches(batch, count)
+    window, runs = batches.in_runs(
+        batch, count, shapes=_shapes, tree_map=_map_present, stack=tf.stack, reshape=tf.reshape
+    )
     done = [_summed(states, loss_fn, parts, len(run), window.shares[run.start]) for run, parts in runs]
     loss = sum(own.loss * window.shares[run.start] for own, (run, _) in zip(done, runs, strict=True)) / window.total
     gradients: list[dict[str, Any]] = [{} for _ in states]
@@ -108,7 +110,7 @@ def _summed(states: States, loss_fn: LossFunction, parts: Any, count: int, share
     """
 
     def part(index: Any) -> _Scaled:
-        return _scaled(states, loss_fn, keras.tree.map_structure(lambda leaf: leaf[index], parts), share)
+        return _scaled(states, loss_fn, _map_present(lambda leaf: leaf[index], parts), share)
 
     first = part(0)
     if count == 1:
@@ -154,32 +156,8 @@ def _with_zeros(gradients: dict[str, Any], state: TensorFlowState) -> dict[str, 
     }
 
 
-def _micro_batches(batch: Any, count: int) -> tuple[Window, list[tuple[range, Any]]]:
-    """How the batch is divided (S8), and every run of equal micro-batches with each leaf shaped (number, rows, ...),
-    from a batch to split or a list of micro-batches: one run, unless they differ."""
-    if isinstance(batch, list):
-        window = batches.listed([_shapes(part) for part in batch], count)
-        groups = [batch[run.start : run.stop] for run in window.runs]
-        runs = [keras.tree.map_structure(lambda *members: tf.stack(members), *group) for group in groups]
-    else:
-        window = batches.split(_shapes(batch), count)
-        runs, start = [], 0
-        for run in window.runs:
-            size = window.sizes[run.start]
-            stop = start + size * len(run)
-            runs.append(keras.tree.map_structure(functools.partial(_folded, start, stop, size), batch))
-            start = stop
-    return window, list(zip(window.runs, runs, strict=True))
-
-
 def _shapes(batch: Any) -> list[tuple[str, tuple[int, ...]]]:
     return [(path, tuple(leaf.shape)) for path, leaf in leaves(batch)]
-
-
-def _folded(start: int, stop: int, size: int, leaf: Any) -> Any:
-    """Rows of a leaf as micro-batches of this size."""
-    rows = leaf if (start, stop) == (0, leaf.shape[0]) else leaf[start:stop]
-    return tf.reshape(rows, ((stop - start) // size, size, *leaf.shape[1:]))
 
 
 def _scaled(states: States, loss_fn: LossFunction, batch: Any, share: float = 1.0) -> _Scaled:
@@ -226,8 +204,8 @@ def _as_aux(leaf: Any) -> Any:
         ) from error
 
 
-def _map_present(function: Callable[[Any], Any], tree: Any) -> Any:
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else function(leaf), tree)
+def _map_present(function: Callable[..., Any], *trees: Any) -> Any:
+    return keras.tree.map_structure(lambda *leaves: None if leaves[0] is None else function(*leaves), *trees)
 
 
 def present(tree: Any) -> list[Any]:

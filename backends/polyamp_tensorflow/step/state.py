@@ -17,11 +17,11 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.contract.backend import Backend
-from polyamp.errors import ModelError, StateError
+from polyamp.errors import ModelError
 from polyamp.recipe.members import Members
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
-from polyamp.rules import refusals
+from polyamp.rules import growing, refusals
 from polyamp.rules.plan import Plan
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
@@ -238,16 +238,8 @@ class TensorFlowState(ShownState):
         before._retired = True
 
     def check_alive(self) -> None:
-        """Refuse a state of which `refresh` has made another: both would train one model.
-
-        Raises:
-            StateError: it has.
-        """
-        if self._retired:
-            raise StateError(
-                "this state was refreshed, and the new one trains its model and optimizer. Go on with the state that "
-                "polyamp.refresh(state) returned."
-            )
+        """See `growing.check_alive`."""
+        growing.check_alive(self._retired)
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[None]:

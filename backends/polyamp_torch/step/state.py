@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from polyamp.contract.backend import Backend
-from polyamp.errors import ModelError, StateError
+from polyamp.errors import ModelError
 from polyamp.recipe.members import members
 from polyamp.recipe.recipe import Recipe
-from polyamp.rules import refusals
+from polyamp.rules import growing, refusals
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
 from polyamp.shown import ShownState
@@ -193,16 +193,8 @@ class TorchState(ShownState):
         self.buffer_owners = buffers.owners(self.model)
 
     def check_alive(self) -> None:
-        """Refuse a state of which `refresh` has made another: both would train one model.
-
-        Raises:
-            StateError: it has.
-        """
-        if self._retired:
-            raise StateError(
-                "this state was refreshed, and the new one trains its model and optimizer. Go on with the state that "
-                "polyamp.refresh(state) returned."
-            )
+        """See `growing.check_alive`."""
+        growing.check_alive(self._retired)
 
     def retire(self) -> None:
         """No step from now on; the look at the model, which every step takes anyway, finds it."""

@@ -21,7 +21,6 @@ from polyamp_torch import autocast, custom_bwd, custom_fwd
 from polyamp_torch.precision.region_arguments import RegionError
 
 X = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
-NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
 VALUES = {"device_type": "cpu", "dtype": torch.float16, "enabled": False, "cache_enabled": True}
 """Another value than the default for each parameter of torch's signature."""
 
@@ -145,8 +144,8 @@ def test_s20_mistakes_name_what_to_type(given: Any, named: dict[str, Any], said:
     assert isinstance(caught.value, PolicyError)
 
 
-@NO_CUDA
-def test_cuda_where_there_is_none_is_a_warning_and_off_as_in_torch() -> None:
+def test_cuda_where_there_is_none_is_a_warning_and_off_as_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for made in (lambda: autocast("cuda", dtype=torch.float16), lambda: autocast(), lambda: autocast(enabled=True)):
         with pytest.warns(UserWarning, match=r"CUDA is not available\. Disabling autocast") as caught:
             region = made()
