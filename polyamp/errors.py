@@ -68,6 +68,10 @@ class CheckpointError(PolyampError, ValueError):
     """A checkpoint is damaged, belongs to another model or recipe, or holds what no state can hold."""
 
 
+class PortError(PolyampError, ValueError):
+    """A model or a training state cannot be moved as it was asked for; nothing was changed."""
+
+
 class BackendError(PolyampError, ImportError):
     """A backend is unknown, claimed twice, or fails to import."""
 

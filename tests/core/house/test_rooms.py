@@ -38,6 +38,7 @@ CORE_FLOORS = (
     ("recipe",),
     ("contract",),
     ("train", "losses"),
+    ("porting",),
     ("",),  # `polyamp` itself: what a user imports, and what stands on it
     ("conformance", "testing", "parity", "reference"),
     ("cli",),
@@ -48,6 +49,7 @@ BACKEND_FLOORS = (
     ("precision", "models"),
     ("step", "losses"),
     ("own_loop",),
+    ("porting",),
     ("integrations",),
     ("harness",),  # the models of the conformance suite; `Backend.harness` makes it
     ("backend",),
@@ -185,7 +187,7 @@ def test_no_import_goes_up(package: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_rooms_init_is_a_docstring_only(package: str) -> None:
     """Else `from room import part` would pull in what the graph here does not see."""
-    public = {package, "polyamp.reference", "polyamp.conformance", "polyamp.testing", "polyamp.cli"}
+    public = {package, "polyamp.reference", "polyamp.conformance", "polyamp.testing", "polyamp.cli", "polyamp.porting"}
     folder = PACKAGES[package][0]
     for path in folder.rglob("__init__.py"):
         name = ".".join(path.parent.relative_to(folder.parent).parts)

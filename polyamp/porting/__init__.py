@@ -1,0 +1,16 @@
+"""Models and their training state move to another framework, and nothing is lost on the way.
+
+`polyamp.port(source, target)` does it whole. Here are its parts: a model in the canonical layout (`export`, `load`),
+its file (`save`, `open`), and the way to teach it a layer of your own (`register`, with `Form`, `Rule`, `same` and
+`operations`).
+"""
+
+from __future__ import annotations
+
+from polyamp.porting import operations
+from polyamp.porting.canonical import Canonical, Layer
+from polyamp.porting.forms import Form, Rule, same
+from polyamp.porting.lazy import Lazy
+from polyamp.porting.register import register
+
+__all__ = ["Canonical", "Form", "Layer", "Lazy", "Rule", "operations", "register", "same"]

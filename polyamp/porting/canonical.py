@@ -1,0 +1,94 @@
+"""`Canonical`: a model as an ordered mapping of module path -> layer in the canonical layout. What `export` returns,
+`save` writes and `open` reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from polyamp.porting.forms import Form, same
+from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
+from polyamp.porting.lazy import Lazy
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One layer in the canonical layout (`polyamp.porting.kinds`).
+
+    Attributes:
+        kind: "dense", "conv", ...; a third party's own name.
+        arrays: name -> its values, read late; `numpy.asarray` reads one.
+        attributes: what the weights do not carry, as far as it could be read; plain JSON data.
+        tied: array -> "path/array" of the array that it is, where a model uses one twice.
+        fixed: arrays that are not trained, such as running statistics.
+        module: class it came from, as messages name it; "" where it is not known.
+    """
+
+    kind: str
+    arrays: Mapping[str, Lazy]
+    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    fixed: frozenset[str] = frozenset()
+    module: str = ""
+
+
+class Canonical(Mapping[str, Layer]):
+    """Module path -> layer, in the model's order.
+
+    Args:
+        layers: path -> layer.
+        framework: where it came from, as messages name it.
+        ordered: whether the order means something (`Inventory.ordered`).
+
+    Example:
+        >>> import numpy as np
+        >>> model = Canonical({"head": Layer("dense", {"kernel": Lazy.of(np.zeros((2, 3)))})}, "torch")
+        >>> model
+        Canonical(of torch: 1 layer, 6 values)
+        >>> model["head"].arrays["kernel"].shape
+        (2, 3)
+    """
+
+    def __init__(self, layers: Mapping[str, Layer], framework: str, *, ordered: bool = True) -> None:
+        self._layers = dict(layers)
+        self.framework = framework
+        self.ordered = ordered
+
+    def __getitem__(self, path: str) -> Layer:
+        return self._layers[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def arrays(self) -> dict[str, Lazy]:
+        """ "path/array" -> values, of every array once: what is tied lies under its first name."""
+        return {
+            f"{path}/{name}": array
+            for path, layer in self.items()
+            for name, array in layer.arrays.items()
+            if name not in layer.tied
+        }
+
+    def inventory(self) -> Inventory:
+        """The same as the inventory of a model whose framework has the canonical layout itself."""
+        layers = [
+            NativeLayer(
+                path,
+                {
+                    name: Leaf(f"{path}/{name}", array, name not in layer.fixed, layer.tied.get(name))
+                    for name, array in layer.arrays.items()
+                },
+                (Form(layer.kind, same(*layer.arrays), layer.attributes),),
+                layer.module,
+            )
+            for path, layer in self.items()
+        ]
+        return Inventory(layers, self.framework, self.ordered)
+
+    def __repr__(self) -> str:
+        count = sum(array.size for array in self.arrays().values())
+        return f"Canonical(of {self.framework}: {len(self)} layer{'s' * (len(self) != 1)}, {count:,} values)"

@@ -1,0 +1,76 @@
+"""`Converter`: what a backend gives so that its framework's models can be moved (`Ports`), and what passes between.
+
+`port`, `check` and `files` call it; `backends/*/porting` implement it, and `polyamp.reference.porting`, which is the
+shortest example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+from polyamp.porting.inventory import Inventory
+from polyamp.porting.lazy import Lazy
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+
+class Evaluation(NamedTuple):
+    """One pass of a model, forward and backward, in float32 and as in inference (no dropout, running statistics used).
+
+    Attributes:
+        outputs: the model's outputs, its tree flattened in a fixed order (dicts by key), in the framework's own layout.
+        gradients: name of a trainable leaf -> the gradient of the sum of outputs times cotangents, in the leaf's shape.
+        modules: path of a module -> its output if that is one array; in the order in which calls ended.
+    """
+
+    outputs: Sequence[Array]
+    gradients: Mapping[str, Array]
+    modules: Mapping[str, Array]
+
+
+class Converter(Protocol):
+    """What `polyamp.port` asks of a framework."""
+
+    def inventory(self, model: Any, batch: Any = None) -> Inventory:
+        """Every array of a model, in layers. Changes nothing, and reads no values.
+
+        Args:
+            model: as `polyamp.init` takes it; in JAX its arrays may be `jax.ShapeDtypeStruct`.
+            batch: inputs to look at the model with, where a call shows more than the arrays (linen, haiku); it is
+                called for shapes alone if the framework can.
+
+        Raises:
+            ModelError: no model, or one that has no variables yet.
+        """
+
+    def fill(self, model: Any, leaves: Mapping[str, Lazy]) -> Any:
+        """The model with other values in the leaves of these names, which have their shapes and dtypes already.
+
+        All of them or none: whatever cannot be read is read before the first is written, or what was written is put
+        back. Arrays are read one at a time.
+
+        Returns:
+            The model itself where it is filled in place; a new one in JAX, of the same structure and sharding.
+        """
+
+    def evaluate(self, model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]]) -> Evaluation:
+        """Outputs, gradients and the outputs of modules, on a batch. The model is as before when it returns.
+
+        Args:
+            model: the model.
+            batch: an array, a tuple of positional arguments or a mapping of keyword arguments, NumPy.
+            cotangents: called with the outputs, gives what the gradient is taken with, in their shapes.
+        """
+
+
+@runtime_checkable
+class Ports(Protocol):
+    """A backend whose models can be moved to other frameworks, and others' to it."""
+
+    @property
+    def porting(self) -> Converter:
+        """What does it."""

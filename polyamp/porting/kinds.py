@@ -1,0 +1,200 @@
+"""The canonical layout of each kind of layer: the one table that every framework's forms lead to.
+
+The guide shows it, made from here. Channels are last, kernels are (inputs, features), attributes
+have one meaning. A form of a backend names a kind and these arrays; a third party may use a kind of its own, whose
+arrays are then compared by name and shape alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+
+class Kind(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        arrays: name -> its axes; "..." stands for the spatial ones, or for any. Those in `optional` may be missing.
+        attributes: name -> its meaning and unit.
+        optional: arrays that a layer of this kind may lack.
+        structural: attributes without which the arrays mean another function, so that a difference is an error.
+    """
+
+    arrays: Mapping[str, tuple[str, ...]]
+    attributes: Mapping[str, str] = {}
+    optional: tuple[str, ...] = ()
+    structural: tuple[str, ...] = ()
+
+
+_ACTIVATION: Final = {"activation": 'what follows at once, by its name ("relu", "gelu", "gelu_tanh"); "linear" if none'}
+_CONVOLUTION: Final = {
+    **_ACTIVATION,
+    "strides": "a list of one int per spatial axis",
+    "padding": '"valid", "same" (as TensorFlow and XLA divide it: the odd one behind), "causal", or [[before, after]] '
+    'per spatial axis; zero padding that is no padding is "valid"',
+    "padding_mode": '"zeros", "reflect", "replicate" or "circular"',
+    "dilation": "a list of one int per spatial axis",
+    "groups": "number of groups of channels; as many as inputs in a depthwise one",
+    "channels": '"first" or "last": where the layer has the channels of what it is given',
+}
+_NORM: Final = {"epsilon": "added to the variance (to the mean square) before the root"}
+_RECURRENT: Final = {
+    "activation": 'of the candidate and the output: "tanh"',
+    "recurrent_activation": 'of the gates: "sigmoid"',
+    "reverse": "true where it reads the sequence from its end",
+    "dropout": "rate at its inputs",
+    "recurrent_dropout": "rate at its state",
+}
+_GATES: Final = {
+    "input_kernel": ("inputs", "gates * units"),
+    "recurrent_kernel": ("units", "gates * units"),
+    "bias": ("gates * units",),
+    "recurrent_bias": ("gates * units",),
+}
+
+KINDS: Final[dict[str, Kind]] = {
+    "dense": Kind(
+        {"kernel": ("inputs", "features"), "bias": ("features",)},
+        {
+            **_ACTIVATION,
+            "inputs": "shape of what the input axes were flattened from, if several",
+            "outputs": "the same",
+        },
+        optional=("bias",),
+    ),
+    "conv": Kind(
+        {"kernel": ("...", "inputs / groups", "features"), "bias": ("features",)},
+        _CONVOLUTION,
+        optional=("bias",),
+        structural=("groups", "dilation"),
+    ),
+    "conv_transpose": Kind(
+        {"kernel": ("...", "inputs", "features / groups"), "bias": ("features",)},
+        {
+            **_CONVOLUTION,
+            "padding": "[[before, after]] per spatial axis, of what is cut off the full output "
+            "(input - 1) * stride + dilation * (kernel - 1) + 1; a negative number adds zeros",
+        },
+        optional=("bias",),
+        structural=("groups", "dilation"),
+    ),
+    "embedding": Kind(
+        {"table": ("tokens", "features")},
+        {"padding_index": "the token whose row is zero and is not trained", "scale": "factor on what is looked up"},
+    ),
+    "layer_norm": Kind(
+        {"scale": ("...",), "bias": ("...",)},
+        {**_NORM, "axes": "number of last axes that it is over"},
+        optional=("scale", "bias"),
+    ),
+    "rms_norm": Kind({"scale": ("...",)}, _NORM, optional=("scale",)),
+    "group_norm": Kind(
+        {"scale": ("channels",), "bias": ("channels",), "mean": ("channels",), "variance": ("channels",)},
+        {**_NORM, "groups": "number of groups; as many as channels in an instance norm"},
+        optional=("scale", "bias", "mean", "variance"),
+        structural=("groups",),
+    ),
+    "batch_norm": Kind(
+        {"scale": ("channels",), "bias": ("channels",), "mean": ("channels",), "variance": ("channels",)},
+        {
+            **_NORM,
+            "momentum": "weight of the old running statistic: 0.9 where torch says 0.1",
+            "unbiased": "true where the running variance is divided by n - 1, as torch's",
+        },
+        optional=("scale", "bias", "mean", "variance"),
+    ),
+    "lstm": Kind(
+        _GATES, {**_RECURRENT, "projection": "size that the state is projected to"}, ("bias", "recurrent_bias")
+    ),
+    "gru": Kind(
+        _GATES,
+        {
+            **_RECURRENT,
+            "reset": '"after": candidate = tanh(x W + b + r * (h U + c)), torch; "before": tanh(x W + b + (r * h) U)',
+        },
+        ("bias", "recurrent_bias"),
+        structural=("reset",),
+    ),
+    "simple_rnn": Kind(_GATES, _RECURRENT, ("bias", "recurrent_bias"), structural=("activation",)),
+    "attention": Kind(
+        {
+            "query_kernel": ("features", "heads", "head size"),
+            "query_bias": ("heads", "head size"),
+            "key_kernel": ("key features", "key heads", "head size"),
+            "key_bias": ("key heads", "head size"),
+            "value_kernel": ("value features", "key heads", "value size"),
+            "value_bias": ("key heads", "value size"),
+            "output_kernel": ("heads", "value size", "features"),
+            "output_bias": ("features",),
+        },
+        {
+            "scale": "factor on the products of queries and keys, 1 / sqrt(head size) if nothing else is said",
+            "dropout": "rate at the attention's weights",
+            "mask": 'what a true in a boolean mask means: "keep" or "drop"',
+        },
+        optional=("query_bias", "key_bias", "value_bias", "output_bias"),
+    ),
+    "prelu": Kind({"slope": ("channels",)}),
+    "parameter": Kind({"value": ("...",)}),
+    "activation": Kind(
+        {},
+        {"activation": "its name", "negative_slope": "of a leaky ReLU", "alpha": "of an ELU", "axis": "of a softmax"},
+    ),
+    "dropout": Kind({}, {"rate": "share that is dropped"}),
+    "pooling": Kind(
+        {},
+        {
+            "operation": '"max" or "average"',
+            "window": "a list of one int per spatial axis; empty where it is global",
+            "strides": "the same",
+            "padding": "as of a convolution",
+            "counts_padding": "true where an average counts the padding",
+        },
+    ),
+    "flatten": Kind({}, {"channels": '"first" or "last": where the channels of what it flattens are'}),
+    "resize": Kind(
+        {},
+        {
+            "method": '"nearest", "linear", "cubic"',
+            "size": "factors, a list",
+            "align_corners": "true where the corners' centres are kept",
+        },
+    ),
+}
+"""Kind -> its canonical layout. Gates lie in the order input, forget, candidate, output (lstm) and reset, update,
+candidate (gru). A transposed convolution's kernel is what an input value is multiplied with as it is spread over the
+output (as in torch and Keras), so that XLA's, which slides over a stretched input, is flipped. A slope that is shared
+has length 1."""
+
+
+def known(kind: str) -> Kind | None:
+    """The row of a kind; None of a third party's.
+
+    >>> known("dense").arrays["kernel"]
+    ('inputs', 'features')
+    """
+    return KINDS.get(kind)
+
+
+def default_scale(head_size: int) -> float:
+    """The factor of an attention that says none.
+
+    >>> default_scale(16)
+    0.25
+    """
+    return 1.0 / math.sqrt(head_size)
+
+
+def plain(value: Any) -> Any:
+    """An attribute as JSON holds it: tuples are lists.
+
+    >>> plain({"strides": (2, 2)})
+    {'strides': [2, 2]}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value

@@ -1,0 +1,322 @@
+"""The reversible operations that lead from a framework's arrays of a layer to the canonical ones, and back.
+
+Each knows its inverse, so that there is one table per framework (its forms) and no second one for the way back:
+`backward(forward(arrays))` is `arrays`, bit for bit. The other way round a `loses` says what a framework cannot hold:
+only `Merge` and its like have one. Used by `forms`; a third party writes one by giving these five members.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+Shape = tuple[int, ...]
+
+
+class Operation(Protocol):
+    """One step from native arrays to canonical ones."""
+
+    def shapes(self, shapes: list[Shape]) -> list[Shape]:
+        """The shapes that `forward` gives of arrays of these shapes."""
+
+    def forward(self, arrays: list[Array]) -> list[Array]:
+        """Native to canonical."""
+
+    def backward(self, arrays: list[Array]) -> list[Array]:
+        """Canonical to native; the inverse of `forward`."""
+
+    def gradients(self, arrays: list[Array]) -> list[Array]:
+        """Canonical gradients, of native ones: `forward` for all that only moves values."""
+
+    def loses(self, arrays: list[Array]) -> str:
+        """What `backward` loses of these canonical arrays, a phrase; "" where it loses nothing."""
+
+
+class Moves(abc.ABC):
+    """An operation that only moves values, so that gradients move along, and nothing is lost."""
+
+    @abc.abstractmethod
+    def forward(self, arrays: list[Array]) -> list[Array]:
+        """Native to canonical."""
+
+    def gradients(self, arrays: list[Array]) -> list[Array]:
+        return self.forward(arrays)
+
+    def loses(self, arrays: list[Array]) -> str:
+        return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Transpose(Moves):
+    """Axes in another order: canonical axis i is native axis `axes[i]`, of each array.
+
+    >>> import numpy as np
+    >>> Transpose((1, 0)).forward([np.zeros((2, 3))])[0].shape
+    (3, 2)
+    """
+
+    axes: tuple[int, ...]
+
+    def shapes(self, shapes: list[Shape]) -> list[Shape]:
+        return [tuple(shape[axis] for axis in self.axes) for shape in shapes]
+
+    def forward(self, arrays: list[Array]) -> list[Array]:
+        return [array.transpose(self.axes) for array in arrays]
+
+    def backward(self, arrays: list[Array]) -> list[Array]:
+        back = sorted(range(len(self.axes)), key=self.axes.__getitem__)
+        return [array.transpose(back) for array in arrays]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshape(Moves):
+    """The same elements under another shape, of each array.
+
+    >>> import numpy as np
+    >>> Reshape((6,), (2, 3)).forward([np.zeros(6)])[0].shape
+    (2, 3)
+    """
+
+    native: Shape
+    canonical: Shape
+
+    def shapes(self, shapes: list[Shape]) -> list[Shape]:
+        for shape in shapes:
+            if shape != self.native or math.prod(self.native) != math.prod(self.canonical):
+                raise ValueError(f"an array of {list(shape)} is not one of {list(self.native)}")
+        return [self.canonical] * len(shapes)
+
+    def forward(self, arrays: list[Array]) -> list[Array]:
+        return [array.reshape(self.canonical) for array in arrays]
+
+    def backward(self, arrays: list[Array]) -> list[Array]:
+        return [array.reshape(self.native) for array in arrays]
+
+
+@dataclasses.dataclass(frozen=True)
+class Flip(Moves):
+    """The order along some axes reversed, of each array: kernels of transposed convolutions.
+
+    >>> import numpy as np
+    >>> Flip((0,)).forward([np.arange(3)])[0].tolist()
+    [2, 1, 0]
+    """
+
+    axes: tuple[int, ...]
+
+    def shapes(self, shapes: list[Shape]) -> list[Shape]:
+        return shapes
+
+    def forward(self, arrays: list[Array]) -> list[Array]:
+        import numpy as np
+
+        return [np.flip(array, self.axes) for array in arrays]
+
+    def backward(self, arrays: list[Array]) -> list[Array]:
+        return self.forward(arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks(Moves):
+    """Equal blocks along an axis in another order: canonical block i is native block `order[i]`, of each array.
+
+    The gates of recurrent layers, for one.
+
+    >>> import numpy as np
+    >>> Blocks((1, 0)).forward([np.arange(4)])[0].tolist()
+    [2, 3, 0, 1]
+    """
+
+    order: tuple[int, ...]
+    axis: int = -1
+
+    def shapes(self, shapes: list[Shape]) -> list[Shape]:
+        for shape in shapes:
+            if shape[self.axis] % len(self.order):
+                raise ValueError(f"axis {self.axis} of {list(shape)} has no {len(self.order)} equal blocks")
+        return shapes
+
+    def forward(self, arrays: list[Array]) -> list[Array]:
+        return [_blocks(array, self.order, self.axis) for array in arrays]
+
+    def backward(self, arrays: list[Array]) -> list[Array]:
+        back = tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
+        return [_blocks(array, back, self.axis) for array in arrays]
+
+
+def _blocks(array: Array, order: Sequence[int], axis: int) -> Array:
+    import numpy as np
+
+    parts = np.split(array, len(order), axis)
+    return np.concatenate([parts[number] for number in order], axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split(Moves):
+    """One native array that is several canonical ones side by side, of these lengths along an axis.
+
+    >>> import numpy as np
+    >>> [part.shape for part in Split((4, 2, 2)).forward([np.zeros((3, 8))])]
+    [(3, 4), (3, 2), (3, 2)]
+    """
+
+    lengths: tuple[int, ...]
+    axis: int = -1
+
+    def shapes(self, shapes: list[Shape]) -> list[Shape]:
+        (shape,) = shapes
+        axis = self.axis % len(shape)
+        if shape[axis] != sum(self.lengths):
+            raise ValueError(f"axis {axis} of {list(shape)} is not {' + '.join(map(str, self.lengths))} long")
+        return [(*shape[:axis], length, *shape[axis + 1 :]) for length in self.lengths]
+
+    def forward(self, arrays: list[Array]) -> list[Array]:
+        import numpy as np
+
+        edges = [sum(self.lengths[: number + 1]) for number in range(len(self.lengths) - 1)]
+        return np.split(arrays[0], edges, self.axis)
+
+    def backward(self, arrays: list[Array]) -> list[Array]:
+        import numpy as np
+
+        return [np.concatenate(arrays, self.axis)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Join(Moves):
+    """Several native arrays that are one canonical array side by side, of these lengths along an axis: `Split` the
+    other way round.
+
+    >>> import numpy as np
+    >>> Join((1, 1)).forward([np.zeros((3, 1)), np.ones((3, 1))])[0].shape
+    (3, 2)
+    """
+
+    lengths: tuple[int, ...]
+    axis: int = -1
+
+    def shapes(self, shapes: list[Shape]) -> list[Shape]:
+        first = shapes[0]
+        axis = self.axis % len(first)
+        if [shape[axis] for shape in shapes] != list(self.lengths):
+            raise ValueError(f"arrays of {[list(shape) for shape in shapes]} are not {self.lengths} along axis {axis}")
+        return [(*first[:axis], sum(self.lengths), *first[axis + 1 :])]
+
+    def forward(self, arrays: list[Array]) -> list[Array]:
+        return Split(self.lengths, self.axis).backward(arrays)
+
+    def backward(self, arrays: list[Array]) -> list[Array]:
+        return Split(self.lengths, self.axis).forward(arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """One native bias where the canonical layer has two that are added: `backward` adds them, `forward` gives the
+    second as zeros.
+
+    Args:
+        kept: numbers of the second's equal blocks that the framework holds apart, in a second native array; none where
+            it has one bias alone. Keras's LSTM and GRU of one bias: `Merge()`. flax's GRU, whose last gate has a
+            recurrent bias of its own: `Merge(kept=(2,), blocks=3)`.
+        blocks: how many equal blocks the bias has.
+
+    >>> import numpy as np
+    >>> Merge().backward([np.array([1.0]), np.array([2.0])])
+    [array([3.])]
+    """
+
+    kept: tuple[int, ...] = ()
+    blocks: int = 1
+
+    def shapes(self, shapes: list[Shape]) -> list[Shape]:
+        return [shapes[0], shapes[0]]
+
+    def forward(self, arrays: list[Array]) -> list[Array]:
+        import numpy as np
+
+        second = np.zeros_like(arrays[0])
+        if self.kept:
+            parts, held = np.split(second, self.blocks), np.split(arrays[1], len(self.kept))
+            for number, values in zip(self.kept, held, strict=True):
+                parts[number][...] = values  # np.split gives views
+        return [arrays[0], second]
+
+    def backward(self, arrays: list[Array]) -> list[Array]:
+        import numpy as np
+
+        parts = np.split(arrays[1], self.blocks)
+        merged = [np.zeros_like(part) if number in self.kept else part for number, part in enumerate(parts)]
+        first = arrays[0] + np.concatenate(merged) if any(part.any() for part in merged) else arrays[0]
+        return [first, np.concatenate([parts[number] for number in self.kept])] if self.kept else [first]
+
+    def gradients(self, arrays: list[Array]) -> list[Array]:
+        """Both get the gradient of their sum; what is held apart, its own."""
+        import numpy as np
+
+        second = np.array(arrays[0])
+        if self.kept:
+            parts, held = np.split(second, self.blocks), np.split(arrays[1], len(self.kept))
+            for number, values in zip(self.kept, held, strict=True):
+                parts[number][...] = values
+        return [arrays[0], second]
+
+    def loses(self, arrays: list[Array]) -> str:
+        import numpy as np
+
+        parts = np.split(arrays[1], self.blocks)
+        lost = any(part.any() for number, part in enumerate(parts) if number not in self.kept)
+        return "two biases are added into one" if lost else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shift:
+    """A constant that the framework's formula adds to some equal blocks of an array: haiku's LSTM adds 1 to the forget
+    gate, some norms 1 to their scale. Canonical is native plus `constant` there.
+
+    Adding and subtracting rounds: `loses` says so where the way back does not give the same bits.
+
+    >>> import numpy as np
+    >>> Shift(1.0, (1,), 2).forward([np.zeros(4)])[0].tolist()
+    [0.0, 0.0, 1.0, 1.0]
+    """
+
+    constant: float
+    chosen: tuple[int, ...] = (0,)
+    blocks: int = 1
+    axis: int = -1
+
+    def shapes(self, shapes: list[Shape]) -> list[Shape]:
+        return shapes
+
+    def forward(self, arrays: list[Array]) -> list[Array]:
+        return [self._moved(array, self.constant) for array in arrays]
+
+    def backward(self, arrays: list[Array]) -> list[Array]:
+        return [self._moved(array, -self.constant) for array in arrays]
+
+    def gradients(self, arrays: list[Array]) -> list[Array]:
+        return arrays
+
+    def loses(self, arrays: list[Array]) -> str:
+        import numpy as np
+
+        there = self.forward(self.backward(arrays))
+        exact = all(np.array_equal(one, other) for one, other in zip(arrays, there, strict=True))
+        return "" if exact else f"the framework adds {self.constant:g} itself, which rounds the last bit"
+
+    def _moved(self, array: Array, constant: float) -> Array:
+        import numpy as np
+
+        moved = np.array(array)
+        parts = np.split(moved, self.blocks, self.axis)
+        for number in self.chosen:
+            parts[number][...] += np.asarray(constant, moved.dtype)
+        return moved
