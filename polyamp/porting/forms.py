@@ -62,6 +62,12 @@ class Rule:
             arrays = operation.gradients(arrays)
         return arrays
 
+    def moments(self, arrays: list[Array]) -> list[Array]:
+        """Native moments of an optimizer, of canonical ones."""
+        for operation in reversed(self.operations):
+            arrays = operation.moments(arrays)
+        return arrays
+
     def losses(self, arrays: list[Array]) -> list[str]:
         """What `backward` loses of these canonical arrays, a phrase each."""
         lost = []
@@ -129,16 +135,22 @@ class Form:
             found.update(_deferred(rule.canonical, shapes, native[0].dtype, run, native))
         return found
 
-    def leaves(self, arrays: Mapping[str, Lazy], like: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    def leaves(self, arrays: Mapping[str, Lazy], like: Mapping[str, Lazy], *, moments: bool = False) -> dict[str, Lazy]:
         """The native arrays, of the canonical ones; `like` holds the native arrays that are there now.
 
         Their shapes are those of `like`, their dtypes those of the canonical arrays.
+
+        Args:
+            arrays: the canonical arrays.
+            like: native arrays, or anything with their shapes.
+            moments: they are an optimizer's moments, which lie as gradients do.
         """
         found: dict[str, Lazy] = {}
         for rule in self.rules:
             canonical = [arrays[name] for name in rule.canonical]
             shapes = [like[name].shape for name in rule.native]
-            found.update(_deferred(rule.native, shapes, canonical[0].dtype, rule.backward, canonical))
+            run = rule.moments if moments else rule.backward
+            found.update(_deferred(rule.native, shapes, canonical[0].dtype, run, canonical))
         return found
 
     def losses(self, arrays: Mapping[str, Lazy]) -> list[str]:

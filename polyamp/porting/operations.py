@@ -2,7 +2,7 @@
 
 Each knows its inverse, so that there is one table per framework (its forms) and no second one for the way back:
 `backward(forward(arrays))` is `arrays`, bit for bit. The other way round a `loses` says what a framework cannot hold:
-only `Merge` and its like have one. Used by `forms`; a third party writes one by giving these five members.
+only `Merge` and its like have one. Used by `forms`; a third party writes one by giving these six members.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ class Operation(Protocol):
     def gradients(self, arrays: list[Array]) -> list[Array]:
         """Canonical gradients, of native ones: `forward` for all that only moves values."""
 
+    def moments(self, arrays: list[Array]) -> list[Array]:
+        """Native moments of an optimizer, of canonical ones, which lie as gradients do: the inverse of `gradients`."""
+
     def loses(self, arrays: list[Array]) -> str:
         """What `backward` loses of these canonical arrays, a phrase; "" where it loses nothing."""
 
@@ -47,8 +50,15 @@ class Moves(abc.ABC):
     def forward(self, arrays: list[Array]) -> list[Array]:
         """Native to canonical."""
 
+    @abc.abstractmethod
+    def backward(self, arrays: list[Array]) -> list[Array]:
+        """Canonical to native."""
+
     def gradients(self, arrays: list[Array]) -> list[Array]:
         return self.forward(arrays)
+
+    def moments(self, arrays: list[Array]) -> list[Array]:
+        return self.backward(arrays)
 
     def loses(self, arrays: list[Array]) -> str:
         return ""
@@ -268,6 +278,16 @@ class Merge:
                 parts[number][...] = values
         return [arrays[0], second]
 
+    def moments(self, arrays: list[Array]) -> list[Array]:
+        """The mean of both, which is either of them unless they were decayed; what is held apart, its own."""
+        import numpy as np
+
+        first, second = (np.split(array, self.blocks) for array in arrays)
+        pairs = enumerate(zip(first, second, strict=True))
+        merged = [one if number in self.kept else (one + other) / 2 for number, (one, other) in pairs]
+        apart = [np.concatenate([second[number] for number in self.kept])] if self.kept else []
+        return [np.concatenate(merged).astype(arrays[0].dtype, copy=False), *apart]
+
     def loses(self, arrays: list[Array]) -> str:
         import numpy as np
 
@@ -303,6 +323,9 @@ class Shift:
         return [self._moved(array, -self.constant) for array in arrays]
 
     def gradients(self, arrays: list[Array]) -> list[Array]:
+        return arrays
+
+    def moments(self, arrays: list[Array]) -> list[Array]:
         return arrays
 
     def loses(self, arrays: list[Array]) -> str:
