@@ -1,4 +1,5 @@
-"""`write_atomically`: how polyamp writes every file that it will read again. Called by `save` and `Recipe.dump`.
+"""`write_atomically`: how polyamp writes every file that it will read again. Called by `save`, `Recipe.dump` and
+`porting.save`.
 
 The content goes into a partial file beside the target, is flushed to disk and renamed over it, so that whoever dies
 half-way leaves the older file as it was. A writer holds a lock on its partial file for as long as it lives; partial
@@ -11,8 +12,9 @@ import contextlib
 import os
 import re
 import stat
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from polyamp.errors import ArgumentError, described, nearest
 
@@ -75,7 +77,13 @@ def _is(path: Path, kind: str) -> bool:
         return False
 
 
-def write_atomically(path: str | os.PathLike[str], content: bytes, *, replace: bool = True) -> None:
+def write_atomically(
+    path: str | os.PathLike[str],
+    content: bytes | Iterable[bytes | memoryview],
+    *,
+    replace: bool = True,
+    head: Callable[[], bytes] | None = None,
+) -> None:
     """Replace a file's content in one moment; it is always the old content or the new one.
 
     A symbolic link stays, and what it points to is replaced. The file keeps its permissions and, where that is allowed,
@@ -84,15 +92,18 @@ def write_atomically(path: str | os.PathLike[str], content: bytes, *, replace: b
 
     Args:
         path: the file; its folder must exist.
-        content: all of it.
+        content: all of it, or its parts, which are written as they come, so that it need not fit into memory.
         replace: False only tries: all but the last step is done, and nothing is left behind.
+        head: called once all parts are written; what it returns takes the place of as many first bytes. For digests of
+            what was written.
 
     Raises:
-        OSError: the folder is missing, full or read-only; the older file is intact, and no partial one is left.
+        OSError: the folder is missing, full or read-only; the older file is intact, and no partial one is left. So it
+            is with whatever the parts or `head` raise.
     """
     target = Path(os.path.realpath(path))
     try:
-        _write(target, content, replace)
+        _write(target, [content] if isinstance(content, bytes) else content, replace, head)
     except OSError as error:
         clearer = unwritable(Path(path), error)
         if clearer is error:
@@ -100,11 +111,12 @@ def write_atomically(path: str | os.PathLike[str], content: bytes, *, replace: b
         raise clearer from error
 
 
-def _write(target: Path, content: bytes, replace: bool) -> None:
+def _write(target: Path, parts: Iterable[bytes | memoryview], replace: bool, head: Callable[[], bytes] | None) -> None:
     old = _status(target)
     if old is not None and not stat.S_ISREG(old.st_mode):
         if replace or stat.S_ISDIR(old.st_mode):
-            target.write_bytes(content)
+            with target.open("wb") as file:
+                _stream(file, parts, head)
         return
     _remove_abandoned(target)
     partial, descriptor = _partial_file(target, private=old is not None)
@@ -114,7 +126,7 @@ def _write(target: Path, content: bytes, replace: bool) -> None:
                 with contextlib.suppress(OSError):  # only a privileged process may give a file away
                     os.chown(partial, old.st_uid, old.st_gid)
                 partial.chmod(stat.S_IMODE(old.st_mode))
-            file.write(content)
+            _stream(file, parts, head)
             file.flush()
             os.fsync(file.fileno())
             if replace:
@@ -130,6 +142,19 @@ def _write(target: Path, content: bytes, replace: bool) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _stream(file: IO[bytes], parts: Iterable[bytes | memoryview], head: Callable[[], bytes] | None) -> None:
+    if head is not None and not file.seekable():  # a pipe: nothing leaves before its beginning is known
+        whole = b"".join(parts)
+        start = head()
+        file.write(start + whole[len(start) :])
+        return
+    for part in parts:
+        file.write(part)
+    if head is not None:
+        file.seek(0)
+        file.write(head())
 
 
 def _status(path: Path) -> os.stat_result | None:

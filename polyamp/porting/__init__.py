@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from polyamp.porting import operations
 from polyamp.porting.canonical import Canonical, Layer
+from polyamp.porting.files import open, save  # noqa: A004  # the names that users call
 from polyamp.porting.forms import Form, Rule, same
 from polyamp.porting.lazy import Lazy
 from polyamp.porting.register import register
 
-__all__ = ["Canonical", "Form", "Layer", "Lazy", "Rule", "operations", "register", "same"]
+__all__ = ["Canonical", "Form", "Layer", "Lazy", "Rule", "open", "operations", "register", "same", "save"]

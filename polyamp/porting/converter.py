@@ -7,6 +7,7 @@ shortest example.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from polyamp.porting.inventory import Inventory
@@ -64,6 +65,36 @@ class Converter(Protocol):
             model: the model.
             batch: an array, a tuple of positional arguments or a mapping of keyword arguments, NumPy.
             cotangents: called with the outputs, gives what the gradient is taken with, in their shapes.
+        """
+
+
+@runtime_checkable
+class ReadsFiles(Protocol):
+    """A converter that also knows the files in which its framework keeps models. `formats` calls it, with files whose
+    suffix or first bytes are its framework's (torch: .pt, .pth, .bin, and safetensors with torch's names; TensorFlow:
+    .keras, .weights.h5; JAX: folders of orbax, and safetensors with flax's names)."""
+
+    def open_file(self, path: Path) -> Inventory:
+        """The layers of a file, as `inventory` lists a model's. Reads no values that it can leave, and runs no code
+        that is in the file.
+
+        Raises:
+            PortError: the file is damaged, or holds no model of this framework.
+            FileNotFoundError: there is no such file.
+        """
+
+    def write_file(self, path: Path, leaves: Mapping[str, Lazy], like: Path) -> None:
+        """Write a file of the layout of another one, atomically, one array at a time.
+
+        Args:
+            path: the file to be written; it may be `like` itself.
+            leaves: name of each leaf that `open_file(like)` lists -> its values, in that leaf's shape; dtypes may be
+                others, and are those of the new file.
+            like: an existing file of the target model. What is in it beside the leaves is kept.
+
+        Raises:
+            PortError: the values do not fit.
+            OSError: the file cannot be written; an older one is as it was.
         """
 
 

@@ -1,0 +1,228 @@
+"""`save` and `open`: a model in the canonical layout as a file, so that two frameworks need not share an environment.
+
+One safetensors file (`tensors`): each array under "path/array", and in the metadata, as JSON, what else a `Canonical`
+holds. Any program that reads safetensors reads the arrays; polyamp reads the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from polyamp._version import __version__
+from polyamp.errors import PortError, described
+from polyamp.files import as_path
+from polyamp.porting import tensors
+from polyamp.porting.canonical import Canonical, Layer
+from polyamp.porting.kinds import plain
+from polyamp.porting.lazy import Lazy
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+FORMAT: Final = "polyamp-canonical-1"
+_CHECKPOINT: Final = "polyamp-checkpoint-1"
+_FIELDS: Final = {
+    "path": str,
+    "kind": str,
+    "module": str,
+    "arrays": list,
+    "attributes": dict,
+    "tied": dict,
+    "fixed": list,
+}
+"""What the metadata says of each layer -> its kind in JSON. In "tied" an array's name leads to [name of the array that
+it is, order of axes], and the order is null where it is stored by itself."""
+
+
+def save(canonical_or_model: Any, path: str | os.PathLike[str], batch: Any = None) -> None:
+    """Write a model in the canonical layout to one safetensors file, array by array, atomically.
+
+    Args:
+        canonical_or_model: what `export` or `open` returned, or a model, which is then exported.
+        path: the file; its folder must exist. An older file there is replaced only once the new one is whole. Its
+            permissions stay, and so does a symbolic link; partial files that killed saves of it left are removed.
+        batch: inputs for `export`, of a model that shows more than its arrays only when it is called.
+
+    Raises:
+        PortError: an attribute is no JSON data, an array's dtype has no place in such a file, or a tie leads nowhere.
+        ArgumentError: no path.
+        OSError: the folder is missing, full or read-only; the older file is intact.
+
+    Example:
+        >>> import numpy as np, tempfile
+        >>> from polyamp import porting
+        >>> layer = porting.Layer("dense", {"kernel": porting.Lazy.of(np.ones((2, 3), "float32"))})
+        >>> path = tempfile.mkdtemp() + "/model.safetensors"
+        >>> porting.save(porting.Canonical({"head": layer}, "torch"), path)
+        >>> porting.open(path)
+        Canonical(of torch: 1 layer, 6 values)
+    """
+    file = as_path(path, instead="porting.save(model, path) writes a model.")
+    canonical = _canonical(canonical_or_model, batch)
+    stored = canonical.arrays()
+    if len(stored) != sum(len(layer.arrays) - len(layer.tied) for layer in canonical.values()):
+        raise PortError("two arrays of the model have the same name path/array, and a file holds each name once.")
+    layers = []
+    for layer_path, layer in canonical.items():
+        tied = {}
+        for name, to in layer.tied.items():
+            axes = _axes(f"{layer_path}/{name}", layer.arrays[name], to, stored)
+            if axes is None:
+                stored[f"{layer_path}/{name}"] = layer.arrays[name]
+            tied[name] = [to, axes]
+        layers.append(
+            {
+                "path": layer_path,
+                "kind": layer.kind,
+                "module": layer.module,
+                "arrays": list(layer.arrays),
+                "attributes": _attributes(layer_path, layer),
+                "tied": tied,
+                "fixed": sorted(layer.fixed),
+            }
+        )
+    metadata = {
+        "format": FORMAT,
+        "polyamp": __version__,
+        "framework": canonical.framework,
+        "ordered": json.dumps(canonical.ordered),
+        "layers": json.dumps(layers, separators=(",", ":")),
+    }
+    tensors.write(file, stored, metadata)
+
+
+def open(path: str | os.PathLike[str]) -> Canonical:  # noqa: A001  # the name that users call
+    """A model that `save` wrote. Its arrays are read when they are needed, and checked against their digests then.
+
+    Nothing in the file is run. It must not be changed in place while the model is in use; `save` replaces it, which is
+    safe.
+
+    Args:
+        path: the file.
+
+    Raises:
+        PortError: the file is damaged or of another kind or version. Also by an array, when it is read.
+        ArgumentError: no path.
+        FileNotFoundError: there is no such file; names files beside it with nearly that name.
+        IsADirectoryError: it is a folder.
+    """
+    file = as_path(path, instead="porting.open(path) reads what porting.save wrote.")
+    metadata, arrays, digested = tensors.read(file, "model that porting.save wrote")
+    said = metadata.get("format")
+    if said != FORMAT:
+        raise PortError(f"{file} {_other(said)}")
+    if not digested:
+        raise tensors.damaged(file, "it has no digests")
+    try:
+        layers = dict(_layers(json.loads(metadata["layers"]), arrays))
+        ordered = json.loads(metadata["ordered"])
+        return Canonical(layers, metadata["framework"], ordered=bool(ordered))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        said = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise tensors.damaged(file, f"what it says of its layers cannot be used ({said})") from error
+
+
+def _canonical(given: Any, batch: Any) -> Canonical:
+    if isinstance(given, Canonical):
+        return given
+    raise PortError(f"porting.save takes what porting.export returns. Received: {described(given)}.")
+
+
+def _attributes(path: str, layer: Layer) -> dict[str, Any]:
+    found = {}
+    for name, value in layer.attributes.items():
+        found[name] = plain(value)
+        try:
+            json.dumps(found[name], allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise PortError(
+                f"the attribute {name!r} of {path!r} ({layer.kind}) is no JSON data: {error}. Attributes are numbers, "
+                f"texts, true, false, null, lists and objects of them. Received: {described(value)}."
+            ) from error
+    return found
+
+
+def _axes(name: str, array: Lazy, to: str, stored: Mapping[str, Lazy]) -> list[int] | None:
+    """The order of axes in which an array is the one that it is tied to; None if it is not that one bit for bit."""
+    if to not in stored:
+        raise PortError(f"{name!r} is tied to {to!r}, which is no array of the model. Arrays: {', '.join(stored)}.")
+    import numpy as np
+
+    other = stored[to]
+    straight = list(range(array.ndim))
+    for axes in (straight, straight[::-1]):
+        if array.dtype != other.dtype or tuple(other.shape[axis] for axis in axes) != array.shape:
+            continue
+        here, there = array.read(), other.read().transpose(axes)
+        same = here.ctypes.data == there.ctypes.data and here.strides == there.strides
+        if same or np.array_equal(_bits(here), _bits(there)):
+            return axes
+    return None
+
+
+def _bits(array: Array) -> Array:
+    """Values that compare as their bits do: a NaN is itself, and -0 is not 0."""
+    size = array.dtype.itemsize
+    return array.view(f"u{size}") if size in (1, 2, 4, 8) else array
+
+
+def _layers(described_layers: Any, arrays: Mapping[str, Lazy]) -> Iterator[tuple[str, Layer]]:
+    """The layers that the metadata describes, each with its arrays.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not what `save` writes.
+    """
+    left, seen = set(arrays), set()
+    for said in described_layers:
+        for field, kind in _FIELDS.items():
+            if not isinstance(said[field], kind):
+                raise ValueError(f"{field!r} of a layer is no {kind.__name__}: {described(said[field])}")
+        path, names, tied = said["path"], said["arrays"], said["tied"]
+        if path in seen:
+            raise ValueError(f"the layer {path!r} is there twice")
+        if not {*tied, *said["fixed"]} <= set(names) or len(set(names)) != len(names):
+            raise ValueError(f"the arrays of {path!r} contradict each other")
+        seen.add(path)
+        held = {}
+        for name in names:
+            to, axes = tied.get(name, (None, None))
+            stored = f"{path}/{name}" if axes is None else to
+            for needed in (stored, to or stored):
+                if needed not in arrays:
+                    raise ValueError(f"the array {needed!r} is missing")
+            left.discard(stored)
+            held[name] = arrays[stored] if axes is None else _reordered(arrays[stored], axes)
+        ties = {name: to for name, (to, _) in tied.items()}
+        yield path, Layer(said["kind"], held, said["attributes"], ties, frozenset(said["fixed"]), said["module"])
+    if left:
+        raise ValueError(f"{min(left)!r} belongs to no layer")
+
+
+def _reordered(array: Lazy, axes: list[int]) -> Lazy:
+    if sorted(axes) != list(range(array.ndim)):
+        raise ValueError(f"{axes} is no order of {array.ndim} axes")
+
+    def read() -> Array:
+        return array.read().transpose(axes)
+
+    return Lazy(tuple(array.shape[axis] for axis in axes), array.dtype, read)
+
+
+def _other(said: str | None) -> str:
+    """What a file is whose format is another, and what to do with it."""
+    if said == _CHECKPOINT:
+        return (
+            "is a training state that polyamp.save wrote, and no model that porting.save wrote. "
+            "polyamp.restore(state, path) reads it."
+        )
+    if said is not None and said.startswith("polyamp-"):
+        return f"has format {said!r}; this version of polyamp reads {FORMAT!r}. Use the polyamp that wrote it."
+    return (
+        "holds a framework's own tensors, and no model that porting.save wrote: which layers they belong to is not "
+        "said in it. `polyamp port` reads such files."
+    )
