@@ -195,7 +195,7 @@ def _layers(described_layers: Any, arrays: Mapping[str, Lazy]) -> Iterator[tuple
             for needed in (stored, to or stored):
                 if needed not in arrays:
                     raise ValueError(f"the array {needed!r} is missing")
-            left.discard(stored)
+            left.discard(f"{path}/{name}")
             held[name] = arrays[stored] if axes is None else _reordered(arrays[stored], axes)
         ties = {name: to for name, (to, _) in tied.items()}
         yield path, Layer(said["kind"], held, said["attributes"], ties, frozenset(said["fixed"]), said["module"])

@@ -236,7 +236,7 @@ def test_layers_that_contradict_their_arrays_are_refused(saved: Path) -> None:
         (layers(lambda found: found[0].update(path=None)), "'path' of a layer is no str: None"),
         (layers(lambda found: found[0].pop("kind")), "'kind' is missing"),
         (layers(lambda found: found[0].update(attributes=[])), "'attributes' of a layer is no dict: a list of 0"),
-        (layers(lambda found: found[1:]), "'wte/table' is missing"),
+        (layers(lambda found: found[1:]), "'wte/table' belongs to no layer"),
         (layers(lambda found: found[:2]), "belongs to no layer"),
         (layers(lambda found: [*found, found[0]]), "the layer 'wte' is there twice"),
         (layers(lambda found: found[1].update(fixed=["variance"])), "the arrays of 'h/0/bn' contradict each other"),
