@@ -244,7 +244,7 @@ def test_layers_that_contradict_their_arrays_are_refused(saved: Path) -> None:
         (layers(lambda found: found[5].update(tied={"kernel": 3})), "unpack"),
         (
             layers(lambda found: found[5].update(tied={"kernel": ["wpe/table", None]})),
-            "the array 'wpe/table' is missing",
+            "the array 'head/kernel' is missing",
         ),
         (lambda header: header["__metadata__"].pop("layers"), "'layers' is missing"),
         (lambda header: header["__metadata__"].pop("framework"), "'framework' is missing"),
