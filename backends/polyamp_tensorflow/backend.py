@@ -11,6 +11,7 @@ from polyamp.arrays import ArrayNamespace
 from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
 from polyamp.errors import PolyampError, RecipeError
+from polyamp.porting.converter import Converter
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
@@ -172,6 +173,12 @@ class TensorFlowBackend:
 
     def refresh(self, state: Any, model: Any, growth: Growth) -> TensorFlowState:
         return refreshed(state, model, growth)
+
+    @property
+    def porting(self) -> Converter:
+        from polyamp_tensorflow.porting.converter import CONVERTER
+
+        return CONVERTER
 
     def testing(self) -> Harness:
         from polyamp_tensorflow.harness import TensorFlowHarness

@@ -1,0 +1,43 @@
+"""`KerasConverter`: the `Converter` of `polyamp.porting` over Keras models, a line or two a method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from polyamp.porting.converter import Converter, Evaluation
+from polyamp.porting.inventory import Inventory
+from polyamp.porting.lazy import Lazy
+from polyamp_tensorflow.porting import evaluate, fill
+from polyamp_tensorflow.porting.walk import found
+from polyamp_tensorflow.precision.bound import native_of
+
+Array = np.ndarray[Any, Any]
+
+
+class KerasConverter:
+    """`Converter` over Keras layers and models, and over other models with variables, whose names alone are known.
+
+    Example:
+        >>> import keras
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="head")])
+        >>> [(layer.path, layer.forms[0].kind) for layer in KerasConverter().inventory(model).layers]
+        [('head', 'dense')]
+    """
+
+    def inventory(self, model: Any, batch: Any = None) -> Inventory:
+        return found(native_of(model)).inventory
+
+    def fill(self, model: Any, leaves: Mapping[str, Lazy]) -> Any:
+        native = native_of(model)
+        fill.fill(native, found(native), leaves)
+        return model
+
+    def evaluate(self, model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]]) -> Evaluation:
+        native = native_of(model)
+        return evaluate.evaluate(native, found(native), batch, cotangents)
+
+
+CONVERTER: Final[Converter] = KerasConverter()
