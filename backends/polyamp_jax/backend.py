@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,9 @@ from polyamp_jax.step import step as steps
 from polyamp_jax.step.differentiate import scaled_loss
 from polyamp_jax.step.measure import norm_and_finite, unscaled_leaf
 from polyamp_jax.step.refresh import refreshed
+
+if TYPE_CHECKING:
+    from polyamp.porting.converter import Converter
 
 
 class JaxBackend:
@@ -71,6 +74,12 @@ class JaxBackend:
 
     def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
         return cast(tree, dtype, float64=float64)
+
+    @property
+    def porting(self) -> Converter:
+        from polyamp_jax.porting.converter import CONVERTER
+
+        return CONVERTER
 
     def native_policy(self, policy: Policy) -> Any:
         """A function transform: `policy.native("jax")(fn_or_model)` is `policy.autocast(fn_or_model)`.

@@ -13,6 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from polyamp.errors import PortError
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -45,6 +47,10 @@ class Operation(Protocol):
 
 class Moves(abc.ABC):
     """An operation that only moves values, so that gradients move along, and nothing is lost."""
+
+    @abc.abstractmethod
+    def shapes(self, shapes: list[Shape]) -> list[Shape]:
+        """The shapes that `forward` gives of arrays of these shapes."""
 
     @abc.abstractmethod
     def forward(self, arrays: list[Array]) -> list[Array]:
@@ -228,6 +234,34 @@ class Join(Moves):
 
 
 @dataclasses.dataclass(frozen=True)
+class First(Moves):
+    """An operation on the first arrays alone; those behind them stay as they are.
+
+    Args:
+        count: how many native arrays it is for.
+        operation: one that only moves values.
+        made: how many arrays it gives.
+
+    >>> import numpy as np
+    >>> [part.shape for part in First(2, Join((1, 1))).forward([np.zeros(1), np.ones(1), np.zeros(5)])]
+    [(2,), (5,)]
+    """
+
+    count: int
+    operation: Moves
+    made: int = 1
+
+    def shapes(self, shapes: list[Shape]) -> list[Shape]:
+        return [*self.operation.shapes(shapes[: self.count]), *shapes[self.count :]]
+
+    def forward(self, arrays: list[Array]) -> list[Array]:
+        return [*self.operation.forward(arrays[: self.count]), *arrays[self.count :]]
+
+    def backward(self, arrays: list[Array]) -> list[Array]:
+        return [*self.operation.backward(arrays[: self.made]), *arrays[self.made :]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Merge:
     """One native bias where the canonical layer has two that are added: `backward` adds them, `forward` gives the
     second as zeros.
@@ -237,6 +271,9 @@ class Merge:
             it has one bias alone. Keras's LSTM and GRU of one bias: `Merge()`. flax's GRU, whose last gate has a
             recurrent bias of its own: `Merge(kept=(2,), blocks=3)`.
         blocks: how many equal blocks the bias has.
+        absent: numbers of those whose second bias stands where no other bias can take its place, and which the
+            framework lacks: `backward` refuses all but zeros there. nnx's GRU, which has one bias alone and resets
+            after the product: `Merge(blocks=3, absent=(2,))`.
 
     >>> import numpy as np
     >>> Merge().backward([np.array([1.0]), np.array([2.0])])
@@ -245,6 +282,7 @@ class Merge:
 
     kept: tuple[int, ...] = ()
     blocks: int = 1
+    absent: tuple[int, ...] = ()
 
     def shapes(self, shapes: list[Shape]) -> list[Shape]:
         return [shapes[0], shapes[0]]
@@ -263,6 +301,11 @@ class Merge:
         import numpy as np
 
         parts = np.split(arrays[1], self.blocks)
+        if any(parts[number].any() for number in self.absent):
+            raise PortError(
+                f"a recurrent bias, its blocks {list(self.absent)} of {self.blocks}, has no place in the target, whose "
+                "formula adds no bias there; only zeros can be moved."
+            )
         merged = [np.zeros_like(part) if number in self.kept else part for number, part in enumerate(parts)]
         first = arrays[0] + np.concatenate(merged) if any(part.any() for part in merged) else arrays[0]
         return [first, np.concatenate([parts[number] for number in self.kept])] if self.kept else [first]

@@ -1,0 +1,120 @@
+"""`JaxConverter`: models of every library over JAX, for `polyamp.port`. What differs stands in a library's module.
+
+The library is told as `polyamp_jax.models.adapt` tells it; its module is imported only where the user's program has
+imported the library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyamp.errors import ModelError, PortError, described
+from polyamp.porting.converter import Evaluation
+from polyamp.porting.inventory import Inventory
+from polyamp.porting.lazy import Lazy
+from polyamp_jax import compat
+from polyamp_jax.models.adapt import ACCEPTED
+from polyamp_jax.porting.leaves import array_like
+from polyamp_jax.porting.library import Library, batch_of
+
+LIBRARIES: Final = (
+    ("flax.linen", "Module", "linen"),  # in a tuple
+)
+"""(module of the class that the model, or the first item of its tuple, is of, the class's name, the library's module in
+this room, which says what it takes)."""
+
+
+class JaxConverter:
+    """`polyamp.porting.converter.Converter` over JAX."""
+
+    def inventory(self, model: Any, batch: Any = None) -> Inventory:
+        return library(model).inventory(model, None if batch is None else batch_of(batch))
+
+    def fill(self, model: Any, leaves: Mapping[str, Lazy]) -> Any:
+        of = library(model)
+        there = of.arrays(model)
+        made = {}
+        for name, values in leaves.items():
+            if name not in there:
+                raise PortError(f"the model has no array {name!r}.")
+            like = there[name]
+            if tuple(like.shape) != values.shape or np.dtype(like.dtype) != values.dtype:
+                raise PortError(
+                    f"{name!r} is {np.dtype(like.dtype)}{list(like.shape)} in the model. Received: "
+                    f"{values.dtype}{list(values.shape)}."
+                )
+            made[name] = array_like(like, values.read())
+        return of.replaced(model, made)
+
+    def evaluate(self, model: Any, batch: Any, cotangents: Callable[[Sequence[Any]], Sequence[Any]]) -> Evaluation:
+        of = library(model)
+        inputs = batch_of(batch)
+        trainable = {
+            leaf.name: leaf.array
+            for layer in of.inventory(model, None).layers
+            for leaf in layer.leaves.values()
+            if leaf.trainable and leaf.tied is None
+        }
+        arrays = {name: _float32(name, array) for name, array in of.arrays(model).items()}
+        held = of.replaced(model, {name: array for name, array in arrays.items() if name not in trainable})
+        paths: list[str] = []
+
+        @jax.jit
+        def call(params: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+            seen: list[Any] = []
+            paths.clear()
+            trace = compat.trace_state()
+
+            def record(path: str, value: Any) -> None:
+                # what a scan or a recomputation runs lives in a trace of its own
+                if isinstance(value, jax.Array) and compat.trace_state() == trace:
+                    paths.append(path)
+                    seen.append(value)
+
+            outputs = of.run(of.replaced(held, params), inputs, record)
+            return jax.tree.leaves(outputs), seen
+
+        with jax.default_matmul_precision("float32"):
+            outputs, backward, seen = jax.vjp(call, {name: arrays[name] for name in trainable}, has_aux=True)
+            chosen = cotangents([np.asarray(output) for output in outputs])
+            (gradients,) = backward([_cotangent(*pair) for pair in zip(outputs, chosen, strict=True)])
+        return Evaluation(
+            [np.asarray(output) for output in outputs],
+            {name: np.asarray(gradient) for name, gradient in gradients.items()},
+            {path: np.asarray(value) for path, value in zip(paths, seen, strict=True)},
+        )
+
+
+def library(model: Any) -> Library:
+    """The module of this room that knows the library of a model.
+
+    Raises:
+        ModelError: not a model, or only half of one.
+    """
+    first = model[0] if isinstance(model, tuple) and model else model
+    for module, name, room in LIBRARIES:
+        if compat.is_a(first, module, name):
+            return cast("Library", importlib.import_module(f"polyamp_jax.porting.{room}"))
+    raise ModelError(f"model must be {ACCEPTED}. Received: {described(model)}.")
+
+
+def _float32(name: str, array: Any) -> Any:
+    if isinstance(array, jax.ShapeDtypeStruct):
+        raise ModelError(f"the model's arrays have no values yet: {name!r} is a jax.ShapeDtypeStruct.")
+    narrow = jnp.issubdtype(array.dtype, jnp.floating) and np.dtype(array.dtype).itemsize < 4
+    return jnp.asarray(array, jnp.float32) if narrow else array
+
+
+def _cotangent(output: Any, chosen: Any) -> Any:
+    if not jnp.issubdtype(output.dtype, jnp.inexact):
+        return np.zeros(output.shape, jax.dtypes.float0)
+    return jnp.asarray(chosen, output.dtype)
+
+
+CONVERTER: Final = JaxConverter()

@@ -1,0 +1,95 @@
+"""Forms of flax's layers that are several modules: cells of recurrent layers, attention. Called by `linen` and `nnx`.
+
+As in `flax_forms`; the names of arrays are paths in the layer ("hi/kernel"). linen keeps a kernel for each gate, nnx's
+optimised cells one for all gates, in the canonical order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from polyamp.porting.forms import Form, Rule
+from polyamp.porting.operations import First, Join, Merge
+from polyamp_jax.porting.flax_forms import RefusedError, Settings, Shapes
+
+LSTM: Final = ("i", "f", "g", "o")
+GRU: Final = ("r", "z", "n")
+"""The letters of the gates in flax's names, in canonical order."""
+
+
+def lstm(shapes: Shapes, settings: Settings) -> Form:
+    """`LSTMCell`, `OptimizedLSTMCell`: the recurrent half alone has a bias."""
+    if "dense_i/kernel" in shapes:
+        rules = [*_kernels(), Rule(("dense_h/bias",), ("bias", "recurrent_bias"), (Merge(),))]
+    else:
+        forget = "if_" if "if_/kernel" in shapes else "if"  # nnx: `if` is no name in Python
+        inputs = tuple(f"{name}/kernel" for name in ("ii", forget, "ig", "io"))
+        hidden = tuple(f"h{gate}/kernel" for gate in LSTM)
+        biases = tuple(f"h{gate}/bias" for gate in LSTM)
+        rules = [
+            Rule(inputs, ("input_kernel",), (_join(shapes, inputs),)),
+            Rule(hidden, ("recurrent_kernel",), (_join(shapes, hidden),)),
+            Rule(biases, ("bias", "recurrent_bias"), (_join(shapes, biases), Merge())),
+        ]
+    return Form("lstm", tuple(rules), _functions(settings))
+
+
+def gru(shapes: Shapes, settings: Settings) -> Form:
+    """`GRUCell`, which resets after the product. linen's has a recurrent bias for the candidate, nnx's none at all."""
+    if "dense_i/kernel" in shapes:
+        merge = Merge(blocks=3, absent=(2,))
+        rules = [*_kernels(), Rule(("dense_i/bias",), ("bias", "recurrent_bias"), (merge,))]
+    else:
+        inputs = tuple(f"i{gate}/kernel" for gate in GRU)
+        hidden = tuple(f"h{gate}/kernel" for gate in GRU)
+        biases = tuple(f"i{gate}/bias" for gate in GRU)
+        both = (First(3, _join(shapes, biases)), Merge(kept=(2,), blocks=3))
+        rules = [
+            Rule(inputs, ("input_kernel",), (_join(shapes, inputs),)),
+            Rule(hidden, ("recurrent_kernel",), (_join(shapes, hidden),)),
+            Rule((*biases, "hn/bias"), ("bias", "recurrent_bias"), both),
+        ]
+    return Form("gru", tuple(rules), {**_functions(settings), "reset": "after"})
+
+
+def simple_rnn(shapes: Shapes, settings: Settings) -> Form:
+    """`SimpleCell`."""
+    if settings.get("residual"):
+        raise RefusedError("residual=True adds the state before the activation")
+    ours, state = ("dense_i", "dense_h") if "dense_i/kernel" in shapes else ("i", "h")
+    rules = (*_kernels(ours, state), Rule((f"{ours}/bias",), ("bias", "recurrent_bias"), (Merge(),)))
+    return Form("simple_rnn", rules, _functions(settings))
+
+
+def attention(shapes: Shapes, settings: Settings) -> Form:
+    """`MultiHeadDotProductAttention`, `MultiHeadAttention`: the canonical layout itself."""
+    if settings.get("decode"):
+        raise RefusedError("decode=True: it keeps a cache of what it has read; port the model without it")
+    rules = []
+    for ours, name in (("query", "query"), ("key", "key"), ("value", "value"), ("out", "output")):
+        rules += [
+            Rule((f"{ours}/{array}",), (f"{name}_{array}",))
+            for array in ("kernel", "bias")
+            if f"{ours}/{array}" in shapes
+        ]
+    attributes: dict[str, Any] = {}
+    if settings:
+        attributes["dropout"] = float(settings["dropout_rate"])
+        if getattr(settings["attention_fn"], "__name__", "") == "dot_product_attention":
+            attributes |= {"scale": shapes["query/kernel"][-1] ** -0.5, "mask": "keep"}
+    return Form("attention", tuple(rules), attributes)
+
+
+def _kernels(inputs: str = "dense_i", hidden: str = "dense_h") -> tuple[Rule, ...]:
+    return Rule((f"{inputs}/kernel",), ("input_kernel",)), Rule((f"{hidden}/kernel",), ("recurrent_kernel",))
+
+
+def _join(shapes: Shapes, names: tuple[str, ...]) -> Join:
+    return Join(tuple(shapes[name][-1] for name in names))
+
+
+def _functions(settings: Settings) -> dict[str, Any]:
+    """The activations, where they have a name."""
+    wanted = {"activation": settings.get("activation_fn"), "recurrent_activation": settings.get("gate_fn")}
+    named = {attribute: getattr(function, "__name__", "") for attribute, function in wanted.items()}
+    return {attribute: name for attribute, name in named.items() if name}
