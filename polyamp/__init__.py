@@ -25,6 +25,7 @@ from polyamp.errors import (
     ModelError,
     PolicyError,
     PolyampError,
+    PortError,
     RecipeError,
     StateError,
     TraceError,
@@ -40,7 +41,8 @@ from polyamp.rules.scale import LossScaleState
 from polyamp.train.step import apply_gradients, init, train_step, value_and_grad
 
 if TYPE_CHECKING:
-    from polyamp import losses
+    from polyamp import losses, porting
+    from polyamp.porting.port import port
     from polyamp.train.checkpoint import restore, save
     from polyamp.train.parameters import parameters
     from polyamp.train.refresh import refresh
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 _LAZY = {
     "losses": ("polyamp.losses", None),
     "parameters": ("polyamp.train.parameters", "parameters"),
+    "port": ("polyamp.porting.port", "port"),
+    "porting": ("polyamp.porting", None),
     "refresh": ("polyamp.train.refresh", "refresh"),
     "restore": ("polyamp.train.checkpoint", "restore"),
     "save": ("polyamp.train.checkpoint", "save"),
@@ -86,6 +90,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "PolyampError",
+    "PortError",
     "Recipe",
     "RecipeError",
     "State",
@@ -105,6 +110,8 @@ __all__ = [
     "losses",
     "no_decay",
     "parameters",
+    "port",
+    "porting",
     "refresh",
     "restore",
     "rmsprop",

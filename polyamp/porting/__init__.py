@@ -9,9 +9,27 @@ from __future__ import annotations
 
 from polyamp.porting import operations
 from polyamp.porting.canonical import Canonical, Layer
+from polyamp.porting.check import Batch
 from polyamp.porting.files import open, save  # noqa: A004  # the names that users call
 from polyamp.porting.forms import Form, Rule, same
 from polyamp.porting.lazy import Lazy
+from polyamp.porting.port import export, load
 from polyamp.porting.register import register
+from polyamp.porting.report import PortReport
 
-__all__ = ["Canonical", "Form", "Layer", "Lazy", "Rule", "open", "operations", "register", "same", "save"]
+__all__ = [
+    "Batch",
+    "Canonical",
+    "Form",
+    "Layer",
+    "Lazy",
+    "PortReport",
+    "Rule",
+    "export",
+    "load",
+    "open",
+    "operations",
+    "register",
+    "same",
+    "save",
+]

@@ -7,8 +7,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from polyamp.errors import PortError
 from polyamp.porting.forms import Form, same
 from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
+from polyamp.porting.kinds import plain
 from polyamp.porting.lazy import Lazy
 
 
@@ -92,3 +94,48 @@ class Canonical(Mapping[str, Layer]):
     def __repr__(self) -> str:
         count = sum(array.size for array in self.arrays().values())
         return f"Canonical(of {self.framework}: {len(self)} layer{'s' * (len(self) != 1)}, {count:,} values)"
+
+
+def canonical_of(inventory: Inventory) -> Canonical:
+    """An inventory in the canonical layout.
+
+    Raises:
+        PortError: what some layers are is not known; names them.
+    """
+    unknown = [layer for layer in inventory.layers if len(layer.forms) > 1]
+    if unknown:
+        shown = "; ".join(
+            f"{layer.path} ({' or '.join(dict.fromkeys(form.kind.replace('_', ' ') for form in layer.forms))})"
+            for layer in unknown[:5]
+        )
+        raise PortError(
+            f"what these layers are cannot be told from names and shapes: {shown}"
+            f"{f'; and {len(unknown) - 5} more' if len(unknown) > 5 else ''}. Give inputs, export(model, batch), so "
+            "that a call of the model shows it; polyamp.port(source, target) needs none where the other side tells."
+        )
+    places = _places(inventory)
+    layers = {}
+    for layer in inventory.layers:
+        form = layer.forms[0]
+        tied: dict[str, str] = {}
+        fixed: set[str] = set()
+        for rule in form.rules:
+            owners = [layer.leaves[name].tied for name in rule.native]
+            if len(rule.canonical) == 1 and owners[0] in places:
+                tied[rule.canonical[0]] = places[owners[0]]
+            if not any(layer.leaves[name].trainable for name in rule.native):
+                fixed.update(rule.canonical)
+        layers[layer.path] = Layer(
+            form.kind, form.arrays(layer.arrays), plain(dict(form.attributes)), tied, frozenset(fixed), layer.module
+        )
+    return Canonical(layers, inventory.framework, ordered=inventory.ordered)
+
+
+def _places(inventory: Inventory) -> dict[str | None, str]:
+    """Name of a leaf -> "path/array" of the canonical array that it is, where it is one."""
+    return {
+        layer.leaves[rule.native[0]].name: f"{layer.path}/{rule.canonical[0]}"
+        for layer in inventory.layers
+        for rule in layer.forms[0].rules
+        if len(rule.native) == len(rule.canonical) == 1 and layer.leaves[rule.native[0]].tied is None
+    }

@@ -128,9 +128,9 @@ def open(path: str | os.PathLike[str]) -> Canonical:  # noqa: A001  # the name t
 
 
 def _canonical(given: Any, batch: Any) -> Canonical:
-    if isinstance(given, Canonical):
-        return given
-    raise PortError(f"porting.save takes what porting.export returns. Received: {described(given)}.")
+    from polyamp.porting.port import export
+
+    return export(given, batch)
 
 
 def _attributes(path: str, layer: Layer) -> dict[str, Any]:

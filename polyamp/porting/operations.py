@@ -262,6 +262,27 @@ class First(Moves):
 
 
 @dataclasses.dataclass(frozen=True)
+class Apart(Moves):
+    """An operation for each array, by its place; each takes one array and gives one.
+
+    >>> import numpy as np
+    >>> Apart((Flip((0,)), Transpose((0,)))).forward([np.arange(2), np.arange(2)])
+    [array([1, 0]), array([0, 1])]
+    """
+
+    operations: tuple[Operation, ...]
+
+    def shapes(self, shapes: list[Shape]) -> list[Shape]:
+        return [each.shapes([shape])[0] for each, shape in zip(self.operations, shapes, strict=True)]
+
+    def forward(self, arrays: list[Array]) -> list[Array]:
+        return [each.forward([array])[0] for each, array in zip(self.operations, arrays, strict=True)]
+
+    def backward(self, arrays: list[Array]) -> list[Array]:
+        return [each.backward([array])[0] for each, array in zip(self.operations, arrays, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
 class Merge:
     """One native bias where the canonical layer has two that are added: `backward` adds them, `forward` gives the
     second as zeros.

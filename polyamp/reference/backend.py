@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -35,6 +35,9 @@ from polyamp.rules.stuck import Watch
 from polyamp.rules.window import Window, joins
 from polyamp.shown import ShownState
 from polyamp.trees import leaves, map_tree, map_trees
+
+if TYPE_CHECKING:
+    from polyamp.porting.converter import Converter
 
 
 class ReferenceState(ShownState, msgspec.Struct, frozen=True, kw_only=True):
@@ -260,6 +263,13 @@ class ReferenceBackend:
             counts[name] = state.counts[old]
         kept = {"scale_state": state.scale_state, "step": state.step, "watch": state.watch}
         return msgspec.structs.replace(made, slots=slots, counts=counts, **kept)
+
+    @property
+    def porting(self) -> Converter:
+        """What `polyamp.port` asks of this backend."""
+        from polyamp.reference.porting import ReferenceConverter
+
+        return ReferenceConverter()
 
     def testing(self) -> Harness:
         return ReferenceHarness(self)

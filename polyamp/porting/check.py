@@ -1,0 +1,275 @@
+"""`port(..., check=batch)`: both models run on one batch in float32, and outputs and gradients are compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from polyamp.errors import PortError
+from polyamp.porting.converter import Evaluation
+from polyamp.porting.flatten import Order
+from polyamp.porting.inventory import Inventory
+from polyamp.porting.lazy import Lazy
+from polyamp.porting.matching import Match
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from polyamp.porting.port import Side
+
+    Array = np.ndarray[Any, Any]
+
+OUTPUTS: Final = 1e-5
+"""Largest relative error of outputs that passes."""
+GRADIENTS: Final = 1e-4
+"""The same of a parameter's gradient."""
+_FLOOR: Final = 1e-2
+"""A gradient is compared with the largest of its parameter, or with this share of the largest of all: a key's bias has
+a gradient of 0 but for rounding."""
+_SEED: Final = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Inputs for a check, one for each side where they differ.
+
+    Args:
+        source: an array, a tuple of positional arguments or a mapping of keyword arguments, of NumPy arrays.
+        target: the same for the target; by default the source's, with the channels of images put where the target has
+            them.
+        outputs: largest relative error of outputs that passes.
+        gradients: the same of a parameter's gradient.
+
+    Example:
+        >>> import numpy as np
+        >>> Batch(np.ones((2, 3, 8, 8)), np.ones((2, 8, 8, 3)), outputs=1e-4).gradients
+        0.0001
+    """
+
+    source: Any
+    target: Any = None
+    outputs: float = OUTPUTS
+    gradients: float = GRADIENTS
+
+    @classmethod
+    def of(cls, check: Any) -> Batch:
+        """What a user gave as `check`."""
+        return check if isinstance(check, Batch) else cls(check)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What a check measured.
+
+    Attributes:
+        outputs: largest relative error of the outputs: the largest difference over the largest output.
+        gradients: "path/array" of the target -> relative error of its gradient.
+        modules: path of a layer of the target -> relative error of its output, where both sides show it.
+    """
+
+    outputs: float
+    gradients: Mapping[str, float]
+    modules: Mapping[str, float]
+
+    def __str__(self) -> str:
+        worst = max(self.gradients, key=self.gradients.__getitem__, default=None)
+        said = f"checked in float32: outputs within {self.outputs:.1e}"
+        if worst is None:
+            return said
+        return f"{said}, gradients of {len(self.gradients)} parameters within {self.gradients[worst]:.1e} ({worst})"
+
+
+def filled_and_checked(
+    source: Side,
+    target: Side,
+    leaves: Mapping[str, Lazy],
+    pairs: Sequence[Match],
+    turned: Mapping[str, Order],
+    batch: Batch,
+) -> tuple[Any, Checked]:
+    """The filled target, after it proved to compute what the source computes.
+
+    Raises:
+        PortError: it does not; the target has its old values again.
+    """
+    assert target.converter is not None
+    if source.converter is None:
+        raise PortError(
+            "check= runs both models, and the source is no model but its weights. Port without it, or give the model."
+        )
+    kept = {
+        leaf.name: Lazy.of(_copy(leaf.array))
+        for layer in target.inventory.layers
+        for leaf in layer.leaves.values()
+        if leaf.name in leaves and _is_filled_in_place(target)
+    }
+    filled = target.converter.fill(target.model, leaves)
+    try:
+        return filled, _checked(source, target._replace(model=filled), pairs, turned, batch)
+    except BaseException:
+        if kept:
+            target.converter.fill(filled, kept)
+        raise
+
+
+def _is_filled_in_place(target: Side) -> bool:
+    return bool(getattr(target.converter, "in_place", True))
+
+
+def _copy(array: Lazy) -> Array:
+    import numpy as np
+
+    return np.array(array.read())
+
+
+def _checked(source: Side, target: Side, pairs: Sequence[Match], turned: Mapping[str, Order], batch: Batch) -> Checked:
+    assert source.converter is not None
+    assert target.converter is not None
+    across = _Across(source.inventory, target.inventory)
+    given: list[Array] = []
+
+    def ours(outputs: Sequence[Array]) -> list[Array]:
+        import numpy as np
+
+        rng = np.random.default_rng(_SEED)
+        given[:] = [np.asarray(rng.standard_normal(output.shape), np.float32) for output in outputs]
+        return given
+
+    def theirs(outputs: Sequence[Array]) -> list[Array]:
+        shapes = [list(output.shape) for output in outputs]
+        turned_back = [across.array(each) for each in given]
+        if [list(each.shape) for each in turned_back] != shapes:
+            raise PortError(
+                f"check: the source's outputs have shapes {[list(each.shape) for each in turned_back]} and the "
+                f"target's {shapes}."
+            )
+        return turned_back
+
+    one = source.converter.evaluate(source.model, batch.source, ours)
+    inputs = across.tree(batch.source) if batch.target is None else batch.target
+    two = target.converter.evaluate(target.model, inputs, theirs)
+    modules = _modules(one, two, pairs, across)
+    outputs = max((_error(across.array(a), b) for a, b in zip(one.outputs, two.outputs, strict=True)), default=0.0)
+    if not outputs <= batch.outputs:
+        raise PortError(
+            f"check: the outputs differ by {outputs:.1e} (relative), {batch.outputs:g} is allowed. "
+            f"{_where(modules, batch.outputs)}"
+        )
+    gradients = _gradients(one, two, pairs, turned)
+    worst = max(gradients, key=gradients.__getitem__, default=None)
+    if worst is not None and not gradients[worst] <= batch.gradients:
+        first = next(name for name, error in gradients.items() if not error <= batch.gradients)
+        raise PortError(
+            f"check: outputs agree within {outputs:.1e}, but the gradient of {worst} differs by {gradients[worst]:.1e} "
+            f"(relative), {batch.gradients:g} is allowed. The first in the model's order: {first}."
+        )
+    return Checked(outputs, gradients, modules)
+
+
+class _Across:
+    """Images of the source as the target has them."""
+
+    def __init__(self, source: Inventory, target: Inventory) -> None:
+        self._rank = source.spatial + 2 if source.spatial else 0
+        self._from, self._to = source.channels, target.channels
+
+    def array(self, array: Array) -> Array:
+        """The array with its channels where the target has them, if it has the rank of an image."""
+        import numpy as np
+
+        if not self._rank or array.ndim != self._rank or None in (self._from, self._to) or self._from == self._to:
+            return array
+        return np.moveaxis(array, 1, -1) if self._from == "first" else np.moveaxis(array, -1, 1)
+
+    def tree(self, batch: Any) -> Any:
+        """A batch with every image so."""
+        import numpy as np
+
+        if isinstance(batch, Mapping):
+            return {name: self.tree(item) for name, item in batch.items()}
+        if isinstance(batch, tuple | list):
+            return type(batch)(self.tree(item) for item in batch)
+        return np.ascontiguousarray(self.array(np.asarray(batch)))
+
+
+def _error(ours: Array, theirs: Array, floor: float = 0.0) -> float:
+    """The largest difference over the largest value; infinite where one has a NaN that the other has not."""
+    import numpy as np
+
+    if ours.shape != theirs.shape:
+        return float("inf")
+    if not ours.size:
+        return 0.0
+    a, b = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    difference = float(np.max(np.abs(a - b)))
+    if np.isnan(difference):
+        return 0.0 if np.array_equal(a, b, equal_nan=True) else float("inf")
+    return difference / max(float(np.max(np.abs(a))), float(np.max(np.abs(b))), floor, 1e-30)
+
+
+def _modules(one: Evaluation, two: Evaluation, pairs: Sequence[Match], across: _Across) -> dict[str, float]:
+    """Errors of the outputs of matched layers, in the order in which the source calls them."""
+    partner = {each.source.path: each.target.path for each in pairs}
+    found = {}
+    for path, output in one.modules.items():
+        other = two.modules.get(partner.get(path, ""))
+        if other is None:
+            continue
+        if across.array(output).shape == other.shape:
+            output = across.array(output)  # the same values, as the other side has them
+        found[partner[path]] = _error(output, other)
+    return found
+
+
+def _where(modules: Mapping[str, float], allowed: float) -> str:
+    last = None
+    for path, error in modules.items():
+        if not error <= allowed:
+            before = f"after {last!r}, which agrees, " if last is not None else ""
+            return f"The first layer whose output differs, {before}is {path!r} ({error:.1e})."
+        last = path
+    if last is None:
+        return "No layer shows its output on both sides."
+    return f"All matched layers agree, {last!r} the last of them: what differs comes after it."
+
+
+def _gradients(
+    one: Evaluation, two: Evaluation, pairs: Sequence[Match], turned: Mapping[str, Order]
+) -> dict[str, float]:
+    """Errors of the gradients of what is trained on both sides, in canonical layout."""
+    import numpy as np
+
+    largest = max((float(np.max(np.abs(each))) for each in one.gradients.values() if each.size), default=0.0)
+    found = {}
+    for each in pairs:
+        ours = _canonical(each, 0, one.gradients)
+        theirs = _canonical(each, 1, two.gradients)
+        if ours is None or theirs is None:
+            continue
+        if each.target.path in turned:
+            ours = turned[each.target.path].apply(ours)
+        for name in ours.keys() & theirs.keys():
+            found[f"{each.target.path}/{name}"] = _error(ours[name].read(), theirs[name].read(), _FLOOR * largest)
+    return found
+
+
+def _canonical(match: Match, side: int, gradients: Mapping[str, Array]) -> dict[str, Lazy] | None:
+    """The gradients of a layer's arrays as canonical arrays; None where some are not trained, or tied elsewhere."""
+    layer = match.target if side else match.source
+    form = match.fit.target if side else match.fit.source
+    rules = tuple(
+        rule
+        for rule in form.rules
+        if all(
+            layer.leaves[name].trainable and layer.leaves[name].tied is None and layer.leaves[name].name in gradients
+            for name in rule.native
+        )
+    )
+    if not rules:
+        return None
+    found: dict[str, Lazy] = {}
+    for rule in rules:
+        native = {name: Lazy.of(gradients[layer.leaves[name].name]) for name in rule.native}
+        found.update(dataclasses.replace(form, rules=(rule,)).arrays(native, gradients=True))
+    return found

@@ -1,0 +1,94 @@
+"""The rows of a dense layer behind a flatten, and the columns of one before a reshape: their order hangs on where a
+framework has its channels. Called by `port`.
+
+A flatten of (channels, height, width) and one of (height, width, channels) give the same numbers in two orders. How
+many channels there are is known from the layer beside the dense one; the spatial axes keep their order, so that
+their lengths need not be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from polyamp.porting.inventory import Inventory
+from polyamp.porting.lazy import Lazy
+from polyamp.porting.matching import Match
+
+
+class Order(NamedTuple):
+    """What has to be reordered in a dense layer.
+
+    Attributes:
+        channels: how many there are.
+        rows: True where a flatten is before it; False where its output is shaped into an image.
+        first: True where the source has the channels first.
+        beside: path of the source's layer that tells the channels.
+    """
+
+    channels: int
+    rows: bool
+    first: bool
+    beside: str
+
+    def apply(self, arrays: Mapping[str, Lazy], *, back: bool = False) -> dict[str, Lazy]:
+        """The canonical arrays of the layer in the target's order; with `back`, of the target's in the source's."""
+        if self.rows:
+            return {**arrays, "kernel": self._reordered(arrays["kernel"], 0, back)}
+        return {name: self._reordered(array, array.ndim - 1, back) for name, array in arrays.items()}
+
+    def _reordered(self, array: Lazy, axis: int, back: bool) -> Lazy:
+        length = array.shape[axis]
+        first = self.first != back
+        split = (self.channels, length // self.channels) if first else (length // self.channels, self.channels)
+
+        def read() -> Any:
+            values = array.read()
+            opened = values.reshape(*values.shape[:axis], *split, *values.shape[axis + 1 :])
+            return opened.swapaxes(axis, axis + 1).reshape(values.shape)
+
+        return Lazy(array.shape, array.dtype, read)
+
+
+def orders(source: Inventory, target: Inventory, pairs: Sequence[Match]) -> dict[str, Order]:
+    """Path of a target's dense layer -> what has to be reordered in it. Nothing where both have the channels alike."""
+    if source.channels is None or target.channels is None or source.channels == target.channels:
+        return {}
+    side = source if source.ordered else target
+    place = {layer.path: number for number, layer in enumerate(side.layers)}
+    own = [(each.source if source.ordered else each.target).path for each in pairs]
+    lined = [
+        each
+        for _, each in sorted(
+            ((place[path], each) for path, each in zip(own, pairs, strict=True) if path in place),
+            key=lambda entry: entry[0],
+        )
+    ]
+    found = {}
+    for number, each in enumerate(lined):
+        if each.fit.source.kind != "dense" or each.fit.target.kind != "dense":
+            continue
+        inputs, features = each.fit.source.shapes(each.source.arrays)["kernel"]
+        before = _channels(lined[number - 1], last=True) if number else None
+        behind = _channels(lined[number + 1], last=False) if number + 1 < len(lined) else None
+        first = source.channels == "first"
+        if before and inputs > before and inputs % before == 0:
+            found[each.target.path] = Order(before, True, first, lined[number - 1].source.path)
+        elif behind and features > behind and features % behind == 0:
+            found[each.target.path] = Order(behind, False, first, lined[number + 1].source.path)
+    return found
+
+
+def _channels(match: Match, *, last: bool) -> int | None:
+    """How many channels a layer with channels gives (`last`) or takes; None of any other layer."""
+    form = match.fit.source
+    shapes = form.shapes(match.source.arrays)
+    if form.kind == "conv":
+        groups = int(form.attributes.get("groups") or 1)
+        return shapes["kernel"][-1] if last else shapes["kernel"][-2] * groups
+    if form.kind == "conv_transpose":
+        groups = int(form.attributes.get("groups") or 1)
+        return shapes["kernel"][-1] * groups if last else shapes["kernel"][-2]
+    if form.kind in ("batch_norm", "group_norm"):
+        return next(iter(shapes.values()))[0]
+    return None

@@ -1,0 +1,172 @@
+"""What the names of modules say, alike for all frameworks: `h.0`, `h_0`, `h0`; `LayerNorm_1`, `ln_1`, `norm1`.
+
+A segment of a path becomes a role (a stem, with its synonyms folded together) and numbers. Called by `matching`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Final, NamedTuple
+
+_ROLES: Final[dict[str, tuple[str, ...]]] = {
+    "norm": (
+        *("ln", "bn", "gn", "norm", "layernorm", "layer_norm", "layer_normalization", "batchnorm", "batch_norm"),
+        *("batch_normalization", "groupnorm", "group_norm", "group_normalization", "rmsnorm", "rms_norm"),
+        *("rms_normalization", "instancenorm", "instance_norm"),
+    ),
+    "final norm": (
+        *("ln_f", "norm_f", "final_norm", "final_layer_norm", "final_layernorm", "ln_final", "ln_out", "post_norm"),
+        *("norm_out", "out_norm", "final_ln", "head_norm", "norm_final", "f_norm"),
+    ),
+    "attention": (
+        *("attn", "attention", "self_attn", "self_attention", "mha", "multi_head_attention", "multihead_attention"),
+        *("multi_head_dot_product_attention", "self_attention_layer", "causal_self_attention"),
+    ),
+    "query": ("q", "query", "wq", "to_q", "q_proj", "query_proj", "query_dense", "w_q", "q_lin", "query_projection"),
+    "key": ("k", "key", "wk", "to_k", "k_proj", "key_proj", "key_dense", "w_k", "k_lin", "key_projection"),
+    "value": ("v", "value", "wv", "to_v", "v_proj", "value_proj", "value_dense", "w_v", "v_lin", "value_projection"),
+    "queries, keys, values": ("qkv", "c_attn", "in_proj", "to_qkv", "qkv_proj", "query_key_value", "wqkv", "attn_qkv"),
+    "output": ("o", "out", "wo", "to_out", "o_proj", "out_proj", "output_dense", "w_o", "attention_output", "out_lin"),
+    "mlp": ("mlp", "ffn", "feed_forward", "feedforward", "ff", "mlp_block"),
+    "up": (
+        "c_fc",
+        "fc_1",
+        "up",
+        "up_proj",
+        "linear_1",
+        "lin_1",
+        "intermediate",
+        "fc_in",
+        "expand",
+        "mlp_in",
+        "dense_in",
+    ),
+    "down": ("fc_2", "down", "down_proj", "linear_2", "lin_2", "fc_out", "contract", "mlp_out", "dense_out"),
+    "gate": ("gate", "gate_proj"),
+    "token embedding": (
+        *("wte", "tok_embeddings", "token_embedding", "token_embeddings", "embed_tokens", "tok_emb", "token_emb"),
+        *("embedding", "embed", "embeddings", "word_embeddings", "emb", "tok_embed", "token_embed", "tokens"),
+    ),
+    "position": (
+        *("wpe", "pos_embedding", "position_embedding", "position_embeddings", "pos_emb", "positions", "pos", "pe"),
+        *("pos_embed", "positional_embedding", "position", "position_embed", "position_emb"),
+    ),
+    "class token": ("cls", "cls_token", "class_token", "class_embedding"),
+    "head": ("head", "lm_head", "classifier", "logits", "predictions", "output_layer", "cls_head"),
+    "dense": ("linear", "dense", "fc", "lin"),
+    "conv": (
+        "conv",
+        "conv_1d",
+        "conv_2d",
+        "conv_3d",
+        "convolution",
+        "convolution_2d",
+        "conv_1_d",
+        "conv_2_d",
+        "conv_3_d",
+    ),
+    "transposed conv": (
+        *("conv_transpose", "conv_transpose_1d", "conv_transpose_2d", "conv_transpose_3d", "deconv", "convt", "upconv"),
+        *("conv_1d_transpose", "conv_2d_transpose", "conv_3d_transpose", "up_conv"),
+    ),
+    "block": (
+        *(
+            "h",
+            "block",
+            "blocks",
+            "layers",
+            "layer",
+            "encoder_layer",
+            "decoder_layer",
+            "transformer_block",
+            "res_block",
+        ),
+        *("basic_block", "residual_block", "encoder_block", "decoder_block", "resblock"),
+    ),
+    "shortcut": ("shortcut", "downsample", "skip", "residual", "conv_proj", "conv_shortcut", "projection", "proj"),
+    "forward": ("forward", "fwd", "forward_layer", "forward_rnn", "forward_lstm", "forward_gru", "forward_cell"),
+    "backward": (
+        *("backward", "bwd", "reverse", "backward_layer", "backward_rnn", "backward_lstm", "backward_gru"),
+        "backward_cell",
+    ),
+    "lstm": ("lstm", "lstm_cell", "optimized_lstm_cell", "bilstm"),
+    "gru": ("gru", "gru_cell"),
+    "scale": ("scale", "gamma", "weight", "alpha"),
+}
+"""Role -> the names that have it, in lower case, words divided by "_"."""
+_ROLE_OF: Final = {name: role for role, names in _ROLES.items() for name in names}
+NATURAL: Final = ("query", "key", "value", "output", "up", "gate", "down", "forward", "backward")
+"""Roles in the order in which everybody makes their layers."""
+_EMPTY: Final = ("~", "cell", "model", "module", "params")
+"""Segments that say nothing."""
+
+
+class Name(NamedTuple):
+    """A segment, or several, as it is compared.
+
+    Attributes:
+        stem: the role if it has one, otherwise the words themselves; of several segments, joined by "/".
+        numbers: the numbers in it, in order; none in a first one that others follow with a number.
+    """
+
+    stem: str
+    numbers: tuple[int, ...]
+
+    @property
+    def known(self) -> bool:
+        """Whether its last segment has a role that says what it is for, not only what kind of layer it is."""
+        return self.stem.rpartition("/")[2] in _ROLES and self.stem.rpartition("/")[2] not in _KINDS_OF_LAYERS
+
+    @property
+    def words(self) -> frozenset[str]:
+        """What its segments say beside what kind of layer they are.
+
+        >>> sorted(name_of("encoder/mean_head/dense_1").words)
+        ['encoder', 'head', 'mean']
+        """
+        return frozenset(
+            word
+            for segment in self.stem.split("/")
+            if segment not in _KINDS_OF_LAYERS
+            for word in ([segment] if segment in _ROLES else segment.split("_"))
+            if word not in _ROLE_OF or _ROLE_OF[word] not in _KINDS_OF_LAYERS
+        )
+
+
+_KINDS_OF_LAYERS: Final = ("norm", "dense", "conv", "transposed conv", "block", "lstm", "gru", "scale")
+
+
+@functools.lru_cache(maxsize=65536)
+def name_of(path: str) -> Name:
+    """The name of a path, or of a part of one.
+
+    >>> name_of("h.0") == name_of("h_0") == name_of("h0")
+    True
+    >>> name_of("LayerNorm_1"), name_of("ln_1"), name_of("attn/q_proj")
+    (Name(stem='norm', numbers=(1,)), Name(stem='norm', numbers=(1,)), Name(stem='attention/query', numbers=()))
+    """
+    stems: list[str] = []
+    numbers: list[int] = []
+    for segment in re.split(r"[/.]", path):
+        words = _words(segment)
+        role = _ROLE_OF.get("_".join(words))
+        if role is None:
+            found = [int(word) for word in words if word.isdigit()]
+            plain = [word for word in words if not word.isdigit()]
+            role = _ROLE_OF.get("_".join(plain), "_".join(plain))
+            numbers += found
+        if role and role not in _EMPTY:
+            stems.append(role)
+    return Name("/".join(stems), tuple(numbers))
+
+
+def _words(segment: str) -> list[str]:
+    """Words and numbers of a segment, in lower case.
+
+    >>> _words("MultiHeadDotProductAttention_0"), _words("conv2d_1"), _words("fc1"), _words("LSTMCell_0")
+    (['multi', 'head', 'dot', 'product', 'attention', '0'], ['conv', '2d', '1'], ['fc', '1'], ['lstm', 'cell', '0'])
+    """
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", segment)
+    found = re.findall(r"[123]d(?![a-z])|\d+|[a-z]+|~", re.sub(r"(?<=[123])_d(?![a-z])", "d", spaced.lower()))
+    return [str(word) for word in found]

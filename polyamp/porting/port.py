@@ -1,0 +1,253 @@
+"""`port`, `export` and `load`: a model's weights go into another model, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from polyamp.contract import registry
+from polyamp.errors import PortError, UnsupportedError, described
+from polyamp.porting import ties
+from polyamp.porting.canonical import Canonical, canonical_of
+from polyamp.porting.converter import Converter, Ports
+from polyamp.porting.differences import Compared, compare
+from polyamp.porting.flatten import Order, orders
+from polyamp.porting.inventory import Inventory
+from polyamp.porting.lazy import Lazy
+from polyamp.porting.matching import Match, Matching, match
+from polyamp.porting.refusals import check_whole, dtypes_differ
+from polyamp.porting.renaming import checked
+from polyamp.porting.report import Moved, PortReport
+
+_Target = TypeVar("_Target")
+
+
+class Side(NamedTuple):
+    """A model on its way: what it is made of, and who can fill it.
+
+    Attributes:
+        inventory: its layers.
+        converter: of its framework; None of a file and of a `Canonical`.
+        model: the model itself.
+    """
+
+    inventory: Inventory
+    converter: Converter | None
+    model: Any
+
+
+def export(model: Any, batch: Any = None) -> Canonical:
+    """A model in the canonical layout; nothing is read before it is used.
+
+    Args:
+        model: a model as `polyamp.init` takes it, of any framework.
+        batch: inputs for it, a NumPy array, a tuple or a mapping: where layers are known by their names alone (linen,
+            haiku, plain functions), a call of the model on them shows what they are.
+
+    Raises:
+        PortError: what some layers are cannot be told; names them.
+        UnsupportedError: the backend has no layers that could be moved.
+
+    Example:
+        >>> from polyamp.reference import MLP
+        >>> model = export(MLP.random([4, 3, 1], seed=0))
+        >>> model["dense0"].kind, model["dense0"].arrays["kernel"].shape
+        ('dense', (4, 3))
+    """
+    if isinstance(model, Canonical):
+        return model
+    return canonical_of(side_of(model, batch, "export(model)").inventory)
+
+
+def load(
+    target: _Target,
+    canonical: Canonical,
+    *,
+    names: Mapping[str, str] | None = None,
+    strict: bool = True,
+    batch: Any = None,
+) -> tuple[_Target, PortReport]:
+    """A model with the values of a `Canonical`: `port` with a source that was exported before.
+
+    Args:
+        target: the model that gets the values.
+        canonical: what `export` or `porting.open` returned.
+        names: as for `port`.
+        strict: as for `port`.
+        batch: inputs for the target, as for `export`.
+
+    Raises:
+        PortError: as `port` raises it. The target is then as it was.
+    """
+    if not isinstance(canonical, Canonical):
+        raise PortError(
+            "load takes what porting.export(model) or porting.open(path) returned. Received: "
+            f"{described(canonical)}. polyamp.port(source, target) takes models."
+        )
+    ours = Side(canonical.inventory(), None, canonical)
+    return _moved(ours, side_of(target, batch, "load(target, canonical)"), names, strict, None)
+
+
+def port(
+    source: Any,
+    target: _Target,
+    *,
+    names: Mapping[str, str] | None = None,
+    strict: bool = True,
+    check: Any = None,
+) -> tuple[_Target, PortReport]:
+    """Put a model's weights and running statistics into a model of another framework.
+
+    Layers are matched by structure, kind, shape and names, and never guessed; each array goes through its canonical
+    layout, so that kernels are turned, gates reordered and projections packed as the target has them. What weights do
+    not carry is compared and reported.
+
+    Args:
+        source: a model as `polyamp.init` takes it, a `Canonical`, or a file's path (`polyamp.porting` says which).
+        target: the model that gets the values. In torch and Keras it is filled in place, at the end and whole; in JAX
+            it gives the structure, and may be made by `jax.eval_shape`.
+        names: regular expression -> replacement, applied in turn to the source's paths (divided by "/"), where names
+            do not tell: `{r"^encoder/": "backbone/"}`.
+        strict: False leaves what has no partner as it is, casts where dtypes differ, and reports both.
+        check: inputs for both models (a NumPy array, a tuple or a mapping), in the source's layout: both run in
+            float32, and outputs and every parameter's gradient are compared. Also tells what linen and haiku models
+            are made of. `porting.Batch` gives each side its own, and other tolerances.
+
+    Returns:
+        The target with the values, and a report: `print(report)`.
+
+    Raises:
+        PortError: a layer without a partner, several that nothing tells apart, other shapes or dtypes, a formula that
+            the target does not have, or with `check` a model that computes something else. The target is as it was.
+        ModelError: a model without variables, or no model.
+        UnsupportedError: a backend whose models cannot be moved.
+
+    Example:
+        >>> import polyamp
+        >>> from polyamp.reference import MLP
+        >>> source, target = MLP.random([4, 3, 1], seed=0), MLP.random([4, 3, 1], seed=1)
+        >>> ported, report = polyamp.port(source, target)
+        >>> print(report)
+        2 layers moved
+        >>> bool((ported.parameters["dense1/kernel"] == source.parameters["dense1/kernel"]).all())
+        True
+    """
+    from polyamp.porting.check import Batch
+
+    given = None if check is None else Batch.of(check)
+    ours = side_of(source, None if given is None else given.source, "port(source, target)", files=True)
+    theirs = side_of(target, None if given is None else given.target, "port(source, target)")
+    return _moved(ours, theirs, names, strict, given)
+
+
+def side_of(model: Any, batch: Any, call: str, *, files: bool = False) -> Side:
+    """A model with its inventory.
+
+    Raises:
+        UnsupportedError: its backend cannot move models.
+        BackendError: no backend recognises it.
+    """
+    if isinstance(model, Canonical):
+        return Side(model.inventory(), None, model)
+    if isinstance(model, str | os.PathLike):
+        if not files:
+            raise PortError(f"{call} takes a model here. Received: {described(model)}, a path.")
+        from polyamp.porting.formats import inventory_of
+
+        return Side(inventory_of(model), None, model)
+    backend = registry.backend_for(model)
+    if not isinstance(backend, Ports):
+        raise UnsupportedError(
+            f"{call}: the {backend.name} backend of this version has no converter (`porting`), so that its models "
+            "cannot be moved."
+        )
+    return Side(backend.porting.inventory(model, batch), backend.porting, model)
+
+
+def _moved(
+    source: Side, target: Side, names: Mapping[str, str] | None, strict: bool, given: Any
+) -> tuple[Any, PortReport]:
+    found = match(source.inventory, target.inventory, checked(names))
+    kept = ties.settled(found, source.inventory, target.inventory)
+    compared = compare(source.inventory, target.inventory, found.pairs)
+    turned = orders(source.inventory, target.inventory, found.pairs)
+    refused = check_whole(found, compared, source.inventory, target.inventory, strict=strict)
+    pairs = [each for each in found.pairs if id(each) not in refused]
+    leaves, merges = _values(pairs, turned, target.inventory, strict)
+    notes = [*kept.check(leaves), *_said(turned), *compared.conventions, *_left(source.inventory)]
+    assert target.converter is not None
+    if given is None:
+        filled, measured = target.converter.fill(target.model, leaves), None
+    else:
+        from polyamp.porting.check import filled_and_checked
+
+        filled, measured = filled_and_checked(source, target, leaves, pairs, turned, given)
+    return filled, _report(found, pairs, compared, merges, notes, measured)
+
+
+def _values(
+    pairs: list[Match], turned: Mapping[str, Order], target: Inventory, strict: bool
+) -> tuple[dict[str, Lazy], list[str]]:
+    """The new value of every leaf of the target by its name, and what is merged."""
+    leaves: dict[str, Lazy] = {}
+    merges: list[str] = []
+    wrong: list[str] = []
+    for each in pairs:
+        arrays = each.fit.source.arrays(each.source.arrays)
+        if each.target.path in turned:
+            arrays = turned[each.target.path].apply(arrays)
+        merges += [f"{each.target.path}: {phrase}" for phrase in each.fit.target.losses(arrays)]
+        for name, value in each.fit.target.leaves(arrays, each.target.arrays).items():
+            leaf = each.target.leaves[name]
+            if leaf.tied is not None:
+                continue
+            if value.dtype != leaf.array.dtype:
+                if strict:
+                    wrong.append(f"{leaf.name}: {leaf.array.dtype} here, {value.dtype} in the source")
+                value = _cast(value, leaf.array.dtype)
+            leaves[leaf.name] = value
+    if wrong:
+        raise dtypes_differ(wrong, target)
+    return leaves, merges
+
+
+def _cast(value: Lazy, dtype: Any) -> Lazy:
+    return Lazy(value.shape, dtype, lambda: value.read().astype(dtype))
+
+
+def _said(turned: Mapping[str, Order]) -> list[str]:
+    return [
+        f"{path}: {'rows' if order.rows else 'columns'} put from channels {'first' if order.first else 'last'} to "
+        f"channels {'last' if order.first else 'first'}, for {order.beside} beside it has {order.channels} channels"
+        for path, order in turned.items()
+    ]
+
+
+def _left(source: Inventory) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for name, why in source.left.items():
+        reasons.setdefault(why, []).append(name)
+    return [
+        f"not moved: {', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''} ({why})"
+        for why, found in reasons.items()
+    ]
+
+
+def _report(
+    found: Matching, pairs: list[Match], compared: Compared, merges: list[str], notes: list[str], measured: Any
+) -> PortReport:
+    moved = {id(each) for each in pairs}
+    refused = [each for each in found.pairs if id(each) not in moved]
+    alike = [layer.path for _, group in found.alike for layer in group]
+    unused = [layer.path for group, _ in found.alike for layer in group]
+    return PortReport(
+        [Moved(each.source.path, each.target.path, each.fit.target.kind, each.told) for each in pairs],
+        compared.differences,
+        merges,
+        notes,
+        [*(layer.path for layer in found.alone[1]), *alike, *(each.target.path for each in refused)],
+        [*(layer.path for layer in found.alone[0]), *unused, *(each.source.path for each in refused)],
+        compared.unseen,
+        measured,
+    )

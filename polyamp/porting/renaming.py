@@ -1,0 +1,70 @@
+"""`names={"regex": "replacement"}`: what a user says where names do not tell. Called by `matching`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from polyamp.errors import PortError, described, nearest
+from polyamp.porting.inventory import NativeLayer
+
+
+def checked(names: object) -> dict[str, str]:
+    """The argument `names` as it is used.
+
+    Raises:
+        PortError: no mapping of regular expressions to strings.
+    """
+    if names is None:
+        return {}
+    if not isinstance(names, Mapping):
+        raise PortError(
+            'names must map regular expressions over the source\'s paths to replacements: {r"^transformer/": ""}. '
+            f"Received: {described(names)}."
+        )
+    for pattern, replacement in names.items():
+        if not isinstance(pattern, str) or not isinstance(replacement, str):
+            raise PortError(
+                "names must map a regular expression to a replacement, both strings. Received: "
+                f"{described(pattern)}: {described(replacement)}."
+            )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise PortError(f"names: {pattern!r} is no regular expression: {error}.") from error
+    return dict(names)
+
+
+def renamed(
+    source: Sequence[NativeLayer], target: Sequence[NativeLayer], names: Mapping[str, str]
+) -> list[tuple[str, NativeLayer]]:
+    """The source's layers with their paths as `names` changes them, one expression after the other.
+
+    Raises:
+        PortError: an expression that matches no path, or a replacement that names a group which is not there, or two
+            layers that get one path.
+    """
+    found = []
+    used = set()
+    for layer in source:
+        path = layer.path
+        for pattern, replacement in names.items():
+            try:
+                path, count = re.subn(pattern, replacement, path)
+            except (re.error, IndexError) as error:
+                raise PortError(f"names: {replacement!r} cannot replace {pattern!r}: {error}.") from error
+            used |= {pattern} if count else set()
+        found.append((path.strip("/"), layer))
+    for pattern in names:
+        if pattern not in used:
+            close = nearest(pattern, [layer.path for layer in source]) or [layer.path for layer in source][:3]
+            raise PortError(
+                f"names: {pattern!r} matches no path of the source (paths are divided by '/'). Nearest: "
+                f"{', '.join(map(repr, close))}."
+            )
+    paths: dict[str, str] = {}
+    for path, layer in found:
+        if path != layer.path and paths.get(path, layer.path) != layer.path:
+            raise PortError(f"names: {paths[path]!r} and {layer.path!r} of the source both become {path!r}.")
+        paths[path] = layer.path
+    return found

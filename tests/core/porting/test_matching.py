@@ -1,0 +1,238 @@
+"""Which layer is which: models as people name them in each framework, and what nobody can tell."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from polyamp.errors import PortError
+from polyamp.porting.inventory import Inventory
+from polyamp.porting.matching import match
+from tests.core.porting.sketch import sketch
+
+GPT = {
+    "torch": sketch(
+        "transformer.wte: embedding 11 6\ntransformer.wpe: embedding 4 6\n"
+        + "".join(
+            f"""transformer.h.{n}.ln_1: layer_norm 6
+            transformer.h.{n}.attn.c_attn: dense 6 18 -bias
+            transformer.h.{n}.attn.c_proj: dense 6 6 -bias
+            transformer.h.{n}.ln_2: layer_norm 6
+            transformer.h.{n}.mlp.c_fc: dense 6 24
+            transformer.h.{n}.mlp.c_proj: dense 24 6
+            """
+            for n in range(11)
+        )
+        + "transformer.ln_f: layer_norm 6"
+    ),
+    "linen": sketch(
+        "".join(
+            f"""Block_{n}/Dense_0: dense 6 24
+            Block_{n}/Dense_1: dense 24 6
+            Block_{n}/LayerNorm_0: layer_norm 6
+            Block_{n}/LayerNorm_1: layer_norm 6
+            Block_{n}/MultiHeadDotProductAttention_0/key: dense 6 6 -bias
+            Block_{n}/MultiHeadDotProductAttention_0/out: dense 6 6 -bias
+            Block_{n}/MultiHeadDotProductAttention_0/query: dense 6 6 -bias
+            Block_{n}/MultiHeadDotProductAttention_0/value: dense 6 6 -bias
+            """
+            for n in sorted(range(11), key=str)
+        )
+        + "Embed_0: embedding 11 6\nLayerNorm_0: layer_norm 6\npos_embedding: parameter 1 4 6",
+        ordered=False,
+    ),
+    "keras": sketch(
+        "token_embedding: embedding 11 6\nposition_embedding: embedding 4 6\n"
+        + "".join(
+            f"""blocks_{n}/norm1: layer_norm 6
+            blocks_{n}/attention: attention 6 2
+            blocks_{n}/norm2: layer_norm 6
+            blocks_{n}/dense1: dense 6 24
+            blocks_{n}/dense2: dense 24 6
+            """
+            for n in range(11)
+        )
+        + "final_norm: layer_norm 6"
+    ),
+    "flat": sketch(
+        "embedding: embedding 11 6\npositions: parameter 4 6\n"
+        + "".join(
+            f"""layer_normalization{f"_{2 * n}" if n else ""}: layer_norm 6
+            multi_head_attention{f"_{n}" if n else ""}: attention 6 2
+            layer_normalization_{2 * n + 1}: layer_norm 6
+            dense{f"_{2 * n}" if n else ""}: dense 6 24
+            dense_{2 * n + 1}: dense 24 6
+            """
+            for n in range(11)
+        )
+        + "layer_normalization_22: layer_norm 6"
+    ),
+}
+"""One decoder with eleven blocks as four libraries' users name it."""
+
+
+def paired(one: Inventory, other: Inventory, names: dict[str, str] | None = None) -> dict[str, str]:
+    """Path of the source's layer -> path of the target's; all have one."""
+    found = match(one, other, names or {})
+    assert not found.alone[0]
+    assert not found.alone[1]
+    assert not found.alike, [([a.path for a in x], [b.path for b in y]) for x, y in found.alike]
+    return {each.source.path: each.target.path for each in found.pairs}
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.permutations(GPT, 2)))
+def test_a_decoder_matches_without_names(one: str, other: str) -> None:
+    if {one, other} == {"linen", "flat"}:
+        # linen sorts by name, and the other side numbers all norms in a row: is LayerNorm_0 the first or the last?
+        assert len(match(GPT[one], GPT[other], {}).alike) == 1
+        return
+    there = paired(GPT[one], GPT[other])
+    back = paired(GPT[other], GPT[one])
+    assert back == {target: source for source, target in there.items()}
+
+
+def test_blocks_are_told_by_their_numbers() -> None:
+    pairs = paired(GPT["torch"], GPT["linen"])
+    assert pairs["transformer/h/10/ln_2"] == "Block_10/LayerNorm_1"
+    assert pairs["transformer/h/2/mlp/c_fc"] == "Block_2/Dense_0"
+    assert pairs["transformer/h/3/attn"] == "Block_3/MultiHeadDotProductAttention_0"
+    assert pairs["transformer/ln_f"] == "LayerNorm_0"
+    assert pairs["transformer/wpe"] == "pos_embedding"
+    flat = paired(GPT["torch"], GPT["flat"])
+    assert flat["transformer/h/10/ln_2"] == "layer_normalization_21"
+    assert flat["transformer/ln_f"] == "layer_normalization_22"
+    assert flat["transformer/h/1/attn"] == "multi_head_attention_1"
+
+
+def test_names_win_over_the_order() -> None:
+    one = sketch("q: dense 6 6\nk: dense 6 6\nv: dense 6 6\nout: dense 6 6")
+    other = sketch("key: dense 6 6\no_proj: dense 6 6\nquery: dense 6 6\nvalue: dense 6 6")
+    assert paired(one, other) == {"q": "query", "k": "key", "v": "value", "out": "o_proj"}
+
+
+def test_the_order_tells_where_all_around_comes_in_it() -> None:
+    one = sketch("a: dense 6 6\nb: layer_norm 6\nc: dense 6 6")
+    other = sketch("first: dense 6 6\nthen: layer_norm 6\nlast: dense 6 6")
+    found = match(one, other, {})
+    assert [(each.target.path, each.told) for each in found.pairs] == [
+        ("first", "order"),
+        ("then", "alone"),
+        ("last", "order"),
+    ]
+
+
+def test_words_win_over_the_order() -> None:
+    one = sketch("fc_mean: dense 6 6\nfc_logvar: dense 6 6")
+    other = sketch("logvar_head: dense 6 6\nmean_head: dense 6 6")
+    found = match(one, other, {})
+    assert {each.source.path: each.target.path for each in found.pairs} in (
+        {},
+        {"fc_mean": "mean_head", "fc_logvar": "logvar_head"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "ordered"),
+    [
+        ("a: dense 6 6\nb: dense 6 6", "first: dense 6 6\nlast: dense 6 6", False),  # one side sorts by name
+        ("a: dense 6 6\nn: layer_norm 6\nb: dense 6 6", "x: dense 6 6\ny: dense 6 6\nn: layer_norm 6", True),
+        ("query: dense 6 6\nkey: dense 6 6", "a: dense 6 6\nb: dense 6 6", False),
+        ("key: dense 6 6\nquery: dense 6 6", "proj_0: dense 6 6\nproj_1: dense 6 6", True),
+        ("wte: embedding 6 6\nwpe: embedding 6 6", "positions: embedding 6 6\nb: embedding 6 6", False),
+    ],
+)
+def test_nobody_guesses(one: str, other: str, ordered: bool) -> None:
+    found = match(sketch(one), sketch(other, ordered=ordered), {})
+    known = {each.source.path: each.target.path for each in found.pairs}
+    if "wpe" in one:  # one name is known, so that the other is what is left
+        assert known == {"wte": "b", "wpe": "positions"}
+    else:
+        assert len(found.alike) == 1
+
+
+def test_an_early_norm_is_no_late_norm() -> None:
+    """One norm in sight on each side, and they are not the same one: the others lie in modules."""
+    one = sketch("stem.conv: conv 3 6\nstem.norm: batch_norm 6\nnorm: batch_norm 6\nhead: dense 6 2")
+    other = sketch("conv: conv 3 6\nnorm: batch_norm 6\ntop.norm: batch_norm 6\ntop.head: dense 6 2")
+    assert paired(one, other) == {"stem/conv": "conv", "stem/norm": "norm", "norm": "top/norm", "head": "top/head"}
+
+
+def test_a_residual_network_with_its_shortcuts() -> None:
+    torch = "conv1: conv 3 4 -bias\nbn1: batch_norm 4\n" + "".join(
+        f"""layer{s}.{b}.conv1: conv {4 * s if b else 4 * max(s - 1, 1)} {4 * s} -bias
+        layer{s}.{b}.bn1: batch_norm {4 * s}
+        layer{s}.{b}.conv2: conv {4 * s} {4 * s} -bias
+        layer{s}.{b}.bn2: batch_norm {4 * s}
+        """
+        + (
+            f"layer{s}.0.downsample.0: conv {4 * (s - 1)} {4 * s} -bias\nlayer{s}.0.downsample.1: batch_norm {4 * s}\n"
+            if s > 1 and not b
+            else ""
+        )
+        for s in (1, 2)
+        for b in (0, 1)
+    )
+    linen = "".join(
+        f"""ResNetBlock_{2 * (s - 1) + b}/BatchNorm_0: batch_norm {4 * s}
+        ResNetBlock_{2 * (s - 1) + b}/BatchNorm_1: batch_norm {4 * s}
+        ResNetBlock_{2 * (s - 1) + b}/Conv_0: conv {4 * s if b else 4 * max(s - 1, 1)} {4 * s} -bias
+        ResNetBlock_{2 * (s - 1) + b}/Conv_1: conv {4 * s} {4 * s} -bias
+        """
+        + (
+            f"ResNetBlock_2/conv_proj: conv {4 * (s - 1)} {4 * s} -bias\nResNetBlock_2/norm_proj: batch_norm {4 * s}\n"
+            if s > 1 and not b
+            else ""
+        )
+        for s in (1, 2)
+        for b in (0, 1)
+    )
+    one = sketch(torch + "fc: dense 8 5")
+    other = sketch(linen + "bn_init: batch_norm 4\nconv_init: conv 3 4 -bias\nhead: dense 8 5", ordered=False)
+    found = match(one, other, {})
+    pairs = {each.source.path: each.target.path for each in found.pairs}
+    assert pairs["layer1/1/conv2"] == "ResNetBlock_1/Conv_1"
+    assert pairs["conv1"] == "conv_init"
+    assert pairs["fc"] == "head"
+
+
+def test_names_settle_it() -> None:
+    one = sketch("a: dense 6 6\nb: dense 6 6")
+    other = sketch("x: dense 6 6\ny: dense 6 6", ordered=False)
+    assert paired(one, other, {"^a$": "y", "^b$": "x"}) == {"a": "y", "b": "x"}
+    assert paired(one, other, {"^a$": "y"}) == {"a": "y", "b": "x"}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"[": "x"}, r"names: '\[' is no regular expression"),
+        ({"^c$": "x"}, r"names: '\^c\$' matches no path of the source \(paths are divided by '/'\). Nearest: 'a', 'b'"),
+        ({"^[ab]$": "x"}, "names: 'a' and 'b' of the source both become 'x'"),
+        ({"^(a)$": r"\2"}, r"names: '\\\\2' cannot replace"),
+        ("a", "names must map regular expressions .* Received: 'a'"),
+        ({1: "a"}, "names must map a regular expression to a replacement, both strings. Received: 1: 'a'"),
+    ],
+)
+def test_names_that_say_nothing(names: object, message: str) -> None:
+    from polyamp.porting.renaming import checked
+
+    one, other = sketch("a: dense 6 6\nb: dense 6 6"), sketch("x: dense 6 6\ny: dense 6 6", ordered=False)
+    with pytest.raises(PortError, match=message):
+        match(one, other, checked(names))
+
+
+def test_a_square_kernel_whose_orientation_nothing_tells() -> None:
+    one, other = sketch("w: dense? 6 6"), sketch("w: dense 6 6")
+    (pair,) = match(one, other, {}).pairs
+    assert "both are equally long" in pair.fit.unsure
+    (pair,) = match(sketch("w: dense? 6 5"), sketch("w: dense 6 5"), {}).pairs
+    assert not pair.fit.unsure
+    (pair,) = match(sketch("w: conv? 3 3"), sketch("w: conv? 3 3"), {}).pairs
+    assert not pair.fit.unsure  # both sides read it alike, whichever it is
+
+
+def test_a_convolution_of_two_minds() -> None:
+    """Both forms of the same file layout on both sides: the numbers go to the same places whichever is right."""
+    (pair,) = match(sketch("up: conv? 3 4"), sketch("up: conv_transpose 3 4"), {}).pairs
+    assert pair.fit.source.kind == "conv_transpose"
