@@ -13,9 +13,10 @@ from polyamp.porting.check import Batch
 from polyamp.porting.files import open, save  # noqa: A004  # the names that users call
 from polyamp.porting.forms import Form, Rule, same
 from polyamp.porting.lazy import Lazy
-from polyamp.porting.port import export, load
+from polyamp.porting.port import load
 from polyamp.porting.register import register
 from polyamp.porting.report import PortReport
+from polyamp.porting.side import export
 
 __all__ = [
     "Batch",

@@ -12,11 +12,10 @@ from polyamp.porting.flatten import Order
 from polyamp.porting.inventory import Inventory
 from polyamp.porting.lazy import Lazy
 from polyamp.porting.matching import Match
+from polyamp.porting.side import Side
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from polyamp.porting.port import Side
 
     Array = np.ndarray[Any, Any]
 

@@ -18,6 +18,7 @@ from polyamp.porting import tensors
 from polyamp.porting.canonical import Canonical, Layer
 from polyamp.porting.kinds import plain
 from polyamp.porting.lazy import Lazy
+from polyamp.porting.side import export
 
 if TYPE_CHECKING:
     import numpy as np
@@ -128,8 +129,6 @@ def open(path: str | os.PathLike[str]) -> Canonical:  # noqa: A001  # the name t
 
 
 def _canonical(given: Any, batch: Any) -> Canonical:
-    from polyamp.porting.port import export
-
     return export(given, batch)
 
 

@@ -1,16 +1,14 @@
-"""`port`, `export` and `load`: a model's weights go into another model, whole or not at all."""
+"""`port` and `load`: a model's weights go into another model, whole or not at all."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from polyamp.contract import registry
-from polyamp.errors import PortError, UnsupportedError, described
+from polyamp.errors import PortError, described
 from polyamp.porting import ties
-from polyamp.porting.canonical import Canonical, canonical_of
-from polyamp.porting.converter import Converter, Ports
+from polyamp.porting.canonical import Canonical
+from polyamp.porting.check import Batch, filled_and_checked
 from polyamp.porting.differences import Compared, compare
 from polyamp.porting.flatten import Order, orders
 from polyamp.porting.inventory import Inventory
@@ -19,45 +17,9 @@ from polyamp.porting.matching import Match, Matching, match
 from polyamp.porting.refusals import check_whole, dtypes_differ
 from polyamp.porting.renaming import checked
 from polyamp.porting.report import Moved, PortReport
+from polyamp.porting.side import Side, side_of
 
 _Target = TypeVar("_Target")
-
-
-class Side(NamedTuple):
-    """A model on its way: what it is made of, and who can fill it.
-
-    Attributes:
-        inventory: its layers.
-        converter: of its framework; None of a file and of a `Canonical`.
-        model: the model itself.
-    """
-
-    inventory: Inventory
-    converter: Converter | None
-    model: Any
-
-
-def export(model: Any, batch: Any = None) -> Canonical:
-    """A model in the canonical layout; nothing is read before it is used.
-
-    Args:
-        model: a model as `polyamp.init` takes it, of any framework.
-        batch: inputs for it, a NumPy array, a tuple or a mapping: where layers are known by their names alone (linen,
-            haiku, plain functions), a call of the model on them shows what they are.
-
-    Raises:
-        PortError: what some layers are cannot be told; names them.
-        UnsupportedError: the backend has no layers that could be moved.
-
-    Example:
-        >>> from polyamp.reference import MLP
-        >>> model = export(MLP.random([4, 3, 1], seed=0))
-        >>> model["dense0"].kind, model["dense0"].arrays["kernel"].shape
-        ('dense', (4, 3))
-    """
-    if isinstance(model, Canonical):
-        return model
-    return canonical_of(side_of(model, batch, "export(model)").inventory)
 
 
 def load(
@@ -133,36 +95,10 @@ def port(
         >>> bool((ported.parameters["dense1/kernel"] == source.parameters["dense1/kernel"]).all())
         True
     """
-    from polyamp.porting.check import Batch
-
     given = None if check is None else Batch.of(check)
     ours = side_of(source, None if given is None else given.source, "port(source, target)", files=True)
     theirs = side_of(target, None if given is None else given.target, "port(source, target)")
     return _moved(ours, theirs, names, strict, given)
-
-
-def side_of(model: Any, batch: Any, call: str, *, files: bool = False) -> Side:
-    """A model with its inventory.
-
-    Raises:
-        UnsupportedError: its backend cannot move models.
-        BackendError: no backend recognises it.
-    """
-    if isinstance(model, Canonical):
-        return Side(model.inventory(), None, model)
-    if isinstance(model, str | os.PathLike):
-        if not files:
-            raise PortError(f"{call} takes a model here. Received: {described(model)}, a path.")
-        from polyamp.porting.formats import inventory_of
-
-        return Side(inventory_of(model), None, model)
-    backend = registry.backend_for(model)
-    if not isinstance(backend, Ports):
-        raise UnsupportedError(
-            f"{call}: the {backend.name} backend of this version has no converter (`porting`), so that its models "
-            "cannot be moved."
-        )
-    return Side(backend.porting.inventory(model, batch), backend.porting, model)
 
 
 def _moved(
@@ -180,8 +116,6 @@ def _moved(
     if given is None:
         filled, measured = target.converter.fill(target.model, leaves), None
     else:
-        from polyamp.porting.check import filled_and_checked
-
         filled, measured = filled_and_checked(source, target, leaves, pairs, turned, given)
     return filled, _report(found, pairs, compared, merges, notes, measured)
 
