@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from polyamp_torch.step.measure import global_norm, reciprocal
 from polyamp_torch.step.refresh import refreshed
 from polyamp_torch.step.state import TorchState
 
+if TYPE_CHECKING:
+    from polyamp.porting.converter import Converter
+
 
 class TorchBackend:
     """`Backend` over PyTorch."""
@@ -46,6 +49,13 @@ class TorchBackend:
     @property
     def losses(self) -> LossFunctions:
         return TorchLosses()
+
+    @property
+    def porting(self) -> Converter:
+        """What moves models to other frameworks; its room is imported here."""
+        from polyamp_torch.porting.converter import CONVERTER
+
+        return CONVERTER
 
     def info(self) -> BackendInfo:
         cuda = tuple(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count()))

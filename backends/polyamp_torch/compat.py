@@ -78,6 +78,8 @@ buffers_in: Final[Callable[[nn.Module], dict[str, Any]]] = operator.attrgetter("
 children_in: Final[Callable[[nn.Module], dict[str, Any]]] = operator.attrgetter("_modules")
 """The dicts that `nn.Module.__getattr__` reads: what is put into them takes a parameter's, a buffer's or a child's
 place without `nn.Module.__setattr__`, which takes parameters only in a parameter's place."""
+left_out_of_checkpoints: Final[Callable[[nn.Module], set[str]]] = operator.attrgetter("_non_persistent_buffers_set")
+"""The names of the buffers that a module keeps out of its `state_dict` (`persistent=False`)."""
 renew_list_of_weights: Final[Callable[..., Any]] = operator.methodcaller("_init_flat_weights")
 """Has an `nn.RNNBase` look up its parameters again, of which it keeps a list."""
 tree_flatten: Final[Callable[..., Any]] = _pytree.tree_flatten

@@ -106,7 +106,9 @@ KINDS: Final[dict[str, Kind]] = {
         optional=("scale", "bias", "mean", "variance"),
     ),
     "lstm": Kind(
-        _GATES, {**_RECURRENT, "projection": "size that the state is projected to"}, ("bias", "recurrent_bias")
+        {**_GATES, "projection_kernel": ("units", "projection")},
+        {**_RECURRENT, "projection": "size that the state is projected to, which is then that of the recurrent kernel"},
+        ("bias", "recurrent_bias", "projection_kernel"),
     ),
     "gru": Kind(
         _GATES,

@@ -175,6 +175,11 @@ class BoundModule:
                 )
 
 
+def inside(bound: BoundModule) -> nn.Module:
+    """The module that a bound model stands for."""
+    return bound._module
+
+
 class _Installation:
     """What a bound module puts into its module: put in by the first thread that comes, taken out by the last to go.
 
