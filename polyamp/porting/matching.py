@@ -65,13 +65,16 @@ class Matching:
         self.alone[1].extend(other.alone[1])
 
 
-def match(source: Inventory, target: Inventory, names: Mapping[str, str]) -> Matching:
+def match(
+    source: Inventory, target: Inventory, names: Mapping[str, str], *, tied: tuple[bool, bool] = (False, False)
+) -> Matching:
     """The layers of two models in pairs, in the target's order. Layers without arrays are left out, tied ones as well.
 
     Args:
         source: the model whose values are taken.
         target: the model that gets them.
         names: regular expression -> replacement, applied in turn to the source's paths.
+        tied: whether tied arrays count as a layer's own, on either side.
 
     Raises:
         PortError: an expression of `names` is none, or matches no path.
@@ -82,7 +85,7 @@ def match(source: Inventory, target: Inventory, names: Mapping[str, str]) -> Mat
     if names:
         ours, theirs = _named(ours, theirs, source, found)
     search = _Search((source.ordered, target.ordered))
-    found.add(search.align(tree(ours), tree(theirs)))
+    found.add(search.align(tree(ours, tied=tied[0]), tree(theirs, tied=tied[1])))
     place = {layer.path: number for number, layer in enumerate(target.layers)}
     found.pairs.sort(key=lambda each: place.get(each.target.path, 0))
     return found

@@ -13,7 +13,7 @@ from polyamp.porting.differences import Compared, compare
 from polyamp.porting.flatten import Order, orders
 from polyamp.porting.inventory import Inventory
 from polyamp.porting.lazy import Lazy
-from polyamp.porting.matching import Match, Matching, match
+from polyamp.porting.matching import Match, Matching
 from polyamp.porting.refusals import check_whole, dtypes_differ
 from polyamp.porting.renaming import checked
 from polyamp.porting.report import Moved, PortReport
@@ -48,7 +48,7 @@ def load(
             f"{described(canonical)}. polyamp.port(source, target) takes models."
         )
     ours = Side(canonical.inventory(), None, canonical)
-    return _moved(ours, side_of(target, batch, "load(target, canonical)"), names, strict, None)
+    return moved(ours, side_of(target, batch, "load(target, canonical)"), names, strict, None)
 
 
 def port(
@@ -98,14 +98,22 @@ def port(
     given = None if check is None else Batch.of(check)
     ours = side_of(source, None if given is None else given.source, "port(source, target)", files=True)
     theirs = side_of(target, None if given is None else given.target, "port(source, target)")
-    return _moved(ours, theirs, names, strict, given)
+    return moved(ours, theirs, names, strict, given)
 
 
-def _moved(
+def moved(
     source: Side, target: Side, names: Mapping[str, str] | None, strict: bool, given: Any
 ) -> tuple[Any, PortReport]:
-    found = match(source.inventory, target.inventory, checked(names))
-    kept = ties.settled(found, source.inventory, target.inventory)
+    """The target with the source's values, and the report; what `port` and `load` do.
+
+    Args:
+        source: where the values come from.
+        target: what gets them.
+        names: as for `port`.
+        strict: as for `port`.
+        given: the batches of a check; None without one.
+    """
+    found, kept = ties.matched(source.inventory, target.inventory, checked(names))
     compared = compare(source.inventory, target.inventory, found.pairs)
     turned = orders(source.inventory, target.inventory, found.pairs)
     refused = check_whole(found, compared, source.inventory, target.inventory, strict=strict)

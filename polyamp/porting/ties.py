@@ -1,16 +1,14 @@
 """Arrays that are used twice, a head tied to an embedding above all: tied on one side and not on the other. Called by
-`port`, after `matching`, which leaves out layers that have no array of their own."""
+`port`, around `matching`, which leaves out layers that have no array of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from polyamp.errors import PortError
-from polyamp.porting.fits import fit
 from polyamp.porting.inventory import Inventory, NativeLayer
 from polyamp.porting.lazy import Lazy
-from polyamp.porting.matching import Match, Matching
-from polyamp.porting.names import name_of
+from polyamp.porting.matching import Match, Matching, match
 
 
 class Kept:
@@ -45,36 +43,33 @@ class Kept:
         return self._notes
 
 
-def settled(found: Matching, source: Inventory, target: Inventory) -> Kept:
-    """Give layers that have no partner one that is tied; changes `found`."""
-    equal: list[Match] = []
-    notes: list[str] = []
-    tied_ours, tied_theirs = _tied(source), _tied(target)
-    for layer in list(found.alone[1]):  # a head of its own here, tied in the source
-        partner = _partner(layer, [each for each in tied_ours if fit(each, layer) is not None])
-        if partner is not None and (way := fit(partner, layer)) is not None:
-            found.alone[1].remove(layer)
-            found.pairs.append(Match(partner, layer, way, "name"))
-            owner = next(leaf.tied for leaf in partner.leaves.values() if leaf.tied is not None)
+def matched(source: Inventory, target: Inventory, names: Mapping[str, str]) -> tuple[Matching, Kept]:
+    """The layers in pairs, whether a head is tied on both sides, on one of them or on none."""
+    first = match(source, target, names)
+    found = first
+    for tied in ((True, False), (False, True)):
+        if found.whole or not _has_ties((source, target)[tied.index(True)]):
+            continue
+        again = match(source, target, names, tied=tied)
+        found = again if again.whole else found
+    notes, equal = [], []
+    for each in found.pairs:
+        owners = [_owners(layer) for layer in (each.source, each.target)]
+        if owners[0] and not owners[1]:
             notes.append(
-                f"{layer.path} has the values of {owner} in the source, where both are one array; here they part as "
-                "soon as they are trained"
+                f"{each.target.path} has the values of {owners[0][0]} in the source, where both are one array; here "
+                "they part as soon as they are trained"
             )
-    for layer in list(found.alone[0]):  # a head of its own in the source, tied here
-        partner = _partner(layer, [each for each in tied_theirs if fit(layer, each) is not None])
-        if partner is not None and (way := fit(layer, partner)) is not None:
-            found.alone[0].remove(layer)
-            equal.append(Match(layer, partner, way, "name"))
-            notes.append(f"{partner.path} is tied here; in the source {layer.path} has the same values of its own")
-    return Kept(equal, notes)
+        elif owners[1] and not owners[0]:
+            equal.append(each)
+            notes.append(f"{each.target.path} is tied to {owners[1][0]} here, and has values of its own in the source")
+    return found, Kept(equal, notes)
 
 
-def _tied(inventory: Inventory) -> list[NativeLayer]:
-    return [layer for layer in inventory.layers if any(leaf.tied is not None for leaf in layer.leaves.values())]
+def _has_ties(inventory: Inventory) -> bool:
+    return any(_owners(layer) for layer in inventory.layers)
 
 
-def _partner(layer: NativeLayer, tied: list[NativeLayer]) -> NativeLayer | None:
-    if len(tied) == 1:
-        return tied[0]
-    named = [each for each in tied if name_of(each.path) == name_of(layer.path)]
-    return named[0] if len(named) == 1 else None
+def _owners(layer: NativeLayer) -> list[str]:
+    """Names of the arrays that a layer is tied to."""
+    return [leaf.tied for leaf in layer.leaves.values() if leaf.tied is not None]

@@ -44,12 +44,12 @@ class Node:
         return [dataclasses.replace(child, path=_joined(self.path, child.path)) for child in self.children]
 
 
-def mass_of(layer: NativeLayer) -> int:
-    """Number of canonical values that a layer has of its own.
+def mass_of(layer: NativeLayer, *, tied: bool = False) -> int:
+    """Number of canonical values that a layer has of its own; with `tied`, of all that it has.
 
     Where a form does not fit its arrays, those arrays are counted.
     """
-    own = {name: leaf.array for name, leaf in layer.leaves.items() if leaf.tied is None}
+    own = {name: leaf.array for name, leaf in layer.leaves.items() if tied or leaf.tied is None}
     if len(own) == len(layer.leaves):
         try:
             shapes = layer.forms[0].shapes(own)
@@ -66,16 +66,17 @@ def mass_of(layer: NativeLayer) -> int:
     return sum(array.size for array in own.values())
 
 
-def tree(layers: Sequence[tuple[str, NativeLayer]]) -> list[Node]:
+def tree(layers: Sequence[tuple[str, NativeLayer]], *, tied: bool = False) -> list[Node]:
     """The top of a model's tree.
 
     Args:
         layers: (path, layer) in the model's order; those without arrays of their own are left out.
+        tied: what is tied counts as an array of its own.
     """
     top = Node("", [], None, 0, 0)
     modules: dict[str, Node] = {"": top}
     for place, (path, layer) in enumerate(layers):
-        mass = mass_of(layer)
+        mass = mass_of(layer, tied=tied)
         if not mass:
             continue
         around = _module(modules, path.rpartition("/")[0], place)
