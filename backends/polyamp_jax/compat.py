@@ -77,6 +77,12 @@ def nnx_modules(model: Any) -> Any:
     return model.iter_modules()  # until flax 0.11, and deprecated later
 
 
+def nnx_attributes(node: Any) -> dict[str, Any]:
+    """The attributes of an nnx object in the order in which they were set, less flax's own bookkeeping."""
+    own = ("_pytree__", "_object__", "_length")  # `_object__` until flax 0.11, `_length` of an nnx.List
+    return {name: value for name, value in vars(node).items() if not name.startswith(own)}
+
+
 def optax_setting(path: str) -> str | None:
     """A path through what an optax transformation closes over, less what its wrappers add; None for what makes the
     state and says nothing more than what makes the update."""

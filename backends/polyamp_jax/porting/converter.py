@@ -24,7 +24,8 @@ from polyamp_jax.porting.leaves import array_like
 from polyamp_jax.porting.library import Library, batch_of
 
 LIBRARIES: Final = (
-    ("flax.linen", "Module", "linen"),  # in a tuple
+    ("flax.nnx", "Module", "nnx"),
+    ("flax.linen", "Module", "linen"),
 )
 """(module of the class that the model, or the first item of its tuple, is of, the class's name, the library's module in
 this room, which says what it takes)."""

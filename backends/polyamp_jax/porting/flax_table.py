@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from polyamp.errors import PortError
+from polyamp.porting.forms import Form
 from polyamp_jax.porting import flax_cells as cells
 from polyamp_jax.porting import flax_forms as forms
-from polyamp_jax.porting.flax_forms import Maker
+from polyamp_jax.porting.flax_forms import Maker, RefusedError
 
 MAKERS: Final[Mapping[str, Maker]] = {
     "Dense": forms.dense,
@@ -33,6 +36,15 @@ MAKERS: Final[Mapping[str, Maker]] = {
     "MultiHeadAttention": cells.attention,
     "SelfAttention": cells.attention,
 }
+COMPOSITE: Final = (cells.lstm, cells.gru, cells.simple_rnn, cells.attention)
+"""Makers of layers that are several modules: the arrays of all of them are theirs."""
+
+ARRAYS: Final = frozenset(("kernel", "bias", "scale", "mean", "var", "embedding", "negative_slope"))
+"""Names of the arrays of flax's layers that are one module; what else a subclass has is a parameter of no layer."""
+
+BARE: Final = ("Dropout", "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm")
+"""Classes that may have no arrays."""
+
 CELLS: Final = ("lstm", "gru", "simple_rnn")
 """Kinds of recurrent layers."""
 
@@ -55,11 +67,55 @@ def class_of(module: Any) -> type | None:
     return None
 
 
-def line(library: str, kind: type, path: str, setting: str, value: Any) -> str:
-    """The line of code that gives a layer another setting: in nnx an attribute, in linen an argument of the class."""
-    if library == "nnx":
-        return f"model.{path.replace('/', '.')}.{setting} = {value!r}"
-    return f"{path}: nn.{kind.__name__}({setting}={value!r})"
+def made(module: Any, shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any], path: str) -> Form:
+    """The form of a module of one of flax's classes.
+
+    Args:
+        module: the module.
+        shapes: of its arrays by name.
+        settings: by name.
+        path: of the module, for the message.
+
+    Raises:
+        PortError: the layer, or one of its settings, has no place in the canonical layout.
+    """
+    kind = class_of(module)
+    assert kind is not None
+    try:
+        if kind.__name__ in REFUSED:
+            raise RefusedError(REFUSED[kind.__name__])
+        return MAKERS[kind.__name__](shapes, settings)
+    except RefusedError as error:
+        raise refusal(path, f"{'.'.join(kind.__module__.split('.')[:2])}.{kind.__name__}: {error}") from None
+
+
+def refusal(path: str, why: str) -> PortError:
+    """The error about a layer that cannot be moved; `why` names its class first."""
+    return PortError(
+        f"{path or 'the model'!r} cannot be moved: {why}. Give it a form with polyamp.porting.register, or port the "
+        "model without it."
+    )
+
+
+def lines(module: Any, form: Form, path: str) -> dict[str, Callable[[Any], str]]:
+    """Canonical attribute -> the line of code that gives a layer another value: in nnx an attribute, in linen, whose
+    modules do not change, an argument of the class."""
+    kind = class_of(module)
+    if kind is None:
+        return {}
+    return {
+        attribute: functools.partial(_line, kind, path, setting)
+        for attribute, setting in SETTINGS.items()
+        if attribute in form.attributes
+    }
+
+
+def _line(kind: type, path: str, setting: str, value: Any) -> str:
+    written = repr(value.upper() if setting == "padding" and isinstance(value, str) else value)
+    if kind.__module__.startswith("flax.linen"):
+        return f"nn.{kind.__name__}({setting}={written}) for {path!r}"
+    steps = "".join(f"[{step}]" if step.isdigit() else f".{step}" for step in path.split("/"))
+    return f"model{steps}.{setting} = {written}"
 
 
 SETTINGS: Final[Mapping[str, str]] = {

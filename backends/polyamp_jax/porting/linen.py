@@ -6,22 +6,21 @@ a layer is; of the others the names and shapes of their arrays do (`linen_names`
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import jax
 from flax import core, linen
 
-from polyamp.errors import ModelError, PortError
+from polyamp.errors import ModelError
 from polyamp.porting.forms import Form
 from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
 from polyamp.porting.register import form_of, qualified
 from polyamp_jax.arrays import path_name
 from polyamp_jax.models.flax import adapt_linen
-from polyamp_jax.porting import flax_cells, linen_names
-from polyamp_jax.porting.flax_forms import RefusedError, parameter
-from polyamp_jax.porting.flax_table import CELLS, MAKERS, REFUSED, SETTINGS, class_of, line
+from polyamp_jax.porting import linen_names
+from polyamp_jax.porting.flax_forms import Maker, RefusedError, parameter
+from polyamp_jax.porting.flax_table import ARRAYS, BARE, CELLS, COMPOSITE, MAKERS, class_of, lines, made, refusal
 from polyamp_jax.porting.inference import quiet, still
 from polyamp_jax.porting.leaves import lazy, movable
 from polyamp_jax.porting.library import Batch, Record
@@ -134,6 +133,12 @@ class _Node:
                 found |= {f"{name}/{inner}": array for inner, array in child.below().items()}
         return found
 
+    def only(self, names: frozenset[str]) -> _Node:
+        """A module that has these submodules alone."""
+        made = _Node()
+        made.children = {name: child for name, child in self.children.items() if name in names}
+        return made
+
 
 class _Tree:
     """The modules that have arrays, and the layers that they are."""
@@ -159,10 +164,13 @@ class _Tree:
         return [self._of[leaf.name] for leaf in layer.leaves.values()] or [tuple(layer.path.split("/"))]
 
     def layers(self) -> Iterator[NativeLayer]:
-        """All of them, and dropout that was seen."""
-        yield from self._under(self._root, ())
+        """All of them, and those without arrays that were seen."""
+        found = list(self._under(self._root, ()))
+        yield from found
+        listed = {layer.path for layer in found}
         for path, module in self._seen.modules.items():
-            if isinstance(module, linen.Dropout):
+            kind = class_of(module)
+            if kind is not None and kind.__name__ in BARE and "/".join(path) not in listed:
                 yield self._layer(path, {}, module)
 
     def _under(self, node: _Node, path: Path) -> Iterator[NativeLayer]:
@@ -171,23 +179,28 @@ class _Tree:
         if module is not None and (form := form_of(module)) is not None:
             yield _native(path, node.below(), (form,), qualified(type(module)))
             return
-        if kind is not None:
-            norms = linen_names.NORMS if MAKERS.get(kind.__name__) is flax_cells.attention else frozenset()
-            yield self._layer(path, node.below(norms), module)
-            for name in sorted(norms & set(node.children)):
-                yield from self._under(node.children[name], (*path, name))
-            return
-        try:
-            maker = linen_names.composite({name: _shapes(child.arrays) for name, child in node.children.items()})
-        except RefusedError as error:
-            raise _refusal(path, str(error)) from None
-        if maker is not None and module is None and not node.arrays:
+        if kind is not None and MAKERS.get(kind.__name__) in COMPOSITE:
+            yield self._layer(path, node.below(linen_names.NORMS), module)
+            node = node.only(linen_names.NORMS)
+        elif kind is not None:
+            yield self._layer(path, {name: array for name, array in node.arrays.items() if name in ARRAYS}, module)
+            node.arrays = {name: array for name, array in node.arrays.items() if name not in ARRAYS}
+        elif (maker := self._composite(node, path, module)) is not None:
             held = node.below(linen_names.NORMS)
             yield _native(path, held, (maker(_shapes(held), {}),))
-            node.children = {name: child for name, child in node.children.items() if name in linen_names.NORMS}
+            node = node.only(linen_names.NORMS)
         yield from self._by_names(node, path)
         for name, child in node.children.items():
             yield from self._under(child, (*path, name))
+
+    def _composite(self, node: _Node, path: Path, module: Any) -> Maker | None:
+        """What a module is by the names of its submodules, where its class was not seen."""
+        if module is not None or node.arrays:
+            return None
+        try:
+            return linen_names.composite({name: _shapes(child.arrays) for name, child in node.children.items()})
+        except RefusedError as error:
+            raise refusal("/".join(path), f"flax.linen.{error}") from None
 
     def _by_names(self, node: _Node, path: Path) -> Iterator[NativeLayer]:
         for names in linen_names.groups(node.arrays):
@@ -202,43 +215,21 @@ class _Tree:
                 yield _native(path if whole else (*path, name), {name: array}, single)
 
     def _layer(self, path: Path, held: Mapping[str, Array], module: Any) -> NativeLayer:
-        kind = class_of(module)
-        assert kind is not None
-        if kind.__name__ in REFUSED:
-            raise _refusal(path, f"{kind.__name__}: {REFUSED[kind.__name__]}")
-        try:
-            form = MAKERS[kind.__name__](_shapes(held), settings(module))
-        except RefusedError as error:
-            raise _refusal(path, f"{kind.__name__}: {error}") from None
+        form = made(module, _shapes(held), settings(module), "/".join(path))
         if form.kind in CELLS and path in self._seen.reverse:
             form = Form(form.kind, form.rules, {**form.attributes, "reverse": self._seen.reverse[path]})
-        return _native(path, held, (form,), f"flax.linen.{type(module).__name__}", kind)
+        return _native(path, held, (form,), f"flax.linen.{type(module).__name__}", module)
 
 
 def _native(
-    path: Path, held: Mapping[str, Array], forms: tuple[Form, ...], module: str = "", kind: type | None = None
+    path: Path, held: Mapping[str, Array], forms: tuple[Form, ...], name: str = "", module: Any = None
 ) -> NativeLayer:
     where = "/".join(path)
     leaves = {
-        name: Leaf(array.name, lazy(array.name, array.leaf), array.collection == "params")
-        for name, array in held.items()
+        own: Leaf(array.name, lazy(array.name, array.leaf), array.collection == "params") for own, array in held.items()
     }
-    lines = {}
-    if kind is not None:
-        lines = {
-            attribute: functools.partial(line, "linen", kind, where, setting)
-            for attribute, setting in SETTINGS.items()
-            if attribute in forms[0].attributes
-        }
-    return NativeLayer(where, leaves, forms, module, lines)
+    return NativeLayer(where, leaves, forms, name, lines(module, forms[0], where))
 
 
 def _shapes(held: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(array.leaf.shape) for name, array in held.items()}
-
-
-def _refusal(path: Path, why: str) -> PortError:
-    return PortError(
-        f"{'/'.join(path) or 'the model'!r} cannot be moved: flax.linen.{why}. Give it a form with "
-        "polyamp.porting.register, or port the model without it."
-    )
