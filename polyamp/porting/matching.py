@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from polyamp.porting import composites
+from polyamp.porting import composites, neighbours
 from polyamp.porting.fits import Fit, fit
 from polyamp.porting.inventory import Inventory, NativeLayer
 from polyamp.porting.pairing import pair
@@ -29,7 +29,8 @@ class Match(NamedTuple):
         source: the source's layer; of several that the other framework keeps as one, all in one.
         target: the target's.
         fit: how the arrays of one go into the other.
-        told: what told: "names=", "name", "number", "alone" (nothing else fits), "order" (the weakest).
+        told: what told: "names=", "name", "number", "alone" (nothing else fits), "neighbour"
+            (the layer beside it is known), "order" (the weakest).
     """
 
     source: NativeLayer
@@ -86,6 +87,7 @@ def match(
         ours, theirs = _named(ours, theirs, source, found)
     search = _Search((source.ordered, target.ordered))
     found.add(search.align(tree(ours, tied=tied[0]), tree(theirs, tied=tied[1])))
+    _settle_by_neighbours(found)
     place = {layer.path: number for number, layer in enumerate(target.layers)}
     found.pairs.sort(key=lambda each: place.get(each.target.path, 0))
     return found
@@ -192,6 +194,16 @@ class _Search:
             return None if way is None else Matching([Match(source.layer, target.layer, way, "alone")])
         found = self.align(source.children or [source], target.children or [target])
         return found if found.whole else None
+
+
+def _settle_by_neighbours(found: Matching) -> None:
+    """Pair what is alike by the layers beside it."""
+    for group in list(found.alike):
+        couples = neighbours.told_apart(*group, [(each.source, each.target) for each in found.pairs])
+        ways = [fit(one, other) for one, other in couples or ()]
+        if couples is not None and None not in ways:
+            found.alike.remove(group)
+            found.pairs += [Match(*each, way, "neighbour") for each, way in zip(couples, ways, strict=True) if way]
 
 
 def _masses(nodes: Sequence[Node]) -> list[int]:

@@ -21,7 +21,7 @@ class Moved:
         source: its path in the source.
         target: its path in the target.
         kind: its kind, such as "dense".
-        told: what told that they are one: "names=", "name", "number", "alone" (nothing else fits), "order".
+        told: what told: "names=", "name", "number", "alone" (nothing else fits), "neighbour" or "order".
     """
 
     source: str

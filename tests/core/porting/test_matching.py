@@ -196,6 +196,23 @@ def test_a_residual_network_with_its_shortcuts() -> None:
     assert pairs["fc"] == "head"
 
 
+def test_a_norm_is_told_by_the_convolution_beside_it() -> None:
+    keras = "".join(
+        f"conv{name}_conv: conv {inputs} 4 -bias\nconv{name}_bn: batch_norm 4\n"
+        for name, inputs in (("1", 3), ("2_block1_1", 4), ("2_block1_2", 4))
+    )
+    linen = """ResNetBlock_0/BatchNorm_0: batch_norm 4
+    ResNetBlock_0/BatchNorm_1: batch_norm 4
+    ResNetBlock_0/Conv_0: conv 4 4 -bias
+    ResNetBlock_0/Conv_1: conv 4 4 -bias
+    bn_init: batch_norm 4
+    conv_init: conv 3 4 -bias"""
+    pairs = paired(sketch(keras), sketch(linen, ordered=False))
+    assert pairs["conv1_bn"] == "bn_init"
+    assert pairs["conv2_block1_1_bn"] == "ResNetBlock_0/BatchNorm_0"
+    assert pairs["conv2_block1_2_bn"] == "ResNetBlock_0/BatchNorm_1"
+
+
 def test_names_settle_it() -> None:
     one = sketch("a: dense 6 6\nb: dense 6 6")
     other = sketch("x: dense 6 6\ny: dense 6 6", ordered=False)
