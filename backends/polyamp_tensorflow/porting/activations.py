@@ -89,9 +89,9 @@ def form_of(layer: Any) -> Form | None:
 
 
 def parts_of(layer: Any) -> list[Part]:
-    """The one part of a layer that is an activation."""
+    """The one part of a layer that is an activation; none of one that changes nothing."""
     found = form_of(layer)
-    return [] if found is None else [Part(found)]
+    return [] if found is None or found.attributes.get("activation") == "linear" else [Part(found)]
 
 
 def _one(axis: Any) -> bool:

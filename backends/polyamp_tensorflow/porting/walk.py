@@ -97,7 +97,9 @@ class Found:
         return Leaf(name, lazy(variable), key in self._weights, tied)
 
     def _parameters(self, module: Module, named: set[int]) -> Iterator[NativeLayer]:
-        """The variables of a layer that its forms do not name: parameters of no layer."""
+        """The variables of a layer that its forms do not name: parameters of no layer. One that it holds because
+        a layer inside has it, as SpectralNormalization does, is that layer's."""
+        named = named | {id(raw(variable)) for layer in inside(module.layer) for variable in own(layer).values()}
         for name, variable in own(module.layer).items():
             key = id(raw(variable))
             if key in named or not is_floating(raw(variable)):
@@ -140,8 +142,8 @@ def found(model: Any) -> Found:
             f"{type(model).__module__}.{type(model).__qualname__}."
         )
     if is_layer(model) and not is_built(model):
-        waiting = next((module for module in modules(model) if not module.layer.built), None)
-        name = f" Layer {waiting.path!r} waits for its input." if waiting is not None and waiting.path else ""
+        waiting = next((module.path for module in modules(model) if module.path and not module.layer.built), None)
+        name = f" Layer {waiting!r} waits for its input." if waiting else ""
         raise ModelError(
             f"the Keras model {model.name!r} is not built, so it has no variables yet.{name} Call it once on a batch, "
             "or model.build(shape), before it is moved."

@@ -28,7 +28,7 @@ def _case(name: str, *stack: Callable[[], Any]) -> Callable[[], Any]:
         given = outputs = keras.Input(case.inputs[1:], dtype="int32" if case.tokens else "float32")
         for make in stack:
             outputs = make()(outputs)
-        return _random(keras.Model(given, outputs), name)
+        return randomized(keras.Model(given, outputs), name)
 
     return build
 
@@ -40,12 +40,13 @@ def _whole(name: str, make: Callable[[], Any]) -> Callable[[], Any]:
         case = CASES[name]
         model = make()
         model(np.zeros(case.inputs, np.int32 if case.tokens else np.float32))
-        return _random(model, name)
+        return randomized(model, name)
 
     return build
 
 
-def _random(model: Any, name: str) -> Any:
+def randomized(model: Any, name: str) -> Any:
+    """The model with random weights; variances above zero."""
     rng = np.random.default_rng(len(name))
     for weight in model.weights:
         values = rng.normal(0, 0.5, weight.shape)
