@@ -137,6 +137,20 @@ def programs_of(eqn: JaxprEqn) -> Iterator[Jaxpr]:
                 yield item.jaxpr if isinstance(item, ClosedJaxpr) else item
 
 
+def sources(program: ClosedJaxpr) -> list[tuple[int, ...]]:
+    """Numbers of the inputs that each output of a program is made of."""
+    jaxpr: Jaxpr = program.jaxpr
+    made: dict[Any, frozenset[int]] = {var: frozenset({number}) for number, var in enumerate(jaxpr.invars)}
+
+    def of(atom: Any) -> frozenset[int]:
+        return frozenset() if isinstance(atom, Literal) else made.get(atom, frozenset())
+
+    for eqn in jaxpr.eqns:
+        together = frozenset[int]().union(*map(of, eqn.invars))
+        made.update(dict.fromkeys(eqn.outvars, together))
+    return [tuple(sorted(of(atom))) for atom in jaxpr.outvars]
+
+
 def with_programs(params: dict[str, Any], change: Callable[[JaxprEqn], dict[str, Any]], key: Any) -> dict[str, Any]:
     """An equation's parameters, each equation of the jaxprs among them with the parameters that `change` gives it.
 

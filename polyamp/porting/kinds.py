@@ -89,7 +89,7 @@ KINDS: Final[dict[str, Kind]] = {
         {**_NORM, "axes": "number of last axes that it is over"},
         optional=("scale", "bias"),
     ),
-    "rms_norm": Kind({"scale": ("...",)}, _NORM, optional=("scale",)),
+    "rms_norm": Kind({"scale": ("...",), "bias": ("...",)}, _NORM, optional=("scale", "bias")),
     "group_norm": Kind(
         {"scale": ("channels",), "bias": ("channels",), "mean": ("channels",), "variance": ("channels",)},
         {**_NORM, "groups": "number of groups; as many as channels in an instance norm"},
@@ -140,6 +140,9 @@ KINDS: Final[dict[str, Kind]] = {
     ),
     "prelu": Kind({"slope": ("channels",)}),
     "parameter": Kind({"value": ("...",)}),
+    "rotary": Kind(
+        {}, {"base": "of the wave lengths", "pairs": '"halves" (x and x + size / 2 turn together) or "neighbours"'}
+    ),
     "activation": Kind(
         {},
         {"activation": "its name", "negative_slope": "of a leaky ReLU", "alpha": "of an ELU", "axis": "of a softmax"},

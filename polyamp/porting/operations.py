@@ -295,6 +295,9 @@ class Merge:
         absent: numbers of those whose second bias stands where no other bias can take its place, and which the
             framework lacks: `backward` refuses all but zeros there. nnx's GRU, which has one bias alone and resets
             after the product: `Merge(blocks=3, absent=(2,))`.
+        added: a number for each block that the framework's formula adds by itself: the second bias is that, so that
+            the first is what the framework has, bit for bit. haiku's LSTM, which adds 1 to the forget gate:
+            `Merge(blocks=4, added=(0, 1, 0, 0))`.
 
     >>> import numpy as np
     >>> Merge().backward([np.array([1.0]), np.array([2.0])])
@@ -304,6 +307,7 @@ class Merge:
     kept: tuple[int, ...] = ()
     blocks: int = 1
     absent: tuple[int, ...] = ()
+    added: tuple[float, ...] = ()
 
     def shapes(self, shapes: list[Shape]) -> list[Shape]:
         return [shapes[0], shapes[0]]
@@ -312,16 +316,19 @@ class Merge:
         import numpy as np
 
         second = np.zeros_like(arrays[0])
+        parts = np.split(second, self.blocks)  # views
+        for part, number in zip(parts, self.added, strict=False):
+            part[...] = number
         if self.kept:
-            parts, held = np.split(second, self.blocks), np.split(arrays[1], len(self.kept))
+            held = np.split(arrays[1], len(self.kept))
             for number, values in zip(self.kept, held, strict=True):
-                parts[number][...] = values  # np.split gives views
+                parts[number][...] = values
         return [arrays[0], second]
 
     def backward(self, arrays: list[Array]) -> list[Array]:
         import numpy as np
 
-        parts = np.split(arrays[1], self.blocks)
+        parts = self._less_added(arrays[1])
         if any(parts[number].any() for number in self.absent):
             raise PortError(
                 f"a recurrent bias, its blocks {list(self.absent)} of {self.blocks}, has no place in the target, whose "
@@ -353,11 +360,16 @@ class Merge:
         return [np.concatenate(merged).astype(arrays[0].dtype, copy=False), *apart]
 
     def loses(self, arrays: list[Array]) -> str:
+        lost = any(part.any() for number, part in enumerate(self._less_added(arrays[1])) if number not in self.kept)
+        return "two biases are added into one" if lost else ""
+
+    def _less_added(self, second: Array) -> list[Array]:
         import numpy as np
 
-        parts = np.split(arrays[1], self.blocks)
-        lost = any(part.any() for number, part in enumerate(parts) if number not in self.kept)
-        return "two biases are added into one" if lost else ""
+        parts = np.split(second, self.blocks)
+        if not self.added:
+            return parts
+        return [part - np.asarray(number, part.dtype) for part, number in zip(parts, self.added, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ from polyamp_jax.porting.library import Library, batch_of
 LIBRARIES: Final = (
     ("flax.nnx", "Module", "nnx"),
     ("flax.linen", "Module", "linen"),
+    ("equinox", "Module", "equinox"),
 )
 """(module of the class that the model, or the first item of its tuple, is of, the class's name, the library's module in
 this room, which says what it takes)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,6 +27,14 @@ class Described(Protocol):
     def arrays(self) -> Mapping[str, Any]: ...
     @property
     def attributes(self) -> Mapping[str, Any]: ...
+
+
+class _Cell(NamedTuple):
+    """A layer without some of its attributes."""
+
+    kind: str
+    arrays: Mapping[str, Any]
+    attributes: Mapping[str, Any]
 
 
 def one(layer: Described, x: Array) -> Array:
@@ -341,8 +349,14 @@ def _stacked(layers: Mapping[str, Described], x: Array) -> Array:
 
 
 def _bidirectional(layers: Mapping[str, Described], x: Array) -> Array:
-    ways = sorted(_of(layers, "lstm"), key=lambda layer: bool(layer.attributes["reverse"]))
-    return np.concatenate([one(way, x) for way in ways], -1)
+    """Where a cell does not say which way it reads, its name does."""
+    ways = {
+        bool(layer.attributes.get("reverse", "back" in path)): layer
+        for path, layer in layers.items()
+        if layer.kind == "lstm"
+    }
+    turned = one(_Cell(ways[True].kind, ways[True].arrays, {}), x[:, ::-1])[:, ::-1]
+    return np.concatenate([one(ways[False], x), turned], -1)
 
 
 def _heads(heads: int, key_heads: int) -> Callable[..., Array]:
