@@ -31,13 +31,15 @@ def quiet(
         function: what is called; a bound method.
         args: positional arguments.
         kwargs: keyword arguments.
-        add: pass flags that the caller leaves to their defaults too.
+        add: pass flags that the caller leaves to their defaults too, but for those that are settings of the module.
     """
     signature = inspect.signature(function)
     bound = signature.bind_partial(*args, **kwargs)
+    module = getattr(function, "__self__", None)
     for name, parameter in signature.parameters.items():
         given = bound.arguments.get(name)
-        if name in FLAGS and parameter.kind is not parameter.VAR_KEYWORD and (add or given is not None):
+        added = add and given is None and getattr(module, name, None) is None
+        if name in FLAGS and parameter.kind is not parameter.VAR_KEYWORD and (added or given is not None):
             bound.arguments[name] = FLAGS[name]
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:

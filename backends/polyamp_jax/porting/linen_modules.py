@@ -100,7 +100,7 @@ def _called(module: Any, batch: Batch, found: Seen) -> None:
 
     def make(arrays: Any) -> None:
         args, kwargs = jax.tree.unflatten(structure, [_put(leaf, arrays) for leaf in flat])
-        args, kwargs = quiet(module, args, kwargs, add=True)
+        args, kwargs = quiet(module.__call__, args, kwargs, add=True)
         with linen.intercept_methods(intercept):
             variables = module.init(jax.random.key(0), *args, **kwargs)
         for collection, tree in variables.items():

@@ -1,0 +1,72 @@
+"""Every layer of flax in the canonical layout: what its textbook formula gives of the canonical arrays is what flax
+gives, and the way back is bit-identical."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from polyamp.porting.canonical import Layer
+from polyamp.porting.inventory import Inventory
+from polyamp.porting.lazy import Lazy
+from polyamp_jax.arrays import named_leaves
+from polyamp_jax.models.adapt import adapt
+from polyamp_jax.porting.converter import CONVERTER, library
+from tests.porting.layers import formulas, linen_layers, nnx_layers
+from tests.porting.layers.cases import inputs
+
+ROWS = [(flax, name) for flax in (linen_layers, nnx_layers) for name in flax.BUILD]
+IDS = [f"{flax.__name__.rpartition('.')[2]}-{name}" for flax, name in ROWS]
+
+
+def canonical(inventory: Inventory) -> dict[str, Layer]:
+    """The layers in the canonical layout, by path."""
+    return {
+        layer.path: Layer(layer.forms[0].kind, layer.forms[0].arrays(layer.arrays), layer.forms[0].attributes)
+        for layer in inventory.layers
+    }
+
+
+def back(inventory: Inventory) -> dict[str, Lazy]:
+    """The native arrays by name, made of the canonical ones."""
+    moved = {}
+    for layer in inventory.layers:
+        form = layer.forms[0]
+        arrays = {array: Lazy.of(np.array(lazy)) for array, lazy in form.arrays(layer.arrays).items()}
+        made = form.leaves(arrays, layer.arrays)
+        moved.update({layer.leaves[array].name: Lazy.of(np.array(lazy)) for array, lazy in made.items()})
+    return moved
+
+
+@pytest.mark.parametrize(("flax", "name"), ROWS, ids=IDS)
+def test_the_textbook_formula_gives_what_flax_gives_and_the_way_back_is_bit_identical(
+    flax: ModuleType, name: str
+) -> None:
+    model = flax.BUILD[name]()
+    given = inputs(name)
+    inventory = CONVERTER.inventory(model, given)
+    expected = formulas.output(name, canonical(inventory))
+    got = flax.run(model, given)
+    assert np.shape(got) == np.shape(expected)
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+
+    leaves = {leaf.name: leaf for layer in inventory.layers for leaf in layer.leaves.values()}
+    held = library(model).arrays(model)
+    assert set(leaves) == set(held)
+    assert {leaf for leaf, of in leaves.items() if of.trainable} == set(named_leaves(adapt(model).params))
+    blank = CONVERTER.fill(model, {leaf: Lazy.of(np.zeros(of.array.shape, "float32")) for leaf, of in leaves.items()})
+    for array in library(blank).arrays(blank).values():
+        np.testing.assert_array_equal(array, np.zeros(array.shape))
+    filled = CONVERTER.fill(blank, back(inventory))
+    for leaf, array in library(filled).arrays(filled).items():
+        np.testing.assert_array_equal(array, held[leaf])
+    assert structure(filled) == structure(model)
+
+
+def structure(model: Any) -> Any:
+    """What a model is made of beside its arrays."""
+    return jax.tree.structure(model[1] if isinstance(model, tuple) else adapt(model).params)
