@@ -12,13 +12,22 @@ from typing import Any, Final, NamedTuple
 
 from polyamp.porting.fits import Fit
 from polyamp.porting.inventory import Inventory, NativeLayer
-from polyamp.porting.kinds import known, plain
+from polyamp.porting.kinds import default_scale, known, plain
 from polyamp.porting.matching import Match
 
 _LAYOUT: Final = ("channels", "inputs", "outputs")
 """Attributes that say how numbers lie; both sides' layouts are the converters' business."""
 _CONVENTIONS: Final = ("mask", "unbiased")
 """Attributes that every layer of a framework has alike: a remark, no difference of these two models."""
+_WITHOUT: Final[dict[str, Any]] = {
+    "scale": 1.0,
+    "dropout": 0.0,
+    "recurrent_dropout": 0.0,
+    "padding_mode": "zeros",
+    "reverse": False,
+    "groups": 1,
+}
+"""What a layer does that lacks an attribute."""
 _CLOSE: Final = 1e-6
 """Relative distance below which two numbers are one: an epsilon kept in float32 is not 1e-5 to the last digit."""
 
@@ -91,7 +100,8 @@ def _pair(
         return
     for name in sorted({*ours, *theirs} - {*_LAYOUT, "activation"}):
         if name not in ours or name not in theirs:
-            if kind is None or name in kind.attributes:
+            usual = _usual(name, ours.get(name, theirs.get(name)), way, source)
+            if not usual and (kind is None or name in kind.attributes):
                 unseen[name] = unseen.get(name, 0) + 1
             continue
         if _equal(name, ours, theirs, way, source):
@@ -110,6 +120,13 @@ def _pair(
                 name in structural,
             )
         )
+
+
+def _usual(name: str, value: Any, way: Fit, source: NativeLayer) -> bool:
+    """Whether an attribute that one framework does not even have is what it is without it."""
+    if name == "scale" and way.source.kind == "attention" and value is not None:
+        return _same(value, default_scale(way.source.shapes(source.arrays)["query_kernel"][-1]))
+    return name in _CONVENTIONS or value is None or (name in _WITHOUT and _same(value, _WITHOUT[name]))
 
 
 def _line(write: Callable[[Any], str] | None, value: Any) -> str:
@@ -133,7 +150,8 @@ def _equal(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], way: F
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, float | int) and isinstance(other, float | int) and not isinstance(one, bool):
+    numbers = isinstance(one, float | int) and isinstance(other, float | int)
+    if numbers and not isinstance(one, bool):
         return bool(math.isclose(one, other, rel_tol=_CLOSE))
     return bool(one == other)
 
@@ -146,7 +164,7 @@ def _padding(value: Any, attributes: Mapping[str, Any], kernel: Sequence[int]) -
     if value == "valid":
         return [[0, 0]] * spatial
     reach = [(kernel[axis] - 1) * dilation[axis] for axis in range(spatial)]
-    if value == "same" and all(stride == 1 for stride in strides):
+    if value == "same" and (all(stride == 1 for stride in strides) or not any(reach)):
         return [[each // 2, each - each // 2] for each in reach]
     if value == "causal":
         return [[each, 0] for each in reach]
