@@ -101,7 +101,7 @@ def filled_and_checked(
         leaf.name: Lazy.of(_copy(leaf.array))
         for layer in target.inventory.layers
         for leaf in layer.leaves.values()
-        if leaf.name in leaves and _is_filled_in_place(target)
+        if target.converter.in_place and leaf.name in leaves
     }
     filled = target.converter.fill(target.model, leaves)
     try:
@@ -110,10 +110,6 @@ def filled_and_checked(
         if kept:
             target.converter.fill(filled, kept)
         raise
-
-
-def _is_filled_in_place(target: Side) -> bool:
-    return bool(getattr(target.converter, "in_place", True))
 
 
 def _copy(array: Lazy) -> Array:
@@ -212,9 +208,9 @@ def _modules(one: Evaluation, two: Evaluation, pairs: Sequence[Match], across: _
     partner = {each.source.path: each.target.path for each in pairs}
     found = {}
     for path, output in one.modules.items():
-        other = two.modules.get(partner.get(path, ""))
-        if other is None:
+        if path not in partner or partner[path] not in two.modules:
             continue
+        other = two.modules[partner[path]]
         if across.array(output).shape == other.shape:
             output = across.array(output)  # the same values, as the other side has them
         found[partner[path]] = _error(output, other)

@@ -36,6 +36,10 @@ class Evaluation(NamedTuple):
 class Converter(Protocol):
     """What `polyamp.port` asks of a framework."""
 
+    @property
+    def in_place(self) -> bool:
+        """Whether `fill` gives the model itself back, with other values in it."""
+
     def inventory(self, model: Any, batch: Any = None) -> Inventory:
         """Every array of a model, in layers. Changes nothing, and reads no values.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from polyamp.reference.tensor import Tensor
 class ReferenceConverter:
     """`polyamp.porting.converter.Converter` for `MLP`."""
 
-    in_place = True
+    in_place: Final = True
 
     def inventory(self, model: Any, batch: Any = None) -> Inventory:
         """The layers of an `MLP`, in the order in which it calls them."""

@@ -35,6 +35,8 @@ this room, which says what it takes)."""
 class JaxConverter:
     """`polyamp.porting.converter.Converter` over JAX."""
 
+    in_place: Final = False
+
     def inventory(self, model: Any, batch: Any = None) -> Inventory:
         return library(model).inventory(model, None if batch is None else batch_of(batch))
 

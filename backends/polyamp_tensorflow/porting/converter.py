@@ -27,6 +27,8 @@ class KerasConverter:
         [('head', 'dense')]
     """
 
+    in_place: Final = True
+
     def inventory(self, model: Any, batch: Any = None) -> Inventory:
         return found(native_of(model)).inventory
 

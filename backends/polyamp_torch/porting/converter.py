@@ -14,6 +14,8 @@ from polyamp_torch.porting import evaluate, fill, walk
 class TorchConverter:
     """`Converter` over PyTorch. A model is an `nn.Module`, in wrappers or bound by polyamp or not."""
 
+    in_place: Final = True
+
     def inventory(self, model: Any, batch: Any = None) -> Inventory:
         return walk.inventory(model)
 
