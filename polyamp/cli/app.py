@@ -1,4 +1,5 @@
-"""The commands `demo`, `parity`, `doctor`, `bench`: they read arguments, call polyamp, print and set the exit status.
+"""The commands `demo`, `parity`, `doctor`, `bench` (`port` has a file of its own): they read arguments, call polyamp,
+print and set the exit status.
 
 Exit status: 0 all fine; 1 a framework failed or a distance is outside the tolerance; 2 a wrong argument or recipe, or
 a command whose extra is not installed. Each command imports what it needs when it runs; with `--json`, standard output
@@ -20,7 +21,7 @@ import typer
 from rich.console import Console
 
 import polyamp
-from polyamp.cli import tables
+from polyamp.cli import port, tables
 from polyamp.cli.progress import show_progress
 from polyamp.errors import PolyampError
 from polyamp.files import write_atomically
@@ -36,6 +37,8 @@ app = typer.Typer(
 
 _DEMO: Final = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
 """Import name -> distribution of what the commands that train need: the extra `demo`."""
+
+app.command()(port.port)
 
 Backends = Annotated[str | None, typer.Option("--backends", metavar="A,B", help="Frameworks to run (default: all).")]
 Policies = Annotated[

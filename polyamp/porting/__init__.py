@@ -10,7 +10,8 @@ from __future__ import annotations
 from polyamp.porting import operations
 from polyamp.porting.canonical import Canonical, Layer
 from polyamp.porting.check import Batch
-from polyamp.porting.files import open, save  # noqa: A004  # the names that users call
+from polyamp.porting.convert import save
+from polyamp.porting.files import open  # noqa: A004  # the name that users call
 from polyamp.porting.forms import Form, Rule, same
 from polyamp.porting.lazy import Lazy
 from polyamp.porting.port import load

@@ -101,6 +101,14 @@ class ReadsFiles(Protocol):
             OSError: the file cannot be written; an older one is as it was.
         """
 
+    def write_model(self, path: Path, model: Any) -> None:
+        """Write a model to a file of its framework's own form, as the path's suffix says, atomically.
+
+        Raises:
+            PortError: the framework has no file of that suffix.
+            OSError: the file cannot be written; an older one is as it was.
+        """
+
 
 @runtime_checkable
 class Ports(Protocol):

@@ -1,4 +1,5 @@
-"""`save` and `open`: a model in the canonical layout as a file, so that two frameworks need not share an environment.
+"""`write` and `open`: a model in the canonical layout as a file, so that two frameworks need not share an environment.
+Called by `convert`, `formats` and users.
 
 One safetensors file (`tensors`): each array under "path/array", and in the metadata, as JSON, what else a `Canonical`
 holds. Any program that reads safetensors reads the arrays; polyamp reads the whole.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from polyamp._version import __version__
@@ -18,7 +20,6 @@ from polyamp.porting import tensors
 from polyamp.porting.canonical import Canonical, Layer
 from polyamp.porting.kinds import plain
 from polyamp.porting.lazy import Lazy
-from polyamp.porting.side import export
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,31 +41,13 @@ _FIELDS: Final = {
 it is, order of axes], and the order is null where it is stored by itself."""
 
 
-def save(canonical_or_model: Any, path: str | os.PathLike[str], batch: Any = None) -> None:
-    """Write a model in the canonical layout to one safetensors file, array by array, atomically.
-
-    Args:
-        canonical_or_model: what `export` or `open` returned, or a model, which is then exported.
-        path: the file; its folder must exist. An older file there is replaced only once the new one is whole. Its
-            permissions stay, and so does a symbolic link; partial files that killed saves of it left are removed.
-        batch: inputs for `export`, of a model that shows more than its arrays only when it is called.
+def write(canonical: Canonical, file: Path) -> None:
+    """Write a model to a file; `porting.save` says what of it.
 
     Raises:
         PortError: an attribute is no JSON data, an array's dtype has no place in such a file, or a tie leads nowhere.
-        ArgumentError: no path.
         OSError: the folder is missing, full or read-only; the older file is intact.
-
-    Example:
-        >>> import numpy as np, tempfile
-        >>> from polyamp import porting
-        >>> layer = porting.Layer("dense", {"kernel": porting.Lazy.of(np.ones((2, 3), "float32"))})
-        >>> path = tempfile.mkdtemp() + "/model.safetensors"
-        >>> porting.save(porting.Canonical({"head": layer}, "torch"), path)
-        >>> porting.open(path)
-        Canonical(of torch: 1 layer, 6 values)
     """
-    file = as_path(path, instead="porting.save(model, path) writes a model.")
-    canonical = _canonical(canonical_or_model, batch)
     stored = canonical.arrays()
     if len(stored) != sum(len(layer.arrays) - len(layer.tied) for layer in canonical.values()):
         raise PortError("two arrays of the model have the same name path/array, and a file holds each name once.")
@@ -72,7 +55,7 @@ def save(canonical_or_model: Any, path: str | os.PathLike[str], batch: Any = Non
     for layer_path, layer in canonical.items():
         tied = {}
         for name, to in layer.tied.items():
-            axes = _axes(f"{layer_path}/{name}", layer.arrays[name], to, stored)
+            axes = axes_of(f"{layer_path}/{name}", layer.arrays[name], to, stored)
             if axes is None:
                 stored[f"{layer_path}/{name}"] = layer.arrays[name]
             tied[name] = [to, axes]
@@ -116,7 +99,7 @@ def open(path: str | os.PathLike[str]) -> Canonical:  # noqa: A001  # the name t
     metadata, arrays, digested = tensors.read(file, "model that porting.save wrote")
     said = metadata.get("format")
     if said != FORMAT:
-        raise PortError(f"{file} {_other(said)}")
+        raise PortError(f"{file} {other(said)}")
     if not digested:
         raise tensors.damaged(file, "it has no digests")
     try:
@@ -126,10 +109,6 @@ def open(path: str | os.PathLike[str]) -> Canonical:  # noqa: A001  # the name t
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         said = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise tensors.damaged(file, f"what it says of its layers cannot be used ({said})") from error
-
-
-def _canonical(given: Any, batch: Any) -> Canonical:
-    return export(given, batch)
 
 
 def _attributes(path: str, layer: Layer) -> dict[str, Any]:
@@ -146,7 +125,7 @@ def _attributes(path: str, layer: Layer) -> dict[str, Any]:
     return found
 
 
-def _axes(name: str, array: Lazy, to: str, stored: Mapping[str, Lazy]) -> list[int] | None:
+def axes_of(name: str, array: Lazy, to: str, stored: Mapping[str, Lazy]) -> list[int] | None:
     """The order of axes in which an array is the one that it is tied to; None if it is not that one bit for bit."""
     if to not in stored:
         raise PortError(f"{name!r} is tied to {to!r}, which is no array of the model. Arrays: {', '.join(stored)}.")
@@ -195,14 +174,19 @@ def _layers(described_layers: Any, arrays: Mapping[str, Lazy]) -> Iterator[tuple
                 if needed not in arrays:
                     raise ValueError(f"the array {needed!r} is missing")
             left.discard(f"{path}/{name}")
-            held[name] = arrays[stored] if axes is None else _reordered(arrays[stored], axes)
+            held[name] = arrays[stored] if axes is None else reordered(arrays[stored], axes)
         ties = {name: to for name, (to, _) in tied.items()}
         yield path, Layer(said["kind"], held, said["attributes"], ties, frozenset(said["fixed"]), said["module"])
     if left:
         raise ValueError(f"{min(left)!r} belongs to no layer")
 
 
-def _reordered(array: Lazy, axes: list[int]) -> Lazy:
+def reordered(array: Lazy, axes: list[int]) -> Lazy:
+    """An array with its axes in another order.
+
+    Raises:
+        ValueError: these are not its axes.
+    """
     if sorted(axes) != list(range(array.ndim)):
         raise ValueError(f"{axes} is no order of {array.ndim} axes")
 
@@ -212,7 +196,7 @@ def _reordered(array: Lazy, axes: list[int]) -> Lazy:
     return Lazy(tuple(array.shape[axis] for axis in axes), array.dtype, read)
 
 
-def _other(said: str | None) -> str:
+def other(said: str | None) -> str:
     """What a file is whose format is another, and what to do with it."""
     if said == _CHECKPOINT:
         return (

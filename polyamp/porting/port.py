@@ -14,6 +14,7 @@ from polyamp.porting.flatten import Order, orders
 from polyamp.porting.inventory import Inventory
 from polyamp.porting.lazy import Lazy
 from polyamp.porting.matching import Match, Matching
+from polyamp.porting.progress import watched
 from polyamp.porting.refusals import check_whole, dtypes_differ
 from polyamp.porting.renaming import checked
 from polyamp.porting.report import Moved, PortReport
@@ -122,7 +123,8 @@ def moved(
     notes = [*kept.check(leaves), *_said(turned), *compared.conventions, *_left(source.inventory)]
     assert target.converter is not None
     if given is None:
-        filled, measured = target.converter.fill(target.model, leaves), None
+        with watched("filling the target", leaves) as shown:
+            filled, measured = target.converter.fill(target.model, shown), None
     else:
         filled, measured = filled_and_checked(source, target, leaves, pairs, turned, given)
     return filled, _report(found, pairs, compared, merges, notes, measured)

@@ -97,7 +97,7 @@ def read(path: Path, what: str = "safetensors file") -> TensorFile:
     be changed in place while its arrays are in use; one that is replaced, as `write` does it, stays readable.
 
     Args:
-        path: the file.
+        path: the file, or the index of several (`model.safetensors.index.json`) that lie beside it.
         what: what it ought to be, for messages.
 
     Raises:
@@ -105,6 +105,8 @@ def read(path: Path, what: str = "safetensors file") -> TensorFile:
         FileNotFoundError: there is no such file; names files beside it with nearly that name.
         IsADirectoryError: it is a folder.
     """
+    if path.name.endswith(".index.json"):
+        return _indexed(path)
     content = _mapped(path)
     try:
         length = _header_length(content)
@@ -186,6 +188,25 @@ def write(path: Path, arrays: Mapping[str, Lazy], metadata: Mapping[str, str]) -
         raise PortError(f"the names and attributes of the model take more than the {_LONGEST:,} bytes of a header.")
     with progress(f"writing {path.name}", end) as advance:
         write_atomically(path, parts(), head=head)
+
+
+def _indexed(path: Path) -> TensorFile:
+    """The arrays of all files that an index names, as one."""
+    try:
+        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if not all(Path(name).name == name and name.endswith(".safetensors") for name in places.values()):
+            raise ValueError("it names what is no safetensors file beside it")
+    except FileNotFoundError as error:
+        raise missing(path) from error
+    except _MALFORMED as error:
+        raise PortError(
+            f"{path} is no index of safetensors files ({type(error).__name__}: {error}). Restore an older one."
+        ) from error
+    found = {name: read(path.with_name(name)) for name in dict.fromkeys(places.values())}
+    if lacking := [name for name, place in places.items() if name not in found[place].arrays]:
+        raise damaged(path, f"{lacking[0]!r} should be in {places[lacking[0]]}, and is not")
+    metadata = next((file.metadata for file in found.values()), {})
+    return TensorFile(metadata, {name: found[place].arrays[name] for name, place in places.items()}, False)
 
 
 class _Place(NamedTuple):

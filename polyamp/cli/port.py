@@ -1,0 +1,142 @@
+"""The command `polyamp port`: a model's file becomes another framework's. Registered by `app`."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from polyamp.errors import ArgumentError, BackendError, PolyampError
+
+Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="A model's file.", show_default=False)]
+Target = Annotated[Path, typer.Argument(metavar="TARGET", help="The file to be written.", show_default=False)]
+Like = Annotated[
+    Path | None, typer.Option("--like", metavar="FILE", help="An existing file of the target model, for its layout.")
+]
+Into = Annotated[
+    str | None,
+    typer.Option("--into", metavar="MODULE:FUNCTION", help="A function that makes the target model."),
+]
+Names = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--names",
+        metavar="REGEX=REPLACEMENT",
+        help="Renames the source's paths (divided by /) where names do not tell. Repeatable; applied in turn.",
+    ),
+]
+Strict = Annotated[
+    bool, typer.Option("--strict/--no-strict", help="Refuse layers without a partner, or leave and report them.")
+]
+From = Annotated[
+    str | None,
+    typer.Option("--from", metavar="FRAMEWORK", help="Whose file SOURCE is, where it does not say: torch, jax, ..."),
+]
+To = Annotated[
+    str | None, typer.Option("--to", metavar="FRAMEWORK", help="Whose file TARGET is to be, if not by its suffix.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Report what would be done, and write nothing.")]
+
+
+def port(
+    source: Source,
+    target: Target,
+    like: Like = None,
+    into: Into = None,
+    names: Names = None,
+    strict: Strict = True,
+    from_: From = None,
+    to: To = None,
+    dry_run: DryRun = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """A model's file becomes another framework's, or polyamp's canonical one.
+
+    SOURCE is what polyamp.porting.save wrote, safetensors as on Hugging Face (or model.safetensors.index.json), torch's
+    .pt, .pth or .bin, .keras, .weights.h5 or a folder of orbax; nothing in it is run. TARGET is replaced at the end and
+    whole. Each framework's package is needed only for its own files.
+
+    \b
+    Examples:
+      polyamp port gpt.pt gpt.safetensors
+          torch's state_dict in the canonical layout, for another environment
+      polyamp port gpt.safetensors gpt.weights.h5 --like fresh.weights.h5
+          into the layout of a Keras model that was saved before it was trained
+      polyamp port gpt.pt gpt.keras --into my_models.gpt:build
+          into the Keras model that build() of my_models/gpt.py returns
+      polyamp port old.pt new.pt --like new.pt --names '^encoder/=backbone/' --dry-run
+          only say what would be moved, and what differs
+
+    Exit status: 0 written; 1 the models do not fit or a file is damaged; 2 a wrong argument, or a package is missing.
+    """
+    from polyamp.porting.convert import convert
+
+    try:
+        with _ended_by_signals():
+            report = convert(
+                source,
+                target,
+                like=like,
+                into=into,
+                names=dict(_renaming(item) for item in names or ()),
+                strict=strict,
+                source_format=from_,
+                target_format=to,
+                dry_run=dry_run,
+            )
+    except (ArgumentError, BackendError, OSError) as error:
+        _stop(error, 2)
+    except PolyampError as error:
+        _stop(error, 1)
+    if json:
+        typer.echo(dumps({**_plain(report), "source": str(source), "target": str(target), "written": not dry_run}))
+    else:
+        typer.echo(str(report))
+        typer.echo(f"wrote {target}" if not dry_run else f"would write {target}")
+
+
+def _renaming(item: str) -> tuple[str, str]:
+    """REGEX=REPLACEMENT; the last `=` divides, for a replacement holds none."""
+    pattern, equals, replacement = item.rpartition("=")
+    if not equals or not pattern:
+        raise ArgumentError(f"--names takes REGEX=REPLACEMENT, such as '^encoder/=backbone/'. Received: {item!r}.")
+    return pattern, replacement
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that no partial file stays."""
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    old = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+def _plain(value: Any) -> Any:
+    """A report as JSON holds it."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+
+
+def _stop(error: BaseException, status: int) -> None:
+    typer.echo(f"error: {error}", err=True)
+    sys.exit(status)
