@@ -138,5 +138,6 @@ def _plain(value: Any) -> Any:
 
 
 def _stop(error: BaseException, status: int) -> None:
-    typer.echo(f"error: {error}", err=True)
+    of_file = isinstance(error, OSError) and error.strerror and error.filename
+    typer.echo(f"error: {error.filename}: {error.strerror}" if of_file else f"error: {error}", err=True)
     sys.exit(status)
