@@ -138,6 +138,6 @@ def _plain(value: Any) -> Any:
 
 
 def _stop(error: BaseException, status: int) -> None:
-    of_file = isinstance(error, OSError) and error.strerror and error.filename
-    typer.echo(f"error: {error.filename}: {error.strerror}" if of_file else f"error: {error}", err=True)
+    said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    typer.echo(f"error: {said}", err=True)
     sys.exit(status)
