@@ -153,9 +153,10 @@ class _Walk:
     def leaf(self, tensor: torch.Tensor, name: str) -> Leaf:
         self.claimed.add(name)
         name = name.replace(".", "/")
+        array = lazy(tensor, name)
         first = self.first.setdefault(place_of(tensor), name)
         trainable = isinstance(tensor, nn.Parameter) and (tensor.is_floating_point() or tensor.is_complex())
-        return Leaf(name, lazy(tensor, name), trainable, None if first == name else first)
+        return Leaf(name, array, trainable, None if first == name else first)
 
     def rest(self, module: nn.Module, place: str) -> None:
         """The arrays of a module itself that are none of a layer."""
