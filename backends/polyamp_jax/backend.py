@@ -39,6 +39,7 @@ from polyamp_jax.step.refresh import refreshed
 
 if TYPE_CHECKING:
     from polyamp.porting.converter import Converter
+    from polyamp.porting.state_layout import StateConverter
 
 
 class JaxBackend:
@@ -182,6 +183,17 @@ class JaxBackend:
 
     def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return failures.explained(error, batch)
+
+    @property
+    def porting_states(self) -> StateConverter:
+        from polyamp_jax.porting.states import STATES
+
+        return STATES
+
+    def described(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
+        from polyamp.porting.described import text
+
+        return text(state, arrays, self.porting, self.porting_states)
 
     def refresh(self, state: Any, model: Any, growth: Growth) -> states_.JaxState:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import tensorflow as tf
 
@@ -36,6 +36,9 @@ from polyamp_tensorflow.step.refresh import refreshed
 from polyamp_tensorflow.step.replicas import check_strategy
 from polyamp_tensorflow.step.state import TensorFlowState
 from polyamp_tensorflow.step.update import update
+
+if TYPE_CHECKING:
+    from polyamp.porting.state_layout import StateConverter
 
 _STEP_OPTIONS: Final = ("compile", "jit_compile")
 
@@ -170,6 +173,17 @@ class TensorFlowBackend:
 
     def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return failures.explained(error, states)
+
+    @property
+    def porting_states(self) -> StateConverter:
+        from polyamp_tensorflow.porting.states import STATES
+
+        return STATES
+
+    def described(self, state: Any, arrays: Mapping[str, Array]) -> str:
+        from polyamp.porting.described import text
+
+        return text(state, arrays, self.porting, self.porting_states)
 
     def refresh(self, state: Any, model: Any, growth: Growth) -> TensorFlowState:
         return refreshed(state, model, growth)

@@ -175,6 +175,13 @@ def moving_averages(optimizer: Any) -> Iterator[tuple[Any, Any]]:
             yield variable, average
 
 
+def slot_lists(optimizer: Any) -> dict[str, list[Any]]:
+    """Word -> variables of a slot, one for each parameter, of Keras's own optimizers that are built."""
+    words = ("momentums", "velocities", "average_gradients", "accumulators")
+    held = vars(optimizer)
+    return {word: list(held.get(f"_{word}") or held.get(word) or ()) for word in words}
+
+
 NO_SLOTS: Final = ("_trainable_variables", "_variables")
 """Lists of an optimizer that hold something else than a slot of each parameter."""
 

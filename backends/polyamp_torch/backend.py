@@ -35,6 +35,7 @@ from polyamp_torch.step.state import TorchState
 
 if TYPE_CHECKING:
     from polyamp.porting.converter import Converter
+    from polyamp.porting.state_layout import StateConverter
 
 
 class TorchBackend:
@@ -170,6 +171,17 @@ class TorchBackend:
 
     def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return failures.explained(error)
+
+    @property
+    def porting_states(self) -> StateConverter:
+        from polyamp_torch.porting.states import STATES
+
+        return STATES
+
+    def described(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
+        from polyamp.porting.described import text
+
+        return text(state, arrays, self.porting, self.porting_states)
 
     def refresh(self, state: Any, model: Any, growth: Growth) -> TorchState:
         return refreshed(state, model, growth)

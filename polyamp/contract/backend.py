@@ -186,6 +186,14 @@ class ChecksArrays(Protocol):
 
 
 @runtime_checkable
+class DescribesStates(Protocol):
+    """A backend whose checkpoints say what they hold, so that `polyamp.port` reads them in another framework."""
+
+    def described(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
+        """What `arrays`, which `export_state` gave of this state, are, as JSON. Raises nothing."""
+
+
+@runtime_checkable
 class ExplainsFailures(Protocol):
     """A backend that knows what was mistaken when a step ends in certain errors of its framework."""
 

@@ -1,7 +1,8 @@
 """Models and their training state move to another framework, and nothing is lost on the way.
 
 `polyamp.port(source, target)` does it whole. Here are its parts: a model in the canonical layout (`export`, `load`),
-its file (`save`, `open`), and the way to teach it a layer of your own (`register`, with `Form`, `Rule`, `same` and
+its file (`save`, `open`), a training state in the canonical layout (`training_state`), a model that is trained without
+polyamp (`training`), and the way to teach it a layer of your own (`register`, with `Form`, `Rule`, `same` and
 `operations`).
 """
 
@@ -18,6 +19,9 @@ from polyamp.porting.port import load
 from polyamp.porting.register import register
 from polyamp.porting.report import PortReport
 from polyamp.porting.side import export
+from polyamp.porting.state_canonical import TrainingState
+from polyamp.porting.state_sides import Training, training
+from polyamp.porting.states import StateReport, training_state
 
 __all__ = [
     "Batch",
@@ -27,6 +31,9 @@ __all__ = [
     "Lazy",
     "PortReport",
     "Rule",
+    "StateReport",
+    "Training",
+    "TrainingState",
     "export",
     "load",
     "open",
@@ -34,4 +41,6 @@ __all__ = [
     "register",
     "same",
     "save",
+    "training",
+    "training_state",
 ]

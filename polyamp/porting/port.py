@@ -19,6 +19,8 @@ from polyamp.porting.refusals import check_whole, dtypes_differ
 from polyamp.porting.renaming import checked
 from polyamp.porting.report import Moved, PortReport
 from polyamp.porting.side import Side, side_of
+from polyamp.porting.state_sides import is_side
+from polyamp.porting.states import port_state
 
 _Target = TypeVar("_Target")
 
@@ -96,10 +98,23 @@ def port(
         >>> bool((ported.parameters["dense1/kernel"] == source.parameters["dense1/kernel"]).all())
         True
     """
+    if is_side(source) or is_side(target):
+        return _state_moved(source, target, names, strict, check)
     given = None if check is None else Batch.of(check)
     ours = side_of(source, None if given is None else given.source, "port(source, target)", files=True)
     theirs = side_of(target, None if given is None else given.target, "port(source, target)")
     return moved(ours, theirs, names, strict, given)
+
+
+def _state_moved(
+    source: Any, target: Any, names: Mapping[str, str] | None, strict: bool, check: Any
+) -> tuple[Any, PortReport]:
+    if check is not None:
+        raise PortError(
+            "check= compares models, before or after the training states move: polyamp.port(source.model, a_model, "
+            "check=batch). Received: check= with a training state."
+        )
+    return port_state(source, target, names=names, strict=strict)
 
 
 def moved(

@@ -38,6 +38,7 @@ from polyamp.trees import leaves, map_tree, map_trees
 
 if TYPE_CHECKING:
     from polyamp.porting.converter import Converter
+    from polyamp.porting.state_layout import StateConverter
 
 
 class ReferenceState(ShownState, msgspec.Struct, frozen=True, kw_only=True):
@@ -270,6 +271,19 @@ class ReferenceBackend:
         from polyamp.reference.porting import ReferenceConverter
 
         return ReferenceConverter()
+
+    @property
+    def porting_states(self) -> StateConverter:
+        """The same for training states."""
+        from polyamp.reference.porting_states import ReferenceStates
+
+        return ReferenceStates()
+
+    def described(self, state: Any, arrays: Mapping[str, Array]) -> str:
+        """What a checkpoint's arrays are, for other frameworks."""
+        from polyamp.porting.described import text
+
+        return text(state, arrays, self.porting, self.porting_states)
 
     def testing(self) -> Harness:
         return ReferenceHarness(self)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from polyamp._version import __version__
-from polyamp.contract.backend import Backend, ChecksArrays, ResumesOptimizers
+from polyamp.contract.backend import Backend, ChecksArrays, DescribesStates, ResumesOptimizers
 from polyamp.errors import CheckpointError, RecipeError
 from polyamp.files import as_path, missing, write_atomically
 from polyamp.recipe.optimizers import is_spec
@@ -70,14 +70,17 @@ def save(state: Any, path: str | os.PathLike[str], *, dry_run: bool = False) -> 
     file = _checked(state, path, "polyamp.save(state, path)")
     from safetensors.numpy import save as to_bytes
 
-    arrays = _contiguous(state.backend.export_state(state))
+    backend: Backend = state.backend
+    arrays = _contiguous(backend.export_state(state))
     meta = {
         "format": FORMAT,
-        "backend": state.backend.name,
+        "backend": backend.name,
         "polyamp": __version__,
         "recipe": _recipe_text(state),
         "settings": json.dumps(changes.settings(state)),
     }
+    if isinstance(backend, DescribesStates):
+        meta["porting"] = backend.described(state, arrays)  # with which polyamp.port reads it in another framework
     content = to_bytes(arrays, metadata={**meta, "digest": _BLANK})
     whole = content.replace(_BLANK.encode(), _digest(content, _BLANK).encode(), 1)
     write_atomically(file, whole, replace=not dry_run)
@@ -125,9 +128,11 @@ def restore(state: _State, path: str | os.PathLike[str], *, on_change: OnChange 
     if meta.get("backend") != backend.name:
         raise CheckpointError(
             f"{name} was saved by the {meta.get('backend')} backend and cannot be restored into a "
-            f"{backend.name} state: layouts of parameters differ between frameworks."
+            f"{backend.name} state: layouts of parameters differ between frameworks. To go on with it here:\n"
+            "    state = polyamp.init(model, recipe)\n"
+            f"    state, report = polyamp.port({name!r}, state)"
         )
-    saved = _saved_settings(meta)
+    saved = saved_settings(meta)
     changed = [] if saved is None else changes.between(saved, changes.settings(state))
     expected = backend.export_state(state)
     _keep_given(state, changed, expected, arrays)
@@ -210,8 +215,8 @@ def _what(content: bytes, error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _saved_settings(meta: Mapping[str, str]) -> changes.Settings | None:
-    """The settings in a file; None in one of an older polyamp that was saved with a native optimizer."""
+def saved_settings(meta: Mapping[str, str]) -> changes.Settings | None:
+    """The settings in a file's metadata; None in one of an older polyamp that was saved with a native optimizer."""
     if meta.get("recipe"):
         with contextlib.suppress(RecipeError):  # of a later version: then its plain settings are compared
             return changes.of_recipe(Recipe.from_json(meta["recipe"]))

@@ -160,6 +160,11 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         return LossScaleState(*(tf.convert_to_tensor(raw(variable)) for variable in self._scale_variables))
 
     @property
+    def scale_variables(self) -> LossScaleState:
+        """The same as the variables that hold it."""
+        return self._scale_variables
+
+    @property
     def skipped_steps(self) -> int:
         """Updates skipped so far. Reading it waits for the device."""
         return int(self._scale_variables.skipped.numpy())

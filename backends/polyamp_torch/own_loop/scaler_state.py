@@ -23,7 +23,8 @@ from polyamp_torch.step.measure import looks
 
 _WORDS: Final = ("dynamic", "off", *PRESETS)
 """What a recipe takes for a scaler."""
-_FIVE: Final = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+SAVED: Final = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+"""Keys of `torch.amp.GradScaler.state_dict()`."""
 
 
 class GradScalerError(LossScaleError, RuntimeError):
@@ -315,9 +316,9 @@ class ScalerState(torch.cuda.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if missing := [key for key in _FIVE if key not in state_dict]:
+        if missing := [key for key in SAVED if key not in state_dict]:
             raise GradScalerError(
-                f"state_dict must hold {', '.join(_FIVE)}. Missing: {', '.join(missing)}. An empty one comes from a "
+                f"state_dict must hold {', '.join(SAVED)}. Missing: {', '.join(missing)}. An empty one comes from a "
                 "scaler that was disabled."
             )
         own = state_dict.get("polyamp", {})

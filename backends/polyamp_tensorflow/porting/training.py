@@ -1,0 +1,106 @@
+"""Models that are compiled with Keras's own optimizers, their loss scale in a `LossScaleOptimizer`: for
+`polyamp.porting.training`. Called by `states`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from polyamp.errors import ArgumentError, described
+from polyamp.porting.state_layout import OptimizerLayout
+from polyamp.recipe.scaler import PRESETS
+from polyamp.rules.scale import LossScaleState
+from polyamp_tensorflow.arrays import Array, raw, to_numpy
+from polyamp_tensorflow.models.variables import variables_of
+from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
+from polyamp_tensorflow.porting.optimizers import layout_of
+from polyamp_tensorflow.step.optimizers import optimizer_variables
+
+_CALL: Final = "training(model, optimizer, scaler)"
+
+
+class KerasTraining:
+    """`polyamp.porting.state_layout.NativeTraining` over Keras: all variables are the user's own.
+
+    Attributes:
+        model: a built model.
+        optimizer: its optimizer; a `LossScaleOptimizer` holds the loss scale too.
+        loss_scaler: None: in Keras the loss scale is the optimizer's.
+    """
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.loss_scaler = None
+        self._scaling = optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
+        self._variables = variables_of(model)
+        inner = optimizer if self._scaling is None else self._scaling.inner_optimizer
+        if not optimizer.built:
+            optimizer.build(list(model.trainable_variables))
+        self._inner = inner
+
+    @classmethod
+    def of(cls, model: Any, optimizer: Any, scaler: Any) -> KerasTraining:
+        """See `StateConverter.native`."""
+        if scaler is not None:
+            raise ArgumentError(
+                f"{_CALL}: in Keras the loss scale is in the optimizer, a keras.optimizers.LossScaleOptimizer around "
+                f"the other one. Received: scaler={described(scaler)}. Write training(model), or training(model, "
+                "optimizer)."
+            )
+        found = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        if not isinstance(found, keras.optimizers.Optimizer):
+            raise ArgumentError(
+                f"{_CALL}: a compiled Keras model, or a model and its keras.optimizers.Optimizer. Received: optimizer="
+                f"{described(found)}."
+            )
+        return cls(model, found)
+
+    @property
+    def layout(self) -> OptimizerLayout:
+        return layout_of(self._inner, list(self._variables.parameters))
+
+    @property
+    def scaler(self) -> Mapping[str, Any]:
+        if self._scaling is None:
+            return {}
+        if isinstance(self._scaling, LossScaleOptimizer):
+            return self._scaling.scaler.to_dict()
+        constants = {"growth_factor": 2.0, "backoff_factor": 0.5}
+        growth = {"growth_interval": int(self._scaling.dynamic_growth_steps)}
+        return {**PRESETS["keras"], "min_scale": 2.0**-126, **constants, **growth}
+
+    def arrays(self) -> dict[str, Array]:
+        return {name: to_numpy(variable) for name, variable in self._everything().items()}
+
+    def replaced(self, arrays: Mapping[str, Array]) -> KerasTraining:
+        least = {}
+        if self._scaling is not None and not isinstance(self._scaling, LossScaleOptimizer):
+            # Keras compares the counter with the interval by ==, so one beyond it would never grow the scale again
+            most = int(self._scaling.dynamic_growth_steps) - 1
+            least = {"loss_scale/good_steps": np.minimum(arrays["loss_scale/good_steps"], most)}
+        for name, variable in self._everything().items():
+            raw(variable).assign(tf.convert_to_tensor(least.get(name, arrays[name])))
+        return self
+
+    def _everything(self) -> dict[str, Any]:
+        parameters, frozen, running, _, _ = self._variables
+        groups = {
+            "model": {**parameters, **frozen},
+            "running": running,
+            "optimizer": optimizer_variables(self._inner, list(parameters)),
+            "loss_scale": self._scale_variables(),
+        }
+        return {f"{group}/{name}": variable for group, own in groups.items() for name, variable in own.items()}
+
+    def _scale_variables(self) -> dict[str, Any]:
+        if self._scaling is None:
+            return {}
+        if isinstance(self._scaling, LossScaleOptimizer):
+            held: LossScaleState = self._scaling.scale_variables
+            return held._asdict()
+        return {"scale": self._scaling.dynamic_scale, "good_steps": self._scaling.step_counter}
