@@ -17,7 +17,7 @@ import torch
 from polyamp.errors import PortError
 from polyamp.porting.lazy import Lazy
 from polyamp.porting.undo import Undo
-from polyamp_torch.porting.tensors import as_array, as_tensor, numpy_dtype, place_of
+from polyamp_torch.porting.tensors import as_array, numpy_dtype, place_of, write
 from polyamp_torch.porting.walk import module_of, named_tensors
 from polyamp_torch.step.interrupts import Undisturbed
 
@@ -43,19 +43,19 @@ def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:
     """
     targets = _targets(named_tensors(module_of(model)), leaves)
     writes = _read(targets)
-    writes.sort(key=lambda write: write.held is not None)  # what is read again first: it is what can fail
-    tensors = {write.name: write.tensor for write in writes}
-    with Undisturbed(), torch.no_grad(), Undo() as undo:
+    writes.sort(key=lambda each: each.held is not None)  # what is read again first: it is what can fail
+    tensors = {each.name: each.tensor for each in writes}
+    with Undisturbed(), Undo() as undo:
         try:
-            for write in writes:
-                array = write.held
+            for each in writes:
+                array = each.held
                 if array is None:
-                    array = write.array.read()
-                    undo.keep(write.name, as_array(write.tensor))
-                _copy(write.tensor, array)
+                    array = each.array.read()
+                    undo.keep(each.name, as_array(each.tensor))
+                write(each.tensor, array)
         except BaseException:
             for name, old in undo:
-                _copy(tensors[name], old)
+                write(tensors[name], old)
             raise
     return model
 
@@ -85,16 +85,16 @@ def _targets(tensors: Mapping[str, torch.Tensor], leaves: Mapping[str, Lazy]) ->
 
 def _read(targets: list[_Write]) -> list[_Write]:
     """The same with the arrays that may be kept."""
-    budget = max(_SMALL, int(_SHARE * sum(write.array.nbytes for write in targets)))
+    budget = max(_SMALL, int(_SHARE * sum(each.array.nbytes for each in targets)))
     found = []
-    for write in targets:
-        array = write.array.read()
-        if not _stays(array, write.array):
+    for each in targets:
+        array = each.array.read()
+        if not _stays(array, each.array):
             budget -= array.nbytes
             if budget < 0:
                 budget += array.nbytes
                 array = None  # type: ignore[assignment]  # read again when its turn comes
-        found.append(write._replace(held=array))
+        found.append(each._replace(held=array))
     return found
 
 
@@ -106,8 +106,3 @@ def _stays(array: Array, source: Lazy) -> bool:
     if root.base is None and root is array:
         return False
     return bool(array.__array_interface__["data"][0] == source.read().__array_interface__["data"][0])
-
-
-def _copy(tensor: torch.Tensor, array: Array) -> None:
-    with torch.inference_mode(tensor.is_inference()):  # such a tensor is written to in that mode alone
-        tensor.detach().copy_(as_tensor(array))

@@ -1,8 +1,7 @@
 """Tensors as NumPy arrays and back without a copy where there is a way, strides and 16-bit dtypes included.
 
-Called by `walk`, which lists a model's tensors, `fill`, which writes them, `evaluate` and `files`. NumPy copies a
-transposed array of a dtype that it does not know itself one element at a time; torch's own copy of a strided tensor is
-as fast for bfloat16 as for any other.
+Called by `walk`, which lists a model's tensors, `fill`, which writes them, `evaluate` and `files`. torch's own copy is
+fast between a matrix and its whole transposed alone; `polyamp.porting.copies` is so for slices and more axes too.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import numpy as np
 import torch
 
 from polyamp.errors import PortError
+from polyamp.porting.copies import contiguous, copy_into
 from polyamp.porting.lazy import Lazy
-from polyamp_torch.arrays import dtype_name
+from polyamp_torch.arrays import dtype_name, from_numpy
 
 Array = np.ndarray[Any, Any]
 
@@ -68,31 +68,22 @@ def as_array(tensor: torch.Tensor, name: str = "") -> Array:
     return foreign
 
 
-class _Lent:
-    """Memory of a read-only array, which torch takes without a warning. Nobody writes to the tensors made of it."""
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
-        address, _ = array.__array_interface__["data"]
-        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
-
-
-def as_tensor(array: Array) -> torch.Tensor:
-    """An array as a tensor on the host, to copy from and not to write to; shares memory wherever torch can."""
-    foreign = array.dtype.name if array.dtype.name in _FOREIGN else ""
+def write(tensor: torch.Tensor, array: Array) -> None:
+    """Copy an array of the same shape and dtype into a tensor, whatever the strides of both."""
+    if tensor.device.type == "cpu":
+        copy_into(as_array(tensor), array)
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)  # what was written behind torch's back is seen by autograd
+        return
+    plain = contiguous(array)
+    known = numpy_dtype(tensor.dtype)
+    assert known is not None
+    foreign = dtype_name(tensor.dtype) in _FOREIGN
     if foreign:
-        array = array.view(np.dtype(f"i{array.dtype.itemsize}" if array.dtype.itemsize > 1 else "u1"))
-    turned = [axis for axis, stride in enumerate(array.strides) if stride < 0]
-    if turned:
-        array = np.flip(array, tuple(turned))  # torch has no strides below 0: the memory forward, then turned by torch
-    if not array.dtype.isnative or any(stride % array.itemsize for stride in array.strides):
-        array = np.array(array, dtype=array.dtype.newbyteorder("="))
-    elif not array.flags.writeable and array.size:
-        array = np.asarray(_Lent(array))
-    tensor = torch.from_numpy(array)
-    if turned:
-        tensor = tensor.flip(turned)
-    return tensor.view(getattr(torch, foreign)) if foreign else tensor
+        plain = plain.view(np.int16 if known.itemsize > 1 else np.uint8)
+    host = from_numpy(plain)
+    with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+        tensor.detach().copy_(host.view(tensor.dtype) if foreign else host)
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
