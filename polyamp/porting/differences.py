@@ -144,7 +144,7 @@ def _convention(name: str, value: Any) -> str:
 def _equal(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], way: Fit, source: NativeLayer) -> bool:
     one, other = ours[name], theirs[name]
     if name == "padding":
-        kernel = way.source.shapes(source.arrays)["kernel"]
+        kernel = way.source.shapes(source.arrays).get("kernel") or (*ours.get("window", ()), 0, 0)  # a pooling has none
         return bool(_padding(one, ours, kernel) == _padding(other, theirs, kernel))
     return _same(one, other)
 
@@ -188,7 +188,7 @@ class _Act(NamedTuple):
 
     path: str
     attributes: Mapping[str, Any]
-    line: Callable[[Any], str] | None
+    lines: Mapping[str, Callable[[Any], str]]
 
 
 def _activations(source: Inventory, target: Inventory) -> list[Difference]:
@@ -208,7 +208,7 @@ def _activations(source: Inventory, target: Inventory) -> list[Difference]:
         for name in ("activation", "negative_slope", "alpha", "axis"):
             mine, yours = one.attributes.get(name), other.attributes.get(name)
             if mine is not None and yours is not None and not _same(mine, yours):
-                line = _line(other.line, mine) if name == "activation" or other.line is not None else ""
+                line = _line(other.lines.get(name), mine)
                 found.append(Difference(one.path, other.path, name, mine, yours, line))
     return found
 
@@ -220,5 +220,5 @@ def _acts(inventory: Inventory) -> list[_Act]:
         said = form.attributes.get("activation")
         if form.kind in ("lstm", "gru", "simple_rnn") or said in (None, "linear"):
             continue
-        found.append(_Act(layer.path, form.attributes, layer.lines.get("activation")))
+        found.append(_Act(layer.path, form.attributes, layer.lines))
     return found

@@ -6,6 +6,7 @@ Called by the tables of forms and by `lines`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -36,6 +37,8 @@ _FORMULAS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "mish": keras.activations.mish,
 }
 """What a function without a known name is compared with, at a few points."""
+_OTHERWISE: Final = {"softsign": "soft_sign"}
+"""Keras's name -> the one that torch and JAX have."""
 
 
 def name_of(activation: Any) -> Any:
@@ -55,21 +58,46 @@ def name_of(activation: Any) -> Any:
         return "gelu_tanh" if activation.keywords.get("approximate") else "gelu"
     name = getattr(activation, "__name__", "")
     if name and is_kerass(activation) and getattr(keras.activations, name, None) is activation:
-        return name
+        return _OTHERWISE.get(name, name)
     return _by_values(activation)
+
+
+def said_of(activation: Any) -> dict[str, Any]:
+    """The attributes of a layer with this activation: its name, and the slope or the alpha that belong to it.
+
+    >>> said_of(keras.activations.leaky_relu)
+    {'activation': 'leaky_relu', 'negative_slope': 0.2}
+    """
+    if isinstance(activation, keras.Layer) and (read := form_of(activation)) is not None:
+        return dict(read.attributes)
+    said = {"activation": name_of(activation)}
+    constant = {"leaky_relu": "negative_slope", "elu": "alpha"}.get(str(said["activation"]))
+    values = _values(activation) if constant is not None else None
+    if constant is None or values is None:
+        return said
+    factor = values[2] / (_POINTS[2] if constant == "negative_slope" else math.expm1(_POINTS[2]))
+    return {**said, constant: round(float(factor), 6)}
 
 
 def _by_values(activation: Any) -> Any:
     """The name of the formula that gives the same at a few points."""
-    try:
-        values = np.asarray(keras.ops.convert_to_numpy(activation(keras.ops.convert_to_tensor(_POINTS))))
-    except Exception:  # noqa: BLE001  # the user's function may want other arguments: then nothing is compared
+    values = _values(activation)
+    if values is None or values.shape != _POINTS.shape:
         return UNKNOWN
     for name, formula in _FORMULAS.items():
-        expected = np.asarray(keras.ops.convert_to_numpy(formula(keras.ops.convert_to_tensor(_POINTS))))
-        if values.shape == expected.shape and np.allclose(values, expected, rtol=1e-6, atol=1e-6):
+        if np.allclose(values, _values(formula), rtol=1e-6, atol=1e-6):
             return name
-    return UNKNOWN
+    slopes = values[_POINTS < 0] / _POINTS[_POINTS < 0]
+    straight = np.allclose(values[_POINTS >= 0], _POINTS[_POINTS >= 0]) and np.allclose(slopes, slopes[0])
+    return "leaky_relu" if straight else UNKNOWN
+
+
+def _values(activation: Any) -> Any:
+    """What a function gives at a few points; None if it cannot be called with them."""
+    try:
+        return np.asarray(keras.ops.convert_to_numpy(activation(keras.ops.convert_to_tensor(_POINTS))))
+    except Exception:  # noqa: BLE001  # the user's function may want other arguments: then nothing is compared
+        return None
 
 
 def form_of(layer: Any) -> Form | None:

@@ -11,7 +11,7 @@ import keras
 from polyamp.porting.forms import Form, Rule, same
 from polyamp.porting.operations import Reshape, Transpose
 from polyamp_tensorflow.compat import calls_of, came_from
-from polyamp_tensorflow.porting.activations import name_of
+from polyamp_tensorflow.porting.activations import name_of, said_of
 from polyamp_tensorflow.porting.parts import Part, Reader, form, own, present
 
 _PADDINGS: Final = (keras.layers.ZeroPadding1D, keras.layers.ZeroPadding2D, keras.layers.ZeroPadding3D)
@@ -20,7 +20,7 @@ _PADDINGS: Final = (keras.layers.ZeroPadding1D, keras.layers.ZeroPadding2D, kera
 def _said(layer: Any, **instead: Any) -> dict[str, Any]:
     """The attributes of a convolution."""
     return {
-        "activation": name_of(layer.activation),
+        **said_of(layer.activation),
         "strides": layer.strides,
         "padding": padding_of(layer),
         "padding_mode": "zeros",

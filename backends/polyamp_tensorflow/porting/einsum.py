@@ -10,7 +10,7 @@ from typing import Any
 
 from polyamp.porting.forms import Rule, same
 from polyamp.porting.operations import Operation, Reshape, Transpose
-from polyamp_tensorflow.porting.activations import name_of
+from polyamp_tensorflow.porting.activations import said_of
 from polyamp_tensorflow.porting.parts import UNKNOWN, Part, form, only, own, present
 
 
@@ -23,7 +23,7 @@ def parts_of(layer: Any) -> list[Part]:
     biased = set(layer.bias_axes or outputs)
     if sorted(inputs + outputs) != sorted(kernel) or biased != set(outputs):
         as_they_are = present(same("kernel", "bias"), arrays)
-        return [Part(form(only(layer, layer.equation), as_they_are, activation=name_of(layer.activation)), arrays)]
+        return [Part(form(only(layer, layer.equation), as_they_are, **said_of(layer.activation)), arrays)]
     lengths = dict(zip(kernel, arrays["kernel"].shape, strict=True))
     shapes = [tuple(lengths[axis] for axis in axes) for axes in (inputs, outputs)]
     rules = [Rule(("kernel",), ("kernel",), _operations(kernel, inputs + outputs, shapes))]
@@ -32,7 +32,7 @@ def parts_of(layer: Any) -> list[Part]:
         native = tuple(arrays["bias"].shape)
         rules.append(Rule(("bias",), ("bias",), () if native == (features,) else (Reshape(native, (features,)),)))
     said = {
-        "activation": name_of(layer.activation),
+        **said_of(layer.activation),
         "inputs": shapes[0] if len(inputs) > 1 else UNKNOWN,
         "outputs": shapes[1] if len(outputs) > 1 else UNKNOWN,
     }

@@ -32,7 +32,7 @@ def parts_of(layer: Any) -> list[Part] | None:
 def _dense(layer: Any) -> list[Part]:
     arrays = own(layer)
     rules = present(same("kernel", "bias"), arrays)
-    return [Part(form("dense", rules, activation=activations.name_of(layer.activation)), arrays)]
+    return [Part(form("dense", rules, **activations.said_of(layer.activation)), arrays)]
 
 
 def _embedding(layer: Any) -> list[Part]:

@@ -48,7 +48,7 @@ def lines_of(layer: Any, form: Form, place: str) -> dict[str, Line]:
         elif name in ("activation", "recurrent_activation") and hasattr(layer, name):
             found[name] = _activation(f"{place}.{name}")
         elif name == "padding" and hasattr(layer, "padding"):
-            found[name] = _padding(layer, place)
+            found[name] = _padding(place, transposed="Transpose" in type(layer).__name__)
     return found
 
 
@@ -64,12 +64,12 @@ def _activation(target: str) -> Line:
     return lambda value: f"{target} = {_CODE.get(value, f'keras.activations.get({value!r})')}"
 
 
-def _padding(layer: Any, place: str) -> Line:
+def _padding(place: str, *, transposed: bool) -> Line:
     def line(value: Any) -> str:
         if isinstance(value, str):
             return f"{place}.padding = {value!r}"
         rank = len(value)
-        if "Transpose" in type(layer).__name__:
+        if transposed:
             cut = tuple((max(before, 0), max(after, 0)) for before, after in value)
             return f"keras.layers.Cropping{rank}D({cut}) behind {place}, whose padding is 'valid'"
         pads = tuple(map(tuple, value))

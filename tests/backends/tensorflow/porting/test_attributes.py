@@ -12,7 +12,7 @@ from keras import layers, ops
 
 from polyamp.porting.canonical import Layer
 from polyamp.porting.kinds import KINDS
-from polyamp_tensorflow.porting.activations import name_of
+from polyamp_tensorflow.porting.activations import name_of, said_of
 from polyamp_tensorflow.porting.converter import CONVERTER
 from polyamp_tensorflow.porting.parts import UNKNOWN
 from tests.porting.layers import formulas
@@ -78,6 +78,10 @@ def test_names_of_activations() -> None:
     assert name_of(approximate) == name_of(lambda x: keras.activations.gelu(x, approximate=True)) == "gelu_tanh"
     assert name_of(lambda x: x * ops.sigmoid(x)) == "silu"
     assert name_of(layers.LeakyReLU()) == "leaky_relu"
+    assert said_of(layers.LeakyReLU(0.1)) == {"activation": "leaky_relu", "negative_slope": 0.1}
+    assert said_of(lambda x: ops.leaky_relu(x, 0.05)) == {"activation": "leaky_relu", "negative_slope": 0.05}
+    assert said_of(keras.activations.elu) == {"activation": "elu", "alpha": 1.0}
+    assert said_of(keras.activations.softsign) == {"activation": "soft_sign"}
     assert name_of(lambda x: ops.sin(x)) is UNKNOWN
     assert name_of(lambda x, y: x) is UNKNOWN
 
