@@ -83,6 +83,10 @@ def nnx_attributes(node: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(node).items() if not name.startswith(own)}
 
 
+ORBAX_TREE: Final = "_METADATA"
+"""The file that lies in each folder in which orbax keeps a tree of arrays."""
+
+
 def optax_setting(path: str) -> str | None:
     """A path through what an optax transformation closes over, less what its wrappers add; None for what makes the
     state and says nothing more than what makes the update."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, cast
 
 import jax
@@ -56,6 +57,16 @@ class JaxConverter:
             made[name] = array_like(like, values.read())
         return of.replaced(model, made)
 
+    def open_file(self, path: Path) -> Inventory:
+        from polyamp_jax.porting.files import open_file
+
+        return open_file(path)
+
+    def write_file(self, path: Path, leaves: Mapping[str, Lazy], like: Path) -> None:
+        from polyamp_jax.porting.files import write_file
+
+        write_file(path, leaves, like)
+
     def evaluate(self, model: Any, batch: Any, cotangents: Callable[[Sequence[Any]], Sequence[Any]]) -> Evaluation:
         of = library(model)
         inputs = batch_of(batch)
@@ -76,8 +87,8 @@ class JaxConverter:
             trace = compat.trace_state()
 
             def record(path: str, value: Any) -> None:
-                # what a scan or a recomputation runs lives in a trace of its own
-                if isinstance(value, jax.Array) and compat.trace_state() == trace:
+                # what a scan or a recomputation runs lives in a trace of its own; the root's outputs are the model's
+                if path and isinstance(value, jax.Array) and compat.trace_state() == trace:
                     paths.append(path)
                     seen.append(value)
 

@@ -20,6 +20,8 @@ def movable(leaf: Any) -> bool:
 
 def lazy(name: str, leaf: Any) -> Lazy:
     """The values of a leaf, read late; on a CPU without a copy."""
+    if isinstance(leaf, Lazy):
+        return leaf
 
     def read() -> np.ndarray[Any, Any]:
         if isinstance(leaf, jax.ShapeDtypeStruct):

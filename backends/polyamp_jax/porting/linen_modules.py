@@ -5,7 +5,6 @@ Called by `linen.inventory`. Everything runs under `jax.eval_shape`: no values a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,37 +14,7 @@ from flax import linen
 
 from polyamp_jax.porting.inference import quiet
 from polyamp_jax.porting.library import Batch
-
-Path = tuple[str, ...]
-
-
-@dataclasses.dataclass
-class Seen:
-    """What was seen of a model.
-
-    Attributes:
-        modules: path -> module, in the order in which they were met.
-        reverse: path of a recurrent layer's cell -> whether it reads from the end.
-        order: names of arrays in the order of their making, "collection/path"; empty without a batch.
-        shapes: path -> name of an array that a module uses itself -> its shape there, which of a stacked one is that of
-            one layer; with a batch.
-    """
-
-    modules: dict[Path, Any] = dataclasses.field(default_factory=dict)
-    reverse: dict[Path, bool] = dataclasses.field(default_factory=dict)
-    order: list[Path] = dataclasses.field(default_factory=list)
-    shapes: dict[Path, dict[str, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
-
-    def meet(self, module: Any) -> None:
-        """Note a bound module."""
-        self.modules.setdefault(tuple(module.path), module)
-        if isinstance(module, linen.RNN):
-            self.reverse.setdefault(tuple(module.cell.path), bool(module.reverse))
-
-
-def settings(module: Any) -> dict[str, Any]:
-    """The fields of a module by name."""
-    return {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.name != "parent"}
+from polyamp_jax.porting.linen_tree import Seen
 
 
 def seen(module: Any, variables: Any, batch: Batch | None) -> Seen:
@@ -57,10 +26,17 @@ def seen(module: Any, variables: Any, batch: Batch | None) -> Seen:
     return found
 
 
+def _meet(found: Seen, module: Any) -> None:
+    """Note a bound module."""
+    found.modules.setdefault(tuple(module.path), module)
+    if isinstance(module, linen.RNN):
+        found.reverse.setdefault(tuple(module.cell.path), bool(module.reverse))
+
+
 def _walk(module: Any, found: Seen) -> None:
     """The modules that a bound one has as attributes, and those inside them."""
     hasattr(module, "setup_is_done")  # a name that is not there makes linen call `setup`
-    found.meet(module)
+    _meet(found, module)
     if isinstance(module, linen.Bidirectional):
         for rnn, reverse in ((module.forward_rnn, False), (module.backward_rnn, True)):
             if isinstance(rnn, linen.RNN):
@@ -89,7 +65,7 @@ def _called(module: Any, batch: Batch, found: Seen) -> None:
         current = context.module
         if current.scope is None or context.method_name == "setup" or not hasattr(type(current), context.method_name):
             return call(*args, **kwargs)  # what a lifted transformation runs has no name of the class
-        found.meet(current)
+        _meet(found, current)
         if isinstance(current, linen.RNN) and kwargs.get("reverse") is not None:
             found.reverse[tuple(current.cell.path)] = bool(kwargs["reverse"])
         output = call(*args, **kwargs)
@@ -116,7 +92,7 @@ def _put(leaf: Any, arrays: Mapping[int, Any]) -> Any:
     return arrays[leaf] if isinstance(leaf, int) else leaf[0]
 
 
-def _paths(tree: Any) -> list[Path]:
+def _paths(tree: Any) -> list[tuple[str, ...]]:
     """Paths of the leaves of nested mappings, in the mappings' own order, which JAX's functions would sort."""
     if not isinstance(tree, Mapping):
         return [()]

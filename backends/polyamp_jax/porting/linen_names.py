@@ -19,6 +19,7 @@ from polyamp_jax.porting.flax_forms import Maker, RefusedError, Shapes
 COMPOSITES: Final[Mapping[frozenset[str], Maker]] = {
     frozenset(f"{side}{gate}" for side in "ih" for gate in cells.LSTM): cells.lstm,
     frozenset(f"{side}{gate}" for side in "ih" for gate in cells.GRU): cells.gru,
+    frozenset((*(f"{side}{gate}" for side in "ih" for gate in "igo"), "if_", "hf")): cells.lstm,  # nnx's
     frozenset(("i", "h")): cells.simple_rnn,
     frozenset(("query", "key", "value", "out")): cells.attention,
 }
@@ -42,12 +43,20 @@ def composite(children: Mapping[str, Shapes]) -> Maker | None:
     names = frozenset(children) - NORMS
     if names in REFUSED and all("kernel" in arrays for arrays in children.values()):
         raise RefusedError(REFUSED[names])
-    maker = COMPOSITES.get(names)
+    maker = COMPOSITES.get(names) or _optimised(children)
     if maker is cells.attention and any(len(children[name].get("kernel", ())) != 3 for name in names):
         return None  # by hand, of dense layers
     if maker is None or any("kernel" not in children[name] for name in names):
         return None
     return maker
+
+
+def _optimised(children: Mapping[str, Shapes]) -> Maker | None:
+    """nnx's cells with one kernel for all gates: how many there are says what it is."""
+    state = children.get("dense_h", {}).get("kernel", ())
+    if set(children) != {"dense_i", "dense_h"} or len(state) != 2:
+        return None
+    return {4: cells.lstm, 3: cells.gru, 1: cells.simple_rnn}.get(state[1] // state[0])
 
 
 def groups(names: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
