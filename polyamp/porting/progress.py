@@ -58,7 +58,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def watched(what: str, arrays: Mapping[str, Lazy]) -> Iterator[dict[str, Lazy]]:
-    """The same arrays; reading them moves a bar on.
+    """The same arrays; reading one for the first time moves a bar on.
 
     Example:
         >>> import numpy as np
@@ -69,9 +69,13 @@ def watched(what: str, arrays: Mapping[str, Lazy]) -> Iterator[dict[str, Lazy]]:
     with progress(what, sum(array.nbytes for array in arrays.values())) as advance:
 
         def reader(array: Lazy) -> Callable[[], Array]:
+            left = array.nbytes
+
             def read() -> Array:
+                nonlocal left
                 values = array.read()
-                advance(array.nbytes)
+                advance(left)
+                left = 0
                 return values
 
             return read
