@@ -132,6 +132,8 @@ class FileTarget:
         framework: whose `like` is, where the file does not say.
     """
 
+    in_place: Final = False
+
     def __init__(self, path: Path | None, like: Path, framework: str | None = None) -> None:
         self._path = path
         self._like = like
@@ -162,6 +164,8 @@ class Tried:
     Args:
         found: the model's layers.
     """
+
+    in_place: Final = False
 
     def __init__(self, found: Inventory) -> None:
         self._found = found

@@ -134,6 +134,7 @@ def read(path: Path, what: str = "safetensors file") -> TensorFile:
         def values() -> Array:
             nonlocal checked
             start = 8 + length + place.start
+            pages.move(start, start + place.nbytes)
             if not checked:
                 found = zlib.crc32(memoryview(content)[start : start + place.nbytes])
                 if found != int(digests[name], 16):
@@ -143,6 +144,7 @@ def read(path: Path, what: str = "safetensors file") -> TensorFile:
 
         return values
 
+    pages = _Pages(content)
     arrays = {name: Lazy(place.shape, place.dtype, reader(name, place)) for name, place in places.items()}
     return TensorFile(metadata, arrays, said is not None and held is not None)
 
@@ -207,6 +209,30 @@ def _indexed(path: Path) -> TensorFile:
         raise damaged(path, f"{lacking[0]!r} should be in {places[lacking[0]]}, and is not")
     metadata = next((file.metadata for file in found.values()), {})
     return TensorFile(metadata, {name: found[place].arrays[name] for name, place in places.items()}, False)
+
+
+class _Pages:
+    """Which part of a mapped file is in this process's memory: that of the array which was read last. Those before it
+    are let go, or a process that reads a whole model would seem to hold it twice; they come back when they are looked
+    at, from the file or from the system's copy of it.
+
+    Args:
+        content: the mapped file.
+    """
+
+    def __init__(self, content: mmap.mmap | bytes) -> None:
+        self._content = content
+        self._last = (0, 0)
+
+    def move(self, start: int, stop: int) -> None:
+        """Another array is about to be read, from here to there."""
+        first, last = self._last
+        self._last = start, stop
+        if (first, last) == (start, stop) or not hasattr(mmap, "MADV_DONTNEED") or isinstance(self._content, bytes):
+            return
+        first -= first % mmap.PAGESIZE
+        if last > first:
+            self._content.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 class _Place(NamedTuple):

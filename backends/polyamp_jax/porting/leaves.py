@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.errors import PortError
+from polyamp.porting.copies import fresh
 from polyamp.porting.lazy import Lazy
 from polyamp_jax.arrays import is_key
 
@@ -43,4 +44,6 @@ def array_like(leaf: Any, values: np.ndarray[Any, Any]) -> Any:
         return np.array(values, leaf.dtype)
     sharding = leaf.sharding
     placed = isinstance(sharding, jax.sharding.Sharding) and getattr(leaf, "committed", True)
-    return jax.device_put(values, sharding if placed else None, may_alias=False)
+    # on the CPU JAX takes over memory that is contiguous and aligned, whatever `may_alias` says: the source's own, so
+    # that whoever trains the source would change this
+    return jax.device_put(fresh(values), sharding if placed else None)

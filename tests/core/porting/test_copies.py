@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from polyamp.porting.copies import contiguous, copy_into
+from polyamp.porting.copies import contiguous, copy_into, fresh
 
 RANDOM = np.random.default_rng(0)
 
@@ -45,3 +45,12 @@ def test_a_copy_goes_into_an_array_of_any_order() -> None:
         assert np.array_equal(out, values)
     with pytest.raises(ValueError, match=r"bfloat16\[300, 257\] does not go into float32\[300, 257\]"):
         copy_into(np.zeros((300, 257), np.float32), values)
+
+
+def test_a_fresh_copy_shares_no_memory_and_is_aligned() -> None:
+    for array in (np.arange(4.0), np.zeros((300, 257), ml_dtypes.bfloat16).T, np.array(3.0), np.zeros((0, 2))):
+        copy = fresh(array)
+        assert not np.shares_memory(copy, array)
+        assert (copy.flags.c_contiguous, copy.dtype) == (True, array.dtype)
+        assert copy.size == 0 or copy.ctypes.data % 64 == 0
+        assert np.array_equal(copy, array)
