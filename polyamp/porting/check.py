@@ -13,6 +13,7 @@ from polyamp.porting.inventory import Inventory
 from polyamp.porting.lazy import Lazy
 from polyamp.porting.matching import Match
 from polyamp.porting.side import Side
+from polyamp.trees import map_tree
 
 if TYPE_CHECKING:
     import numpy as np
@@ -121,7 +122,7 @@ def _copy(array: Lazy) -> Array:
 def _checked(source: Side, target: Side, pairs: Sequence[Match], turned: Mapping[str, Order], batch: Batch) -> Checked:
     assert source.converter is not None
     assert target.converter is not None
-    across = _Across(source.inventory, target.inventory)
+    across = Across(source.inventory, target.inventory)
     given: list[Array] = []
 
     def ours(outputs: Sequence[Array]) -> list[Array]:
@@ -141,9 +142,8 @@ def _checked(source: Side, target: Side, pairs: Sequence[Match], turned: Mapping
             )
         return turned_back
 
-    one = source.converter.evaluate(source.model, batch.source, ours)
-    inputs = across.tree(batch.source) if batch.target is None else batch.target
-    two = target.converter.evaluate(target.model, inputs, theirs)
+    one = source.converter.evaluate(source.model, _packed(batch.source), ours)
+    two = target.converter.evaluate(target.model, _packed(batch.target), theirs)
     modules = _modules(one, two, pairs, across)
     outputs = max((_error(across.array(a), b) for a, b in zip(one.outputs, two.outputs, strict=True)), default=0.0)
     if not outputs <= batch.outputs:
@@ -162,8 +162,13 @@ def _checked(source: Side, target: Side, pairs: Sequence[Match], turned: Mapping
     return Checked(outputs, gradients, modules)
 
 
-class _Across:
-    """Images of the source as the target has them."""
+class Across:
+    """Images of the source as the target has them.
+
+    Args:
+        source: the source's layers.
+        target: the target's.
+    """
 
     def __init__(self, source: Inventory, target: Inventory) -> None:
         self._rank = source.spatial + 2 if source.spatial else 0
@@ -181,11 +186,15 @@ class _Across:
         """A batch with every image so."""
         import numpy as np
 
-        if isinstance(batch, Mapping):
-            return {name: self.tree(item) for name, item in batch.items()}
-        if isinstance(batch, tuple | list):
-            return type(batch)(self.tree(item) for item in batch)
-        return np.ascontiguousarray(self.array(np.asarray(batch)))
+        return map_tree(lambda leaf: self.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
+
+
+def _packed(batch: Any) -> Any:
+    """A batch whose arrays lie in memory as their axes say: torch's convolutions take another layout for a wish, and
+    their backward pass of it can end the process (2.13 on the CPU)."""
+    import numpy as np
+
+    return map_tree(lambda leaf: np.ascontiguousarray(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
 def _error(ours: Array, theirs: Array, floor: float = 0.0) -> float:
@@ -203,18 +212,31 @@ def _error(ours: Array, theirs: Array, floor: float = 0.0) -> float:
     return difference / max(float(np.max(np.abs(a))), float(np.max(np.abs(b))), floor, 1e-30)
 
 
-def _modules(one: Evaluation, two: Evaluation, pairs: Sequence[Match], across: _Across) -> dict[str, float]:
+def _modules(one: Evaluation, two: Evaluation, pairs: Sequence[Match], across: Across) -> dict[str, float]:
     """Errors of the outputs of matched layers, in the order in which the source calls them."""
+    import numpy as np
+
     partner = {each.source.path: each.target.path for each in pairs}
     found = {}
     for path, output in one.modules.items():
         if path not in partner or partner[path] not in two.modules:
             continue
         other = two.modules[partner[path]]
-        if across.array(output).shape == other.shape:
-            output = across.array(output)  # the same values, as the other side has them
-        found[partner[path]] = _error(output, other)
+        mine = across.array(output) if across.array(output).shape == other.shape else output
+        if np.squeeze(mine).shape == np.squeeze(other).shape:
+            found[partner[path]] = _error(np.squeeze(mine), np.squeeze(other))
+        elif not _broadcasts(mine.shape, other.shape):  # else one side gives rows that the other gives once
+            found[partner[path]] = float("inf")
     return found
+
+
+def _broadcasts(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    import numpy as np
+
+    try:
+        return bool(np.broadcast_shapes(one, other) in (one, other))
+    except ValueError:
+        return False
 
 
 def _where(modules: Mapping[str, float], allowed: float) -> str:
@@ -244,7 +266,7 @@ def _gradients(
             continue
         if each.target.path in turned:
             ours = turned[each.target.path].apply(ours)
-        for name in ours.keys() & theirs.keys():
+        for name in (name for name in ours if name in theirs):
             found[f"{each.target.path}/{name}"] = _error(ours[name].read(), theirs[name].read(), _FLOOR * largest)
     return found
 

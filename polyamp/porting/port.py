@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from polyamp.errors import PortError, described
 from polyamp.porting import ties
 from polyamp.porting.canonical import Canonical
-from polyamp.porting.check import Batch, filled_and_checked
+from polyamp.porting.check import Across, Batch, filled_and_checked
 from polyamp.porting.differences import Compared, compare
 from polyamp.porting.flatten import Order, orders
 from polyamp.porting.inventory import Inventory
@@ -103,6 +104,9 @@ def port(
     given = None if check is None else Batch.of(check)
     ours = side_of(source, None if given is None else given.source, "port(source, target)", files=True)
     theirs = side_of(target, None if given is None else given.target, "port(source, target)")
+    if given is not None and given.target is None:  # where the target has its channels is known now
+        given = dataclasses.replace(given, target=Across(ours.inventory, theirs.inventory).tree(given.source))
+        theirs = side_of(target, given.target, "port(source, target)")
     return moved(ours, theirs, names, strict, given)
 
 
