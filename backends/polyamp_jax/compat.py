@@ -51,6 +51,11 @@ def flax_refused_a_change(error: BaseException) -> bool:
     return is_a(error, "flax.errors", "TraceContextError")
 
 
+def is_layer_stack(module: str) -> bool:
+    """Whether a name is what `hk.experimental.layer_stack` gives to its module by itself."""
+    return module.startswith("__layer_stack")
+
+
 def nnx_kinds() -> tuple[type, ...]:
     """The classes of nnx's objects: modules, streams, metrics, variables. Empty where flax is not loaded."""
     nnx = loaded("flax.nnx")  # `Pytree` from flax 0.11, `Object` before

@@ -21,6 +21,7 @@ from polyamp.porting.inventory import Inventory
 from polyamp.porting.lazy import Lazy
 from polyamp_jax import compat
 from polyamp_jax.models.adapt import ACCEPTED
+from polyamp_jax.porting import function
 from polyamp_jax.porting.leaves import array_like
 from polyamp_jax.porting.library import Library, batch_of
 
@@ -28,6 +29,10 @@ LIBRARIES: Final = (
     ("flax.nnx", "Module", "nnx"),
     ("flax.linen", "Module", "linen"),
     ("equinox", "Module", "equinox"),
+    ("haiku", "Transformed", "haiku"),
+    ("haiku", "TransformedWithState", "haiku"),
+    ("haiku", "MultiTransformed", "haiku"),
+    ("haiku", "MultiTransformedWithState", "haiku"),
 )
 """(module of the class that the model, or the first item of its tuple, is of, the class's name, the library's module in
 this room, which says what it takes)."""
@@ -114,8 +119,10 @@ def library(model: Any) -> Library:
     """
     first = model[0] if isinstance(model, tuple) and model else model
     for module, name, room in LIBRARIES:
-        if compat.is_a(first, module, name):
+        if any(compat.is_a(each, module, name) for each in (first, model)):  # hk.Transformed is a tuple itself
             return cast("Library", importlib.import_module(f"polyamp_jax.porting.{room}"))
+    if isinstance(model, tuple) and len(model) == 2 and callable(first):
+        return cast("Library", function)
     raise ModelError(f"model must be {ACCEPTED}. Received: {described(model)}.")
 
 

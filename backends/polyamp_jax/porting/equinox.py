@@ -90,7 +90,7 @@ def _layer(part: Part) -> NativeLayer:
         for local, weight in part.weights.items()
     }
     if part.layer is None:
-        return NativeLayer(part.path, leaves, (Form("parameter", same("value")),))
+        return NativeLayer(part.path, leaves, part.forms or (Form("parameter", same("value")),))
     form, row, said = form_of(part.layer), row_of(part.layer), {}
     if form is None and row is not None:
         form = row.form(part.layer)

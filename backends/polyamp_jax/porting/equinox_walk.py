@@ -17,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.errors import ModelError, PortError
+from polyamp.porting.forms import Form
 from polyamp.porting.register import form_of
 from polyamp_jax import compat
 from polyamp_jax.arrays import path_name
 from polyamp_jax.porting import probing
 from polyamp_jax.porting.equinox_layers import row_of
+from polyamp_jax.porting.function_names import groups
 from polyamp_jax.porting.places import LONG, Place, Weight, numbered
 
 nn: Final = eqx.nn
@@ -37,16 +39,18 @@ class Part:
         layer: the module as it is, but that a slice of a stack has shapes in place of arrays; None of a parameter.
         weights: its arrays by their names in it; of a parameter "value".
         said: attributes that the module around it gives it.
+        forms: what it may be, where its class is the user's own and its arrays are named as a layer's are.
     """
 
     path: str
     layer: Any
     weights: Mapping[str, Weight]
     said: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    forms: tuple[Form, ...] = ()
 
     def name(self, local: str) -> str:
         """The full name of one of its arrays."""
-        return self.path if self.layer is None else joined(self.path, local)
+        return self.path if self.layer is None and local == "value" else joined(self.path, local)
 
 
 class Walk:
@@ -97,8 +101,7 @@ class Walk:
         elif isinstance(node, nn.MLP):
             self._mlp(node, path)
         elif not self._is_layer(node):
-            for name, child in children(node):
-                self._visit(child, joined(path, name), said)
+            self._own(node, path)
         else:
             weights = {}
             for name, place in _leaves(node):
@@ -117,6 +120,26 @@ class Walk:
         if isinstance(node, nn.Lambda) and _has_weights(node):
             return False  # a module in a Lambda: its arrays are its own
         return row_of(node) is not None or (isinstance(node, eqx.Module) and form_of(_seen(node)) is not None)
+
+    def _own(self, node: Any, path: str) -> None:
+        """A container, or a module of the user's own; a kernel and a bias in one are a layer."""
+        found = dict(children(node))
+        shapes = {
+            name: place.shape
+            for name, place in found.items()
+            if isinstance(place, Place) and place.is_weight and not isinstance(place.held, np.ndarray)
+        }
+        grouped = {}
+        for group in groups(path, shapes) if isinstance(node, eqx.Module) else ():
+            if len(group.names) > 1 and not group.path:
+                grouped = {native: _weight(found[native]) for native in group.names}
+                forms = tuple(
+                    _renamed(form, {local: native for native, local in group.names.items()}) for form in group.forms
+                )
+                self.parts.append(Part(path, None, grouped, forms=forms))
+        for name, child in found.items():
+            if name not in grouped:
+                self._visit(child, joined(path, name), {})
 
     def _leaf(self, place: Any, path: str) -> None:
         if isinstance(place, _Shared):
@@ -212,6 +235,12 @@ def _weight(place: Any) -> Weight:
         # a place of its own that is never written: what is tied is not filled
         return Weight(Place(place.place.number, place.value), read=place.read, tied=place.name)
     return Weight(place)
+
+
+def _renamed(form: Form, names: Mapping[str, str]) -> Form:
+    """A form with other names of the native arrays."""
+    rules = (dataclasses.replace(rule, native=tuple(names[name] for name in rule.native)) for rule in form.rules)
+    return dataclasses.replace(form, rules=tuple(rules))
 
 
 def joined(path: str, name: str) -> str:
