@@ -130,9 +130,13 @@ class Form:
         found: dict[str, Lazy] = {}
         for rule in self.rules:
             native = [leaves[name] for name in rule.native]
+            if not rule.operations:
+                found.update(zip(rule.canonical, native, strict=True))
+                continue
             run = rule.gradients if gradients else rule.forward
             shapes = rule.shapes([array.shape for array in native])
-            found.update(_deferred(rule.canonical, shapes, native[0].dtype, run, native))
+            made = _deferred(rule.canonical, shapes, native[0].dtype, run, native)
+            found.update(made if gradients else _derived(made, rule, native))
         return found
 
     def leaves(self, arrays: Mapping[str, Lazy], like: Mapping[str, Lazy], *, moments: bool = False) -> dict[str, Lazy]:
@@ -149,6 +153,9 @@ class Form:
         for rule in self.rules:
             canonical = [arrays[name] for name in rule.canonical]
             shapes = [like[name].shape for name in rule.native]
+            if not moments and (native := _native(rule, canonical, shapes)):
+                found.update(zip(rule.native, native, strict=True))
+                continue
             run = rule.moments if moments else rule.backward
             found.update(_deferred(rule.native, shapes, canonical[0].dtype, run, canonical))
         return found
@@ -157,9 +164,44 @@ class Form:
         """What the layer cannot hold of canonical arrays, a phrase each; reads only those that may lose something."""
         lost = []
         for rule in self.rules:
-            if not all(isinstance(operation, Moves) for operation in rule.operations):
-                lost += rule.losses([arrays[name].read() for name in rule.canonical])
+            canonical = [arrays[name] for name in rule.canonical]
+            if all(isinstance(operation, Moves) for operation in rule.operations) or _native(rule, canonical):
+                continue
+            lost += rule.losses([array.read() for array in canonical])
         return lost
+
+
+class _Derived(Lazy):
+    """A canonical array that knows what it was made of: where the other side has the same operations, the native arrays
+    themselves are what it gets, without a copy and to the last bit."""
+
+    __slots__ = ("native", "number", "operations")
+
+    native: list[Lazy]
+    number: int
+    operations: tuple[Operation, ...]
+
+
+def _derived(made: dict[str, Lazy], rule: Rule, native: list[Lazy]) -> dict[str, Lazy]:
+    found: dict[str, Lazy] = {}
+    for number, (name, array) in enumerate(made.items()):
+        found[name] = known = _Derived(array.shape, array.dtype, array.read)
+        known.native, known.number, known.operations = native, number, rule.operations
+    return found
+
+
+def _native(rule: Rule, canonical: list[Lazy], shapes: list[Shape] | None = None) -> list[Lazy] | None:
+    """The native arrays of which these canonical ones were made by the same operations; None if they were not."""
+    first = canonical[0]
+    if not isinstance(first, _Derived) or first.operations != rule.operations:
+        return None
+    for number, array in enumerate(canonical):
+        if not isinstance(array, _Derived) or array.native is not first.native or array.number != number:
+            return None
+    whole = len(first.native) == len(rule.native) and (
+        shapes is None or [array.shape for array in first.native] == shapes
+    )
+    return first.native if whole else None
 
 
 def _deferred(

@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -153,8 +156,9 @@ def batch_norm(module: Any) -> list[Found]:
 
 
 def frozen_batch_norm(module: Any) -> list[Found]:
-    """torchvision's, whose arrays are all buffers."""
-    return [Found((Form("batch_norm", rules(module, **_STATISTICS), {"epsilon": module.eps}),), lines=EPSILON)]
+    """torchvision's and others', whose arrays are all buffers."""
+    known, lines = _epsilon(module)
+    return [Found((Form("batch_norm", rules(module, **_STATISTICS), known),), lines=lines)]
 
 
 def _other(share: float) -> float:
@@ -177,46 +181,56 @@ def parameters(module: Any) -> list[Found]:
 def norm_by_names(module: nn.Module) -> list[Found]:
     """A norm of somebody's own, known by its class's name and by what its arrays are called; [] if it is none.
 
-    A scale alone may be an RMSNorm's or a LayerNorm's: the partner decides.
+    A scale alone may be an RMSNorm's whatever the name says (T5's): the source tells, else the partner.
     """
-    name = type(module).__name__.lower().replace("_", "")
+    if type(module).__name__.endswith("FrozenBatchNorm2d") and not any(True for _ in module.children()):
+        return frozen_batch_norm(module)
+    kind: Any = type(module)
+    name = _NORM.search(kind.__name__.lower())
     own = [array for array, _ in module.named_parameters()]
     scale = next((array for array in own if array in ("weight", "scale", "gamma", "g")), "")
     bias = next((array for array in own if array in ("bias", "beta", "b")), "")
-    if not name.rstrip("0123456789d").endswith(("layernorm", "rmsnorm")) or set(own) != {scale, bias} - {""}:
+    if name is None or not scale or set(own) != {scale, bias} - {""}:
         return []
     if any(True for _ in module.buffers()) or any(array.ndim != 1 for array in module.parameters()):
         return []
-    attribute, epsilon = next(
-        (
-            (name, getattr(module, name))
-            for name in ("eps", "epsilon", "variance_epsilon", "norm_eps")
-            if isinstance(getattr(module, name, None), float)
-        ),
-        ("", None),
-    )
-    known = {} if epsilon is None else {"epsilon": epsilon}
-    lines = {} if epsilon is None else {"epsilon": setting(attribute)}
-    shift = (Shift(1.0),) if type(module).__name__.startswith(_ADD_ONE) else ()
-    scales = Rule((scale,), ("scale",), shift)
+    known, lines = _epsilon(module)
+    scales = Rule((scale,), ("scale",), (Shift(1.0),) if _says(kind, _ONE) else ())
+    layer = Form("layer_norm", (scales, *rules(module, **({bias: "bias"} if bias else {}))), {**known, "axes": 1})
     if bias:
-        forms = [Form("layer_norm", (scales, Rule((bias,), ("bias",))), {**known, "axes": 1})]
-    else:
-        forms = [Form("rms_norm", (scales,), known), Form("layer_norm", (scales,), {**known, "axes": 1})]
-        forms = forms if "rms" in name or "t5" in name else forms[::-1]
-    return [Found(tuple(forms), lines=lines)]
+        return [Found((layer,), lines=lines)]
+    rms = Form("rms_norm", (scales,), known)
+    if name[0].startswith("rms"):
+        return [Found((rms,), lines=lines)]
+    centred = _says(kind, _CENTRED)
+    forms = (layer, rms) if centred is None else (layer,) if centred else (rms,)
+    return [Found(forms, lines=lines)]
 
 
-_ADD_ONE: Final = (
-    "GemmaRMS",
-    "Gemma2RMS",
-    "Gemma3RMS",
-    "RecurrentGemmaRMS",
-    "T5GemmaRMS",
-    "VaultGemmaRMS",
-    "Qwen3NextRMS",
-)
-"""transformers' norms that multiply with 1 + weight, by the beginning of their class's name."""
+def _epsilon(module: nn.Module) -> tuple[dict[str, float], dict[str, Line]]:
+    """The epsilon of a norm of somebody's own, if it has one under a usual name, and how it is set."""
+    for attribute in ("eps", "epsilon", "variance_epsilon", "norm_eps"):
+        if isinstance(value := getattr(module, attribute, None), float):
+            return {"epsilon": value}, {"epsilon": setting(attribute)}
+    return {}, {}
+
+
+@functools.cache
+def _says(kind: Any, words: re.Pattern[str]) -> bool | None:
+    """Whether the source of a class has such words; None of a class without one, written at a prompt."""
+    try:
+        return words.search(inspect.getsource(kind)) is not None
+    except (OSError, TypeError):
+        return None
+
+
+_NORM: Final = re.compile(r"(layer|rms)_?norm(act)?(fp32)?([23]d)?$")
+"""The end of such a class's name, in small letters."""
+_SCALE: Final = r"self\.(weight|scale|gamma|g)\b"
+_ONE: Final = re.compile(rf"\b1(\.0)?\s*\+\s*{_SCALE}|{_SCALE}(\.\w+\(\))?\s*\+\s*1\b")
+"""A norm that multiplies with 1 + weight, as Gemma's do."""
+_CENTRED: Final = re.compile(r"layer_norm\(|-\s*(\w+\.)?(mean|mu|u)\b")
+"""A norm that subtracts the mean."""
 
 READERS: Final[dict[type, Reader]] = {
     nn.Linear: dense,

@@ -29,16 +29,21 @@ _NAMES: Final[dict[type, str]] = {
     nn.Identity: "linear",
 }
 _BY_NAME: Final = {
+    "NewGELU": "gelu_tanh",
     "NewGELUActivation": "gelu_tanh",
     "FastGELUActivation": "gelu_tanh",
     "PytorchGELUTanh": "gelu_tanh",
     "GELUTanh": "gelu_tanh",
     "GELUActivation": "gelu",
+    "QuickGELU": "quick_gelu",
     "QuickGELUActivation": "quick_gelu",
     "SiLUActivation": "silu",
+    "Swish": "silu",
     "ReLUSquaredActivation": "relu_squared",
 }
-"""Activations of transformers and timm, by the names of their classes."""
+"""Activations of transformers, timm and others, by the names of their classes."""
+_TIMM: Final = {"GELU": "gelu", "Sigmoid": "sigmoid", "Tanh": "tanh", "Mish": "mish"}
+"""Those of timm whose names are torch's."""
 _FUNCTIONS: Final = {
     functional.relu: "relu",
     functional.gelu: "gelu",
@@ -90,7 +95,10 @@ def _hardtanh(module: Any) -> list[Found]:
 
 def activation_by_name(module: nn.Module) -> list[Found]:
     """An activation of another package, known by its class's name; [] if it is none."""
-    name = _BY_NAME.get(type(module).__name__)
+    kind = type(module)
+    name = _BY_NAME.get(kind.__name__)
+    if kind.__module__.startswith("timm.layers.activations"):
+        name = _TIMM.get(kind.__name__, name)
     return [] if name is None else _activation(name, {})
 
 
