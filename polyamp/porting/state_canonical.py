@@ -80,7 +80,7 @@ def canonical(own: Side, ways: Sequence[Way]) -> TrainingState:
                 counts |= {f"{way.path}/{name}": max(counted) for name in rule.canonical}
     fields = {name: f"loss_scale/{name}" for name in LossScaleState._fields}
     scale = {name: own.arrays[array].item() for name, array in fields.items() if array in own.arrays}
-    return TrainingState(parameters, slots, counts, own.optimizer.type, scale, own.step)
+    return TrainingState(parameters, slots, counts, own.optimizer.type, scale, own.step or 0)
 
 
 def native(given: TrainingState, own: Side, ways: Sequence[Way]) -> tuple[dict[str, Array], list[str]]:

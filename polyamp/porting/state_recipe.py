@@ -44,10 +44,19 @@ def between(
         optimizers: of both.
         parameters: (leaf of the source, leaf of the target) of everything that is trained on both sides.
     """
-    both = [name for name in target if name in source and name != "optimizer"]
-    found = changes.between({name: source[name] for name in both}, {name: target[name] for name in both})
+    found = changes.between(*_shared({**source, "optimizer": {}}, {**target, "optimizer": {}}))
     found = [change for change in found if not any(change.path.startswith(path) for path in _PATHS)]
     return found + _of_optimizers(*optimizers, parameters)
+
+
+def _shared(source: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What both know: a scaler that is not polyamp's says its rule alone."""
+    both = [name for name in target if name in source]
+    ours, theirs = ({name: side[name] for name in both} for side in (source, target))
+    if "scaler" in both:
+        ours["scaler"] = {name: value for name, value in source["scaler"].items() if name in target["scaler"]}
+        theirs["scaler"] = {name: value for name, value in target["scaler"].items() if name in source["scaler"]}
+    return ours, theirs
 
 
 def _of_optimizers(

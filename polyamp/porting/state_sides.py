@@ -32,6 +32,10 @@ ACCEPTED: Final = (
 )
 
 
+_RULE: Final = ("kind", "growth_factor", "backoff_factor", "growth_interval", "growth_delay", "hysteresis")
+"""Fields of a `LossScaler` that a scaler of another library has too, in its own words."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Training:
     """A model that is trained without polyamp; see `training`.
@@ -40,14 +44,16 @@ class Training:
         model: the model, with its weights.
         optimizer: the framework's own optimizer, or what it saved of it.
         scaler: the framework's own loss scaler, or what it saved of it; None where there is none.
+        step: number of applied updates, where it is known.
     """
 
     model: Any
     optimizer: Any = None
     scaler: Any = None
+    step: int | None = None
 
 
-def training(model: Any, optimizer: Any = None, scaler: Any = None) -> Training:
+def training(model: Any, optimizer: Any = None, scaler: Any = None, *, step: int | None = None) -> Training:
     """A model that is trained without polyamp, for `polyamp.port`: it goes on under polyamp, in this framework or in
     another, or the other way round.
 
@@ -61,6 +67,8 @@ def training(model: Any, optimizer: Any = None, scaler: Any = None) -> Training:
         model: as `polyamp.init` takes it, with its weights.
         optimizer: see above.
         scaler: see above.
+        step: number of applied updates, which polyamp's schedules follow. Needed where the optimizer does not count
+            them: torch's SGD, optax's without a schedule.
 
     As a target it is filled in place in torch and Keras, and comes back anew in JAX, as a `Training` of three parts.
 
@@ -71,7 +79,7 @@ def training(model: Any, optimizer: Any = None, scaler: Any = None) -> Training:
         source = polyamp.porting.training(model, checkpoint["optimizer"], checkpoint["scaler"])
         state, report = polyamp.port(source, state)  # of a JAX model, say
     """
-    return Training(model, optimizer, scaler)
+    return Training(model, optimizer, scaler, step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +109,12 @@ class Side:
     replaced: Callable[[Mapping[str, Array]], Any] | None
 
     @property
-    def step(self) -> int:
-        """Number of applied updates: the largest count where nothing else tells."""
+    def step(self) -> int | None:
+        """Number of applied updates: the largest count where nothing else tells; None where nothing does."""
         if "step" in self.arrays:
             return int(self.arrays["step"])
         held = {count.array for count in self.optimizer.counts.values()} | set(self.optimizer.positions)
-        return max((int(self.arrays[name].reshape(-1)[0]) for name in held if name in self.arrays), default=0)
+        return max((int(self.arrays[name].reshape(-1)[0]) for name in held if name in self.arrays), default=None)
 
 
 def is_side(value: Any) -> bool:
@@ -155,25 +163,29 @@ def _of_state(state: Any) -> Side:
 
 
 def _of_training(given: Training) -> Side:
+    import numpy as np
+
     backend = registry.backend_for(given.model)
     converter, states = converters(backend)
     native: NativeTraining = states.native(given.model, given.optimizer, given.scaler)
-    arrays = native.arrays()
+    arrays, layout = native.arrays(), native.layout
+    if given.step is not None:
+        arrays["step"] = np.asarray(given.step, np.int32)
     inventory = converter.inventory(native.model)
     name = f"the {backend.name} training"
     scaler = LossScaler(**native.scaler) if native.scaler else None
 
     def replaced(new: Mapping[str, Array]) -> Training:
-        made = native.replaced(new)
-        return Training(made.model, made.optimizer, made.loss_scaler)
+        made = native.replaced({name: array for name, array in new.items() if name != "step"})
+        return Training(made.model, made.optimizer, made.loss_scaler, None if given.step is None else int(new["step"]))
 
     return Side(
         name,
         inventory,
         arrays,
         _leaves(inventory, arrays, name),
-        native.layout,
-        {} if scaler is None else {"scaler": {key: scaler.to_dict()[key] for key in native.scaler}},
+        layout,
+        {} if scaler is None else {"scaler": {name: getattr(scaler, name) for name in _RULE}},
         scaler,
         False,
         replaced,

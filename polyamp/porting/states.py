@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
+_UNCOUNTED: Final = (
+    "the source's optimizer does not count its updates, so that the number of applied ones is taken for 0, where "
+    "schedules begin: say it in training(..., step=)"
+)
 _RANDOM: Final = "random streams are not moved: dropout draws other masks than in the source"
 
 
@@ -123,7 +127,7 @@ def port_state(
     state = canonical(ours, [way for way, _ in ways])
     arrays, said = native(state, theirs, [way for _, way in ways])
     said += _put_scale(arrays, ours, theirs, state.loss_scale)
-    said += _doubled(ways)
+    said += _doubled(ways) + ([_UNCOUNTED] if ours.step is None else [])
     said += kept.check({name: Lazy.of(arrays[array]) for name, array in theirs.leaves.items()})
     merges = [
         f"{way.path}: {phrase}, and either's moments are kept for both"
