@@ -24,6 +24,7 @@ from polyamp_jax.models.adapt import ACCEPTED
 from polyamp_jax.porting import function
 from polyamp_jax.porting.leaves import array_like
 from polyamp_jax.porting.library import Library, batch_of
+from polyamp_jax.porting.stacks import gathered, slice_of
 
 LIBRARIES: Final = (
     ("flax.nnx", "Module", "nnx"),
@@ -50,7 +51,7 @@ class JaxConverter:
         of = library(model)
         there = of.arrays(model)
         made = {}
-        for name, values in leaves.items():
+        for name, values in gathered(leaves, there).items():
             if name not in there:
                 raise PortError(f"the model has no array {name!r}.")
             like = there[name]
@@ -75,13 +76,15 @@ class JaxConverter:
     def evaluate(self, model: Any, batch: Any, cotangents: Callable[[Sequence[Any]], Sequence[Any]]) -> Evaluation:
         of = library(model)
         inputs = batch_of(batch)
-        trainable = {
-            leaf.name: leaf.array
-            for layer in of.inventory(model, None).layers
+        there = of.arrays(model)
+        wanted = {
+            leaf.name: None if leaf.name in there else slice_of(leaf.name)
+            for layer in of.inventory(model, inputs).layers
             for leaf in layer.leaves.values()
-            if leaf.trainable and leaf.tied is None
+            if leaf.trainable and leaf.tied is None and jnp.issubdtype(leaf.array.dtype, jnp.inexact)
         }
-        arrays = {name: _float32(name, array) for name, array in of.arrays(model).items()}
+        trainable = {name if part is None else part[0] for name, part in wanted.items()}
+        arrays = {name: _float32(name, array) for name, array in there.items()}
         held = of.replaced(model, {name: array for name, array in arrays.items() if name not in trainable})
         paths: list[str] = []
 
@@ -106,7 +109,10 @@ class JaxConverter:
             (gradients,) = backward([_cotangent(*pair) for pair in zip(outputs, chosen, strict=True)])
         return Evaluation(
             [np.asarray(output) for output in outputs],
-            {name: np.asarray(gradient) for name, gradient in gradients.items()},
+            {
+                name: np.asarray(gradients[name] if part is None else gradients[part[0]][part[1]])
+                for name, part in wanted.items()
+            },
             {path: np.asarray(value) for path, value in zip(paths, seen, strict=True)},
         )
 

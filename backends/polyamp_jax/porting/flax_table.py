@@ -84,9 +84,35 @@ def made(module: Any, shapes: Mapping[str, tuple[int, ...]], settings: Mapping[s
     try:
         if kind.__name__ in REFUSED:
             raise RefusedError(REFUSED[kind.__name__])
+        _check_axes(kind.__name__, shapes, settings)
         return MAKERS[kind.__name__](shapes, settings)
     except RefusedError as error:
         raise refusal(path, f"{'.'.join(kind.__module__.split('.')[:2])}.{kind.__name__}: {error}") from None
+
+
+def _check_axes(name: str, shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any]) -> None:
+    """Refuse several layers' arrays in one, as `nnx.vmap` and `nnx.scan` make them."""
+    array, axes = _AXES.get(name, ("kernel", 0))
+    if name in ("Conv", "ConvTranspose"):
+        size = settings["kernel_size"]
+        axes = 2 + (1 if isinstance(size, int) else len(size))
+    elif name == "LinearGeneral":
+        axes = sum(len(settings[each]) for each in ("batch_axis", "in_features", "out_features"))
+    if axes and array in shapes and len(shapes[array]) != axes:
+        raise RefusedError(
+            f"its {array} of {list(shapes[array])} has an axis too many: a stack of layers, as vmap and scan make "
+            "them; linen's alone are moved, along the first axis and with a batch"
+        )
+
+
+_AXES: Final = {
+    "Dense": ("kernel", 2),
+    "Linear": ("kernel", 2),
+    "Embed": ("embedding", 2),
+    "GroupNorm": ("scale", 1),
+    "BatchNorm": ("mean", 1),
+}
+"""Class -> an array of it, and how many axes that has."""
 
 
 def refusal(path: str, why: str) -> PortError:

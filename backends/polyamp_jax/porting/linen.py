@@ -21,6 +21,7 @@ from polyamp_jax.porting.leaves import movable
 from polyamp_jax.porting.library import Batch, Record
 from polyamp_jax.porting.linen_modules import seen
 from polyamp_jax.porting.linen_tree import Array, Tree, settings
+from polyamp_jax.porting.stacks import unstacked
 
 LEFT: Final = ("cache", "intermediates", "losses", "perturbations")
 """Collections that hold no weights."""
@@ -30,20 +31,21 @@ def inventory(model: Any, batch: Batch | None) -> Inventory:
     """See `Library.inventory`."""
     module, variables = _parts(model)
     found = seen(module, variables, batch)
-    tree = Tree(found)
-    left = {}
+    calls = {path: number for number, path in enumerate(found.modules)}
+    tree, left, weights = Tree(found), {}, []
     for array in _flat(variables):
         if array.collection in LEFT:
             left[array.name] = f"the collection {array.collection!r} holds no weights"
         elif not movable(array.leaf):
             left[array.name] = "a random key or no array"
         else:
-            tree.add(array)
+            weights.append(array)
+    for array in unstacked(weights, found):
+        tree.add(array)
     layers = list(tree.layers())
     if found.order:
-        known = {path[1:]: number for number, path in reversed(list(enumerate(found.order)))}
-        firsts = [min((known.get(path, len(known)) for path in tree.paths(layer)), default=0) for layer in layers]
-        layers = [layer for _, layer in sorted(zip(firsts, layers, strict=True), key=lambda pair: pair[0])]
+        order = {path[1:]: number for number, path in reversed(list(enumerate(found.order)))}
+        layers.sort(key=lambda layer: tree.place(layer, order, calls))
     return Inventory(layers, "flax.linen", bool(found.order), left)
 
 
@@ -72,6 +74,8 @@ def run(model: Any, batch: Batch, record: Record) -> Any:
             args, kwargs = quiet(call, args, kwargs, add=False)
         output = call(*args, **kwargs)
         if context.method_name == "__call__":
+            if isinstance(current, linen.RNN):  # its cell, which is the layer, runs in a scan
+                record("/".join(current.cell.path), output[1] if isinstance(output, tuple) else output)
             record("/".join(current.path), output)
         return output
 

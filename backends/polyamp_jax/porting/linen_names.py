@@ -78,7 +78,7 @@ def by_names(module: str, shapes: Shapes) -> tuple[Form, ...]:
         shapes: of the group's arrays.
 
     Raises:
-        RefusedError: none fits.
+        RefusedError: several layers' arrays in one.
     """
     found: list[Form] = []
     for maker in _candidates(module, shapes):
@@ -89,6 +89,11 @@ def by_names(module: str, shapes: Shapes) -> tuple[Form, ...]:
             continue
         if form not in found:
             found.append(form)
+    if not found and len(shapes.get("bias", ())) == 2 and shapes["bias"][0] == shapes.get("kernel", (0,))[0]:
+        raise RefusedError(
+            "its arrays have an axis too many, as nn.scan and nn.vmap stack them; a batch tells (check= of port, "
+            "or porting.export(model, batch))"
+        )
     if len(shapes) == 1:
         found.append(forms.parameter(next(iter(shapes))))
     return tuple(found)

@@ -52,6 +52,7 @@ class Array(NamedTuple):
         path: of its module, and its name there last.
         leaf: the array.
         trainable: whether it is a parameter.
+        stack: of a slice of a stacked one (`stacks`), the length of its path up to the index.
     """
 
     name: str
@@ -59,6 +60,17 @@ class Array(NamedTuple):
     path: Path
     leaf: Any
     trainable: bool
+    stack: int | None = None
+
+    def place(self, order: Mapping[Path, int], calls: Mapping[Path, int]) -> tuple[int, int, int]:
+        """Where it comes among the arrays whose paths' numbers these are; slices by their index, and for one index as
+        the modules are called: inside of a lifted transformation flax sorts names."""
+        last = len(order)
+        if self.stack is None:
+            return order.get(self.path, last), 0, 0
+        around, number = self.path[: self.stack], int(self.path[self.stack])
+        first = min((at for path, at in order.items() if path[: self.stack] == around), default=last)
+        return first, number, calls.get((*around, *self.path[self.stack + 1 : -1]), len(calls))
 
 
 class _Node:
@@ -89,7 +101,7 @@ class Tree:
     def __init__(self, found: Seen) -> None:
         self._root = _Node()
         self._seen = found
-        self._of: dict[str, Path] = {}
+        self._arrays: dict[str, Array] = {}
 
     def add(self, array: Array) -> None:
         """An array of the model."""
@@ -100,11 +112,12 @@ class Tree:
         if own in node.arrays:
             own = f"{array.collection}/{own}"
         node.arrays[own] = array
-        self._of[array.name] = array.path
+        self._arrays[array.name] = array
 
-    def paths(self, layer: NativeLayer) -> list[Path]:
-        """Paths of a layer's arrays; of one without any, of its module."""
-        return [self._of[leaf.name] for leaf in layer.leaves.values()] or [tuple(layer.path.split("/"))]
+    def place(self, layer: NativeLayer, order: Mapping[Path, int], calls: Mapping[Path, int]) -> tuple[int, int, int]:
+        """Where a layer comes: with the first of its arrays; without any, at the end."""
+        places = [self._arrays[leaf.name].place(order, calls) for leaf in layer.leaves.values()]
+        return min(places, default=(len(order), 0, 0))
 
     def layers(self) -> Iterator[NativeLayer]:
         """All of them, and those without arrays that were seen."""
@@ -148,7 +161,10 @@ class Tree:
     def _by_names(self, node: _Node, path: Path) -> Iterator[NativeLayer]:
         for names in linen_names.groups(node.arrays):
             held = {name: node.arrays[name] for name in names}
-            forms = linen_names.by_names(path[-1] if path else "", _shapes(held))
+            try:
+                forms = linen_names.by_names(path[-1] if path else "", _shapes(held))
+            except RefusedError as error:
+                raise refusal("/".join(path), f"flax.linen: {error}") from None
             if len(held) > 1 and forms:
                 yield _native(path, held, forms)
                 continue

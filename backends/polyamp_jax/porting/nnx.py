@@ -87,6 +87,8 @@ def _recorded(kind: Any, path: str) -> type:
         args, kwargs = quiet(functools.partial(kind.__call__, self), args, kwargs, add=False)
         output = kind.__call__(self, *args, **kwargs)
         if (record := _recording.get()) is not None:
+            if isinstance(self, nnx.RNN):  # its cell, which is the layer, runs in a scan
+                record(f"{path}/cell", output[1] if isinstance(output, tuple) else output)
             record(path, output)
         return output
 
