@@ -17,7 +17,7 @@ from polyamp.porting.fits import Fit, fit
 from polyamp.porting.inventory import Inventory, NativeLayer
 from polyamp.porting.pairing import pair
 from polyamp.porting.renaming import renamed
-from polyamp.porting.tree import Node, tree
+from polyamp.porting.tree import Node, mass_of, tree
 
 _Sides = tuple[list[Node], list[Node]]
 
@@ -146,7 +146,7 @@ class _Search:
             groups = tuple([node for node in side if node.mass == mass] for side in sides)
             if groups[0][0].layer is not None and not _all_in_sight(mass, sides):
                 continue
-            done = self._group(groups[0], groups[1], in_step=_masses(around[0]) == _masses(around[1]))
+            done = self._group(groups[0], groups[1], in_step=_masses(around, 0) == _masses(around, 1))
             if done is not None:
                 found.add(done)
                 for side, group in zip(sides, groups, strict=True):
@@ -197,7 +197,9 @@ class _Search:
 
 
 def _settle_by_neighbours(found: Matching) -> None:
-    """Pair what is alike by the layers beside it."""
+    """Pair what is alike by the layers beside it. Norms that a number or an order told apart, and that the convolutions
+    beside them tell otherwise, are as good as alike."""
+    _doubt(found)
     for group in list(found.alike):
         couples = neighbours.told_apart(*group, [(each.source, each.target) for each in found.pairs])
         ways = [fit(one, other) for one, other in couples or ()]
@@ -206,8 +208,32 @@ def _settle_by_neighbours(found: Matching) -> None:
             found.pairs += [Match(*each, way, "neighbour") for each, way in zip(couples, ways, strict=True) if way]
 
 
-def _masses(nodes: Sequence[Node]) -> list[int]:
-    return [node.mass for node in nodes]
+def _doubt(found: Matching) -> None:
+    norms = [
+        each for each in found.pairs if each.fit.source.kind.endswith("_norm") and each.told in ("number", "order")
+    ]
+    others = [(each.source, each.target) for each in found.pairs if each not in norms]
+    groups: dict[tuple[int, str], list[Match]] = {}
+    for each in norms:
+        groups.setdefault((mass_of(each.source), each.fit.source.kind), []).append(each)
+    for group in groups.values():
+        beside = neighbours.Beside(others, [each.target for each in group])
+        said = [(beside.partner(each.source), each.target) for each in group]
+        if any(partner is not None and partner is not target for partner, target in said):
+            found.pairs = [each for each in found.pairs if all(each is not one for one in group)]
+            found.alike.append(([each.source for each in group], [each.target for each in group]))
+
+
+def _masses(sides: _Sides, side: int) -> list[int]:
+    """The masses of one side's nodes in their order, but for parameters and embeddings of which there is one: they are
+    defined where it pleases."""
+    counts = Counter(node.mass for node in sides[side])
+    free = [
+        node
+        for node in sides[side]
+        if node.layer is not None and node.layer.forms[0].kind in ("parameter", "embedding") and counts[node.mass] == 1
+    ]
+    return [node.mass for node in sides[side] if node not in free]
 
 
 def _layers(nodes: Sequence[Node]) -> list[NativeLayer]:

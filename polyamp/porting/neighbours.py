@@ -19,30 +19,48 @@ Key = tuple[str, tuple[str, ...]]
 Couple = tuple[NativeLayer, NativeLayer]
 
 
+class Beside:
+    """What is known of the layers beside others.
+
+    Args:
+        known: layers that have a partner.
+        theirs: layers of the target that are asked about.
+    """
+
+    def __init__(self, known: Sequence[Couple], theirs: Sequence[NativeLayer]) -> None:
+        self._known: dict[Key, list[Couple]] = defaultdict(list)
+        for couple in known:
+            self._known[_key(couple[0].path)].append(couple)
+        self._places: dict[Key, list[NativeLayer]] = defaultdict(list)
+        for layer in theirs:
+            self._places[_key(layer.path)].append(layer)
+
+    def partner(self, layer: NativeLayer) -> NativeLayer | None:
+        """The target's layer that is beside the partner of what is beside `layer`; None if that is not one."""
+        there = {_key(other.path) for _, other in self._known[_key(layer.path)]}
+        candidates = [other for key in there for other in self._places[key]]
+        return candidates[0] if len(candidates) == 1 else None
+
+
 def told_apart(
     ours: Sequence[NativeLayer], theirs: Sequence[NativeLayer], known: Sequence[Couple]
 ) -> list[Couple] | None:
-    """Layers that are alike, in pairs, by the layers beside them; None if those do not tell all of them.
+    """Layers that are alike, in pairs, by the layers beside them and the one that is left; None if these do not tell
+    all of them.
 
     Args:
         ours: layers of the source.
         theirs: as many of the target.
         known: layers that have a partner.
     """
-    beside: dict[Key, list[Couple]] = defaultdict(list)
-    for couple in known:
-        beside[_key(couple[0].path)].append(couple)
-    places: dict[Key, list[NativeLayer]] = defaultdict(list)
-    for layer in theirs:
-        places[_key(layer.path)].append(layer)
-    found = []
-    for layer in ours:
-        there = {_key(other.path) for _, other in beside[_key(layer.path)]}
-        candidates = [other for key in there for other in places[key]]
-        if len(candidates) != 1:
-            return None
-        found.append((layer, candidates[0]))
-    return found if len({id(other) for _, other in found}) == len(theirs) else None
+    beside = Beside(known, theirs)
+    found = [(layer, other) for layer in ours if (other := beside.partner(layer)) is not None]
+    taken = {id(other) for _, other in found}
+    left = [layer for layer in ours if all(layer is not one for one, _ in found)]
+    rest = [other for other in theirs if id(other) not in taken]
+    if found and len(left) == len(rest) == 1:
+        found.append((left[0], rest[0]))
+    return found if len(found) == len(ours) == len({id(other) for _, other in found}) else None
 
 
 def _key(path: str) -> Key:

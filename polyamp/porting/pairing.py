@@ -32,7 +32,7 @@ def pair(source: Sequence[Node], target: Sequence[Node], *, ordered: tuple[bool,
         return _ranked(source, target, "number")
     if all(ordered) and in_step and (lined := _lined(source, target)) is not None:
         return lined
-    return _by_stems(source, target) or _by_numbers(source, target, ordered)
+    return _by_stems(source, target) or _by_numbers(source, target)
 
 
 def _family(names: Sequence[Name]) -> bool:
@@ -122,16 +122,10 @@ def _alike_stems(ours: Counter[str], theirs: Counter[str]) -> dict[str, str]:
     return alike
 
 
-def _by_numbers(source: Sequence[Node], target: Sequence[Node], ordered: tuple[bool, bool]) -> Pairs | None:
-    """As one side numbers, or names by roles whose order is everybody's, what the other side has in an order."""
+def _by_numbers(source: Sequence[Node], target: Sequence[Node]) -> Pairs | None:
+    """As one side numbers what the other side names by roles whose order is everybody's."""
     first, second = _sequence(source), _sequence(target)
-    if first is None and second is None:
-        return None
-    first = first or (sorted(source, key=_place) if ordered[0] else None)
-    second = second or (sorted(target, key=_place) if ordered[1] else None)
     if first is None or second is None or any(_contradict(a.name, b.name) for a, b in zip(first, second, strict=True)):
-        return None
-    if _roles(first) != _roles(second) and not (_natural(first) and _natural(second)):
         return None
     return [(a, b, "order") for a, b in zip(first, second, strict=True)]
 
