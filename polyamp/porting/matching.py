@@ -140,6 +140,7 @@ class _Search:
     def _settle(self, sides: _Sides, around: _Sides, found: Matching) -> bool:
         """Pair the nodes of the largest mass of which there are equally many on both sides; False if there is none."""
         counts = Counter(node.mass for node in sides[0]), Counter(node.mass for node in sides[1])
+        closed = any(node.layer is None for side in sides for node in side)
         for mass in sorted(counts[0], reverse=True):
             if counts[1].get(mass) != counts[0][mass]:
                 continue
@@ -147,11 +148,12 @@ class _Search:
             if groups[0][0].layer is not None and not _all_in_sight(mass, sides):
                 continue
             done = self._group(groups[0], groups[1], in_step=_masses(around, 0) == _masses(around, 1))
-            if done is not None:
-                found.add(done)
-                for side, group in zip(sides, groups, strict=True):
-                    side[:] = [node for node in side if node not in group]
-                return True
+            if done is None or (closed and done.alike and any(node.layer is not None for node in groups[0])):
+                continue  # more is in sight once all is open
+            found.add(done)
+            for side, group in zip(sides, groups, strict=True):
+                side[:] = [node for node in side if node not in group]
+            return True
         return False
 
     def _group(self, source: list[Node], target: list[Node], *, in_step: bool) -> Matching | None:
@@ -209,9 +211,9 @@ def _settle_by_neighbours(found: Matching) -> None:
 
 
 def _doubt(found: Matching) -> None:
-    norms = [
-        each for each in found.pairs if each.fit.source.kind.endswith("_norm") and each.told in ("number", "order")
-    ]
+    """Take back the pairs of norms that those beside them contradict."""
+    doubtful = ("number", "order")
+    norms = [each for each in found.pairs if each.fit.source.kind.endswith("_norm") and each.told in doubtful]
     others = [(each.source, each.target) for each in found.pairs if each not in norms]
     groups: dict[tuple[int, str], list[Match]] = {}
     for each in norms:

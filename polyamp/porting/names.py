@@ -19,6 +19,14 @@ _ROLES: Final[dict[str, tuple[str, ...]]] = {
         *("ln_f", "norm_f", "final_norm", "final_layer_norm", "final_layernorm", "ln_final", "ln_out", "post_norm"),
         *("norm_out", "out_norm", "final_ln", "head_norm", "norm_final", "f_norm"),
     ),
+    "attention norm": (
+        *("attention_norm", "attn_norm", "ln_attn", "norm_attn", "input_layernorm", "self_attn_layer_norm", "attn_ln"),
+        *("pre_attention_norm", "norm_attention", "attention_layer_norm", "pre_attn_norm", "ln_attention"),
+    ),
+    "mlp norm": (
+        *("mlp_norm", "ffn_norm", "ln_mlp", "norm_mlp", "post_attention_layernorm", "ffn_ln", "mlp_ln", "norm_ffn"),
+        *("feed_forward_norm", "pre_mlp_norm", "ln_ffn", "mlp_layer_norm", "ff_norm", "norm_ff"),
+    ),
     "attention": (
         *("attn", "attention", "self_attn", "self_attention", "mha", "multi_head_attention", "multihead_attention"),
         *("multi_head_dot_product_attention", "self_attention_layer", "causal_self_attention"),
@@ -96,7 +104,19 @@ _ROLES: Final[dict[str, tuple[str, ...]]] = {
 }
 """Role -> the names that have it, in lower case, words divided by "_"."""
 _ROLE_OF: Final = {name: role for role, names in _ROLES.items() for name in names}
-NATURAL: Final = ("query", "key", "value", "output", "up", "gate", "down", "forward", "backward")
+NATURAL: Final = (
+    "query",
+    "key",
+    "value",
+    "output",
+    "up",
+    "gate",
+    "down",
+    "forward",
+    "backward",
+    "attention norm",
+    "mlp norm",
+)
 """Roles in the order in which everybody makes their layers."""
 _EMPTY: Final = ("~", "cell", "model", "module", "params")
 """Segments that say nothing."""

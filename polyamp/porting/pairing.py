@@ -32,7 +32,7 @@ def pair(source: Sequence[Node], target: Sequence[Node], *, ordered: tuple[bool,
         return _ranked(source, target, "number")
     if all(ordered) and in_step and (lined := _lined(source, target)) is not None:
         return lined
-    return _by_stems(source, target) or _by_numbers(source, target)
+    return _by_stems(source, target) or _by_numbers(source, target, ordered)
 
 
 def _family(names: Sequence[Name]) -> bool:
@@ -122,9 +122,9 @@ def _alike_stems(ours: Counter[str], theirs: Counter[str]) -> dict[str, str]:
     return alike
 
 
-def _by_numbers(source: Sequence[Node], target: Sequence[Node]) -> Pairs | None:
-    """As one side numbers what the other side names by roles whose order is everybody's."""
-    first, second = _sequence(source), _sequence(target)
+def _by_numbers(source: Sequence[Node], target: Sequence[Node], ordered: tuple[bool, bool]) -> Pairs | None:
+    """As one side numbers what the other side numbers in another way, or names by roles whose order is everybody's."""
+    first, second = _sequence(source, ordered[0]), _sequence(target, ordered[1])
     if first is None or second is None or any(_contradict(a.name, b.name) for a, b in zip(first, second, strict=True)):
         return None
     return [(a, b, "order") for a, b in zip(first, second, strict=True)]
@@ -134,14 +134,34 @@ def _place(node: Node) -> int:
     return node.place
 
 
-def _sequence(nodes: Sequence[Node]) -> list[Node] | None:
-    """The nodes in the order that their names give them; None if they give none."""
+def _sequence(nodes: Sequence[Node], ordered: bool) -> list[Node] | None:
+    """The nodes in the order that their names give them; None if they give none.
+
+    Numbers, or roles whose order is everybody's. One that has no number, and so lies outside of the blocks, comes where
+    it is defined: a last norm behind them.
+    """
     names = [node.name for node in nodes]
-    if _family(names):
-        return sorted(nodes, key=lambda node: node.name.numbers)
     if all(_last(name) in NATURAL for name in names) and len(set(map(_last, names))) == len(names):
         return sorted(nodes, key=lambda node: NATURAL.index(_last(node.name)))
+    outside = [node for node in nodes if not node.name.numbers]
+    inside = sorted((node for node in nodes if node.name.numbers), key=lambda node: _numbered(node.name))
+    if _family(names):
+        return outside + inside
+    inner = [node.name for node in inside]
+    roles = all(_last(name) in NATURAL for name in inner) and len(set(map(_numbered, inner))) == len(inner)
+    if not (_family(inner) or roles) or len(outside) > 1:
+        return None
+    places = [node.place for node in inside]
+    if ordered and all(node.place < min(places) for node in outside):
+        return outside + inside
+    if all((ordered and node.place > max(places)) or _last(node.name) == "final norm" for node in outside):
+        return inside + outside
     return None
+
+
+def _numbered(name: Name) -> tuple[tuple[int, ...], int]:
+    """The numbers of a name, then its place among the roles of one block."""
+    return name.numbers, NATURAL.index(_last(name)) if _last(name) in NATURAL else -1
 
 
 def _roles(nodes: Sequence[Node]) -> bool:

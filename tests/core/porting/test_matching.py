@@ -213,6 +213,60 @@ def test_a_norm_is_told_by_the_convolution_beside_it() -> None:
     assert pairs["conv2_block1_2_bn"] == "ResNetBlock_0/BatchNorm_1"
 
 
+def test_norms_of_a_projecting_block_go_where_their_convolutions_go() -> None:
+    """In Keras the shortcut has the number 0, and its layers lie between those of the block: neither numbers nor the
+    order of definition are those of torch."""
+    torch = """layer2.0.conv1: conv 4 8 -bias
+    layer2.0.bn1: batch_norm 8
+    layer2.0.conv2: conv 8 8 -bias
+    layer2.0.bn2: batch_norm 8
+    layer2.0.downsample.0: conv 2 8 -bias
+    layer2.0.downsample.1: batch_norm 8"""
+    keras = """conv3_block1_1_conv: conv 4 8 -bias
+    conv3_block1_0_conv: conv 2 8 -bias
+    conv3_block1_1_bn: batch_norm 8
+    conv3_block1_0_bn: batch_norm 8
+    conv3_block1_2_conv: conv 8 8 -bias
+    conv3_block1_2_bn: batch_norm 8"""
+    wanted = {
+        "layer2/0/conv1": "conv3_block1_1_conv",
+        "layer2/0/bn1": "conv3_block1_1_bn",
+        "layer2/0/conv2": "conv3_block1_2_conv",
+        "layer2/0/bn2": "conv3_block1_2_bn",
+        "layer2/0/downsample/0": "conv3_block1_0_conv",
+        "layer2/0/downsample/1": "conv3_block1_0_bn",
+    }
+    assert paired(sketch(torch), sketch(keras)) == wanted
+    assert paired(sketch(keras), sketch(torch)) == {there: here for here, there in wanted.items()}
+
+
+def test_numbers_that_the_convolutions_contradict_are_not_believed() -> None:
+    linen = """Block_0/BatchNorm_0: batch_norm 8
+    Block_0/BatchNorm_1: batch_norm 8
+    Block_0/BatchNorm_2: batch_norm 8
+    Block_0/Conv_0: conv 4 8 -bias
+    Block_0/Conv_1: conv 8 8 -bias
+    Block_0/Conv_2: conv 2 8 -bias"""  # the projection is called last, and numbered so
+    keras = """block1_0_conv: conv 2 8 -bias
+    block1_0_bn: batch_norm 8
+    block1_1_conv: conv 4 8 -bias
+    block1_1_bn: batch_norm 8
+    block1_2_conv: conv 8 8 -bias
+    block1_2_bn: batch_norm 8"""
+    pairs = paired(sketch(linen, ordered=False), sketch(keras))
+    assert pairs["Block_0/BatchNorm_2"] == "block1_0_bn"
+    assert pairs["Block_0/BatchNorm_0"] == "block1_1_bn"
+
+
+def test_a_last_norm_lies_behind_the_blocks() -> None:
+    blocks = "".join(f"layers.{n}.attention_norm: layer_norm 6\nlayers.{n}.mlp_norm: layer_norm 6\n" for n in (0, 1))
+    one = sketch(blocks + "norm: layer_norm 6\nhead: dense 6 2")
+    other = sketch("head: dense 6 2\n" + "".join(f"layer_normalization_{n}: layer_norm 6\n" for n in range(5)))
+    pairs = paired(one, other)
+    assert pairs["norm"] == "layer_normalization_4"
+    assert pairs["layers/1/mlp_norm"] == "layer_normalization_3"
+
+
 def test_names_settle_it() -> None:
     one = sketch("a: dense 6 6\nb: dense 6 6")
     other = sketch("x: dense 6 6\ny: dense 6 6", ordered=False)
