@@ -60,6 +60,7 @@ def replaced(model: Any, arrays: Mapping[str, Any]) -> Any:
 
 def run(model: Any, batch: Batch, record: Record) -> Any:
     """See `Library.run`."""
+    model.eval()
     for keys, module in list(compat.nnx_modules(model)):
         still(module, dict(vars(module)))
         kind: Any = type(module)
