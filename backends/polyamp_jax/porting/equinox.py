@@ -165,8 +165,8 @@ class _Watched:
         finally:
             _watching.reset(token)
 
-    def report(self, path: str, output: Any) -> None:
-        """Record an output, which `jax.vmap` may have made one of many."""
+    def report(self, path: str, output: Any, sample: Any) -> None:
+        """Record an output, which `jax.vmap` may have made one of many; of as many as `sample` is."""
         if not isinstance(output, jax.Array):
             return
         if compat.trace_state() == self._outermost:
@@ -180,10 +180,10 @@ class _Watched:
 
         @out.def_vmap
         def _(size: int, mapped: Any, value: Any, sample: Any) -> Any:
-            self.report(path, value)
+            self.report(path, value, sample)
             return value, mapped[0]
 
-        out(jax.lax.stop_gradient(output), self.sample)
+        out(jax.lax.stop_gradient(output), sample)
 
 
 _watching: ContextVar[_Watched | None] = ContextVar("polyamp_watching", default=None)
@@ -197,7 +197,7 @@ def _reporting(kind: Any, path: str) -> type:
         with_state = isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], eqx.nn.State)
         watching = _watching.get()
         if watching is not None:
-            watching.report(path, output[0] if with_state else output)
+            watching.report(path, output[0] if with_state else output, watching.sample)
         return output
 
     names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}

@@ -14,7 +14,6 @@ from typing import Any, Final
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from polyamp.errors import ModelError, PortError
 from polyamp.porting.forms import Form
@@ -88,9 +87,9 @@ class Walk:
             self._index(node, path)
         elif isinstance(node, nn.SpectralNorm | nn.WeightNorm):
             raise PortError(
-                f"eqx.nn.{type(node).__name__} at {path!r} computes the weight of the layer in it anew in every call; "
-                "no other framework has it in the same way. Put the layer itself there, with the weight that it "
-                "computes."
+                f"eqx.nn.{type(node).__name__} at {path or 'the root'} computes the weight of the layer in it anew in "
+                "every call; no other framework has it in the same way. Put the layer itself there, with the weight "
+                "that it computes."
             )
         elif (length := _stack(node)) is not None and not _holds_the_stack(node):
             for number in range(length):
@@ -124,11 +123,7 @@ class Walk:
     def _own(self, node: Any, path: str) -> None:
         """A container, or a module of the user's own; a kernel and a bias in one are a layer."""
         found = dict(children(node))
-        shapes = {
-            name: place.shape
-            for name, place in found.items()
-            if isinstance(place, Place) and place.is_weight and not isinstance(place.held, np.ndarray)
-        }
+        shapes = {name: place.shape for name, place in found.items() if isinstance(place, Place) and place.is_weight}
         grouped = {}
         for group in groups(path, shapes) if isinstance(node, eqx.Module) else ():
             if len(group.names) > 1 and not group.path:
@@ -144,8 +139,6 @@ class Walk:
     def _leaf(self, place: Any, path: str) -> None:
         if isinstance(place, _Shared):
             self.parts.append(Part(path, None, {"value": _weight(place)}))
-        elif isinstance(place.held, np.ndarray):
-            self.left[path] = "a NumPy array, which equinox takes for a constant"
         elif place.is_weight:
             self.parts.append(Part(path, None, {"value": Weight(place)}))
         elif place.is_array:
@@ -233,7 +226,8 @@ class _Shared:
 def _weight(place: Any) -> Weight:
     if isinstance(place, _Shared):
         # a place of its own that is never written: what is tied is not filled
-        return Weight(Place(place.place.number, place.value), read=place.read, tied=place.name)
+        own = Place(place.place.number, place.value)
+        return Weight(own, read=place.read, tied=place.name, origin=place.place)
     return Weight(place)
 
 
@@ -296,7 +290,7 @@ def _stack(node: Any) -> int | None:
 def _spare(layer: Any) -> int | None:
     row = row_of(layer)
     array, axes = (None, 0) if row is None or row.array is None else row.array(layer)
-    return None if not isinstance(array, Place) else len(array.shape) - axes
+    return len(array.shape) - axes if isinstance(array, Place) and array.is_array else None
 
 
 def _layers(node: Any) -> Iterator[Any]:

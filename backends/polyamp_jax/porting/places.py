@@ -78,6 +78,7 @@ class Weight:
         same: leaves that get the same value: haiku's moving averages keep it twice.
         settled: number of a leaf -> what it becomes, a counter for one.
         tied: the name of the weight that it is, if it is none of its own.
+        origin: where that one lies; `place` then has its shape here alone.
     """
 
     place: Place
@@ -86,18 +87,19 @@ class Weight:
     same: tuple[int, ...] = ()
     settled: Mapping[int, int | bool] = dataclasses.field(default_factory=dict)
     tied: str | None = None
+    origin: Place | None = None
 
     @property
     def array(self) -> Any:
         """Its value; a `jax.ShapeDtypeStruct` where there is none."""
-        if self.read is None or isinstance(self.place.held, jax.ShapeDtypeStruct):
+        if self.read is None or isinstance((self.origin or self.place).held, jax.ShapeDtypeStruct):
             return self.place.array
         return self.read()
 
     def lazy(self, name: str) -> Lazy:
         """The same, read late."""
         held = lazy(name, self.place.held)
-        if isinstance(self.place.held, jax.ShapeDtypeStruct):
+        if isinstance((self.origin or self.place).held, jax.ShapeDtypeStruct):
             return Lazy(self.place.shape, held.dtype, held.read)
         if self.read is not None:
             return Lazy(self.place.shape, held.dtype, lambda: np.asarray(self.array, held.dtype))
