@@ -1,8 +1,9 @@
-"""torch's `Converter`: a model's layers, its filling, and one pass of it in float32. The door of this room."""
+"""torch's `Converter`: a model's layers, its filling, one pass of it in float32, and files. The door of this room."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from polyamp.porting.converter import Converter, Evaluation
@@ -12,7 +13,7 @@ from polyamp_torch.porting import evaluate, fill, walk
 
 
 class TorchConverter:
-    """`Converter` over PyTorch. A model is an `nn.Module`, in wrappers or bound by polyamp or not."""
+    """`Converter` and `ReadsFiles` over PyTorch. A model is an `nn.Module`, in wrappers or bound by polyamp or not."""
 
     in_place: Final = True
 
@@ -21,6 +22,21 @@ class TorchConverter:
 
     def fill(self, model: Any, leaves: Mapping[str, Lazy]) -> Any:
         return fill.fill(model, leaves)
+
+    def open_file(self, path: Path) -> Inventory:
+        from polyamp_torch.porting import files
+
+        return files.open_file(path)
+
+    def write_file(self, path: Path, leaves: Mapping[str, Lazy], like: Path) -> None:
+        from polyamp_torch.porting import files
+
+        files.write_file(path, leaves, like)
+
+    def write_model(self, path: Path, model: Any) -> None:
+        from polyamp_torch.porting import files
+
+        files.write_model(path, model)
 
     def evaluate(self, model: Any, batch: Any, cotangents: Callable[[Sequence[Any]], Sequence[Any]]) -> Evaluation:
         return evaluate.evaluate(model, batch, cotangents)

@@ -6,6 +6,7 @@ which is reset after the product. `READERS` is looked up by `walk`.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Final
 
 from torch import nn
@@ -29,19 +30,27 @@ def _kind(module: nn.Module) -> str:
     return next(_KINDS[kind] for kind in type(module).__mro__ if kind in _KINDS)
 
 
-def _form(kind: str, *, bias: bool, projection: int, attributes: dict[str, Any]) -> Form:
+def form_of_cell(kind: str, *, bias: bool, projection: int) -> Form:
+    """The form of a cell, as far as its arrays tell."""
     rules = [
         Rule(("weight_ih",), ("input_kernel",), _TURNED),
         Rule(("weight_hh",), ("recurrent_kernel",), _TURNED),
     ]
     if bias:
         rules += [Rule(("bias_ih",), ("bias",)), Rule(("bias_hh",), ("recurrent_bias",))]
+    attributes: dict[str, Any] = {"projection": projection} if projection else {}
     if projection:
         rules.append(Rule(("weight_hr",), ("projection_kernel",), _TURNED))
-        attributes = {**attributes, "projection": projection}
-    gates = {"activation": "tanh", "recurrent_activation": "sigmoid"} if kind != "simple_rnn" else {}
-    reset = {"reset": "after"} if kind == "gru" else {}
-    return Form(kind, tuple(rules), {**gates, **reset, **attributes})
+    if kind != "simple_rnn":
+        attributes |= {"activation": "tanh", "recurrent_activation": "sigmoid"}
+    if kind == "gru":
+        attributes["reset"] = "after"
+    return Form(kind, tuple(rules), attributes)
+
+
+def _form(kind: str, module: Any, attributes: dict[str, Any], projection: int = 0) -> Form:
+    form = form_of_cell(kind, bias=module.bias, projection=projection)
+    return dataclasses.replace(form, attributes={**form.attributes, **attributes})
 
 
 def stack(module: Any) -> list[Found]:
@@ -60,7 +69,7 @@ def stack(module: Any) -> list[Found]:
             attributes: dict[str, Any] = {"reverse": reverse, "dropout": float(module.dropout) if depth else 0.0}
             if kind == "simple_rnn":
                 attributes["activation"] = module.nonlinearity
-            form = _form(kind, bias=module.bias, projection=module.proj_size, attributes=attributes)
+            form = _form(kind, module, attributes, module.proj_size)
             found.append(Found((form,), names, "/".join(parts)))
     return found
 
@@ -69,7 +78,7 @@ def cell(module: Any) -> list[Found]:
     """One cell, which is called step by step."""
     kind = _kind(module)
     attributes = {"activation": module.nonlinearity} if kind == "simple_rnn" else {}
-    return [Found((_form(kind, bias=module.bias, projection=0, attributes=attributes),))]
+    return [Found((_form(kind, module, attributes),))]
 
 
 READERS: Final[dict[type, Reader]] = {
