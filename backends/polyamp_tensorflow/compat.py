@@ -267,3 +267,39 @@ def build_by(model: Any, build: Callable[..., None]) -> None:
 def build_symbolically(model: Any, data_batch: Any) -> None:
     """Build a model, its metrics and its losses by shapes and dtypes of a batch; nothing is computed."""
     model._symbolic_build(data_batch=data_batch)
+
+
+# Files.
+
+
+def saved_places(model: Any) -> dict[int, list[str]]:
+    """id of each variable of a model -> where Keras saves it: "layers/dense/vars/0"; in several places if several
+    layers hold it.
+
+    Keras walks a model with `_save_state` and gives each layer a store, which the layer writes its variables to.
+    """
+    from keras.src.saving import saving_lib
+
+    class Places(saving_lib.H5IOStore):  # type: ignore[misc]  # Keras is untyped
+        """A store that writes nothing."""
+
+        def __init__(self) -> None:
+            self.found: dict[int, list[str]] = {}
+            self.group = ""
+
+        def __bool__(self) -> bool:
+            return True
+
+        def make(self, path: str, metadata: Any = None) -> Any:
+            self.group = f"{path}/vars" if path else "vars"
+            return self
+
+        def __setitem__(self, key: str, value: Any) -> None:
+            self.found.setdefault(id(value), []).append(f"{self.group}/{key}")
+
+        def close(self) -> None:
+            """Nothing is open."""
+
+    store = Places()
+    saving_lib._save_state(model, weights_store=store, assets_store=None, inner_path="", visited_saveables=set())
+    return store.found

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Final
+
+from polyamp.porting.lazy import Lazy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,6 +21,44 @@ if TYPE_CHECKING:
 
 IN_MEMORY: Final = 128 * 2**20
 """Bytes that are kept in memory."""
+
+
+_SMALL: Final = 1 << 24
+_SHARE: Final = 0.05
+"""Of all arrays, what is kept of those that every read makes anew; `_SMALL` bytes in any case."""
+
+
+def ahead(arrays: Mapping[str, Lazy]) -> dict[str, Array | None]:
+    """Read every array once, before the first is written anywhere: what cannot be read is found in time.
+
+    An array that is a view of memory which stays (a tensor, a mapped file) costs nothing and is kept, and so are a few
+    small ones that are made anew by every read; the others are let go.
+
+    Returns:
+        name -> the values, or None where they have to be read again; those come first.
+    """
+    budget = max(_SMALL, int(_SHARE * sum(array.nbytes for array in arrays.values())))
+    found: dict[str, Array | None] = {}
+    for name, array in arrays.items():
+        values = array.read()
+        if _stays(values, array):
+            found[name] = values
+            continue
+        budget -= array.nbytes
+        found[name] = values if budget >= 0 else None
+    return dict(sorted(found.items(), key=lambda item: item[1] is not None))
+
+
+def _stays(values: Array, array: Lazy) -> bool:
+    """Whether another read gives the same memory."""
+    import numpy as np
+
+    root: Any = values
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    if root.base is None and root is values:
+        return False
+    return bool(values.__array_interface__["data"][0] == array.read().__array_interface__["data"][0])
 
 
 class Undo:

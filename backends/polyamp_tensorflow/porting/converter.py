@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from polyamp.porting.converter import Converter, Evaluation
 from polyamp.porting.inventory import Inventory
 from polyamp.porting.lazy import Lazy
-from polyamp_tensorflow.porting import evaluate, fill
+from polyamp_tensorflow.porting import evaluate, files, fill
 from polyamp_tensorflow.porting.walk import found
 from polyamp_tensorflow.precision.bound import native_of
 
@@ -31,6 +32,15 @@ class KerasConverter:
 
     def inventory(self, model: Any, batch: Any = None) -> Inventory:
         return found(native_of(model)).inventory
+
+    def open_file(self, path: Path) -> Inventory:
+        return files.open_file(path)
+
+    def write_file(self, path: Path, leaves: Mapping[str, Lazy], like: Path) -> None:
+        files.write_file(path, leaves, like)
+
+    def write_model(self, path: Path, model: Any) -> None:
+        files.write_model(path, native_of(model))
 
     def fill(self, model: Any, leaves: Mapping[str, Lazy]) -> Any:
         native = native_of(model)

@@ -1,8 +1,16 @@
-"""A model's variables take other values: all of them, or none. Called by `converter`."""
+"""A model's variables take other values: all of them, or none. Called by `converter`.
+
+Every array is read before the first is written (`undo.ahead`). Only one that has to be read again can fail later; what
+those overwrite is kept, and they come first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -10,7 +18,7 @@ import tensorflow as tf
 
 from polyamp.errors import PortError, did_you_mean
 from polyamp.porting.lazy import Lazy
-from polyamp.porting.undo import Undo
+from polyamp.porting.undo import Undo, ahead
 from polyamp_tensorflow.arrays import raw
 from polyamp_tensorflow.models.layers import modules
 from polyamp_tensorflow.porting.walk import Found, lazy, read
@@ -33,18 +41,37 @@ def fill(model: Any, found: Found, leaves: Mapping[str, Lazy]) -> None:
             raise PortError(
                 f"variable {name!r} is {there.dtype}{list(there.shape)}. Received: {given.dtype}{list(given.shape)}."
             )
-    with Undo() as undo:
+    held = ahead(leaves)
+    with _uninterrupted(), Undo() as undo:
         try:
-            for name, given in leaves.items():
-                values = given.read()
-                undo.keep(name, read(found.variables[name]))
+            for name in list(held):
+                values = held.pop(name)  # a mapped file's pages are let go one array after another
+                if values is None:
+                    values = leaves[name].read()
+                    undo.keep(name, read(found.variables[name]))
                 assign(found.variables[name], values)
             _follow(model)
-        except BaseException:  # an interrupt too
+        except BaseException:
             for name, values in undo:
                 assign(found.variables[name], values)
             _follow(model)
             raise
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A Ctrl-C waits for the end of the block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals come to the main thread alone
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    before = signal.signal(signal.SIGINT, lambda *received: came.append(received))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came and callable(before):
+            before(*came[0])
 
 
 def assign(variable: Any, values: np.ndarray[Any, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import keras
@@ -11,7 +12,9 @@ import pytest
 from keras import layers
 
 from polyamp.errors import PortError
+from polyamp.porting import undo
 from polyamp.porting.lazy import Lazy
+from polyamp_tensorflow.porting import fill
 from polyamp_tensorflow.porting.converter import CONVERTER
 
 
@@ -63,6 +66,42 @@ def test_what_was_written_comes_back_where_an_array_cannot_be_read(error: BaseEx
         CONVERTER.fill(model, given)
     for name, array in values(model).items():
         np.testing.assert_array_equal(array, before[name])
+
+
+def test_an_array_that_is_made_anew_by_each_read_and_breaks_the_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(undo, "_SMALL", 0)
+    monkeypatch.setattr(undo, "_SHARE", 0.0)
+    model = network()
+    before = values(model)
+    reads = []
+
+    def second_breaks() -> Any:
+        reads.append(0)
+        if len(reads) > 1:
+            raise OSError("the disk is gone")
+        return np.zeros(3, np.float32)
+
+    anew = Lazy((3, 3, 2, 4), "float32", lambda: np.zeros((3, 3, 2, 4), np.float32))
+    with pytest.raises(OSError, match="the disk is gone"):
+        CONVERTER.fill(model, {"conv2d/kernel": anew, "dense/bias": Lazy((3,), "float32", second_breaks)})
+    for name, array in values(model).items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+def test_an_interrupt_waits_until_the_model_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    assign = fill.assign
+
+    def interrupted(variable: Any, array: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        assign(variable, array)
+
+    monkeypatch.setattr(fill, "assign", interrupted)
+    given = {"conv2d/bias": np.ones(4, np.float32), "dense/bias": np.ones(3, np.float32)}
+    with pytest.raises(KeyboardInterrupt):
+        CONVERTER.fill(model, {name: Lazy.of(array) for name, array in given.items()})
+    assert [model.weights[number].value.numpy().sum() for number in (1, 3)] == [4.0, 3.0]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(
