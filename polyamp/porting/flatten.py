@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from polyamp.errors import PortError
 from polyamp.porting.inventory import Inventory
 from polyamp.porting.lazy import Lazy
 from polyamp.porting.matching import Match
@@ -22,13 +23,13 @@ class Order(NamedTuple):
     Attributes:
         channels: how many there are.
         rows: True where a flatten is before it; False where its output is shaped into an image.
-        first: True where the source has the channels first.
+        first: True where the source has the channels first; None where one side does not say where it has them.
         beside: path of the source's layer that tells the channels.
     """
 
     channels: int
     rows: bool
-    first: bool
+    first: bool | None
     beside: str
 
     def apply(self, arrays: Mapping[str, Lazy], *, back: bool = False) -> dict[str, Lazy]:
@@ -39,6 +40,7 @@ class Order(NamedTuple):
 
     def _reordered(self, array: Lazy, axis: int, back: bool) -> Lazy:
         length = array.shape[axis]
+        assert self.first is not None
         first = self.first != back
         split = (self.channels, length // self.channels) if first else (length // self.channels, self.channels)
 
@@ -52,7 +54,8 @@ class Order(NamedTuple):
 
 def orders(source: Inventory, target: Inventory, pairs: Sequence[Match]) -> dict[str, Order]:
     """Path of a target's dense layer -> what has to be reordered in it. Nothing where both have the channels alike."""
-    if source.channels is None or target.channels is None or source.channels == target.channels:
+    ours, theirs = source.channels, target.channels
+    if ours == theirs and (ours is not None or source.framework == target.framework):
         return {}
     side = source if source.ordered else target
     place = {layer.path: number for number, layer in enumerate(side.layers)}
@@ -71,12 +74,24 @@ def orders(source: Inventory, target: Inventory, pairs: Sequence[Match]) -> dict
         inputs, features = each.fit.source.shapes(each.source.arrays)["kernel"]
         before = _channels(lined[number - 1], last=True) if number else None
         behind = _channels(lined[number + 1], last=False) if number + 1 < len(lined) else None
-        first = source.channels == "first"
+        first = None if ours is None or theirs is None else ours == "first"
         if before and inputs > before and inputs % before == 0:
             found[each.target.path] = Order(before, True, first, lined[number - 1].source.path)
         elif behind and features > behind and features % behind == 0:
             found[each.target.path] = Order(behind, False, first, lined[number + 1].source.path)
     return found
+
+
+def unknown(turned: Mapping[str, Order]) -> PortError | None:
+    """The error for a flatten whose order nothing tells; None if there is none."""
+    paths = [path for path, order in turned.items() if order.first is None]
+    if not paths:
+        return None
+    return PortError(
+        f"the order of the {'rows' if turned[paths[0]].rows else 'columns'} of {paths[0]!r} cannot be told: it lies "
+        f"beside {turned[paths[0]].beside!r}, whose {turned[paths[0]].channels} channels were flattened, and one side "
+        "does not say whether it has channels first or last. check=batch shows it."
+    )
 
 
 def _channels(match: Match, *, last: bool) -> int | None:

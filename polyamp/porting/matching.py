@@ -142,9 +142,13 @@ class _Search:
         counts = Counter(node.mass for node in sides[0]), Counter(node.mass for node in sides[1])
         closed = any(node.layer is None for side in sides for node in side)
         for mass in sorted(counts[0], reverse=True):
-            if counts[1].get(mass) != counts[0][mass]:
+            if not counts[1].get(mass):
                 continue
             groups = tuple([node for node in side if node.mass == mass] for side in sides)
+            if len(groups[0]) != len(groups[1]):  # others of the same mass may be no candidates at all
+                groups = self._fitting(groups)
+            if not groups[0] or len(groups[0]) != len(groups[1]):
+                continue
             if groups[0][0].layer is not None and not _all_in_sight(mass, sides):
                 continue
             done = self._group(groups[0], groups[1], in_step=_masses(around, 0) == _masses(around, 1))
@@ -155,6 +159,13 @@ class _Search:
                 side[:] = [node for node in side if node not in group]
             return True
         return False
+
+    def _fitting(self, groups: tuple[list[Node], ...]) -> tuple[list[Node], ...]:
+        """Of two groups those nodes that fit one of the other side."""
+        return (
+            [node for node in groups[0] if any(self._inside(node, other) is not None for other in groups[1])],
+            [other for other in groups[1] if any(self._inside(node, other) is not None for node in groups[0])],
+        )
 
     def _group(self, source: list[Node], target: list[Node], *, in_step: bool) -> Matching | None:
         """The layers in two groups of nodes of one mass; None if they do not all have a partner."""

@@ -11,7 +11,7 @@ from polyamp.porting import ties
 from polyamp.porting.canonical import Canonical
 from polyamp.porting.check import Across, Batch, filled_and_checked
 from polyamp.porting.differences import Compared, compare
-from polyamp.porting.flatten import Order, orders
+from polyamp.porting.flatten import Order, orders, unknown
 from polyamp.porting.inventory import Inventory
 from polyamp.porting.lazy import Lazy
 from polyamp.porting.matching import Match, Matching
@@ -137,7 +137,11 @@ def moved(
     compared = compare(source.inventory, target.inventory, found.pairs)
     turned = orders(source.inventory, target.inventory, found.pairs)
     refused = check_whole(found, compared, source.inventory, target.inventory, strict=strict)
-    pairs = [each for each in found.pairs if id(each) not in refused]
+    if strict and (error := unknown(turned)) is not None:
+        raise error
+    blind = {path for path, order in turned.items() if order.first is None}
+    pairs = [each for each in found.pairs if id(each) not in refused and each.target.path not in blind]
+    turned = {path: order for path, order in turned.items() if path not in blind}
     leaves, merges = _values(pairs, turned, target.inventory, strict)
     notes = [*kept.check(leaves), *_said(turned), *compared.conventions, *_left(source.inventory)]
     assert target.converter is not None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from polyamp.errors import PortError
 from polyamp.porting import state_recipe, ties
 from polyamp.porting.differences import compare
-from polyamp.porting.flatten import orders
+from polyamp.porting.flatten import orders, unknown
 from polyamp.porting.lazy import Lazy
 from polyamp.porting.operations import Merge
 from polyamp.porting.refusals import check_whole
@@ -110,6 +110,8 @@ def port_state(
     found, kept = ties.matched(ours.inventory, theirs.inventory, checked(names))
     compared = compare(ours.inventory, theirs.inventory, found.pairs)
     turned = orders(ours.inventory, theirs.inventory, found.pairs)
+    if (error := unknown(turned)) is not None:
+        raise error
     refused = check_whole(found, compared, ours.inventory, theirs.inventory, strict=strict)
     pairs = [each for each in found.pairs if id(each) not in refused]
     ways = [

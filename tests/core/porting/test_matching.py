@@ -267,6 +267,19 @@ def test_a_last_norm_lies_behind_the_blocks() -> None:
     assert pairs["layers/1/mlp_norm"] == "layer_normalization_3"
 
 
+def test_layers_of_one_mass_and_another_kind_do_not_hide_each_other() -> None:
+    """An attention may have as many weights as a dense layer."""
+    one = sketch(
+        "".join(
+            f"h.{n}.qkv: dense 6 18 -bias\nh.{n}.proj: dense 6 6 -bias\nh.{n}.fc: dense 6 24 -bias\n" for n in (0, 1)
+        )
+    )
+    other = sketch(
+        "attention: attention 6 2\nattention_1: attention 6 2\nlinear: dense 6 24 -bias\nlinear_2: dense 6 24 -bias"
+    )
+    assert paired(one, other)["h/1/fc"] == "linear_2"
+
+
 def test_names_settle_it() -> None:
     one = sketch("a: dense 6 6\nb: dense 6 6")
     other = sketch("x: dense 6 6\ny: dense 6 6", ordered=False)

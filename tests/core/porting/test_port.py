@@ -206,6 +206,23 @@ def test_a_kernel_behind_a_flatten_is_put_in_the_order_of_the_channels() -> None
     assert not report.notes
 
 
+def test_a_flatten_whose_order_nothing_tells_is_refused() -> None:
+    """Haiku's arrays do not say where its convolutions have their channels."""
+    text = "conv: conv 3 4\nhead: dense 24 5"
+    last, silent = sketch(text), sketch(text, framework="haiku")
+    bare = [
+        dataclasses.replace(layer, forms=(dataclasses.replace(layer.forms[0], attributes={}),))
+        for layer in silent.layers
+    ]
+    with pytest.raises(PortError, match="rows of 'head' cannot be told: it lies beside 'conv', whose 4 channels were"):
+        carried(last, Inventory(bare, "haiku"))
+    found, report = carried(last, Inventory(bare, "haiku"), strict=False)
+    assert sorted(found) == ["conv/bias", "conv/kernel"]
+    assert list(report.missing) == ["head"]
+    found, _ = carried(Inventory(bare, "haiku"), Inventory(bare, "haiku"))  # one framework, one order
+    assert len(found) == 4
+
+
 def test_a_kernel_before_a_reshape_too() -> None:
     text = "project: dense 5 24\nup: conv_transpose 4 3"
     first, last = with_attributes(sketch(text), "up", channels="first"), sketch(text)
