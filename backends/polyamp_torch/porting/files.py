@@ -6,10 +6,12 @@ its format allows that. What a file's layers are, `file_forms` tells from names 
 
 from __future__ import annotations
 
+import errno
+import functools
 import pickle
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -143,9 +145,39 @@ def _opened(path: Path) -> _Content:
         ) from error
     except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         raise safetensors.damaged(path, _line(error)) from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # what torch looks for lies before the file's beginning
+            raise
+        raise safetensors.damaged(path, _line(error)) from error
     tensors = _state(whole, path)
     arrays = {key: lazy(tensor, key) for key, tensor in tensors.items()}
+    if zipped:
+        sound = functools.cache(lambda: _check_digests(path))
+        arrays = {key: _checked(array, sound) for key, array in arrays.items()}
     return _Content(arrays, tensors, whole, {}, ordered=True)
+
+
+def _checked(array: Lazy, sound: Callable[[], None]) -> Lazy:
+    """An array before whose first read the file is looked at."""
+
+    def read() -> Any:
+        sound()
+        return array.read()
+
+    return Lazy(array.shape, array.dtype, read)
+
+
+def _check_digests(path: Path) -> None:
+    """Refuse a file in which an array has another CRC-32 than when it was saved; torch does not look."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                with archive.open(entry) as record:
+                    while record.read(_PART):
+                        pass
+    except zipfile.BadZipFile as error:
+        what = f"{_line(error)}. (A file saved under torch.serialization.set_crc32_options(False) has no digests)"
+        raise safetensors.damaged(path, what) from error
 
 
 def _line(error: BaseException) -> str:

@@ -178,6 +178,20 @@ def test_files_as_sources_of_a_port(tmp_path: Path) -> None:
             assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
+def test_a_file_with_a_flipped_bit_fills_nothing(tmp_path: Path) -> None:
+    model, target = nn.Linear(64, 64), nn.Linear(64, 64)
+    path = saved(model, tmp_path / "model.pt")
+    content = bytearray(path.read_bytes())
+    start = content.index(model.weight.detach().numpy()[3].tobytes())
+    content[start + 5] ^= 1
+    path.write_bytes(content)
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    assert forms(CONVERTER.open_file(path)) == {"": ["dense"]}  # looked at when it is read
+    with pytest.raises(PortError, match=r"model.pt is damaged: BadZipFile: Bad CRC-32 for file 'model/data/0'"):
+        polyamp.port(path, target)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+
+
 class Opened:
     """What no file may bring along."""
 
@@ -202,7 +216,10 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     refused([torch.zeros(2)], "holds no model's state_dict: it is a list of 1")
     refused({"weight_g": torch.zeros(2), "weight_v": torch.zeros(2, 2)}, "computes from other arrays")
     whole = saved(Mixed(), tmp_path / "whole.pt").read_bytes()
-    refused(whole[: len(whole) // 2], "is damaged")
+    for length in (5, 100, len(whole) // 2, len(whole) - 1):
+        refused(whole[:length], "is damaged")
+    refused(whole[: len(whole) // 2] + bytes(300) + whole[len(whole) // 2 :], "is damaged")
+    refused(b"\x80\x02", "is damaged")
     with pytest.raises(FileNotFoundError):
         CONVERTER.open_file(tmp_path / "none.pt")
     like = saved(nn.Linear(2, 3), tmp_path / "like.pt")
