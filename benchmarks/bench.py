@@ -35,6 +35,7 @@ from benchmarks.common.results import Entry, Results
 FOLDER = Path(__file__).parent
 PARTS = (
     "import_time",
+    "porting",
     "torch_step",
     "torch_workloads",
     "torch_peers",

@@ -9,6 +9,9 @@ faster.
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -19,6 +22,10 @@ if TYPE_CHECKING:
 _ROWS: Final = 128
 _SMALL: Final = 1 << 16
 """Bytes below which NumPy's own copy is as fast."""
+_BUFFER: Final = 1 << 20
+"""Bytes of the buffer, about: they stay in the cache."""
+_LARGE: Final = 1 << 22
+"""Bytes from which several threads copy."""
 _PADDING: Final = 64
 """Bytes between the buffer's rows: one line of the cache."""
 _ALIGNED: Final = 64
@@ -89,21 +96,54 @@ def copy_into(out: Array, array: Array) -> None:
     if not faster or array.shape[-1] == 1 or last < _PADDING:
         np.copyto(out, array)
         return
-    # the axes as they lie in the source, the written one's neighbour padded
-    lying = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
-    number = lying.index(array.ndim - 1)
-    lengths = [array.shape[axis] for axis in lying]
-    lengths[number] = min(_ROWS, array.shape[-1])
-    padded = list(lengths)
-    inner = size
-    for length in lengths[number + 2 :]:
-        inner *= length
-    padded[number + 1] += -(-_PADDING // inner)
-    cut = tuple(slice(length) for length in lengths)
-    back = sorted(range(array.ndim), key=lying.__getitem__)
-    buffer = np.empty(padded, array.dtype)[cut].transpose(back)
-    for start in range(0, array.shape[-1], _ROWS):
-        rows = array[..., start : start + _ROWS]
-        held = buffer[..., : rows.shape[-1]]
-        np.copyto(held, rows)
-        np.copyto(out[..., start : start + _ROWS], held)
+    blocks = list(_blocks(out, array))
+    workers = min(_processors(), len(blocks)) if array.nbytes >= _LARGE else 1
+    if workers == 1:
+        _turn(blocks)
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(workers) as pool:  # NumPy copies without Python's lock
+        list(pool.map(lambda number: _turn(blocks[number::workers]), range(workers)))
+
+
+def _blocks(out: Array, array: Array) -> Iterator[tuple[Array, Array]]:
+    """Parts of both, of which `_ROWS` of the last axis fit into the cache: cut where they lie farthest apart."""
+    rows = max(1, array.shape[-1] // _ROWS)
+    if array.nbytes <= 2 * rows * _BUFFER:
+        yield out, array
+        return
+    axis = max((axis for axis in range(array.ndim - 1) if array.shape[axis] > 1), key=lambda a: abs(array.strides[a]))
+    step = max(1, array.shape[axis] * rows * _BUFFER // array.nbytes)
+    for start in range(0, array.shape[axis], step):
+        cut = (*(slice(None),) * axis, slice(start, start + step))
+        yield from _blocks(out[cut], array[cut])
+
+
+def _turn(blocks: Sequence[tuple[Array, Array]]) -> None:
+    """Copy by way of a buffer, in which the values lie as in the source, but for the last axis' neighbour there, which
+    is padded."""
+    import numpy as np
+
+    for out, array in blocks:
+        lying = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
+        number = lying.index(array.ndim - 1)
+        lengths = [array.shape[axis] for axis in lying]
+        lengths[number] = min(_ROWS, array.shape[-1])
+        padded = list(lengths)
+        if number + 1 < array.ndim:
+            padded[number + 1] += -(-_PADDING // (array.dtype.itemsize * math.prod(lengths[number + 2 :])))
+        cut = tuple(slice(length) for length in lengths)
+        back = sorted(range(array.ndim), key=lying.__getitem__)
+        buffer = np.empty(padded, array.dtype)[cut].transpose(back)
+        for start in range(0, array.shape[-1], _ROWS):
+            rows = array[..., start : start + _ROWS]
+            held = buffer[..., : rows.shape[-1]]
+            np.copyto(held, rows)
+            np.copyto(out[..., start : start + _ROWS], held)
+
+
+def _processors() -> int:
+    """How many threads a copy takes; memory is not faster for more."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(available, 4)

@@ -1,9 +1,10 @@
 """Values into a model's tensors, in place and whole: all of them, or the model is as it was.
 
 Called by `converter`. Every array is read once before the first tensor is written, so that what cannot be read is
-found in time. An array that is a view of memory which stays (a tensor, a mapped file) is kept for the writing: it costs
-nothing. One that is made anew by every read is kept while all such are small, and else read again; what those replace
-is kept by an `Undo`, which has a file for what is large. So memory holds little more than the two models.
+found in time. An array that is a view of memory which stays (a tensor, a mapped file) is looked at again for the
+writing: that costs nothing, and lets a mapped file's pages go one array after another. One that is made anew by every
+read is kept while all such are small, and else read again; what those replace is kept by an `Undo`, which has a file
+for what is large. So memory holds little more than the two models.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class _Write(NamedTuple):
     tensor: torch.Tensor
     array: Lazy
     held: Array | None
+    stays: bool = False
 
 
 def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:
@@ -43,7 +45,7 @@ def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:
     """
     targets = _targets(named_tensors(module_of(model)), leaves)
     writes = _read(targets)
-    writes.sort(key=lambda each: each.held is not None)  # what is read again first: it is what can fail
+    writes.sort(key=lambda each: each.stays or each.held is not None)  # what is read again first: it is what can fail
     tensors = {each.name: each.tensor for each in writes}
     with Undisturbed(), Undo() as undo:
         try:
@@ -51,7 +53,8 @@ def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:
                 array = each.held
                 if array is None:
                     array = each.array.read()
-                    undo.keep(each.name, as_array(each.tensor))
+                    if not each.stays:
+                        undo.keep(each.name, as_array(each.tensor))
                 write(each.tensor, array)
         except BaseException:
             for name, old in undo:
@@ -89,11 +92,13 @@ def _read(targets: list[_Write]) -> list[_Write]:
     found = []
     for each in targets:
         array = each.array.read()
-        if not _stays(array, each.array):
-            budget -= array.nbytes
-            if budget < 0:
-                budget += array.nbytes
-                array = None  # type: ignore[assignment]  # read again when its turn comes
+        if _stays(array, each.array):
+            found.append(each._replace(stays=True))
+            continue
+        budget -= array.nbytes
+        if budget < 0:
+            budget += array.nbytes
+            array = None  # type: ignore[assignment]  # read again when its turn comes
         found.append(each._replace(held=array))
     return found
 

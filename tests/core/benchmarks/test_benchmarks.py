@@ -107,7 +107,7 @@ def test_every_part_is_a_script_and_belongs_to_a_framework() -> None:
 
     assert [name for name in bench.PARTS if not bench.script(name).is_file()] == []
     frameworks = {name: bench.framework(name) for name in bench.PARTS}
-    assert frameworks.pop("import_time") is None
+    assert [frameworks.pop(name) for name in ("import_time", "porting")] == [None, None]
     assert all(framework == name.partition("_")[0] for name, framework in frameworks.items())
 
 
@@ -120,7 +120,7 @@ def test_nothing_in_the_folders_is_taken_for_a_framework() -> None:
     assert [name for name in folders[:3] if (ROOT / "benchmarks" / name / "__init__.py").exists()] == []
 
 
-@pytest.mark.parametrize("command", ["bench.py", "gpu.py", "import_time.py"])
+@pytest.mark.parametrize("command", ["bench.py", "gpu.py", "import_time.py", "porting.py"])
 def test_the_commands_do_not_find_a_framework_that_is_not_there(command: str, tmp_path: Path) -> None:
     code = (
         "import importlib.util, runpy, sys\n"
@@ -149,7 +149,7 @@ def test_a_part_that_fails_is_named_and_the_others_are_kept(monkeypatch: pytest.
 def test_an_unknown_part_is_refused() -> None:
     done = subprocess.run([sys.executable, str(BENCH), "--only", "mxnet"], check=False, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "argument --only: no part starts with mxnet; parts: import_time, torch_step" in done.stderr
+    assert "argument --only: no part starts with mxnet; parts: import_time, porting, torch_step" in done.stderr
 
 
 def test_polyamp_bench_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
