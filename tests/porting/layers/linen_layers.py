@@ -21,7 +21,7 @@ _EPSILON = 1e-5
 def run(model: Any, inputs: Array) -> Array:
     """What a model makes of its inputs, as in inference."""
     module, variables = model
-    return np.asarray(module.apply(variables, inputs))
+    return np.asarray(jax.jit(module.apply)(variables, inputs))
 
 
 def random(tree: Any, name: str) -> Any:

@@ -20,7 +20,7 @@ _EPSILON = 1e-5
 
 def run(model: Any, inputs: Array) -> Array:
     """What a model makes of its inputs, as in inference."""
-    return np.asarray(model(jnp.asarray(inputs)))
+    return np.asarray(nnx.jit(lambda model, x: model(x))(model, jnp.asarray(inputs)))
 
 
 def _case(name: str, make: Callable[[nnx.Rngs], Any]) -> Callable[[], Any]:
