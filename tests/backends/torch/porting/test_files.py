@@ -187,7 +187,7 @@ def test_a_file_with_a_flipped_bit_fills_nothing(tmp_path: Path) -> None:
     path.write_bytes(content)
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     assert forms(CONVERTER.open_file(path)) == {"": ["dense"]}  # looked at when it is read
-    with pytest.raises(PortError, match=r"model.pt is damaged: BadZipFile: Bad CRC-32 for file 'model/data/0'"):
+    with pytest.raises(PortError, match=r"model.pt is damaged: BadZipFile: Bad CRC-32 for file 'archive/data/0'"):
         polyamp.port(path, target)
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
 
