@@ -108,6 +108,17 @@ def quantized_like(quantized: Any, policy: Any) -> Any:
     return keras.dtype_policies.get(f"{mode}_from_{policy.name}")
 
 
+def hold_value(variable: Any, value: Any) -> Any:
+    """Have a Keras variable be another `tf.Variable`, also of another dtype.
+
+    Returns:
+        The one that it was.
+    """
+    before = variable._value
+    variable._value, variable._dtype = value, value.dtype.name
+    return before
+
+
 # The graph of a functional model.
 
 came_from: Final[Callable[[Any], Any]] = operator.attrgetter("_keras_history")

@@ -15,8 +15,9 @@ import tensorflow as tf
 
 from polyamp.porting.converter import Evaluation
 from polyamp.recipe.policy import Policy
-from polyamp_tensorflow.arrays import dense, is_floating, raw, to_numpy
-from polyamp_tensorflow.compat import forget_losses, held_policy, hold_policy
+from polyamp.rules.plan import NARROW
+from polyamp_tensorflow.arrays import dense, dtype_name, is_floating, raw, to_numpy
+from polyamp_tensorflow.compat import forget_losses, held_policy, hold_policy, hold_value
 from polyamp_tensorflow.models.layers import is_layer, modules
 from polyamp_tensorflow.models.variables import variables_of
 from polyamp_tensorflow.porting.fill import assign
@@ -35,14 +36,15 @@ def evaluate(
     weights = {name: found.variables[name] for name in _trainable(found)}
     seen: dict[str, Array] = {}
     with _as_before(model), _in_float32(model), _recording(model, found.paths, seen), _tape() as tape:
-        tape.watch([raw(variable) for variable in weights.values()])
+        watched = [raw(variable) for variable in weights.values()]
+        tape.watch(watched)
         given = model(*args, **kwargs, training=False) if is_layer(model) else model(*args, **kwargs)
         outputs = [tf.cast(leaf, tf.float32) if is_floating(leaf) else leaf for leaf in keras.tree.flatten(given)]
         with tape.stop_recording():
             against = cotangents([to_numpy(output) for output in outputs])
         pairs = [(output, factor) for output, factor in zip(outputs, against, strict=True) if is_floating(output)]
         total = tf.add_n([tf.reduce_sum(output * tf.cast(factor, output.dtype)) for output, factor in pairs])
-    gradients = tape.gradient(total, [raw(variable) for variable in weights.values()])
+    gradients = tape.gradient(total, watched)
     return Evaluation(
         [to_numpy(output) for output in outputs],
         {name: _gradient(item, weights[name]) for name, item in zip(weights, gradients, strict=True)},
@@ -98,20 +100,28 @@ def _as_before(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_float32(model: Any) -> Iterator[None]:
-    """Every layer computes in float32, whatever policy it was given; afterwards each has its own again."""
+    """Every layer computes in float32, whatever policy it was given, and with float32 copies of variables in 16 bits,
+    which some layers of Keras do not cast; afterwards each has its own again."""
     if not is_layer(model):
         yield
         return
     application = Application(model, Policy("float32").plan())
     held: list[tuple[Any, Any]] = []
+    values: list[tuple[Any, Any]] = []
     try:
         application.put()
         for module in modules(model):
             if not is_quantized(module.layer):
                 held.append((module.layer, held_policy(module.layer)))
                 hold_policy(module.layer, keras.DTypePolicy("float32"))
+        for variable in model.variables:
+            if dtype_name(variable) in NARROW:
+                wide = tf.Variable(tf.cast(raw(variable), tf.float32), trainable=variable.trainable)
+                values.append((variable, hold_value(variable, wide)))
         yield
     finally:
+        for variable, value in values:
+            hold_value(variable, value)
         for layer, policy in held:
             hold_policy(layer, policy)
         application.restore()

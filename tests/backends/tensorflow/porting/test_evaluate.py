@@ -66,11 +66,23 @@ def test_a_mixed_model_computes_in_float32_and_keeps_its_policy(dtype: str) -> N
 
 def test_a_model_in_16_bits_computes_in_float32() -> None:
     model = network("bfloat16")
+    variables = [weight.value for weight in model.weights]
     found = CONVERTER.evaluate(model, X, ones)
+    assert all(weight.value is variable for weight, variable in zip(model.weights, variables, strict=True))
+    assert {weight.dtype for weight in model.weights} == {"bfloat16"}
     assert found.outputs[0].dtype == np.float32
     assert found.gradients["first/kernel"].dtype == np.float32
     inner = {name: np.asarray(array).astype("bfloat16") for name, array in found.modules.items()}
     assert any((inner[name] != found.modules[name]).any() for name in inner)  # digits that bfloat16 has not
+
+
+def test_layers_that_do_not_cast_their_variables_compute_in_float32_too() -> None:
+    options = {"dtype": "bfloat16", "recurrent_initializer": "glorot_uniform"}  # Keras has no orthogonal bfloat16
+    model = keras.Sequential([keras.Input((3, 6), dtype="bfloat16"), layers.GRU(4, **options)])
+    found = CONVERTER.evaluate(model, X[:, None].repeat(3, 1), ones)
+    assert found.outputs[0].dtype == np.float32
+    assert {array.dtype.name for array in found.gradients.values()} == {"float32"}
+    assert model(X[:, None]).dtype == "bfloat16"
 
 
 def test_a_policy_that_is_on_the_model_is_on_it_afterwards() -> None:
