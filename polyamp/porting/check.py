@@ -288,5 +288,8 @@ def _canonical(match: Match, side: int, gradients: Mapping[str, Array]) -> dict[
     found: dict[str, Lazy] = {}
     for rule in rules:
         native = {name: Lazy.of(gradients[layer.leaves[name].name]) for name in rule.native}
-        found.update(dataclasses.replace(form, rules=(rule,)).arrays(native, gradients=True))
+        made = dataclasses.replace(form, rules=(rule,)).arrays(native, gradients=True)
+        if any(getattr(operation, "absent", ()) for operation in rule.operations):
+            made = {rule.canonical[0]: made[rule.canonical[0]]}  # what a framework lacks has no gradient there
+        found.update(made)
     return found

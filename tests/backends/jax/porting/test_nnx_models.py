@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import polyamp
 from polyamp.errors import ModelError, PortError
 from polyamp.porting.lazy import Lazy
 from polyamp.porting.operations import Merge
@@ -17,6 +18,8 @@ from polyamp_jax.arrays import named_leaves
 from polyamp_jax.models.adapt import adapt
 from polyamp_jax.porting.converter import CONVERTER
 from polyamp_jax.porting.nnx import arrays
+from tests.porting.layers import linen_layers, nnx_layers
+from tests.porting.layers.cases import inputs
 
 
 class Model(nnx.Module):
@@ -145,6 +148,16 @@ def test_a_recurrent_bias_that_nnx_gru_cannot_hold_is_refused() -> None:
     with pytest.raises(PortError, match="has no place in the target"):
         layer.forms[0].leaves(refused, layer.arrays)["dense_i/bias"].read()
     assert Merge(blocks=3, absent=(2,)).shapes([(6,)]) == [(6,), (6,)]
+
+
+def test_linens_gru_without_a_candidates_recurrent_bias_goes_to_nnx_and_passes_the_check() -> None:
+    module, variables = linen_layers.BUILD["gru"]()
+    hidden = variables["params"]["cell"]["hn"]
+    hidden["bias"] = jnp.zeros_like(hidden["bias"])
+    given = inputs("gru")
+    filled, report = polyamp.port((module, variables), nnx_layers.BUILD["gru"](), check=given)
+    np.testing.assert_allclose(filled(given), linen_layers.run((module, variables), given), rtol=1e-5, atol=1e-6)
+    assert report.checked is not None
 
 
 RNGS = nnx.Rngs(0)
