@@ -283,3 +283,60 @@ def test_attention_of_other_sizes_and_a_model_that_takes_whole_batches() -> None
     whole = nn.Lambda(lambda x: x.sum((0, 1)))
     made = CONVERTER.evaluate(whole, np.ones((2, 3), np.float32), lambda outputs: outputs)
     np.testing.assert_array_equal(made.outputs[0], 6)
+
+
+class Attending(eqx.Module):
+    norms: list[nn.LayerNorm]
+    attention: nn.MultiheadAttention
+    first: nn.Linear
+    second: nn.Linear
+    dropout: nn.Dropout
+
+    def __init__(self, key: Any) -> None:
+        self.norms = [nn.LayerNorm(4), nn.LayerNorm(4)]
+        self.attention = nn.MultiheadAttention(2, 4, key=key)
+        self.first, self.second = nn.Linear(4, 8, key=key), nn.Linear(8, 4, key=key)
+        self.dropout = nn.Dropout(0.1)
+
+    def __call__(self, x: Any, key: Any) -> Any:
+        y = jax.vmap(self.norms[0])(x)
+        x = x + self.dropout(self.attention(y, y, y), key=key)
+        y = jax.nn.gelu(jax.vmap(self.first)(jax.vmap(self.norms[1])(x)))
+        return x + self.dropout(jax.vmap(self.second)(y), key=key)
+
+
+class Vision(eqx.Module):
+    """As equinox's own example of a vision transformer is put together."""
+
+    patches: nn.Linear
+    positions: Any
+    cls_token: Any
+    blocks: list[Attending]
+    mlp: nn.Sequential
+
+    def __init__(self) -> None:
+        self.patches = nn.Linear(6, 4, key=KEY)
+        self.positions, self.cls_token = jnp.ones((4, 4)), jnp.ones((1, 4))
+        self.blocks = [Attending(key) for key in jax.random.split(KEY, 2)]
+        self.mlp = nn.Sequential([nn.LayerNorm(4), nn.Linear(4, 3, key=KEY)])
+
+    def __call__(self, x: Any, *, key: Any) -> Any:
+        x = jnp.concatenate([self.cls_token, jax.vmap(self.patches)(x)]) + self.positions
+        for block in self.blocks:
+            x = block(x, key)
+        return self.mlp(x[0])
+
+
+def test_a_vision_transformer_that_must_be_given_a_key() -> None:
+    model = randomised(Vision(), "vision")
+    inventory = CONVERTER.inventory(model)
+    arrays = [leaf for leaf in jax.tree.leaves(model) if eqx.is_array(leaf)]
+    assert len([name for layer in inventory.layers for name in layer.leaves]) == len(arrays)
+    assert inventory.left == {}
+    assert_same(filled_again(model), model)
+    x = np.ones((2, 3, 6), np.float32)
+    found = CONVERTER.evaluate(model, x, lambda outputs: [np.ones_like(output) for output in outputs])
+    still = nn.inference_mode(model)
+    np.testing.assert_allclose(found.outputs[0], jax.vmap(lambda x: still(x, key=KEY))(x), rtol=1e-4, atol=1e-5)
+    assert found.modules["blocks/1"].shape == (2, 4, 4)
+    assert found.modules["blocks/1/norms/0"].shape == (2, 4, 4)
