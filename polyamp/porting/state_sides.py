@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend, State
-from polyamp.errors import ArgumentError, PortError, described
+from polyamp.errors import ArgumentError, PortError, UnsupportedError, described
 from polyamp.porting.converter import Converter, Ports
 from polyamp.porting.described import read as read_description
 from polyamp.porting.inventory import Inventory
@@ -229,12 +229,12 @@ def converters(backend: Backend) -> tuple[Converter, StateConverter]:
     """What moves a backend's models and states.
 
     Raises:
-        PortError: it has neither.
+        UnsupportedError: it has none.
     """
     if not isinstance(backend, Ports) or not isinstance(backend, PortsStates):
-        raise PortError(
-            f"the {backend.name} backend cannot move training states: it has no `porting` and `porting_states` "
-            "(polyamp.porting.converter.Ports, polyamp.porting.state_layout.PortsStates)."
+        raise UnsupportedError(
+            f"the {backend.name} backend of this version has no converter for training states (`porting` and "
+            "`porting_states`: polyamp.porting.converter.Ports, polyamp.porting.state_layout.PortsStates)."
         )
     return backend.porting, backend.porting_states
 

@@ -1,0 +1,79 @@
+"""Rule S30: a model's weights, and a training state, move into another model whole or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyamp
+from polyamp.conformance.problems import batch, flat, layers, loss_fn, recipe
+from polyamp.contract.backend import Backend
+from polyamp.contract.harness import Harness
+from polyamp.errors import PortError, UnsupportedError
+from polyamp.porting.converter import Ports
+
+SOURCE, TARGET, OTHER = layers(), layers(seed=7), layers((8, 5), seed=7)
+
+
+def made() -> polyamp.Recipe:
+    """Moments, counts, a schedule and a scale that moves."""
+    rate = polyamp.schedules.warmup_cosine(0.05, warmup_steps=2, total_steps=12)
+    scaler = polyamp.LossScaler(init_scale=64.0, growth_interval=2)
+    return recipe("mixed_float16", optimizer=polyamp.adamw(rate, weight_decay=0.1), scaler=scaler, clip_norm=1.0)
+
+
+def held(harness: Harness, model: Any) -> list[np.ndarray[Any, Any]]:
+    """A model's weights, layer by layer."""
+    return [np.asarray(array) for layer in harness.weights(polyamp.init(model, made())) for array in layer]
+
+
+def refused(backend: Backend, source: Any, target: Any) -> bool:
+    """Whether the backend moves no models; it says so then."""
+    if isinstance(backend, Ports):
+        return False
+    with pytest.raises(UnsupportedError, match=f"the {backend.name} backend of this version has no converter"):
+        polyamp.port(source, target)
+    return True
+
+
+def test_s30_weights_move_bit_for_bit(backend: Backend, harness: Harness) -> None:
+    source, target = harness.mlp(SOURCE), harness.mlp(TARGET)
+    if refused(backend, source, target):
+        return
+    ported, report = polyamp.port(source, target)
+    assert report.clean
+    wanted = [np.asarray(array) for layer in SOURCE for array in layer]
+    for array, want in zip(held(harness, ported), wanted, strict=True):
+        np.testing.assert_array_equal(array, want)
+
+
+def test_s30_what_does_not_fit_changes_nothing(backend: Backend, harness: Harness) -> None:
+    source, target = harness.mlp(SOURCE), harness.mlp(OTHER)
+    if refused(backend, source, target):
+        return
+    with pytest.raises(PortError, match="have no partner"):
+        polyamp.port(source, target)
+    for array, want in zip(held(harness, target), (a for layer in OTHER for a in layer), strict=True):
+        np.testing.assert_array_equal(array, np.asarray(want))
+
+
+def test_s30_a_training_state_goes_on_in_another(backend: Backend, harness: Harness) -> None:
+    step = polyamp.train_step(loss_fn, made())
+    state, other = (polyamp.init(harness.mlp(weights), made()) for weights in (SOURCE, TARGET))
+    if refused(backend, state, other):
+        return
+    for seed in range(3):
+        state, _ = step(state, batch(seed))
+    other, report = polyamp.port(state, other)
+    assert report.clean
+    scales = []
+    ends = []
+    for each in (state, other):
+        for seed in range(3, 6):
+            each, _ = step(each, batch(seed))  # one state after the other
+            scales.append(float(backend.to_numpy(each.scale_state.scale)))
+        ends.append(flat(harness, each))
+    assert scales[:3] == scales[3:]
+    np.testing.assert_array_equal(ends[0], ends[1])
