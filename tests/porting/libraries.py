@@ -30,9 +30,10 @@ PAIRS: Final = tuple(itertools.permutations(LIBRARIES, 2))
 TRAINED: Final = "torch"
 """The library whose weights all others train on, and whose curves theirs are compared with: they cost the least."""
 STEPS: Final = 10
-CURVES: Final = {"keras": "autoencoder", "linen": "vit", "nnx": "gpt", "equinox": "vit", "haiku": "gpt"}
-"""Library -> the model that it trains under both policies. Each trains the ResNet in float32 too, which computes
-something else in training than in inference."""
+CURVES: Final = {"keras": "autoencoder", "linen": "vit", "nnx": "resnet", "equinox": "resnet", "haiku": "gpt"}
+"""Library -> the model that it trains under both policies."""
+BATCH_NORM: Final = ("keras", "linen", "haiku")
+"""Libraries that train the ResNet in float32 too: it computes something else in training than in inference."""
 ONE_BIAS: Final = ("keras", "equinox", "haiku")
 """Libraries whose taggers are trained against each other's and not against `TRAINED`'s: torch's LSTM has two biases,
 both of which an optimizer moves, so that it does not train as those of one bias do from the same function."""
@@ -47,17 +48,17 @@ REFUSED: Final = {("gru", "nnx"): "a recurrent bias, its blocks [2] of 3, has no
 
 def curves(library: str) -> list[tuple[str, str]]:
     """(model, policy) of every training of a library."""
-    taggers = [("tagger", POLICIES[0])] if library in ONE_BIAS else []
     if library == TRAINED:
         return [(name, policy) for name in dict.fromkeys(["resnet", *CURVES.values()]) for policy in POLICIES]
-    return [("resnet", POLICIES[0]), *taggers, *((CURVES[library], policy) for policy in POLICIES)]
+    more = [("resnet", POLICIES[0])] * (library in BATCH_NORM) + [("tagger", POLICIES[0])] * (library in ONE_BIAS)
+    return [*((CURVES[library], policy) for policy in POLICIES), *more]
 
 
 def compared() -> list[tuple[str, str, str]]:
     """(model, library, library) of float32 curves that have to be one."""
-    others = [library for library in LIBRARIES if library != TRAINED]
     return [
-        *((name, TRAINED, library) for library in others for name in ("resnet", CURVES[library])),
+        *((name, TRAINED, library) for library, name in CURVES.items()),
+        *(("resnet", TRAINED, library) for library in BATCH_NORM),
         *(("tagger", ONE_BIAS[0], library) for library in ONE_BIAS[1:]),
     ]
 

@@ -89,6 +89,7 @@ class Worker:
         held: library and item -> the model that was filled last, so that the next values find others.
         exported: the same -> the canonical arrays of what was built.
         evaluated: the same -> a model with the values of `TRAINED`, and its evaluation.
+        others: library -> what its worker found.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -98,6 +99,7 @@ class Worker:
         self.held: dict[tuple[str, str], Any] = {}
         self.exported: dict[tuple[str, str], dict[str, Array]] = {}
         self.evaluated: dict[tuple[str, str], tuple[Any, Evaluation]] = {}
+        self.others: dict[str, dict[tuple[str, ...], Record]] = {}
         own = [library for library, worker in LIBRARIES.items() if worker == name]
         self.own = {library: items(library) for library in own}
 
@@ -180,10 +182,16 @@ class Worker:
                 with Recorded(self.found, "check", name, other, library) as record:
                     record |= self.checked(each, other)
 
+    def of_others(self, library: str) -> dict[tuple[str, ...], Record]:
+        """What a library's worker found in the stage that evaluates its models."""
+        if library not in self.others:
+            with (self.folder / f"{LIBRARIES[library]}-{1 if library == TRAINED else 2}.pickle").open("rb") as file:
+                self.others[library] = pickle.load(file)
+        return self.others[library]
+
     def checked(self, each: Item, source: str) -> Record:
         """What `port(..., check=)` measures, with evaluations that are there already."""
-        with (self.folder / f"{LIBRARIES[source]}-{1 if source == TRAINED else 2}.pickle").open("rb") as stored:
-            known = pickle.load(stored)["gradients", each.name, source]
+        known = self.of_others(source)["gradients", each.name, source]
         file = item_file(self.folder, source, each.name, None if source == TRAINED else TRAINED)
         canonical = porting.open(file)
         played = Evaluation(known["outputs"], known["gradients"], {})

@@ -22,19 +22,23 @@ MISSING: Mapping[str, str] = {
 
 def run(model: Any, inputs: Array) -> Array:
     """What a model makes of its inputs, as in inference: channels last outside, one sample at a time inside."""
+    return np.asarray(_applied(model, jnp.asarray(inputs)))
+
+
+@eqx.filter_jit
+def _applied(model: Any, x: Any) -> Any:
     module, state = model if isinstance(model, tuple) else (model, None)
     module = eqx.nn.inference_mode(module)
-    x = jnp.asarray(inputs)
     if state is not None:
         module = _with_state(module, state)
     if isinstance(module, nn.Linear | nn.LayerNorm | nn.RMSNorm | nn.Embedding):
         for _ in range(x.ndim - (not isinstance(module, nn.Embedding))):
             module = jax.vmap(module)
-        return np.asarray(module(x))
+        return module(x)
     if not isinstance(model, nn.Conv | nn.ConvTranspose | nn.GroupNorm | nn.Sequential | Flattened | tuple):
-        return np.asarray(jax.vmap(module)(x))
+        return jax.vmap(module)(x)
     made = jax.vmap(module)(jnp.moveaxis(x, -1, 1))
-    return np.asarray(made if isinstance(model, Flattened) else jnp.moveaxis(made, 1, -1))
+    return made if isinstance(model, Flattened) else jnp.moveaxis(made, 1, -1)
 
 
 def _with_state(module: Any, state: Any) -> Callable[[Any], Any]:
@@ -56,8 +60,12 @@ def randomised(model: Any, name: str) -> Any:
     return module if state is None else (module, jax.tree.map(statistic, state))
 
 
-def _build(name: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
-    return lambda: randomised(make(*args, **kwargs), name)
+def _build(name: str, make: Callable[[], Any]) -> Callable[[], Any]:
+    def zeros(leaf: Any) -> Any:
+        return jnp.asarray(np.zeros(leaf.shape, leaf.dtype)) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+    # traced and not drawn: a compiled program for every initialiser would cost more than the tests
+    return lambda: randomised(jax.tree.map(zeros, eqx.filter_eval_shape(make)), name)
 
 
 class Mlp(eqx.Module):

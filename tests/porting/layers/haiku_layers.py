@@ -25,10 +25,14 @@ MISSING: Mapping[str, str] = {
 
 def run(model: Any, inputs: Array) -> Array:
     """What a model makes of its inputs, as in inference."""
-    transformed, held = model
+    return np.asarray(_applied(*model, inputs))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _applied(transformed: Any, held: Any, inputs: Any) -> Any:
     if isinstance(held, tuple):
-        return np.asarray(transformed.apply(*held, inputs)[0])
-    return np.asarray(transformed.apply(held, inputs))
+        return transformed.apply(*held, inputs)[0]
+    return transformed.apply(held, inputs)
 
 
 def _build(name: str, function: Function) -> Callable[[], Any]:

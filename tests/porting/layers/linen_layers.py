@@ -21,7 +21,12 @@ _EPSILON = 1e-5
 def run(model: Any, inputs: Array) -> Array:
     """What a model makes of its inputs, as in inference."""
     module, variables = model
-    return np.asarray(jax.jit(module.apply)(variables, inputs))
+    return np.asarray(_applied(module, variables, inputs))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _applied(module: Any, variables: Any, inputs: Any) -> Any:
+    return module.apply(variables, inputs)
 
 
 def random(tree: Any, name: str) -> Any:

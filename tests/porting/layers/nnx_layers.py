@@ -20,15 +20,25 @@ _EPSILON = 1e-5
 
 def run(model: Any, inputs: Array) -> Array:
     """What a model makes of its inputs, as in inference."""
-    return np.asarray(nnx.jit(lambda model, x: model(x))(model, jnp.asarray(inputs)))
+    return np.asarray(_applied(model, jnp.asarray(inputs)))
+
+
+@nnx.jit
+def _applied(model: Any, inputs: Any) -> Any:
+    return model(inputs)
+
+
+def _stream(shape: Any) -> Any:
+    """A random key, or a counter of 0."""
+    return jnp.zeros(shape.shape, shape.dtype) if shape.dtype == jnp.uint32 else jax.random.key(0)
 
 
 def _case(name: str, make: Callable[[nnx.Rngs], Any]) -> Callable[[], Any]:
     def build() -> Any:
-        model = make(nnx.Rngs(0))
-        graphdef, streams, rest = nnx.split(model, nnx.RngState, ...)
-        del graphdef, streams
-        nnx.update(model, random(rest, name))
+        # traced and not drawn: a compiled program for every initialiser would cost more than the tests
+        graphdef, streams, rest = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.RngState, ...)
+        streams = jax.tree.map(_stream, streams)
+        model = nnx.merge(graphdef, streams, random(rest, name))
         model.eval()
         return model
 
