@@ -21,6 +21,7 @@ Array = np.ndarray[Any, Any]
 
 _FOREIGN: Final = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 """Dtypes that NumPy has from ml_dtypes, under the same names."""
+_LARGE: Final = 1 << 16
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16}
 """Bytes of an element -> a dtype that both NumPy and torch know, for the way between them."""
 
@@ -71,6 +72,9 @@ def as_array(tensor: torch.Tensor, name: str = "") -> Array:
 def write(tensor: torch.Tensor, array: Array) -> None:
     """Copy an array of the same shape and dtype into a tensor, whatever the strides of both."""
     if tensor.device.type == "cpu":
+        if array.ndim == 2 and array.nbytes >= _LARGE and array.T.flags.c_contiguous and tensor.is_contiguous():
+            _write_transposed(tensor, array.T)
+            return
         copy_into(as_array(tensor), array)
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)  # what was written behind torch's back is seen by autograd
@@ -84,6 +88,25 @@ def write(tensor: torch.Tensor, array: Array) -> None:
     host = from_numpy(plain)
     with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
         tensor.detach().copy_(host.view(tensor.dtype) if foreign else host)
+
+
+class _Lent:
+    """Memory of a read-only array, which torch takes without a warning. Nobody writes to the tensor made of it."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+
+def _write_transposed(tensor: torch.Tensor, array: Array) -> None:
+    """Copy the transposed of a whole matrix, for which torch's own copy is half again as fast."""
+    if dtype_name(tensor.dtype) in _FOREIGN:
+        carrier = _CARRIERS[array.dtype.itemsize]
+        tensor, array = tensor.detach().view(carrier), array.view(np.dtype(dtype_name(carrier)))
+    lent = torch.from_numpy(np.asarray(_Lent(array)))
+    with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+        tensor.detach().copy_(lent.t())
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -183,6 +183,19 @@ def test_an_array_of_any_strides_is_written(dtype: str, device: str, monkeypatch
         assert tensor._version == version + 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "bool"])
+def test_a_large_matrix_is_transposed(dtype: str) -> None:
+    known = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    base = (np.arange(300 * 400) % 7).reshape(300, 400).astype(known)
+    base.flags.writeable = False
+    for array in (base.T, base[:, ::2].T, base.T[::-1]):
+        tensor = torch.zeros(array.shape, dtype=getattr(torch, dtype))
+        tensors.write(tensor, array)
+        assert np.array_equal(tensor.double().numpy(), array.astype(np.float64))
+        assert tensor._version == 1
+    assert base[1, 2] == known.type(402 % 7)
+
+
 def test_a_lent_model_is_filled_from_itself() -> None:
     made = model()
     before = bits(made)
