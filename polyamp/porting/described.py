@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from polyamp.errors import PortError
 from polyamp.porting import operations
 from polyamp.porting.converter import Converter
 from polyamp.porting.forms import Form, Rule
@@ -18,7 +19,7 @@ from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
 from polyamp.porting.kinds import plain
 from polyamp.porting.lazy import Lazy
 from polyamp.porting.operations import Operation
-from polyamp.porting.state_layout import OptimizerLayout, StateConverter, leaf_arrays
+from polyamp.porting.state_layout import OptimizerLayout, StateConverter, leaf_arrays, unnamed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,12 +43,15 @@ def text(state: Any, arrays: Mapping[str, Array], converter: Converter, states: 
     """
     try:
         inventory = converter.inventory(state.model)
+        leaves, lost = leaf_arrays(inventory, arrays)
+        if lost:
+            raise PortError(unnamed(lost))
         found: dict[str, Any] = {
             "framework": inventory.framework,
             "ordered": inventory.ordered,
             "left": dict(inventory.left),
             "layers": [_layer(layer) for layer in inventory.layers],
-            "leaves": leaf_arrays(inventory, arrays)[0],
+            "leaves": leaves,
             "optimizer": states.layout(state, arrays).plain(),
         }
     except Exception as error:  # noqa: BLE001  # a third party's layer may raise anything

@@ -74,7 +74,7 @@ def canonical(own: Side, ways: Sequence[Way]) -> TrainingState:
             there = {name: array for name, array in kept.items() if array is not None}
             slots[slot] |= _named(way, _part(way.form, there).arrays(there, gradients=True))
         for rule in way.form.rules:
-            known = [_count(own, way.layer.leaves[name]) for name in rule.native]
+            known = [_count(own, leaf.tied or leaf.name) for leaf in (way.layer.leaves[name] for name in rule.native)]
             counted = [number for number in known if number is not None]
             if counted:
                 counts |= {f"{way.path}/{name}": max(counted) for name in rule.canonical}
@@ -87,7 +87,7 @@ def native(given: TrainingState, own: Side, ways: Sequence[Way]) -> tuple[dict[s
     """A side's arrays with the values of a canonical state, and what is to be said of them."""
     new = dict(own.arrays)
     fresh: list[str] = []
-    counts: dict[str, int] = {}
+    counts = {leaf: _count(own, leaf) or 0 for leaf in own.optimizer.counts}  # of what nothing is moved to, its own
     for way in ways:
         like = way.layer.arrays
         values = of_way(way, given.parameters)
@@ -160,8 +160,8 @@ def _initial(own: Side, slot: str, leaf: Leaf) -> Lazy:
     return Lazy(shape, dtype, lambda: np.full(shape, start, dtype))
 
 
-def _count(own: Side, leaf: Leaf) -> int | None:
-    place = own.optimizer.counts.get(leaf.tied or leaf.name)
+def _count(own: Side, leaf: str) -> int | None:
+    place = own.optimizer.counts.get(leaf)
     if place is None:
         return None
     if place.array not in own.arrays:  # the optimizer has not made it yet

@@ -152,3 +152,11 @@ def leaf_arrays(inventory: Inventory, arrays: Mapping[str, Any]) -> tuple[dict[s
             else:
                 lost.append(leaf.name)
     return found, lost
+
+
+def unnamed(leaves: Sequence[str]) -> str:
+    """Why a state cannot be moved whose leaves no array holds: a sentence."""
+    return (
+        f"what a checkpoint holds of {', '.join(leaves[:3])} does not have that name (equinox numbers what its State "
+        "holds), so that a training state with it cannot be moved. The model can: polyamp.port(model, other_model)."
+    )

@@ -97,7 +97,8 @@ def _settled(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> bool:
     one, other = ours[name], theirs[name]
     if name == "type" and ("" in (one, other) or {one, other} == {"adam", "adamw"}):
-        return "" in (one, other) or 0.0 in (ours.get("weight_decay"), theirs.get("weight_decay"))  # then they are one
+        decays = ours.get("weight_decay"), theirs.get("weight_decay")
+        return "" in (one, other) or 0.0 in decays or None in decays  # without decay they are one
     pairs = zip(one, other, strict=False) if isinstance(one, list) and isinstance(other, list) else [(one, other)]
     return one == other or all(_close(a, b) for a, b in pairs)
 

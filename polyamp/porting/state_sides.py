@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend, State
-from polyamp.errors import ArgumentError, PortError, UnsupportedError, described
+from polyamp.errors import ArgumentError, CheckpointError, PortError, UnsupportedError, described
 from polyamp.porting.converter import Converter, Ports
 from polyamp.porting.described import read as read_description
 from polyamp.porting.inventory import Inventory
-from polyamp.porting.state_layout import NativeTraining, OptimizerLayout, PortsStates, StateConverter, leaf_arrays
+from polyamp.porting.state_layout import (
+    NativeTraining,
+    OptimizerLayout,
+    PortsStates,
+    StateConverter,
+    leaf_arrays,
+    unnamed,
+)
 from polyamp.recipe.scaler import LossScaler
 from polyamp.train import changes, checkpoint, contents
 from polyamp.train.arguments import is_state
@@ -168,7 +175,7 @@ def _of_training(given: Training) -> Side:
     backend = registry.backend_for(given.model)
     converter, states = converters(backend)
     native: NativeTraining = states.native(given.model, given.optimizer, given.scaler)
-    arrays, layout = native.arrays(), native.layout
+    arrays = native.arrays()
     if given.step is not None:
         arrays["step"] = np.asarray(given.step, np.int32)
     inventory = converter.inventory(native.model)
@@ -184,7 +191,7 @@ def _of_training(given: Training) -> Side:
         inventory,
         arrays,
         _leaves(inventory, arrays, name),
-        layout,
+        native.layout,
         {} if scaler is None else {"scaler": {name: getattr(scaler, name) for name in _RULE}},
         scaler,
         False,
@@ -212,6 +219,9 @@ def _of_checkpoint(path: str | os.PathLike[str]) -> Side:
     except (ValueError, KeyError, TypeError) as error:
         raise PortError(f"{name} cannot be read for another framework: {error}.") from error
     settings = checkpoint.saved_settings(meta) or {}
+    problems = contents.impossible(arrays, contents.scaler_of(settings or None, LossScaler()))
+    if problems:
+        raise CheckpointError(f"{name} holds what no state can hold. {contents.listed(problems)}.")
     return Side(
         name,
         inventory,
@@ -242,5 +252,5 @@ def converters(backend: Backend) -> tuple[Converter, StateConverter]:
 def _leaves(inventory: Inventory, arrays: Mapping[str, Any], name: str) -> dict[str, str]:
     found, lost = leaf_arrays(inventory, arrays)
     if lost:
-        raise PortError(f"{name}: its checkpoints hold no array for {', '.join(lost[:3])} of the model.")
+        raise PortError(f"{name}: {unnamed(lost)}")
     return found

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -32,6 +31,10 @@ _SETTINGS: Final = (
     (r"add_decayed_weights\.weight_decay$", "weight_decay"),
 )
 """How the path of a number that optax's functions close over ends -> polyamp's word for it."""
+_UNKNOWN: Final = (
+    "an optax state does not say its hyperparameters, which are not compared: training(model, (transformation, state)) "
+    "does"
+)
 _REFUSED: Final = (
     (r"scale_by_adam\.nesterov$", False, "optax.adam with nesterov=True (NAdam)"),
     (r"scale_by_stddev\.bias_correction$|scale_by_rms\.bias_correction$", False, "bias correction in an RMSprop"),
@@ -72,11 +75,7 @@ class JaxTraining:
     @property
     def layout(self) -> OptimizerLayout:
         transformation, state = _halves(self.optimizer)
-        found = optax_layout(state, transformation, list(named_leaves(self._parts.params)))
-        if "exp_avg" not in found.slots and not found.slots and not jax.tree.leaves(state) and transformation is None:
-            note = "an optax state without arrays: taken for plain SGD without momentum"
-            return dataclasses.replace(found, notes=[*found.notes, note])
-        return found
+        return optax_layout(state, transformation, list(named_leaves(self._parts.params)))
 
     @property
     def scaler(self) -> Mapping[str, Any]:
@@ -115,11 +114,20 @@ def optax_layout(state: Any, transformation: Any, parameters: Sequence[str]) -> 
     found = found_in(state, parameters)
     settings: dict[str, Any] = {"type": found.kind}
     notes, refused = [], list(found.refused)
-    if transformation is not None:
+    if transformation is None:
+        notes.append(_UNKNOWN)
+    else:
         said = described_optimizer(transformation)
         settings |= _settings(said)
         refused += [what for ending, plain, what in _REFUSED if _other(said, ending, plain)]
         notes += [what for ending, plain, what in _NOTED if _other(said, ending, plain)]
+        if "learning_rate" not in settings:
+            notes.append("optax's learning rate is no number, but a schedule or several: it is not compared")
+        notes += [
+            f"optax clips gradients by a global norm of {value:g}; a recipe does with clip_norm="
+            for path, value in said.items()
+            if path.endswith("clip_by_global_norm.max_norm")
+        ]
         if settings["type"] == "adam" and _decoupled(said):
             settings["type"] = "adamw"
     if found.kind == "adagrad":
@@ -127,7 +135,13 @@ def optax_layout(state: Any, transformation: Any, parameters: Sequence[str]) -> 
     if "square_avg" in found.slots and "momentum" in found.slots and _after_the_rate(found.order):
         refused.append("optax.rmsprop's momentum, which holds learning rates (chain scale_by_rms, trace and the rate)")
     return OptimizerLayout(
-        found.slots, found.counts, [settings], dict.fromkeys(parameters, 0), found.positions, {}, notes, refused
+        found.slots,
+        found.counts,
+        [settings],
+        dict.fromkeys(parameters, 0),
+        found.positions,
+        notes=notes,
+        refused=refused,
     )
 
 
