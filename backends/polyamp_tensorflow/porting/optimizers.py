@@ -80,6 +80,9 @@ def layout_of(optimizer: Any, parameters: Sequence[str]) -> OptimizerLayout:
     if kind is None:
         refused = [f"it is trained by {called}, of which polyamp knows no formula"]
         return OptimizerLayout({}, {}, [{"type": called}], numbers, refused=refused)
+    refused = _other(optimizer, called)
+    if refused:
+        return OptimizerLayout({}, {}, [{"type": kind.type}], numbers, refused=refused)
     slots = {
         kind.slots[word]: {
             path: f"optimizer/{names[id(raw(variable))]}" for path, variable in zip(parameters, variables, strict=True)
@@ -98,7 +101,7 @@ def layout_of(optimizer: Any, parameters: Sequence[str]) -> OptimizerLayout:
         [iterations],
         factors,
         [kind.note] if kind.note else [],
-        [*refused, *_other(optimizer, called)],
+        refused,
     )
 
 

@@ -1,0 +1,172 @@
+"""An optax loop of one's own goes on under polyamp, and back: optax's states, flax's `DynamicScale`, jmp's scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.training.dynamic_scale import DynamicScale
+
+import polyamp
+from polyamp import porting
+from polyamp.errors import PortError
+from polyamp.reference import MLP
+
+OPTIMIZERS: dict[str, tuple[Any, Any]] = {
+    "sgd": (optax.sgd(0.02, momentum=0.9), polyamp.sgd(0.02, momentum=0.9)),
+    "adam": (optax.adam(1e-2), polyamp.adam(1e-2)),
+    "adamw": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.1)),
+        polyamp.adamw(1e-2, weight_decay=0.1),
+    ),
+    "lion": (optax.lion(1e-3, weight_decay=0.0), polyamp.lion(1e-3)),
+    "rmsprop": (optax.rmsprop(1e-3, decay=0.99, eps_in_sqrt=False), polyamp.rmsprop(1e-3)),
+}
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(1, name="dense1")(nn.relu(nn.Dense(3, name="dense0")(x)))
+
+
+def model(seed: int) -> Any:
+    return Net(), Net().init(jax.random.key(seed), jnp.zeros((1, 4)))
+
+
+def batch(number: int) -> Any:
+    x = np.random.default_rng(number).standard_normal((8, 4)).astype(np.float32)
+    return x * np.float32(1e30 if number in (3, 11) else 1.0), x.sum(1, keepdims=True)
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    return polyamp.losses.mean_squared_error(model(batch[0]), batch[1])
+
+
+def own_loop(training: Any, numbers: range) -> tuple[Any, list[tuple[float, float]]]:
+    """A loop as flax's documentation has it, in float32: where it ended, and (loss, scale) of each step."""
+    (module, variables), (tx, state), scale = training.model, training.optimizer, training.scaler
+    seen = []
+
+    @jax.jit
+    def step(variables: Any, state: Any, scale: Any, batch: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            return jnp.mean((module.apply({"params": params}, batch[0]) - batch[1]) ** 2)
+
+        if isinstance(scale, DynamicScale):
+            scale, finite, loss, grads = scale.value_and_grad(loss_of)(variables["params"])
+        else:
+            loss, grads = jax.value_and_grad(lambda params: scale.scale(loss_of(params)))(variables["params"])
+            loss, grads = scale.unscale((loss, grads))
+            finite = jmp.all_finite(grads)
+            scale = scale.adjust(finite)
+        updates, new = tx.update(grads, state, variables["params"])
+        params = optax.apply_updates(variables["params"], updates)
+        return jmp.select_tree(finite, ({"params": params}, new), (variables, state)), scale, loss
+
+    for number in numbers:
+        (variables, state), scale, loss = step(variables, state, scale, batch(number))
+        seen.append((float(loss), float(getattr(scale, "scale" if isinstance(scale, DynamicScale) else "loss_scale"))))
+    return porting.training((module, variables), (tx, state), scale, step=training.step), seen
+
+
+def fresh(name: str, seed: int, scaler: Any, step: int | None = None) -> Any:
+    made = model(seed)
+    tx = OPTIMIZERS[name][0]
+    return porting.training(made, (tx, tx.init(made[1]["params"])), scaler, step=step)
+
+
+def flax_scale() -> Any:
+    return DynamicScale(growth_interval=4, scale=jnp.float32(256.0))
+
+
+def jmp_scale() -> Any:
+    return jmp.DynamicLossScale(jnp.float32(256.0), period=4)
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, "flax") for name in OPTIMIZERS] + [("adam", "jmp")])
+def test_a_loop_of_ones_own_goes_on_and_comes_back(name: str, kind: str) -> None:
+    scaler = flax_scale if kind == "flax" else jmp_scale
+    source, _ = own_loop(fresh(name, 0, scaler(), 7), range(8))
+    clip = 1.0 if name == "adamw" else None
+    recipe = polyamp.Recipe(
+        scaler=polyamp.LossScaler.like(kind, growth_interval=4), optimizer=OPTIMIZERS[name][1], clip_norm=clip
+    )
+    state, report = polyamp.port(source, polyamp.init(model(1), recipe))
+    assert report.recipe == []
+    assert int(state.step) == 7
+    back, _ = polyamp.port(state, fresh(name, 2, scaler(), 0))
+    assert back.step == 7
+    same = jax.tree.map(np.array_equal, (back.model[1], back.optimizer[1]), (source.model[1], source.optimizer[1]))
+    assert all(jax.tree.leaves(same))
+    step, seen = polyamp.train_step(loss_fn, recipe), []
+    for number in range(8, 16):
+        state, result = step(state, batch(number))
+        seen.append((float(result.loss), float(state.scale_state.scale)))
+    _, straight = own_loop(source, range(8, 16))
+    assert own_loop(back, range(8, 16))[1] == straight
+    assert [scale for _, scale in seen] == [scale for _, scale in straight]
+    losses = [loss for number, (loss, _) in enumerate(seen) if number != 3]
+    assert losses == pytest.approx([loss for number, (loss, _) in enumerate(straight) if number != 3], rel=1e-4)
+
+
+def test_an_optax_state_alone_says_no_hyperparameters() -> None:
+    made = model(0)
+    tx = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2)
+    source = porting.training(made, tx.init(made[1]["params"]), flax_scale())
+    recipe = polyamp.Recipe(scaler="flax", optimizer=polyamp.adam(0.5))
+    state, report = polyamp.port(source, polyamp.init(MLP.random([4, 3, 1], seed=0), recipe))
+    assert [str(change) for change in report.recipe] == ["scaler.growth_interval: 4 -> 2000"]
+    assert any("does not say its hyperparameters" in note for note in report.notes)
+    assert float(state.scale_state.scale) == 256.0
+
+
+def test_what_differs_is_reported() -> None:
+    made = model(0)
+    tx = optax.adamw(optax.constant_schedule(1e-2), weight_decay=0.2, b2=0.99)
+    source = porting.training(made, (tx, tx.init(made[1]["params"])))
+    target = polyamp.init(model(1), polyamp.Recipe(scaler="off", optimizer=polyamp.adamw(1e-2)))
+    _, report = polyamp.port(source, target)
+    assert [str(change) for change in report.recipe] == [
+        "optimizer.betas: [0.9, 0.99] -> [0.9, 0.999]",
+        "optimizer.weight_decay: 0.2 -> 0.01",
+    ]
+    assert any("learning rate is no number" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("tx", "message"),
+    [
+        (optax.amsgrad(1e-2), "'nu_max', an array for each parameter"),
+        (optax.nadam(1e-2), "nesterov=True"),
+        (optax.MultiSteps(optax.adam(1e-2), 2), r"gradients that optax\.MultiSteps has accumulated"),
+        (optax.rmsprop(1e-3, momentum=0.9), r"optax\.rmsprop's momentum, which holds learning rates"),
+        (optax.chain(optax.ema(0.9), optax.scale(-0.1)), "'ema', an array for each parameter"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_by_name(tx: Any, message: str) -> None:
+    made = model(0)
+    state = polyamp.init(model(1), polyamp.Recipe(optimizer=polyamp.adam(1e-2)))
+    with pytest.raises(PortError, match=message):
+        polyamp.port(porting.training(made, (tx, tx.init(made[1]["params"]))), state)
+
+
+def test_scales_that_do_not_move_and_none() -> None:
+    made = model(0)
+    tx = optax.adam(1e-2)
+    state = polyamp.init(model(1), polyamp.Recipe(scaler=polyamp.LossScaler.static(8.0), optimizer=polyamp.adam(1e-2)))
+    held = tx, tx.init(made[1]["params"])
+    moved, _ = polyamp.port(porting.training(made, held, jmp.StaticLossScale(jnp.float32(8.0))), state)
+    assert float(moved.scale_state.scale) == 8.0
+    _, report = polyamp.port(porting.training(made, held, jmp.NoOpLossScale()), state)
+    assert any("begins anew" in note for note in report.notes)
+    with pytest.raises(polyamp.ArgumentError, match=r"the scaler is flax\.training\.dynamic_scale\.DynamicScale"):
+        polyamp.port(porting.training(made, held, 8.0), state)
+    with pytest.raises(polyamp.ArgumentError, match="the optimizer is an optax state"):
+        polyamp.port(porting.training(made), state)
