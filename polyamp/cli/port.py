@@ -65,12 +65,13 @@ def port(
 
     \b
     Examples:
-      polyamp port gpt.pt gpt.safetensors
-          torch's state_dict in the canonical layout, for another environment
+      polyamp port gpt.pt gpt.safetensors --into my_models.gpt:build
+          torch's state_dict, of the model that build() of my_models/gpt.py
+          returns, in the canonical layout, for another environment
       polyamp port gpt.safetensors gpt.weights.h5 --like fresh.weights.h5
           into the layout of a Keras model that was saved before it was trained
-      polyamp port gpt.pt gpt.keras --into my_models.gpt:build
-          into the Keras model that build() of my_models/gpt.py returns
+      polyamp port gpt.safetensors gpt.keras --into keras_models:gpt
+          into the Keras model that gpt() of keras_models.py returns
       polyamp port old.pt new.pt --like new.pt --names '^encoder/=backbone/' --dry-run
           only say what would be moved, and what differs
 

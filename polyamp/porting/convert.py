@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from polyamp.contract import registry
 from polyamp.errors import ArgumentError, PortError, did_you_mean
 from polyamp.files import as_path
 from polyamp.porting import files, formats
@@ -101,13 +102,18 @@ def convert(
         goes = formats.FileTarget(None if dry_run else goal, Path(like), target_format)
         return moved(Side(found, None, source), Side(goes.inventory(), goes, like), names, strict, None)[1]
     if into is None:
+        if unknown := [layer.path for layer in found.layers if len(layer.forms) > 1]:
+            raise PortError(
+                f"{source} holds names and shapes, which do not say what {', '.join(unknown[:5])} is"
+                f"{f' (and {len(unknown) - 5} more)' if len(unknown) > 5 else ''}. Give --into package.module:build, a "
+                "function that makes the model: it says so."
+            )
         canonical = canonical_of(found)
         if not dry_run:
             files.write(canonical, goal)
         return PortReport([Moved(path, path, layer.kind, "name") for path, layer in canonical.items()])
     side = side_of(_built(into), None, f"--into {into}")
-    writer = None if chosen == formats.CANONICAL else formats.reader(chosen, goal)
-    if writer is not None and not isinstance(side.converter, type(writer)):
+    if chosen != formats.CANONICAL and not formats.same_backend(chosen, registry.backend_for(side.model).name):
         raise PortError(
             f"{goal} would be a file of {chosen}, and --into {into} makes a model of {side.inventory.framework}. "
             "Choose a target with the suffix of its files, or .safetensors for the canonical layout."
@@ -116,10 +122,10 @@ def convert(
         tried = side._replace(converter=formats.Tried(side.inventory))
         return moved(Side(found, None, source), tried, names, strict, None)[1]
     ported, report = moved(Side(found, None, source), side, names, strict, None)
-    if writer is None:
+    if chosen == formats.CANONICAL:
         save(ported, goal)
     else:
-        writer.write_model(goal, ported)
+        formats.reader(chosen, goal).write_model(goal, ported)
     return report
 
 

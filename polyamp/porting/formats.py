@@ -40,14 +40,8 @@ SUFFIXES: Final = {
 """Suffix of a file that is to be written -> whose it is."""
 _METADATA: Final = {"pt": "torch", "tf": "tensorflow", "flax": "jax", files.FORMAT: CANONICAL}
 """What safetensors files say of their format -> whose they are."""
-_FOLDERS: Final = {
-    "_METADATA": "jax",
-    "_CHECKPOINT_METADATA": "jax",
-    "manifest.ocdbt": "jax",
-    "default": "jax",
-    "params": "jax",
-}
-"""What lies in a folder -> whose it is: orbax's."""
+_ORBAX: Final = "_METADATA"
+"""What lies in a folder that orbax wrote, in one of its items, or in neither where the folder holds numbered steps."""
 _NOT_FILES: Final = {
     "saved_model.pb": "a SavedModel of TensorFlow, which holds a graph and no layers. Save the model as .keras",
     "model.safetensors": "a folder with a model in it. Name the file model.safetensors in it",
@@ -68,6 +62,8 @@ def framework_of(path: Path) -> str:
         return _of_folder(path)
     if not path.exists():
         raise missing(path)
+    if path.name.endswith(".index.json") or tensors.recognised(path):
+        return _of_tensors(path)
     with path.open("rb") as file:
         start = file.read(16)
     if start.startswith(b"PK\x03\x04"):
@@ -76,9 +72,7 @@ def framework_of(path: Path) -> str:
         return "tensorflow"
     if start.startswith(b"\x80"):
         return "torch"
-    if path.name.endswith(".index.json"):
-        return _of_tensors(path)
-    if start[8:9] == b"{" or path.suffix == ".safetensors":
+    if path.suffix == ".safetensors":
         return _of_tensors(path)
     raise _unknown(path, "its first bytes are those of none that polyamp knows" if start else "it is empty")
 
@@ -183,6 +177,16 @@ class Tried:
         raise UnsupportedError("a port that is only tried cannot be checked with a batch.")
 
 
+def same_backend(framework: str, name: str) -> bool:
+    """Whether a framework's name is one of a backend's; imports neither.
+
+    >>> same_backend("flax", "jax"), same_backend("torch", "jax")
+    (True, False)
+    """
+    known = registry.entries()
+    return framework == name or (framework in known and name in known and known[framework].value == known[name].value)
+
+
 def reader(framework: str, path: Path) -> ReadsFiles:
     """The converter of a framework, if it reads files.
 
@@ -222,9 +226,8 @@ def _of_folder(path: Path) -> str:
     for name, said in _NOT_FILES.items():
         if name in inside:
             raise PortError(f"{path} is {said}.")
-    for name, framework in _FOLDERS.items():
-        if name in inside:
-            return framework
+    if _ORBAX in inside or any(name.isdigit() or (path / name / _ORBAX).exists() for name in inside):
+        return "jax"
     raise _unknown(path, "it is a folder, and none of orbax")
 
 

@@ -149,6 +149,14 @@ def read(path: Path, what: str = "safetensors file") -> TensorFile:
     return TensorFile(metadata, arrays, said is not None and held is not None)
 
 
+def recognised(path: Path) -> bool:
+    """Whether a file begins as safetensors do. To be asked first: the header's length, with which it begins, may look
+    like another format's mark, as 0x80 does, of a pickle."""
+    with path.open("rb") as file:
+        start = file.read(9)
+        return start[8:] == b"{" and int.from_bytes(start[:8], "little") <= os.fstat(file.fileno()).st_size - 8
+
+
 def write(path: Path, arrays: Mapping[str, Lazy], metadata: Mapping[str, str]) -> None:
     """Write arrays to a file, one at a time, atomically; any program that reads safetensors can read it.
 
@@ -359,7 +367,7 @@ def _what(content: mmap.mmap | bytes, error: Exception) -> str:
     if not content:
         return "it is empty"
     for start, kind in _OTHERS.items():
-        if content[: len(start)] == start:
+        if content[: len(start)] == start and content[8:9] != b"{":
             return kind
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
 

@@ -73,6 +73,11 @@ class JaxConverter:
 
         write_file(path, leaves, like)
 
+    def write_model(self, path: Path, model: Any) -> None:
+        from polyamp_jax.porting.files import write_model
+
+        write_model(path, model, library(model).arrays(model))
+
     def evaluate(self, model: Any, batch: Any, cotangents: Callable[[Sequence[Any]], Sequence[Any]]) -> Evaluation:
         of = library(model)
         inputs = batch_of(batch)

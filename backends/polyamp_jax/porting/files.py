@@ -22,9 +22,11 @@ from polyamp.porting import tensors
 from polyamp.porting.inventory import Inventory
 from polyamp.porting.lazy import Lazy
 from polyamp_jax import compat
+from polyamp_jax.porting.leaves import lazy
 from polyamp_jax.porting.linen_tree import Array, Seen, Tree
 
 Keys = tuple[Any, ...]
+_FLAX: Final = {"format": "flax"}
 STATISTICS: Final = "batch_stats"
 """The collection beside "params" that belongs to a model."""
 
@@ -75,6 +77,35 @@ def write_file(path: Path, leaves: Mapping[str, Lazy], like: Path) -> None:
     written = {own: leaves.get(name, file.arrays[own]) for name, own in names.items()}
     kept = {key: value for key, value in file.metadata.items() if not key.startswith("polyamp")}
     tensors.write(path, written, kept)
+
+
+def write_model(path: Path, model: Any, arrays: Mapping[str, Any]) -> None:
+    """See `polyamp.porting.converter.ReadsFiles.write_model`: a folder of orbax, or safetensors with flax's names.
+
+    Args:
+        path: the folder, or a file that ends in .safetensors.
+        model: the model; of linen and haiku its variables are written as they are.
+        arrays: name -> array of another library's.
+    """
+    paired = isinstance(model, tuple) and len(model) > 1 and isinstance(model[1], Mapping)
+    tree = dict(_leaves(model[1] if paired else _nested(arrays)))
+    if path.suffix == ".safetensors":
+        tensors.write(path, {"/".join(map(str, keys)): lazy(str(keys), leaf) for keys, leaf in tree.items()}, _FLAX)
+    elif path.suffix or path.is_file():
+        raise PortError(f"JAX's models are written to a folder, or to a file in .safetensors. Received: {path}.")
+    else:
+        _put(path, model[1] if paired else _nested(arrays), None)
+
+
+def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *path, last = name.split("/")
+        at = tree
+        for key in path:
+            at = at.setdefault(key, {})
+        at[last] = array
+    return tree
 
 
 def _inventory(arrays: Mapping[Keys, Lazy], framework: str, names: Sequence[str] = ()) -> Inventory:
@@ -233,17 +264,23 @@ def _write_checkpoint(path: Path, leaves: Mapping[str, Lazy], item: Item) -> Non
         # what was a jax.Array is one again, and comes back as one
         return jnp.asarray(made) if getattr(held, "sharding", None) is not None else made
 
+    _put(path, _mapped(item.tree, value), item)
+
+
+def _put(path: Path, tree: Any, like: Item | None) -> None:
+    """Save a tree of arrays as a checkpoint, beside what else `like` holds, and put it in its place as a whole."""
     orbax = _orbax()
     try:
         aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.absolute().parent))
     except OSError as error:
         raise unwritable(path, error) from error
     try:
-        new, tree = aside / "new", item.folder.relative_to(item.root)
-        if tree.parts:
-            shutil.copytree(item.root, new, ignore=functools.partial(_only, item.folder))
+        new = aside / "new"
+        inner = Path() if like is None else like.folder.relative_to(like.root)
+        if like is not None and inner.parts:
+            shutil.copytree(like.root, new, ignore=functools.partial(_only, like.folder))
         with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
-            checkpointer.save((new / tree).absolute(), args=orbax.args.PyTreeSave(_mapped(item.tree, value)))
+            checkpointer.save((new / inner).absolute(), args=orbax.args.PyTreeSave(tree))
         if path.exists():
             path.rename(aside / "old")
         try:

@@ -133,7 +133,7 @@ def _opened(path: Path) -> _Content:
     with path.open("rb") as file:
         start = file.read(4)
     zipped = start == b"PK\x03\x04"
-    if not zipped and not start.startswith(b"\x80"):
+    if safetensors.recognised(path) or not (zipped or start.startswith(b"\x80")):
         found = safetensors.read(path)
         return _Content(found.arrays, {}, None, found.metadata, ordered=False)
     try:

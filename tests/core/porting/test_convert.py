@@ -180,7 +180,7 @@ def test_signals_leave_no_partial_file_and_the_older_target(folder: Path, number
 
 def test_what_a_file_is(tmp_path: Path) -> None:
     def put(name: str, content: bytes = b"") -> Path:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
         return tmp_path / name
 
@@ -204,6 +204,8 @@ def test_what_a_file_is(tmp_path: Path) -> None:
         (stored("names", None, "h.0.kernel"), "jax"),
         (stored("flax.safetensors", "flax", "a"), "jax"),
         (put("orbax/_METADATA").parent, "jax"),
+        (put("items/params/_METADATA").parents[1], "jax"),
+        (put("steps/12/file").parents[1], "jax"),
     ):
         assert framework_of(path) == framework
     for path, said in (
@@ -226,6 +228,17 @@ def test_what_a_file_is(tmp_path: Path) -> None:
         "canonical",
         "jax",
     ]
+
+
+@pytest.mark.parametrize("length", [0x180, 0x280])
+def test_a_headers_length_is_not_taken_for_another_formats_mark(tmp_path: Path, length: int) -> None:
+    header = b'{"a.weight":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(length)
+    (tmp_path / "model").write_bytes(length.to_bytes(8, "little") + header + b"\x07")
+    assert framework_of(tmp_path / "model") == "torch"
+    assert tensors.recognised(tmp_path / "model")
+    (tmp_path / "model").write_bytes(length.to_bytes(8, "little") + header)
+    with pytest.raises(PortError, match="its arrays take 1 bytes, and 0 are there"):
+        tensors.read(tmp_path / "model")
 
 
 def test_files_with_an_index_are_one(tmp_path: Path) -> None:
