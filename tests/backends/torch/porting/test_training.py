@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +151,12 @@ def test_what_is_no_optimizer_or_scaler_is_refused() -> None:
             polyamp.port(given, state)
     with pytest.raises(polyamp.ArgumentError, match="what is filled is the optimizer and the GradScaler themselves"):
         polyamp.port(state, porting.training(model, optimizer.state_dict(), scaler))
+
+
+def test_the_guide_runs() -> None:
+    guide = Path(__file__).parents[4] / "docs" / "guides" / "moving_a_training.md"
+    block = guide.read_text(encoding="utf-8").split("```python\n")[-1].split("```")[0]
+    exec(compile(block, "docs/guides/moving_a_training.md", "exec"), {})
 
 
 def test_polyamps_own_scaler_keeps_its_counters() -> None:
