@@ -68,7 +68,7 @@ SUITES: dict[str, Suite] = {
     "conformance-reference": Suite([*CONFORMANCE, "--polyamp-backend=reference"], 15),
     "fuzz": Suite([*PYTEST, "tests/fuzz"], 60),
     "programs": Suite([*PYTEST, "tests/programs"], 35),
-    "porting": Suite([*PYTEST, "tests/porting"], 90),
+    "porting": Suite([*PYTEST, "tests/porting"], 120),
     "packaging": Suite([*PYTEST, "tests/packaging"], 60),
     # Only that every benchmark runs to its end: the figures of a quick run beside other suites mean nothing.
     "benchmarks": Suite(
