@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from polyamp.errors import PortError
+from polyamp.porting.activations import applied
 from polyamp.porting.converter import Evaluation
+from polyamp.porting.differences import Difference
 from polyamp.porting.flatten import Order
 from polyamp.porting.inventory import Inventory
 from polyamp.porting.lazy import Lazy
@@ -28,6 +30,8 @@ _FLOOR: Final = 1e-2
 """A gradient is compared with the largest of its parameter, or with this share of the largest of all: a key's bias has
 a gradient of 0 but for rounding."""
 _SEED: Final = 0
+_NAMED: Final = 8
+"""How many layers a message lists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +91,11 @@ def filled_and_checked(
     pairs: Sequence[Match],
     turned: Mapping[str, Order],
     batch: Batch,
+    differences: Sequence[Difference],
 ) -> tuple[Any, Checked]:
     """The filled target, after it proved to compute what the source computes.
+
+    What the weights do not carry and differs is said with an error: it is likely the reason.
 
     Raises:
         PortError: it does not; the target has its old values again.
@@ -106,7 +113,7 @@ def filled_and_checked(
     }
     filled = target.converter.fill(target.model, leaves)
     try:
-        return filled, _checked(source, target._replace(model=filled), pairs, turned, batch)
+        return filled, _checked(source, target._replace(model=filled), pairs, turned, batch, differences)
     except BaseException:
         if kept:
             target.converter.fill(filled, kept)
@@ -119,11 +126,19 @@ def _copy(array: Lazy) -> Array:
     return np.array(array.read())
 
 
-def _checked(source: Side, target: Side, pairs: Sequence[Match], turned: Mapping[str, Order], batch: Batch) -> Checked:
+def _checked(
+    source: Side,
+    target: Side,
+    pairs: Sequence[Match],
+    turned: Mapping[str, Order],
+    batch: Batch,
+    differences: Sequence[Difference],
+) -> Checked:
     assert source.converter is not None
     assert target.converter is not None
     across = Across(source.inventory, target.inventory)
     given: list[Array] = []
+    shapes: list[list[list[int]]] = []
 
     def ours(outputs: Sequence[Array]) -> list[Array]:
         import numpy as np
@@ -133,23 +148,27 @@ def _checked(source: Side, target: Side, pairs: Sequence[Match], turned: Mapping
         return given
 
     def theirs(outputs: Sequence[Array]) -> list[Array]:
-        shapes = [list(output.shape) for output in outputs]
+        import numpy as np
+
         turned_back = [across.array(each) for each in given]
-        if [list(each.shape) for each in turned_back] != shapes:
-            raise PortError(
-                f"check: the source's outputs have shapes {[list(each.shape) for each in turned_back]} and the "
-                f"target's {shapes}."
-            )
-        return turned_back
+        shapes[:] = [[list(each.shape) for each in group] for group in (turned_back, outputs)]
+        alike = shapes[0] == shapes[1]
+        return turned_back if alike else [np.zeros(output.shape, np.float32) for output in outputs]
 
     one = source.converter.evaluate(source.model, _packed(batch.source), ours)
     two = target.converter.evaluate(target.model, _packed(batch.target), theirs)
     modules = _modules(one, two, pairs, across)
+    where = _where(modules, batch.outputs, _lines(source.inventory, target.inventory, pairs, one))
+    said = "".join(f"\n  {each}" for each in differences)
+    why = f"\nThe weights do not carry these, and they differ:{said}" if said else ""
+    if shapes[0] != shapes[1]:
+        raise PortError(
+            f"check: the source's outputs have shapes {shapes[0]} and the target's {shapes[1]}. {where}{why}"
+        )
     outputs = max((_error(across.array(a), b) for a, b in zip(one.outputs, two.outputs, strict=True)), default=0.0)
     if not outputs <= batch.outputs:
         raise PortError(
-            f"check: the outputs differ by {outputs:.1e} (relative), {batch.outputs:g} is allowed. "
-            f"{_where(modules, batch.outputs)}"
+            f"check: the outputs differ by {outputs:.1e} (relative), {batch.outputs:g} is allowed. {where}{why}"
         )
     gradients = _gradients(one, two, pairs, turned)
     worst = max(gradients, key=gradients.__getitem__, default=None)
@@ -157,7 +176,7 @@ def _checked(source: Side, target: Side, pairs: Sequence[Match], turned: Mapping
         first = next(name for name, error in gradients.items() if not error <= batch.gradients)
         raise PortError(
             f"check: outputs agree within {outputs:.1e}, but the gradient of {worst} differs by {gradients[worst]:.1e} "
-            f"(relative), {batch.gradients:g} is allowed. The first in the model's order: {first}."
+            f"(relative), {batch.gradients:g} is allowed. The first in the model's order: {first}.{why}"
         )
     return Checked(outputs, gradients, modules)
 
@@ -216,18 +235,33 @@ def _modules(one: Evaluation, two: Evaluation, pairs: Sequence[Match], across: A
     """Errors of the outputs of matched layers, in the order in which the source calls them."""
     import numpy as np
 
-    partner = {each.source.path: each.target.path for each in pairs}
+    partner = {each.source.path: each for each in pairs}
     found = {}
     for path, output in one.modules.items():
-        if path not in partner or partner[path] not in two.modules:
+        if path not in partner or partner[path].target.path not in two.modules:
             continue
-        other = two.modules[partner[path]]
+        name = partner[path].target.path
+        shown = _alike(partner[path], output, two.modules[name])
+        if shown is None:
+            continue
+        output, other = shown
         mine = across.array(output) if across.array(output).shape == other.shape else output
         if np.squeeze(mine).shape == np.squeeze(other).shape:
-            found[partner[path]] = _error(np.squeeze(mine), np.squeeze(other))
+            found[name] = _error(np.squeeze(mine), np.squeeze(other))
         elif not _broadcasts(mine.shape, other.shape):  # else one side gives rows that the other gives once
-            found[partner[path]] = float("inf")
+            found[name] = float("inf")
     return found
+
+
+def _alike(match: Match, ours: Array, theirs: Array) -> tuple[Array, Array] | None:
+    """Both outputs behind the activation that one of the layers has in it; None if nobody knows what it does."""
+    acts = [form.attributes.get("activation") or "linear" for form in (match.fit.source, match.fit.target)]
+    if match.fit.source.kind in ("lstm", "gru", "simple_rnn") or (acts[0] == "linear") == (acts[1] == "linear"):
+        return ours, theirs
+    made = applied(str(acts[1]), ours) if acts[0] == "linear" else applied(str(acts[0]), theirs)
+    if made is None:
+        return None
+    return (made, theirs) if acts[0] == "linear" else (ours, made)
 
 
 def _broadcasts(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -239,16 +273,53 @@ def _broadcasts(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
         return False
 
 
-def _where(modules: Mapping[str, float], allowed: float) -> str:
+def _where(modules: Mapping[str, float], allowed: float, lines: Sequence[Sequence[str]]) -> str:
+    """The sentence that says where the two part.
+
+    Args:
+        modules: path -> error of its output, in the order of calls.
+        allowed: the error that passes.
+        lines: the paths of matched layers in orders that are known.
+    """
     last = None
     for path, error in modules.items():
         if not error <= allowed:
             before = f"after {last!r}, which agrees, " if last is not None else ""
-            return f"The first layer whose output differs, {before}is {path!r} ({error:.1e})."
+            said = f"The first layer whose output differs, {before}is {path!r} ({error:.1e})."
+            return said + _hidden(modules, lines, last, path)
         last = path
     if last is None:
-        return "No layer shows its output on both sides."
-    return f"All matched layers agree, {last!r} the last of them: what differs comes after it."
+        return "No layer shows its output on both sides." + _hidden(modules, lines, None, None)
+    said = f"All matched layers agree, {last!r} the last of them: what differs comes after it."
+    return said + _hidden(modules, lines, last, None)
+
+
+def _hidden(modules: Mapping[str, float], lines: Sequence[Sequence[str]], last: str | None, first: str | None) -> str:
+    """The layers between the last that agrees and the first that does not whose outputs nobody saw."""
+    found: list[str] = []
+    for lined in lines:
+        known = {*modules, *(lines[0] if lined is not lines[0] else ())}
+        if {each for each in (last, first) if each is not None} <= set(lined):
+            begin = 0 if last is None else lined.index(last) + 1
+            end = len(lined) if first is None else lined.index(first)
+            found += [path for path in lined[begin:end] if path not in known]
+    if not found:
+        return ""
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f" Layers there whose outputs are not shown by both sides: {', '.join(map(repr, found[:_NAMED]))}{more}."
+
+
+def _lines(source: Inventory, target: Inventory, pairs: Sequence[Match], one: Evaluation) -> list[list[str]]:
+    """The target's paths of matched layers as the source calls them; and with the rest of them, that no call showed,
+    as the side defines them that has an order."""
+    partner = {each.source.path: each.target.path for each in pairs}
+    called = [partner[path] for path in one.modules if path in partner]
+    if not source.ordered and not target.ordered:
+        return [called]
+    place = {layer.path: number for number, layer in enumerate((source if source.ordered else target).layers)}
+    own = [((each.source if source.ordered else each.target).path, each.target.path) for each in pairs]
+    defined = [path for _, path in sorted((place[mine], path) for mine, path in own if mine in place)]
+    return [called, defined]
 
 
 def _gradients(

@@ -149,7 +149,7 @@ def moved(
         with watched("filling the target", leaves) as shown:
             filled, measured = target.converter.fill(target.model, shown), None
     else:
-        filled, measured = filled_and_checked(source, target, leaves, pairs, turned, given)
+        filled, measured = filled_and_checked(source, target, leaves, pairs, turned, given, compared.differences)
     return filled, _report(found, pairs, compared, merges, notes, measured)
 
 

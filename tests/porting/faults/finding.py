@@ -10,7 +10,6 @@ from polyamp.errors import PortError
 from polyamp.porting.check import Batch
 from tests.porting.faults.planting import Fault, carrying, models, sized
 
-_ANY = float("inf")
 _SIZES = tuple[tuple[str, Any], ...]
 
 
@@ -43,43 +42,29 @@ def verdict(fault: Fault, seed: int = 0) -> Verdict:
     theirs = models(fault.target, (*both.get(fault.target, ()), *fault.edits))
     given = batch(fault.model, (ours, theirs))
     source, target = ours.build(fault.model, seed), theirs.build(fault.model, seed + 1)
-    differences: tuple[Any, ...] = ()
     by, named, said = "", (), ""
     with carrying(target, fault.carried):
         try:
             _, report = polyamp.port(source, target, names=fault.names, check=given)
-            differences = tuple(report.differences)
+            said = "\n".join(f"  {each}" for each in report.differences)
         except PortError as error:
             said = str(error)
             by = "check" if said.startswith("check:") else "error"
-            if by == "check":
-                named = (_first(said),)
-                unlimited = given.__class__(given.source, given.target, _ANY, _ANY)
-                differences = tuple(_report(source, target, fault, unlimited))
-            else:
-                named = tuple(re.findall(r"(\S+): ", said))
-    if differences:
+            named = _first(said) if by == "check" else tuple(re.findall(r"([^\s']+)'?(?:: | is )", said))
+    if by != "error" and (differences := re.findall(r"^  (\S+): \w+ is ", said, re.MULTILINE)):
         by = f"report, {by}" if by else "report"
-        named = tuple(dict.fromkeys((*(each.target for each in differences), *named)))
-        said = str(differences[0])
+        named = tuple(dict.fromkeys((*differences, *named)))
     right = [path for path in named if re.fullmatch(fault.at, path)]
     return Verdict(by, named, bool(right) and (by == "error" or len(right) == len(named)), said)
 
 
-def _report(source: Any, target: Any, fault: Fault, unlimited: Batch) -> Any:
-    try:
-        return polyamp.port(source, target, names=fault.names, check=unlimited)[1].differences
-    except PortError:  # the outputs have other shapes
-        return ()
-
-
-def _first(said: str) -> str:
-    """The path that a check's message names."""
+def _first(said: str) -> tuple[str, ...]:
+    """The paths that a check's message names."""
+    shown = re.search(r"not shown by both sides: ([^.]*)\.", said)
+    hidden = re.findall("'([^']*)'", shown[1]) if shown else []
     behind = re.search(r"All matched layers agree, '([^']*)' the last", said)
-    if behind:
-        return f"behind {behind[1]}"
-    layer = re.search(r"is '([^']*)' \(", said)
-    if layer:
-        return layer[1]
-    gradient = re.search(r"first in the model's order: (\S+)\.$", said)
-    return gradient[1].rpartition("/")[0] if gradient else "no path"
+    layer = re.search(r"differs, (?:after '[^']*', which agrees, )?is '([^']*)' \(", said)
+    gradient = re.search(r"first in the model's order: (\S+)\.$", said, re.MULTILINE)
+    named = [f"behind {behind[1]}"] if behind else [layer[1]] if layer else []
+    named += [gradient[1].rpartition("/")[0]] if gradient else []
+    return (*hidden, *named)

@@ -1,0 +1,77 @@
+"""Activations in NumPy, by their canonical names: where one framework's layer applies its own and the other's leaves it
+to what follows, a check compares behind it. Called by `check`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+
+def applied(name: str, array: Array) -> Array | None:
+    """What an activation makes of an array; None of one that is not here.
+
+    Args:
+        name: canonical, as in the table of kinds.
+        array: any shape.
+
+    Example:
+        >>> import numpy as np
+        >>> applied("relu", np.array([-1.0, 2.0])).tolist()
+        [0.0, 2.0]
+    """
+    import numpy as np
+
+    function = _KNOWN.get(name)
+    return None if function is None else function(np.asarray(array, np.float64))
+
+
+def _relu(x: Array) -> Array:
+    import numpy as np
+
+    return np.maximum(x, 0.0)
+
+
+def _sigmoid(x: Array) -> Array:
+    import numpy as np
+
+    found: Array = 0.5 * (1.0 + np.tanh(0.5 * x))
+    return found
+
+
+def _tanh(x: Array) -> Array:
+    import numpy as np
+
+    return np.tanh(x)
+
+
+def _silu(x: Array) -> Array:
+    return x * _sigmoid(x)
+
+
+def _gelu(x: Array) -> Array:
+    import numpy as np
+
+    erf = np.fromiter((math.erf(each) for each in x.ravel() / math.sqrt(2.0)), np.float64, x.size)
+    found: Array = 0.5 * x * (1.0 + erf.reshape(x.shape))
+    return found
+
+
+def _gelu_tanh(x: Array) -> Array:
+    found: Array = 0.5 * x * (1.0 + _tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+    return found
+
+
+_KNOWN: Final[Mapping[str, Callable[[Array], Array]]] = {
+    "relu": _relu,
+    "sigmoid": _sigmoid,
+    "tanh": _tanh,
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+}

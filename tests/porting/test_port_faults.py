@@ -1,0 +1,72 @@
+"""A few of the faults and clean pairs of `tests.porting.faults`, in every run; the rest is run by hand."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from tests.porting.faults.clean import Clean, alarm
+from tests.porting.faults.finding import verdict
+from tests.porting.faults.listed import FAULTS
+from tests.porting.faults.planting import Fault, code
+
+pytest.importorskip("torch")
+
+_CHOSEN = {
+    ("gpt", "nnx", "residual of the MLP missing"),
+    ("gpt", "equinox", "attention without scale"),
+    ("gpt", "linen", "epsilon 1e-6"),
+    ("gpt", "nnx", "query kernel transposed"),
+    ("vit", "nnx", "class token left out of the positions"),
+    ("vit", "nnx", "packed projection interleaved by heads"),
+    ("vit", "nnx", "dropout in the attention"),
+    ("resnet", "nnx", "norm without scale and bias"),
+    ("resnet", "nnx", "sum for the mean"),
+    ("tagger", "linen", "recurrent kernel transposed gate by gate"),
+    ("autoencoder", "torch", "transposed kernel not turned round"),
+    ("autoencoder", "nnx", "leaky ReLU for ReLU"),
+}
+CHOSEN = [
+    each
+    for each in FAULTS
+    if (each.model, each.source, each.what) in _CHOSEN and each.target in ("torch", "nnx")
+]
+    each for each in FAULTS if (each.model, each.source, each.what) in _CHOSEN and each.target in ("torch", "nnx")
+]
+CLEAN = [
+    Clean("gpt", "torch", "nnx", 101),
+    Clean("vit", "nnx", "torch", 102),
+    Clean("tagger", "linen", "torch", 103),
+    Clean("autoencoder", "torch", "equinox", 104),
+    Clean("autoencoder", "haiku", "torch", 105),
+    Clean("resnet", "nnx", "torch", 106),
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    pytest.importorskip("flax")
+    warnings.simplefilter("ignore", DeprecationWarning)
+
+
+@pytest.mark.parametrize("fault", CHOSEN, ids=lambda fault: f"{fault.model}: {fault.what}")
+def test_fault_is_found_and_named(fault: Fault) -> None:
+    found = verdict(fault)
+
+    assert found.by, "nothing saw it"
+    assert found.right, f"named {found.named}, expected {fault.at}: {found.said}"
+
+
+@pytest.mark.parametrize("pair", CLEAN, ids=str)
+def test_clean_pair_raises_no_alarm(pair: Clean) -> None:
+    assert alarm(pair) == ""
+
+
+def test_there_are_a_hundred_and_each_still_fits_the_code() -> None:
+    assert len(FAULTS) >= 100
+    assert len(CHOSEN) == 12
+    for each in FAULTS:
+        both = each.both or {}
+        code(each.target, (*both.get(each.target, ()), *each.edits))
+        code(each.source, (*both.get(each.source, ()), *each.ours))
