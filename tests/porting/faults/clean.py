@@ -1,4 +1,4 @@
-"""200 clean pairs: other sizes, other values, every ordered pair of libraries. Nothing may be said against one of them."""
+"""200 clean pairs: other sizes, other values, every ordered pair of libraries. Nothing may be said of one of them."""
 
 from __future__ import annotations
 

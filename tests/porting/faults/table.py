@@ -18,7 +18,7 @@ check=batch)` moves the model. A fault is found by the report (`report.differenc
 an error of matching or structure, or by the check. It counts only if everything that was named lies where the fault
 is, which was written down beforehand: the module that the fault is in or, for code between layers, the first matched
 layer behind it ("behind x": nothing matched comes after x). Of layers whose outputs are not to be seen, for they run
-inside another one (the cells of a recurrent stack), the check names all between the last layer that agrees and the first
+inside another one (the cells of a recurrent stack), the check names all between the last that agrees and the first
 that does not. An error of matching shows a table of all layers without a partner; the fault's must be among them.
 """
 
