@@ -63,29 +63,33 @@ def port(
     strict: bool = True,
     check: Any = None,
 ) -> tuple[_Target, PortReport]:
-    """Put a model's weights and running statistics into a model of another framework.
+    """Put a model's weights and running statistics, or a whole training state, into one of another framework.
 
     Layers are matched by structure, kind, shape and names, and never guessed; each array goes through its canonical
     layout, so that kernels are turned, gates reordered and projections packed as the target has them. What weights do
     not carry is compared and reported.
 
     Args:
-        source: a model as `polyamp.init` takes it, a `Canonical`, or a file's path (`polyamp.porting` says which).
-        target: the model that gets the values. In torch and Keras it is filled in place, at the end and whole; in JAX
-            it gives the structure, and may be made by `jax.eval_shape`.
+        source: a model as `polyamp.init` takes it, a `Canonical`, or a file's path (`polyamp.porting` says which). For
+            a training state that goes on: a polyamp state, a checkpoint's path, or `porting.training(...)`.
+        target: the model that gets the values, or for a training state the state or `porting.training(...)`. In torch
+            and Keras it is filled in place, at the end and whole; in JAX it gives the structure, and a model may be
+            made by `jax.eval_shape`.
         names: regular expression -> replacement, applied in turn to the source's paths (divided by "/"), where names
             do not tell: `{r"^encoder/": "backbone/"}`.
-        strict: False leaves what has no partner as it is, casts where dtypes differ, and reports both.
-        check: inputs for both models (a NumPy array, a tuple or a mapping), in the source's layout: both run in
-            float32, and outputs and every parameter's gradient are compared. Also tells what linen and haiku models
-            are made of. `porting.Batch` gives each side its own, and other tolerances.
+        strict: False leaves what has no partner as it is, casts where dtypes differ, goes on where the recipes of two
+            states differ, and reports all three.
+        check: inputs for both models (a NumPy array, a tuple or a mapping), in the source's layout; not for training
+            states. Both run in float32, and outputs and every parameter's gradient are compared. Also tells what linen
+            and haiku models are made of. `porting.Batch` gives each side its own, and other tolerances.
 
     Returns:
         The target with the values, and a report: `print(report)`.
 
     Raises:
         PortError: a layer without a partner, several that nothing tells apart, other shapes or dtypes, a formula that
-            the target does not have, or with `check` a model that computes something else. The target is as it was.
+            the target does not have, or with `check` a model that computes something else; of training states also
+            optimizers of two kinds, or other recipes. The target is as it was.
         ModelError: a model without variables, or no model.
         UnsupportedError: a backend whose models cannot be moved.
 

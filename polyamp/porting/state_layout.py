@@ -67,12 +67,14 @@ class OptimizerLayout:
 
     def plain(self) -> dict[str, Any]:
         """As JSON holds it."""
-        return dataclasses.asdict(self)
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        counts = {leaf: [count.array, count.missed, count.index] for leaf, count in self.counts.items()}
+        return {**fields, "counts": counts}  # dataclasses.asdict copies every name
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> OptimizerLayout:
         """What `plain` described."""
-        counts = {leaf: Count(**count) for leaf, count in plain["counts"].items()}
+        counts = {leaf: Count(*count) for leaf, count in plain["counts"].items()}
         return cls(**{**plain, "counts": counts})
 
 
