@@ -97,10 +97,14 @@ def copy_into(out: Array, array: Array) -> None:
         np.copyto(out, array)
         return
     blocks = list(_blocks(out, array))
-    workers = min(_processors(), len(blocks)) if array.nbytes >= _LARGE else 1
+    workers = _processors() if array.nbytes >= _LARGE else 1
     if workers == 1:
         _turn(blocks)
         return
+    if len(blocks) < workers:  # each thread takes a stretch of the last axis
+        step = -(-array.shape[-1] // (workers * _ROWS)) * _ROWS
+        starts = range(0, array.shape[-1], step)
+        blocks = [(to[..., at : at + step], of[..., at : at + step]) for to, of in blocks for at in starts]
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(workers) as pool:  # NumPy copies without Python's lock

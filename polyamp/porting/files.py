@@ -201,7 +201,8 @@ def other(said: str | None) -> str:
     if said == _CHECKPOINT:
         return (
             "is a training state that polyamp.save wrote, and no model that porting.save wrote. "
-            "polyamp.restore(state, path) reads it."
+            "polyamp.restore(state, path) reads it into a state of the same backend, polyamp.port(path, state) into "
+            "one of another."
         )
     if said is not None and said.startswith("polyamp-"):
         return f"has format {said!r}; this version of polyamp reads {FORMAT!r}. Use the polyamp that wrote it."
