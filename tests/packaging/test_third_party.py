@@ -45,6 +45,43 @@ def test_the_backend_is_found_by_its_entry_point(environment: dict[str, str], tm
     assert done.stdout.split() == ["True", "tiny"], done.stderr
 
 
+def test_layers_of_a_third_party_move_by_their_entry_point(environment: dict[str, str], tmp_path: Path) -> None:
+    """A layer of its own in a torch model goes into a flax model: nothing but the entry point names its form."""
+    code = """
+import torch, numpy as np
+from flax import nnx
+import polyamp, tiny
+
+class Oriented(torch.nn.Module):  # what tiny would be, were it written for torch
+    __module__, __qualname__ = "tiny.layers", "Oriented"
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(5, 5))
+    def forward(self, x):
+        return x @ self.weight.T
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense = Oriented()
+    def forward(self, x):
+        return self.dense(x)
+
+class FlaxNet(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(5, 5, use_bias=False, rngs=rngs)
+    def __call__(self, x):
+        return self.dense(x)
+
+source = Net()
+ported, report = polyamp.port(source, FlaxNet(nnx.Rngs(0)), check=np.ones((2, 5), np.float32))
+there, here = np.asarray(ported.dense.kernel[...]), source.dense.weight.detach().numpy()
+print(report.moved[0].kind, bool((there == here.T).all()))
+"""
+    done = run(environment, "-c", code)
+    assert done.stdout.split() == ["dense", "True"], done.stderr
+
+
 def test_the_backend_passes_the_suite(environment: dict[str, str], tmp_path: Path) -> None:
     rows = [("tiny", rule, reason) for backend, rule, reason in deviations("reference")]  # whose operations it has
     listed = tmp_path / "deviations.py"
