@@ -5,10 +5,11 @@ Names come first, then numbers, then roles, then the order of definition; where 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from polyamp.porting.names import NATURAL, Name
+from polyamp.porting.names import NATURAL, Name, name_of
 from polyamp.porting.tree import Node
 
 Pairs = list[tuple[Node, Node, str]]
@@ -24,6 +25,34 @@ def pair(source: Sequence[Node], target: Sequence[Node], *, ordered: tuple[bool,
         ordered: whether the order of definition means something, on either side.
         in_step: whether all that lies around them comes in the same order on both sides.
     """
+    found = _paired(source, target, ordered, in_step)
+    if found is not None:
+        return found
+    some, others = _counted(source), _counted(target)
+    found = _paired(list(some), list(others), ordered, in_step)
+    return None if found is None else [(some[one], others[other], told) for one, other, told in found]
+
+
+def _counted(nodes: Sequence[Node]) -> dict[Node, Node]:
+    """A node with a 0 in each segment where others of the same segments have a number and it has none, as Keras and
+    haiku leave out the first's (`block/norm`, `block/norm_1`, `block_1/norm`) -> the node itself."""
+    segments = {node: [name_of(segment) for segment in node.path.split("/")] for node in nodes}
+    alike: dict[tuple[str, ...], list[Node]] = {}
+    for node, names in segments.items():
+        alike.setdefault(tuple(name.stem for name in names), []).append(node)
+    found = {}
+    for group in alike.values():
+        numbered = [any(segments[node][place].numbers for node in group) for place in range(len(segments[group[0]]))]
+        for node in group:
+            path = "/".join(
+                f"{segment}_0" if some and not name.numbers else segment
+                for segment, name, some in zip(node.path.split("/"), segments[node], numbered, strict=True)
+            )
+            found[dataclasses.replace(node, path=path)] = node
+    return {made: node for node in nodes for made, own in found.items() if own is node}
+
+
+def _paired(source: Sequence[Node], target: Sequence[Node], ordered: tuple[bool, bool], in_step: bool) -> Pairs | None:
     ours, theirs = [node.name for node in source], [node.name for node in target]
     if len(set(ours)) == len(ours) and set(ours) == set(theirs):
         by_name = dict(zip(theirs, target, strict=True))
