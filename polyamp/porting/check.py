@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from polyamp.errors import PortError
 from polyamp.porting.activations import applied
 from polyamp.porting.converter import Evaluation
-from polyamp.porting.differences import Difference
+from polyamp.porting.differences import RECURRENT, Difference
 from polyamp.porting.flatten import Order
 from polyamp.porting.inventory import Inventory
 from polyamp.porting.lazy import Lazy
@@ -158,7 +158,8 @@ def _checked(
     one = source.converter.evaluate(source.model, _packed(batch.source), ours)
     two = target.converter.evaluate(target.model, _packed(batch.target), theirs)
     modules = _modules(one, two, pairs, across)
-    where = _where(modules, batch.outputs, _lines(source.inventory, target.inventory, pairs, one))
+    lines = _lines(source.inventory, target.inventory, pairs, one)
+    where = _where(modules, batch.outputs, lines, {each.target for each in differences})
     said = "".join(f"\n  {each}" for each in differences)
     why = f"\nThe weights do not carry these, and they differ:{said}" if said else ""
     if shapes[0] != shapes[1]:
@@ -210,10 +211,10 @@ class Across:
 
 def _packed(batch: Any) -> Any:
     """A batch whose arrays lie in memory as their axes say: torch's convolutions take another layout for a wish, and
-    their backward pass of it can end the process (2.13 on the CPU)."""
+    their backward pass of it can end the process (2.13 on the CPU). A copy: an axis of length 1 may have any stride."""
     import numpy as np
 
-    return map_tree(lambda leaf: np.ascontiguousarray(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
+    return map_tree(lambda leaf: leaf.copy("C") if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
 def _error(ours: Array, theirs: Array, floor: float = 0.0) -> float:
@@ -256,7 +257,7 @@ def _modules(one: Evaluation, two: Evaluation, pairs: Sequence[Match], across: A
 def _alike(match: Match, ours: Array, theirs: Array) -> tuple[Array, Array] | None:
     """Both outputs behind the activation that one of the layers has in it; None if nobody knows what it does."""
     acts = [form.attributes.get("activation") or "linear" for form in (match.fit.source, match.fit.target)]
-    if match.fit.source.kind in ("lstm", "gru", "simple_rnn") or (acts[0] == "linear") == (acts[1] == "linear"):
+    if match.fit.source.kind in RECURRENT or (acts[0] == "linear") == (acts[1] == "linear"):
         return ours, theirs
     made = applied(str(acts[1]), ours) if acts[0] == "linear" else applied(str(acts[0]), theirs)
     if made is None:
@@ -273,20 +274,23 @@ def _broadcasts(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
         return False
 
 
-def _where(modules: Mapping[str, float], allowed: float, lines: Sequence[Sequence[str]]) -> str:
+def _where(
+    modules: Mapping[str, float], allowed: float, lines: Sequence[Sequence[str]], explained: Container[str]
+) -> str:
     """The sentence that says where the two part.
 
     Args:
         modules: path -> error of its output, in the order of calls.
         allowed: the error that passes.
         lines: the paths of matched layers in orders that are known.
+        explained: paths of layers that are known to differ, for which no others are to be looked at.
     """
     last = None
     for path, error in modules.items():
         if not error <= allowed:
             before = f"after {last!r}, which agrees, " if last is not None else ""
             said = f"The first layer whose output differs, {before}is {path!r} ({error:.1e})."
-            return said + _hidden(modules, lines, last, path)
+            return said if path in explained else said + _hidden(modules, lines, last, path)
         last = path
     if last is None:
         return "No layer shows its output on both sides." + _hidden(modules, lines, None, None)
@@ -297,7 +301,7 @@ def _where(modules: Mapping[str, float], allowed: float, lines: Sequence[Sequenc
 def _hidden(modules: Mapping[str, float], lines: Sequence[Sequence[str]], last: str | None, first: str | None) -> str:
     """The layers between the last that agrees and the first that does not whose outputs nobody saw."""
     found: list[str] = []
-    for lined in lines:
+    for lined in lines if last is not None or first is None else lines[:1]:  # parameters may be defined before all
         known = {*modules, *(lines[0] if lined is not lines[0] else ())}
         if {each for each in (last, first) if each is not None} <= set(lined):
             begin = 0 if last is None else lined.index(last) + 1

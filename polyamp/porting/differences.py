@@ -28,6 +28,8 @@ _WITHOUT: Final[dict[str, Any]] = {
     "groups": 1,
 }
 """What a layer does that lacks an attribute."""
+RECURRENT: Final = ("lstm", "gru", "simple_rnn")
+"""Kinds whose activation is within them, and follows nothing."""
 _CLOSE: Final = 1e-6
 """Relative distance below which two numbers are one: an epsilon kept in float32 is not 1e-5 to the last digit."""
 
@@ -98,7 +100,8 @@ def _pair(
     structural = kind.structural if kind is not None else ()
     if way.source.kind != way.target.kind:
         return
-    for name in sorted({*ours, *theirs} - {*_LAYOUT, "activation"}):
+    own = () if way.source.kind in RECURRENT else ("activation",)  # those of other layers: `_activations`
+    for name in sorted({*ours, *theirs} - {*_LAYOUT, *own}):
         if name not in ours or name not in theirs:
             usual = _usual(name, ours.get(name, theirs.get(name)), way, source)
             if not usual and (kind is None or name in kind.attributes):
@@ -218,7 +221,7 @@ def _acts(inventory: Inventory) -> list[_Act]:
     for layer in inventory.layers:
         form = layer.forms[0]
         said = form.attributes.get("activation")
-        if form.kind in ("lstm", "gru", "simple_rnn") or said in (None, "linear"):
+        if form.kind in RECURRENT or said in (None, "linear"):
             continue
         found.append(_Act(layer.path, form.attributes, layer.lines))
     return found

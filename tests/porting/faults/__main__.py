@@ -35,7 +35,10 @@ def _work(keras: bool, only: str, count: int) -> None:
     if keras:
         import keras as _  # noqa: F401
 
+    from tests import xla
     from tests.porting.faults.finding import verdict
+
+    xla.quick()
 
     warnings.simplefilter("ignore")
     for number, fault in enumerate(FAULTS):

@@ -64,7 +64,7 @@ TORCH: Final = (
     _torch("residual missing", "keras", "layer2/0/.*conv1|layer2/0/downsample/0", _END, "return self.relu(out)"),
     _torch("ReLU before the sum", "keras", "layer2/0/.*conv1|layer2/0/downsample/0", _END, "return self.relu(out) + identity"),
     _torch("projection left out of its norm", "keras", r"layer2/0/downsample/1|layer2/1/conv1", "else self.downsample(x)", "else self.downsample[0](x)"),
-    _torch("wrong one of two norms", "nnx", r"layer1/0/(bn[12]|conv2)", _SECOND, "out = self.bn1(self.conv2(out))"),
+    _torch("wrong one of two norms", "nnx", r"layer1/0/(bn[12]|conv2)|layer2/0/(downsample/0|conv1)", _SECOND, "out = self.bn1(self.conv2(out))"),
     _torch("circular padding", "keras", r"(layer\d/\d/)?conv[12]", _STRIDED, _STRIDED.replace("bias=False", 'bias=False, padding_mode="circular"')),
     _torch("leaky ReLU for ReLU", "keras", "relu|layer1/0/conv1", "self.relu = nn.ReLU(inplace=True)\n        self.layer1", "self.relu = nn.LeakyReLU(0.01)\n        self.layer1"),
     _torch("maximum for the mean", "keras", "avgpool|fc", "nn.AdaptiveAvgPool2d((1, 1))", "nn.AdaptiveMaxPool2d((1, 1))"),
