@@ -7,18 +7,15 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from polyamp.errors import PortError, described
-from polyamp.porting import ties
 from polyamp.porting.canonical import Canonical
 from polyamp.porting.check import Across, Batch, filled_and_checked
-from polyamp.porting.differences import Compared, compare
-from polyamp.porting.flatten import Order, orders, unknown
+from polyamp.porting.flatten import Order
 from polyamp.porting.inventory import Inventory
 from polyamp.porting.lazy import Lazy
-from polyamp.porting.matching import Match, Matching
 from polyamp.porting.progress import watched
-from polyamp.porting.refusals import check_whole, dtypes_differ
-from polyamp.porting.renaming import checked
-from polyamp.porting.report import Moved, PortReport
+from polyamp.porting.refusals import dtypes_differ
+from polyamp.porting.report import PortReport
+from polyamp.porting.settled import Settled, settled
 from polyamp.porting.side import Side, side_of
 from polyamp.porting.state_sides import is_side
 from polyamp.porting.states import port_state
@@ -137,37 +134,31 @@ def moved(
         strict: as for `port`.
         given: the batches of a check; None without one.
     """
-    found, kept = ties.matched(source.inventory, target.inventory, checked(names))
-    compared = compare(source.inventory, target.inventory, found.pairs)
-    turned = orders(source.inventory, target.inventory, found.pairs)
-    refused = check_whole(found, compared, source.inventory, target.inventory, strict=strict)
-    if strict and (error := unknown(turned)) is not None:
-        raise error
-    blind = {path for path, order in turned.items() if order.first is None}
-    pairs = [each for each in found.pairs if id(each) not in refused and each.target.path not in blind]
-    turned = {path: order for path, order in turned.items() if path not in blind}
-    leaves, merges = _values(pairs, turned, target.inventory, strict)
-    notes = [*kept.check(leaves), *_said(turned), *compared.conventions, *_left(source.inventory)]
+    way = settled(source.inventory, target.inventory, names, strict=strict)
+    leaves, merges = _values(way, target.inventory, strict)
+    notes = [*way.kept.check(leaves), *_said(way.turned), *way.compared.conventions, *_left(source.inventory)]
     assert target.converter is not None
     if given is None:
         with watched("filling the target", leaves) as shown:
             filled, measured = target.converter.fill(target.model, shown), None
     else:
-        filled, measured = filled_and_checked(source, target, leaves, pairs, turned, given, compared.differences)
-    return filled, _report(found, pairs, compared, merges, notes, measured)
+        differences = way.compared.differences
+        filled, measured = filled_and_checked(source, target, leaves, way.pairs, way.turned, given, differences)
+    compared = way.compared
+    return filled, PortReport(
+        way.moved, compared.differences, merges, notes, way.missing, way.unused, compared.unseen, measured
+    )
 
 
-def _values(
-    pairs: list[Match], turned: Mapping[str, Order], target: Inventory, strict: bool
-) -> tuple[dict[str, Lazy], list[str]]:
+def _values(way: Settled, target: Inventory, strict: bool) -> tuple[dict[str, Lazy], list[str]]:
     """The new value of every leaf of the target by its name, and what is merged."""
     leaves: dict[str, Lazy] = {}
     merges: list[str] = []
     wrong: list[str] = []
-    for each in pairs:
+    for each in way.pairs:
         arrays = each.fit.source.arrays(each.source.arrays)
-        if each.target.path in turned:
-            arrays = turned[each.target.path].apply(arrays)
+        if each.target.path in way.turned:
+            arrays = way.turned[each.target.path].apply(arrays)
         merges += [f"{each.target.path}: {phrase}" for phrase in each.fit.target.losses(arrays)]
         for name, value in each.fit.target.leaves(arrays, each.target.arrays).items():
             leaf = each.target.leaves[name]
@@ -203,22 +194,3 @@ def _left(source: Inventory) -> list[str]:
         f"not moved: {', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''} ({why})"
         for why, found in reasons.items()
     ]
-
-
-def _report(
-    found: Matching, pairs: list[Match], compared: Compared, merges: list[str], notes: list[str], measured: Any
-) -> PortReport:
-    moved = {id(each) for each in pairs}
-    refused = [each for each in found.pairs if id(each) not in moved]
-    alike = [layer.path for _, group in found.alike for layer in group]
-    unused = [layer.path for group, _ in found.alike for layer in group]
-    return PortReport(
-        [Moved(each.source.path, each.target.path, each.fit.target.kind, each.told) for each in pairs],
-        compared.differences,
-        merges,
-        notes,
-        [*(layer.path for layer in found.alone[1]), *alike, *(each.target.path for each in refused)],
-        [*(layer.path for layer in found.alone[0]), *unused, *(each.source.path for each in refused)],
-        compared.unseen,
-        measured,
-    )

@@ -13,14 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from polyamp.errors import PortError
-from polyamp.porting import state_recipe, ties
-from polyamp.porting.differences import compare
-from polyamp.porting.flatten import orders, unknown
+from polyamp.porting import state_recipe
 from polyamp.porting.lazy import Lazy
 from polyamp.porting.operations import Merge
-from polyamp.porting.refusals import check_whole
-from polyamp.porting.renaming import checked
-from polyamp.porting.report import Moved, PortReport
+from polyamp.porting.report import PortReport
+from polyamp.porting.settled import settled
 from polyamp.porting.state_canonical import TrainingState, Way, canonical, native, of_way
 from polyamp.porting.state_sides import Side, side
 from polyamp.rules.scale import LossScaleState
@@ -107,19 +104,13 @@ def port_state(
 
     ours, theirs = side(source, target=False), side(target, target=True)
     _check_alike(ours, theirs)
-    found, kept = ties.matched(ours.inventory, theirs.inventory, checked(names))
-    compared = compare(ours.inventory, theirs.inventory, found.pairs)
-    turned = orders(ours.inventory, theirs.inventory, found.pairs)
-    if (error := unknown(turned)) is not None:
-        raise error
-    refused = check_whole(found, compared, ours.inventory, theirs.inventory, strict=strict)
-    pairs = [each for each in found.pairs if id(each) not in refused]
+    found = settled(ours.inventory, theirs.inventory, names, strict=strict)
     ways = [
         (
-            Way(each.target.path, each.source, each.fit.source, turned.get(each.target.path)),
+            Way(each.target.path, each.source, each.fit.source, found.turned.get(each.target.path)),
             Way(each.target.path, each.target, each.fit.target),
         )
-        for each in pairs
+        for each in found.pairs
     ]
     changed = state_recipe.between(
         ours.settings, theirs.settings, (ours.optimizer, theirs.optimizer), _trained(ways, ours, theirs)
@@ -130,23 +121,20 @@ def port_state(
     arrays, said = native(state, theirs, [way for _, way in ways])
     said += _put_scale(arrays, ours, theirs, state.loss_scale)
     said += _doubled(ways) + ([_UNCOUNTED] if ours.step is None else [])
-    said += kept.check({name: Lazy.of(arrays[array]) for name, array in theirs.leaves.items()})
+    said += found.kept.check({name: Lazy.of(arrays[array]) for name, array in theirs.leaves.items()})
     merges = [
         f"{way.path}: {phrase}, and either's moments are kept for both"
         for _, way in ways
         for phrase in way.form.losses(of_way(way, state.parameters))
     ]
-    moved = {id(each) for each in pairs}
-    left = [each for each in found.pairs if id(each) not in moved]
-    alike = [[layer for group in found.alike for layer in group[number]] for number in (0, 1)]
     report = StateReport(
-        [Moved(each.source.path, each.target.path, each.fit.target.kind, each.told) for each in pairs],
-        compared.differences,
+        found.moved,
+        found.compared.differences,
         merges,
-        [*said, *ours.optimizer.notes, *theirs.optimizer.notes, *compared.conventions, *_random(theirs)],
-        [layer.path for layer in found.alone[1] + alike[1]] + [each.target.path for each in left],
-        [layer.path for layer in found.alone[0] + alike[0]] + [each.source.path for each in left],
-        compared.unseen,
+        [*said, *ours.optimizer.notes, *theirs.optimizer.notes, *found.compared.conventions, *_random(theirs)],
+        found.missing,
+        found.unused,
+        found.compared.unseen,
         recipe=changed,
     )
     assert theirs.replaced is not None
