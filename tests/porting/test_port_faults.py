@@ -6,12 +6,14 @@ import warnings
 
 import pytest
 
+from tests import xla
 from tests.porting.faults.clean import Clean, alarm
 from tests.porting.faults.finding import verdict
 from tests.porting.faults.listed import FAULTS
 from tests.porting.faults.planting import Fault, code
 
 pytest.importorskip("torch")
+xla.quick()  # before the first program is compiled
 
 _CHOSEN = {
     ("gpt", "nnx", "residual of the MLP missing"),
