@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import os
 import sys
 import warnings
 from typing import Any
@@ -31,6 +32,7 @@ def batch(library: str, name: str) -> Any:
 def main(names: list[str]) -> None:
     """Print one table a model."""
     warnings.simplefilter("ignore")
+    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"  # TensorFlow's convolutions beside torch's end the process
     models = {library: importlib.import_module(f"tests.fixtures.port.{library}_models") for library in LIBRARIES}
     for name in names:
         found = {}

@@ -6,13 +6,16 @@ Called by `converter`; `polyamp.port(check=)` compares it with that of the other
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from polyamp.errors import UnsupportedError
 from polyamp.porting.converter import Evaluation
 from polyamp.recipe.policy import Policy
 from polyamp.rules.plan import NARROW
@@ -26,12 +29,18 @@ from polyamp_tensorflow.precision.keras_policies import is_quantized
 from polyamp_tensorflow.precision.layer_stack import Application
 
 Array = np.ndarray[Any, Any]
+_CONVOLUTIONS: Final = {"conv", "conv_transpose"}
 
 
 def evaluate(
     model: Any, found: Found, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]]
 ) -> Evaluation:
-    """Outputs, gradients and the outputs of layers (see `Converter.evaluate`)."""
+    """Outputs, gradients and the outputs of layers (see `Converter.evaluate`).
+
+    Raises:
+        UnsupportedError: convolutions beside torch, whose gradient would end the process.
+    """
+    _refuse_beside_torch(found)
     args, kwargs = _arguments(batch)
     weights = {name: found.variables[name] for name in _trainable(found)}
     seen: dict[str, Array] = {}
@@ -49,6 +58,19 @@ def evaluate(
         [to_numpy(output) for output in outputs],
         {name: _gradient(item, weights[name]) for name, item in zip(weights, gradients, strict=True)},
         seen,
+    )
+
+
+def _refuse_beside_torch(found: Found) -> None:
+    """TensorFlow's oneDNN kernels for the gradient of a convolution abort once torch has run its own in the process
+    (seen with TensorFlow 2.21 and torch 2.13 on the CPU); without them all is well."""
+    kinds = {layer.forms[0].kind for layer in found.inventory.layers}
+    if "torch" not in sys.modules or os.environ.get("TF_ENABLE_ONEDNN_OPTS") == "0" or not kinds & _CONVOLUTIONS:
+        return
+    raise UnsupportedError(
+        "check: the gradient of TensorFlow's convolutions can end the process once torch runs in it too: their oneDNN "
+        "libraries do not agree. Set the environment variable TF_ENABLE_ONEDNN_OPTS=0 before the program starts; or "
+        "port without check=."
     )
 
 
