@@ -17,7 +17,7 @@ from polyamp.porting.fits import Fit, fit
 from polyamp.porting.inventory import Inventory, NativeLayer
 from polyamp.porting.pairing import pair
 from polyamp.porting.renaming import renamed
-from polyamp.porting.tree import Node, mass_of, tree
+from polyamp.porting.tree import Node, in_turn, mass_of, tree
 
 _Sides = tuple[list[Node], list[Node]]
 
@@ -85,7 +85,7 @@ def match(
     found = Matching()
     if names:
         ours, theirs = _named(ours, theirs, source, found)
-    search = _Search((source.ordered, target.ordered))
+    search = _Search((source.ordered and in_turn(source.layers), target.ordered and in_turn(target.layers)))
     found.add(search.align(tree(ours, tied=tied[0]), tree(theirs, tied=tied[1])))
     _settle_by_neighbours(found)
     place = {layer.path: number for number, layer in enumerate(target.layers)}
@@ -214,7 +214,7 @@ def _settle_by_neighbours(found: Matching) -> None:
     beside them tell otherwise, are as good as alike."""
     _doubt(found)
     for group in list(found.alike):
-        couples = neighbours.told_apart(*group, [(each.source, each.target) for each in found.pairs])
+        couples = neighbours.told_apart(*group, [(each.source, each.target) for each in found.pairs], _every(found))
         ways = [fit(one, other) for one, other in couples or ()]
         if couples is not None and None not in ways:
             found.alike.remove(group)
@@ -230,11 +230,26 @@ def _doubt(found: Matching) -> None:
     for each in norms:
         groups.setdefault((mass_of(each.source), each.fit.source.kind), []).append(each)
     for group in groups.values():
-        beside = neighbours.Beside(others, [each.target for each in group])
+        beside = neighbours.Beside(others, [each.target for each in group], _every(found))
         said = [(beside.partner(each.source), each.target) for each in group]
         if any(partner is not None and partner is not target for partner, target in said):
             found.pairs = [each for each in found.pairs if all(each is not one for one in group)]
             found.alike.append(([each.source for each in group], [each.target for each in group]))
+
+
+def _every(found: Matching) -> tuple[list[NativeLayer], list[NativeLayer]]:
+    """All layers of both sides."""
+    ours = [
+        *(each.source for each in found.pairs),
+        *found.alone[0],
+        *(layer for one, _ in found.alike for layer in one),
+    ]
+    theirs = [
+        *(each.target for each in found.pairs),
+        *found.alone[1],
+        *(layer for _, two in found.alike for layer in two),
+    ]
+    return ours, theirs
 
 
 def _masses(sides: _Sides, side: int) -> list[int]:

@@ -22,15 +22,23 @@ _ROLES: Final[dict[str, tuple[str, ...]]] = {
     "attention norm": (
         *("attention_norm", "attn_norm", "ln_attn", "norm_attn", "input_layernorm", "self_attn_layer_norm", "attn_ln"),
         *("pre_attention_norm", "norm_attention", "attention_layer_norm", "pre_attn_norm", "ln_attention"),
+        *("layernorm_before", "pre_attention_layernorm"),
     ),
     "mlp norm": (
         *("mlp_norm", "ffn_norm", "ln_mlp", "norm_mlp", "post_attention_layernorm", "ffn_ln", "mlp_ln", "norm_ffn"),
         *("feed_forward_norm", "pre_mlp_norm", "ln_ffn", "mlp_layer_norm", "ff_norm", "norm_ff"),
+        *("layernorm_after", "pre_mlp_layernorm"),
     ),
     "attention": (
         *("attn", "attention", "self_attn", "self_attention", "mha", "multi_head_attention", "multihead_attention"),
         *("multi_head_dot_product_attention", "self_attention_layer", "causal_self_attention"),
     ),
+    "cross attention": (
+        *("cross_attn", "cross_attention", "crossattention", "encoder_attn", "encoder_attention", "enc_dec_attention"),
+        *("encoder_decoder_attention", "src_attn", "enc_attn", "encdec_attn"),
+    ),
+    "encoder": ("encoder", "enc", "encode"),
+    "decoder": ("decoder", "dec", "decode"),
     "query": ("q", "query", "wq", "to_q", "q_proj", "query_proj", "query_dense", "w_q", "q_lin", "query_projection"),
     "key": ("k", "key", "wk", "to_k", "k_proj", "key_proj", "key_dense", "w_k", "k_lin", "key_projection"),
     "value": ("v", "value", "wv", "to_v", "v_proj", "value_proj", "value_dense", "w_v", "v_lin", "value_projection"),
@@ -89,7 +97,7 @@ _ROLES: Final[dict[str, tuple[str, ...]]] = {
         ),
         *("basic_block", "residual_block", "encoder_block", "decoder_block", "resblock"),
     ),
-    "shortcut": ("shortcut", "downsample", "skip", "residual", "conv_proj", "conv_shortcut", "projection", "proj"),
+    "shortcut": ("shortcut", "downsample", "skip", "residual", "conv_proj", "conv_shortcut"),
     "forward": ("forward", "fwd", "forward_layer", "forward_rnn", "forward_lstm", "forward_gru", "forward_cell"),
     "backward": (
         *("backward", "bwd", "reverse", "backward_layer", "backward_rnn", "backward_lstm", "backward_gru"),
@@ -98,6 +106,26 @@ _ROLES: Final[dict[str, tuple[str, ...]]] = {
     "lstm": ("lstm", "lstm_cell", "optimized_lstm_cell", "bilstm"),
     "gru": ("gru", "gru_cell"),
     "scale": ("scale", "gamma", "weight", "alpha"),
+    "mean": ("mean", "mu", "fc_mu", "mean_head", "head_mean", "z_mean", "fc_mean", "mu_head", "to_mean", "loc"),
+    "log variance": (
+        *("logvar", "log_var", "fc_logvar", "fc_log_var", "logvar_head", "log_var_head", "z_log_var", "z_logvar"),
+        *("sigma", "fc_sigma", "log_std", "logstd", "log_sigma", "fc_var", "log_variance", "to_logvar", "std"),
+    ),
+    "actor": ("actor", "policy", "pi", "policy_net", "actor_net", "policy_head", "actor_head", "policy_network"),
+    "critic": ("critic", "vf", "value_net", "value_head", "critic_net", "critic_head", "value_network", "value_fn"),
+    "image tower": (
+        *("visual", "image_encoder", "vision_model", "image", "vision", "vision_encoder", "visual_encoder"),
+        *("image_tower", "vision_tower", "image_model"),
+    ),
+    "text tower": ("text", "text_encoder", "text_model", "textual", "text_tower"),
+    "image projection": ("visual_projection", "image_proj", "vision_proj", "image_projection", "visual_proj"),
+    "text projection": ("text_projection", "text_proj"),
+    "student": ("student", "online", "online_network", "online_net", "student_network"),
+    "teacher": ("teacher", "target_network", "teacher_network", "target_net", "target"),
+    "generator": ("generator", "gen"),
+    "discriminator": ("discriminator", "disc"),
+    "left": ("left", "left_arm", "left_branch", "branch_left"),
+    "right": ("right", "right_arm", "right_branch", "branch_right"),
 }
 """Role -> the names that have it, in lower case, words divided by "_"."""
 _ROLE_OF: Final = {name: role for role, names in _ROLES.items() for name in names}
@@ -113,8 +141,17 @@ NATURAL: Final = (
     "backward",
     "attention norm",
     "mlp norm",
+    "attention",
+    "cross attention",
 )
 """Roles in the order in which everybody makes their layers."""
+_BESIDE: Final = (
+    *("mean", "log variance", "actor", "critic", "image tower", "text tower", "image projection", "text projection"),
+    *("student", "teacher", "generator", "discriminator", "left", "right"),
+)
+"""Roles of what lies beside each other: no order of definition is the right one."""
+_GENERAL: Final = frozenset(("head", "net", "network", "branch", "model", "tower"))
+"""Words that say nothing beside another one: age_head is the head for the age."""
 _EMPTY: Final = ("~", "cell", "model", "module", "params")
 """Segments that say nothing."""
 
@@ -149,6 +186,24 @@ class Name(NamedTuple):
             for word in ([segment] if segment in _ROLES else segment.split("_"))
             if word not in _ROLE_OF or _ROLE_OF[word] not in _KINDS_OF_LAYERS
         )
+
+    @property
+    def own(self) -> frozenset[str]:
+        """Its words without those that say nothing beside others.
+
+        >>> name_of("head_age").own == name_of("age").own
+        True
+        """
+        return self.words - _GENERAL or self.words
+
+    @property
+    def branch(self) -> frozenset[str]:
+        """Which of several things beside each other it belongs to.
+
+        >>> name_of("critic/dense_1").branch == name_of("value_net/fc1").branch == {"critic"}
+        True
+        """
+        return frozenset(self.stem.split("/")).intersection(_BESIDE)
 
 
 _KINDS_OF_LAYERS: Final = ("norm", "dense", "conv", "transposed conv", "block", "lstm", "gru", "scale")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from polyamp.porting.inventory import NativeLayer
 from polyamp.porting.names import Name, name_of
+
+_LATER: Final = {"block": "head", "encoder": "head", "forward": "backward", "up": "down", "query": "output"}
+"""Role -> one that nobody calls before it."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -109,3 +113,31 @@ def _chained(node: Node) -> Node:
 
 def _joined(*paths: str) -> str:
     return "/".join(path for path in paths if path)
+
+
+def in_turn(layers: Sequence[NativeLayer]) -> bool:
+    """Whether the order of definition may be that of the calls, as far as names tell: nothing is numbered backwards,
+    and no head stands before the blocks.
+
+    A constructor may define what it likes first. Where it defines block 1 before block 0, its order says nothing.
+    """
+    last: dict[tuple[str, str], tuple[int, ...]] = {}
+    roles: dict[str, list[str]] = {}
+    seen: set[str] = set()
+    for layer in layers:
+        parts = layer.path.split("/")
+        for depth, part in enumerate(parts):
+            path, around = "/".join(parts[: depth + 1]), "/".join(parts[:depth])
+            if path in seen:
+                continue
+            seen.add(path)
+            name = name_of(part)
+            if len(name.numbers) == 1 and name.numbers < last.get((around, name.stem), ()):
+                return False
+            if len(name.numbers) == 1:
+                last[around, name.stem] = name.numbers
+            before = roles.setdefault(around, [])
+            if any(_LATER.get(name.stem) == role for role in before):
+                return False
+            before.append(name.stem)
+    return True

@@ -1,0 +1,95 @@
+"""Random architectures, named and ordered as users of two frameworks would: a pairing is the true one, or an error.
+
+A wrong pairing in silence is the worst that `port` can do; an error where everybody could tell the second worst.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections import Counter
+from typing import Final
+
+from polyamp.errors import PortError
+from polyamp.porting.inventory import NativeLayer
+from polyamp.porting.matching import match
+from tests.core.porting.architectures import ARCHITECTURES
+from tests.core.porting.dialects import AUTOMATIC, STYLES, Rendered, rendered
+from tests.core.porting.test_port import carried
+
+SEEDS: Final = 300
+_PROJECTIONS: Final = ("query", "key", "value", "packed", "output")
+
+
+def models(seed: int) -> tuple[str, Rendered, Rendered]:
+    """One architecture, written by two people."""
+    rng = random.Random(seed)
+    name = rng.choice(list(ARCHITECTURES))
+    parts = ARCHITECTURES[name](rng)
+    styles = rng.choice(STYLES), rng.choice(STYLES)
+    free = not all(style in AUTOMATIC for style in styles)  # names of both that say the same are believed
+    one, other = (rendered(parts, style, rng, permuted=free) for style in styles)
+    return f"{seed}: {name}, {styles[0]} -> {styles[1]}", one, other
+
+
+def is_the_same(one: NativeLayer, other: NativeLayer, ours: Rendered, theirs: Rendered) -> bool:
+    """Whether two layers are one layer of the architecture; attention by hand is as good as in one piece."""
+    some, others = (
+        {model.identities[leaf.name.rpartition("/")[0]] for leaf in layer.leaves.values()}
+        for layer, model in ((one, ours), (other, theirs))
+    )
+    if some == others:
+        return True
+    if len(some) == len(others) == 1 and all(each.rpartition("/")[2] in _PROJECTIONS for each in some | others):
+        return False
+    whole = [{_whole(each) for each in side} for side in (some, others)]
+    return whole[0] == whole[1] and len(whole[0]) == 1
+
+
+def _whole(identity: str) -> str:
+    around, _, last = identity.rpartition("/")
+    return around if last in _PROJECTIONS else identity
+
+
+def test_random_architectures_are_paired_rightly_or_not_at_all() -> None:
+    counts: Counter[str] = Counter()
+    faults = []
+    for seed in range(SEEDS):
+        name, ours, theirs = models(seed)
+        found = match(ours.inventory, theirs.inventory, {})
+        bad = [
+            f"{each.source.path} -> {each.target.path} ({each.told})"
+            for each in found.pairs
+            if not is_the_same(each.source, each.target, ours, theirs)
+        ]
+        if bad:
+            faults.append(f"{name}: {'; '.join(bad)}")
+        counts["wrong" if bad else "right" if found.whole and not found.alike else "refused"] += 1
+    assert not faults, "\n".join(faults)
+    assert counts["right"] >= 200, counts
+
+
+def test_the_line_that_a_refusal_shows_can_be_pasted() -> None:
+    """It names layers that are there, fit, and are not given twice; each round settles more, until all is settled or
+    nothing is left to say."""
+    tried = 0
+    for seed in range(60):
+        _, ours, theirs = models(seed)
+        names: dict[str, str] = {}
+        for _ in range(12):
+            try:
+                carried(ours.inventory, theirs.inventory, names=names)
+                break
+            except PortError as error:
+                said = str(error)
+            if "names={" not in said:
+                break
+            line = said.split("names=", 1)[1].split("\n")[0]
+            more = ast.literal_eval(line[: line.rindex("}") + 1])
+            assert more
+            assert not set(more) <= set(names), said
+            names.update(more)
+            tried += 1
+        else:
+            raise AssertionError(f"{seed}: never settled: {names}")
+    assert tried > 15
