@@ -123,6 +123,8 @@ class _Search:
 
     def __init__(self, ordered: tuple[bool, bool]) -> None:
         self._ordered = ordered
+        self._known: dict[tuple[str, str], bool] = {}
+        self._signs: dict[int, tuple[NativeLayer, str]] = {}
         self._tried: dict[tuple[int, int], tuple[Node, Node, Matching | None]] = {}
 
     def align(self, source: Sequence[Node], target: Sequence[Node]) -> Matching:
@@ -163,13 +165,13 @@ class _Search:
     def _fitting(self, groups: tuple[list[Node], ...]) -> tuple[list[Node], ...]:
         """Of two groups those nodes that fit one of the other side."""
         return (
-            [node for node in groups[0] if any(self._inside(node, other) is not None for other in groups[1])],
-            [other for other in groups[1] if any(self._inside(node, other) is not None for node in groups[0])],
+            [node for node in groups[0] if any(self._fits(node, other) for other in groups[1])],
+            [other for other in groups[1] if any(self._fits(node, other) for node in groups[0])],
         )
 
     def _group(self, source: list[Node], target: list[Node], *, in_step: bool) -> Matching | None:
         """The layers in two groups of nodes of one mass; None if they do not all have a partner."""
-        fitting = {node: [other for other in target if self._inside(node, other) is not None] for node in source}
+        fitting = {node: [other for other in target if self._fits(node, other)] for node in source}
         found = Matching()
         left = list(source)
         while left:
@@ -193,6 +195,22 @@ class _Search:
                     part = Matching([part.pairs[0]._replace(told=told)], part.alone, part.alike)
                 found.add(part)
         return found
+
+    def _fits(self, source: Node, target: Node) -> bool:
+        """Whether the layers of one node go into another; asked once of all layers that are made alike."""
+        if source.layer is None or target.layer is None:
+            return self._inside(source, target) is not None
+        key = self._made(source.layer), self._made(target.layer)
+        if key not in self._known:
+            self._known[key] = fit(source.layer, target.layer) is not None
+        return self._known[key]
+
+    def _made(self, layer: NativeLayer) -> str:
+        """What `fit` looks at."""
+        if id(layer) not in self._signs:
+            forms = [(form.kind, form.rules) for form in layer.forms]
+            self._signs[id(layer)] = layer, repr((forms, {name: each.shape for name, each in layer.arrays.items()}))
+        return self._signs[id(layer)][1]
 
     def _inside(self, source: Node, target: Node) -> Matching | None:
         """How the layers of one node go into another; None if they do not all."""

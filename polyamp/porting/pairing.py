@@ -44,23 +44,24 @@ def _from_0(nodes: Sequence[Node]) -> dict[Node, Node]:
     alike: dict[tuple[str, ...], list[Node]] = {}
     for node in nodes:
         alike.setdefault(tuple(name_of(segment).stem for segment in node.path.split("/")), []).append(node)
-    found = {}
+    made = {}
     for group in alike.values():
         paths = [node.path.split("/") for node in group]
-        numbered = [{path[place] for path in paths} for place in range(len(paths[0]))]
+        firsts = [_firsts({path[place] for path in paths}) for place in range(len(paths[0]))]
         for node in group:
             path = "/".join(
-                f"{segment}_0" if _first_of(segment, others) else segment
-                for segment, others in zip(node.path.split("/"), numbered, strict=True)
+                f"{segment}_0" if segment in first else segment
+                for segment, first in zip(node.path.split("/"), firsts, strict=True)
             )
-            found[dataclasses.replace(node, path=path)] = node
-    return {made: node for node in nodes for made, own in found.items() if own is node}
+            made[node] = dataclasses.replace(node, path=path)
+    return {made[node]: node for node in nodes}
 
 
-def _first_of(segment: str, others: set[str]) -> bool:
-    """Whether `dense` stands beside `dense_1` and no `dense_0`; not what is called `fc` beside it."""
-    counted = any(re.fullmatch(rf"{re.escape(segment)}_\d+", other) for other in others)
-    return counted and f"{segment}_0" not in others
+def _firsts(segments: set[str]) -> set[str]:
+    """Those that stand beside others with a number and have none: `dense` beside `dense_1`; not `fc`, and not beside
+    `dense_0`."""
+    counted = {segment.rpartition("_")[0] for segment in segments if re.search(r"_\d+$", segment)}
+    return {segment for segment in segments & counted if f"{segment}_0" not in segments}
 
 
 def _paired(source: Sequence[Node], target: Sequence[Node], ordered: tuple[bool, bool], in_step: bool) -> Pairs | None:

@@ -122,7 +122,7 @@ def in_turn(layers: Sequence[NativeLayer]) -> bool:
     A constructor may define what it likes first. Where it defines block 1 before block 0, its order says nothing.
     """
     last: dict[tuple[str, str], tuple[int, ...]] = {}
-    roles: dict[str, list[str]] = {}
+    roles: dict[str, set[str]] = {}
     seen: set[str] = set()
     for layer in layers:
         parts = layer.path.split("/")
@@ -136,8 +136,8 @@ def in_turn(layers: Sequence[NativeLayer]) -> bool:
                 return False
             if len(name.numbers) == 1:
                 last[around, name.stem] = name.numbers
-            before = roles.setdefault(around, [])
-            if any(_LATER.get(name.stem) == role for role in before):
+            before = roles.setdefault(around, set())
+            if _LATER.get(name.stem) in before:
                 return False
-            before.append(name.stem)
+            before.add(name.stem)
     return True

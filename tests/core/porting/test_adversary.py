@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import random
+import time
 from collections import Counter
 from typing import Final
 
@@ -15,6 +16,7 @@ from polyamp.porting.inventory import NativeLayer
 from polyamp.porting.matching import match
 from tests.core.porting.architectures import ARCHITECTURES
 from tests.core.porting.dialects import AUTOMATIC, STYLES, Rendered, rendered
+from tests.core.porting.sketch import sketch
 from tests.core.porting.test_port import carried
 
 SEEDS: Final = 300
@@ -93,3 +95,13 @@ def test_the_line_that_a_refusal_shows_can_be_pasted() -> None:
         else:
             raise AssertionError(f"{seed}: never settled: {names}")
     assert tried > 15
+
+
+def test_a_thousand_layers_in_a_row_match_in_seconds() -> None:
+    torch = sketch("\n".join(f"layers.{number}: dense 2 2" for number in range(1000)))
+    keras = sketch("\n".join(f"dense{f'_{number}' if number else ''}: dense 2 2" for number in range(1000)))
+    started = time.process_time()
+    found = match(torch, keras, {})
+    assert time.process_time() - started < 8
+    assert [each.target.path for each in found.pairs[:2]] == ["dense", "dense_1"]
+    assert len(found.pairs) == 1000
