@@ -105,3 +105,13 @@ def test_a_thousand_layers_in_a_row_match_in_seconds() -> None:
     assert time.process_time() - started < 8
     assert [each.target.path for each in found.pairs[:2]] == ["dense", "dense_1"]
     assert len(found.pairs) == 1000
+
+
+def test_neither_numbers_nor_an_order_tell_what_lies_beside_each_other() -> None:
+    for one, other in (
+        ("actor: dense 6 6\ncritic: dense 6 6", "dense_2: dense 6 6\ndense_3: dense 6 6"),
+        ("w1: dense 6 24\nw3: dense 6 24", "up_proj: dense 6 24\ngate_proj: dense 6 24"),  # w1 is either
+        ("age: dense 6 2\nsex: dense 6 2", "dense_2: dense 6 2\ndense_3: dense 6 2"),
+        ("fc_1: dense 6 6\nfc_0: dense 6 6\nhead: dense 6 6", "a: dense 6 6\nb: dense 6 6\nc: dense 6 6"),
+    ):
+        assert len(match(sketch(one), sketch(other), {}).alike) == 1, one
