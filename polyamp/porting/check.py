@@ -177,8 +177,8 @@ def _checked(
         first = next(name for name, error in gradients.items() if not error <= batch.gradients)
         raise PortError(
             f"check: outputs agree within {outputs:.1e}, but the gradient of {worst} differs by {gradients[worst]:.1e} "
-            f"(relative), {batch.gradients:g} is allowed. The first in the model's order: {first}.{why} Where many ReLUs "
-            "follow each other a rounding error can switch one: polyamp.porting.Batch(batch, gradients=1e-2) allows more."
+            f"(relative), {batch.gradients:g} is allowed. The first in the model's order: {first}.{why} Behind many "
+            "ReLUs a rounding error can switch one: polyamp.porting.Batch(batch, gradients=1e-2) allows more."
         )
     return Checked(outputs, gradients, modules)
 
