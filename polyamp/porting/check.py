@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from polyamp.errors import PortError
 from polyamp.porting.activations import applied
 from polyamp.porting.converter import Evaluation
-from polyamp.porting.differences import RECURRENT, Difference
+from polyamp.porting.differences import RECURRENT, Difference, listed
 from polyamp.porting.flatten import Order
 from polyamp.porting.inventory import Inventory
 from polyamp.porting.lazy import Lazy
@@ -160,7 +160,7 @@ def _checked(
     modules = _modules(one, two, pairs, across)
     lines = _lines(source.inventory, target.inventory, pairs, one)
     where = _where(modules, batch.outputs, lines, {each.target for each in differences})
-    said = "".join(f"\n  {each}" for each in differences)
+    said = "".join(f"\n  {each}" for each in listed(differences))
     why = f"\nThe weights do not carry these, and they differ:{said}" if said else ""
     if shapes[0] != shapes[1]:
         raise PortError(

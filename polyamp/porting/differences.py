@@ -30,6 +30,10 @@ _WITHOUT: Final[dict[str, Any]] = {
 """What a layer does that lacks an attribute."""
 RECURRENT: Final = ("lstm", "gru", "simple_rnn")
 """Kinds whose activation is within them, and follows nothing."""
+_APART: Final = 8
+"""How many layers with the same difference are listed each for itself."""
+_NAMED: Final = 3
+"""How many of more are named."""
 _CLOSE: Final = 1e-6
 """Relative distance below which two numbers are one: an epsilon kept in float32 is not 1e-5 to the last digit."""
 
@@ -58,6 +62,29 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         said = f"{self.target}: {self.attribute} is {self.theirs!r}, in the source ({self.source}) {self.ours!r}"
         return f"{said}. Write: {self.line}" if self.line else said
+
+
+def listed(differences: Sequence[Difference]) -> list[str]:
+    """Differences as lines to read: one that many layers have alike is one line.
+
+    >>> some = [Difference(f"bn{n}", f"norm{n}", "epsilon", 1e-5, 1e-3, f"norm{n}.epsilon = 1e-05") for n in range(9)]
+    >>> print(*listed(some))
+    epsilon is 0.001, in the source 1e-05, in 9 layers: norm0, norm1, norm2 and 6 more. Write: norm0.epsilon = 1e-05
+    """
+    groups: dict[str, list[Difference]] = {}
+    for each in differences:
+        groups.setdefault(repr((each.attribute, each.ours, each.theirs, bool(each.line))), []).append(each)
+    lines = []
+    for group in groups.values():
+        if len(group) <= _APART:
+            lines += map(str, group)
+            continue
+        first = group[0]
+        shown = ", ".join(each.target for each in group[:_NAMED])
+        said = f"{first.attribute} is {first.theirs!r}, in the source {first.ours!r}, in {len(group)} layers: {shown}"
+        line = f". Write: {first.line}" if first.line else ""
+        lines.append(f"{said} and {len(group) - _NAMED} more{line}")
+    return lines
 
 
 class Compared(NamedTuple):

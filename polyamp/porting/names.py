@@ -11,7 +11,18 @@ from typing import Final, NamedTuple
 
 _ROLES: Final[dict[str, tuple[str, ...]]] = {
     "norm": (
-        *("ln", "bn", "gn", "norm", "layernorm", "layer_norm", "layer_normalization", "batchnorm", "batch_norm"),
+        *(
+            "ln",
+            "bn",
+            "gn",
+            "norm",
+            "normalization",
+            "layernorm",
+            "layer_norm",
+            "layer_normalization",
+            "batchnorm",
+            "batch_norm",
+        ),
         *("batch_normalization", "groupnorm", "group_norm", "group_normalization", "rmsnorm", "rms_norm"),
         *("rms_normalization", "instancenorm", "instance_norm"),
     ),
@@ -177,7 +188,7 @@ class Name(NamedTuple):
         """What its segments say beside what kind of layer they are.
 
         >>> sorted(name_of("encoder/mean_head/dense_1").words)
-        ['encoder', 'head', 'mean']
+        ['encoder', 'mean']
         """
         return frozenset(
             word

@@ -74,20 +74,21 @@ def _hints(ours: Sequence[NativeLayer], theirs: Sequence[NativeLayer], *, alike:
     suggested: dict[str, str] = {}
     lines = []
     for layer in ours[:_LISTED]:
-        fitting = [other for other in theirs if fit(layer, other) is not None]
-        near = _nearest(layer, fitting) or _nearest(layer, theirs)
+        free = [other for other in theirs if other.path not in suggested.values()]
+        fitting = [other for other in free if fit(layer, other) is not None]
+        near = (fitting[0] if alike and fitting else _nearest(layer, fitting)) or _nearest(layer, theirs)
         if near is None:
             continue
         if near in fitting:
-            if near.path not in suggested.values():
-                suggested[f"^{re.escape(layer.path)}$".replace("\\-", "-")] = near.path
+            suggested[f"^{re.escape(layer.path)}$".replace("\\-", "-")] = near.path
         else:
             lines.append(f"  nearest to {layer.path} is {near.path}, but {_misfit(layer, near)}")
     if lines:
         lines.insert(0, "Nearest candidates:")
     if suggested:
         shown_names = ", ".join(f"r{pattern!r}: {path!r}" for pattern, path in suggested.items())
-        said = "If this is what they are, write" if not alike else "Say which is which, for example"
+        guessed = "Say which is which; if they come in the same order as here, write"
+        said = "If this is what they are, write" if not alike else guessed
         lines.append(f"{said}: names={{{shown_names}}}")
     return lines
 

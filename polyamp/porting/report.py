@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from polyamp.porting.differences import Difference
+from polyamp.porting.differences import Difference, listed
 from polyamp.porting.inventory import NativeLayer
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class PortReport:
         if by_order:
             lines[0] += f", {len(by_order)} of them told apart by their order alone (check=batch proves it)"
         for title, entries in (
-            ("differences: the weights do not carry these", self.differences),
+            ("differences: the weights do not carry these", listed(self.differences)),
             ("merged: the target cannot hold these apart", self.merges),
             ("left as they are in the target", self.missing),
             ("not used of the source", self.unused),

@@ -280,6 +280,26 @@ def test_layers_of_one_mass_and_another_kind_do_not_hide_each_other() -> None:
     assert paired(one, other)["h/1/fc"] == "linear_2"
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_projection_that_is_defined_first_keeps_its_norm(ordered: bool) -> None:
+    """As a public ResNet has it: the shortcut comes first, and its norm is as wide as the block's last one."""
+    one = "s.0.shortcut.convolution: conv 4 16 -bias\ns.0.shortcut.normalization: batch_norm 16\n" + "".join(
+        f"s.0.layer.{n}.convolution: conv {i} {o} -bias\ns.0.layer.{n}.normalization: batch_norm {o}\n"
+        for n, (i, o) in enumerate([(4, 8), (8, 8), (8, 16)])
+    )
+    other = """Block_0/BatchNorm_0: batch_norm 8
+    Block_0/BatchNorm_1: batch_norm 8
+    Block_0/BatchNorm_2: batch_norm 16
+    Block_0/Conv_0: conv 4 8 -bias
+    Block_0/Conv_1: conv 8 8 -bias
+    Block_0/Conv_2: conv 8 16 -bias
+    Block_0/conv_proj: conv 4 16 -bias
+    Block_0/norm_proj: batch_norm 16"""
+    pairs = paired(sketch(one), sketch(other, ordered=ordered))
+    assert pairs["s/0/shortcut/normalization"] == "Block_0/norm_proj"
+    assert pairs["s/0/layer/2/normalization"] == "Block_0/BatchNorm_2"
+
+
 def test_names_settle_it() -> None:
     one = sketch("a: dense 6 6\nb: dense 6 6")
     other = sketch("x: dense 6 6\ny: dense 6 6", ordered=False)
