@@ -74,7 +74,7 @@ def listed(differences: Sequence[Difference]) -> list[str]:
     groups: dict[str, list[Difference]] = {}
     for each in differences:
         groups.setdefault(repr((each.attribute, each.ours, each.theirs, bool(each.line))), []).append(each)
-    lines = []
+    lines: list[str] = []
     for group in groups.values():
         if len(group) <= _APART:
             lines += map(str, group)
