@@ -7,9 +7,8 @@ sides are made of dense layers, packed differently. Called by `matching` with wh
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from polyamp.porting.fits import Fit, fit
 from polyamp.porting.forms import Form, Rule
@@ -28,6 +27,9 @@ class _Hand(NamedTuple):
 
     path: str
     parts: Mapping[str, NativeLayer]
+
+
+_PlacedT = TypeVar("_PlacedT", _Hand, NativeLayer)
 
 
 def regrouped(
@@ -81,28 +83,22 @@ def _by_hand(layers: Sequence[NativeLayer]) -> list[_Hand]:
     return found
 
 
-def _in_order(one: Sequence[_Hand], two: Sequence[_Hand] | Sequence[NativeLayer]) -> list[tuple]:  # type: ignore[type-arg]
+def _in_order(one: Sequence[_Hand], two: Sequence[_PlacedT]) -> list[tuple[_Hand, _PlacedT]]:
     """Both in pairs, by the numbers in their paths; none where numbers do not tell."""
     if len(one) != len(two):
         return []
     if len(one) == 1:
         return [(one[0], two[0])]
-    sorted_one, sorted_two = (sorted(side, key=lambda each: name_of(each.path).numbers) for side in (one, two))
-    if any(len({name_of(each.path).numbers for each in side}) != len(side) for side in (one, two)):
+    ours = {name_of(each.path).numbers: each for each in one}
+    theirs = {name_of(each.path).numbers: each for each in two}
+    if len(ours) != len(one) or len(theirs) != len(two):
         return []
-    return list(zip(sorted_one, sorted_two, strict=True))
+    return [(ours[mine], theirs[yours]) for mine, yours in zip(sorted(ours), sorted(theirs), strict=True)]
 
 
 def _attention(hand: _Hand, other: NativeLayer) -> NativeLayer | None:
     """The dense layers as one layer of kind "attention", with the heads of `other`; None if shapes do not allow it."""
-    shapes = other.forms[0].shapes(other.arrays)
-    rules: list[Rule] = []
-    for role, layer in hand.parts.items():
-        made = _rules(role, layer, shapes)
-        if made is None:
-            return None
-        rules += made
-    return _made(hand, Form("attention", tuple(rules)))
+    return _made(hand, "attention", other.forms[0].shapes(other.arrays))
 
 
 def _projections(hand: _Hand, lengths: Sequence[int]) -> NativeLayer | None:
@@ -116,13 +112,7 @@ def _projections(hand: _Hand, lengths: Sequence[int]) -> NativeLayer | None:
             shapes[f"{each}_kernel"] = (own["kernel"][0], length)
             if "bias" in own:
                 shapes[f"{each}_bias"] = (length,)
-    rules: list[Rule] = []
-    for role, layer in hand.parts.items():
-        made = _rules(role, layer, shapes)
-        if made is None:
-            return None
-        rules += made
-    return _made(hand, Form("projections", tuple(rules)))
+    return _made(hand, "projections", shapes)
 
 
 def _lengths(hand: _Hand) -> tuple[int, ...] | None:
@@ -162,9 +152,16 @@ def _flat(shape: Shape, part: str, role: str) -> Shape:
     return (shape[0] * shape[1], shape[2]) if role == "output" else (shape[0], shape[1] * shape[2])
 
 
-def _made(hand: _Hand, form: Form) -> NativeLayer:
+def _made(hand: _Hand, kind: str, shapes: Mapping[str, Shape]) -> NativeLayer | None:
+    """The dense layers as one layer with arrays of these shapes; None if they have no such."""
+    rules: list[Rule] = []
+    for role, layer in hand.parts.items():
+        made = _rules(role, layer, shapes)
+        if made is None:
+            return None
+        rules += made
     leaves: dict[str, Leaf] = {
         f"{role}/{name}": leaf for role, layer in hand.parts.items() for name, leaf in layer.leaves.items()
     }
     modules = dict.fromkeys(layer.module for layer in hand.parts.values() if layer.module)
-    return NativeLayer(hand.path, leaves, (dataclasses.replace(form),), " + ".join(modules))
+    return NativeLayer(hand.path, leaves, (Form(kind, tuple(rules)),), " + ".join(modules))

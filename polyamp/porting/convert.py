@@ -135,7 +135,7 @@ def _built(into: str) -> Any:
     if not (module and colon and name):
         raise ArgumentError(f"--into takes package.module:build. Received: {into!r}.")
     if os.getcwd() not in sys.path:  # noqa: PTH109  # entries are texts; a command's own folder is there, not this one
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109  # the same text
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -41,7 +41,7 @@ def ahead(arrays: Mapping[str, Lazy]) -> dict[str, Array | None]:
     found: dict[str, Array | None] = {}
     for name, array in arrays.items():
         values = array.read()
-        if _stays(values, array):
+        if stays(values, array):
             found[name] = values
             continue
         budget -= array.nbytes
@@ -49,8 +49,8 @@ def ahead(arrays: Mapping[str, Lazy]) -> dict[str, Array | None]:
     return dict(sorted(found.items(), key=lambda item: item[1] is not None))
 
 
-def _stays(values: Array, array: Lazy) -> bool:
-    """Whether another read gives the same memory."""
+def stays(values: Array, array: Lazy) -> bool:
+    """Whether another read of `array` gives the memory of `values`: they are a view of what is there anyway."""
     import numpy as np
 
     root: Any = values

@@ -12,7 +12,6 @@ from tests.porting.faults.finding import verdict
 from tests.porting.faults.listed import FAULTS
 from tests.porting.faults.planting import Fault, code
 
-pytest.importorskip("torch")
 xla.quick()  # before the first program is compiled
 
 _CHOSEN = {
@@ -44,7 +43,6 @@ CLEAN = [
 
 @pytest.fixture(autouse=True)
 def _quiet() -> None:
-    pytest.importorskip("flax")
     warnings.simplefilter("ignore", DeprecationWarning)
 
 

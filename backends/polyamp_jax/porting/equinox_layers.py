@@ -17,7 +17,7 @@ from jax import lax
 
 from polyamp.porting.forms import Form, Rule, same
 from polyamp.porting.kinds import default_scale
-from polyamp.porting.operations import Flip, Merge, Reshape, Transpose
+from polyamp.porting.operations import Flip, Merge, Operation, Reshape, Transpose
 from polyamp_jax.porting import probing
 
 nn: Final = eqx.nn
@@ -109,7 +109,7 @@ def _conv_transpose(layer: Any) -> Form:
     inputs, features = layer.in_channels, layer.out_channels
     axes = tuple(range(3, size + 3))
     # (features, inputs / groups), which belong to one group, to (inputs, features / groups)
-    operations = (
+    operations: tuple[Operation, ...] = (
         Reshape(
             (features, inputs // groups, *spatial),
             (groups, features // groups, inputs // groups, *spatial),
@@ -119,7 +119,7 @@ def _conv_transpose(layer: Any) -> Form:
         Flip(tuple(range(size))),
     )
     if groups == 1:
-        operations = (Transpose((*range(2, size + 2), 1, 0)), Flip(tuple(range(size))))  # type: ignore[assignment]
+        operations = (Transpose((*range(2, size + 2), 1, 0)), Flip(tuple(range(size))))
     rules = (Rule(("weight",), ("kernel",), operations), *_channel_bias(layer))
     cut = [_cut(layer, axis) for axis in range(size)]
     return Form("conv_transpose", rules, _convolution(layer, cut))

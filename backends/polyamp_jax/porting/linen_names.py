@@ -84,7 +84,7 @@ def by_names(module: str, shapes: Shapes) -> tuple[Form, ...]:
     for maker in _candidates(module, shapes):
         try:
             form = maker(shapes, {})
-            form.shapes({name: _Shaped(shape) for name, shape in shapes.items()})  # type: ignore[misc]
+            form.shapes({name: _Shaped(shape) for name, shape in shapes.items()})  # type: ignore[misc]  # a shape is all that it reads
         except (RefusedError, ValueError):
             continue
         if form not in found:

@@ -17,7 +17,7 @@ import torch
 
 from polyamp.errors import PortError
 from polyamp.porting.lazy import Lazy
-from polyamp.porting.undo import Undo
+from polyamp.porting.undo import Undo, stays
 from polyamp_torch.porting.tensors import as_array, numpy_dtype, place_of, write
 from polyamp_torch.porting.walk import module_of, named_tensors
 from polyamp_torch.step.interrupts import Undisturbed
@@ -92,7 +92,7 @@ def _read(targets: list[_Write]) -> list[_Write]:
     found = []
     for each in targets:
         array = each.array.read()
-        if _stays(array, each.array):
+        if stays(array, each.array):
             found.append(each._replace(stays=True))
             continue
         budget -= array.nbytes
@@ -101,13 +101,3 @@ def _read(targets: list[_Write]) -> list[_Write]:
             array = None  # type: ignore[assignment]  # read again when its turn comes
         found.append(each._replace(held=array))
     return found
-
-
-def _stays(array: Array, source: Lazy) -> bool:
-    """Whether an array is a view of memory that is there anyway: a second read then gives the same memory."""
-    root: Any = array
-    while isinstance(root.base, np.ndarray):
-        root = root.base
-    if root.base is None and root is array:
-        return False
-    return bool(array.__array_interface__["data"][0] == source.read().__array_interface__["data"][0])

@@ -66,7 +66,7 @@ class Mlp(keras.Model):  # type: ignore[misc]  # Keras is untyped
         return self.head(keras.activations.gelu(self.hidden(x), approximate=False))
 
 
-class TiedHead(keras.Model):  # type: ignore[misc]
+class TiedHead(keras.Model):  # type: ignore[misc]  # Keras is untyped
     def __init__(self) -> None:
         super().__init__()
         self.tokens = layers.Embedding(11, 6)
@@ -75,7 +75,7 @@ class TiedHead(keras.Model):  # type: ignore[misc]
         return ops.matmul(self.tokens(x), ops.transpose(self.tokens.embeddings))
 
 
-class Position(layers.Layer):  # type: ignore[misc]
+class Position(layers.Layer):  # type: ignore[misc]  # Keras is untyped
     def build(self, shape: Any) -> None:
         self.position = self.add_weight(shape=(1, *shape[1:]), name="position")
 
@@ -83,7 +83,7 @@ class Position(layers.Layer):  # type: ignore[misc]
         return x + self.position
 
 
-class Scalar(layers.Layer):  # type: ignore[misc]
+class Scalar(layers.Layer):  # type: ignore[misc]  # Keras is untyped
     def build(self, shape: Any) -> None:
         self.temperature = self.add_weight(shape=(), name="temperature")
 
@@ -91,7 +91,7 @@ class Scalar(layers.Layer):  # type: ignore[misc]
         return x * self.temperature
 
 
-class ClassToken(layers.Layer):  # type: ignore[misc]
+class ClassToken(layers.Layer):  # type: ignore[misc]  # Keras is untyped
     def build(self, shape: Any) -> None:
         self.token = self.add_weight(shape=(1, 1, shape[-1]), name="class_token")
 
@@ -100,7 +100,7 @@ class ClassToken(layers.Layer):  # type: ignore[misc]
         return ops.concatenate([row, x], 1)
 
 
-class ByHand(layers.Layer):  # type: ignore[misc]
+class ByHand(layers.Layer):  # type: ignore[misc]  # Keras is untyped
     """Attention of dense layers."""
 
     def __init__(self, *, packed: bool, heads: int = 2, features: int = 6) -> None:
@@ -118,7 +118,7 @@ class ByHand(layers.Layer):  # type: ignore[misc]
         return self.out(ops.reshape(mixed, (-1, *x.shape[1:])))
 
 
-class Self(layers.Layer):  # type: ignore[misc]
+class Self(layers.Layer):  # type: ignore[misc]  # Keras is untyped
     """Attention of a sequence to itself."""
 
     def __init__(self, attention: Any) -> None:
