@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from polyamp.parity import digits
+from polyamp.demo import digits
 
 PIXELS, CLASSES = 64, 10
 

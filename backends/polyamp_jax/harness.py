@@ -14,8 +14,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from polyamp.contract.harness import Layer, Observe
+from polyamp.demo import digits
 from polyamp.errors import UnsupportedError
-from polyamp.parity import digits
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
 from polyamp_jax.arrays import to_numpy
@@ -71,7 +71,7 @@ class Branches(linen.Module):  # type: ignore[misc]  # flax is not typed
 
 
 class Transformer(linen.Module):  # type: ignore[misc]  # flax is not typed
-    """The one-block transformer of `polyamp.parity.digits`, every layer written out."""
+    """The one-block transformer of `polyamp.demo.digits`, every layer written out."""
 
     @linen.compact  # type: ignore[untyped-decorator]  # flax is not typed
     def __call__(self, x: Any) -> Any:

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 import polyamp
 from polyamp.contract.harness import Layer, Observe
+from polyamp.demo import digits
 from polyamp.errors import UnsupportedError
-from polyamp.parity import digits
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
 from polyamp_tensorflow.arrays import Array, dtype_name, to_numpy
@@ -213,7 +213,7 @@ class _CopiedDense(NamedTuple):
 
 
 class Digits(keras.Model):  # type: ignore[misc]  # Keras is untyped
-    """The one-block transformer of `polyamp.parity.digits` from Dense and LayerNormalization layers."""
+    """The one-block transformer of `polyamp.demo.digits` from Dense and LayerNormalization layers."""
 
     def __init__(self, weights: Mapping[str, Array]) -> None:
         super().__init__(name="digits")

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from polyamp.contract.harness import Layer, Observe
+from polyamp.demo import digits
 from polyamp.errors import UnsupportedError
-from polyamp.parity import digits
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
@@ -73,7 +73,7 @@ class Branches(MLP):
 
 
 class DigitsTransformer(nn.Module):
-    """The transformer that `polyamp.parity.digits` describes."""
+    """The transformer that `polyamp.demo.digits` describes."""
 
     def __init__(self, weights: Mapping[str, Array]) -> None:
         super().__init__()

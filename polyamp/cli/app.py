@@ -23,9 +23,9 @@ from rich.console import Console
 import polyamp
 from polyamp.cli import port, tables
 from polyamp.cli.progress import show_progress
+from polyamp.demo import runner
 from polyamp.errors import PolyampError
 from polyamp.files import write_atomically
-from polyamp.parity import runner
 from polyamp.recipe.recipe import Recipe
 
 app = typer.Typer(

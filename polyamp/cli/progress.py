@@ -11,7 +11,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
 from polyamp.cli.tables import power_of_two
-from polyamp.parity.runner import Event, Failed, Finished, Missing, OnEvent, Progress, Started, Starting
+from polyamp.demo.runner import Event, Failed, Finished, Missing, OnEvent, Progress, Started, Starting
 
 
 @contextmanager

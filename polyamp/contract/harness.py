@@ -57,7 +57,7 @@ class Harness(Protocol):
         that `polyamp.init` needs for its random streams; None where models have no randomness (S12)."""
 
     def digits(self, weights: Mapping[str, Array]) -> Any:
-        """The transformer of `polyamp.parity.digits` with these weights."""
+        """The transformer of `polyamp.demo.digits` with these weights."""
 
     def weights(self, state: Any) -> list[Layer]:
         """The current weights of a state made from `mlp`, in its layout."""

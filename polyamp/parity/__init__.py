@@ -1,1 +1,1 @@
-"""The digits run in several frameworks side by side, and the report on how far they part."""
+"""Users' own models in several frameworks, compared. Nothing stands here yet; the digits are in `polyamp.demo`."""

@@ -67,7 +67,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(names: set[str]) -> None:
 
 def test_the_wheel_holds_type_markers_and_data(names: set[str]) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
-    assert "polyamp/parity/digits.toml" in names
+    assert "polyamp/demo/digits.toml" in names
 
 
 def test_the_wheel_holds_no_settings_tests_or_litter(names: set[str]) -> None:
@@ -111,7 +111,7 @@ import importlib.util, json
 import polyamp
 from polyamp.contract import registry
 from polyamp.reference import MLP
-from polyamp.parity import runner
+from polyamp.demo import runner
 places = [polyamp.__file__] + [importlib.util.find_spec(name).origin for name in {PACKAGES[1:]}]
 polyamp.init(MLP.random([2, 2], seed=0), polyamp.Recipe(policy="mixed_float16"))
 entry = registry.entries()["torch"]
@@ -127,14 +127,14 @@ print(json.dumps([places, sorted(polyamp.backends()), str(entry.dist.locate_file
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    places, backends, distribution, parity = json.loads(done.stdout)
+    places, backends, distribution, demo = json.loads(done.stdout)
     assert places == [str(installed / package / "__init__.py") for package in PACKAGES]
     assert backends == ["jax", "reference", "tensorflow", "torch"]
     assert Path(distribution) == installed
-    assert Path(parity).is_relative_to(installed)
+    assert Path(demo).is_relative_to(installed)
     assert (installed / "bin" / "polyamp").exists()
 
 
 def test_the_recipe_of_the_demo_can_be_read_from_the_wheel(installed: Path) -> None:
-    recipe = polyamp.Recipe.load(installed / "polyamp" / "parity" / "digits.toml")
-    assert recipe == polyamp.Recipe.load(ROOT / "polyamp" / "parity" / "digits.toml")
+    recipe = polyamp.Recipe.load(installed / "polyamp" / "demo" / "digits.toml")
+    assert recipe == polyamp.Recipe.load(ROOT / "polyamp" / "demo" / "digits.toml")

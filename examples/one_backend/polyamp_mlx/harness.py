@@ -10,8 +10,8 @@ import mlx.nn as nn
 import numpy as np
 
 from polyamp.contract.harness import Layer, Observe
+from polyamp.demo.digits import DENSE, EPSILON, HEADS, NORMS, WIDTH
 from polyamp.errors import UnsupportedError
-from polyamp.parity.digits import DENSE, EPSILON, HEADS, NORMS, WIDTH
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
 from polyamp_mlx.arrays import Array, dtype_name, to_device, to_numpy
@@ -66,7 +66,7 @@ class Gathered(MLP):
 
 
 class Digits(nn.Module):  # type: ignore[misc]  # to mypy, all of MLX is Any
-    """The transformer of `polyamp.parity.digits`."""
+    """The transformer of `polyamp.demo.digits`."""
 
     def __init__(self, weights: Mapping[str, Array]) -> None:
         super().__init__()

@@ -19,8 +19,8 @@ from polyamp import BackendStatus
 from polyamp.cli import tables
 from polyamp.cli.app import app
 from polyamp.cli.progress import show_progress
-from polyamp.parity import runner
-from polyamp.parity.report import Failure, Report, Run, compare
+from polyamp.demo import runner
+from polyamp.demo.report import Failure, Report, Run, compare
 
 
 def make_report(**changes: Any) -> Report:

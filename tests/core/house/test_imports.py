@@ -57,7 +57,7 @@ def test_no_other_distribution_is_imported(imported: set[str]) -> None:
         "import polyamp; polyamp.Recipe(policy='mixed_float16', scaler='megatron').to_toml()",
         "import polyamp; polyamp.backends()",
         "import polyamp; hash(polyamp.Policy('O2', overrides={'a/*': 'f32'}).spelled)",
-        "import polyamp.contract.harness, polyamp.parity.digits",
+        "import polyamp.contract.harness, polyamp.demo.digits",
         "import polyamp.cli",
     ],
 )

@@ -40,7 +40,7 @@ CORE_FLOORS = (
     ("train", "losses"),
     ("porting",),
     ("",),  # `polyamp` itself: what a user imports, and what stands on it
-    ("conformance", "testing", "parity", "reference"),
+    ("conformance", "testing", "demo", "parity", "reference"),
     ("cli",),
     ("__main__",),
 )

@@ -14,8 +14,8 @@ import tensorflow as tf
 import polyamp
 import polyamp_tensorflow
 from polyamp.conformance.problems import batch, layers, loss_fn, recipe
+from polyamp.demo import digits
 from polyamp.errors import ModelError, PolicyError, UnsupportedError
-from polyamp.parity import digits
 from polyamp_tensorflow.models.layers import modules
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 on TensorFlow's CPU")

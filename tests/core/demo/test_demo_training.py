@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from polyamp import BackendError, LossScaler, PolicyError, Recipe, RecipeError, adam, sgd
-from polyamp.parity import runner, worker
-from polyamp.parity.report import Report, Run, compare, distance
+from polyamp.demo import runner, worker
+from polyamp.demo.report import Report, Run, compare, distance
 from polyamp.reference import MLP
 from polyamp.reference.harness import ReferenceHarness
 

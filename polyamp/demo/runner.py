@@ -3,9 +3,9 @@
 Called by `polyamp demo` and `polyamp parity`, and from Python:
 
     from polyamp import Recipe
-    from polyamp.parity import runner
+    from polyamp.demo import runner
 
-    report = parity.run(Recipe.load("recipe.toml"), backends=["torch", "jax"], steps=100)
+    report = runner.run(Recipe.load("recipe.toml"), backends=["torch", "jax"], steps=100)
     assert report.ok
 
 All frameworks get the same initial weights and batches, as arrays in one file, so their environments need neither the
@@ -29,9 +29,9 @@ import msgspec
 
 from polyamp._version import __version__
 from polyamp.contract import registry
+from polyamp.demo.report import Comparison, Failure, Pair, Report, Run, compare, distance
+from polyamp.demo.worker import Event, Failed, Finished, Job, Missing, Progress, Started, Starting
 from polyamp.errors import BackendError, PolicyError, RecipeError, did_you_mean
-from polyamp.parity.report import Comparison, Failure, Pair, Report, Run, compare, distance
-from polyamp.parity.worker import Event, Failed, Finished, Job, Missing, Progress, Started, Starting
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
@@ -206,7 +206,7 @@ def _write_problem(path: Path, *, steps: int, batch_size: int, seed: int) -> Non
     """Everything that the frameworks must agree on, as arrays in one file."""
     import numpy as np
 
-    from polyamp.parity import digits
+    from polyamp.demo import digits
 
     data = digits.load(seed)
     batches = list(digits.batches(data, size=batch_size, steps=steps, seed=seed))
@@ -217,7 +217,7 @@ def _write_problem(path: Path, *, steps: int, batch_size: int, seed: int) -> Non
 
 def _worker_events(job: Job, python: str, timeout: float) -> Iterator[Event]:
     """Start one worker, pass its events on, and turn its death into a `Failed` event with the end of its stderr."""
-    command = [python, "-P", "-m", "polyamp.parity.worker"]
+    command = [python, "-P", "-m", "polyamp.demo.worker"]
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
     yield Starting(backend=job.backend)
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr:

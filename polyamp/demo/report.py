@@ -1,6 +1,6 @@
 """What a parity run measures, and how far apart the frameworks are: data and arithmetic, no framework and no process.
 
-Called by `polyamp.parity.runner`; the command line draws and prints what stands here.
+Called by `polyamp.demo.runner`; the command line draws and prints what stands here.
 
 The distance of two loss curves over their first n steps is the largest relative difference at any of them,
 

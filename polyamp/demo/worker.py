@@ -1,4 +1,4 @@
-"""The process that trains the digits in one framework; started by `polyamp.parity.runner`, one for each framework.
+"""The process that trains the digits in one framework; started by `polyamp.demo.runner`, one for each framework.
 
 It reads a `Job` as JSON from standard input and writes one JSON event per line to standard output. It uses polyamp's
 public functions only, and of the backend's harness the digits model.
@@ -20,8 +20,8 @@ import polyamp
 from polyamp import losses
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend
+from polyamp.demo.report import Failure, Run
 from polyamp.errors import BackendNotInstalledError, PolyampError
-from polyamp.parity.report import Failure, Run
 from polyamp.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
