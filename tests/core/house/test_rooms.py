@@ -50,6 +50,7 @@ BACKEND_FLOORS = (
     ("step", "losses"),
     ("own_loop",),
     ("porting",),
+    ("observe",),
     ("integrations",),
     ("harness",),  # the models of the conformance suite; `Backend.harness` makes it
     ("backend",),
