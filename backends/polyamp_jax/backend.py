@@ -38,8 +38,8 @@ from polyamp_jax.step.measure import norm_and_finite, unscaled_leaf
 from polyamp_jax.step.refresh import refreshed
 
 if TYPE_CHECKING:
-    from polyamp.porting.converter import Converter
-    from polyamp.porting.state_layout import StateConverter
+    from polyamp.porting.layouts.converter import Converter
+    from polyamp.porting.states.layout import StateConverter
 
 
 class JaxBackend:
@@ -191,7 +191,7 @@ class JaxBackend:
         return STATES
 
     def described(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
-        from polyamp.porting.described import text
+        from polyamp.porting.states.described import text
 
         return text(state, arrays, self.porting, self.porting_states)
 

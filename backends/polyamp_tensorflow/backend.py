@@ -11,7 +11,7 @@ from polyamp.arrays import ArrayNamespace
 from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
 from polyamp.errors import PolyampError, RecipeError
-from polyamp.porting.converter import Converter
+from polyamp.porting.layouts.converter import Converter
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
@@ -38,7 +38,7 @@ from polyamp_tensorflow.step.state import TensorFlowState
 from polyamp_tensorflow.step.update import update
 
 if TYPE_CHECKING:
-    from polyamp.porting.state_layout import StateConverter
+    from polyamp.porting.states.layout import StateConverter
 
 _STEP_OPTIONS: Final = ("compile", "jit_compile")
 
@@ -181,7 +181,7 @@ class TensorFlowBackend:
         return STATES
 
     def described(self, state: Any, arrays: Mapping[str, Array]) -> str:
-        from polyamp.porting.described import text
+        from polyamp.porting.states.described import text
 
         return text(state, arrays, self.porting, self.porting_states)
 

@@ -34,8 +34,8 @@ from polyamp_torch.step.refresh import refreshed
 from polyamp_torch.step.state import TorchState
 
 if TYPE_CHECKING:
-    from polyamp.porting.converter import Converter
-    from polyamp.porting.state_layout import StateConverter
+    from polyamp.porting.layouts.converter import Converter
+    from polyamp.porting.states.layout import StateConverter
 
 
 class TorchBackend:
@@ -179,7 +179,7 @@ class TorchBackend:
         return STATES
 
     def described(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
-        from polyamp.porting.described import text
+        from polyamp.porting.states.described import text
 
         return text(state, arrays, self.porting, self.porting_states)
 

@@ -12,7 +12,7 @@ from polyamp.conformance.problems import batch, flat, layers, loss_fn, recipe
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import PortError, UnsupportedError
-from polyamp.porting.converter import Ports
+from polyamp.porting.layouts.converter import Ports
 
 SOURCE, TARGET, OTHER = layers(), layers(seed=7), layers((8, 5), seed=7)
 

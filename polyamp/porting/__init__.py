@@ -8,20 +8,20 @@ polyamp (`training`), and the way to teach it a layer of your own (`register`, w
 
 from __future__ import annotations
 
-from polyamp.porting import operations
-from polyamp.porting.canonical import Canonical, Layer
 from polyamp.porting.check import Batch
 from polyamp.porting.convert import save
-from polyamp.porting.files import open  # noqa: A004  # the name that users call
-from polyamp.porting.forms import Form, Rule, same
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.files.files import open  # noqa: A004  # the name that users call
+from polyamp.porting.layouts import operations
+from polyamp.porting.layouts.canonical import Canonical, Layer
+from polyamp.porting.layouts.forms import Form, Rule, same
+from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.register import register
 from polyamp.porting.port import load
-from polyamp.porting.register import register
 from polyamp.porting.report import PortReport
 from polyamp.porting.side import export
-from polyamp.porting.state_canonical import TrainingState
-from polyamp.porting.state_sides import Training, training
-from polyamp.porting.states import StateReport, training_state
+from polyamp.porting.states.canonical import TrainingState
+from polyamp.porting.states.port_state import StateReport, training_state
+from polyamp.porting.states.sides import Training, training
 
 __all__ = [
     "Batch",

@@ -7,13 +7,13 @@ from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from polyamp.errors import PortError
-from polyamp.porting.activations import applied
-from polyamp.porting.converter import Evaluation
-from polyamp.porting.differences import RECURRENT, Difference, listed
-from polyamp.porting.flatten import Order
-from polyamp.porting.inventory import Inventory
-from polyamp.porting.lazy import Lazy
-from polyamp.porting.matching import Match
+from polyamp.porting.layouts.activations import applied
+from polyamp.porting.layouts.converter import Evaluation
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.matching.differences import RECURRENT, Difference, listed
+from polyamp.porting.matching.flatten import Order
+from polyamp.porting.matching.matching import Match
 from polyamp.porting.side import Side
 from polyamp.trees import map_tree
 

@@ -17,8 +17,8 @@ from typing import Any
 from polyamp.contract import registry
 from polyamp.errors import ArgumentError, PortError, did_you_mean
 from polyamp.files import as_path
-from polyamp.porting import files, formats
-from polyamp.porting.canonical import canonical_of
+from polyamp.porting.files import files, formats
+from polyamp.porting.layouts.canonical import canonical_of
 from polyamp.porting.port import moved
 from polyamp.porting.report import Moved, PortReport
 from polyamp.porting.side import Side, export, side_of

@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from polyamp.errors import PortError, described
-from polyamp.porting.canonical import Canonical
 from polyamp.porting.check import Across, Batch, filled_and_checked
-from polyamp.porting.flatten import Order
-from polyamp.porting.inventory import Inventory
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.canonical import Canonical
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.matching.flatten import Order
 from polyamp.porting.progress import watched
 from polyamp.porting.refusals import dtypes_differ
 from polyamp.porting.report import PortReport
 from polyamp.porting.settled import Settled, settled
 from polyamp.porting.side import Side, side_of
-from polyamp.porting.state_sides import is_side
-from polyamp.porting.states import port_state
+from polyamp.porting.states.port_state import port_state
+from polyamp.porting.states.sides import is_side
 
 _Target = TypeVar("_Target")
 

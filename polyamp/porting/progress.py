@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.lazy import Lazy
 
 if TYPE_CHECKING:
     import numpy as np

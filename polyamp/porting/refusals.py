@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 
 from polyamp.errors import PortError
-from polyamp.porting.differences import Compared, Difference
-from polyamp.porting.fits import fit
-from polyamp.porting.inventory import Inventory, NativeLayer
-from polyamp.porting.matching import Matching
+from polyamp.porting.layouts.inventory import Inventory, NativeLayer
+from polyamp.porting.matching.differences import Compared, Difference
+from polyamp.porting.matching.fits import fit
+from polyamp.porting.matching.matching import Matching
 from polyamp.porting.report import shown, sides
 
 _LISTED = 8
@@ -123,7 +123,7 @@ def _unsure(source: NativeLayer, target: NativeLayer, why: str, count: int) -> s
         f"how {source.path!r} goes into {target.path!r} cannot be told{more}: {why}.\n"
         f"  source: {shown(source)}\n  target: {shown(target)}\n"
         "Give a batch (check=batch), which shows what layers a linen or haiku model calls; or give a parameter of your "
-        "own layer its form: polyamp.porting.register."
+        "own layer its form: polyamp.porting.layouts.register."
     )
 
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from polyamp.porting.differences import Difference, listed
-from polyamp.porting.inventory import NativeLayer
+from polyamp.porting.layouts.inventory import NativeLayer
+from polyamp.porting.matching.differences import Difference, listed
 
 if TYPE_CHECKING:
     from polyamp.porting.check import Checked
@@ -107,9 +107,9 @@ def shown(layer: NativeLayer) -> str:
     """One layer in a line: its path, kind and shapes.
 
     >>> import numpy as np
-    >>> from polyamp.porting.forms import Form, same
-    >>> from polyamp.porting.inventory import Leaf
-    >>> from polyamp.porting.lazy import Lazy
+    >>> from polyamp.porting.layouts.forms import Form, same
+    >>> from polyamp.porting.layouts.inventory import Leaf
+    >>> from polyamp.porting.layouts.lazy import Lazy
     >>> kernel = Leaf("head/kernel", Lazy.of(np.zeros((2, 3))))
     >>> shown(NativeLayer("head", {"kernel": kernel}, (Form("dense", same("kernel")),)))
     'head: dense, kernel (2, 3)'

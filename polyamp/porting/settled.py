@@ -1,18 +1,18 @@
 """`settled`: two inventories beside each other, matched, compared, and refused where they do not fit. What moving a
-model and moving a training state have in common; called by `port` and `states`."""
+model and moving a training state have in common; called by `port` and `port_state`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from polyamp.porting import ties
-from polyamp.porting.differences import Compared, compare
-from polyamp.porting.flatten import Order, orders, unknown
-from polyamp.porting.inventory import Inventory
-from polyamp.porting.matching import Match
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.matching import ties
+from polyamp.porting.matching.differences import Compared, compare
+from polyamp.porting.matching.flatten import Order, orders, unknown
+from polyamp.porting.matching.matching import Match
+from polyamp.porting.matching.renaming import checked
 from polyamp.porting.refusals import check_whole
-from polyamp.porting.renaming import checked
 from polyamp.porting.report import Moved
 
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from polyamp.contract import registry
 from polyamp.errors import PortError, UnsupportedError, described
-from polyamp.porting.canonical import Canonical, canonical_of
-from polyamp.porting.converter import Converter, Ports
-from polyamp.porting.inventory import Inventory
+from polyamp.porting.layouts.canonical import Canonical, canonical_of
+from polyamp.porting.layouts.converter import Converter, Ports
+from polyamp.porting.layouts.inventory import Inventory
 
 
 class Side(NamedTuple):
@@ -62,7 +62,7 @@ def side_of(model: Any, batch: Any, call: str, *, files: bool = False) -> Side:
     if isinstance(model, str | os.PathLike):
         if not files:
             raise PortError(f"{call} takes a model here. Received: {described(model)}, a path.")
-        from polyamp.porting.formats import inventory_of
+        from polyamp.porting.files.formats import inventory_of
 
         return Side(inventory_of(model), None, model)
     backend = registry.backend_for(model)

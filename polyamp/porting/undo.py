@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.lazy import Lazy
 
 if TYPE_CHECKING:
     import numpy as np

@@ -37,8 +37,8 @@ from polyamp.shown import ShownState
 from polyamp.trees import leaves, map_tree, map_trees
 
 if TYPE_CHECKING:
-    from polyamp.porting.converter import Converter
-    from polyamp.porting.state_layout import StateConverter
+    from polyamp.porting.layouts.converter import Converter
+    from polyamp.porting.states.layout import StateConverter
 
 
 class ReferenceState(ShownState, msgspec.Struct, frozen=True, kw_only=True):
@@ -281,7 +281,7 @@ class ReferenceBackend:
 
     def described(self, state: Any, arrays: Mapping[str, Array]) -> str:
         """What a checkpoint's arrays are, for other frameworks."""
-        from polyamp.porting.described import text
+        from polyamp.porting.states.described import text
 
         return text(state, arrays, self.porting, self.porting_states)
 

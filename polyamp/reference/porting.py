@@ -8,10 +8,10 @@ from typing import Any, Final
 import numpy as np
 
 from polyamp.errors import ModelError, described
-from polyamp.porting.converter import Evaluation
-from polyamp.porting.forms import Form, same
-from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.converter import Evaluation
+from polyamp.porting.layouts.forms import Form, same
+from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import Array
 from polyamp.reference.models import EPSILON, MLP, MOMENTUM
@@ -19,7 +19,7 @@ from polyamp.reference.tensor import Tensor
 
 
 class ReferenceConverter:
-    """`polyamp.porting.converter.Converter` for `MLP`."""
+    """`polyamp.porting.layouts.converter.Converter` for `MLP`."""
 
     in_place: Final = True
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from polyamp.errors import UnsupportedError
-from polyamp.porting.state_layout import Count, NativeTraining, OptimizerLayout
-from polyamp.porting.state_recipe import of_members
+from polyamp.porting.states.layout import Count, NativeTraining, OptimizerLayout
+from polyamp.porting.states.recipe import of_members
 
 if TYPE_CHECKING:
     from polyamp.reference.arrays import Array
 
 
 class ReferenceStates:
-    """`polyamp.porting.state_layout.StateConverter` over NumPy."""
+    """`polyamp.porting.states.layout.StateConverter` over NumPy."""
 
     def layout(self, state: Any, arrays: Mapping[str, Array]) -> OptimizerLayout:
         """Slots and counts lie under the parameter's own name."""

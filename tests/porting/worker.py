@@ -34,8 +34,8 @@ from polyamp import porting
 from polyamp.contract import registry
 from polyamp.porting import port, side
 from polyamp.porting.check import Batch
-from polyamp.porting.converter import Evaluation
-from polyamp.porting.inventory import Inventory
+from polyamp.porting.layouts.converter import Evaluation
+from polyamp.porting.layouts.inventory import Inventory
 from tests.fixtures.port import common
 from tests.porting.layers import cases
 from tests.porting.libraries import LIBRARIES, NEEDS_BATCH, SHOWN, STEPS, TRAINED, curves, items

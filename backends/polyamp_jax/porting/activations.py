@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import jax
 
-from polyamp.porting.forms import Form
+from polyamp.porting.layouts.forms import Form
 
 NAMES: Final = {
     jax.nn.relu: "relu",

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.errors import ModelError, PortError, described
-from polyamp.porting.converter import Evaluation
-from polyamp.porting.inventory import Inventory
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.converter import Evaluation
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_jax import compat
 from polyamp_jax.models.adapt import ACCEPTED
 from polyamp_jax.porting import function
@@ -40,7 +40,7 @@ this room, which says what it takes)."""
 
 
 class JaxConverter:
-    """`polyamp.porting.converter.Converter` over JAX."""
+    """`polyamp.porting.layouts.converter.Converter` over JAX."""
 
     in_place: Final = False
 

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from polyamp.errors import ModelError, PortError, described
-from polyamp.porting.forms import Form, same
-from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
-from polyamp.porting.register import form_of, qualified
+from polyamp.porting.layouts.forms import Form, same
+from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
+from polyamp.porting.layouts.register import form_of, qualified
 from polyamp_jax import compat
 from polyamp_jax.models.equinox import modules_in
 from polyamp_jax.porting import places

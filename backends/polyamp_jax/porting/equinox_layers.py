@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from polyamp.porting.forms import Form, Rule, same
-from polyamp.porting.kinds import default_scale
-from polyamp.porting.operations import Flip, Merge, Operation, Reshape, Transpose
+from polyamp.porting.layouts.forms import Form, Rule, same
+from polyamp.porting.layouts.kinds import default_scale
+from polyamp.porting.layouts.operations import Flip, Merge, Operation, Reshape, Transpose
 from polyamp_jax.porting import probing
 
 nn: Final = eqx.nn

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from polyamp.errors import ModelError, PortError
-from polyamp.porting.forms import Form
-from polyamp.porting.register import form_of
+from polyamp.porting.layouts.forms import Form
+from polyamp.porting.layouts.register import form_of
 from polyamp_jax import compat
 from polyamp_jax.arrays import path_name
 from polyamp_jax.porting import probing

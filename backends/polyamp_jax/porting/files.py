@@ -18,9 +18,9 @@ import numpy as np
 
 from polyamp.errors import BackendNotInstalledError, PortError
 from polyamp.files import missing, unwritable
-from polyamp.porting import tensors
-from polyamp.porting.inventory import Inventory
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.files import tensors
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_jax import compat
 from polyamp_jax.porting.leaves import lazy
 from polyamp_jax.porting.linen_tree import Array, Seen, Tree
@@ -48,7 +48,7 @@ class Item(NamedTuple):
 
 
 def open_file(path: Path) -> Inventory:
-    """See `polyamp.porting.converter.ReadsFiles.open_file`."""
+    """See `polyamp.porting.layouts.converter.ReadsFiles.open_file`."""
     if not path.exists():
         raise missing(path)
     if path.is_dir():
@@ -65,7 +65,7 @@ def open_file(path: Path) -> Inventory:
 
 
 def write_file(path: Path, leaves: Mapping[str, Lazy], like: Path) -> None:
-    """See `polyamp.porting.converter.ReadsFiles.write_file`."""
+    """See `polyamp.porting.layouts.converter.ReadsFiles.write_file`."""
     if not like.exists():
         raise missing(like)
     if like.is_dir():
@@ -80,7 +80,8 @@ def write_file(path: Path, leaves: Mapping[str, Lazy], like: Path) -> None:
 
 
 def write_model(path: Path, model: Any, arrays: Mapping[str, Any]) -> None:
-    """See `polyamp.porting.converter.ReadsFiles.write_model`: a folder of orbax, or safetensors with flax's names.
+    """See `polyamp.porting.layouts.converter.ReadsFiles.write_model`: a folder of orbax, or safetensors with flax's
+    names.
 
     Args:
         path: the folder, or a file that ends in .safetensors.

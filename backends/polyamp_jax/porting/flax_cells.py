@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from polyamp.porting.forms import Form, Rule
-from polyamp.porting.operations import First, Join, Merge
+from polyamp.porting.layouts.forms import Form, Rule
+from polyamp.porting.layouts.operations import First, Join, Merge
 from polyamp_jax.porting.flax_forms import RefusedError, Settings, Shapes
 
 LSTM: Final = ("i", "f", "g", "o")

@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from polyamp.porting.forms import Form, Rule, same
-from polyamp.porting.operations import Flip, Operation, Reshape, Shape, Transpose
+from polyamp.porting.layouts.forms import Form, Rule, same
+from polyamp.porting.layouts.operations import Flip, Operation, Reshape, Shape, Transpose
 
 Shapes = Mapping[str, Shape]
 Settings = Mapping[str, Any]

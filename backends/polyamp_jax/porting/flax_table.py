@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from polyamp.errors import PortError
-from polyamp.porting.forms import Form
+from polyamp.porting.layouts.forms import Form
 from polyamp_jax.porting import flax_cells as cells
 from polyamp_jax.porting import flax_forms as forms
 from polyamp_jax.porting.flax_forms import Maker, RefusedError

@@ -13,7 +13,7 @@ from typing import Any, Final
 import jax
 
 from polyamp.errors import ModelError, described
-from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
+from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
 from polyamp_jax.arrays import named_leaves, path_name
 from polyamp_jax.porting import places
 from polyamp_jax.porting.function_names import groups

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from polyamp.porting.forms import Form, Rule
-from polyamp.porting.operations import Reshape, Shape, Transpose
+from polyamp.porting.layouts.forms import Form, Rule
+from polyamp.porting.layouts.operations import Reshape, Shape, Transpose
 
 Shapes = Mapping[str, Shape]
 

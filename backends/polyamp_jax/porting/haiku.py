@@ -12,9 +12,9 @@ from typing import Any, Final
 import haiku as hk
 
 from polyamp.errors import PortError
-from polyamp.porting.forms import Form
-from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
-from polyamp.porting.register import form_of, qualified
+from polyamp.porting.layouts.forms import Form
+from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
+from polyamp.porting.layouts.register import form_of, qualified
 from polyamp_jax import compat
 from polyamp_jax.models.haiku import adapt_haiku
 from polyamp_jax.porting import haiku_forms as forms

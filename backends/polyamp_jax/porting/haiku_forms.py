@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from polyamp.porting.forms import Form, Rule
-from polyamp.porting.kinds import default_scale
-from polyamp.porting.operations import Blocks, Flip, Merge, Operation, Reshape, Shape, Split, Transpose
-from polyamp.porting.signs import Negate
+from polyamp.porting.layouts.forms import Form, Rule
+from polyamp.porting.layouts.kinds import default_scale
+from polyamp.porting.layouts.operations import Blocks, Flip, Merge, Operation, Reshape, Shape, Split, Transpose
+from polyamp.porting.layouts.signs import Negate
 from polyamp_jax.porting.flax_forms import RefusedError
 
 Shapes = Mapping[str, Shape]

@@ -12,8 +12,8 @@ from typing import Final
 
 import haiku as hk
 
-from polyamp.porting.forms import Form, Rule, same
-from polyamp.porting.operations import Shape
+from polyamp.porting.layouts.forms import Form, Rule, same
+from polyamp.porting.layouts.operations import Shape
 from polyamp_jax.porting import haiku_forms as forms
 from polyamp_jax.porting.flax_forms import RefusedError
 from polyamp_jax.porting.haiku_forms import Maker, Seen, Shapes, flat

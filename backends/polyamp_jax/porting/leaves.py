@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.errors import PortError
-from polyamp.porting.copies import fresh
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.files.copies import fresh
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_jax.arrays import is_key
 
 

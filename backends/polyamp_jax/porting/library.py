@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from polyamp.porting.inventory import Inventory
+from polyamp.porting.layouts.inventory import Inventory
 
 Record = Callable[[str, Any], None]
 """Told the path of a module and what its call returned, each time a call ends."""
@@ -27,7 +27,7 @@ class Library(Protocol):
     """One library's models; the module of its name in this room has these functions."""
 
     def inventory(self, model: Any, batch: Batch | None) -> Inventory:
-        """Every array of a model, in layers; see `polyamp.porting.converter.Converter.inventory`."""
+        """Every array of a model, in layers; see `polyamp.porting.layouts.converter.Converter.inventory`."""
 
     def arrays(self, model: Any) -> Mapping[str, Any]:
         """Name of a leaf, as the inventory has it -> its array or `jax.ShapeDtypeStruct`; what is tied once."""

@@ -13,7 +13,7 @@ import jax
 from flax import core, linen
 
 from polyamp.errors import ModelError
-from polyamp.porting.inventory import Inventory
+from polyamp.porting.layouts.inventory import Inventory
 from polyamp_jax.arrays import path_name
 from polyamp_jax.models.flax import adapt_linen
 from polyamp_jax.porting.inference import quiet, still

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from polyamp.porting.forms import Form
+from polyamp.porting.layouts.forms import Form
 from polyamp_jax.porting import flax_cells as cells
 from polyamp_jax.porting import flax_forms as forms
 from polyamp_jax.porting.flax_forms import Maker, RefusedError, Shapes

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from polyamp.porting.forms import Form
-from polyamp.porting.inventory import Leaf, NativeLayer
-from polyamp.porting.register import form_of, qualified
+from polyamp.porting.layouts.forms import Form
+from polyamp.porting.layouts.inventory import Leaf, NativeLayer
+from polyamp.porting.layouts.register import form_of, qualified
 from polyamp_jax.porting import linen_names
 from polyamp_jax.porting.flax_forms import Maker, RefusedError, parameter
 from polyamp_jax.porting.flax_table import ARRAYS, BARE, CELLS, COMPOSITE, MAKERS, class_of, lines, made, refusal

@@ -14,9 +14,9 @@ import jax
 from flax import nnx
 
 from polyamp.errors import ModelError
-from polyamp.porting.forms import Form
-from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
-from polyamp.porting.register import form_of, qualified
+from polyamp.porting.layouts.forms import Form
+from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
+from polyamp.porting.layouts.register import form_of, qualified
 from polyamp_jax import compat
 from polyamp_jax.arrays import named_leaves, path_name
 from polyamp_jax.models.flax import adapt_nnx

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import jax
 
-from polyamp.porting.state_layout import Count
+from polyamp.porting.states.layout import Count
 from polyamp_jax.arrays import path_name
 
 _SLOTS: Final[Mapping[str, Mapping[str, str]]] = {

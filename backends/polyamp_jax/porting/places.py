@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_jax.porting.leaves import lazy
 
 LONG: Final = 2**30

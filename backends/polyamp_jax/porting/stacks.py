@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_jax.porting.flax_table import class_of, refusal
 from polyamp_jax.porting.leaves import lazy
 from polyamp_jax.porting.linen_tree import Array, Path, Seen

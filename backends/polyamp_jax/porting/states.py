@@ -8,15 +8,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from polyamp.porting.state_layout import NativeTraining, OptimizerLayout, StateConverter
-from polyamp.porting.state_recipe import of_members
+from polyamp.porting.states.layout import NativeTraining, OptimizerLayout, StateConverter
+from polyamp.porting.states.recipe import of_members
 from polyamp.recipe.optimizers import is_spec
 from polyamp_jax.arrays import named_leaves
 from polyamp_jax.porting.optimizer_states import found_in
 
 
 class JaxStates:
-    """`polyamp.porting.state_layout.StateConverter` over JAX."""
+    """`polyamp.porting.states.layout.StateConverter` over JAX."""
 
     def layout(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> OptimizerLayout:
         names = list(named_leaves(state.params))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.errors import ArgumentError, described
-from polyamp.porting.state_layout import OptimizerLayout
+from polyamp.porting.states.layout import OptimizerLayout
 from polyamp.recipe.scaler import PRESETS
 from polyamp_jax.arrays import named_leaves, to_numpy
 from polyamp_jax.models.adapt import adapt
@@ -46,7 +46,7 @@ _NOTED: Final = (
 
 
 class JaxTraining:
-    """`polyamp.porting.state_layout.NativeTraining` over JAX: a value, as everything in JAX.
+    """`polyamp.porting.states.layout.NativeTraining` over JAX: a value, as everything in JAX.
 
     Attributes:
         model: as `polyamp.init` takes it.

@@ -13,7 +13,7 @@ from typing import Any, Final
 import keras
 import numpy as np
 
-from polyamp.porting.forms import Form
+from polyamp.porting.layouts.forms import Form
 from polyamp_tensorflow.compat import is_kerass
 from polyamp_tensorflow.porting.parts import UNKNOWN, Part, form
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from polyamp.errors import PortError
 from polyamp.files import missing
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.lazy import Lazy
 
 WEIGHTS: Final = "model.weights.h5"
 CONFIG: Final = "config.json"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from polyamp.porting.forms import Rule, same
-from polyamp.porting.kinds import default_scale
+from polyamp.porting.layouts.forms import Rule, same
+from polyamp.porting.layouts.kinds import default_scale
 from polyamp_tensorflow.compat import layers_inside
 from polyamp_tensorflow.porting.parts import Part, Reader, form, inside, only, own, refuse_rewritten
 

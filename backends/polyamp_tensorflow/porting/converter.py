@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from polyamp.porting.converter import Converter, Evaluation
-from polyamp.porting.inventory import Inventory
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.converter import Converter, Evaluation
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_tensorflow.porting import evaluate, files, fill
 from polyamp_tensorflow.porting.walk import found
 from polyamp_tensorflow.precision.bound import native_of

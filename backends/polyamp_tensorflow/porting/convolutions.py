@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import keras
 
-from polyamp.porting.forms import Form, Rule, same
-from polyamp.porting.operations import Reshape, Transpose
+from polyamp.porting.layouts.forms import Form, Rule, same
+from polyamp.porting.layouts.operations import Reshape, Transpose
 from polyamp_tensorflow.compat import calls_of, came_from
 from polyamp_tensorflow.porting.activations import name_of, said_of
 from polyamp_tensorflow.porting.parts import Part, Reader, form, own, present

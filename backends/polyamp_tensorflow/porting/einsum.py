@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from polyamp.porting.forms import Rule, same
-from polyamp.porting.operations import Operation, Reshape, Transpose
+from polyamp.porting.layouts.forms import Rule, same
+from polyamp.porting.layouts.operations import Operation, Reshape, Transpose
 from polyamp_tensorflow.porting.activations import said_of
 from polyamp_tensorflow.porting.parts import UNKNOWN, Part, form, only, own, present
 

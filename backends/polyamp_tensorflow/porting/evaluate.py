@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.errors import UnsupportedError
-from polyamp.porting.converter import Evaluation
+from polyamp.porting.layouts.converter import Evaluation
 from polyamp.recipe.policy import Policy
 from polyamp.rules.plan import NARROW
 from polyamp_tensorflow.arrays import dense, dtype_name, is_floating, raw, to_numpy

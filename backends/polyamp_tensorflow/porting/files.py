@@ -17,8 +17,8 @@ import keras
 
 from polyamp.errors import PortError, described, did_you_mean
 from polyamp.files import write_atomically
-from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_tensorflow.compat import saved_places
 from polyamp_tensorflow.porting import guesses
 from polyamp_tensorflow.porting.archive import Archive, Stored

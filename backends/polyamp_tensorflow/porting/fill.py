@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.errors import PortError, did_you_mean
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp.porting.undo import Undo, ahead
 from polyamp_tensorflow.arrays import raw
 from polyamp_tensorflow.models.layers import modules

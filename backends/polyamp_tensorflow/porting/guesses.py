@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from polyamp.porting.forms import Form, Rule, same
-from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
-from polyamp.porting.operations import Blocks, Merge, Operation, Reshape, Shape, Split, Transpose
+from polyamp.porting.layouts.forms import Form, Rule, same
+from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
+from polyamp.porting.layouts.operations import Blocks, Merge, Operation, Reshape, Shape, Split, Transpose
 from polyamp_tensorflow.porting.archive import Stored
 
 _NORM: Final = ("scale", "bias")

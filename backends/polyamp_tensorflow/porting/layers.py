@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from polyamp.porting.forms import Rule, same
-from polyamp.porting.operations import Reshape, Transpose
+from polyamp.porting.layouts.forms import Rule, same
+from polyamp.porting.layouts.operations import Reshape, Transpose
 from polyamp_tensorflow.compat import built_with, layers_named
 from polyamp_tensorflow.porting import activations, attention, convolutions, einsum, recurrent
 from polyamp_tensorflow.porting.parts import Part, Reader, form, only, own, present

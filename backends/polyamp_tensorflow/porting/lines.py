@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import keras
 
-from polyamp.porting.forms import Form
+from polyamp.porting.layouts.forms import Form
 from polyamp_tensorflow.models.layers import modules, only_contains
 
 Line = Callable[[Any], str]

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 
 import keras
 
-from polyamp.porting.state_layout import Count, OptimizerLayout
-from polyamp.porting.state_recipe import of_members
+from polyamp.porting.states.layout import Count, OptimizerLayout
+from polyamp.porting.states.recipe import of_members
 from polyamp_tensorflow.arrays import raw
 from polyamp_tensorflow.compat import rate_variable, slot_lists
 from polyamp_tensorflow.step.optimizers import SpecOptimizer, optimizer_variables

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from polyamp.errors import PortError
-from polyamp.porting.forms import Form, Rule
-from polyamp.porting.kinds import plain
+from polyamp.porting.layouts.forms import Form, Rule
+from polyamp.porting.layouts.kinds import plain
 from polyamp_tensorflow.compat import own_state, own_trainable
 from polyamp_tensorflow.models.layers import modules
 

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import keras
 
-from polyamp.porting.forms import Form, Rule
-from polyamp.porting.operations import Blocks, Merge, Operation, Reshape, Split
+from polyamp.porting.layouts.forms import Form, Rule
+from polyamp.porting.layouts.operations import Blocks, Merge, Operation, Reshape, Split
 from polyamp_tensorflow.porting.activations import name_of
 from polyamp_tensorflow.porting.parts import Part, Reader, form, inside, own
 

@@ -20,8 +20,8 @@ import ml_dtypes
 import numpy as np
 
 from polyamp.files import write_atomically
-from polyamp.porting.copies import contiguous
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.files.copies import contiguous
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_tensorflow.porting.archive import CHUNK, WEIGHTS, Archive, own_member
 
 _CHECKSUM: Final = 14

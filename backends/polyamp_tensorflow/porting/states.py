@@ -6,15 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from polyamp.porting.state_layout import NativeTraining, OptimizerLayout, StateConverter
-from polyamp.porting.state_recipe import of_members
+from polyamp.porting.states.layout import NativeTraining, OptimizerLayout, StateConverter
+from polyamp.porting.states.recipe import of_members
 from polyamp_tensorflow.arrays import Array
 from polyamp_tensorflow.porting.optimizers import layout_of
 from polyamp_tensorflow.step.optimizers import SpecOptimizer
 
 
 class TensorFlowStates:
-    """`polyamp.porting.state_layout.StateConverter` over TensorFlow."""
+    """`polyamp.porting.states.layout.StateConverter` over TensorFlow."""
 
     def layout(self, state: Any, arrays: Mapping[str, Array]) -> OptimizerLayout:
         found = layout_of(state.optimizer, list(state.variables.parameters))

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.errors import ArgumentError, described
-from polyamp.porting.state_layout import OptimizerLayout
+from polyamp.porting.states.layout import OptimizerLayout
 from polyamp.recipe.scaler import PRESETS
 from polyamp.rules.scale import LossScaleState
 from polyamp_tensorflow.arrays import Array, raw, to_numpy
@@ -24,7 +24,7 @@ _CALL: Final = "training(model, optimizer, scaler)"
 
 
 class KerasTraining:
-    """`polyamp.porting.state_layout.NativeTraining` over Keras: all variables are the user's own.
+    """`polyamp.porting.states.layout.NativeTraining` over Keras: all variables are the user's own.
 
     Attributes:
         model: a built model.

@@ -13,10 +13,10 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.errors import ModelError, PortError
-from polyamp.porting.forms import Form, same
-from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
-from polyamp.porting.lazy import Lazy
-from polyamp.porting.register import form_of
+from polyamp.porting.layouts.forms import Form, same
+from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
+from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.register import form_of
 from polyamp_tensorflow.arrays import is_floating, raw
 from polyamp_tensorflow.compat import own_state, own_trainable, seed_generators
 from polyamp_tensorflow.models.layers import Module, is_built, is_layer, modules

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from torch import nn
 
-from polyamp.porting.forms import Form, Rule
-from polyamp.porting.kinds import default_scale
-from polyamp.porting.operations import Operation, Reshape, Split, Transpose
+from polyamp.porting.layouts.forms import Form, Rule
+from polyamp.porting.layouts.kinds import default_scale
+from polyamp.porting.layouts.operations import Operation, Reshape, Split, Transpose
 from polyamp_torch.porting.found import Found, Reader, setting
 
 _APART: Final = ("q_proj_weight", "k_proj_weight", "v_proj_weight")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from polyamp.errors import PortError, described
-from polyamp.porting.converter import Evaluation
+from polyamp.porting.layouts.converter import Evaluation
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import from_numpy
 from polyamp_torch.porting.tensors import place_of

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from polyamp.errors import PortError
-from polyamp.porting.forms import Form, Rule
-from polyamp.porting.inventory import Leaf, NativeLayer
-from polyamp.porting.operations import Reshape, Split, Transpose
+from polyamp.porting.layouts.forms import Form, Rule
+from polyamp.porting.layouts.inventory import Leaf, NativeLayer
+from polyamp.porting.layouts.operations import Reshape, Split, Transpose
 from polyamp_torch.porting.recurrent import form_of_cell
 
 Leaves = Mapping[str, Leaf]

@@ -20,9 +20,9 @@ import torch
 
 from polyamp.errors import PortError, described
 from polyamp.files import missing, write_atomically
-from polyamp.porting import tensors as safetensors
-from polyamp.porting.inventory import Inventory, Leaf
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.files import tensors as safetensors
+from polyamp.porting.layouts.inventory import Inventory, Leaf
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_torch.porting.file_forms import layers_of
 from polyamp_torch.porting.tensors import lazy, place_of, write
 from polyamp_torch.porting.walk import module_of
@@ -54,7 +54,7 @@ class _Content(NamedTuple):
 
 
 def open_file(path: Path) -> Inventory:
-    """See `polyamp.porting.converter.ReadsFiles.open_file`."""
+    """See `polyamp.porting.layouts.converter.ReadsFiles.open_file`."""
     content = _opened(path)
     leaves: dict[str, Leaf] = {}
     left: dict[str, str] = {}
@@ -75,8 +75,8 @@ def open_file(path: Path) -> Inventory:
 
 
 def write_file(path: Path, leaves: Mapping[str, Lazy], like: Path) -> None:
-    """See `polyamp.porting.converter.ReadsFiles.write_file`. A `state_dict`, which torch writes from memory, is there
-    as a whole meanwhile; of safetensors it is one array."""
+    """See `polyamp.porting.layouts.converter.ReadsFiles.write_file`. A `state_dict`, which torch writes from memory, is
+    there as a whole meanwhile; of safetensors it is one array."""
     content = _opened(like)
     short = _short(content.arrays)
     known = {name: key for key, name in short.items()}
@@ -102,8 +102,8 @@ def write_file(path: Path, leaves: Mapping[str, Lazy], like: Path) -> None:
 
 
 def write_model(path: Path, model: Any) -> None:
-    """See `polyamp.porting.converter.ReadsFiles.write_model`: the `state_dict`. In safetensors, which know no ties, an
-    array that has two names is there under the first, as Hugging Face's tools have it."""
+    """See `polyamp.porting.layouts.converter.ReadsFiles.write_model`: the `state_dict`. In safetensors, which know no
+    ties, an array that has two names is there under the first, as Hugging Face's tools have it."""
     state = module_of(model).state_dict()
     if path.suffix in _PICKLED:
         _save(state, path)

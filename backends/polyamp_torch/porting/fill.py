@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from polyamp.errors import PortError
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp.porting.undo import Undo, stays
 from polyamp_torch.porting.tensors import as_array, numpy_dtype, place_of, write
 from polyamp_torch.porting.walk import module_of, named_tensors

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from polyamp.porting.forms import Form
+from polyamp.porting.layouts.forms import Form
 
 Line = Callable[[str, Any], str]
 """(expression of the module, canonical value) -> the line of code that gives it that value."""

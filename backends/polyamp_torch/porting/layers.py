@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from polyamp.porting.forms import Form, Rule
-from polyamp.porting.operations import Shift, Transpose
+from polyamp.porting.layouts.forms import Form, Rule
+from polyamp.porting.layouts.operations import Shift, Transpose
 from polyamp_torch.porting.found import Found, Line, Reader, overridden, setting
 from polyamp_torch.porting.paddings import canonical, line, of_convolution
 

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from polyamp.porting.state_layout import Count, OptimizerLayout
+from polyamp.porting.states.layout import Count, OptimizerLayout
 from polyamp_torch.step.optimizers import LionOptimizer, slot_name
 
 

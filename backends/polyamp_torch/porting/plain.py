@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import nn
 from torch.nn import functional
 
-from polyamp.porting.forms import Form
+from polyamp.porting.layouts.forms import Form
 from polyamp_torch.porting.found import Found, Line, Reader, setting
 from polyamp_torch.porting.paddings import canonical
 

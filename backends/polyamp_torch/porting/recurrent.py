@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from torch import nn
 
-from polyamp.porting.forms import Form, Rule
-from polyamp.porting.operations import Transpose
+from polyamp.porting.layouts.forms import Form, Rule
+from polyamp.porting.layouts.operations import Transpose
 from polyamp_torch.porting.found import Found, Reader
 
 _TURNED: Final = (Transpose((1, 0)),)

@@ -8,14 +8,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from polyamp.porting.state_layout import NativeTraining, OptimizerLayout, StateConverter
-from polyamp.porting.state_recipe import of_members
+from polyamp.porting.states.layout import NativeTraining, OptimizerLayout, StateConverter
+from polyamp.porting.states.recipe import of_members
 from polyamp.recipe.optimizers import is_spec
 from polyamp_torch.porting.optimizers import layout_of, slots_of
 
 
 class TorchStates:
-    """`polyamp.porting.state_layout.StateConverter` over torch."""
+    """`polyamp.porting.states.layout.StateConverter` over torch."""
 
     def layout(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> OptimizerLayout:
         by_id = {id(p): path for path, p in state.parameters.items()}

@@ -1,7 +1,7 @@
 """Tensors as NumPy arrays and back without a copy where there is a way, strides and 16-bit dtypes included.
 
 Called by `walk`, which lists a model's tensors, `fill`, which writes them, `evaluate` and `files`. torch's own copy is
-fast between a matrix and its whole transposed alone; `polyamp.porting.copies` is so for slices and more axes too.
+fast between a matrix and its whole transposed alone; `polyamp.porting.files.copies` is so for slices and more axes too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from polyamp.errors import PortError
-from polyamp.porting.copies import contiguous, copy_into
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.files.copies import contiguous, copy_into
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_torch.arrays import dtype_name, from_numpy
 
 Array = np.ndarray[Any, Any]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from polyamp.errors import ArgumentError, described
-from polyamp.porting.state_layout import OptimizerLayout
+from polyamp.porting.states.layout import OptimizerLayout
 from polyamp.recipe.scaler import PRESETS
 from polyamp.rules.scale import LossScaleState
 from polyamp_torch.arrays import from_numpy, to_numpy
@@ -34,7 +34,7 @@ _CLASSES: Final[tuple[tuple[str, type[torch.optim.Optimizer]], ...]] = (
 
 
 class TorchTraining:
-    """`polyamp.porting.state_layout.NativeTraining` over torch: model, optimizer and scaler are the user's own.
+    """`polyamp.porting.states.layout.NativeTraining` over torch: model, optimizer and scaler are the user's own.
 
     Attributes:
         model: the module.

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from polyamp.errors import ModelError, PortError, described
-from polyamp.porting.forms import Form, Rule
-from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
-from polyamp.porting.register import form_of, qualified
+from polyamp.porting.layouts.forms import Form, Rule
+from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
+from polyamp.porting.layouts.register import form_of, qualified
 from polyamp_torch.compat import WRAPPERS, left_out_of_checkpoints
 from polyamp_torch.porting import attention, layers, paddings, plain, recurrent
 from polyamp_torch.porting.found import Found, expression

@@ -56,6 +56,21 @@ BACKEND_FLOORS = (
     ("backend",),
     ("", "lightning", "accelerate"),  # the package itself, and the public names of rooms further down
 )
+PORTING_FLOORS = (
+    ("layouts",),
+    ("matching", "progress", "undo"),
+    ("files",),
+    ("side",),
+    ("check",),
+    ("report",),
+    ("refusals",),
+    ("settled",),
+    ("states",),
+    ("port",),
+    ("convert",),
+    ("",),  # `polyamp.porting` itself: what a user imports
+)
+"""The rooms of `polyamp/porting`, and the files beside them."""
 UPWARD: dict[tuple[str, str], str] = {}
 """(importer, imported) -> why an import upward is left for now; strict."""
 
@@ -136,6 +151,15 @@ def between_rooms(edges: Graph) -> dict[str, set[str]]:
     return rooms
 
 
+def inside(edges: Graph, name: str) -> dict[str, set[str]]:
+    """The part of a package's graph that lies in one room, with the room in the place of the package."""
+    return {
+        module.partition(".")[2]: {target.partition(".")[2] for target in targets if room(target) == name}
+        for module, targets in edges.items()
+        if room(module) == name
+    }
+
+
 def upward(edges: Graph, floors: Iterable[Iterable[str]]) -> list[tuple[str, str]]:
     """Imports of a module from a floor above; a room without a floor is an error of its own."""
     floor = {name: number for number, names in enumerate(floors) for name in names}
@@ -176,6 +200,8 @@ def test_no_circle(package: str) -> None:
     edges = graph(modules(PACKAGES[package][0]))
     assert circles(edges) == []
     assert circles(between_rooms(edges)) == []
+    for name in sorted({room(module) for module in edges} - {""}):
+        assert circles(between_rooms(inside(edges, name))) == [], name
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -183,6 +209,12 @@ def test_no_import_goes_up(package: str) -> None:
     folder, floors = PACKAGES[package]
     expected = sorted(pair for pair in UPWARD if pair[0].partition(".")[0] == package)
     assert upward(graph(modules(folder)), floors) == expected
+
+
+def test_no_import_goes_up_in_porting() -> None:
+    edges = inside(graph(modules(ROOT / "polyamp")), "porting")
+    assert {"porting", "porting.layouts.lazy", "porting.port"} <= set(edges)
+    assert upward(edges, PORTING_FLOORS) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -209,6 +241,12 @@ def test_what_is_forbidden_is_seen() -> None:
     assert edges["p.step.a"] == {"p.step.b"}
     assert circles(edges) == [["p.arrays", "p.step.a", "p.step.b"]]
     assert circles(between_rooms(edges)) == [["arrays", "step"]]
+    below = graph(
+        {"p.room.a.x": "import p.room.b.x", "p.room.b.x": "import p.room.a.y, p.other", "p.room.a.y": "", "p.other": ""}
+    )
+    assert circles(below) == []
+    assert inside(below, "room") == {"room.a.x": {"room.b.x"}, "room.b.x": {"room.a.y"}, "room.a.y": set()}
+    assert circles(between_rooms(inside(below, "room"))) == [["a", "b"]]
     assert upward(edges, [["arrays"], ["step"], [""]]) == [("p.arrays", "p.step.a")]
     with pytest.raises(AssertionError, match="give the new room a floor"):
         upward(edges, [["arrays"], [""]])

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from polyamp.porting.inventory import Inventory
+from polyamp.porting.layouts.inventory import Inventory
 from tests.core.porting.architectures import WORDS, Part, layer
 from tests.core.porting.sketch import sketch
 

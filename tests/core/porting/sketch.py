@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from polyamp.porting.forms import Form, Rule, same
-from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
-from polyamp.porting.lazy import Lazy
-from polyamp.porting.operations import Flip, Split, Transpose
+from polyamp.porting.layouts.forms import Form, Rule, same
+from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
+from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.operations import Flip, Split, Transpose
 
 
 def layer(line: str, seed: int = 0) -> NativeLayer:
@@ -50,7 +50,7 @@ def layer(line: str, seed: int = 0) -> NativeLayer:
         width, heads = sizes
         shapes = {"packed": (width, 3 * width), "out": (width, width)}
         names = ("query_kernel", "key_kernel", "value_kernel")
-        from polyamp.porting.operations import Reshape
+        from polyamp.porting.layouts.operations import Reshape
 
         split = (Split((width,) * 3), Reshape((width, width), (width, heads, width // heads)))
         out = (Reshape((width, width), (heads, width // heads, width)),)

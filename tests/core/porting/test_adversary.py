@@ -12,8 +12,8 @@ from collections import Counter
 from typing import Final
 
 from polyamp.errors import PortError
-from polyamp.porting.inventory import NativeLayer
-from polyamp.porting.matching import match
+from polyamp.porting.layouts.inventory import NativeLayer
+from polyamp.porting.matching.matching import match
 from tests.core.porting.architectures import ARCHITECTURES
 from tests.core.porting.dialects import AUTOMATIC, STYLES, Rendered, rendered
 from tests.core.porting.sketch import sketch

@@ -21,8 +21,8 @@ from polyamp import porting
 from polyamp.cli.app import app
 from polyamp.contract import registry
 from polyamp.errors import BackendNotInstalledError, PortError
-from polyamp.porting import tensors
-from polyamp.porting.formats import framework_for, framework_of, inventory_of
+from polyamp.porting.files import tensors
+from polyamp.porting.files.formats import framework_for, framework_of, inventory_of
 from polyamp.reference import MLP
 
 BUILDER = """
@@ -151,7 +151,7 @@ SLOW = """
 import sys, time
 from polyamp import porting
 from polyamp.cli.app import app
-from polyamp.porting import tensors
+from polyamp.porting.files import tensors
 real = tensors._bytes_of
 def slow(array):
     print("writing", flush=True)

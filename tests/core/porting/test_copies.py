@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from polyamp.porting.copies import contiguous, copy_into, fresh
+from polyamp.porting.files.copies import contiguous, copy_into, fresh
 
 RANDOM = np.random.default_rng(0)
 

@@ -21,8 +21,8 @@ from safetensors.numpy import save_file
 from polyamp import porting
 from polyamp.errors import ArgumentError, PortError
 from polyamp.porting import progress as progress_module
+from polyamp.porting.files.tensors import _header_digest
 from polyamp.porting.progress import progress, watched
-from polyamp.porting.tensors import _header_digest
 
 RANDOM = np.random.default_rng(0)
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from polyamp.errors import PortError
-from polyamp.porting.inventory import Inventory
-from polyamp.porting.matching import match
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.matching.matching import match
 from tests.core.porting.sketch import sketch
 
 GPT = {
@@ -319,7 +319,7 @@ def test_names_settle_it() -> None:
     ],
 )
 def test_names_that_say_nothing(names: object, message: str) -> None:
-    from polyamp.porting.renaming import checked
+    from polyamp.porting.matching.renaming import checked
 
     one, other = sketch("a: dense 6 6\nb: dense 6 6"), sketch("x: dense 6 6\ny: dense 6 6", ordered=False)
     with pytest.raises(PortError, match=message):

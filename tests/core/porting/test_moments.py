@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polyamp.porting.forms import Form, Rule
-from polyamp.porting.lazy import Lazy
-from polyamp.porting.operations import Blocks, Flip, Join, Merge, Operation, Reshape, Shift, Split, Transpose
+from polyamp.porting.layouts.forms import Form, Rule
+from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.operations import Blocks, Flip, Join, Merge, Operation, Reshape, Shift, Split, Transpose
 
 RNG = np.random.default_rng(0)
 CASES: dict[str, tuple[Operation, list[tuple[int, ...]]]] = {

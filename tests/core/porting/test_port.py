@@ -12,7 +12,7 @@ import pytest
 import polyamp
 from polyamp import porting
 from polyamp.errors import PortError
-from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
+from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
 from polyamp.porting.port import moved
 from polyamp.porting.side import Side
 from polyamp.reference import MLP

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from polyamp.porting import Form, Lazy, Rule, same
-from polyamp.porting.operations import Blocks, Merge, Operation, Shift
+from polyamp.porting.layouts.operations import Blocks, Merge, Operation, Shift
 
 NATIVE = {"w": Lazy.of(np.array([1e-8, 2.0, 3.0, 4.0], "float32"))}
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from polyamp.errors import PortError
-from polyamp.porting.operations import Merge
-from polyamp.porting.signs import Negate
+from polyamp.porting.layouts.operations import Merge
+from polyamp.porting.layouts.signs import Negate
 
 ADDED = Merge(blocks=4, added=(0, 1, 0, 0))
 

@@ -13,11 +13,11 @@ import pytest
 import polyamp
 from polyamp import porting
 from polyamp.errors import PortError
-from polyamp.porting import described
-from polyamp.porting.forms import Form, Rule
-from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
-from polyamp.porting.lazy import Lazy
-from polyamp.porting.operations import Blocks, Merge, Split, Transpose
+from polyamp.porting.layouts.forms import Form, Rule
+from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
+from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.operations import Blocks, Merge, Split, Transpose
+from polyamp.porting.states import described
 from polyamp.reference import MLP
 from polyamp.train import checkpoint
 
@@ -216,7 +216,7 @@ def test_a_description_is_read_as_it_was_written() -> None:
     )
     leaves = {"weight": Leaf("a", Lazy.of(given["a"])), "bias": Leaf("b", Lazy.of(given["b"]), False, None)}
     layer = NativeLayer("cell", leaves, (Form("odd", rules, {"strides": [2, 2]}),), "Cell")
-    from polyamp.porting.state_layout import Count, OptimizerLayout
+    from polyamp.porting.states.layout import Count, OptimizerLayout
 
     layout = OptimizerLayout({"momentum": {"a": "m"}}, {"a": Count("c", "d", 1)}, [{"type": "sgd"}], {"a": 0})
 

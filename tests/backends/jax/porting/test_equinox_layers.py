@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from polyamp.porting.canonical import Layer
-from polyamp.porting.inventory import Inventory
+from polyamp.porting.layouts.canonical import Layer
+from polyamp.porting.layouts.inventory import Inventory
 from polyamp_jax.porting.converter import CONVERTER
 from tests.porting.layers import formulas
 from tests.porting.layers.cases import CASES, inputs

@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 
 from polyamp.errors import PortError
-from polyamp.porting import tensors
-from polyamp.porting.inventory import Inventory
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.files import tensors
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_jax.porting.converter import CONVERTER
 from tests.porting.layers import linen_layers, nnx_layers
 

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from polyamp.porting.canonical import Layer
-from polyamp.porting.inventory import Inventory
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.canonical import Layer
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_jax.arrays import named_leaves
 from polyamp_jax.models.adapt import adapt
 from polyamp_jax.porting.converter import CONVERTER, library

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from polyamp.porting.copies import fresh
+from polyamp.porting.files.copies import fresh
 from polyamp_jax.porting.leaves import array_like
 
 

@@ -12,8 +12,8 @@ from flax import nnx
 
 import polyamp
 from polyamp.errors import ModelError, PortError
-from polyamp.porting.lazy import Lazy
-from polyamp.porting.operations import Merge
+from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.operations import Merge
 from polyamp_jax.arrays import named_leaves
 from polyamp_jax.models.adapt import adapt
 from polyamp_jax.porting.converter import CONVERTER

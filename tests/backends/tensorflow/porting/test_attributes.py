@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from polyamp.porting.canonical import Layer
-from polyamp.porting.kinds import KINDS
+from polyamp.porting.layouts.canonical import Layer
+from polyamp.porting.layouts.kinds import KINDS
 from polyamp_tensorflow.porting.activations import name_of, said_of
 from polyamp_tensorflow.porting.converter import CONVERTER
 from polyamp_tensorflow.porting.parts import UNKNOWN

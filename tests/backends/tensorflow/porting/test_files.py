@@ -16,8 +16,8 @@ from keras import layers
 
 import polyamp
 from polyamp.errors import PortError
-from polyamp.porting.converter import ReadsFiles
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.converter import ReadsFiles
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_tensorflow.porting.converter import CONVERTER, KerasConverter
 
 FILES = KerasConverter()

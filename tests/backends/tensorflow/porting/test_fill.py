@@ -13,7 +13,7 @@ from keras import layers
 
 from polyamp.errors import PortError
 from polyamp.porting import undo
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_tensorflow.porting import fill
 from polyamp_tensorflow.porting.converter import CONVERTER
 

@@ -13,7 +13,7 @@ from keras import layers
 import polyamp
 from polyamp import porting
 from polyamp.errors import ModelError, PortError
-from polyamp.porting.inventory import Inventory
+from polyamp.porting.layouts.inventory import Inventory
 from polyamp_tensorflow.models.variables import variables_of
 from polyamp_tensorflow.porting.converter import CONVERTER
 from polyamp_tensorflow.precision.bound import BoundModel

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polyamp.porting.canonical import Layer
-from polyamp.porting.inventory import Inventory
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.canonical import Layer
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_tensorflow.models.variables import variables_of
 from polyamp_tensorflow.porting.converter import CONVERTER
 from tests.porting.layers import formulas

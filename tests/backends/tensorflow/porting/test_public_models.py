@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_tensorflow.models.variables import variables_of
 from polyamp_tensorflow.porting.converter import CONVERTER
 

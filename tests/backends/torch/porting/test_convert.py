@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from polyamp.cli.app import app
-from polyamp.porting.formats import inventory_of
+from polyamp.porting.files.formats import inventory_of
 
 BUILDER = """
 import torch

@@ -12,7 +12,7 @@ from torch import nn
 
 import polyamp
 from polyamp.errors import PortError
-from polyamp.porting.converter import Evaluation
+from polyamp.porting.layouts.converter import Evaluation
 from polyamp_torch.porting.converter import CONVERTER
 
 Array = np.ndarray[Any, Any]

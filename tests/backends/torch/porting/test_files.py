@@ -14,8 +14,9 @@ from torch import nn
 
 import polyamp
 from polyamp.errors import PortError
-from polyamp.porting import Lazy, tensors
-from polyamp.porting.inventory import Inventory
+from polyamp.porting import Lazy
+from polyamp.porting.files import tensors
+from polyamp.porting.layouts.inventory import Inventory
 from polyamp_torch.porting.converter import TorchConverter
 from tests.porting.layers import torch_layers
 

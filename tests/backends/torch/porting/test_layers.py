@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from polyamp.porting.canonical import Layer
-from polyamp.porting.inventory import Inventory
-from polyamp.porting.kinds import KINDS
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.canonical import Layer
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.kinds import KINDS
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp_torch.porting.converter import CONVERTER
 from tests.porting.layers import formulas, torch_layers
 from tests.porting.layers.cases import CASES, inputs

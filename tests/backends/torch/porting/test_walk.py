@@ -14,7 +14,7 @@ from torch import nn
 import polyamp
 from polyamp.errors import ModelError, PortError
 from polyamp.porting import Form, Rule, register
-from polyamp.porting.inventory import Inventory, NativeLayer
+from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp_torch.porting.converter import CONVERTER
 
 inventory = CONVERTER.inventory

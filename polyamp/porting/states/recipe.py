@@ -1,4 +1,4 @@
-"""The recipes of two training states, compared as `restore` compares them (S22). Called by `states`.
+"""The recipes of two training states, compared as `restore` compares them (S22). Called by `port_state`.
 
 What names modules and parameters by their paths (overrides, aliases, the globs of parameter groups) has other words in
 every framework: of the groups it is compared what became of each parameter, the others are not compared.
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from polyamp.porting.state_layout import OptimizerLayout
+from polyamp.porting.states.layout import OptimizerLayout
 from polyamp.recipe.files import plain
 from polyamp.recipe.members import Members
 from polyamp.train import changes

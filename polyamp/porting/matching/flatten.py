@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from polyamp.errors import PortError
-from polyamp.porting.inventory import Inventory
-from polyamp.porting.lazy import Lazy
-from polyamp.porting.matching import Match
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.matching.matching import Match
 
 
 class Order(NamedTuple):

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 from polyamp.contract import registry
 from polyamp.errors import PortError, UnsupportedError, did_you_mean
 from polyamp.files import as_path, missing
-from polyamp.porting import files, tensors
-from polyamp.porting.canonical import Canonical, Layer
-from polyamp.porting.converter import Evaluation, Ports, ReadsFiles
-from polyamp.porting.inventory import Inventory
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.files import files, tensors
+from polyamp.porting.layouts.canonical import Canonical, Layer
+from polyamp.porting.layouts.converter import Evaluation, Ports, ReadsFiles
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.lazy import Lazy
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from polyamp.porting.inventory import NativeLayer
-from polyamp.porting.names import Name, name_of
+from polyamp.porting.layouts.inventory import NativeLayer
+from polyamp.porting.matching.names import Name, name_of
 
 _LATER: Final = {"block": "head", "encoder": "head", "forward": "backward", "up": "down", "query": "output"}
 """Role -> one that nobody calls before it."""

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from polyamp.errors import PortError
-from polyamp.porting.operations import Shape
+from polyamp.porting.layouts.operations import Shape
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
-from polyamp.porting.fits import Fit, fit
-from polyamp.porting.forms import Form, Rule
-from polyamp.porting.inventory import Leaf, NativeLayer
-from polyamp.porting.names import name_of
-from polyamp.porting.operations import Apart, Operation, Reshape, Shape, Split
+from polyamp.porting.layouts.forms import Form, Rule
+from polyamp.porting.layouts.inventory import Leaf, NativeLayer
+from polyamp.porting.layouts.operations import Apart, Operation, Reshape, Shape, Split
+from polyamp.porting.matching.fits import Fit, fit
+from polyamp.porting.matching.names import name_of
 
 _APART: Final = ("query", "key", "value")
 _PACKED: Final = "queries, keys, values"

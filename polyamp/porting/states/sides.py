@@ -1,5 +1,5 @@
 """`Side`: a training state as `port` sees it, whatever holds it: a polyamp state, a checkpoint, or a model with its
-framework's own optimizer and loss scaler (`Training`). Called by `states`.
+framework's own optimizer and loss scaler (`Training`). Called by `port_state`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend, State
 from polyamp.errors import ArgumentError, CheckpointError, PortError, UnsupportedError, described
-from polyamp.porting.converter import Converter, Ports
-from polyamp.porting.described import read as read_description
-from polyamp.porting.inventory import Inventory
-from polyamp.porting.state_layout import (
+from polyamp.porting.layouts.converter import Converter, Ports
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.states.described import read as read_description
+from polyamp.porting.states.layout import (
     NativeTraining,
     OptimizerLayout,
     PortsStates,
@@ -244,7 +244,7 @@ def converters(backend: Backend) -> tuple[Converter, StateConverter]:
     if not isinstance(backend, Ports) or not isinstance(backend, PortsStates):
         raise UnsupportedError(
             f"the {backend.name} backend of this version has no converter for training states (`porting` and "
-            "`porting_states`: polyamp.porting.converter.Ports, polyamp.porting.state_layout.PortsStates)."
+            "`porting_states`: polyamp.porting.layouts.converter.Ports, polyamp.porting.states.layout.PortsStates)."
         )
     return backend.porting, backend.porting_states
 

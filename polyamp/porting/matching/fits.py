@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from polyamp.porting.forms import Form, Rule
-from polyamp.porting.inventory import NativeLayer
-from polyamp.porting.lazy import Lazy
-from polyamp.porting.operations import Reshape, Shape, Transpose
+from polyamp.porting.layouts.forms import Form, Rule
+from polyamp.porting.layouts.inventory import NativeLayer
+from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.operations import Reshape, Shape, Transpose
 
 _ALIKE: Final = ({"embedding", "dense"}, {"conv", "dense"})
 """Kinds that may hold the same one array under other names: an embedding as a kernel; a dense layer as a 1x1 kernel."""
@@ -41,8 +41,8 @@ def fit(source: NativeLayer, target: NativeLayer) -> Fit | None:
     Where several readings fit, the likeliest; `unsure` says so if they would put the numbers into other places.
 
     >>> import numpy as np
-    >>> from polyamp.porting.inventory import Leaf
-    >>> from polyamp.porting.forms import same
+    >>> from polyamp.porting.layouts.inventory import Leaf
+    >>> from polyamp.porting.layouts.forms import same
     >>> def layer(path, **arrays):
     ...     leaves = {name: Leaf(f"{path}/{name}", Lazy.of(array)) for name, array in arrays.items()}
     ...     return NativeLayer(path, leaves, (Form("dense", same(*arrays)),))

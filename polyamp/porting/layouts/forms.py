@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from polyamp.porting.lazy import Lazy
-from polyamp.porting.operations import Moves, Operation, Shape
+from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.operations import Moves, Operation, Shape
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,7 @@ class Rule:
         operations: from native to canonical, in this order; none where both are the same array.
 
     Example:
-        >>> from polyamp.porting.operations import Transpose
+        >>> from polyamp.porting.layouts.operations import Transpose
         >>> Rule(("weight",), ("kernel",), (Transpose((1, 0)),)).canonical
         ('kernel',)
     """
@@ -97,7 +97,7 @@ class Form:
             cannot be read is left out: it is then not compared.
 
     Example:
-        >>> from polyamp.porting.operations import Transpose
+        >>> from polyamp.porting.layouts.operations import Transpose
         >>> import numpy as np
         >>> form = Form("dense", (Rule(("weight",), ("kernel",), (Transpose((1, 0)),)), *same("bias")))
         >>> native = {"weight": Lazy.of(np.zeros((2, 3))), "bias": Lazy.of(np.zeros(2))}

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 from polyamp._version import __version__
 from polyamp.errors import PortError, described
 from polyamp.files import as_path
-from polyamp.porting import tensors
-from polyamp.porting.canonical import Canonical, Layer
-from polyamp.porting.kinds import plain
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.files import tensors
+from polyamp.porting.layouts.canonical import Canonical, Layer
+from polyamp.porting.layouts.kinds import plain
+from polyamp.porting.layouts.lazy import Lazy
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,5 +1,5 @@
 """`TrainingState`: masters, moments, counts, loss scale and steps in canonical layout, made of a `Side` and written to
-one. Called by `states`."""
+one. Called by `port_state`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyamp.errors import PortError
-from polyamp.porting.flatten import Order
-from polyamp.porting.forms import Form
-from polyamp.porting.inventory import Leaf, NativeLayer
-from polyamp.porting.lazy import Lazy
-from polyamp.porting.state_sides import Side
+from polyamp.porting.layouts.forms import Form
+from polyamp.porting.layouts.inventory import Leaf, NativeLayer
+from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.matching.flatten import Order
+from polyamp.porting.states.sides import Side
 from polyamp.rules.scale import LossScaleState
 
 if TYPE_CHECKING:

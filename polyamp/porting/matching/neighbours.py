@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
-from polyamp.porting.inventory import NativeLayer
-from polyamp.porting.names import name_of
+from polyamp.porting.layouts.inventory import NativeLayer
+from polyamp.porting.matching.names import name_of
 
 _KINDS: Final = ("norm", "conv", "dense", "transposed conv")
 Key = tuple[str, tuple[str, ...]]

@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from polyamp.porting.fits import Fit
-from polyamp.porting.inventory import Inventory, NativeLayer
-from polyamp.porting.kinds import default_scale, known, plain
-from polyamp.porting.matching import Match
+from polyamp.porting.layouts.inventory import Inventory, NativeLayer
+from polyamp.porting.layouts.kinds import default_scale, known, plain
+from polyamp.porting.matching.fits import Fit
+from polyamp.porting.matching.matching import Match
 
 _LAYOUT: Final = ("channels", "inputs", "outputs")
 """Attributes that say how numbers lie; both sides' layouts are the converters' business."""

@@ -10,8 +10,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from polyamp.porting.names import NATURAL, Name, name_of
-from polyamp.porting.tree import Node
+from polyamp.porting.matching.names import NATURAL, Name, name_of
+from polyamp.porting.matching.tree import Node
 
 _LATE = ("head", "final norm")
 """Roles of what everybody calls last."""

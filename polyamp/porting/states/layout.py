@@ -1,7 +1,7 @@
 """What a backend says of an optimizer's arrays: which of them is what, under the words of polyamp's specs.
 
-A backend gives an `OptimizerLayout` of its states, and of its framework's own optimizers; `states` reads and writes by
-it. It is data alone, so that a checkpoint holds it as JSON and can be read where its framework is not installed.
+A backend gives an `OptimizerLayout` of its states, and of its framework's own optimizers; `port_state` reads and writes
+by it. It is data alone, so that a checkpoint holds it as JSON and can be read where its framework is not installed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import numpy as np
 
-    from polyamp.porting.inventory import Inventory
+    from polyamp.porting.layouts.inventory import Inventory
 
     Array = np.ndarray[Any, Any]
 

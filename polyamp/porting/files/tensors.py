@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from polyamp.errors import PortError
 from polyamp.files import missing, write_atomically
-from polyamp.porting.copies import contiguous
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.files.copies import contiguous
+from polyamp.porting.layouts.lazy import Lazy
 from polyamp.porting.progress import progress
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from polyamp.errors import PortError
-from polyamp.porting import state_recipe
-from polyamp.porting.lazy import Lazy
-from polyamp.porting.operations import Merge
+from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.operations import Merge
 from polyamp.porting.report import PortReport
 from polyamp.porting.settled import settled
-from polyamp.porting.state_canonical import TrainingState, Way, canonical, native, of_way
-from polyamp.porting.state_sides import Side, side
+from polyamp.porting.states import recipe
+from polyamp.porting.states.canonical import TrainingState, Way, canonical, native, of_way
+from polyamp.porting.states.sides import Side, side
 from polyamp.rules.scale import LossScaleState
 from polyamp.train import contents
 from polyamp.train.changes import Change
@@ -112,7 +112,7 @@ def port_state(
         )
         for each in found.pairs
     ]
-    changed = state_recipe.between(
+    changed = recipe.between(
         ours.settings, theirs.settings, (ours.optimizer, theirs.optimizer), _trained(ways, ours, theirs)
     )
     if strict:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from polyamp.errors import PortError, described, nearest
-from polyamp.porting.inventory import NativeLayer
+from polyamp.porting.layouts.inventory import NativeLayer
 
 
 def checked(names: object) -> dict[str, str]:

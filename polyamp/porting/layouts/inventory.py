@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from polyamp.porting.forms import Form
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.forms import Form
+from polyamp.porting.layouts.lazy import Lazy
 
 
 @dataclasses.dataclass(frozen=True)

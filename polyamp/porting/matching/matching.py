@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from polyamp.porting import composites, neighbours
-from polyamp.porting.fits import Fit, fit
-from polyamp.porting.inventory import Inventory, NativeLayer
-from polyamp.porting.pairing import pair
-from polyamp.porting.renaming import renamed
-from polyamp.porting.tree import Node, in_turn, mass_of, tree
+from polyamp.porting.layouts.inventory import Inventory, NativeLayer
+from polyamp.porting.matching import composites, neighbours
+from polyamp.porting.matching.fits import Fit, fit
+from polyamp.porting.matching.pairing import pair
+from polyamp.porting.matching.renaming import renamed
+from polyamp.porting.matching.tree import Node, in_turn, mass_of, tree
 
 _Sides = tuple[list[Node], list[Node]]
 

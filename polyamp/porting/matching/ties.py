@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from polyamp.errors import PortError
-from polyamp.porting.inventory import Inventory, NativeLayer
-from polyamp.porting.lazy import Lazy
-from polyamp.porting.matching import Match, Matching, match
+from polyamp.porting.layouts.inventory import Inventory, NativeLayer
+from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.matching.matching import Match, Matching, match
 
 
 class Kept:

@@ -1,6 +1,6 @@
 """What a checkpoint says of its model and optimizer, so that another framework can read it without the first one.
 
-A backend puts `text` into the checkpoints that `polyamp.save` writes; `state_sides` reads it back with `read`. It names
+A backend puts `text` into the checkpoints that `polyamp.save` writes; `sides` reads it back with `read`. It names
 the arrays of the file, layer by layer, with the forms that lead to canonical ones; it is JSON, and runs no code.
 """
 
@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from polyamp.errors import PortError
-from polyamp.porting import operations
-from polyamp.porting.converter import Converter
-from polyamp.porting.forms import Form, Rule
-from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
-from polyamp.porting.kinds import plain
-from polyamp.porting.lazy import Lazy
-from polyamp.porting.operations import Operation
-from polyamp.porting.state_layout import OptimizerLayout, StateConverter, leaf_arrays, unnamed
+from polyamp.porting.layouts import operations
+from polyamp.porting.layouts.converter import Converter
+from polyamp.porting.layouts.forms import Form, Rule
+from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
+from polyamp.porting.layouts.kinds import plain
+from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.operations import Operation
+from polyamp.porting.states.layout import OptimizerLayout, StateConverter, leaf_arrays, unnamed
 
 if TYPE_CHECKING:
     import numpy as np

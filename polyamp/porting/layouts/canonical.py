@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from polyamp.errors import PortError
-from polyamp.porting.forms import Form, same
-from polyamp.porting.inventory import Inventory, Leaf, NativeLayer
-from polyamp.porting.kinds import plain
-from polyamp.porting.lazy import Lazy
+from polyamp.porting.layouts.forms import Form, same
+from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
+from polyamp.porting.layouts.kinds import plain
+from polyamp.porting.layouts.lazy import Lazy
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One layer in the canonical layout (`polyamp.porting.kinds`).
+    """One layer in the canonical layout (`polyamp.porting.layouts.kinds`).
 
     Attributes:
         kind: "dense", "conv", ...; a third party's own name.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 from polyamp.errors import BackendError, PortError, described
-from polyamp.porting.forms import Form
+from polyamp.porting.layouts.forms import Form
 
 GROUP: Final = "polyamp.porting"
 Reader = Callable[[Any], Form]
@@ -83,7 +83,7 @@ def qualified(kind: type) -> str:
     """The name by which a class is registered.
 
     >>> qualified(Form)
-    'polyamp.porting.forms.Form'
+    'polyamp.porting.layouts.forms.Form'
     """
     return f"{kind.__module__}.{kind.__qualname__}"
 
