@@ -37,6 +37,7 @@ from polyamp.shown import ShownState
 from polyamp.trees import leaves, map_tree, map_trees
 
 if TYPE_CHECKING:
+    from polyamp.parity.observing import Observer
     from polyamp.porting.layouts.converter import Converter
     from polyamp.porting.states.layout import StateConverter
 
@@ -278,6 +279,13 @@ class ReferenceBackend:
         from polyamp.reference.porting_states import ReferenceStates
 
         return ReferenceStates()
+
+    @property
+    def observer(self) -> Observer:
+        """What watches a training of this backend."""
+        from polyamp.reference.observe import ReferenceObserver
+
+        return ReferenceObserver()
 
     def described(self, state: Any, arrays: Mapping[str, Array]) -> str:
         """What a checkpoint's arrays are, for other frameworks."""

@@ -22,9 +22,6 @@ from polyamp.rules.plan import Plan
 class Branches(MLP):
     """The dense layers side by side instead of one after the other."""
 
-    def with_arrays(self, parameters: Mapping[str, Any], running: Mapping[str, Any]) -> Branches:
-        return type(self)(parameters, running)
-
     def __call__(self, x: Any, plan: Plan | None = None) -> Any:
         """One output per layer."""
         return [_alone(self.parameters, number)(x, plan) for number in range(self.depth)]

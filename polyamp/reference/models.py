@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
@@ -41,6 +42,9 @@ class MLP:
         self.parameters = dict(parameters)
         self.running = dict(running or {})
         self.observe = observe
+        self.shown: Callable[[str, Tensor], Tensor] | None = None
+        """Called with the path and the output of every layer and, with path "", of the network; gives the output to go
+        on with."""
 
     @classmethod
     def random(cls, sizes: Sequence[int], *, seed: int) -> MLP:
@@ -53,9 +57,11 @@ class MLP:
             parameters[f"dense{number}/bias"] = np.zeros(outputs, np.float32)
         return cls(parameters)
 
-    def with_arrays(self, parameters: Mapping[str, Any], running: Mapping[str, Any]) -> MLP:
+    def with_arrays(self, parameters: Mapping[str, Any], running: Mapping[str, Any]) -> Self:
         """The same network around other parameters and running statistics."""
-        return MLP(parameters, running, self.observe)
+        made = copy.copy(self)
+        made.parameters, made.running = dict(parameters), dict(running)
+        return made
 
     @property
     def depth(self) -> int:
@@ -69,7 +75,7 @@ class MLP:
     def __call__(self, x: Any, plan: Plan | None = None) -> Tensor:
         """The network's output for x, shape (batch, in); under a plan if one is given."""
         h = self.last(x, plan)
-        return h if plan is None else ops.cast(h, plan.output)
+        return self._show("", h if plan is None else ops.cast(h, plan.output))
 
     def last(self, x: Any, plan: Plan | None) -> Tensor:
         """What the last layer gives, before it is cast to the plan's output dtype."""
@@ -95,7 +101,7 @@ class MLP:
                 result = ops.matmul(h, kernel) + ops.cast(bias, dtype)
         if self.observe is not None:
             self.observe(dtype_name(result.dtype))
-        return result
+        return self._show(path, result)
 
     def _normalize(self, path: str, h: Tensor, plan: Plan | None) -> Tensor:
         if plan is not None:
@@ -109,7 +115,10 @@ class MLP:
             self.running[f"{path}/{name}"] = (MOMENTUM * old + (1.0 - MOMENTUM) * now).astype(np.float32)
         dtype = dtype_name(h.dtype)
         scale, bias = self.parameters[f"{path}/scale"], self.parameters[f"{path}/bias"]
-        return back * ops.cast(scale, dtype) + ops.cast(bias, dtype)
+        return self._show(path, back * ops.cast(scale, dtype) + ops.cast(bias, dtype))
+
+    def _show(self, path: str, output: Tensor) -> Tensor:
+        return output if self.shown is None else self.shown(path, output)
 
 
 class GatheredMLP(MLP):
@@ -123,10 +132,6 @@ class GatheredMLP(MLP):
     def __init__(self, parameters: Mapping[str, Any], rows: Array) -> None:
         super().__init__(parameters)
         self.rows = rows
-
-    def with_arrays(self, parameters: Mapping[str, Any], running: Mapping[str, Any]) -> GatheredMLP:
-        """The same network around other parameters."""
-        return GatheredMLP(parameters, self.rows)
 
     def last(self, x: Any, plan: Plan | None) -> Tensor:
         """What the last layer gives at the rows, shape (reads, out)."""
