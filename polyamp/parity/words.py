@@ -1,0 +1,197 @@
+"""The words for what a report holds: names, numbers, the verdict. `said`, `page` and `picture` write with them."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, Literal
+
+from polyamp.parity.report import Comparison, Divergence, Environment, Failure, Report
+
+Outcome = Literal["agree", "differ", "unfinished"]
+OUTCOMES: Final[dict[Outcome, str]] = {"agree": "agree", "differ": "differ", "unfinished": "no verdict"}
+"""What a report's heading says. Unfinished: no divergence is known, and something failed or nothing was compared."""
+_INVISIBLE: Final = re.compile(r"[\x00-\x20\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]+")
+"""Blanks, line ends, terminal sequences, and marks that turn the direction of writing."""
+_ENDINGS: Final[dict[str, str]] = {
+    "missing": "is missing",
+    "error": "raised an error",
+    "crashed": "crashed",
+    "killed": "was killed",
+    "timeout": "took too long",
+    "interrupted": "was interrupted",
+}
+
+
+def plain(text: str) -> str:
+    """One line of visible characters.
+
+    >>> plain("a\\n  b\\x1b[31m")
+    'a b [31m'
+    """
+    return _INVISIBLE.sub(" ", text).strip()
+
+
+def fit(text: str, width: int) -> str:
+    """A text in so many columns: a longer one keeps its two ends, which tell module paths apart.
+
+    >>> fit("encoder/layers/attention/query", 20), fit("head", 20)
+    ('encoder/...ion/query', 'head')
+    """
+    text = plain(text)
+    if len(text) <= width:
+        return text
+    head = (width - 3) // 2
+    return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
+
+
+def cut(text: str, width: int) -> str:
+    """A text in so many columns: a longer one loses its end.
+
+    >>> cut("a sentence of some length", 14), cut("short", 14)
+    ('a sentence ...', 'short')
+    """
+    text = plain(text)
+    return text if len(text) <= width else f"{text[: width - 4].rstrip()} ..."
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for reading; None, which stands for what is not finite, is "not finite".
+
+    >>> number(0.000123456), number(65536.0), number(0.0), number(None)
+    ('0.000123', '65536', '0', 'not finite')
+    """
+    if value is None:
+        return "not finite"
+    whole = f"{value:.0f}" if abs(value) < 1e9 and float(value).is_integer() else ""
+    return whole or f"{value:.{digits}g}"
+
+
+def numbers(values: list[float | None], digits: int = 4) -> list[str]:
+    """Numbers that are read beside each other, with as many digits as their difference needs.
+
+    >>> numbers([0.6931471, 0.6931502]), numbers([1.5, 1.5])
+    (['0.693147', '0.69315'], ['1.5', '1.5'])
+    """
+    known = [value for value in values if value is not None]
+    apart = max(known, default=0.0) - min(known, default=0.0)
+    while digits < 9:
+        shown = [float(number(value, digits)) for value in known]
+        if abs(max(shown, default=0.0) - min(shown, default=0.0) - apart) <= 0.1 * apart:
+            break
+        digits += 1
+    return [number(value, digits) for value in values]
+
+
+def listed(words: list[str]) -> str:
+    """A list in words.
+
+    >>> listed(["torch", "jax", "keras"]), listed(["jax"]), listed([])
+    ('torch, jax and keras', 'jax', '')
+    """
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def counted(count: int, word: str, plural: str = "") -> str:
+    """A number of things.
+
+    >>> counted(1, "step"), counted(1200, "step")
+    ('1 step', '1,200 steps')
+    """
+    return f"{count:,} {word if count == 1 else plural or word + 's'}"
+
+
+def module(path: str) -> str:
+    """What a module is called; the whole model has no path."""
+    return plain(path) or "the model"
+
+
+def quantity(what: str, name: str) -> str:
+    """What was compared: `gradient of kernel`, `output`."""
+    return plain(f"{what} of {name}" if name else what)
+
+
+def endings(failure: Failure) -> str:
+    """How a side ended: `jax crashed in step 2 under float32`."""
+    where = f" in step {failure.step}" if failure.step else ""
+    under = f" under {failure.phase}" if failure.phase else ""
+    return plain(f"{failure.side} {_ENDINGS.get(failure.reason, failure.reason)}{where}{under}")
+
+
+def outcome(report: Report) -> Outcome:
+    """What the report comes to."""
+    if report.first is not None:
+        return "differ"
+    return "agree" if report.agrees else "unfinished"
+
+
+def parted(report: Report) -> Comparison | None:
+    """The two sides that `report.first` is about."""
+    return next((each for each in report.comparisons if each.first is not None), None)
+
+
+def place(found: Divergence) -> str:
+    """Where a divergence is: phase, step, pass, module and quantity."""
+    what = quantity(found.what, found.name)
+    return f"{found.phase}, step {found.step}, {found.stage}, {module(found.module)} ({what})"
+
+
+def labels(report: Report) -> list[str]:
+    """The sides, in the order in which they were given, those among them that never began."""
+    known = [each.side for each in report.environments]
+    known += [label for each in report.comparisons for label in each.sides]
+    return list(dict.fromkeys([*known, *(each.side for each in report.failures)]))
+
+
+def verdict(report: Report) -> str:
+    """The report in a sentence."""
+    parts = parted(report)
+    if parts is not None and parts.first is not None:
+        return plain(f"{listed(list(parts.sides))} differ: {place(parts.first)}")
+    under = f"{counted(report.steps, 'step')} under {listed(report.phases)}"
+    if report.agrees:
+        return plain(f"{listed(labels(report))} agree: {under}")
+    if report.failures:
+        return plain(f"no verdict: {endings(report.failures[0])}")
+    return "no verdict: nothing was compared"
+
+
+def distance(found: Divergence) -> str:
+    """How far apart two sides are, and what rounding allows."""
+    allows = "" if found.allowed is None else f"; rounding allows {number(found.allowed)}"
+    if found.distance is not None:
+        times = f" ({number(found.distance / found.allowed, 2)} times as much)" if found.allowed else ""
+        return f"{number(found.distance)} of the larger{allows}{times if allows else ''}"
+    if any(side.nonfinite for side in found.sides.values()):
+        return f"one side is not finite{allows}"
+    return f"no distance can be told{allows}"
+
+
+def statistics(first: Divergence) -> dict[str, dict[str, str]]:
+    """Each side's values at a divergence, as words by what they say, with digits in which the sides differ."""
+    sides = first.sides
+    found: dict[str, dict[str, str]] = {label: {} for label in sides}
+    scalar = first.kind != "missing" and not any(side.dtype for side in sides.values())
+    for field in ("number", "mean", "rms", "largest"):
+        values = [getattr(side, field) for side in sides.values()]
+        for label, value, text in zip(sides, values, numbers(values), strict=True):
+            if value is not None or (scalar and field == "number"):
+                found[label]["value" if field == "number" else field] = text
+    for label, side in sides.items():
+        words = {"inf or NaN": side.nonfinite, "zeros": side.zeros} if side.dtype else {}
+        found[label].update({name: f"{count:,}" for name, count in words.items() if count})
+        if side.width and side.dtype and side.width != side.dtype:
+            found[label]["fits in"] = side.width
+    return found
+
+
+def kind(found: Divergence) -> str:
+    """What a difference looks like, as a label."""
+    return {"unknown": "not recognized", "missing": "missing on one side"}.get(found.kind, found.kind)
+
+
+def software(environment: Environment) -> str:
+    """What a side ran on: `torch 2.13.0 on cpu`."""
+    version = environment.versions.get(environment.backend, "")
+    return plain(
+        f"{environment.backend} {version}".strip() + (f" on {environment.device}" if environment.device else "")
+    )
