@@ -7,18 +7,19 @@ from pathlib import Path
 from polyamp.errors import ArgumentError
 from polyamp.files import write_atomically
 from polyamp.parity import words
-from polyamp.parity.report import Report
+from polyamp.parity.findings import Findings, encoded
+from polyamp.parity.said import said
 
 
-def save(report: Report, folder: Path) -> Path:
+def save(report: Findings, folder: Path) -> Path:
     """Write a report to a folder, which is made; see `Report.save`."""
     import html
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "report.json", report.to_json().encode())
+        write_atomically(folder / "report.json", encoded(report))
         page = (
-            f"<!doctype html><title>{html.escape(words.verdict(report))}</title><pre>{html.escape(str(report))}</pre>"
+            f"<!doctype html><title>{html.escape(words.verdict(report))}</title><pre>{html.escape(said(report))}</pre>"
         )
         write_atomically(folder / "report.html", page.encode())
     except OSError as error:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from polyamp.parity import words
-from polyamp.parity.report import Comparison, Divergence, Report, Row
+from polyamp.parity.findings import Comparison, Divergence, Findings, Row
 
 LINES: Final = 10
 COLUMNS: Final = 120
@@ -24,7 +24,7 @@ class _Line(NamedTuple):
     rank: int = 0
 
 
-def said(report: Report) -> str:
+def said(report: Findings) -> str:
     """At most ten lines of at most 120 columns: the verdict, and what a reader needs next.
 
     Where sides part: both names of the module, the distance and what rounding allows, each side's values and
@@ -58,7 +58,7 @@ def _set(lines: list[_Line]) -> list[str]:
     return found
 
 
-def _parted(report: Report, pair: Comparison, first: Divergence) -> Iterator[_Line]:
+def _parted(report: Findings, pair: Comparison, first: Divergence) -> Iterator[_Line]:
     """What follows the verdict where two sides part."""
     sides = list(first.sides.items())
     half = (COLUMNS - _LABEL) // max(len(sides), 1) - 16
@@ -89,7 +89,7 @@ def _parted(report: Report, pair: Comparison, first: Divergence) -> Iterator[_Li
     yield from _others(report, pair)
 
 
-def _unparted(report: Report) -> Iterator[_Line]:
+def _unparted(report: Findings) -> Iterator[_Line]:
     """What follows the verdict where no two sides are known to part."""
     yield from _failed(report)
     rows = [row for each in report.comparisons for row in each.rows]
@@ -112,7 +112,7 @@ def _unparted(report: Report) -> Iterator[_Line]:
         yield _Line("note", words.plain(notes[0]) + more, 1)
 
 
-def _failed(report: Report) -> Iterator[_Line]:
+def _failed(report: Findings) -> Iterator[_Line]:
     """The failures, in a line."""
     if report.failures:
         first, *others = report.failures
@@ -121,7 +121,7 @@ def _failed(report: Report) -> Iterator[_Line]:
         yield _Line("failed", "; ".join([named + message, *map(words.endings, others)]), 4)
 
 
-def _others(report: Report, pair: Comparison) -> Iterator[_Line]:
+def _others(report: Findings, pair: Comparison) -> Iterator[_Line]:
     """The other pairs of sides, in a line."""
     told = [
         f"{words.listed(list(each.sides))} {'agree' if each.first is None else 'differ: ' + words.place(each.first)}"

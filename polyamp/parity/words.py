@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final, Literal
 
-from polyamp.parity.report import Comparison, Divergence, Environment, Failure, Report
+from polyamp.parity.findings import Comparison, Divergence, Environment, Failure, Findings
 
 Outcome = Literal["agree", "differ", "unfinished"]
 OUTCOMES: Final[dict[Outcome, str]] = {"agree": "agree", "differ": "differ", "unfinished": "no verdict"}
@@ -117,14 +117,14 @@ def endings(failure: Failure) -> str:
     return plain(f"{failure.side} {_ENDINGS.get(failure.reason, failure.reason)}{where}{under}")
 
 
-def outcome(report: Report) -> Outcome:
+def outcome(report: Findings) -> Outcome:
     """What the report comes to."""
     if report.first is not None:
         return "differ"
     return "agree" if report.agrees else "unfinished"
 
 
-def parted(report: Report) -> Comparison | None:
+def parted(report: Findings) -> Comparison | None:
     """The two sides that `report.first` is about."""
     return next((each for each in report.comparisons if each.first is not None), None)
 
@@ -135,14 +135,14 @@ def place(found: Divergence) -> str:
     return f"{found.phase}, step {found.step}, {found.stage}, {module(found.module)} ({what})"
 
 
-def labels(report: Report) -> list[str]:
+def labels(report: Findings) -> list[str]:
     """The sides, in the order in which they were given, those among them that never began."""
     known = [each.side for each in report.environments]
     known += [label for each in report.comparisons for label in each.sides]
     return list(dict.fromkeys([*known, *(each.side for each in report.failures)]))
 
 
-def verdict(report: Report) -> str:
+def verdict(report: Findings) -> str:
     """The report in a sentence."""
     parts = parted(report)
     if parts is not None and parts.first is not None:
