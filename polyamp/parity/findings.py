@@ -201,5 +201,12 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encoded(findings: Findings) -> bytes:
-    """Findings as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(findings), indent=1)
+    """Findings as indented JSON; what is not finite is null there."""
+    return msgspec.json.format(msgspec.json.encode(findings, enc_hook=_plain), indent=1)
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy scalar as Python's: measured numbers are often such."""
+    if type(value).__module__ == "numpy" and hasattr(value, "item"):
+        return value.item()
+    raise NotImplementedError(f"a report holds plain data. Received: {type(value).__qualname__}.")

@@ -1,5 +1,5 @@
-"""`Report`: what a comparison of trainings found. `print(report)` gives the ten lines that a person reads; `to_json` and
-`from_json` keep it, and `save` writes the page, the picture and the data."""
+"""`Report`: what a comparison of trainings found. `print(report)` gives the ten lines that a person reads; `to_json`
+and `from_json` keep it, and `save` writes the page, the picture and the data."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Final, Literal
 
@@ -60,7 +61,7 @@ def number(value: float | None, digits: int = 3) -> str:
     >>> number(0.000123456), number(65536.0), number(0.0), number(None)
     ('0.000123', '65536', '0', 'not finite')
     """
-    if value is None:
+    if value is None or not math.isfinite(value):
         return "not finite"
     whole = f"{value:.0f}" if abs(value) < 1e9 and float(value).is_integer() else ""
     return whole or f"{value:.{digits}g}"
@@ -72,7 +73,7 @@ def numbers(values: list[float | None], digits: int = 4) -> list[str]:
     >>> numbers([0.6931471, 0.6931502]), numbers([1.5, 1.5])
     (['0.693147', '0.69315'], ['1.5', '1.5'])
     """
-    known = [value for value in values if value is not None]
+    known = [value for value in values if value is not None and math.isfinite(value)]
     apart = max(known, default=0.0) - min(known, default=0.0)
     while digits < 9:
         shown = [float(number(value, digits)) for value in known]
