@@ -34,6 +34,7 @@ from polyamp_torch.step.refresh import refreshed
 from polyamp_torch.step.state import TorchState
 
 if TYPE_CHECKING:
+    from polyamp.parity.observing import Observer
     from polyamp.porting.layouts.converter import Converter
     from polyamp.porting.states.layout import StateConverter
 
@@ -57,6 +58,13 @@ class TorchBackend:
         from polyamp_torch.porting.converter import CONVERTER
 
         return CONVERTER
+
+    @property
+    def observer(self) -> Observer:
+        """What watches a training for a comparison; its room is imported here."""
+        from polyamp_torch.observe.observer import OBSERVER
+
+        return OBSERVER
 
     def info(self) -> BackendInfo:
         cuda = tuple(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count()))
