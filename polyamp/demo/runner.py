@@ -14,16 +14,13 @@ same NumPy nor scikit-learn.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Final
+from queue import Empty, SimpleQueue
+from typing import Any, Final
 
 import msgspec
 
@@ -35,6 +32,7 @@ from polyamp.errors import BackendError, PolicyError, RecipeError, did_you_mean
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
+from polyamp.workers import Guard, Heard, Worker
 
 __all__ = [
     "POLICIES", "STEPS", "Comparison", "Event", "Failed", "Failure", "Finished", "Missing", "Pair", "Progress",
@@ -47,7 +45,6 @@ BATCH_SIZE: Final = 64
 TIMEOUT: Final = 900.0
 """Seconds a framework may take for all its policies before its process is ended."""
 
-_TAIL_LINES: Final = 15
 _EVENTS: Final = msgspec.json.Decoder(Event)
 
 OnEvent = Callable[[Event], None]
@@ -217,57 +214,48 @@ def _write_problem(path: Path, *, steps: int, batch_size: int, seed: int) -> Non
 
 def _worker_events(job: Job, python: str, timeout: float) -> Iterator[Event]:
     """Start one worker, pass its events on, and turn its death into a `Failed` event with the end of its stderr."""
-    command = [python, "-P", "-m", "polyamp.demo.worker"]
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
     yield Starting(backend=job.backend)
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr:
+    heard: Heard = SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as folder, Guard() as guard:
+        log = Path(folder) / "log.txt"
         try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=environment
-            )
+            worker = Worker(job.backend, python, "polyamp.demo.worker", log=log, heard=heard, guard=guard)
         except OSError as error:
             yield _failed(job, f"cannot start {python}: {error.strerror or error}")
             return
-        expired = threading.Event()
+        with worker:
+            worker.send(msgspec.json.encode(job))
+            worker.send_no_more()
+            try:
+                for line in _lines(heard, timeout):
+                    yield _EVENTS.decode(line)
+            except msgspec.DecodeError:
+                yield _failed(job, f"{python} sent what polyamp {__version__} cannot read. Install this version there.")
+                return
+            except TimeoutError:
+                yield _failed(job, f"ended after the time limit of {timeout:g} s")
+                return
+            if status := worker.status():
+                said = worker.tail() or "it wrote nothing to standard error"
+                yield _failed(job, f"the process ended with status {status}: {said}")
 
-        def expire() -> None:
-            expired.set()
-            process.kill()
 
-        timer = threading.Timer(timeout, expire)
-        timer.start()
+def _lines(heard: Heard, timeout: float) -> Iterator[bytes]:
+    """What one worker sends until it closes its end.
+
+    Raises:
+        TimeoutError: it takes longer than it may.
+    """
+    limit = time.perf_counter() + timeout
+    while True:
         try:
-            yield from _talk(process, job)
-            process.wait()
-        except msgspec.DecodeError:
-            yield _failed(job, f"{python} sent what polyamp {__version__} cannot read. Install this version there.")
+            _, line = heard.get(timeout=max(0.0, limit - time.perf_counter()))
+        except Empty as error:
+            raise TimeoutError from error
+        if line is None:
             return
-        finally:
-            timer.cancel()
-            process.kill()
-            process.wait()
-        if expired.is_set():
-            yield _failed(job, f"ended after the time limit of {timeout:g} s")
-        elif process.returncode:
-            yield _failed(job, f"the process ended with status {process.returncode}: {_tail(stderr)}")
-
-
-def _talk(process: subprocess.Popen[bytes], job: Job) -> Iterator[Event]:
-    """Hand the job over and read events until the worker closes its end; one that dies early is seen at its status."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(msgspec.json.encode(job))
-    with process.stdout as lines:
-        for line in lines:
-            yield _EVENTS.decode(line)
+        yield line
 
 
 def _failed(job: Job, message: str) -> Failed:
     return Failed(failure=Failure(backend=job.backend, policy=None, message=message))
-
-
-def _tail(stderr: IO[str]) -> str:
-    stderr.seek(0)
-    lines = [line.rstrip() for line in stderr.read().splitlines() if line.strip()]
-    return "\n".join(lines[-_TAIL_LINES:]) or "it wrote nothing to standard error"

@@ -7,12 +7,11 @@ public functions only, and of the backend's harness the digits model.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +22,7 @@ from polyamp.contract.backend import Backend
 from polyamp.demo.report import Failure, Run
 from polyamp.errors import BackendNotInstalledError, PolyampError
 from polyamp.recipe.recipe import Recipe
+from polyamp.workers import claimed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,7 +101,7 @@ def main() -> None:
     """Run the job on standard input."""
     import numpy as np
 
-    lines = _claim_stdout()
+    lines = claimed()
 
     def emit(event: Event) -> None:
         lines.write(msgspec.json.encode(event).decode() + "\n")
@@ -214,13 +214,6 @@ def _accuracy(backend: Backend, recipe: Recipe, state: Any, problem: Arrays) -> 
 def _number(backend: Backend, scalar: Any) -> float | None:
     value = float(backend.to_numpy(scalar))
     return value if math.isfinite(value) else None
-
-
-def _claim_stdout() -> TextIO:
-    """Standard output as a file of our own; what a framework prints goes to standard error instead."""
-    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return lines
 
 
 if __name__ == "__main__":

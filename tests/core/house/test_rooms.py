@@ -33,7 +33,7 @@ MISSING: dict[tuple[str, str], str] = {
 
 CORE_FLOORS = (
     ("_version", "errors", "dtypes", "arrays", "trees", "shown"),
-    ("results", "lookup", "files", "records", "schedules", "other_names"),
+    ("results", "lookup", "files", "records", "schedules", "other_names", "workers"),
     ("rules",),
     ("recipe",),
     ("contract",),
