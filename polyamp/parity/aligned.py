@@ -1,0 +1,147 @@
+"""`Aligned`: which module of one side is which of the other, and what stands between their outputs.
+
+Made from the layers that `polyamp.port` matched (`porting.settled`). Modules that hold layers are matched by the layers
+that they hold. `party` writes traces by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from polyamp.porting.differences import RECURRENT, listed
+from polyamp.porting.matching import Match
+from polyamp.porting.operations import Merge
+from polyamp.porting.settled import Settled
+from polyamp.porting.state_canonical import Way
+
+_LINEAR: Final = (None, "linear")
+
+
+class Agreed(msgspec.Struct, frozen=True, kw_only=True):
+    """What two sides have to know of each other, as plain data: the second side says it.
+
+    Attributes:
+        modules: path in the second side -> path in the first, of layers and of the modules that hold them.
+        holders: paths, in the first, of modules that hold layers and are none.
+        behind: path in the first -> activation that is in the second's layer alone: the first's output is compared
+            behind it.
+        applied: path in the second -> activation that is in the first's layer alone.
+        merged: paths, in the first, of layers that keep in two arrays what the other side adds up in one: their
+            biases move twice as far.
+        differs: path in the first -> what weights do not carry and differs there, as sentences.
+        structure: path in the first -> kinds of what differs there ("epsilon").
+        notes: the same for a person, and what has no partner.
+    """
+
+    modules: dict[str, str]
+    holders: list[str] = msgspec.field(default_factory=list)
+    behind: dict[str, str] = msgspec.field(default_factory=dict)
+    applied: dict[str, str] = msgspec.field(default_factory=dict)
+    merged: list[str] = msgspec.field(default_factory=list)
+    differs: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    structure: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    notes: list[str] = msgspec.field(default_factory=list)
+
+
+class Ways(NamedTuple):
+    """How the arrays of a side lead to canonical ones under the first side's names.
+
+    Attributes:
+        first: of the first side.
+        second: of the other.
+    """
+
+    first: list[Way]
+    second: list[Way]
+
+
+def agreed(way: Settled) -> Agreed:
+    """What two sides have to know of each other."""
+    leaves = {each.target.path: each.source.path for each in way.pairs}
+    holders = _holders(leaves)
+    behind, applied = _activations(way.pairs)
+    differs: dict[str, list[str]] = {}
+    structure: dict[str, list[str]] = {}
+    for each in way.compared.differences:
+        differs.setdefault(each.source, []).append(str(each))
+        structure.setdefault(each.source, []).append(each.attribute)
+    notes = [f"the weights do not carry: {line}" for line in listed(way.compared.differences)]
+    notes += [f"no partner for {path} of the first side" for path in way.unused]
+    notes += [f"no partner for {path} of the second side" for path in way.missing]
+    merged = [each.source.path for each in way.pairs if _merges(each)]
+    if merged:
+        notes.append(
+            f"one side adds two biases where the other has one: {_few(merged)}. Either is trained for itself, so that "
+            "their sum moves twice as far: what these parameters become is not compared"
+        )
+    return Agreed(
+        modules={"": "", **holders, **leaves},
+        holders=sorted(set(holders.values())),
+        behind=behind,
+        applied=applied,
+        merged=merged,
+        differs=differs,
+        structure=structure,
+        notes=notes,
+    )
+
+
+def ways(way: Settled) -> Ways:
+    """How arrays become comparable; the first side's names are used for both."""
+    first = [Way(each.source.path, each.source, each.fit.source) for each in way.pairs]
+    second = [
+        Way(each.source.path, each.target, each.fit.target, way.turned.get(each.target.path)) for each in way.pairs
+    ]
+    return Ways(first, second)
+
+
+def _merges(match: Match) -> bool:
+    forms = (match.fit.source, match.fit.target)
+    found = [any(isinstance(o, Merge) for rule in form.rules for o in rule.operations) for form in forms]
+    return found[0] != found[1]
+
+
+def _activations(pairs: Sequence[Match]) -> tuple[dict[str, str], dict[str, str]]:
+    behind, applied = {}, {}
+    for each in pairs:
+        ours, theirs = (form.attributes.get("activation") for form in (each.fit.source, each.fit.target))
+        if each.fit.source.kind in RECURRENT or (ours in _LINEAR) == (theirs in _LINEAR):
+            continue
+        if ours in _LINEAR:
+            behind[each.source.path] = str(theirs)
+        else:
+            applied[each.target.path] = str(ours)
+    return behind, applied
+
+
+def _holders(leaves: Mapping[str, str]) -> dict[str, str]:
+    """Module of the second side -> module of the first, of those that hold the same two layers or more, and where no
+    other on either side holds just these."""
+    ours, theirs = _held(leaves.values()), _held(leaves)
+    partner = {frozenset(leaves[path] for path in held): holder for held, holder in theirs.items()}
+    return {
+        partner[held]: holder
+        for held, holder in ours.items()
+        if held in partner and partner[held] not in leaves and holder not in leaves.values()
+    }
+
+
+def _held(paths: Iterable[str]) -> dict[frozenset[str], str]:
+    """The layers that a module holds -> its path; without what several modules hold alike."""
+    held: dict[str, set[str]] = {}
+    for path in paths:
+        parts = path.split("/")
+        for end in range(1, len(parts)):
+            held.setdefault("/".join(parts[:end]), set()).add(path)
+    found: dict[frozenset[str], list[str]] = {}
+    for holder, inside in held.items():
+        if len(inside) > 1:
+            found.setdefault(frozenset(inside), []).append(holder)
+    return {inside: holders[0] for inside, holders in found.items() if len(holders) == 1}
+
+
+def _few(paths: Sequence[str]) -> str:
+    return f"{', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}"

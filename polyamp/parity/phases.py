@@ -1,0 +1,115 @@
+"""The runs that a comparison makes of each side: float32 first, the policy then, and float64 as judge of float32.
+
+Called by `compare` and `run`, which give the phases to each `Party`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from polyamp.errors import RecipeError
+from polyamp.recipe.optimizers import is_spec
+from polyamp.recipe.policy import Policy
+from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import LossScaler
+
+FLOAT32: Final = "float32"
+FLOAT64: Final = "float64"
+POLICY: Final = "policy"
+WIDE_LIMIT: Final = 5_000_000
+"""Trained values up to which a model is run in float64 as well."""
+
+EPSILON: Final = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
+"""Dtype -> the largest relative error of one rounding (the unit roundoff)."""
+
+
+class Phase(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a side.
+
+    Attributes:
+        name: `FLOAT32`, `FLOAT64` or `POLICY`.
+        wide: whether the model is run in float64.
+    """
+
+    name: str
+    wide: bool = False
+
+
+def settled_recipe(recipe: Any, model: Any) -> Recipe | None:
+    """The recipe that a side trains with, from a recipe or from a function that makes one for a model.
+
+    Raises:
+        RecipeError: neither.
+    """
+    made = recipe(model) if callable(recipe) and not isinstance(recipe, Recipe) else recipe
+    if made is not None and not isinstance(made, Recipe):
+        raise RecipeError(
+            "recipe must be a polyamp.Recipe, a function of the model that returns one, or None for a forward and "
+            f"backward pass in float32. Received: {type(made).__name__}."
+        )
+    return made
+
+
+def check_own_optimizer(recipe: Any, *, in_place: bool) -> None:
+    """Refuse a framework's own optimizer that belongs to one model: each run trains a model of its own.
+
+    Raises:
+        RecipeError: says how to give it.
+    """
+    if isinstance(recipe, Recipe) and in_place and not is_spec(recipe.optimizer):
+        raise RecipeError(
+            f"recipe holds {type(recipe.optimizer).__name__}, which belongs to one model, and a comparison trains "
+            "several copies of it. Give a function instead: recipe=lambda model: polyamp.Recipe(optimizer="
+            "torch.optim.AdamW(model.parameters()), ...)."
+        )
+
+
+def recipe_of(recipe: Recipe | None, phase: Phase) -> Recipe:
+    """The recipe of one phase: the user's, in float32, or in float64.
+
+    Everything but dtypes and scaler is the user's. Without a recipe the state is only there to be looked at.
+
+    >>> from polyamp import adam
+    >>> recipe_of(Recipe(policy="mixed_float16", optimizer=adam(0.1)), Phase(name=FLOAT32)).policy.compute
+    'float32'
+    """
+    if recipe is None:
+        from polyamp.recipe.optimizers import sgd
+
+        recipe = Recipe(optimizer=sgd(0.0))
+    if phase.name == POLICY:
+        return recipe
+    dtype = FLOAT64 if phase.wide else FLOAT32
+    # TF32 is a precision of its own: judged as the policy, never as float32
+    policy = Policy(param=dtype, compute=dtype, output=dtype)
+    return recipe.replace(policy=policy, scaler=LossScaler.off())
+
+
+def phases_of(recipes: tuple[Recipe | None, ...], *, wide: bool) -> list[Phase]:
+    """The phases of a comparison.
+
+    Args:
+        recipes: of both sides.
+        wide: whether float64 is cheap.
+    """
+    found = []
+    if all(recipe is None or recipe.policy.param == FLOAT32 for recipe in recipes):
+        found.append(Phase(name=FLOAT32))
+        if wide:
+            found.append(Phase(name=FLOAT64, wide=True))
+    if any(recipe is not None and (recipe.policy.is_mixed or recipe.policy.param != FLOAT32) for recipe in recipes):
+        found.append(Phase(name=POLICY))
+    return found
+
+
+def dtypes_of(recipe: Recipe | None, phase: Phase) -> set[str]:
+    """The floating dtypes that a phase computes in."""
+    policy = recipe_of(recipe, phase).policy
+    return {policy.compute, policy.param}
+
+
+def epsilon(recipes: tuple[Recipe | None, ...], phase: Phase) -> float:
+    """The unit roundoff of the coarsest dtype that either side computes in."""
+    return max(EPSILON[dtype] for recipe in recipes for dtype in dtypes_of(recipe, phase))
