@@ -11,11 +11,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from polyamp.porting.differences import RECURRENT, listed
-from polyamp.porting.matching import Match
-from polyamp.porting.operations import Merge
+from polyamp.porting.layouts.operations import Merge
+from polyamp.porting.matching.differences import RECURRENT, listed
+from polyamp.porting.matching.matching import Match
 from polyamp.porting.settled import Settled
-from polyamp.porting.state_canonical import Way
+from polyamp.porting.states.canonical import Way
 
 _LINEAR: Final = (None, "linear")
 

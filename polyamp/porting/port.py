@@ -135,7 +135,7 @@ def moved(
         given: the batches of a check; None without one.
     """
     way = settled(source.inventory, target.inventory, names, strict=strict)
-    leaves, merges = _values(way, target.inventory, strict)
+    leaves, merges = values(way, target.inventory, strict=strict)
     notes = [*way.kept.check(leaves), *_said(way.turned), *way.compared.conventions, *_left(source.inventory)]
     assert target.converter is not None
     if given is None:
@@ -150,7 +150,7 @@ def moved(
     )
 
 
-def _values(way: Settled, target: Inventory, strict: bool) -> tuple[dict[str, Lazy], list[str]]:
+def values(way: Settled, target: Inventory, *, strict: bool) -> tuple[dict[str, Lazy], list[str]]:
     """The new value of every leaf of the target by its name, and what is merged."""
     leaves: dict[str, Lazy] = {}
     merges: list[str] = []

@@ -1,0 +1,178 @@
+"""`compare`: two models in one process, trained side by side on copies, and where they part. The one line."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+import polyamp
+from polyamp.errors import ArgumentError, UnsupportedError
+from polyamp.parity import trace as traces
+from polyamp.parity.curves import curves_of
+from polyamp.parity.party import Batches, Meeting, Party
+from polyamp.parity.phases import WIDE_LIMIT, Phase, phases_of
+from polyamp.parity.report import Report
+from polyamp.parity.verdict import Ran, compared
+from polyamp.porting.check import Across, Batch
+
+RANDOMNESS: Final = ("off", "shared")
+
+
+def compare(
+    model_a: Any,
+    model_b: Any,
+    batch: Any,
+    loss_fn: Any = None,
+    recipe: Any = None,
+    steps: int = 1,
+    *,
+    names: Mapping[str, str] | None = None,
+    inputs: Any = None,
+    randomness: str = "off",
+    labels: tuple[str, str] | None = None,
+    options: Any = None,
+) -> Report:
+    """Whether two models compute and train alike, and where they part first.
+
+    Copies of both are trained from the first's weights (`polyamp.port`) on the same batches: in float32 first, then
+    under the recipe's policy; small ones in float64 too, which says how much float32 rounds. Modules' outputs, loss,
+    gradients, the step's report, and parameters and moments after each update are compared in this order, and a
+    difference counts when the two sides are further apart than rounding explains (`polyamp.parity.tolerances`).
+
+    Args:
+        model_a: as `polyamp.init` takes it. It is not changed.
+        model_b: of any framework that can share the process, the same one included. It gets the first's weights for
+            the comparison, and has its own again afterwards.
+        batch: what `loss_fn` is given, of NumPy arrays, or a function of the step's number (from 0) that gives it;
+            images are given as `model_a` has them. `polyamp.porting.Batch(a, b)` gives each side its own.
+        loss_fn: `loss_fn(model, batch) -> loss`; a pair for one each. None: the outputs against fixed random numbers,
+            where the batch is the models' input.
+        recipe: what to train with; a pair for one each; functions of the model where it holds a framework's own
+            optimizer. None: one forward and backward pass in float32.
+        steps: training steps.
+        names: as for `polyamp.port`, where names do not tell which layer is which.
+        inputs: what the models themselves take, where layers are known by their names alone (linen, haiku, functions).
+        randomness: "off": dropout passes on what it gets. "shared": both sides drop the same elements.
+        labels: what the report calls the sides; by default their frameworks.
+        options: `{"init": {...}, "step": {...}}`, what `polyamp.init` and `train_step` are given; a pair for one each.
+
+    Returns:
+        A report: `report.agrees`, `report.first`, `print(report)`, `report.save(folder)`.
+
+    Raises:
+        PortError: the models do not fit each other.
+        ArgumentError: an argument that cannot be.
+        PolyampError: whatever a step would raise.
+
+    Example:
+        >>> import numpy as np, polyamp
+        >>> from polyamp.reference import MLP
+        >>> one, other = MLP.random([4, 8, 1], seed=0), MLP.random([4, 8, 1], seed=1)
+        >>> compare(one, other, np.ones((2, 4), "f4")).agrees
+        True
+    """
+    began = time.perf_counter()
+    if randomness not in RANDOMNESS:
+        raise ArgumentError(f"randomness must be 'off' or 'shared'. Received: randomness={randomness!r}.")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ArgumentError(f"steps must be a whole number of at least 1. Received: steps={steps!r}.")
+    loss_fns, recipes, given_options = (_pair(each) for each in (loss_fn, recipe, options))
+    given_inputs = _pair(inputs) if isinstance(inputs, list) else (inputs, inputs)
+    called = labels or _labels(model_a, model_b)
+    one, two = (
+        Party(
+            called[number],
+            model,
+            loss_fns[number],
+            recipes[number],
+            inputs=given_inputs[number],
+            options=given_options[number],
+            randomness=randomness,
+        )
+        for number, model in enumerate((model_a, model_b))
+    )
+    second, taken = two.meet(one.inventory, names)
+    first = one.first(second.agreed, taken)
+    sides = ((one, first), (two, second))
+    batches = _batches(batch, Across(one.inventory, two.inventory))
+    trained = one.recipe is not None or two.recipe is not None
+    phases = phases_of((one.recipe, two.recipe), wide=max(one.parameters, two.parameters) <= WIDE_LIMIT)
+    ran: list[dict[str, traces.Trace]] = [{}, {}]
+    with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as folder:
+        for number, (party, meeting) in enumerate(sides):
+            for phase in phases:
+                path = Path(folder) / f"{number}-{phase.name}"
+                trace = _run(party, phase, meeting, batches[number], steps if trained else 1, path)
+                if trace is not None:
+                    ran[number][phase.name] = trace
+        runs = [
+            (phase, *(_ran(Path(folder) / f"{number}-{phase.name}", ran[number].get(phase.name)) for number in (0, 1)))
+            for phase in phases
+        ]
+        found = compared(called, runs, second.agreed[0], (one.recipe, two.recipe))
+        curves = [
+            curve
+            for phase in phases
+            for number in (0, 1)
+            if phase.name in ran[number]
+            for curve in [curves_of(called[number], phase.name, traces.read(Path(folder) / f"{number}-{phase.name}"))]
+        ]
+    return Report(
+        polyamp=polyamp.__version__,
+        recipes={
+            party.label: msgspec.json.decode(party.recipe.to_json()) for party, _ in sides if party.recipe is not None
+        },
+        phases=[phase.name for phase in phases],
+        steps=steps if trained else 1,
+        environments=[party.environment() for party, _ in sides],
+        comparisons=[found],
+        curves=curves,
+        failures=[],
+        randomness=randomness,
+        seconds=time.perf_counter() - began,
+        own_seconds=sum(trace.seconds for each in ran for trace in each.values()),
+    )
+
+
+def _run(party: Party, phase: Phase, meeting: Meeting, batches: Batches, steps: int, path: Path) -> traces.Trace | None:
+    """One phase of one side; None where it has no float64."""
+    writer = traces.Writer(path)
+    try:
+        return party.run(phase, meeting, batches, steps, writer)
+    except UnsupportedError:
+        if not phase.wide:
+            raise
+        return None
+    finally:
+        writer.close()
+
+
+def _ran(path: Path, trace: traces.Trace | None) -> Ran:
+    return Ran(trace or traces.Trace(side="", phase=""), traces.read(path) if trace is not None else ())
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    return (value[0], value[1]) if isinstance(value, tuple) and len(value) == 2 else (value, value)
+
+
+def _labels(model_a: Any, model_b: Any) -> tuple[str, str]:
+    from polyamp.contract import registry
+
+    one, other = registry.backend_for(model_a).name, registry.backend_for(model_b).name
+    return (one, other) if one != other else (f"{one} a", f"{one} b")
+
+
+def _batches(batch: Any, across: Across) -> tuple[Batches, Batches]:
+    """The batches of either side."""
+    if callable(batch) and not isinstance(batch, Mapping):
+        made: Callable[[int], Any] = batch
+        return made, lambda step: across.tree(made(step))
+    if isinstance(batch, Batch):
+        one, other = batch.source, batch.target
+        return lambda _: one, lambda _: across.tree(one) if other is None else other
+    return lambda _: batch, lambda _: across.tree(batch)

@@ -1,0 +1,51 @@
+"""The loss of a comparison that is given none: how far every output is from fixed random numbers. Called by `party`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from polyamp import losses
+from polyamp.errors import LossError, described
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.trees import leaves
+
+if TYPE_CHECKING:
+    from polyamp.results import LossFunction
+
+
+def against_noise(inventory: Inventory) -> LossFunction:
+    """A loss function of a model's outputs: the sum over them of the mean squared distance from numbers that hang on
+    their shapes alone. The batch is the model's input: an array, a tuple of arguments or a mapping of keywords.
+
+    Args:
+        inventory: of the model: where it has its channels.
+    """
+    rank = inventory.spatial + 2 if inventory.spatial and inventory.channels == "first" else 0
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        given = (
+            model(**batch)
+            if isinstance(batch, Mapping)
+            else model(*batch)
+            if isinstance(batch, tuple)
+            else model(batch)
+        )
+        found = [leaf for _, leaf in leaves(given) if "float" in str(getattr(leaf, "dtype", ""))]
+        if not found:
+            raise LossError(f"the model's output has no floating array to compare. Received: {described(given)}.")
+        terms = [losses.mean_squared_error(leaf, _noise(tuple(int(n) for n in leaf.shape), rank)) for leaf in found]
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        return total
+
+    return loss_fn
+
+
+def _noise(shape: tuple[int, ...], rank: int) -> Any:
+    import numpy as np
+
+    common = (shape[0], *shape[2:], shape[1]) if rank and len(shape) == rank else shape
+    made = np.random.default_rng(list(common)).standard_normal(common, np.float32)
+    return np.ascontiguousarray(np.moveaxis(made, -1, 1)) if common != shape else made

@@ -1,0 +1,62 @@
+"""How far apart two right computations may be: from the dtype's roundoff, the depth, and each side's own distance from
+a wider run of itself. Called by `verdict`.
+
+Two programs of one formula differ by rounding alone. How much rounding matters in *this* model at *this* place is
+measured: each side is run once more in a wider dtype (float64 beside float32, float32 beside a 16-bit policy), and the
+distance between its two runs is what its rounding did there, whatever amplified it: depth, cancellation, a ReLU that
+switched, the steps before. Two sides a and b, whose own distances are da and db, are right if
+
+    |a - b| <= FACTOR * max(own(da, db), u * sqrt(depth) * |a|)
+
+with u the unit roundoff of the dtype: n roundings of random sign add up to sqrt(n) of them (Higham, "Accuracy and
+Stability of Numerical Algorithms", 2.8). In float32 `own` is their sum: a wrong formula is wrong in float64 too,
+so that it is no part of an own distance. Under a policy it is the smaller: there a fault may be in the 16-bit program
+alone (a softmax in 16 bits, a cast that was forgotten) and is then a part of its side's own distance, and only of
+that side's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+FACTOR: Final = 6.0
+"""How many times rounding's share two sides may be apart."""
+RANDOM: Final = 1e-2
+"""A relative distance of a module's output from its own float64 run that rounding does not make."""
+_CAP: Final = 16.0
+"""How many times the arithmetic's share an own distance may be that two different policies are allowed."""
+
+
+class Judge(NamedTuple):
+    """What decides in one phase.
+
+    Attributes:
+        roundoff: the unit roundoff of the coarsest dtype of both sides.
+        wide: whether own distances are those from float64, of a run of the same formula.
+        alike: whether both sides have the same policy.
+    """
+
+    roundoff: float
+    wide: bool
+    alike: bool
+
+    def allowed(self, own: tuple[float | None, float | None], depth: float, scale: float) -> float:
+        """The largest distance that rounding explains.
+
+        Args:
+            own: how far each side is from its own wider run; None where there is none.
+            depth: how many roundings followed each other, about.
+            scale: what one rounding is relative to: the norm of the values.
+
+        >>> Judge(2.0**-24, True, True).allowed((1e-6, 2e-6), 4, 1.0) == FACTOR * 3e-6
+        True
+        """
+        floor = self.roundoff * math.sqrt(max(depth, 1.0)) * scale
+        known = [each for each in own if each is not None]
+        if not known:
+            return FACTOR * floor
+        if not self.alike:
+            return FACTOR * max(floor, min(max(known), _CAP * floor))
+        share = sum(known) if self.wide else min(known)
+        return FACTOR * max(share, floor)

@@ -1,0 +1,122 @@
+"""`Updates`: what a step made of parameters and of the optimizer's slots, judged. Called by `verdict`.
+
+An update may jump where a gradient hardly differs: Adam moves a parameter by the sign of a gradient that is nothing but
+rounding. So parameters are compared where their gradients were *steady*, at every step so far far larger than what is
+allowed of them; and without the tenth of the elements that differs most, for a fault of an optimizer is in all of them.
+Both are read from the samples of the sketches, which lie at the same places of a parameter, its gradient and its slots.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+from polyamp.parity.sketch import apart
+from polyamp.parity.tolerances import FACTOR, Judge
+from polyamp.parity.trace import Entry
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from polyamp.parity.verdict import Compared
+
+    Array = np.ndarray[Any, Any]
+
+_STEADY: Final = 30.0
+"""How many times what is allowed of it a gradient's element is where its update is compared."""
+_TRIMMED: Final = 0.1
+"""The share of elements that is left out, those that differ most."""
+_MASTER: Final = 2.0**-24
+"""Roundoff of float32, in which masters and slots are kept."""
+
+
+class Updates:
+    """The updates of one phase.
+
+    Args:
+        judge: of the phase.
+    """
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+        self._steady: dict[tuple[str, str], Array] = {}
+        self._loose: dict[tuple[str, str], float] = {}
+        self._before: dict[tuple[str, str], Array] = {}
+        self._moved: dict[tuple[str, str], float] = {}
+
+    def gradient(self, one: Entry, two: Entry, found: Compared) -> None:
+        """A gradient, before what it makes is judged."""
+        import numpy as np
+
+        assert one.sketch is not None
+        assert two.sketch is not None
+        key = (one.module, one.name)
+        each = found.allowed / math.sqrt(max(one.sketch.size, 1))
+        least = np.minimum(np.abs(one.sketch.samples()), np.abs(two.sketch.samples()))
+        steady = least >= _STEADY * each
+        self._steady[key] = steady & self._steady.get(key, steady)
+        norm = max(one.sketch.norm, two.sketch.norm)
+        self._loose[key] = max(self._loose.get(key, 0.0), found.allowed / norm if norm else 0.0)
+
+    def kept(self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]) -> Compared | None:
+        """A slot of the optimizer, or a running statistic."""
+        from polyamp.parity.verdict import Compared, _own
+
+        a, b = one.sketch, two.sketch
+        assert a is not None
+        assert b is not None
+        if a.size != b.size:
+            return None
+        own = _own(one, wide[0]), _own(two, wide[1])
+        scale = max(a.norm, b.norm)
+        loose = 2.0 * min(self._loose.get((one.module, one.name), 0.0), 1.0)
+        allowed = max(self._judge.allowed(own, float(one.step), scale), loose * scale)
+        return Compared(one, two, apart(a, b), allowed, scale, own)
+
+    def parameter(self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]) -> Compared | None:
+        """A parameter, where its gradients were steady; None where they were nowhere."""
+        import numpy as np
+
+        from polyamp.parity.verdict import Compared
+
+        assert one.sketch is not None
+        assert two.sketch is not None
+        if one.sketch.size != two.sketch.size:
+            return None
+        key = (one.module, one.name)
+        a, b = one.sketch.samples(), two.sketch.samples()
+        before = self._before.get(key, a)
+        moved = max(_rms(a - before), self._moved.get(key, 0.0))
+        self._moved[key], self._before[key] = moved, a
+        steady = self._steady.get(key)
+        if steady is None:
+            steady = np.ones(a.shape, bool)
+        if not steady.any():
+            return None
+        if one.sketch.nonfinite != two.sketch.nonfinite:
+            return Compared(one, two, math.inf, 0.0, one.sketch.rms, (None, None))
+        chosen = _trimmed(a - b, steady)
+        owns = [
+            None if w is None or w.sketch is None else _trimmed(side - w.sketch.samples(), steady)
+            for side, w in zip((a, b), wide, strict=True)
+        ]
+        scale = max(one.sketch.rms, two.sketch.rms)
+        loose = min(self._loose.get(key, 0.0), 1.0) * moved
+        arithmetic = FACTOR * _MASTER * math.sqrt(max(one.step, 1)) * scale
+        judged = self._judge.allowed((owns[0], owns[1]), 0.0, 0.0) if any(o is not None for o in owns) else 0.0
+        allowed = max(judged, loose, arithmetic)
+        return Compared(one, two, chosen, allowed, scale, (owns[0], owns[1]))
+
+
+def _rms(values: Array) -> float:
+    import numpy as np
+
+    return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
+
+
+def _trimmed(difference: Array, steady: Array) -> float:
+    """The root of the mean square of the steady elements, without the largest."""
+    import numpy as np
+
+    found = np.sort(np.abs(difference[steady]))
+    return _rms(found[: found.size - int(_TRIMMED * found.size)])

@@ -1,0 +1,322 @@
+"""`compared`: the traces of two sides beside each other, entry by entry, and where they part first.
+
+Called by `compare` and `run`. The traces of a step are in memory at a time, and nothing larger.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from polyamp.parity import likeness
+from polyamp.parity.aligned import Agreed
+from polyamp.parity.phases import FLOAT32, FLOAT64, POLICY, Phase, epsilon
+from polyamp.parity.report import Comparison, Divergence, Row
+from polyamp.parity.sketch import apart
+from polyamp.parity.tolerances import RANDOM, Judge
+from polyamp.parity.trace import Entry, Trace
+from polyamp.parity.updates import Updates
+from polyamp.recipe.recipe import Recipe
+
+_EXACT: Final = ("finite", "scale", "applied")
+_NARROW: Final = ("bfloat16", "float16")
+_QUIET: Final = 1e-2
+"""A gradient is compared with its own size, or with this share of the largest of all: that of a key's bias is 0 but for
+rounding."""
+
+
+class Ran(NamedTuple):
+    """A side's run of one phase.
+
+    Attributes:
+        trace: what is known of it as a whole.
+        entries: its entries, in the order in which they came; read once.
+    """
+
+    trace: Trace
+    entries: Iterable[Entry]
+
+
+class Compared(NamedTuple):
+    """What two runs showed at one entry.
+
+    Attributes:
+        one, two: the entries.
+        distance: absolute.
+        allowed: absolute.
+        scale: what relative numbers are relative to.
+        own: of either side from its judge, absolute.
+        kind: "" where numbers decide, else "dtype", "randomness".
+    """
+
+    one: Entry
+    two: Entry
+    distance: float
+    allowed: float
+    scale: float
+    own: tuple[float | None, float | None]
+    kind: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a difference."""
+        return bool(self.kind) or not self.distance <= self.allowed
+
+    @property
+    def ratio(self) -> float:
+        """How many times what is allowed."""
+        if not math.isfinite(self.distance):
+            return math.inf
+        return self.distance / self.allowed if self.allowed else (math.inf if self.distance else 0.0)
+
+
+def compared(
+    labels: tuple[str, str],
+    runs: Sequence[tuple[Phase, Ran, Ran]],
+    agreed: Agreed,
+    recipes: tuple[Recipe | None, Recipe | None],
+) -> Comparison:
+    """Two sides, phase by phase.
+
+    Args:
+        labels: of the first side, of the other.
+        runs: what both did in each phase that both began, float64 where both or one of them could.
+        agreed: what the sides agreed on.
+        recipes: of both.
+    """
+    by_phase = {phase.name: (phase, one, two) for phase, one, two in runs}
+    first: Divergence | None = None
+    rows: list[Row] = []
+    notes = list(agreed.notes)
+    judged = {FLOAT32: FLOAT64, POLICY: FLOAT32}
+    held: dict[str, list[list[dict[tuple[Any, ...], Entry]]]] = {}
+    for name in (FLOAT64, FLOAT32, POLICY):
+        if name in by_phase:
+            _, one, two = by_phase[name]
+            held[name] = [list(map(_keyed, _by_step(each.entries))) for each in (one, two)]
+    for name in (FLOAT32, POLICY):
+        if name not in by_phase:
+            continue
+        phase, one, two = by_phase[name]
+        alike = len({_policy(recipe, phase) for recipe in recipes}) == 1
+        judge = Judge(epsilon(recipes, phase), name == FLOAT32, alike)
+        work = _Phase(labels, phase, judge, agreed, (one.trace, two.trace))
+        wider = held.get(judged[name], [[], []])
+        for number in range(min(len(held[name][0]), len(held[name][1]))):
+            beside = [each[number] if number < len(each) else {} for each in wider]
+            work.step(held[name][0][number], held[name][1][number], beside[0], beside[1])
+        rows += work.rows()
+        notes += [note for note in work.notes if note not in notes]
+        first = first or work.first
+    return Comparison(sides=labels, first=first, rows=rows, notes=notes)
+
+
+def _policy(recipe: Recipe | None, phase: Phase) -> Any:
+    return None if phase.name != POLICY or recipe is None else (recipe.policy.compute, recipe.policy.output)
+
+
+def _by_step(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """Entries of one step after those of the one before."""
+    number, found = 0, list[Entry]()
+    for entry in entries:
+        while entry.step > number:
+            yield found
+            number, found = number + 1, []
+        found.append(entry)
+    yield found
+
+
+def _keyed(entries: Iterable[Entry]) -> dict[tuple[Any, ...], Entry]:
+    return {entry.key: entry for entry in entries}
+
+
+Step = Mapping[tuple[Any, ...], Entry]
+
+
+class _Phase:
+    """The steps of one phase."""
+
+    def __init__(
+        self, labels: tuple[str, str], phase: Phase, judge: Judge, agreed: Agreed, traces: tuple[Trace, Trace]
+    ) -> None:
+        self._labels, self._phase, self._judge = labels, phase, judge
+        self._agreed, self._traces = agreed, traces
+        self._worst: dict[tuple[str, ...], Compared] = {}
+        self._updates = Updates(judge)
+        self.first: Divergence | None = None
+        self.notes: list[str] = []
+
+    def step(self, ours: Step, theirs: Step, wide_ours: Step, wide_theirs: Step) -> None:
+        """One step of both."""
+        depth = 0
+        allowed_gradients: dict[tuple[str, str], float] = {}
+        last = ""
+        quiet = _QUIET * max(
+            (e.sketch.rms for e in ours.values() if e.what == "gradient" and e.sketch is not None), default=0.0
+        )
+        reach: tuple[float, float] | None = None  # of the last output: what is allowed of it, how much the loss follows
+        for entry in _ordered(ours):
+            other = theirs.get(self._partner(entry))
+            if other is None:
+                continue
+            wide = (wide_ours.get(entry.key), wide_theirs.get(other.key))
+            leaf = entry.module.partition("#")[0] not in self._agreed.holders
+            depth += entry.what.startswith("output") and leaf
+            found: Compared | None
+            if entry.sketch is None:
+                found = self._number(entry, other, wide, depth, reach, allowed_gradients)
+            elif entry.what == "parameter":
+                found = self._updates.parameter(entry, other, wide)
+            elif entry.stage == "update":
+                found = self._updates.kept(entry, other, wide)
+            else:
+                floor = quiet * math.sqrt(entry.sketch.size) if entry.what == "gradient" else 0.0
+                found = self._array(entry, other, wide, depth * (1 if entry.stage == "forward" else 2), floor)
+            if found is None:
+                continue
+            if entry.what == "gradient":
+                self._updates.gradient(entry, other, found)
+                allowed_gradients[entry.module, entry.name] = found.allowed
+            if entry.what.startswith("output") and leaf and not found.counts:
+                last = entry.module
+                slope = ours.get((entry.step, "backward", entry.module, "cotangent", ""))
+                reach = None if slope is None or slope.sketch is None else (found.allowed, slope.sketch.norm)
+            self._keep(found)
+            if found.counts and leaf and self.first is None and entry.module not in self._skipped(entry):
+                self.first = likeness.divergence(
+                    found, self._phase, self._labels, self._agreed, self._traces, last, ours, theirs
+                )
+
+    def rows(self) -> list[Row]:
+        """The table."""
+        return [_row(self._phase.name, found) for found in self._worst.values()]
+
+    def _partner(self, entry: Entry) -> tuple[Any, ...]:
+        """The key of the other side's entry."""
+        module = entry.module.partition("#")[0]
+        if entry.what == "output" and module in self._agreed.behind:
+            return ()
+        what = "output" if entry.what == f"output, {self._agreed.behind.get(module)}" else entry.what
+        return entry.step, entry.stage, entry.module, what, entry.name
+
+    def _skipped(self, entry: Entry) -> Sequence[str]:
+        return self._agreed.merged if entry.stage == "update" else ()
+
+    def _array(
+        self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None], depth: int, least: float
+    ) -> Compared | None:
+        a, b = one.sketch, two.sketch
+        assert a is not None
+        assert b is not None
+        if not _alike(a.shape, b.shape):
+            self._note(
+                f"{one.module or 'the model'} gives {list(a.shape)} in {self._labels[0]} and {list(b.shape)} in "
+                f"{self._labels[1]}: its {one.what} is not compared"
+            )
+            return None
+        scale = max(a.norm, b.norm)
+        own = _own(one, wide[0]), _own(two, wide[1])
+        allowed = self._judge.allowed(own, depth, max(scale, least))
+        kind = ""
+        narrow = [each.dtype in _NARROW for each in (a, b)]
+        if one.what.startswith("output") and self._judge.alike and a.dtype != b.dtype and any(narrow):
+            kind = "dtype"
+        known = [each for each in own if each is not None]
+        if one.what.startswith("output") and self._judge.wide and known and max(known) > RANDOM * scale:
+            kind = "randomness"
+        return Compared(one, two, apart(a, b), allowed, scale, own, kind)
+
+    def _number(
+        self,
+        one: Entry,
+        two: Entry,
+        wide: tuple[Entry | None, Entry | None],
+        depth: int,
+        reach: tuple[float, float] | None,
+        gradients: Mapping[tuple[str, str], float],
+    ) -> Compared:
+        assert one.number is not None
+        assert two.number is not None
+        scale = max(abs(one.number), abs(two.number))
+        distance = _far(one.number, two.number)
+        if one.what in _EXACT:
+            return Compared(one, two, distance, 0.0, scale, (None, None))
+        own = tuple(
+            None if each is None or each.number is None else _far(side.number or 0.0, each.number)
+            for side, each in zip((one, two), wide, strict=True)
+        )
+        allowed = self._judge.allowed((own[0], own[1]), depth, scale)
+        if one.what == "loss" and reach is not None:
+            allowed += reach[0] * reach[1]
+        if one.what == "grad_norm":
+            allowed += math.sqrt(sum(each * each for each in gradients.values()))
+        return Compared(one, two, distance, allowed, scale, (own[0], own[1]))
+
+    def _keep(self, found: Compared) -> None:
+        entry = found.one
+        key = (entry.module, entry.stage, entry.what, entry.name)
+        before = self._worst.get(key)
+        if before is None or (found.counts, found.ratio) > (before.counts, before.ratio):
+            self._worst[key] = found
+
+    def _note(self, said: str) -> None:
+        if said not in self.notes:
+            self.notes.append(said)
+
+
+def _ordered(step: Step) -> list[Entry]:
+    """Entries in the order in which they are judged: as the program made them, but for gradients, which come with the
+    cotangents of their modules, from the loss back, and slots, which come before parameters."""
+    entries = list(step.values())
+    forward = [entry for entry in entries if entry.stage == "forward"]
+    place: dict[str, int] = {}
+    for number, entry in enumerate(forward):
+        place.setdefault(entry.module.partition("#")[0], number)
+    back = [entry for entry in entries if entry.stage == "backward"]
+    order = {id(entry): number for number, entry in enumerate(back)}
+
+    def backward(entry: Entry) -> tuple[float, int, int]:
+        module = entry.module.partition("#")[0]
+        return (-place.get(module, -1), int(entry.what == "gradient"), order[id(entry)])
+
+    rest = [entry for entry in entries if entry.stage == "step" and entry.what != "loss"]
+    update = [entry for entry in entries if entry.stage == "update"]
+    kept = [entry for entry in update if entry.what not in ("parameter", "statistic")]
+    return [*forward, *sorted(back, key=backward), *rest, *kept, *(e for e in update if e not in kept)]
+
+
+def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether two shapes hold the same elements in one order: they are one but for axes of length 1, or flattened."""
+    some, others = ([length for length in shape if length != 1] for shape in (one, other))
+    return math.prod(some) == math.prod(others) and (some == others or len(some) != len(others))
+
+
+def _own(entry: Entry, wide: Entry | None) -> float | None:
+    if wide is None or wide.sketch is None or entry.sketch is None or wide.sketch.size != entry.sketch.size:
+        return None
+    found = apart(entry.sketch, wide.sketch)
+    return found if math.isfinite(found) else None
+
+
+def _far(one: float, other: float) -> float:
+    if math.isfinite(one) and math.isfinite(other):
+        return abs(one - other)
+    return 0.0 if one == other or (math.isnan(one) and math.isnan(other)) else math.inf
+
+
+def _row(phase: str, found: Compared) -> Row:
+    one, two = found.one, found.two
+    scale = found.scale or 1.0
+    return Row(
+        phase=phase,
+        module=one.module,
+        stage=one.stage,
+        what=one.what,
+        name=one.name,
+        step=one.step,
+        dtypes=("", "") if one.sketch is None or two.sketch is None else (one.sketch.dtype, two.sketch.dtype),
+        distance=found.distance / scale if math.isfinite(found.distance) else None,
+        allowed=found.allowed / scale,
+        counts=found.counts,
+    )
