@@ -41,15 +41,18 @@ from polyamp.rules.scale import LossScaleState
 from polyamp.train.step import apply_gradients, init, train_step, value_and_grad
 
 if TYPE_CHECKING:
-    from polyamp import losses, porting
+    from polyamp import losses, parity, porting
+    from polyamp.parity.compare import compare
     from polyamp.porting.port import port
     from polyamp.train.checkpoint import restore, save
     from polyamp.train.parameters import parameters
     from polyamp.train.refresh import refresh
 
 _LAZY = {
+    "compare": ("polyamp.parity.compare", "compare"),
     "losses": ("polyamp.losses", None),
     "parameters": ("polyamp.train.parameters", "parameters"),
+    "parity": ("polyamp.parity", None),
     "port": ("polyamp.porting.port", "port"),
     "porting": ("polyamp.porting", None),
     "refresh": ("polyamp.train.refresh", "refresh"),
@@ -104,12 +107,14 @@ __all__ = [
     "adamw",
     "apply_gradients",
     "backends",
+    "compare",
     "explain",
     "init",
     "lion",
     "losses",
     "no_decay",
     "parameters",
+    "parity",
     "port",
     "porting",
     "refresh",

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-import polyamp
+from polyamp._version import __version__
 from polyamp.errors import ArgumentError, UnsupportedError
 from polyamp.parity import trace as traces
 from polyamp.parity.curves import curves_of
@@ -111,7 +111,11 @@ def compare(
                 if trace is not None:
                     ran[number][phase.name] = trace
         runs = [
-            (phase, *(_ran(Path(folder) / f"{number}-{phase.name}", ran[number].get(phase.name)) for number in (0, 1)))
+            (
+                phase,
+                _ran(Path(folder) / f"0-{phase.name}", ran[0].get(phase.name)),
+                _ran(Path(folder) / f"1-{phase.name}", ran[1].get(phase.name)),
+            )
             for phase in phases
         ]
         found = compared(called, runs, second.agreed[0], (one.recipe, two.recipe))
@@ -123,7 +127,7 @@ def compare(
             for curve in [curves_of(called[number], phase.name, traces.read(Path(folder) / f"{number}-{phase.name}"))]
         ]
     return Report(
-        polyamp=polyamp.__version__,
+        polyamp=__version__,
         recipes={
             party.label: msgspec.json.decode(party.recipe.to_json()) for party, _ in sides if party.recipe is not None
         },

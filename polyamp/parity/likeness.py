@@ -15,8 +15,8 @@ from polyamp.parity.report import Divergence, Kind, Shown
 from polyamp.parity.trace import Entry, Trace
 
 if TYPE_CHECKING:
+    from polyamp.parity.distances import Compared
     from polyamp.parity.sketch import Sketch
-    from polyamp.parity.verdict import Compared
 
 Step = Mapping[tuple[Any, ...], Entry]
 _ALIKE: Final = 1e-4
@@ -87,20 +87,17 @@ def likeness(found: Compared, labels: tuple[str, str], agreed: Agreed, phase: Ph
     if a is None or b is None:
         return _of_numbers(found, labels)
     if a.nonfinite != b.nonfinite:
-        counts = ", ".join(
-            f"{n} of {s.size} in {label}"
-            for label, s, n in zip(labels, (a, b), (a.nonfinite, b.nonfinite), strict=True)
-        )
+        counts = f"{a.nonfinite} of {a.size} in {labels[0]}, {b.nonfinite} in {labels[1]}"
         return Likeness("not finite", f"Only one side has inf or NaN {where}.", [f"inf or NaN: {counts}."])
+    size = found.scale or 1.0
     if found.kind == "randomness":
+        own = [
+            f"{label}: two runs of it differ by {each / size:.1e} (relative)."
+            for label, each in zip(labels, found.own, strict=True)
+            if each is not None
+        ]
         return Likeness(
-            "randomness",
-            f"One side does not repeat itself {where}: something random runs in the model.",
-            [
-                f"{label}: two runs of it differ by {own / (found.scale or 1.0):.1e} (relative)."
-                for label, own in zip(labels, found.own, strict=True)
-                if own is not None
-            ],
+            "randomness", f"One side does not repeat itself {where}: something random runs in the model.", own
         )
     if found.kind == "dtype":
         return Likeness(
@@ -135,7 +132,7 @@ def likeness(found: Compared, labels: tuple[str, str], agreed: Agreed, phase: Ph
         )
     if a.width != b.width and "float32" in (a.width, b.width):
         return Likeness("dtype", f"One side was rounded to fewer digits {where}.", [_widths(labels, a, b)])
-    said = f"relative distance {found.distance / (found.scale or 1.0):.1e}, {found.allowed / (found.scale or 1.0):.1e} allowed"
+    said = f"relative distance {found.distance / size:.1e}, {found.allowed / size:.1e} allowed"
     if phase.name != FLOAT32:
         return Likeness("dtype", f"Alike in float32, and further apart than the policy explains {where}.", [f"{said}."])
     small = found.distance < 1e-2 * found.scale
@@ -154,15 +151,11 @@ def _of_numbers(found: Compared, labels: tuple[str, str]) -> Likeness:
         return Likeness("not finite", f"The {what} is finite on one side alone.", [said])
     if what == "finite":
         return Likeness("formula", "One side skips the step and the other does not.", [said])
+    times = _times(one, two, labels)
     if what == "loss":
-        return Likeness(
-            "formula",
-            "All outputs agree and the loss does not: the loss functions differ.",
-            [said, *_times(one, two, labels)],
-        )
-    return Likeness(
-        "factor" if _times(one, two, labels) else "formula", f"The {what} differs.", [said, *_times(one, two, labels)]
-    )
+        why = "All outputs agree and the loss does not: the loss functions differ."
+        return Likeness("factor" if times else "formula", why, [said, *times])
+    return Likeness("factor" if times else "formula", f"The {what} differs.", [said, *times])
 
 
 def _times(one: float, two: float, labels: tuple[str, str]) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import polyamp
+from polyamp._version import __version__
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend
 from polyamp.errors import ArgumentError, PortError, RecipeError, UnsupportedError
@@ -41,6 +41,7 @@ from polyamp.porting.states import canonical as states
 from polyamp.porting.states.canonical import Way
 from polyamp.porting.states.sides import side as state_side
 from polyamp.recipe.recipe import Recipe
+from polyamp.train.step import init, train_step
 
 if TYPE_CHECKING:
     import numpy as np
@@ -131,7 +132,7 @@ class Party:
         return Environment(
             side=self.label,
             backend=self.backend.name,
-            versions={info.framework: str(info.version), "polyamp": polyamp.__version__},
+            versions={info.framework: str(info.version), "polyamp": __version__},
             device=info.devices[0],
             model=f"{kind.__module__}.{kind.__qualname__}",
             parameters=self.parameters,
@@ -238,7 +239,7 @@ class _Run:
         own = meeting.agreed[0] if not self._first else None
         self._modules = None if own is None else own.modules
         self._applied = {} if own is None else own.applied
-        self._behind = {}
+        self._behind: dict[str, str] = {}
         for each in meeting.agreed if self._first else ():
             self._behind |= each.behind
         self._blind = set() if own is None else {own.modules[path] for path in own.applied} | set(own.behind)
@@ -253,8 +254,8 @@ class _Run:
         party = self._party
         recipe = party.recipe_for(self._phase, model)
         loss_fn = party.loss_for()
-        state = polyamp.init(model, recipe, **party.options["init"])
-        train = polyamp.train_step(loss_fn, recipe, **party.options["step"]) if party.recipe is not None else None
+        state = init(model, recipe, **party.options["init"])
+        train = train_step(loss_fn, recipe, **party.options["step"]) if party.recipe is not None else None
         self._update(state, 0)
         for number in range(steps if train is not None else 1):
             batch = self._batches(number)

@@ -141,8 +141,9 @@ def apart(one: Sketch, other: Sketch) -> float:
     Example:
         >>> import numpy as np
         >>> x = np.random.default_rng(0).standard_normal(100_000).astype("f4")
-        >>> round(apart(sketch(x, "float32"), sketch(x * np.float32(1.5), "float32")) / np.linalg.norm(x), 1)
-        0.5
+        >>> found = apart(sketch(x, "float32"), sketch(x * np.float32(1.5), "float32"))
+        >>> bool(abs(found / np.linalg.norm(x) - 0.5) < 0.1)
+        True
     """
     import numpy as np
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
+from polyamp.parity.distances import Compared, own_distance
 from polyamp.parity.sketch import apart
 from polyamp.parity.tolerances import FACTOR, Judge
 from polyamp.parity.trace import Entry
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from polyamp.parity.verdict import Compared
 
     Array = np.ndarray[Any, Any]
 
@@ -60,14 +59,12 @@ class Updates:
 
     def kept(self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]) -> Compared | None:
         """A slot of the optimizer, or a running statistic."""
-        from polyamp.parity.verdict import Compared, _own
-
         a, b = one.sketch, two.sketch
         assert a is not None
         assert b is not None
         if a.size != b.size:
             return None
-        own = _own(one, wide[0]), _own(two, wide[1])
+        own = own_distance(one, wide[0]), own_distance(two, wide[1])
         scale = max(a.norm, b.norm)
         loose = 2.0 * min(self._loose.get((one.module, one.name), 0.0), 1.0)
         allowed = max(self._judge.allowed(own, float(one.step), scale), loose * scale)
@@ -76,8 +73,6 @@ class Updates:
     def parameter(self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]) -> Compared | None:
         """A parameter, where its gradients were steady; None where they were nowhere."""
         import numpy as np
-
-        from polyamp.parity.verdict import Compared
 
         assert one.sketch is not None
         assert two.sketch is not None

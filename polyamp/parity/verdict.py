@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from polyamp.parity import likeness
 from polyamp.parity.aligned import Agreed
+from polyamp.parity.distances import Compared, far, own_distance
 from polyamp.parity.phases import FLOAT32, FLOAT64, POLICY, Phase, epsilon
 from polyamp.parity.report import Comparison, Divergence, Row
 from polyamp.parity.sketch import apart
@@ -36,39 +37,6 @@ class Ran(NamedTuple):
 
     trace: Trace
     entries: Iterable[Entry]
-
-
-class Compared(NamedTuple):
-    """What two runs showed at one entry.
-
-    Attributes:
-        one, two: the entries.
-        distance: absolute.
-        allowed: absolute.
-        scale: what relative numbers are relative to.
-        own: of either side from its judge, absolute.
-        kind: "" where numbers decide, else "dtype", "randomness".
-    """
-
-    one: Entry
-    two: Entry
-    distance: float
-    allowed: float
-    scale: float
-    own: tuple[float | None, float | None]
-    kind: str = ""
-
-    @property
-    def counts(self) -> bool:
-        """Whether it is a difference."""
-        return bool(self.kind) or not self.distance <= self.allowed
-
-    @property
-    def ratio(self) -> float:
-        """How many times what is allowed."""
-        if not math.isfinite(self.distance):
-            return math.inf
-        return self.distance / self.allowed if self.allowed else (math.inf if self.distance else 0.0)
 
 
 def compared(
@@ -216,7 +184,7 @@ class _Phase:
             )
             return None
         scale = max(a.norm, b.norm)
-        own = _own(one, wide[0]), _own(two, wide[1])
+        own = own_distance(one, wide[0]), own_distance(two, wide[1])
         allowed = self._judge.allowed(own, depth, max(scale, least))
         kind = ""
         narrow = [each.dtype in _NARROW for each in (a, b)]
@@ -239,11 +207,11 @@ class _Phase:
         assert one.number is not None
         assert two.number is not None
         scale = max(abs(one.number), abs(two.number))
-        distance = _far(one.number, two.number)
+        distance = far(one.number, two.number)
         if one.what in _EXACT:
             return Compared(one, two, distance, 0.0, scale, (None, None))
         own = tuple(
-            None if each is None or each.number is None else _far(side.number or 0.0, each.number)
+            None if each is None or each.number is None else far(side.number or 0.0, each.number)
             for side, each in zip((one, two), wide, strict=True)
         )
         allowed = self._judge.allowed((own[0], own[1]), depth, scale)
@@ -290,19 +258,6 @@ def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Whether two shapes hold the same elements in one order: they are one but for axes of length 1, or flattened."""
     some, others = ([length for length in shape if length != 1] for shape in (one, other))
     return math.prod(some) == math.prod(others) and (some == others or len(some) != len(others))
-
-
-def _own(entry: Entry, wide: Entry | None) -> float | None:
-    if wide is None or wide.sketch is None or entry.sketch is None or wide.sketch.size != entry.sketch.size:
-        return None
-    found = apart(entry.sketch, wide.sketch)
-    return found if math.isfinite(found) else None
-
-
-def _far(one: float, other: float) -> float:
-    if math.isfinite(one) and math.isfinite(other):
-        return abs(one - other)
-    return 0.0 if one == other or (math.isnan(one) and math.isnan(other)) else math.inf
 
 
 def _row(phase: str, found: Compared) -> Row:

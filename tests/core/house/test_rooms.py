@@ -39,8 +39,9 @@ CORE_FLOORS = (
     ("contract",),
     ("train", "losses"),
     ("porting",),
+    ("parity",),
     ("",),  # `polyamp` itself: what a user imports, and what stands on it
-    ("conformance", "testing", "demo", "parity", "reference"),
+    ("conformance", "testing", "demo", "reference"),
     ("cli",),
     ("__main__",),
 )
