@@ -38,6 +38,7 @@ from polyamp_tensorflow.step.state import TensorFlowState
 from polyamp_tensorflow.step.update import update
 
 if TYPE_CHECKING:
+    from polyamp.parity.observing import Observer
     from polyamp.porting.states.layout import StateConverter
 
 _STEP_OPTIONS: Final = ("compile", "jit_compile")
@@ -193,6 +194,12 @@ class TensorFlowBackend:
         from polyamp_tensorflow.porting.converter import CONVERTER
 
         return CONVERTER
+
+    @property
+    def observer(self) -> Observer:
+        from polyamp_tensorflow.observe.observer import OBSERVER
+
+        return OBSERVER
 
     def testing(self) -> Harness:
         from polyamp_tensorflow.harness import TensorFlowHarness

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -119,6 +120,54 @@ def hold_value(variable: Any, value: Any) -> Any:
     return before
 
 
+# Random numbers.
+
+
+def global_seed() -> Any:
+    """The variable from which Keras draws where a layer or a call names no generator; None before the first time."""
+    from keras.src.backend.common import global_state
+
+    generator = global_state.get_global_attribute("global_seed_generator")
+    return None if generator is None else generator.state
+
+
+def operation_seeds() -> random.Random:
+    """What gives seeds to TensorFlow's random operations that have none, once `tf.random.set_seed` was called."""
+    from tensorflow.python.eager import context
+
+    return context.context()._rng  # type: ignore[no-any-return]  # TensorFlow is untyped
+
+
+def random_functions() -> dict[str, list[tuple[Any, str]]]:
+    """What all of TensorFlow's and Keras's random numbers come from, by what it gives: the module and the name that
+    the callers look it up by, each time.
+
+    "dropout" has the arguments `(x, rate, noise_shape, ...)`; "uniform", "normal" and "truncated" `(shape, ...)` and a
+    `dtype`; "integers" `(shape, ..., minval, maxval)`; "others" give numbers of other distributions.
+    """
+    from tensorflow.python.ops import (
+        gen_random_ops,
+        gen_stateless_random_ops,
+        gen_stateless_random_ops_v2,
+        nn_ops,
+    )
+
+    stateful, old, new = gen_random_ops, gen_stateless_random_ops, gen_stateless_random_ops_v2
+    return {
+        "dropout": [(nn_ops, "_dropout")],
+        "uniform": [(stateful, "random_uniform"), (new, "stateless_random_uniform_v2")],
+        "normal": [(stateful, "random_standard_normal"), (new, "stateless_random_normal_v2")],
+        "truncated": [(stateful, "truncated_normal"), (new, "stateless_truncated_normal_v2")],
+        "integers": [(stateful, "random_uniform_int"), (new, "stateless_random_uniform_int_v2")],
+        "others": [
+            *((stateful, name) for name in ("multinomial", "random_gamma", "random_poisson_v2", "random_shuffle")),
+            *((old, name) for name in ("stateless_multinomial", "stateless_random_binomial")),
+            *((old, name) for name in ("stateless_random_poisson", "stateless_parameterized_truncated_normal")),
+            *((new, name) for name in ("stateless_random_gamma_v3", "stateless_shuffle")),
+        ],
+    }
+
+
 # The graph of a functional model.
 
 came_from: Final[Callable[[Any], Any]] = operator.attrgetter("_keras_history")
@@ -164,6 +213,10 @@ def losses_instead(model: Any) -> list[Any]:
 def forget_losses(model: Any) -> None:
     """Drop what `own_losses` of a model's layers would give."""
     model._clear_losses()
+
+
+LOSSES: Final = ("_losses", "_losses_override")
+"""The lists of a layer in which `add_loss` and a model's own losses stand. `forget_losses` empties them in place."""
 
 
 # Optimizers.

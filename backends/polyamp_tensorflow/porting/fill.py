@@ -42,7 +42,7 @@ def fill(model: Any, found: Found, leaves: Mapping[str, Lazy]) -> None:
                 f"variable {name!r} is {there.dtype}{list(there.shape)}. Received: {given.dtype}{list(given.shape)}."
             )
     held = ahead(leaves)
-    with _uninterrupted(), Undo() as undo:
+    with uninterrupted(), Undo() as undo:
         try:
             for name in list(held):
                 values = held.pop(name)  # a mapped file's pages are let go one array after another
@@ -59,7 +59,7 @@ def fill(model: Any, found: Found, leaves: Mapping[str, Lazy]) -> None:
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """A Ctrl-C waits for the end of the block."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals come to the main thread alone

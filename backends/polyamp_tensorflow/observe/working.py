@@ -1,0 +1,83 @@
+"""A block in which a Keras model may be trained; at its end every variable and setting is as before.
+
+A subclassed Keras model has no copy that is surely the same model, so the model itself is lent. Called by `observer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from polyamp.errors import ModelError, UnsupportedError
+from polyamp_tensorflow.arrays import raw, to_numpy
+from polyamp_tensorflow.compat import LOSSES
+from polyamp_tensorflow.models.layers import is_built, modules
+from polyamp_tensorflow.models.variables import variables_of
+from polyamp_tensorflow.observe.streams import Streams
+from polyamp_tensorflow.porting.fill import assign, uninterrupted
+
+
+@contextlib.contextmanager
+def working(model: Any, *, wide: bool) -> Iterator[Any]:
+    """See `Observer.working`: the model itself. Its values are kept on the host, once.
+
+    What is put back: the values of all variables (parameters, statistics, seeds, states of stateful layers), which of
+    them are trainable, every attribute of the model and of its layers, and the random streams of Keras and TensorFlow
+    that belong to no model. What a layer's attributes hold is not copied: a list that the model's own code appends to
+    stays longer.
+
+    Raises:
+        ModelError: the model is not built.
+        UnsupportedError: `wide`.
+    """
+    if not is_built(model):
+        raise ModelError(
+            "a model whose training is compared must be built, so that what it holds can be put back. Call it once on "
+            "a batch, or model.build(shape), before."
+        )
+    if wide:
+        raise UnsupportedError("Keras: a model is not run in float64.")
+    kept = _Kept(model)
+    try:
+        yield model
+    finally:
+        with uninterrupted():
+            kept.put_back()
+
+
+class _Kept:
+    """What a model holds, on the host."""
+
+    def __init__(self, model: Any) -> None:
+        self._values = [(variable, to_numpy(variable)) for variable in _variables(model)]
+        self._trainable = [
+            (variable, variable.trainable) for variable, _ in self._values if isinstance(variable, keras.Variable)
+        ]
+        self._attributes = [(module.layer, dict(vars(module.layer))) for module in modules(model)]
+        self._losses = [(layer, name, list(own[name])) for layer, own in self._attributes for name in LOSSES]
+        self._streams = Streams()
+
+    def put_back(self) -> None:
+        """Everything as it was; a second call does no harm."""
+        for layer, before in self._attributes:
+            now = vars(layer)
+            for name in [name for name in now if name not in before]:
+                del now[name]
+            now.update({name: value for name, value in before.items() if now.get(name, now) is not value})
+        for layer, name, items in self._losses:
+            vars(layer)[name][:] = items
+        for variable, trainable in self._trainable:
+            if variable.trainable is not trainable:
+                variable.trainable = trainable
+        for variable, values in self._values:
+            assign(variable, values)
+        self._streams.put_back()
+
+
+def _variables(model: Any) -> list[Any]:
+    """Every variable once."""
+    found = {id(raw(variable)): variable for role in variables_of(model) for variable in role.values()}
+    return list(found.values())
