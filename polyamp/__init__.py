@@ -7,58 +7,75 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from polyamp import schedules
+from polyamp import lookup
 from polyamp._version import __version__
-from polyamp.contract.backend import Backend, BackendInfo, State
-from polyamp.contract.registry import BackendStatus, backends, explain
-from polyamp.contract.report import CastingReport
-from polyamp.errors import (
-    ArgumentError,
-    BackendError,
-    BackendNotInstalledError,
-    BatchError,
-    CheckpointError,
-    GradientError,
-    LossError,
-    LossScaleError,
-    LossScaleStuckError,
-    ModelError,
-    PolicyError,
-    PolyampError,
-    PortError,
-    RecipeError,
-    StateError,
-    TraceError,
-    UnsupportedError,
-)
-from polyamp.recipe.groups import Group, no_decay
-from polyamp.recipe.optimizers import adagrad, adam, adamw, lion, rmsprop, sgd
-from polyamp.recipe.policy import Policy
-from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaler
-from polyamp.results import Gradients, StepResult
-from polyamp.rules.scale import LossScaleState
-from polyamp.train.step import apply_gradients, init, train_step, value_and_grad
 
 if TYPE_CHECKING:
-    from polyamp import losses, parity, porting
+    from types import ModuleType
+
+    from polyamp import losses, parity, porting, schedules
+    from polyamp.contract.backend import Backend, BackendInfo, State
+    from polyamp.contract.registry import BackendStatus, backends, explain
+    from polyamp.contract.report import CastingReport
+    from polyamp.errors import (
+        ArgumentError,
+        BackendError,
+        BackendNotInstalledError,
+        BatchError,
+        CheckpointError,
+        GradientError,
+        LossError,
+        LossScaleError,
+        LossScaleStuckError,
+        ModelError,
+        PolicyError,
+        PolyampError,
+        PortError,
+        RecipeError,
+        StateError,
+        TraceError,
+        UnsupportedError,
+    )
     from polyamp.parity.compare import compare
     from polyamp.porting.port import port
+    from polyamp.recipe.groups import Group, no_decay
+    from polyamp.recipe.optimizers import adagrad, adam, adamw, lion, rmsprop, sgd
+    from polyamp.recipe.policy import Policy
+    from polyamp.recipe.recipe import Recipe
+    from polyamp.recipe.scaler import LossScaler
+    from polyamp.results import Gradients, StepResult
+    from polyamp.rules.scale import LossScaleState
     from polyamp.train.checkpoint import restore, save
     from polyamp.train.parameters import parameters
     from polyamp.train.refresh import refresh
+    from polyamp.train.step import apply_gradients, init, train_step, value_and_grad
 
-_LAZY = {
-    "compare": ("polyamp.parity.compare", "compare"),
-    "losses": ("polyamp.losses", None),
-    "parameters": ("polyamp.train.parameters", "parameters"),
-    "parity": ("polyamp.parity", None),
-    "port": ("polyamp.porting.port", "port"),
-    "porting": ("polyamp.porting", None),
-    "refresh": ("polyamp.train.refresh", "refresh"),
-    "restore": ("polyamp.train.checkpoint", "restore"),
-    "save": ("polyamp.train.checkpoint", "save"),
+_MODULES = ("losses", "parity", "porting", "schedules")
+_HOMES = {
+    "contract.backend": ("Backend", "BackendInfo", "State"),
+    "contract.registry": ("BackendStatus", "backends", "explain"),
+    "contract.report": ("CastingReport",),
+    "errors": (
+        *("ArgumentError", "BackendError", "BackendNotInstalledError", "BatchError", "CheckpointError"),
+        *("GradientError", "LossError", "LossScaleError", "LossScaleStuckError", "ModelError", "PolicyError"),
+        *("PolyampError", "PortError", "RecipeError", "StateError", "TraceError", "UnsupportedError"),
+    ),
+    "parity.compare": ("compare",),
+    "porting.port": ("port",),
+    "recipe.groups": ("Group", "no_decay"),
+    "recipe.optimizers": ("adagrad", "adam", "adamw", "lion", "rmsprop", "sgd"),
+    "recipe.policy": ("Policy",),
+    "recipe.recipe": ("Recipe",),
+    "recipe.scaler": ("LossScaler",),
+    "results": ("Gradients", "StepResult"),
+    "rules.scale": ("LossScaleState",),
+    "train.checkpoint": ("restore", "save"),
+    "train.parameters": ("parameters",),
+    "train.refresh": ("refresh",),
+    "train.step": ("apply_gradients", "init", "train_step", "value_and_grad"),
 }
+"""Module below this package -> the public names that it holds. A name is imported when it is first asked for: pytest
+imports this package in every session of an environment that has it, because polyamp brings plugins."""
 
 _ELSEWHERE = {
     "GradScaler": "polyamp_torch.GradScaler takes the place of torch.amp.GradScaler. polyamp.LossScaler describes how "
@@ -133,15 +150,24 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'polyamp' has no attribute {name!r}.{_meant(name)}")
-    import importlib
+    from importlib import import_module
 
-    module, attribute = _LAZY[name]
-    loaded = importlib.import_module(module)
-    value = loaded if attribute is None else getattr(loaded, attribute)
+    value: Any
+    if name in _MODULES:
+        value = import_module(f"{__name__}.{name}")
+    else:
+        home = next((home for home, names in _HOMES.items() if name in names), None)
+        if home is None:
+            raise AttributeError(f"module 'polyamp' has no attribute {name!r}.{_meant(name)}")
+        value = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value
+
+
+def _registry() -> ModuleType:
+    from polyamp.contract import registry
+
+    return registry
 
 
 def _meant(name: str) -> str:
@@ -152,3 +178,6 @@ def _meant(name: str) -> str:
     if name in _ELSEWHERE:
         return f" It is a framework's own object: {_ELSEWHERE[name]}"
     return did_you_mean(name, __all__)
+
+
+lookup.offer(_registry)

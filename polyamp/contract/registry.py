@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from polyamp import lookup
 from polyamp.contract import evidence, versions
 from polyamp.contract.backend import Backend, BackendInfo, OwnLoop, PerOperation
 from polyamp.contract.report import CastingReport
@@ -406,6 +405,3 @@ def _probe(name: str) -> BackendStatus:
     lines = done.stderr.strip().splitlines() or [f"the interpreter ended with status {done.returncode}"]
     problem = re.sub(r"^polyamp\.errors\.\w+: ", "", lines[-1])  # the exception's class says nothing to a reader
     return BackendStatus(name, False, None, (), problem)
-
-
-lookup.offer(sys.modules[__name__])

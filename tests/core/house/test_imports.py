@@ -35,7 +35,8 @@ def modules_after(code: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def imported() -> set[str]:
-    return modules_after("import polyamp")
+    names = ("init", "train_step", "value_and_grad", "Recipe", "Policy", "LossScaler", "adamw", "backends", "schedules")
+    return modules_after(f"import polyamp; {'; '.join(f'polyamp.{name}' for name in names)}")
 
 
 def test_no_framework_and_nothing_heavy_is_imported(imported: set[str]) -> None:
@@ -43,6 +44,12 @@ def test_no_framework_and_nothing_heavy_is_imported(imported: set[str]) -> None:
     assert imported & (FRAMEWORKS | HEAVY) == set()
     late = re.compile(r"polyamp_|polyamp\.(testing|cli|reference|checkpoint|losses)")
     assert [name for name in imported if late.match(name)] == []
+
+
+def test_the_import_alone_brings_nothing() -> None:
+    """pytest does it in every session of an environment that has polyamp, for the plugins."""
+    brought = modules_after("import pytest; bare |= set(sys.modules); import polyamp")
+    assert brought == {"polyamp", "polyamp._version", "polyamp.lookup"}
 
 
 def test_no_other_distribution_is_imported(imported: set[str]) -> None:
