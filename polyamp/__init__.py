@@ -50,7 +50,12 @@ if TYPE_CHECKING:
     from polyamp.train.refresh import refresh
     from polyamp.train.step import apply_gradients, init, train_step, value_and_grad
 
-_MODULES = ("losses", "parity", "porting", "schedules")
+_MODULES = (
+    *("losses", "parity", "porting", "schedules"),
+    *("arrays", "contract", "dtypes", "errors", "recipe", "records", "results", "rules", "train", "trees"),
+)
+"""Modules that are here as attributes without an import of their own: the public ones, and what some code reaches as
+`polyamp.errors.PolicyError`."""
 _HOMES = {
     "contract.backend": ("Backend", "BackendInfo", "State"),
     "contract.registry": ("BackendStatus", "backends", "explain"),
