@@ -131,11 +131,11 @@ def global_seed() -> Any:
     return None if generator is None else generator.state
 
 
-def operation_seeds() -> random.Random:
-    """What gives seeds to TensorFlow's random operations that have none, once `tf.random.set_seed` was called."""
+def operation_seeds() -> random.Random | None:
+    """What gives seeds to TensorFlow's random operations that have none; None before `tf.random.set_seed`."""
     from tensorflow.python.eager import context
 
-    return context.context()._rng  # type: ignore[no-any-return]  # TensorFlow is untyped
+    return getattr(context.context(), "_rng", None)
 
 
 def random_functions() -> dict[str, list[tuple[Any, str]]]:

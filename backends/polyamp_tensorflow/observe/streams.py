@@ -14,10 +14,12 @@ class Streams:
     def __init__(self) -> None:
         self._keras = global_seed()
         self._values = None if self._keras is None else to_numpy(self._keras)
-        self._seeds = operation_seeds().getstate()
+        self._seeds = operation_seeds()
+        self._place = None if self._seeds is None else self._seeds.getstate()
 
     def put_back(self) -> None:
         """As it was; a generator that came since stays."""
         if self._values is not None:
             assign(self._keras, self._values)
-        operation_seeds().setstate(self._seeds)
+        if self._seeds is not None and self._place is not None:
+            self._seeds.setstate(self._place)
