@@ -175,8 +175,15 @@ def _batches(batch: Any, across: Across) -> tuple[Batches, Batches]:
     """The batches of either side."""
     if callable(batch) and not isinstance(batch, Mapping):
         made: Callable[[int], Any] = batch
-        return made, lambda step: across.tree(made(step))
-    if isinstance(batch, Batch):
-        one, other = batch.source, batch.target
-        return lambda _: one, lambda _: across.tree(one) if other is None else other
-    return lambda _: batch, lambda _: across.tree(batch)
+        return lambda step: _first(made(step)), lambda step: _second(made(step), across)
+    return lambda _: _first(batch), lambda _: _second(batch, across)
+
+
+def _first(batch: Any) -> Any:
+    return batch.source if isinstance(batch, Batch) else batch
+
+
+def _second(batch: Any, across: Across) -> Any:
+    if isinstance(batch, Batch) and batch.target is not None:
+        return batch.target
+    return across.tree(_first(batch))
