@@ -31,6 +31,9 @@ class Agreed(msgspec.Struct, frozen=True, kw_only=True):
         applied: path in the second -> activation that is in the first's layer alone.
         merged: paths, in the first, of layers that keep in two arrays what the other side adds up in one: their
             biases move twice as far.
+        kinds: path in the first -> the layer's kind.
+        biased: paths, in the first, of layers whose running variance is that of the batch on one side and an estimate
+            of the population's on the other (n / (n - 1) times it).
         differs: path in the first -> what weights do not carry and differs there, as sentences.
         structure: path in the first -> kinds of what differs there ("epsilon").
         notes: the same for a person, and what has no partner.
@@ -41,6 +44,8 @@ class Agreed(msgspec.Struct, frozen=True, kw_only=True):
     behind: dict[str, str] = msgspec.field(default_factory=dict)
     applied: dict[str, str] = msgspec.field(default_factory=dict)
     merged: list[str] = msgspec.field(default_factory=list)
+    kinds: dict[str, str] = msgspec.field(default_factory=dict)
+    biased: list[str] = msgspec.field(default_factory=list)
     differs: dict[str, list[str]] = msgspec.field(default_factory=dict)
     structure: dict[str, list[str]] = msgspec.field(default_factory=dict)
     notes: list[str] = msgspec.field(default_factory=list)
@@ -75,7 +80,14 @@ def agreed(way: Settled) -> Agreed:
     if merged:
         notes.append(
             f"one side adds two biases where the other has one: {_few(merged)}. Either is trained for itself, so that "
-            "their sum moves twice as far: what these parameters become is not compared"
+            "their sum moves twice as far, and the norm counts both: the first forward and backward pass are compared, "
+            "and no update"
+        )
+    biased = [each.source.path for each in way.pairs if _differ(each, "unbiased")]
+    if biased:
+        notes.append(
+            f"running variances are the batch's on one side and an estimate of the population's on the other, as the "
+            f"frameworks have it: {_few(biased)}. They are not compared"
         )
     return Agreed(
         modules={"": "", **holders, **leaves},
@@ -83,6 +95,8 @@ def agreed(way: Settled) -> Agreed:
         behind=behind,
         applied=applied,
         merged=merged,
+        kinds={each.source.path: each.fit.source.kind for each in way.pairs},
+        biased=biased,
         differs=differs,
         structure=structure,
         notes=notes,
@@ -96,6 +110,12 @@ def ways(way: Settled) -> Ways:
         Way(each.source.path, each.target, each.fit.target, way.turned.get(each.target.path)) for each in way.pairs
     ]
     return Ways(first, second)
+
+
+def _differ(match: Match, attribute: str) -> bool:
+    """Whether both sides show an attribute, and not the same."""
+    ours, theirs = (form.attributes.get(attribute) for form in (match.fit.source, match.fit.target))
+    return None not in (ours, theirs) and ours != theirs
 
 
 def _merges(match: Match) -> bool:

@@ -28,6 +28,11 @@ _TRIMMED: Final = 0.1
 _MASTER: Final = 2.0**-24
 """Roundoff of float32, in which masters and slots are kept."""
 
+_WEIGHT: Final = _MASTER / 1e-3
+"""What a slot may differ by, relatively, because its weight 1 - beta is made of a beta in float32, as TensorFlow's kernel
+makes it: 0.999 is rounded by up to 2^-24, and 1 - 0.999 by a thousand times as much. The bias correction takes it out
+of the update."""
+
 
 class Updates:
     """The updates of one phase.
@@ -68,6 +73,8 @@ class Updates:
         scale = max(a.norm, b.norm)
         loose = 2.0 * min(self._loose.get((one.module, one.name), 0.0), 1.0)
         allowed = max(self._judge.allowed(own, float(one.step), scale), loose * scale)
+        if one.what != "statistic":
+            allowed = max(allowed, _WEIGHT * scale)
         return Compared(one, two, apart(a, b), allowed, scale, own)
 
     def parameter(self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]) -> Compared | None:

@@ -21,6 +21,9 @@ from polyamp.parity.updates import Updates
 from polyamp.recipe.recipe import Recipe
 
 _EXACT: Final = ("finite", "scale", "applied")
+_PRODUCTS: Final = ("dense", "conv", "conv_transpose", "attention", "projections", "lstm", "gru", "simple_rnn")
+"""Kinds of layers whose output has the policy's dtype in every framework: matrix products and convolutions. Of
+elementwise operations, lookups and normalizations each framework has its own, within S4."""
 _NARROW: Final = ("bfloat16", "float16")
 _QUIET: Final = 1e-2
 """A gradient is compared with its own size, or with this share of the largest of all: that of a key's bias is 0 but for
@@ -126,7 +129,7 @@ class _Phase:
         reach: tuple[float, float] | None = None  # of the last output: what is allowed of it, how much the loss follows
         for entry in _ordered(ours):
             other = theirs.get(self._partner(entry))
-            if other is None:
+            if other is None or not self._is_judged(entry):
                 continue
             wide = (wide_ours.get(entry.key), wide_theirs.get(other.key))
             leaf = entry.module.partition("#")[0] not in self._agreed.holders
@@ -151,7 +154,7 @@ class _Phase:
                 slope = ours.get((entry.step, "backward", entry.module, "cotangent", ""))
                 reach = None if slope is None or slope.sketch is None else (found.allowed, slope.sketch.norm)
             self._keep(found)
-            if found.counts and leaf and self.first is None and entry.module not in self._skipped(entry):
+            if found.counts and leaf and self.first is None:
                 self.first = likeness.divergence(
                     found, self._phase, self._labels, self._agreed, self._traces, last, ours, theirs
                 )
@@ -168,8 +171,11 @@ class _Phase:
         what = "output" if entry.what == f"output, {self._agreed.behind.get(module)}" else entry.what
         return entry.step, entry.stage, entry.module, what, entry.name
 
-    def _skipped(self, entry: Entry) -> Sequence[str]:
-        return self._agreed.merged if entry.stage == "update" else ()
+    def _is_judged(self, entry: Entry) -> bool:
+        """Whether anything is to be learned from an entry: not where frameworks have it otherwise by convention."""
+        if entry.what == "statistic" and entry.name == "variance" and entry.module in self._agreed.biased:
+            return False
+        return not self._agreed.merged or (entry.step == 1 and entry.stage in ("forward", "backward"))
 
     def _array(
         self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None], depth: int, least: float
@@ -188,7 +194,8 @@ class _Phase:
         allowed = self._judge.allowed(own, depth, max(scale, least))
         kind = ""
         narrow = [each.dtype in _NARROW for each in (a, b)]
-        if one.what.startswith("output") and self._judge.alike and a.dtype != b.dtype and any(narrow):
+        product = self._agreed.kinds.get(one.module.partition("#")[0]) in _PRODUCTS
+        if one.what.startswith("output") and product and self._judge.alike and a.dtype != b.dtype and any(narrow):
             kind = "dtype"
         known = [each for each in own if each is not None]
         if one.what.startswith("output") and self._judge.wide and known and max(known) > RANDOM * scale:
