@@ -157,7 +157,9 @@ def _run(party: Party, phase: Phase, meeting: Meeting, batches: Batches, steps: 
 
 
 def _ran(path: Path, trace: traces.Trace | None) -> Ran:
-    return Ran(trace or traces.Trace(side="", phase=""), traces.read(path) if trace is not None else ())
+    if trace is None:
+        return Ran(traces.Trace(side="", phase=""), tuple)
+    return Ran(trace, lambda: traces.read(path))
 
 
 def _pair(value: Any) -> tuple[Any, Any]:

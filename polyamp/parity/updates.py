@@ -29,9 +29,9 @@ _MASTER: Final = 2.0**-24
 """Roundoff of float32, in which masters and slots are kept."""
 
 _WEIGHT: Final = _MASTER / 1e-3
-"""What a slot may differ by, relatively, because its weight 1 - beta is made of a beta in float32, as TensorFlow's kernel
-makes it: 0.999 is rounded by up to 2^-24, and 1 - 0.999 by a thousand times as much. The bias correction takes it out
-of the update."""
+"""What a slot may differ by, relatively, because its weight 1 - beta is made of a beta in float32, as TensorFlow's
+kernel makes it: 0.999 is rounded by up to 2^-24, and 1 - 0.999 by a thousand times as much. The bias correction takes
+it out of the update."""
 
 
 class Updates:

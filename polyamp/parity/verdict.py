@@ -5,8 +5,9 @@ Called by `compare` and `run`. The traces of a step are in memory at a time, and
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from polyamp.parity import likeness
@@ -35,11 +36,11 @@ class Ran(NamedTuple):
 
     Attributes:
         trace: what is known of it as a whole.
-        entries: its entries, in the order in which they came; read once.
+        entries: gives its entries, in the order in which they came, as often as it is asked.
     """
 
     trace: Trace
-    entries: Iterable[Entry]
+    entries: Callable[[], Iterable[Entry]]
 
 
 def compared(
@@ -61,11 +62,6 @@ def compared(
     rows: list[Row] = []
     notes = list(agreed.notes)
     judged = {FLOAT32: FLOAT64, POLICY: FLOAT32}
-    held: dict[str, list[list[dict[tuple[Any, ...], Entry]]]] = {}
-    for name in (FLOAT64, FLOAT32, POLICY):
-        if name in by_phase:
-            _, one, two = by_phase[name]
-            held[name] = [list(map(_keyed, _by_step(each.entries))) for each in (one, two)]
     for name in (FLOAT32, POLICY):
         if name not in by_phase:
             continue
@@ -73,10 +69,10 @@ def compared(
         alike = len({_policy(recipe, phase) for recipe in recipes}) == 1
         judge = Judge(epsilon(recipes, phase), name == FLOAT32, alike)
         work = _Phase(labels, phase, judge, agreed, (one.trace, two.trace))
-        wider = held.get(judged[name], [[], []])
-        for number in range(min(len(held[name][0]), len(held[name][1]))):
-            beside = [each[number] if number < len(each) else {} for each in wider]
-            work.step(held[name][0][number], held[name][1][number], beside[0], beside[1])
+        wider = by_phase[judged[name]][1:] if judged[name] in by_phase else ()
+        beside = itertools.chain(itertools.zip_longest(*map(_steps, wider), fillvalue={}), itertools.repeat(({}, {})))
+        for ours, theirs, (wide_ours, wide_theirs) in zip(_steps(one), _steps(two), beside, strict=False):
+            work.step(ours, theirs, wide_ours, wide_theirs)
         rows += work.rows()
         notes += [note for note in work.notes if note not in notes]
         first = first or work.first
@@ -85,6 +81,11 @@ def compared(
 
 def _policy(recipe: Recipe | None, phase: Phase) -> Any:
     return None if phase.name != POLICY or recipe is None else (recipe.policy.compute, recipe.policy.output)
+
+
+def _steps(ran: Ran) -> Iterator[dict[tuple[Any, ...], Entry]]:
+    """The entries of each step by what they are of, one step at a time."""
+    return map(_keyed, _by_step(ran.entries()))
 
 
 def _by_step(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
