@@ -14,9 +14,10 @@ from polyamp._version import __version__
 from polyamp.errors import ArgumentError, UnsupportedError
 from polyamp.parity import trace as traces
 from polyamp.parity.curves import curves_of
-from polyamp.parity.party import Batches, Meeting, Party
+from polyamp.parity.party import Party
 from polyamp.parity.phases import WIDE_LIMIT, Phase, phases_of
 from polyamp.parity.report import Report
+from polyamp.parity.running import Batches, Meeting
 from polyamp.parity.verdict import Ran, compared
 from polyamp.porting.check import Across, Batch
 

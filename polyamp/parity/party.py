@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from polyamp._version import __version__
 from polyamp.contract import registry
@@ -19,52 +17,24 @@ from polyamp.parity import draws
 from polyamp.parity.aligned import Agreed, agreed, ways
 from polyamp.parity.losses import against_noise
 from polyamp.parity.observing import Observer, Observes
-from polyamp.parity.phases import (
-    FLOAT32,
-    FLOAT64,
-    Phase,
-    check_own_optimizer,
-    recipe_of,
-    settled_recipe,
-)
+from polyamp.parity.own_loop import LoopTrainer, OwnLoop, RecipeTrainer, Trainer
+from polyamp.parity.phases import POLICY, Phase, check_own_optimizer, recipe_of, settled_recipe
 from polyamp.parity.report import Environment
-from polyamp.parity.sketch import sketch
-from polyamp.parity.trace import Entry, Stage, Trace
-from polyamp.porting.layouts.activations import applied
+from polyamp.parity.running import Batches, Meeting, Run, Write
+from polyamp.parity.trace import Trace
 from polyamp.porting.layouts.converter import Ports
-from polyamp.porting.layouts.inventory import Inventory, NativeLayer
+from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy import Lazy
 from polyamp.porting.port import values
 from polyamp.porting.settled import settled
 from polyamp.porting.side import Side
-from polyamp.porting.states import canonical as states
 from polyamp.porting.states.canonical import Way
-from polyamp.porting.states.sides import side as state_side
 from polyamp.recipe.recipe import Recipe
-from polyamp.train.step import init, train_step
 
 if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, Any]
-
-Write = Callable[[Entry], None]
-Batches = Callable[[int], Any]
-"""Number of a step, from 0 -> its batch, NumPy."""
-
-
-class Meeting(NamedTuple):
-    """What a side knows of itself beside the first one.
-
-    Attributes:
-        agreed: what both know.
-        ways: how its arrays lead to canonical ones under the first side's names.
-        leaves: the values that it gets from the first side, by its own names; None of the first side itself.
-    """
-
-    agreed: Sequence[Agreed]
-    ways: Sequence[Way]
-    leaves: Mapping[str, Lazy] | None
 
 
 class Party:
@@ -181,17 +151,26 @@ class Party:
     def run(self, phase: Phase, meeting: Meeting, batches: Batches, steps: int, write: Write) -> Trace:
         """Train a copy in one phase, and write what every step makes.
 
+        Args:
+            phase: the phase.
+            meeting: what this side knows of itself beside the first one.
+            batches: number of a step, from 0 -> its batch.
+            steps: how many; without a recipe one forward and backward pass is made, and no step.
+            write: takes the entries.
+
         Raises:
             UnsupportedError: a float64 phase, and the framework or the model cannot.
         """
         began = time.perf_counter()
-        run = _Run(self, phase, meeting, batches, write)
+        loss_fn = against_noise(self.inventory) if self._loss_fn is None else self._loss_fn
+        run = Run(self.inventory, self._observer, loss_fn, meeting, batches, write)
         with self._observer.working(self.model, wide=phase.wide) as model:
             made = self._filled(model, meeting, phase)
             numbers = draws.Numbers() if self._shared else None
-            given = None if numbers is None else numbers.laid(self.inventory)
-            with self._observer.still(made, given):
-                run.steps(made, steps, numbers)
+            with self._observer.still(made, None if numbers is None else numbers.laid(self.inventory)):
+                trainer, trains = self._trainer(made, phase, loss_fn)
+                micro = self.recipe is not None and self.recipe.accumulate_steps > 1
+                run.steps(trainer, steps if trains else 0, numbers, micro=micro)
         return Trace(
             side=self.label,
             phase=phase.name,
@@ -200,23 +179,16 @@ class Party:
             seconds=time.perf_counter() - began - run.spent,
         )
 
-    def recipe_for(self, phase: Phase, model: Any) -> Recipe:
-        """The recipe that a copy of the model is trained with in a phase."""
-        return recipe_of(settled_recipe(self._given_recipe, model), phase)
-
-    def loss_for(self) -> Any:
-        """The loss."""
-        return against_noise(self.inventory) if self._loss_fn is None else self._loss_fn
-
-    @property
-    def options(self) -> Mapping[str, Mapping[str, Any]]:
-        """What `init` and `train_step` are given."""
-        return self._options
-
-    @property
-    def observer(self) -> Observer:
-        """What watches its framework."""
-        return self._observer
+    def _trainer(self, model: Any, phase: Phase, loss_fn: Any) -> tuple[Trainer, bool]:
+        """What trains a copy of the model, and whether it does in this phase: a loop has one precision, its own."""
+        if isinstance(self._given_recipe, OwnLoop):
+            recipe = recipe_of(self.recipe, phase)
+            own = phase.name == POLICY or not self._given_recipe.recipe.policy.is_mixed
+            if own:
+                return LoopTrainer(model, self._given_recipe, recipe, self._options), True
+            return RecipeTrainer(model, recipe, loss_fn, self._options), False
+        recipe = recipe_of(settled_recipe(self._given_recipe, model), phase)
+        return RecipeTrainer(model, recipe, loss_fn, self._options), self.recipe is not None
 
     def _filled(self, model: Any, meeting: Meeting, phase: Phase) -> Any:
         if meeting.leaves is None:
@@ -229,200 +201,7 @@ class Party:
         return self._converter.fill(model, leaves)
 
 
-class _Run:
-    """One phase of one side."""
-
-    def __init__(self, party: Party, phase: Phase, meeting: Meeting, batches: Batches, write: Write) -> None:
-        self._party, self._phase, self._meeting = party, phase, meeting
-        self._batches, self._write = batches, write
-        self._first = meeting.leaves is None
-        own = meeting.agreed[0] if not self._first else None
-        self._modules = None if own is None else own.modules
-        self._applied = {} if own is None else own.applied
-        self._behind: dict[str, str] = {}
-        for each in meeting.agreed if self._first else ():
-            self._behind |= each.behind
-        self._blind = set() if own is None else {own.modules[path] for path in own.applied} | set(own.behind)
-        inventory = party.inventory
-        self._rank = inventory.spatial + 2 if inventory.spatial and inventory.channels == "first" else 0
-        self.operations: list[Any] = []
-        self.unseen = ""
-        self.spent = 0.0
-
-    def steps(self, model: Any, steps: int, numbers: draws.Numbers | None) -> None:
-        """Every step: a look at it, the step itself, and what it left."""
-        party = self._party
-        recipe = party.recipe_for(self._phase, model)
-        loss_fn = party.loss_for()
-        state = init(model, recipe, **party.options["init"])
-        train = train_step(loss_fn, recipe, **party.options["step"]) if party.recipe is not None else None
-        self._update(state, 0)
-        for number in range(steps if train is not None else 1):
-            batch = self._batches(number)
-            looked = batch[0] if isinstance(batch, list) and recipe.accumulate_steps > 1 else batch
-            if numbers is not None:
-                numbers.again()
-            self._look(state, loss_fn, looked, number + 1)
-            if train is None:
-                return
-            if numbers is not None:
-                numbers.again()
-            state, result = train(state, batch)
-            self._report(state.backend, result, number + 1)
-            self._update(state, number + 1)
-
-    def _look(self, state: Any, loss_fn: Any, batch: Any, step: int) -> None:
-        def see(path: str, what: str, array: Array, dtype: str) -> None:
-            with self._aside():
-                self._seen(path, what, array, dtype, step)
-
-        watched = self._party.observer.watch(state, loss_fn, batch, see)
-        with self._aside():
-            self._number(step, "forward", "loss", watched.loss)
-            self._gradients(watched.gradients, step)
-            if step == 1:
-                self.operations = self._named(watched.operations)
-                self.unseen = watched.unseen
-
-    def _seen(self, path: str, what: str, array: Array, dtype: str, step: int) -> None:
-        name, mark, count = path.partition("#")
-        module = name if self._modules is None else self._modules.get(name)
-        if module is None:
-            return
-        stage: Stage = "forward" if what == "output" else "backward"
-        if what == "cotangent" and module in self._blind:
-            return
-        common = _laid(array, self._rank)
-        if what == "output" and name in self._applied:
-            behind = applied(self._applied[name], common)
-            if behind is None:
-                return
-            common = behind.astype(common.dtype)
-        self._array(step, stage, module + mark + count, what, "", common, dtype, path)
-        if what == "output" and name in self._behind:
-            behind = applied(self._behind[name], common)
-            if behind is not None:
-                out = behind.astype(common.dtype)
-                self._array(step, stage, module + mark + count, f"output, {self._behind[name]}", "", out, dtype, path)
-
-    def _gradients(self, gradients: Mapping[str, Array | None], step: int) -> None:
-        for way in reversed(self._meeting.ways):
-            for name, array in canonical_gradients(way, gradients).items():
-                read = array.read()
-                self._array(step, "backward", way.path, "gradient", name, read, str(read.dtype), way.layer.path)
-
-    def _report(self, backend: Backend, result: Any, step: int) -> None:
-        numbers = {name: backend.to_numpy(getattr(result, name)) for name in ("loss", "grad_norm", "scale", "skipped")}
-        for name in ("loss", "grad_norm"):
-            self._number(step, "step", name, float(numbers[name]))
-        self._number(step, "step", "finite", float(not numbers["skipped"]))
-        self._number(step, "step", "scale", float(numbers["scale"]))
-        self._number(step, "step", "applied", float(backend.to_numpy(result.step)))
-
-    def _update(self, state: Any, step: int) -> None:
-        with self._aside():
-            own = state_side(state, target=False)
-            for way in self._meeting.ways:
-                found = states.canonical(own, [way._replace(order=None)])
-                trained = _trained(way)
-                for slot, arrays in found.slots.items() if step else ():
-                    self._put(step, way, slot, arrays)
-                self._put(step, way, "parameter", {k: v for k, v in found.parameters.items() if _name(k) in trained})
-                rest = {k: v for k, v in found.parameters.items() if _name(k) not in trained}
-                self._put(step, way, "statistic", rest)
-
-    def _put(self, step: int, way: Way, what: str, arrays: Mapping[str, Lazy]) -> None:
-        for name, array in _in_order(way, {_name(key): array for key, array in arrays.items()}).items():
-            read = array.read()
-            self._array(step, "update", way.path, what, name, read, str(read.dtype), way.layer.path)
-
-    def _array(
-        self, step: int, stage: Stage, module: str, what: str, name: str, array: Array, dtype: str, own: str
-    ) -> None:
-        entry = Entry(step=step, stage=stage, module=module, what=what, name=name, sketch=sketch(array, dtype), own=own)
-        self._write(entry)
-
-    def _number(self, step: int, stage: Stage, what: str, number: float) -> None:
-        self._write(Entry(step=step, stage=stage, module="", what=what, number=number))
-
-    def _named(self, operations: Sequence[Any]) -> list[Any]:
-        if self._modules is None:
-            return list(operations)
-        return [
-            row._replace(module=self._modules.get(row.module, _nearest(row.module, self._modules)))
-            for row in operations
-        ]
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """A block whose time is the comparison's and not the model's."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.spent += time.perf_counter() - began
-
-
-def canonical_gradients(way: Way, gradients: Mapping[str, Array | None]) -> dict[str, Lazy]:
-    """The gradients of a layer's arrays in canonical layout, under the names of its canonical arrays.
-
-    What is not trained, is tied to another array, or has no gradient is left out.
-    """
-    found: dict[str, Lazy] = {}
-    for rule in way.form.rules:
-        held: dict[str, Lazy] = {}
-        for name in rule.native:
-            leaf = way.layer.leaves[name]
-            values_ = gradients.get(leaf.name) if leaf.trainable and leaf.tied is None else None
-            if values_ is not None:
-                held[name] = Lazy.of(values_)
-        if len(held) < len(rule.native):
-            continue
-        made = dataclasses.replace(way.form, rules=(rule,)).arrays(held, gradients=True)
-        if any(getattr(operation, "absent", ()) for operation in rule.operations):
-            made = {rule.canonical[0]: made[rule.canonical[0]]}  # what a framework lacks has no gradient there
-        found.update(made)
-    return _in_order(way, found)
-
-
-def _in_order(way: Way, arrays: Mapping[str, Lazy]) -> dict[str, Lazy]:
-    """The arrays of a layer beside a flatten, as the first side has them."""
-    if way.order is None or (way.order.rows and "kernel" not in arrays) or not arrays:
-        return dict(arrays)
-    return way.order.apply(arrays, back=True)
-
-
-def _trained(way: Way) -> set[str]:
-    return {
-        name
-        for rule in way.form.rules
-        if all(way.layer.leaves[native].trainable for native in rule.native)
-        for name in rule.canonical
-    }
-
-
-def _name(key: str) -> str:
-    return key.rpartition("/")[2]
-
-
-def _nearest(path: str, modules: Mapping[str, str]) -> str:
-    """The first side's name of the innermost known module around one that has no partner."""
-    while path and path not in modules:
-        path = path.rpartition("/")[0]
-    return modules.get(path, "")
-
-
-def _laid(array: Array, rank: int) -> Array:
-    """An output with its channels last, if it has the rank of an image."""
-    import numpy as np
-
-    return np.moveaxis(array, 1, -1) if rank and array.ndim == rank else array
-
-
 def _widened(array: Lazy, dtype: Any) -> Lazy:
     if array.dtype.kind != "f" and str(array.dtype) != "bfloat16":
         return array
     return Lazy(array.shape, dtype, lambda: array.read().astype(dtype))
-
-
-__all__ = ["FLOAT32", "FLOAT64", "Meeting", "NativeLayer", "Party"]

@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from polyamp.errors import RecipeError
+from polyamp.parity.own_loop import OwnLoop
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
@@ -43,11 +44,13 @@ def settled_recipe(recipe: Any, model: Any) -> Recipe | None:
     Raises:
         RecipeError: neither.
     """
+    if isinstance(recipe, OwnLoop):
+        return recipe.recipe
     made = recipe(model) if callable(recipe) and not isinstance(recipe, Recipe) else recipe
     if made is not None and not isinstance(made, Recipe):
         raise RecipeError(
-            "recipe must be a polyamp.Recipe, a function of the model that returns one, or None for a forward and "
-            f"backward pass in float32. Received: {type(made).__name__}."
+            "recipe must be a polyamp.Recipe, a function of the model that returns one, a polyamp.parity.OwnLoop, or "
+            f"None for a forward and backward pass in float32. Received: {type(made).__name__}."
         )
     return made
 
