@@ -8,6 +8,7 @@ stands what is relied on, so that one who meets a newer Keras knows what to look
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 import random
@@ -120,6 +121,27 @@ def hold_value(variable: Any, value: Any) -> Any:
     return before
 
 
+@contextlib.contextmanager
+def operations_told(told: Callable[[str, Any, Any], None]) -> Iterator[None]:
+    """A block in which each operation that this thread runs is told: `told(name, inputs, outputs)`."""
+    from tensorflow.python.framework import op_callbacks
+
+    def callback(name: str, inputs: Any, attributes: Any, outputs: Any, *more: Any, **options: Any) -> None:
+        told(name, inputs, outputs)
+
+    op_callbacks.add_op_callback(callback)
+    try:
+        yield
+    finally:
+        op_callbacks.remove_op_callback(callback)
+
+
+def fresh_function(function: Any) -> Any:
+    """A `tf.function` as another one that has not been traced; None where `function` is none."""
+    clone = getattr(function, "_clone", None)
+    return None if clone is None or not hasattr(function, "python_function") else clone(None)
+
+
 # Random numbers.
 
 
@@ -174,6 +196,23 @@ came_from: Final[Callable[[Any], Any]] = operator.attrgetter("_keras_history")
 """Of a symbolic tensor: the operation that gave it, which of its calls, and which of that call's results."""
 calls_of: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_inbound_nodes")
 """The calls of an operation or layer on symbolic tensors, each with `input_tensors` and `arguments`."""
+
+
+def symbolic_inputs(layer: Any) -> list[Any]:
+    """The symbolic inputs of a functional or sequential model, to whose dtypes it casts what it is given."""
+    function = getattr(layer, "_functional", None) or layer
+    return list(function._inputs) if isinstance(function, keras.Function) else []
+
+
+def hold_dtype(symbolic: Any, dtype: str) -> str:
+    """Have a symbolic tensor say another dtype.
+
+    Returns:
+        The one that it said.
+    """
+    before = str(symbolic.dtype)
+    symbolic._dtype = dtype
+    return before
 
 
 def is_linear_algebra(operation: Any) -> bool:

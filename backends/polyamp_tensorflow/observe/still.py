@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Final
 
 import numpy as np
@@ -16,10 +18,13 @@ import tensorflow as tf
 
 from polyamp.errors import UnsupportedError
 from polyamp.parity.observing import Draws
-from polyamp_tensorflow.compat import layers_named, random_functions
+from polyamp_tensorflow.compat import fresh_function, layers_named, random_functions
 from polyamp_tensorflow.interrupts import ending
 from polyamp_tensorflow.models.layers import modules
+from polyamp_tensorflow.observe.parts import replica
 
+Array = np.ndarray[Any, Any]
+_DRAWING: Final[ContextVar[bool]] = ContextVar("drawing", default=False)
 _NOISE: Final = layers_named("GaussianNoise GaussianDropout AlphaDropout")
 _LEAST: Final = 2.0**-24
 """A draw is kept this far from 0 and 1 where it becomes a normal number."""
@@ -29,27 +34,37 @@ _TRUNCATED: Final = 2.0
 
 @contextlib.contextmanager
 def still(model: Any, draws: Draws | None) -> Iterator[None]:
-    """See `Observer.still`.
+    """See `Observer.still`. It acts in what is traced in the block; of layers whose `call` is a `tf.function` too.
 
     Without draws every dropout of Keras and TensorFlow passes its input on, in layers, cells, attention and in
     functions that a model calls, and so do layers that add or multiply noise; other random numbers stay random.
 
     With draws every random operation takes one call of `draws` with its shape. Dropout keeps where a draw is >= its
     rate; uniform numbers are the draws, scaled; integers are their scaled floor; normal numbers are the inverse of the
-    normal distribution function at them, and truncated ones at what is left between both ends. Inside of a
-    `tf.function` they are drawn when it is traced and are constants from then on: of a step that is traced once, the
-    same at every step, and in every micro-batch of a window but its first.
+    normal distribution function at them, and truncated ones at what is left between both ends. The replicas of a
+    strategy share the draws of the whole batch, of what has more than one row.
+
+    Inside of a `tf.function` numbers are drawn when it is traced and are constants from then on: of a step that is
+    traced once, the same at every step, and in every micro-batch of a window but its first. (`watch` has the next step
+    traced anew.)
 
     Raises:
         UnsupportedError: in the block, where draws are asked for numbers of another distribution, or of a shape that is
             not known when a function is traced.
     """
+    token = _DRAWING.set(draws is not None)
     with contextlib.ExitStack() as stack:
+        stack.callback(_DRAWING.reset, token)
         for target, name, stand_in in _replacements(model, draws):
             undo = _Shadow(target, name)
             stack.enter_context(ending(undo.put_back))
             setattr(target, name, stand_in) if inspect.ismodule(target) else vars(target).update({name: stand_in})
         yield
+
+
+def drawing() -> bool:
+    """Whether a `still` block with draws runs."""
+    return _DRAWING.get()
 
 
 class _Shadow:
@@ -71,6 +86,10 @@ class _Shadow:
 def _replacements(model: Any, draws: Draws | None) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """(object, name, what stands there in the block)."""
     functions = random_functions()
+    for part in modules(model):
+        fresh = fresh_function(part.layer.call)  # what was traced before the block knows nothing of it
+        if fresh is not None:
+            yield part.layer, "call", fresh
     if draws is None:
         for module, name in functions["dropout"]:
             yield module, name, _bound(getattr(module, name), lambda given: tf.convert_to_tensor(given["x"]))
@@ -110,6 +129,8 @@ class _Numbers:
 
     def __init__(self, draws: Draws) -> None:
         self._draws = draws
+        self._calls: Counter[int] = Counter()
+        self._whole: dict[int, Array] = {}
 
     def dropout(self, given: dict[str, Any]) -> Any:
         """`x` with what is dropped 0 and the rest times 1 / (1 - rate)."""
@@ -162,7 +183,7 @@ class _Numbers:
             values = tf.math.ndtri(tf.constant(least + drawn * (most - least))).numpy()
         return tf.constant(values.astype(tf.as_dtype(given["dtype"]).as_numpy_dtype))
 
-    def _drawn(self, shape: Any, given: dict[str, Any]) -> np.ndarray[Any, Any]:
+    def _drawn(self, shape: Any, given: dict[str, Any]) -> Array:
         known = _known(shape)
         if known is None:
             raise UnsupportedError(
@@ -170,7 +191,22 @@ class _Numbers:
                 "cannot be those of another framework. Give the batch and the model fixed shapes, or compare with "
                 "randomness='off'."
             )
-        return np.asarray(self._draws(known), np.float32)
+        number, count = replica()
+        if count == 1:
+            return np.asarray(self._draws(known), np.float32)
+        return self._part(known, number, count)
+
+    def _part(self, shape: tuple[int, ...], number: int, count: int) -> Array:
+        """A replica's rows of the numbers that one device would draw for all of them."""
+        call = self._calls[number]
+        self._calls[number] += 1
+        rows = shape[0] if shape and shape[0] > 1 else 0
+        if call not in self._whole:
+            self._whole[call] = np.asarray(self._draws((rows * count, *shape[1:]) if rows else shape), np.float32)
+        whole = self._whole[call]
+        if min(self._calls[other] for other in range(count)) > call:
+            del self._whole[call]
+        return whole[number * rows : (number + 1) * rows] if rows else whole
 
 
 def _known(shape: Any) -> tuple[int, ...] | None:

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from polyamp.errors import ModelError, UnsupportedError
-from polyamp_tensorflow.arrays import raw, to_numpy
+from polyamp.errors import ModelError
+from polyamp_tensorflow.arrays import is_floating, raw, to_numpy
 from polyamp_tensorflow.compat import LOSSES
 from polyamp_tensorflow.models.layers import is_built, modules
 from polyamp_tensorflow.models.variables import variables_of
 from polyamp_tensorflow.observe.streams import Streams
+from polyamp_tensorflow.observe.widened import widened
 from polyamp_tensorflow.porting.fill import assign, uninterrupted
 
 
@@ -29,36 +31,42 @@ def working(model: Any, *, wide: bool) -> Iterator[Any]:
     that belong to no model. What a layer's attributes hold is not copied: a list that the model's own code appends to
     stays longer.
 
+    A model that was made in the scope of a strategy is lent in that scope, so that all replicas train it.
+
     Raises:
         ModelError: the model is not built.
-        UnsupportedError: `wide`.
+        UnsupportedError: `wide`, of a model that is no Keras layer, is quantized or lies on several replicas.
     """
     if not is_built(model):
         raise ModelError(
             "a model whose training is compared must be built, so that what it holds can be put back. Call it once on "
             "a batch, or model.build(shape), before."
         )
-    if wide:
-        raise UnsupportedError("Keras: a model is not run in float64.")
-    kept = _Kept(model)
+    kept = _Kept(model, wide=wide)
     try:
-        yield model
+        with kept.scope(), widened(model) if wide else contextlib.nullcontext():
+            yield model
     finally:
         with uninterrupted():
             kept.put_back()
 
 
 class _Kept:
-    """What a model holds, on the host."""
+    """What a model holds, on the host; without the values that rest while it is in float64."""
 
-    def __init__(self, model: Any) -> None:
-        self._values = [(variable, to_numpy(variable)) for variable in _variables(model)]
-        self._trainable = [
-            (variable, variable.trainable) for variable, _ in self._values if isinstance(variable, keras.Variable)
-        ]
+    def __init__(self, model: Any, *, wide: bool) -> None:
+        variables = _variables(model)
+        self._values = [(item, to_numpy(item)) for item in variables if not (wide and is_floating(raw(item)))]
+        self._trainable = [(item, item.trainable) for item in variables if isinstance(item, keras.Variable)]
+        self._strategies = {id(found): found for item in variables if (found := strategy_of(raw(item))) is not None}
         self._attributes = [(module.layer, dict(vars(module.layer))) for module in modules(model)]
         self._losses = [(layer, name, list(own[name])) for layer, own in self._attributes for name in LOSSES]
         self._streams = Streams()
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """That of the strategy in which the model was made, unless it is the present one."""
+        inner = [found for found in self._strategies.values() if found is not tf.distribute.get_strategy()]
+        return inner[0].scope() if inner else contextlib.nullcontext()
 
     def put_back(self) -> None:
         """Everything as it was; a second call does no harm."""
@@ -81,3 +89,8 @@ def _variables(model: Any) -> list[Any]:
     """Every variable once."""
     found = {id(raw(variable)): variable for role in variables_of(model) for variable in role.values()}
     return list(found.values())
+
+
+def strategy_of(variable: Any) -> Any:
+    """The strategy that a variable has its copies from; None of a variable without copies."""
+    return variable.distribute_strategy if isinstance(variable, tf.distribute.DistributedValues) else None
