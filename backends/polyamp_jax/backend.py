@@ -38,6 +38,7 @@ from polyamp_jax.step.measure import norm_and_finite, unscaled_leaf
 from polyamp_jax.step.refresh import refreshed
 
 if TYPE_CHECKING:
+    from polyamp.parity.observing import Observer
     from polyamp.porting.layouts.converter import Converter
     from polyamp.porting.states.layout import StateConverter
 
@@ -81,6 +82,12 @@ class JaxBackend:
         from polyamp_jax.porting.converter import CONVERTER
 
         return CONVERTER
+
+    @property
+    def observer(self) -> Observer:
+        from polyamp_jax.observe.observer import OBSERVER
+
+        return OBSERVER
 
     def native_policy(self, policy: Policy) -> Any:
         """A function transform: `policy.native("jax")(fn_or_model)` is `policy.autocast(fn_or_model)`.

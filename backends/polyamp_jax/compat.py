@@ -11,6 +11,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, Final
 
 import jax
@@ -54,6 +55,12 @@ def flax_refused_a_change(error: BaseException) -> bool:
 def is_layer_stack(module: str) -> bool:
     """Whether a name is what `hk.experimental.layer_stack` gives to its module by itself."""
     return module.startswith("__layer_stack")
+
+
+def haiku_dropout() -> list[tuple[Any, str]]:
+    """(module, name) of the function behind `hk.dropout`, which haiku keeps apart so that it can be replaced."""
+    module = loaded("haiku._src.basic")
+    return [(module, name) for name in ("dropout_impl",) if hasattr(module, name)]
 
 
 def nnx_kinds() -> tuple[type, ...]:
@@ -314,6 +321,43 @@ def scan_options(eqn: JaxprEqn) -> dict[str, Any]:
     return {name: params[name] for name in ("length", "reverse", "unroll")} | extra
 
 
+def identity(name: str, tangent: Callable[..., Any], batched: Callable[..., Any]) -> Any:
+    """A primitive that gives its one operand as it is.
+
+    Args:
+        name: its name.
+        tangent: its rule of differentiation, as JAX calls one.
+        batched: its rule of batching; an operand that is not mapped has the dimension None.
+    """
+    made: Any = extend_core.Primitive(name)
+    made.def_impl(lambda value, **_: value)
+    made.def_abstract_eval(lambda value, **_: value)
+    ad.primitive_jvps[made] = tangent
+    batching.primitive_batchers[made] = batched
+    mlir.register_lowering(made, lambda _, value, **__: [value])
+    return made
+
+
+@contextlib.contextmanager
+def apart(name: str) -> Iterator[None]:
+    """A block whose programs JAX keeps by themselves: none that was traced outside is used again inside, nor the other
+    way round, but where the names of the blocks are the same."""
+    token = _blocks.set((*_blocks.get(), name))
+    try:
+        if _user_context is not None:
+            with _user_context("/".join(_blocks.get())):
+                yield
+        else:  # until jax 0.8
+            clear: Any = jax.clear_caches  # JAX does not annotate it
+            clear()
+            try:
+                yield
+            finally:
+                clear()
+    finally:
+        _blocks.reset(token)
+
+
 def mapped_axes() -> tuple[Any, ...]:
     """Names of the axes of `shard_map` and `pmap` around what is being traced; those of `vmap` are none.
 
@@ -363,3 +407,7 @@ def _bound(eqn: JaxprEqn, functions: Sequence[Any], args: Sequence[Any], params:
 _add: Final[Any] = add_p  # JAX does not annotate its primitives' methods
 _SUBFUNS_IN_PARAMS: Final = not isinstance(_add.get_bind_params({}), tuple)
 """Whether functions travel in the parameters (from jax 0.10), or come before the arguments."""
+_make_context: Final[Any] = getattr(jax, "make_user_context", None)
+_user_context: Final[Any] = None if _make_context is None else _make_context("")
+"""Part of the keys of JAX's caches, of programs too."""
+_blocks: ContextVar[tuple[str, ...]] = ContextVar("polyamp_blocks", default=())

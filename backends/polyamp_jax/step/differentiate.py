@@ -7,7 +7,7 @@ it is traceable and never waits for the device.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -53,10 +53,10 @@ class Pass(NamedTuple):
 def separate(loss_fn: LossFunction, states: Sequence[JaxState], batch: Any) -> tuple[Any, list[Gradients]]:
     """The first half for one or several states: what `loss_fn` returned, and unscaled gradients (S6, S7)."""
     check_axes("value_and_grad")
-    done = _differentiated(loss_fn, states, [_compute(s) for s in states], [s.running for s in states], batch)
-    scale = _scale(states[0])
+    done = _differentiated(loss_fn, states, [computed(s) for s in states], [s.running for s in states], batch)
+    scale = scale_of(states[0])
     gradients = [
-        Gradients(_unscaled(values, scale, state.params), running, done.loss)
+        Gradients(unscaled(values, scale, state.params), running, done.loss)
         for values, running, state in zip(done.values, done.running, states, strict=True)
     ]
     return (done.loss if done.aux is None else (done.loss, done.aux)), gradients
@@ -72,7 +72,7 @@ def accumulated(loss_fn: LossFunction, state: JaxState, batch: Any) -> tuple[Any
     if count == 1:
         value, (gradients,) = separate(loss_fn, [state], batch)
         return *(value if isinstance(value, tuple) else (value, None)), gradients
-    params = _compute(state)
+    params = computed(state)
     window, parts = batches.in_runs(
         batch, count, shapes=_shapes, tree_map=jax.tree.map, stack=jnp.stack, reshape=jnp.reshape
     )
@@ -100,7 +100,7 @@ def accumulated(loss_fn: LossFunction, state: JaxState, batch: Any) -> tuple[Any
     else:
         weighed = [share * jnp.sum(own) for (share, _), own in zip(runs, losses, strict=True)]
         loss, aux = sum(weighed) / window.total, jax.tree.map(_joined, *auxes)
-    return loss, aux, Gradients(_unscaled(mean, _scale(state), state.params), running, loss)
+    return loss, aux, Gradients(unscaled(mean, scale_of(state), state.params), running, loss)
 
 
 def scaled_loss(loss: Any, scale: Any | None, *, what: str = "loss_fn") -> tuple[jax.Array, jax.Array]:
@@ -129,8 +129,8 @@ def _differentiated(
         TraceError: `loss_fn` changes an nnx object that it did not make.
     """
     check_has_rows(shape[0] for _, shape in _shapes(batch) if shape)
-    keys = [_keys(state, own.draws) for state, own in zip(states, running, strict=True)]
-    scale = _scale(states[0])
+    keys = [keys_of(state, own.draws) for state, own in zip(states, running, strict=True)]
+    scale = scale_of(states[0])
 
     # in cast mode loss_fn may use both a parameter's cast and, by model.params, the master itself
     masters = [None if own is state.params else state.params for own, state in zip(params, states, strict=True)]
@@ -147,8 +147,29 @@ def _differentiated(
         scaled, wide = scaled_loss(loss, scale)
         return scaled if share == 1.0 else scaled * share, (wide, aux, [engine.running for engine in engines])
 
+    values, _, (loss, aux, after) = taken(loss_of, params, masters)
+    trees = [jax.tree.unflatten(jax.tree.structure(own), flat) for own, flat in zip(params, values, strict=True)]
+    moved = [own._replace(draws=own.draws + 1) for own in after]
+    return Pass(loss, aux, trees, moved)
+
+
+def taken(
+    function: Callable[..., tuple[Any, Any]], params: Sequence[Any], masters: Sequence[Any], *others: Any
+) -> tuple[list[list[Any]], list[Any], Any]:
+    """The gradients of `function(params, masters, *others) -> (scaled loss, rest)`.
+
+    Args:
+        function: the forward pass.
+        params: per model, what it computes with.
+        masters: per model, its master weights where these are others, or None.
+        *others: pytrees of whatever else is differentiated by.
+
+    Returns:
+        Per model, the gradients by the leaves of its parameters, each None where the loss does not depend on it (S23);
+        those by the leaves of `others`; and the rest.
+    """
     try:
-        scaled, backward, (loss, aux, after) = jax.vjp(loss_of, list(params), masters, has_aux=True)
+        scaled, backward, rest = jax.vjp(function, list(params), list(masters), *others, has_aux=True)
     except Exception as error:
         _refuse_changed_nnx(error)
         raise
@@ -156,14 +177,12 @@ def _differentiated(
     made = gradients_made(program)
     refusals.check_depends(any(made))
     flat = compat.jaxpr_as_fun(program)(np.ones((), np.float32))
-    rest = iter([gradient if depends else None for gradient, depends in zip(flat, made, strict=True)])
-    values = [[next(rest) for _ in jax.tree.leaves(own)] for own in params]
+    found = iter([gradient if depends else None for gradient, depends in zip(flat, made, strict=True)])
+    values = [[next(found) for _ in jax.tree.leaves(own)] for own in params]
     for number, own in enumerate(masters):
         if own is not None:
-            values[number] = [_sum(of_cast, next(rest)) for of_cast in values[number]]
-    trees = [jax.tree.unflatten(jax.tree.structure(own), flat) for own, flat in zip(params, values, strict=True)]
-    moved = [own._replace(draws=own.draws + 1) for own in after]
-    return Pass(loss, aux, trees, moved)
+            values[number] = [_sum(of_cast, next(found)) for of_cast in values[number]]
+    return values, list(found), rest
 
 
 def _sum(of_cast: Any, of_master: Any) -> Any:
@@ -188,22 +207,22 @@ def _refuse_changed_nnx(error: BaseException) -> None:
         ) from error
 
 
-def _compute(state: JaxState) -> Any:
+def computed(state: JaxState) -> Any:
     return compute_params(state.params, state.setup.adapter, state.setup.plan)
 
 
-def _scale(state: JaxState) -> Any | None:
+def scale_of(state: JaxState) -> Any | None:
     return state.scale_state.scale if state.recipe.loss_scaler.scales else None
 
 
-def _keys(state: JaxState, draws: Any) -> Keys:
+def keys_of(state: JaxState, draws: Any) -> Keys:
     """The random keys of one pass of one attempt: skipped steps and micro-batches all have others."""
     return {
         name: jax.random.fold_in(jax.random.fold_in(key, state.attempts), draws) for name, key in state.rngs.items()
     }
 
 
-def _unscaled(values: Any, scale: Any | None, params: Any) -> Any:
+def unscaled(values: Any, scale: Any | None, params: Any) -> Any:
     return jax.tree.map(
         lambda p, g: None if g is None else unscaled_leaf(g, scale, jnp.promote_types(p.dtype, jnp.float32)),
         params,

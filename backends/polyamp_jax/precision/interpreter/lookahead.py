@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp_jax import compat
+from polyamp_jax.precision.interpreter import seen
 from polyamp_jax.precision.op_list import (
     MOVES,
     PASSING,
@@ -61,6 +62,7 @@ def plan(jaxpr: compat.Jaxpr, wanted: Sequence[Need], logarithms: frozenset[str]
         wanted: what its surroundings need of its outputs.
         logarithms: names of the primitives that need the digits of their operand.
     """
+    jaxpr = seen.without(jaxpr).jaxpr
     kept = _plans.setdefault(jaxpr, {})
     key = (tuple(wanted), logarithms)
     found = kept.get(key)
@@ -111,6 +113,7 @@ def loop_wanted(
 
 def read_inputs(jaxpr: compat.Jaxpr) -> frozenset[int]:
     """Indices of the inputs that the program reads rows of, at places that it computes."""
+    jaxpr = seen.without(jaxpr).jaxpr
     found = _reads.get(jaxpr)
     if found is None:
         read: set[Any] = set()

@@ -6,7 +6,7 @@ the one in the trace, and the dtype that its array really has. Called by `walk` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -141,6 +141,11 @@ class Value:
             return Value(array, self.declared, Traits(weak=weak))
         rank = self.traits.rank - (self._array.ndim - array.ndim)
         return Value(array, self.declared, self.traits._replace(rank=rank))
+
+    def shown(self, mark: Any, params: Mapping[str, Any]) -> Value:
+        """This value, marked: of a constant, which has no dtype of its own, what it is now."""
+        made = mark.bind(self.array(), **params)
+        return self if self.constant is not None else Value(made, self.declared, self.traits)
 
     def key(self) -> Any:
         """What an inner function's trace depends on beside the array's type."""

@@ -18,7 +18,7 @@ import numpy as np
 from polyamp.errors import UnsupportedError
 from polyamp.rules.plan import Plan
 from polyamp_jax import compat
-from polyamp_jax.precision.interpreter import lookahead, products
+from polyamp_jax.precision.interpreter import lookahead, products, seen
 from polyamp_jax.precision.interpreter.lookahead import Need
 from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.staging import KEEP
@@ -114,6 +114,7 @@ class Interpreter:
             values: values of its inputs.
             wanted: what is needed of its first outputs.
         """
+        jaxpr, marked, marked_last = seen.without(jaxpr)
         known: dict[compat.Var, Value] = {}
         for var, array in zip(jaxpr.constvars, consts, strict=True):
             known[var] = value_of(array, var.aval, Traits(leaf=True, rank=np.ndim(array)))
@@ -129,13 +130,20 @@ class Interpreter:
                 return literal(atom.val, dtype)
             return Value(atom.val, dtype)
 
+        def show(index: int) -> None:
+            for var, params in marked.get(index, ()):
+                known[var] = known[var].shown(seen.SHOWN, params)
+
+        show(-1)
         for index, eqn in enumerate(jaxpr.eqns):
             operands = [read(atom) for atom in eqn.invars]
             with compat.context_of(eqn):
                 results = self._equation(eqn, operands, plan.needs[index], sole=index in plan.soles)
             known.update(zip(eqn.outvars, results, strict=True))
+            show(index)
             for var in plan.last[index]:
-                known.pop(var, None)
+                if marked_last.get(var, -1) <= index:
+                    known.pop(var, None)
         return [read(atom) for atom in jaxpr.outvars]
 
     def path(self, scopes: tuple[str, ...]) -> str:
