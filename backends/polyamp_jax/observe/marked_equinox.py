@@ -9,7 +9,7 @@ import jax
 
 from polyamp_jax.models.equinox import EquinoxAdapter, modules_in
 from polyamp_jax.models.scopes import Casts
-from polyamp_jax.observe.marking import marking_class
+from polyamp_jax.observe.outputs import marking_class
 
 
 @dataclasses.dataclass(frozen=True)

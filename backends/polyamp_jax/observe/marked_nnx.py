@@ -8,7 +8,7 @@ from typing import Any
 from polyamp_jax import compat
 from polyamp_jax.models.flax import NnxAdapter
 from polyamp_jax.models.parts import Running
-from polyamp_jax.observe.marking import marking_class
+from polyamp_jax.observe.outputs import marking_class
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,39 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
-
 from polyamp_jax import compat
 from polyamp_jax.models.parts import Adapter
-from polyamp_jax.precision.interpreter.seen import shown
-
-
-def given(output: Any, path: str) -> Any:
-    """What a module gave, its array marked: of several the first that stands by itself, which of a cell that gives its
-    carry beside it is the output."""
-    if isinstance(output, jax.Array):
-        return shown(output, path)
-    if isinstance(output, list | tuple):
-        number = next((number for number, item in enumerate(output) if isinstance(item, jax.Array)), None)
-        if number is None:
-            return output
-        items = [shown(item, path) if place == number else item for place, item in enumerate(output)]
-        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
-    if type(output) is dict:
-        name = next((name for name, item in output.items() if isinstance(item, jax.Array)), None)
-        return {key: shown(item, path) if key == name else item for key, item in output.items()}
-    return output
-
-
-def of_sequence(output: Any, cell: str, path: str) -> Any:
-    """What an RNN of flax gave, which is marked as what its cell gave too: that runs in a scan, and is the layer."""
-    if isinstance(output, tuple) and len(output) == 2:
-        return output[0], shown(shown(output[1], cell), path)
-    return shown(shown(output, cell), path)
+from polyamp_jax.observe.outputs import given, of_sequence
 
 
 @contextlib.contextmanager
@@ -85,19 +58,3 @@ def _linen(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
 def _haiku(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     output = call(*args, **kwargs)
     return given(output, context.module.module_name) if context.method_name == "__call__" else output
-
-
-@functools.lru_cache(maxsize=4096)
-def marking_class(kind: Any, path: str) -> type:
-    """A subclass whose calls mark what they give, one for each class and path: JAX keeps such classes for ever."""
-
-    @functools.wraps(kind.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = kind.__call__(self, *args, **kwargs)
-        if compat.is_a(self, "flax.nnx", "RNN"):
-            return of_sequence(output, f"{path}/cell", path)
-        return given(output, path)
-
-    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    made: type = type(kind)(kind.__name__, (kind,), names)
-    return made

@@ -23,7 +23,8 @@ from polyamp_jax.arrays import entering, matmul_precision
 from polyamp_jax.models.function import FunctionAdapter
 from polyamp_jax.models.routes import Route
 from polyamp_jax.observe import program
-from polyamp_jax.observe.marking import given, marked, marking
+from polyamp_jax.observe.marking import marked, marking
+from polyamp_jax.observe.outputs import given
 from polyamp_jax.precision.bound import Engine
 from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.reading import BoundModel

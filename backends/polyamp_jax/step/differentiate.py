@@ -208,10 +208,12 @@ def _refuse_changed_nnx(error: BaseException) -> None:
 
 
 def computed(state: JaxState) -> Any:
+    """What a pass computes with: the parameters, or in mode "cast" their casts."""
     return compute_params(state.params, state.setup.adapter, state.setup.plan)
 
 
 def scale_of(state: JaxState) -> Any | None:
+    """The loss scale; None where nothing scales."""
     return state.scale_state.scale if state.recipe.loss_scaler.scales else None
 
 
@@ -223,6 +225,7 @@ def keys_of(state: JaxState, draws: Any) -> Keys:
 
 
 def unscaled(values: Any, scale: Any | None, params: Any) -> Any:
+    """Gradients of the unscaled loss, each in its parameter's dtype or float32 where that is wider."""
     return jax.tree.map(
         lambda p, g: None if g is None else unscaled_leaf(g, scale, jnp.promote_types(p.dtype, jnp.float32)),
         params,
