@@ -21,6 +21,7 @@ from polyamp.parity.findings import (
     Shown,
     encoded,
 )
+from polyamp.shown import html_table
 
 __all__ = ["Comparison", "Curve", "Divergence", "Environment", "Failure", "Kind", "Report", "Row", "Shown"]
 
@@ -61,8 +62,21 @@ class Report(Findings, frozen=True, kw_only=True):
 
     @staticmethod
     def schema() -> Mapping[str, Any]:
-        """The JSON schema of `to_json`."""
-        return msgspec.json.schema(Report)
+        """The JSON schema (draft 2020-12) of `to_json`.
+
+        Example:
+            >>> sorted(Report.schema()["properties"])[:3]
+            ['comparisons', 'curves', 'environments']
+        """
+        from polyamp.parity.schema import schema
+
+        return schema(Report)
+
+    def _repr_html_(self) -> str:
+        from polyamp.parity.said import told
+        from polyamp.parity.words import verdict
+
+        return html_table(verdict(self), (), told(self))
 
     def save(self, folder: str | Path) -> Path:
         """Write `report.html`, `report.json` and `report.png` to a folder.
@@ -71,7 +85,8 @@ class Report(Findings, frozen=True, kw_only=True):
             The page's path.
 
         Raises:
-            ArgumentError: the folder cannot be written to, or what draws is not installed (`polyamp[parity]`).
+            ArgumentError: the folder cannot be written to; or what draws is not installed (`polyamp[parity]`), and
+                then what needs it is all that is missing: `report.json` is there.
         """
         from polyamp.parity.page import save
 

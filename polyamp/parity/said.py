@@ -31,12 +31,19 @@ def said(report: Findings) -> str:
     operations, what it looks like and why. Where they agree: what was compared, and what came nearest to what is
     allowed. What failed is always said.
     """
+    return "\n".join([words.fit(words.verdict(report), COLUMNS), *_set(_below(report)[: LINES - 1])])
+
+
+def told(report: Findings) -> list[tuple[str, str]]:
+    """The lines below the verdict, as labels and texts that are not cut. For notebooks."""
+    return [(line.label, line.text) for line in _below(report)]
+
+
+def _below(report: Findings) -> list[_Line]:
     parts = words.parted(report)
     if parts is not None and parts.first is not None:
-        lines = list(_parted(report, parts, parts.first))
-    else:
-        lines = list(_unparted(report))
-    return "\n".join([words.fit(words.verdict(report), COLUMNS), *_set(lines[: LINES - 1])])
+        return list(_parted(report, parts, parts.first))
+    return list(_unparted(report))
 
 
 def _set(lines: list[_Line]) -> list[str]:

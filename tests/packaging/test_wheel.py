@@ -68,6 +68,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(names: set[str]) -> None:
 def test_the_wheel_holds_type_markers_and_data(names: set[str]) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     assert "polyamp/demo/digits.toml" in names
+    assert {f"polyamp/parity/template/report.{kind}" for kind in ("html", "css", "js")} <= names
 
 
 def test_the_wheel_holds_no_settings_tests_or_litter(names: set[str]) -> None:
@@ -102,7 +103,8 @@ def test_the_sdist_holds_what_a_build_needs(built: Path) -> None:
     assert {"pyproject.toml", "README.md", "LICENSE", "PKG-INFO", "polyamp/__init__.py"} <= found
     assert {f"backends/{package}/__init__.py" for package in PACKAGES[1:]} <= found
     assert {"docs/semantics.md", "docs/images/digits.png", "examples/basic_loop.py", "CONTRIBUTING.md"} <= found
-    assert not {name for name in found if name.startswith("tests") or name.endswith((".pyc", ".json"))}
+    assert not {name for name in found if name.startswith("tests") or name.endswith(".pyc")}
+    assert {name for name in found if name.endswith(".json")} == {"docs/reference/parity_report.schema.json"}
 
 
 def test_polyamp_runs_from_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
