@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from polyamp._version import __version__
-from polyamp.errors import ArgumentError, UnsupportedError
+from polyamp.errors import ArgumentError
 from polyamp.parity import trace as traces
 from polyamp.parity.curves import curves_of
 from polyamp.parity.party import Party
@@ -104,11 +104,12 @@ def compare(
     trained = one.recipe is not None or two.recipe is not None
     phases = phases_of((one.recipe, two.recipe), wide=max(one.parameters, two.parameters) <= WIDE_LIMIT)
     ran: list[dict[str, traces.Trace]] = [{}, {}]
+    notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as folder:
         for number, (party, meeting) in enumerate(sides):
             for phase in phases:
                 path = Path(folder) / f"{number}-{phase.name}"
-                trace = _run(party, phase, meeting, batches[number], steps if trained else 1, path)
+                trace = _run(party, phase, meeting, batches[number], steps if trained else 1, path, notes)
                 if trace is not None:
                     ran[number][phase.name] = trace
         runs = [
@@ -125,17 +126,17 @@ def compare(
             for phase in phases
             for number in (0, 1)
             if phase.name in ran[number]
-            for curve in [curves_of(called[number], phase.name, traces.read(Path(folder) / f"{number}-{phase.name}"))]
+            for curve in [curves_of(called[number], phase.shown, traces.read(Path(folder) / f"{number}-{phase.name}"))]
         ]
     return Report(
         polyamp=__version__,
         recipes={
             party.label: msgspec.json.decode(party.recipe.to_json()) for party, _ in sides if party.recipe is not None
         },
-        phases=[phase.name for phase in phases],
+        phases=[phase.shown for phase in phases],
         steps=steps if trained else 1,
         environments=[party.environment() for party, _ in sides],
-        comparisons=[found],
+        comparisons=[msgspec.structs.replace(found, notes=[*found.notes, *notes])],
         curves=curves,
         failures=[],
         randomness=randomness,
@@ -144,17 +145,26 @@ def compare(
     )
 
 
-def _run(party: Party, phase: Phase, meeting: Meeting, batches: Batches, steps: int, path: Path) -> traces.Trace | None:
-    """One phase of one side; None where it has no float64."""
+def _run(
+    party: Party, phase: Phase, meeting: Meeting, batches: Batches, steps: int, path: Path, notes: list[str]
+) -> traces.Trace | None:
+    """One phase of one side; None where it has no float64, which is a judge and none of the user's own runs."""
     writer = traces.Writer(path)
     try:
         return party.run(phase, meeting, batches, steps, writer)
-    except UnsupportedError:
+    except Exception as error:
         if not phase.wide:
             raise
+        notes.append(without_judge(party.label, error))
         return None
     finally:
         writer.close()
+
+
+def without_judge(label: str, error: Exception) -> str:
+    """The note of a side that cannot be run in float64: its framework cannot, or the model asks for a dtype itself."""
+    said = str(error).strip().partition("\n")[0]
+    return f"{label} has no float64 run to judge its float32 by: {said or type(error).__name__}"
 
 
 def _ran(path: Path, trace: traces.Trace | None) -> Ran:

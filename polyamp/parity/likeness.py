@@ -61,7 +61,7 @@ def divergence(
     scale = found.scale or 1.0
     module = one.module.partition("#")[0]
     return Divergence(
-        phase=phase.name,
+        phase=phase.shown,
         step=one.step,
         stage=one.stage,
         module=one.module,

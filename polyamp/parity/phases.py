@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from polyamp.errors import RecipeError
+from polyamp.errors import PolicyError, RecipeError
 from polyamp.parity.own_loop import OwnLoop
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.policy import Policy
@@ -32,10 +32,12 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: `FLOAT32`, `FLOAT64` or `POLICY`.
         wide: whether the model is run in float64.
+        shown: what reports call it: the policy, as a person spells it.
     """
 
     name: str
     wide: bool = False
+    shown: str = ""
 
 
 def settled_recipe(recipe: Any, model: Any) -> Recipe | None:
@@ -99,12 +101,23 @@ def phases_of(recipes: tuple[Recipe | None, ...], *, wide: bool) -> list[Phase]:
     """
     found = []
     if all(recipe is None or recipe.policy.param == FLOAT32 for recipe in recipes):
-        found.append(Phase(name=FLOAT32))
+        found.append(Phase(name=FLOAT32, shown=FLOAT32))
         if wide:
-            found.append(Phase(name=FLOAT64, wide=True))
+            found.append(Phase(name=FLOAT64, wide=True, shown=FLOAT64))
     if any(recipe is not None and (recipe.policy.is_mixed or recipe.policy.param != FLOAT32) for recipe in recipes):
-        found.append(Phase(name=POLICY))
+        policies = dict.fromkeys(_spelled(recipe.policy) for recipe in recipes if recipe is not None)
+        found.append(Phase(name=POLICY, shown=" / ".join(policies)))
     return found
+
+
+def _spelled(policy: Policy) -> str:
+    """A policy in Keras's word for it, or in jmp's."""
+    for dialect in ("keras", "jmp"):
+        try:
+            return policy.replace(overrides={}).spelled(dialect)
+        except PolicyError:
+            continue
+    return str(policy)
 
 
 def dtypes_of(recipe: Recipe | None, phase: Phase) -> set[str]:

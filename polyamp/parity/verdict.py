@@ -162,7 +162,7 @@ class _Phase:
 
     def rows(self) -> list[Row]:
         """The table."""
-        return [_row(self._phase.name, found) for found in self._worst.values()]
+        return [_row(self._phase.shown, found) for found in self._worst.values()]
 
     def _partner(self, entry: Entry) -> tuple[Any, ...]:
         """The key of the other side's entry."""
