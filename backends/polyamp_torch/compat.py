@@ -102,7 +102,63 @@ def inside_of_compiled(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
+def compiler_of(compiled: Any) -> Callable[[Any], Any] | None:
+    """What compiles as `compiled` was compiled, which `torch.compile` made of a module or a function, or which a
+    module's `compile()` left in it; None where torch does not tell."""
+    known = getattr(compiled, "dynamo_ctx", None)
+    code = getattr(compiled, "__code__", None)
+    if known is None and code is not None and "self" in code.co_freevars:
+        known = compiled.__closure__[code.co_freevars.index("self")].cell_contents
+    return known if isinstance(known, sys.modules["torch._dynamo.eval_frame"]._TorchDynamoContext) else None
+
+
+def compiled_in_place(module: nn.Module) -> Any:
+    """What `module.compile()` left in the module, which runs in the place of its call; None of another module."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
+def compile_in_place(module: nn.Module, compiler: Callable[[Any], Any]) -> None:
+    """`module.compile()` with a compiler that is there."""
+    module._compiled_call_impl = compiler(module._call_impl)
+
+
+class followed_in_place:  # noqa: N801  # it is called as a function that gives a handle
+    """Has a module that is compiled in place hand what it gives to `follow`, until `remove` is called."""
+
+    def __init__(self, module: nn.Module, follow: Callable[[Any], None]) -> None:
+        self.module, self.compiled = module, compiled_in_place(module)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = self.compiled(*args, **kwargs)
+            follow(result)
+            return result
+
+        module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        """As before."""
+        self.module._compiled_call_impl = self.compiled
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether `torch.compile` made it: a module or a function."""
+    return "_torchdynamo_orig_callable" in getattr(function, "__dict__", {})
+
+
 # Autograd.
+
+hooks_of: Final[Callable[[torch.Tensor], Any]] = operator.attrgetter("_backward_hooks")
+hooks_behind_gradient: Final[Callable[[torch.Tensor], Any]] = operator.attrgetter("_post_accumulate_grad_hooks")
+"""What hangs on a tensor by `register_hook`, and by `register_post_accumulate_grad_hook`: number -> hook, or None."""
+comm_hooks_of: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_comm_hooks")
+"""(hook, state) of every `register_comm_hook` of a DistributedDataParallel, of which its copies know nothing."""
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread now."""
+    running: int = torch._C._current_graph_task_id()
+    return running >= 0
+
 
 set_grad_enabled: Final[Callable[..., Any]] = torch._C._set_grad_enabled
 """What `torch.no_grad` and its like call, as a `TorchFunctionMode` sees it."""

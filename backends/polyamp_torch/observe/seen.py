@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,12 +23,21 @@ def tensor_of(module: nn.Module, output: Any) -> torch.Tensor | None:
     return next((tensor for tensor in found if tensor.dim()), found[0] if found else None)
 
 
-def array_of(tensor: torch.Tensor) -> Array:
-    """A copy on the host, float32 or, where that would lose digits, float64."""
+def array_of(tensor: torch.Tensor, *, copy: bool = True) -> Array:
+    """The values on the host, float32 or, where that would lose digits, float64.
+
+    Args:
+        tensor: the tensor.
+        copy: False where nobody else will write to it: then it may be its own memory.
+    """
     dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    host = tensor.detach().to("cpu", dtype, copy=True)
-    values: Array = host.resolve_conj().resolve_neg().numpy()
+    values: Array = tensor.detach().to("cpu", dtype, copy=copy).resolve_conj().resolve_neg().numpy()
     return values
+
+
+def digest(values: Array) -> bytes:
+    """What tells the results of two calls apart."""
+    return hashlib.blake2b(np.ascontiguousarray(values).tobytes(), digest_size=16).digest()
 
 
 def _flat(tree: Any) -> Iterator[torch.Tensor]:
