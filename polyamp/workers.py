@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,23 +21,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Final, Self, TextIO
+from typing import IO, Final, NamedTuple, Self, TextIO
 
 TAIL: Final = 15
 """So many lines of what a worker wrote to standard error are in a message about its end."""
+_STACK: Final = re.compile(r"(Fatal Python error: |Current thread 0x)")
 _READ: Final = 1 << 16
 _PATIENCE: Final = 5.0
 """Seconds that a worker may live after it closed its output, and that the system may take to end one."""
 _GUARD: Final = """
 import os, signal, sys
-groups = set()
+groups, folder = set(), ""
 for line in sys.stdin:
-    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+    if line[0] in "+-":
+        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+    else:
+        folder = line[1:-1]
 for group in groups:
     try:
         os.killpg(group, signal.SIGKILL)
     except OSError:
         pass
+if folder:
+    import shutil, time
+    time.sleep(0.2)  # what writes into it is ending
+    shutil.rmtree(folder, ignore_errors=True)
 """
 
 Heard = SimpleQueue["tuple[Worker, bytes | None]"]
@@ -48,14 +57,19 @@ class Guard:
 
     A process of its own, which reads a pipe: the pipe's end is the parent's. Where there are no process groups
     (Windows) it does nothing.
+
+    Args:
+        folder: what the parent would remove at its own end; removed where it cannot.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         if os.name == "posix":
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _GUARD], stdin=subprocess.PIPE, start_new_session=True
             )
+        if folder is not None:
+            self._tell(f"={folder}\n")
 
     def watch(self, group: int) -> None:
         """From now on this group ends with this process."""
@@ -77,6 +91,7 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        self._tell("=\n")
         if self._process is not None:
             assert self._process.stdin is not None
             with contextlib.suppress(OSError):
@@ -159,11 +174,17 @@ class Worker:
                     return
 
     def tail(self, lines: int = TAIL) -> str:
-        """The last lines that it wrote to standard error; "" if there are none."""
+        """The last lines that it wrote to standard error; "" if there are none. Of a stack that a crash left, whose
+        innermost call stands first, the first ones."""
         with self._log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _READ))
             written = file.read().decode(errors="replace")
-        return "\n".join([line.rstrip() for line in written.splitlines() if line.strip()][-lines:])
+        found = [line.rstrip() for line in written.splitlines() if line.strip()]
+        stacks = [n for n, line in enumerate(found) if _STACK.match(line)]
+        if stacks and len(found) - stacks[-1] > lines // 2:
+            begin = max(0, stacks[-1] - lines // 5)
+            return "\n".join(found[begin : begin + lines])
+        return "\n".join(found[-lines:])
 
     def end(self) -> None:
         """End it, and what it started."""
@@ -211,19 +232,34 @@ class Worker:
         self.end()
 
 
-def claimed() -> TextIO:
-    """Called first in a worker: its standard output as a file of its own, for lines to whoever started it.
+class Channel(NamedTuple):
+    """A worker's ends of the pipes to whoever started it.
 
-    What is printed goes to standard error from then on, and so do a stack when the process crashes, and all stacks when
-    it is asked where it is (`Worker.tell_where`).
+    Attributes:
+        commands: what it is told.
+        lines: what it tells.
+    """
+
+    commands: IO[bytes]
+    lines: TextIO
+
+
+def claimed() -> Channel:
+    """Called first in a worker: its standard input and output as files of its own.
+
+    What is printed goes to standard error from then on, and whoever reads standard input finds its end. A stack goes to
+    standard error when the process crashes, and all stacks when it is asked where it is (`Worker.tell_where`).
     """
     import faulthandler
 
-    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    channel = Channel(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8"))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     os.dup2(2, 1)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a crash would take what is not written yet
     faulthandler.enable()
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)
-    return lines
+    return channel

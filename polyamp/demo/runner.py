@@ -216,7 +216,7 @@ def _worker_events(job: Job, python: str, timeout: float) -> Iterator[Event]:
     """Start one worker, pass its events on, and turn its death into a `Failed` event with the end of its stderr."""
     yield Starting(backend=job.backend)
     heard: Heard = SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as folder, Guard() as guard:
+    with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as folder, Guard(Path(folder)) as guard:
         log = Path(folder) / "log.txt"
         try:
             worker = Worker(job.backend, python, "polyamp.demo.worker", log=log, heard=heard, guard=guard)

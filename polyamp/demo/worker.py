@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -101,13 +100,13 @@ def main() -> None:
     """Run the job on standard input."""
     import numpy as np
 
-    lines = claimed()
+    channel = claimed()
 
     def emit(event: Event) -> None:
-        lines.write(msgspec.json.encode(event).decode() + "\n")
-        lines.flush()
+        channel.lines.write(msgspec.json.encode(event).decode() + "\n")
+        channel.lines.flush()
 
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    job = msgspec.json.decode(channel.commands.read(), type=Job)
     with np.load(job.problem) as file:
         problem = {name: file[name] for name in file.files}
     work(job, problem, emit)

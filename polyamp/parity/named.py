@@ -26,7 +26,7 @@ MAIN: Final = "__polyamp_parity_main__"
 _TODO: Final = "Write a function with a name, at the top level of a file, and give that"
 
 
-class Named(msgspec.Struct, frozen=True, kw_only=True):
+class Named(msgspec.Struct, frozen=True, kw_only=True, tag="named"):
     """A function, or a class, of a module.
 
     Attributes:

@@ -33,7 +33,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
 
 
-class Tree(msgspec.Struct, frozen=True, array_like=True):
+class Tree(msgspec.Struct, frozen=True, tag="tree"):
     """A batch with places for its arrays.
 
     Attributes:

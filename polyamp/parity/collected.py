@@ -1,0 +1,83 @@
+"""`report_of`: the report of a run from what its sides said and the traces that they left. Called by `run`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from polyamp._version import __version__
+from polyamp.parity import trace as traces
+from polyamp.parity.curves import curves_of
+from polyamp.parity.findings import Comparison
+from polyamp.parity.phases import FLOAT64, Phase
+from polyamp.parity.processes import Side
+from polyamp.parity.report import Report
+from polyamp.parity.trace import Trace
+from polyamp.parity.verdict import Ran, compared
+
+
+def report_of(sides: Sequence[Side], phases: Sequence[Phase], steps: int, randomness: str, seconds: float) -> Report:
+    """What was found, as far as the sides came.
+
+    Args:
+        sides: the first one first.
+        phases: that were to be run; a float64 that no side has is left out.
+        steps: training steps.
+        randomness: "off" or "shared".
+        seconds: that everything took.
+    """
+    first, *others = sides
+    began = [phase for phase in phases if any(side.trace_file(phase.name).exists() for side in sides)]
+    recipes = {side.label: _plain(side) for side in sides if side.recipe is not None}
+    return Report(
+        polyamp=__version__,
+        recipes=recipes,
+        phases=[phase.name for phase in began],
+        steps=steps if recipes or not phases else 1,
+        environments=[side.environment for side in sides if side.environment is not None],
+        comparisons=[_comparison(first, other, began) for other in others if other.agreed is not None],
+        curves=[
+            curves_of(side.label, phase.name, traces.read(side.trace_file(phase.name)))
+            for phase in began
+            for side in sides
+            if side.trace_file(phase.name).exists()
+        ],
+        failures=[side.failure for side in sides if side.failure is not None],
+        randomness=randomness,
+        seconds=seconds,
+        own_seconds=sum(trace.seconds for side in sides for trace in side.traces.values()),
+    )
+
+
+def _comparison(first: Side, other: Side, phases: Sequence[Phase]) -> Comparison:
+    assert other.agreed is not None
+    runs = []
+    for phase in phases:
+        both = (_ran(first, phase), _ran(other, phase))
+        if phase.name == FLOAT64 or all(ran is not None for ran in both):
+            runs.append((phase, both[0] or _nothing(first, phase), both[1] or _nothing(other, phase)))
+    found = compared((first.label, other.label), runs, other.agreed, (first.recipe, other.recipe))
+    return msgspec.structs.replace(found, notes=[*found.notes, *first.notes, *other.notes])
+
+
+def _ran(side: Side, phase: Phase) -> Ran | None:
+    """What a side did in a phase, as far as it came; None if it did not begin it."""
+    path = side.trace_file(phase.name)
+    if not path.exists():
+        return None
+    why = "" if side.failure is None else side.failure.reason
+    trace = side.traces.get(phase.name) or Trace(side=side.label, phase=phase.name, ended=why)
+    return Ran(trace, traces.read(path))
+
+
+def _nothing(side: Side, phase: Phase) -> Ran:
+    return Ran(Trace(side=side.label, phase=phase.name), ())
+
+
+def _plain(side: Side) -> dict[str, Any]:
+    """A side's recipe as plain data."""
+    assert side.recipe is not None
+    plain: dict[str, Any] = msgspec.json.decode(side.recipe.to_json())
+    return {**plain, "optimizer": {"type": side.optimizer}} if side.optimizer else plain
