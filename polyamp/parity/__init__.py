@@ -10,16 +10,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from polyamp.parity.own_loop import OwnLoop
     from polyamp.parity.report import Divergence, Report
     from polyamp.parity.runner import run
 
 _LAZY = {
     "Divergence": "polyamp.parity.report",
+    "OwnLoop": "polyamp.parity.own_loop",
     "Report": "polyamp.parity.report",
     "run": "polyamp.parity.runner",
 }
 
-__all__ = ["Divergence", "Report", "run"]
+__all__ = ["Divergence", "OwnLoop", "Report", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -34,12 +34,12 @@ def report_of(sides: Sequence[Side], phases: Sequence[Phase], steps: int, random
     return Report(
         polyamp=__version__,
         recipes=recipes,
-        phases=[phase.name for phase in began],
+        phases=[phase.shown for phase in began],
         steps=steps if recipes or not phases else 1,
         environments=[side.environment for side in sides if side.environment is not None],
         comparisons=[_comparison(first, other, began) for other in others if other.agreed is not None],
         curves=[
-            curves_of(side.label, phase.name, traces.read(side.trace_file(phase.name)))
+            curves_of(side.label, phase.shown, traces.read(side.trace_file(phase.name)))
             for phase in began
             for side in sides
             if side.trace_file(phase.name).exists()
@@ -69,11 +69,11 @@ def _ran(side: Side, phase: Phase) -> Ran | None:
         return None
     why = "" if side.failure is None else side.failure.reason
     trace = side.traces.get(phase.name) or Trace(side=side.label, phase=phase.name, ended=why)
-    return Ran(trace, traces.read(path))
+    return Ran(trace, lambda: traces.read(path))
 
 
 def _nothing(side: Side, phase: Phase) -> Ran:
-    return Ran(Trace(side=side.label, phase=phase.name), ())
+    return Ran(Trace(side=side.label, phase=phase.name), tuple)
 
 
 def _plain(side: Side) -> dict[str, Any]:

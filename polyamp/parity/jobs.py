@@ -20,6 +20,19 @@ from polyamp.parity.trace import Trace
 Reason = Literal["missing", "error", "crashed", "killed", "timeout", "interrupted"]
 
 
+class Loop(msgspec.Struct, frozen=True, kw_only=True, tag="loop"):
+    """An `OwnLoop`.
+
+    Attributes:
+        begin, step: its functions.
+        looked_at: recipe that its passes are looked at with, as JSON.
+    """
+
+    begin: Named
+    step: Named
+    looked_at: str
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is asked to do.
 
@@ -31,7 +44,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         paths: where modules are looked for, before the interpreter's own places.
         build: makes the model.
         loss_fn: the loss; None for none.
-        recipe: as JSON, or the function that makes it; None for none.
+        recipe: as JSON, or the function that makes it, or a loop of the user's; None for none.
         data: the function of a step's number, or the batches.
         inputs: inputs of the model; None for none.
         steps: training steps.
@@ -47,7 +60,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     paths: list[str]
     build: Named
     loss_fn: Named | None
-    recipe: str | Named | None
+    recipe: str | Named | Loop | None
     data: Named | list[Tree]
     inputs: Named | Tree | None
     steps: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 import sys
@@ -17,8 +16,9 @@ import msgspec
 from polyamp.errors import ArgumentError, PolyampError, RecipeError, described
 from polyamp.parity.collected import report_of
 from polyamp.parity.findings import encoded
-from polyamp.parity.jobs import Event, Job
+from polyamp.parity.jobs import Event, Job, Loop
 from polyamp.parity.named import Named, named, paths
+from polyamp.parity.own_loop import OwnLoop
 from polyamp.parity.processes import MODULE, Processes, Side
 from polyamp.parity.report import Report
 from polyamp.parity.stored import Store, Tree
@@ -60,8 +60,8 @@ def run(
             same arrays in each. Images are given as the first side has them; `polyamp.porting.Batch(a, b)` gives the
             first and the others their own.
         loss_fn: `loss_fn(model, batch) -> loss`, for all or by label. None: outputs against fixed random numbers.
-        recipe: what to train with, for all or by label: a recipe, or a function of the model that makes one, for a
-            framework's own optimizer. None: one forward and backward pass in float32.
+        recipe: what to train with, for all or by label: a recipe; a function of the model that makes one, for a
+            framework's own optimizer; or an `OwnLoop`. None: one forward and backward pass in float32.
         steps: training steps.
         names: as for `polyamp.port`, where names do not tell which layer is which.
         inputs: what the models themselves take, or a function that returns it, for all or by label, where layers are
@@ -109,9 +109,11 @@ def run(
         try:
             processes.run()
         except BaseException as error:
-            with contextlib.suppress(Exception):
+            try:
                 report()
                 error.add_note(_left(kept))
+            except Exception as another:  # noqa: BLE001  # what interrupted the run is what is raised
+                error.add_note(f"polyamp.parity.run was interrupted, and its report could not be written: {another}")
             raise
         found = report()
     if kept is not None:
@@ -214,15 +216,18 @@ def _inputs(inputs: Any, store: Store) -> Named | Tree | None:
     return named(inputs, "inputs") if callable(inputs) else store.put_tree(inputs, "inputs")
 
 
-def _recipe(recipe: Any) -> str | Named | None:
+def _recipe(recipe: Any) -> str | Named | Loop | None:
     if recipe is None:
         return None
+    if isinstance(recipe, OwnLoop):
+        begin, step = named(recipe.begin, "recipe.begin"), named(recipe.step, "recipe.step")
+        return Loop(begin=begin, step=step, looked_at=recipe.recipe.to_json())
     if not isinstance(recipe, Recipe):
         if callable(recipe):
             return named(recipe, "recipe")
         raise RecipeError(
-            "recipe must be a polyamp.Recipe, a function of the model that returns one, or None for a forward and "
-            f"backward pass in float32. Received: {described(recipe)}."
+            "recipe must be a polyamp.Recipe, a function of the model that returns one, a polyamp.parity.OwnLoop, or "
+            f"None for a forward and backward pass in float32. Received: {described(recipe)}."
         )
     try:
         return recipe.to_json()

@@ -18,13 +18,16 @@ import msgspec
 
 from polyamp._version import __version__
 from polyamp.contract import registry
-from polyamp.errors import BackendNotInstalledError, PolyampError, RecipeError, UnsupportedError, described
+from polyamp.errors import BackendNotInstalledError, PolyampError, RecipeError, described
 from polyamp.parity import exchange, jobs
+from polyamp.parity.compare import without_judge
 from polyamp.parity.findings import Failure
-from polyamp.parity.jobs import Job, Said, Train
+from polyamp.parity.jobs import Job, Loop, Said, Train
 from polyamp.parity.named import Named, look_in
-from polyamp.parity.party import Meeting, Party
+from polyamp.parity.own_loop import OwnLoop
+from polyamp.parity.party import Party
 from polyamp.parity.phases import Phase
+from polyamp.parity.running import Meeting
 from polyamp.parity.stored import Tree, digest, tree_of
 from polyamp.parity.trace import Entry, Writer
 from polyamp.porting.check import Across, Batch
@@ -83,7 +86,7 @@ class _Work:
         self._doing = "while its functions were imported"
         look_in(job.paths)
         loss_fn = None if job.loss_fn is None else job.loss_fn.found()
-        recipe = job.recipe.found() if isinstance(job.recipe, Named) else job.recipe
+        recipe = _recipe(job.recipe)
         inputs = self._inputs()
         batches = _Batches(job, self._look_at)
         build = job.build.found()
@@ -94,7 +97,7 @@ class _Work:
             job.side,
             model,
             loss_fn,
-            Recipe.from_json(recipe) if isinstance(recipe, str) else recipe,
+            recipe,
             inputs=inputs,
             options=job.options,
             randomness=job.randomness,
@@ -133,7 +136,7 @@ class _Work:
 
     def _train(self, party: Party, meeting: Meeting, batches: _Batches, phases: list[Phase]) -> None:
         for phase in phases:
-            self._phase, self._step, self._loss = phase.name, 0, None
+            self._phase, self._step, self._loss = phase.shown, 0, None
             path = Path(self._job.traces) / f"{phase.name}.trace"
             steps = self._job.steps if party.recipe is not None else 1
             with _Writing(path, self._note) as write:
@@ -143,8 +146,7 @@ class _Work:
                 except Exception as error:
                     if not phase.wide:
                         raise
-                    known = isinstance(error, UnsupportedError)
-                    note = "" if known else f"no {phase.name} run of {party.label}: {_first_line(error)}"
+                    note = without_judge(party.label, error)
             if trace is None:
                 path.unlink()  # a judge that came half the way judges nothing
             self._emit(jobs.Ended(side=party.label, trace=trace, note=note))
@@ -216,6 +218,16 @@ def _read(commands: IO[bytes], kind: type[_Struct]) -> _Struct | None:
     """The next line; None if there will be none."""
     line = commands.readline()
     return msgspec.json.decode(line, type=kind) if line else None
+
+
+def _recipe(recipe: str | Named | Loop | None) -> Any:
+    """What the side trains with, as `Party` takes it."""
+    if isinstance(recipe, Loop):
+        policy = Recipe.from_json(recipe.looked_at).policy
+        return OwnLoop(recipe.begin.found(), recipe.step.found(), policy)
+    if isinstance(recipe, str):
+        return Recipe.from_json(recipe)
+    return None if recipe is None else recipe.found()
 
 
 def _plain(recipe: Recipe | None) -> tuple[str | None, str]:

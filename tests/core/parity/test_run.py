@@ -63,14 +63,14 @@ def test_one_side_agrees_and_one_parts(good: tuple[Report, list[jobs.Event], Pat
         "output",
     )
     assert first.kind == "factor"
-    assert report.phases == ["float32", "policy"]
+    assert report.phases == ["float32", "mixed_bfloat16"]
     assert (report.steps, report.polyamp) == (STEPS, __version__)
     assert [each.side for each in report.environments] == ["one", "the other", "doubled"]
     assert report.recipes["one"]["clip_norm"] == 1.0
     assert report.recipes["doubled"]["clip_norm"] == 2.0
     curves = {(curve.side, curve.phase): curve for curve in report.curves}
     assert len(curves) == 6
-    assert curves["one", "policy"].loss == curves["the other", "policy"].loss
+    assert curves["one", "mixed_bfloat16"].loss == curves["the other", "mixed_bfloat16"].loss
     assert len(curves["doubled", "float32"].grad_norm) == STEPS
     assert 0.0 < report.own_seconds < report.seconds
 
@@ -86,7 +86,7 @@ def test_events_come_in_the_order_of_the_work(good: tuple[Report, list[jobs.Even
     assert kinds[6:] == [*trained, ("Finished", "doubled")]
     steps = [event for event in events if isinstance(event, jobs.Progress)]
     assert [(event.phase, event.step) for event in steps[: 2 * STEPS]] == [
-        (phase, step) for phase in ("float32", "policy") for step in (1, 2, 3)
+        (phase, step) for phase in ("float32", "mixed_bfloat16") for step in (1, 2, 3)
     ]
     assert [event.loss is None for event in steps[:STEPS]] == [True, False, False]
 
