@@ -53,7 +53,9 @@ class Watched(NamedTuple):
 class Observer(Protocol):
     """What the comparison of two trainings asks of a framework."""
 
-    def working(self, model: Any, *, wide: bool = False) -> AbstractContextManager[Any]:
+    def working(
+        self, model: Any, *, wide: bool = False, inference: bool = False
+    ) -> AbstractContextManager[Any]:
         """A block with a model to train, while the given one stays as it is: a copy, or where there are none (Keras)
         the model itself, in which every variable and setting is put back at the end of the block.
 
@@ -63,6 +65,7 @@ class Observer(Protocol):
         Args:
             model: as `polyamp.init` takes it.
             wide: in float64, parameters and statistics; all that happens inside of the block may be in float64.
+            inference: as in inference (running statistics are used, no dropout) where a call does not say otherwise.
 
         Raises:
             UnsupportedError: `wide`, and the framework or the model cannot.
