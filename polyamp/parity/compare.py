@@ -51,8 +51,8 @@ def compare(
             the comparison, and has its own again afterwards.
         batch: what `loss_fn` is given, of NumPy arrays, or a function of the step's number (from 0) that gives it;
             images are given as `model_a` has them. `polyamp.porting.Batch(a, b)` gives each side its own.
-        loss_fn: `loss_fn(model, batch) -> loss`; a pair for one each. None: the outputs against fixed random numbers,
-            where the batch is the models' input.
+        loss_fn: `loss_fn(model, batch) -> loss`; a pair for one each. None: the outputs against fixed random
+            numbers, as in inference, where the batch is the models' input.
         recipe: what to train with; a pair for one each; functions of the model where it holds a framework's own
             optimizer. None: one forward and backward pass in float32.
         steps: training steps.

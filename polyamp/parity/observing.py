@@ -53,9 +53,7 @@ class Watched(NamedTuple):
 class Observer(Protocol):
     """What the comparison of two trainings asks of a framework."""
 
-    def working(
-        self, model: Any, *, wide: bool = False, inference: bool = False
-    ) -> AbstractContextManager[Any]:
+    def working(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
         """A block with a model to train, while the given one stays as it is: a copy, or where there are none (Keras)
         the model itself, in which every variable and setting is put back at the end of the block.
 

@@ -164,7 +164,7 @@ class Party:
         began = time.perf_counter()
         loss_fn = against_noise(self.inventory) if self._loss_fn is None else self._loss_fn
         run = Run(self.inventory, self._observer, loss_fn, meeting, batches, write)
-        with self._observer.working(self.model, wide=phase.wide) as model:
+        with self._observer.working(self.model, wide=phase.wide, inference=self._loss_fn is None) as model:
             made = self._filled(model, meeting, phase)
             numbers = draws.Numbers() if self._shared else None
             with self._observer.still(made, None if numbers is None else numbers.laid(self.inventory)):

@@ -35,7 +35,7 @@ class ReferenceObserver:
     """
 
     @contextmanager
-    def working(self, model: Any, *, wide: bool = False) -> Iterator[Any]:
+    def working(self, model: Any, *, wide: bool = False, inference: bool = False) -> Iterator[Any]:
         """A block with a copy."""
         if not isinstance(model, MLP):
             raise ModelError(f"the reference backend watches models of class MLP. Received: {described(model)}.")

@@ -23,7 +23,7 @@ class JaxObserver:
         self._watching: dict[int, Watching] = {}
 
     @contextlib.contextmanager
-    def working(self, model: Any, *, wide: bool = False) -> Iterator[Any]:
+    def working(self, model: Any, *, wide: bool = False, inference: bool = False) -> Iterator[Any]:
         if wide:
             raise UnsupportedError("wide=True: not yet over JAX.")
         try:

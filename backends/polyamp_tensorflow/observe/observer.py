@@ -33,8 +33,8 @@ class KerasObserver:
         [0.5, 0.5]
     """
 
-    def working(self, model: Any, *, wide: bool = False) -> AbstractContextManager[Any]:
-        return working.working(native_of(model), wide=wide)
+    def working(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
+        return working.working(native_of(model), wide=wide, inference=inference)
 
     def still(self, model: Any, draws: Draws | None) -> AbstractContextManager[None]:
         return still.still(native_of(model), draws)

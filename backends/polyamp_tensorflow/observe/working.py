@@ -20,10 +20,11 @@ from polyamp_tensorflow.models.variables import variables_of
 from polyamp_tensorflow.observe.streams import Streams
 from polyamp_tensorflow.observe.widened import widened
 from polyamp_tensorflow.porting.fill import assign, uninterrupted
+from polyamp_tensorflow.precision.bound import TRAINING
 
 
 @contextlib.contextmanager
-def working(model: Any, *, wide: bool) -> Iterator[Any]:
+def working(model: Any, *, wide: bool, inference: bool = False) -> Iterator[Any]:
     """See `Observer.working`: the model itself. Its values are kept on the host, once.
 
     What is put back: the values of all variables (parameters, statistics, seeds, states of stateful layers), which of
@@ -45,7 +46,11 @@ def working(model: Any, *, wide: bool) -> Iterator[Any]:
     kept = _Kept(model, wide=wide)
     try:
         with kept.scope(), widened(model) if wide else contextlib.nullcontext():
-            yield model
+            mode = TRAINING.set(not inference)
+            try:
+                yield model
+            finally:
+                TRAINING.reset(mode)
     finally:
         with uninterrupted():
             kept.put_back()

@@ -23,6 +23,8 @@ from polyamp_tensorflow.models.variables import variables_of
 
 ASKED: Final[ContextVar[list[Any] | None]] = ContextVar("asked", default=None)
 """The layers of whose own losses `loss_fn` has asked so far; None outside of a step. See `additions`."""
+TRAINING: Final[ContextVar[bool]] = ContextVar("training", default=True)
+"""What `training` is in `loss_fn` where a call does not say."""
 _UNROUNDED: Final = "_polyamp_unrounded"  # as Keras keeps logits on a softmax's result
 
 
@@ -47,7 +49,7 @@ class BoundModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_layer(self._model):
-            kwargs.setdefault("training", True)
+            kwargs.setdefault("training", TRAINING.get())
         else:
             args, kwargs = self._narrowed(args), self._narrowed(kwargs)
         return self._as_output(self._model(*args, **kwargs))
@@ -64,7 +66,7 @@ class BoundModel:
         if not is_layer(self._model):
             return lambda *args, **kwargs: self._as_output(value(*self._narrowed(args), **self._narrowed(kwargs)))
         if "training" in inspect.signature(value).parameters:
-            value = functools.partial(value, training=True)
+            value = functools.partial(value, training=TRAINING.get())
         if hasattr(keras.Model, name):
             return value
         return lambda *args, **kwargs: self._as_output(value(*args, **kwargs))

@@ -15,8 +15,8 @@ from polyamp_torch.observe import still, watch, working
 class TorchObserver:
     """`Observer` over PyTorch. A model is an `nn.Module`, in wrappers or not."""
 
-    def working(self, model: Any, *, wide: bool = False) -> AbstractContextManager[Any]:
-        return working.working(model, wide=wide)
+    def working(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
+        return working.working(model, wide=wide, inference=inference)
 
     def still(self, model: Any, draws: Draws | None) -> AbstractContextManager[None]:
         return still.still(model, draws)
