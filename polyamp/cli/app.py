@@ -53,7 +53,12 @@ Policies = Annotated[
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
 Interpreters = Annotated[
     list[str] | None,
-    typer.Option("--python", metavar="NAME=PATH", help="Python that a framework is installed in. Repeatable."),
+    typer.Option(
+        "--python",
+        "--interpreter",
+        metavar="NAME=PATH",
+        help="Python of the environment that a framework, or a side, is in. Repeatable.",
+    ),
 ]
 Out = Annotated[Path, typer.Option("--out", file_okay=False, help="Folder for the picture, the report and the table.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that one framework may take.")]
@@ -85,19 +90,57 @@ def demo(
 
 @app.command()
 def parity(
-    recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE.toml", exists=True, dir_okay=False, help="Recipe, .toml or .json.")
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", exists=True, dir_okay=False, help="What to compare (.py), or a recipe (.toml, .json)."
+        ),
     ],
-    backends: Backends = None,
+    backends: Annotated[
+        str | None, typer.Option("--backends", metavar="A,B", help="Sides of FILE.py, or frameworks (default: all).")
+    ] = None,
     policies: Policies = None,
-    steps: Steps = runner.STEPS,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps", min=1, help=f"Training steps (default: what FILE.py says; {runner.STEPS} of a recipe)."
+        ),
+    ] = None,
     python: Interpreters = None,
-    out: Out = Path("out"),
-    timeout: Timeout = runner.TIMEOUT,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", file_okay=False, help="Folder for the report (default: none; of a recipe: out)."),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", min=1.0, help="Seconds that one side, or framework, may take.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """The demo with a recipe of your own: does it train alike in every framework?"""
-    _parity("parity", recipe, backends, policies, steps, python, out, timeout, json)
+    """Do two trainings of your own model agree, and if not, where do they part first?
+
+    FILE.py defines build = {"torch": make_torch, "jax": make_jax}, functions that make the models, and data; and as it
+    needs loss_fn, recipe, steps, names, inputs, ..., as polyamp.parity.run takes them. Each side has a process of its
+    own, in another environment with --interpreter LABEL=PATH.
+
+    A recipe is tried out on polyamp's own model of handwritten digits, as in the demo.
+
+    Exit status: 0 they agree; 1 they do not, or a side failed; 2 a wrong argument or file.
+    """
+    if file.suffix != ".py":
+        where, limit = out or Path("out"), timeout or runner.TIMEOUT
+        _parity("parity", file, backends, policies, steps or runner.STEPS, python, where, limit, json)
+        return
+    if policies:
+        _stop(f"--policies is for recipes: {file.name} says with recipe= what to train with.")
+    from polyamp.cli.parity import Given, compare_file
+
+    sides = _words(backends) if backends is not None else None
+    given = Given(sides, steps, timeout, out, dict(_interpreter(item) for item in python or ()))
+    try:
+        status = compare_file(file, given, _console(stderr=json), json=json)
+    except PolyampError as error:
+        _stop(error)
+    raise typer.Exit(status)
 
 
 @app.command()

@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -117,7 +118,7 @@ def run(
             raise
         found = report()
     if kept is not None:
-        found.save(kept)
+        _save(found, kept)
     return found
 
 
@@ -277,6 +278,14 @@ def _writable(out: Path) -> Path:
     except OSError as error:
         raise ArgumentError(f"out must be a folder that can be written to. Received: {str(out)!r}: {error}.") from error
     return out.absolute()
+
+
+def _save(report: Report, kept: Path) -> None:
+    """The page and the picture; a report that cannot be drawn is returned all the same, and its data is written."""
+    try:
+        report.save(kept)
+    except Exception as error:  # noqa: BLE001  # whatever it is, it must not take minutes of training with it
+        warnings.warn(str(error), UserWarning, stacklevel=3)
 
 
 def _left(kept: Path | None) -> str:

@@ -1,0 +1,128 @@
+"""`polyamp parity FILE.py`: a file that says what to compare, run with one process per side. Called by `app`.
+
+The file defines what `polyamp.parity.run` takes, by these names; a file is a module, so that it may also be imported by
+tests.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import typer
+from rich.console import Console
+
+from polyamp.cli.parity_progress import show_progress
+from polyamp.errors import ArgumentError, PolyampError, did_you_mean
+from polyamp.parity.named import MAIN, module_of
+from polyamp.parity.report import Report
+from polyamp.parity.runner import run
+
+_NEEDED: Final = ("build", "data")
+_OTHERS: Final = ("loss_fn", "recipe", "steps", "names", "inputs", "randomness", "interpreters", "timeout", "options",
+                  "at_once", "out")  # fmt: skip
+INTERRUPTED: Final = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+class Given(NamedTuple):
+    """What the command line says beside the file; None where it says nothing.
+
+    Attributes:
+        sides: labels to run.
+        steps, timeout, out: as for `run`.
+        interpreters: label -> Python.
+    """
+
+    sides: Sequence[str] | None
+    steps: int | None
+    timeout: float | None
+    out: Path | None
+    interpreters: Mapping[str, str]
+
+
+def compare_file(file: Path, given: Given, console: Console, *, json: bool) -> int:
+    """Run what a file says, print the report and write its files.
+
+    Args:
+        file: the Python file.
+        given: what the command line says.
+        console: for progress and the report.
+        json: whether the report goes to standard output as JSON.
+
+    Returns:
+        The exit status: 0 where all agree, 1 where they do not or a side failed, 130 after Ctrl-C.
+
+    Raises:
+        PolyampError: the file, or what it says, cannot be.
+    """
+    arguments = _arguments(_values(file), given, file)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            with show_progress(console) as on_event:
+                report: Report = run(on_event=on_event, **arguments)
+        except KeyboardInterrupt as error:
+            for note in getattr(error, "__notes__", []):
+                typer.echo(note, err=True)
+            return INTERRUPTED
+    typer.echo(str(report), err=json)
+    for each in said:
+        typer.echo(f"warning: {each.message}", err=True)
+    if arguments.get("out") is not None:
+        for name in ("report.html", "report.png", "report.json"):
+            if (path := Path(arguments["out"]) / name).exists():
+                typer.echo(f"wrote {path}", err=json)
+    if json:
+        typer.echo(report.to_json())
+    return 0 if report.agrees else 1
+
+
+def _values(file: Path) -> dict[str, Any]:
+    """What the file defines. It is imported as `python FILE.py` would find its neighbours."""
+    place = file.resolve()
+    sys.path.insert(0, str(place.parent))
+    name = place.stem if place.stem.isidentifier() and place.stem not in sys.modules else MAIN
+    try:
+        return vars(module_of(name, place))
+    except PolyampError:
+        raise
+    except Exception as error:
+        stack = "".join(traceback.format_exception(error)[-6:]).rstrip()
+        raise ArgumentError(f"{file} cannot be imported:\n{stack}") from error
+
+
+def _arguments(values: Mapping[str, Any], given: Given, file: Path) -> dict[str, Any]:
+    """What `run` is called with."""
+    own = {
+        name
+        for name, value in values.items()
+        if not name.startswith("_") and getattr(value, "__module__", None) in (None, values["__name__"])
+    }
+    for name in _NEEDED:
+        if name not in values:
+            raise ArgumentError(
+                f"{file} must define {' and '.join(_NEEDED)}, as polyamp.parity.run takes them. Received a file "
+                f"without {name}.{did_you_mean(name, own)} It may define {', '.join(_OTHERS)}."
+            )
+    found = {name: values[name] for name in (*_NEEDED, *_OTHERS) if name in values}
+    build = found["build"]
+    if given.sides is not None and isinstance(build, Mapping):
+        unknown = [label for label in given.sides if label not in build]
+        if unknown:
+            raise ArgumentError(
+                f"--backends must be among the labels of build in {file}: {', '.join(map(str, build))}. Received: "
+                f"{unknown[0]!r}.{did_you_mean(unknown[0], map(str, build))}"
+            )
+        found["build"] = {label: build[label] for label in given.sides}
+        for name, value in found.items():
+            if name not in ("build", "data") and isinstance(value, Mapping) and set(value) == set(build):
+                found[name] = {label: value[label] for label in given.sides}
+    if given.interpreters:
+        found["interpreters"] = {**(found.get("interpreters") or {}), **given.interpreters}
+    said = {"steps": given.steps, "timeout": given.timeout, "out": given.out}
+    return found | {name: value for name, value in said.items() if value is not None}
