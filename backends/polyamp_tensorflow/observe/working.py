@@ -15,11 +15,13 @@ import tensorflow as tf
 from polyamp.errors import ModelError
 from polyamp_tensorflow.arrays import is_floating, raw, to_numpy
 from polyamp_tensorflow.compat import LOSSES
-from polyamp_tensorflow.models.layers import is_built, modules
+from polyamp_tensorflow.models.layers import is_built, is_layer, modules
 from polyamp_tensorflow.models.variables import variables_of
 from polyamp_tensorflow.observe.streams import Streams
 from polyamp_tensorflow.observe.widened import widened
+from polyamp_tensorflow.porting.evaluate import refuse_beside_torch
 from polyamp_tensorflow.porting.fill import assign, uninterrupted
+from polyamp_tensorflow.porting.walk import found
 from polyamp_tensorflow.precision.bound import TRAINING
 
 
@@ -36,12 +38,17 @@ def working(model: Any, *, wide: bool, inference: bool = False) -> Iterator[Any]
 
     Raises:
         ModelError: the model is not built.
-        UnsupportedError: `wide`, of a model that is no Keras layer, is quantized or lies on several replicas.
+        UnsupportedError: `wide`, of a model that is no Keras layer, is quantized or lies on several replicas; or a
+            model with convolutions beside torch, in one process.
     """
     if not is_built(model):
         raise ModelError(
             "a model whose training is compared must be built, so that what it holds can be put back. Call it once on "
             "a batch, or model.build(shape), before."
+        )
+    if is_layer(model):
+        refuse_beside_torch(
+            found(model), "compare", "compare them in a process each: polyamp.parity.run(build={...}, data=...)"
         )
     kept = _Kept(model, wide=wide)
     try:

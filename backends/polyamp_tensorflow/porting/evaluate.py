@@ -40,7 +40,7 @@ def evaluate(
     Raises:
         UnsupportedError: convolutions beside torch, whose gradient would end the process.
     """
-    _refuse_beside_torch(found)
+    refuse_beside_torch(found, "check", "port without check=")
     args, kwargs = _arguments(batch)
     weights = {name: found.variables[name] for name in _trainable(found)}
     seen: dict[str, Array] = {}
@@ -61,16 +61,22 @@ def evaluate(
     )
 
 
-def _refuse_beside_torch(found: Found) -> None:
+def refuse_beside_torch(found: Found, call: str, instead: str) -> None:
     """TensorFlow's oneDNN kernels for the gradient of a convolution abort once torch has run its own in the process
-    (seen with TensorFlow 2.21 and torch 2.13 on the CPU); without them all is well."""
+    (seen with TensorFlow 2.21 and torch 2.13 on the CPU); without them all is well.
+
+    Args:
+        found: the model.
+        call: what would run it.
+        instead: what can be done without the environment variable.
+    """
     kinds = {layer.forms[0].kind for layer in found.inventory.layers}
     if "torch" not in sys.modules or os.environ.get("TF_ENABLE_ONEDNN_OPTS") == "0" or not kinds & _CONVOLUTIONS:
         return
     raise UnsupportedError(
-        "check: the gradient of TensorFlow's convolutions can end the process once torch runs in it too: their oneDNN "
-        "libraries do not agree. Set the environment variable TF_ENABLE_ONEDNN_OPTS=0 before the program starts; or "
-        "port without check=."
+        f"{call}: the gradient of TensorFlow's convolutions can end the process once torch runs in it too: their "
+        "oneDNN libraries do not agree. Set the environment variable TF_ENABLE_ONEDNN_OPTS=0 before the program "
+        f"starts; or {instead}."
     )
 
 

@@ -30,3 +30,10 @@ def test_the_check_is_refused_before_it_ends_the_process(monkeypatch: pytest.Mon
         np.testing.assert_array_equal(weight.numpy(), value)
     monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
     assert polyamp.port(source, target, check=images)[1].checked is not None
+
+
+def test_a_comparison_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
+    with pytest.raises(UnsupportedError, match=r"a process each: polyamp.parity.run\(build="):
+        polyamp.compare(made(0), made(1), np.ones((2, 5, 5, 2), np.float32))
