@@ -184,6 +184,11 @@ def backends(*, probe: bool = False) -> dict[str, BackendStatus]:
     return {name: _probe(name) if probe else _look(name) for name in sorted(names())}
 
 
+def status(name: str) -> BackendStatus:
+    """The line of one backend in `backends()`, without the others; nothing is imported."""
+    return _look(name)
+
+
 def install_command(entry: EntryPoint) -> str:
     """The command that installs what a backend needs.
 
