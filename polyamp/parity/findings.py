@@ -77,7 +77,8 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the table: one quantity of one module, in one phase, at its worst step.
+    """A line of the table: one quantity of one module, in one phase, at its worst step up to that in which the sides
+    part there.
 
     Attributes:
         phase, module, what, name: as in `Divergence`.

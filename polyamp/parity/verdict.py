@@ -73,6 +73,8 @@ def compared(
         beside = itertools.chain(itertools.zip_longest(*map(_steps, wider), fillvalue={}), itertools.repeat(({}, {})))
         for ours, theirs, (wide_ours, wide_theirs) in zip(_steps(one), _steps(two), beside, strict=False):
             work.step(ours, theirs, wide_ours, wide_theirs)
+            if work.first is not None:
+                break  # from here on two different models are trained: all of them would differ, which says nothing
         rows += work.rows()
         notes += [note for note in work.notes if note not in notes]
         first = first or work.first

@@ -137,3 +137,10 @@ def test_models_that_do_not_fit_are_refused_as_a_port_refuses_them() -> None:
 def test_a_report_has_no_truth_value() -> None:
     with pytest.raises(TypeError, match=r"report\.agrees"):
         bool(polyamp.compare(*models(), batch()["x"]))
+
+
+def test_the_table_ends_with_the_step_in_which_the_sides_part() -> None:
+    report = polyamp.compare(*models(), batch, loss_fn, (recipe(), recipe(optimizer=polyamp.adamw(0.02))), steps=4)
+    rows = report.comparisons[0].rows
+    assert {row.step for row in rows if row.phase == "float32"} <= {0, 1}
+    assert not any(row.counts for row in rows if row.stage in ("forward", "backward"))
