@@ -140,7 +140,7 @@ def side(value: Any, *, target: bool) -> Side:
     if isinstance(value, Training):
         return _of_training(value)
     if is_state(value):
-        return _of_state(value)
+        return _of_state(value, target=target)
     if isinstance(value, str | os.PathLike) and not target:
         return _of_checkpoint(value)
     accepted = ACCEPTED if not target else "a polyamp state or polyamp.porting.training(model, optimizer, scaler)"
@@ -150,12 +150,14 @@ def side(value: Any, *, target: bool) -> Side:
     )
 
 
-def _of_state(state: Any) -> Side:
+def _of_state(state: Any, *, target: bool) -> Side:
     backend: Backend = cast("State[Any]", state).backend
     converter, states = converters(backend)
     arrays = backend.export_state(state)
     inventory = converter.inventory(state.model)
     name = f"the {backend.name} state"
+    if not target:
+        arrays = {**arrays, **_numbered(inventory, arrays)}
     return Side(
         name,
         inventory,
@@ -247,6 +249,17 @@ def converters(backend: Backend) -> tuple[Converter, StateConverter]:
             "`porting_states`: polyamp.porting.layouts.converter.Ports, polyamp.porting.states.layout.PortsStates)."
         )
     return backend.porting, backend.porting_states
+
+
+def _numbered(inventory: Inventory, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Statistics that a checkpoint holds under numbers (equinox's `State`), read from the model by their names."""
+    lost = set(leaf_arrays(inventory, arrays)[1])
+    return {
+        f"running/{leaf.tied or leaf.name}": leaf.array.read()
+        for layer in inventory.layers
+        for leaf in layer.leaves.values()
+        if leaf.name in lost and not leaf.trainable
+    }
 
 
 def _leaves(inventory: Inventory, arrays: Mapping[str, Any], name: str) -> dict[str, str]:
