@@ -32,6 +32,7 @@ class Agreed(msgspec.Struct, frozen=True, kw_only=True):
         merged: paths, in the first, of layers that keep in two arrays what the other side adds up in one: their
             biases move twice as far.
         kinds: path in the first -> the layer's kind.
+        turned: paths, in the first, of dense layers beside a flatten, whose inputs come in two orders.
         biased: paths, in the first, of layers whose running variance is that of the batch on one side and an estimate
             of the population's on the other (n / (n - 1) times it).
         differs: path in the first -> what weights do not carry and differs there, as sentences.
@@ -45,6 +46,7 @@ class Agreed(msgspec.Struct, frozen=True, kw_only=True):
     applied: dict[str, str] = msgspec.field(default_factory=dict)
     merged: list[str] = msgspec.field(default_factory=list)
     kinds: dict[str, str] = msgspec.field(default_factory=dict)
+    turned: list[str] = msgspec.field(default_factory=list)
     biased: list[str] = msgspec.field(default_factory=list)
     differs: dict[str, list[str]] = msgspec.field(default_factory=dict)
     structure: dict[str, list[str]] = msgspec.field(default_factory=dict)
@@ -97,6 +99,7 @@ def agreed(way: Settled) -> Agreed:
         merged=merged,
         kinds={each.source.path: each.fit.source.kind for each in way.pairs},
         biased=biased,
+        turned=[each.source.path for each in way.pairs if each.target.path in way.turned],
         differs=differs,
         structure=structure,
         notes=notes,

@@ -57,7 +57,8 @@ def compare(
             optimizer. None: one forward and backward pass in float32.
         steps: training steps.
         names: as for `polyamp.port`, where names do not tell which layer is which.
-        inputs: what the models themselves take, where layers are known by their names alone (linen, haiku, functions).
+        inputs: what the models themselves take, where layers are known by their names alone (linen, haiku, functions);
+            a list of two for one each.
         randomness: "off": dropout passes on what it gets. "shared": both sides drop the same elements.
         labels: what the report calls the sides; by default their frameworks.
         options: `{"init": {...}, "step": {...}}`, what `polyamp.init` and `train_step` are given; a pair for one each.
@@ -83,7 +84,7 @@ def compare(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ArgumentError(f"steps must be a whole number of at least 1. Received: steps={steps!r}.")
     loss_fns, recipes, given_options = (_pair(each) for each in (loss_fn, recipe, options))
-    given_inputs = _pair(inputs) if isinstance(inputs, list) else (inputs, inputs)
+    given_inputs = _pair(tuple(inputs)) if isinstance(inputs, list) else (inputs, inputs)
     called = labels or _labels(model_a, model_b)
     one, two = (
         Party(

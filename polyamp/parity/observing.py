@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-What = Literal["output", "cotangent"]
-"""A module's output, or the gradient of the unscaled loss by it."""
+What = Literal["input", "output", "cotangent"]
+"""A module's output, the gradient of the unscaled loss by it, or, of a module that has no modules in it, the first
+floating array that it is called with, which comes right before its output."""
 See = Callable[[str, What, "Array", str], None]
 """`see(path, what, array, dtype)`, in the order in which the arrays come to be: outputs as calls end, and cotangents.
 

@@ -71,6 +71,7 @@ class Run:
             self._behind |= each.behind
         self._blind = set() if own is None else {own.modules[path] for path in own.applied} | set(own.behind)
         self._rank = inventory.spatial + 2 if inventory.spatial and inventory.channels == "first" else 0
+        self._turned = {path for each in meeting.agreed for path in each.turned}
         self.operations: list[Any] = []
         self.unseen = ""
         self.spent = 0.0
@@ -117,8 +118,8 @@ class Run:
         module = name if self._modules is None else self._modules.get(name)
         if module is None:
             return
-        stage: Stage = "forward" if what == "output" else "backward"
-        if what == "cotangent" and module in self._blind:
+        stage: Stage = "backward" if what == "cotangent" else "forward"
+        if (what == "cotangent" and module in self._blind) or (what == "input" and module in self._turned):
             return
         common = _laid(array, self._rank)
         if what == "output" and name in self._applied:
