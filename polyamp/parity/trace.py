@@ -27,9 +27,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         stage: the pass.
         module: path of the module, or of the layer that owns the parameter, as the first side calls it; "" of the
             model.
-        what: "input", "output", "cotangent" (the gradient of the loss by the output), "loss", "gradient",
-            "grad_norm", "finite", "scale", "applied" (the number of applied updates), "parameter", "statistic", or a slot of the optimizer
-            ("exp_avg").
+        what: "input", "output", "cotangent" (the gradient of the loss by the output), "loss", "gradient", "grad_norm",
+            "finite", "scale", "applied" (the number of applied updates), "parameter", "statistic", or a slot of the
+            optimizer ("exp_avg").
         name: the array's name in its layer in canonical layout ("kernel"); "" of a module's output and of numbers.
         sketch: of an array, in canonical layout; None of a number.
         number: a number; None of an array.
