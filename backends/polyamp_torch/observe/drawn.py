@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from polyamp.errors import UnsupportedError
 from polyamp.parity.observing import Draws
 from polyamp_torch.compat import CHECKPOINT_PACKS, PlainAutocast, in_backward, top_hooks_of_saved
 from polyamp_torch.observe.quiet import CHANNELS, DROPOUTS, RECURRENT, Function, Quiet
@@ -22,8 +23,8 @@ from polyamp_torch.precision.op_list import BACKWARD
 Array = np.ndarray[Any, Any]
 _ALPHA: Final = 1.7580993408473766
 """The value, negative, that alpha dropout puts in: SELU's limit at minus infinity."""
-_STEP: Final = 2.0**-24
-"""Half of the distance of two float32 numbers below 1: what keeps quantiles finite."""
+_LEAST: Final = 2.0**-24
+"""Draws are this far from 0 and from 1 at least where an infinite quantile would come of them."""
 
 
 class Drawn(Quiet):
@@ -76,7 +77,7 @@ class Drawn(Quiet):
         if not again and not _in_checkpoint():
             return self.draws(shape)
         key = int(torch.randint(1 << 62, (), dtype=torch.int64).item())
-        if key not in self.kept:
+        if not again or key not in self.kept:
             self.kept[key] = self.draws(shape)
         return self.kept[key]
 
@@ -172,13 +173,12 @@ def _rrelu(mode: Drawn, func: Function, given: Any, lower: float = 1 / 8, upper:
 
 
 def _normal(u: torch.Tensor, mean: Any = 0.0, std: Any = 1.0) -> torch.Tensor:
-    wide = u.double() * (1.0 - 2 * _STEP) + _STEP
-    made: torch.Tensor = torch.special.ndtri(wide) * std + mean
+    made: torch.Tensor = torch.special.ndtri(u.double().clamp(_LEAST, 1.0 - _LEAST)) * std + mean
     return made
 
 
 def _exponential(u: torch.Tensor, lambd: float = 1.0) -> torch.Tensor:
-    return -torch.log(u.double().clamp_min(_STEP)) / lambd  # so that minus its logarithm is Gumbel's -log(-log(u))
+    return -torch.log(u.double().clamp_min(_LEAST)) / lambd  # so that minus its logarithm is Gumbel's -log(-log(u))
 
 
 def _made(quantile: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
@@ -227,6 +227,22 @@ def _bernoulli_(mode: Drawn, func: Function, given: Any, p: Any = 0.5, *, genera
     return given.copy_(_bernoulli(mode, func, given, p))
 
 
+def _whole(mode: Drawn, func: Function, low: Any, high: Any = None, size: Any = None, *, dtype: Any = torch.int64,
+           device: Any = None, **options: Any) -> Any:  # fmt: skip
+    """`torch.randint`: from `low`, 0 where it is not given, up to `high`, which is left out."""
+    if size is None:
+        low, high, size = 0, low, high
+    drawn = mode.uniform(size, torch.empty(0, device=device)).double()
+    return (torch.floor(drawn * (high - low)) + low).to(dtype)
+
+
+def _refused(mode: Drawn, func: Function, *args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedError(
+        f"draws: the random numbers of {func.__name__} cannot be made of numbers that another framework draws too. "
+        "Draw them outside of the model and give them with the batch, or compare with randomness='off'."
+    )
+
+
 def _uniform(u: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
     return u * (high - low) + low
 
@@ -250,6 +266,12 @@ _OWN: Final[dict[Function, Callable[..., Any]]] = {
     torch.Tensor.uniform_: _written(_uniform),
     torch.Tensor.normal_: _written(_normal),
     torch.Tensor.exponential_: _written(_exponential),
+    torch.randint: _whole,
+    **dict.fromkeys((torch.randperm, torch.multinomial, torch.poisson, torch.normal, torch.binomial), _refused),
+    **{
+        getattr(torch.Tensor, name): _refused
+        for name in ("multinomial", "random_", "geometric_", "cauchy_", "log_normal_")
+    },
     torch.bernoulli: _bernoulli,
     torch.Tensor.bernoulli: _bernoulli,
     torch.Tensor.bernoulli_: _bernoulli_,
