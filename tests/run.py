@@ -69,6 +69,7 @@ SUITES: dict[str, Suite] = {
     "fuzz": Suite([*PYTEST, "tests/fuzz"], 60),
     "programs": Suite([*PYTEST, "tests/programs"], 35),
     "porting": Suite([*PYTEST, "tests/porting"], 120),
+    "parity": Suite([*PYTEST, *QUICK_XLA, "tests/parity"], 60),
     "packaging": Suite([*PYTEST, "tests/packaging"], 60),
     # Only that every benchmark runs to its end: the figures of a quick run beside other suites mean nothing.
     "benchmarks": Suite(
