@@ -8,6 +8,7 @@ Everything else in the backend uses documented names only, which a test holds it
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -356,6 +357,13 @@ def apart(name: str) -> Iterator[None]:
                 clear()
     finally:
         _blocks.reset(token)
+
+
+def float64() -> contextlib.AbstractContextManager[Any]:
+    """A block in which JAX has float64."""
+    here: Any = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")  # until jax 0.8
+    block: contextlib.AbstractContextManager[Any] = here.enable_x64(True)
+    return block
 
 
 def mapped_axes() -> tuple[Any, ...]:

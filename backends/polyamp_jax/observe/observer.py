@@ -6,14 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Final
 
-from polyamp.errors import UnsupportedError
 from polyamp.parity.observing import Draws, See, Watched
 from polyamp.results import LossFunction
 from polyamp_jax import compat
-from polyamp_jax.observe.copied import nnx_copy
 from polyamp_jax.observe.named import Gradients, host
 from polyamp_jax.observe.stillness import still
 from polyamp_jax.observe.watching import Watching
+from polyamp_jax.observe.working import working
 
 
 class JaxObserver:
@@ -24,12 +23,11 @@ class JaxObserver:
 
     @contextlib.contextmanager
     def working(self, model: Any, *, wide: bool = False, inference: bool = False) -> Iterator[Any]:
-        if wide:
-            raise UnsupportedError("wide=True: not yet over JAX.")
-        try:
-            yield nnx_copy(model)
-        finally:
-            self._watching.clear()
+        with working(model, wide=wide, inference=inference) as made:
+            try:
+                yield made
+            finally:
+                self._watching.clear()
 
     def still(self, model: Any, draws: Draws | None) -> contextlib.AbstractContextManager[None]:
         return still(draws)

@@ -72,10 +72,10 @@ def called(model: Any, batch: Batch, intercept: Callable[..., Any]) -> Any:
             outputs = apply(*held, *batch.args, **{**flags, **batch.kwargs})
         return outputs[0] if stateful else outputs
 
-    return call(_flags(apply, first, batch), first)
+    return call(flags_of(apply, first, batch), first)
 
 
-def _flags(apply: Callable[..., Any], held: Any, batch: Batch) -> dict[str, bool]:
+def flags_of(apply: Callable[..., Any], held: Any, batch: Batch) -> dict[str, bool]:
     """The flags of inference that the function takes: haiku hides its signature, so it is asked."""
     taken: dict[str, bool] = {}
     for name, value in FLAGS.items():
