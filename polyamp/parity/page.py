@@ -95,7 +95,9 @@ def _heading(report: Findings) -> str:
     """The verdict without what the page says below it."""
     parts = words.parted(report)
     if parts is not None and parts.first is not None:
-        return words.plain(f"{words.listed(list(parts.sides))} part in {_PLACES[parts.first.stage]} {parts.first.step}")
+        first = parts.first
+        where = f"in {_PLACES[first.stage]} {first.step}" if first.step else "before the first step"
+        return words.plain(f"{words.listed(list(parts.sides))} part {where}")
     told = words.verdict(report)
     return told.partition(": ")[0] if report.agrees else told.removeprefix("no verdict: ")
 

@@ -58,10 +58,11 @@ class Pair(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """What the steps reported under one phase. Attributes: title and SVG of each chart; a heading and a line for each
-    side."""
+    """What the steps reported under one phase. Attributes: `judge`: it only judges another; title and SVG of each
+    chart; a heading and a line for each side."""
 
     name: str
+    judge: bool
     sides: Sequence[tuple[int, str]]
     charts: Sequence[tuple[str, str]]
     heading: Sequence[str]
@@ -115,12 +116,14 @@ def pairs(report: Findings, budget: int) -> list[Pair]:
 def phases(report: Findings) -> list[Phase]:
     """What the steps reported, under each phase; the judges' curves come after the policies'."""
     labels = words.labels(report)
-    names = dict.fromkeys([*report.phases, *(curve.phase for curve in report.curves)])
+    compared = [row.phase for each in report.comparisons for row in each.rows]
+    names = dict.fromkeys([*compared, *report.phases, *(curve.phase for curve in report.curves)])
     found = []
     for name in names:
         curves = [curve for curve in report.curves if curve.phase == name]
         if curves:
-            found.append(_phase(name, curves, labels))
+            judge = name == "float64" and name not in compared
+            found.append(_phase(name, judge, curves, labels))
     return found
 
 
@@ -170,7 +173,7 @@ def _line(number: int, rows: list[Row], first: Divergence | None) -> Line:
 
 
 def _quantity(row: Row) -> Quantity:
-    what, part = words.quantity(row.what, row.name), words.number(share(row), 2)
+    what, part = words.quantity(row.what, row.name), words.times(share(row))
     distance, allowed = words.number(row.distance), words.number(row.allowed)
     return Quantity(what, row.stage, row.step, distance, allowed, part, row.dtypes, row.counts)
 
@@ -216,7 +219,7 @@ def _error_charts(comparison: Comparison, modules: list[str]) -> Iterable[tuple[
         yield phase, charts
 
 
-def _phase(name: str, curves: list[Curve], labels: list[str]) -> Phase:
+def _phase(name: str, judge: bool, curves: list[Curve], labels: list[str]) -> Phase:
     """The charts of one phase, and its numbers."""
     numbers = [labels.index(curve.side) if curve.side in labels else 0 for curve in curves]
     charts, columns = [], []
@@ -235,7 +238,7 @@ def _phase(name: str, curves: list[Curve], labels: list[str]) -> Phase:
     cells = zip(*(texts for _, texts in columns), strict=True) if columns else [()] * len(curves)
     table = [[curve.side, *texts, _skipped(curve.skipped)] for curve, texts in zip(curves, cells, strict=True)]
     sides = [(number, curve.side) for number, curve in zip(numbers, curves, strict=True)]
-    return Phase(name, sides, charts, heading, table, any(curve.skipped for curve in curves))
+    return Phase(name, judge, sides, charts, heading, table, any(curve.skipped for curve in curves))
 
 
 def _ends(values: list[list[float | None]]) -> list[str]:

@@ -42,12 +42,13 @@ def _drawn(report: Findings) -> bytes:
 
     pair = words.parted(report) or next(iter(report.comparisons), None)
     rows = pair.rows if pair is not None else []
-    phases = list(dict.fromkeys([*report.phases, *(row.phase for row in rows)]))[:_COLUMNS]
+    compared = dict.fromkeys(row.phase for row in rows)  # not what only judges another phase
+    phases = list(compared or dict.fromkeys(report.phases))[:_COLUMNS]
     curves = any(curve.loss for curve in report.curves if curve.phase in phases)
     heights = [2.9] * curves + [3.3] * bool(rows)
     title = textwrap.wrap(words.fit(words.verdict(report), 230), 80)
     below = [line for text in _below(report) for line in textwrap.wrap(words.cut(text, 230), 125)]
-    head, foot = 0.31 * len(title) + 0.22 * len(below) + 0.3, 0.35 if rows else 0.0
+    head, foot = 0.31 * len(title) + 0.22 * len(below) + 0.3, 0.55 if rows else 0.0
     full = sum(heights) + head + foot
     figure = Figure(figsize=(_WIDTH, full), dpi=_DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -67,7 +68,7 @@ def _drawn(report: Findings) -> bytes:
             _errors(axes, pair, phase, column == 0)
             marks.update(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     if marks:
-        figure.legend(marks.values(), marks.keys(), loc="lower left", ncols=7, frameon=False, fontsize=9.5)
+        figure.legend(marks.values(), marks.keys(), loc="lower left", ncols=6, frameon=False, fontsize=9.5)
     file = io.BytesIO()
     figure.savefig(file, format="png", metadata={"Software": None})
     return file.getvalue()
@@ -133,9 +134,8 @@ def _errors(axes: Any, pair: Comparison, phase: str, leftmost: bool) -> None:
                 _marks(axes, own, marker, _BAD if counts else colour, counts, label)
         line = sorted((modules[module], row.allowed) for module, row in found.items() if row.allowed)
         if line:
-            axes.plot(
-                *zip(*line, strict=True), color="#57606a", linestyle="--", linewidth=1, label="allowed by rounding"
-            )
+            name = f"{stage}, allowed"
+            axes.plot(*zip(*line, strict=True), color=colour, linestyle="--", linewidth=1, label=name)
     first = pair.first
     if first is not None and first.phase == phase and first.module in modules:
         axes.axvline(modules[first.module], color=_BAD, linewidth=0.8)
@@ -158,12 +158,12 @@ def _marks(axes: Any, rows: Sequence[tuple[int, Row]], marker: str, colour: str,
 
 def _whole(axes: Any) -> None:
     """Whole numbers below, plain ones beside, a light grid, no box."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
     if axes.get_yscale() == "log":
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: words.number(value)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.tick_params(axis="y", which="minor", left=False, labelleft=False)
     axes.grid(axis="y", color="#d5dae1", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -75,13 +75,15 @@ def _parted(report: Findings, pair: Comparison, first: Divergence) -> Iterator[_
         if len(named) <= COLUMNS - _LABEL:
             break
     yield _Line("module", named or words.module(first.module))
-    own = [f"{words.fit(label, 20)} {words.number(value)}" for label, value in first.own.items() if value is not None]
+    own = [
+        f"{words.fit(label, 10)} {words.number(value, 2)}" for label, value in first.own.items() if value is not None
+    ]
     apart = f"; own errors: {', '.join(own)}" if own else ""
     yield _Line("apart", words.distance(first) + apart)
     for (label, side), values in zip(sides, words.statistics(first).values(), strict=True):
         shape = f"[{', '.join(map(str, side.shape))}]" if side.shape else ""
         texts = [" ".join(filter(None, [side.dtype, shape])), *(f"{name} {text}" for name, text in values.items())]
-        ran = f"; {', '.join(side.operations)}" if side.operations else ""
+        ran = f"; {'; '.join(words.operations(side))}" if side.operations else ""
         yield _Line(label, words.plain(", ".join(filter(None, texts)) + ran))
     yield _Line("looks like", f"{words.kind(first)}: {words.plain(first.sentence)}", 3)
     if first.evidence:
@@ -92,7 +94,7 @@ def _parted(report: Findings, pair: Comparison, first: Divergence) -> Iterator[_
     before = f"{words.fit(words.module(first.after), 50)} is the last that agrees; " if first.after else ""
     if before or pair.rows:
         compared = words.counted(len(pair.rows), "quantity", "quantities")
-        yield _Line("before", f"{before}{counting:,} of {compared} differ")
+        yield _Line("before" if before else "compared", f"{before}{counting:,} of {compared} differ")
     yield from _others(report, pair)
 
 
@@ -101,7 +103,7 @@ def _unparted(report: Findings) -> Iterator[_Line]:
     yield from _failed(report)
     rows = [row for each in report.comparisons for row in each.rows]
     if rows:
-        kinds = Counter(row.what for row in rows)
+        kinds = Counter(row.what.partition(",")[0] for row in rows)
         modules = words.counted(len({row.module for row in rows}), "module")
         until = "until then" if report.failures else "compared"
         most = ", ".join(f"{count:,} {words.plain(what)}" for what, count in kinds.most_common())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from typing import Final, Literal
 
-from polyamp.parity.findings import Comparison, Divergence, Environment, Failure, Findings
+from polyamp.parity.findings import Comparison, Divergence, Environment, Failure, Findings, Shown
 
 Outcome = Literal["agree", "differ", "unfinished"]
 OUTCOMES: Final[dict[Outcome, str]] = {"agree": "agree", "differ": "differ", "unfinished": "no verdict"}
@@ -65,6 +66,17 @@ def number(value: float | None, digits: int = 3) -> str:
         return "not finite"
     whole = f"{value:.0f}" if abs(value) < 1e9 and float(value).is_integer() else ""
     return whole or f"{value:.{digits}g}"
+
+
+def times(value: float | None) -> str:
+    """How many times as much, or which part of it.
+
+    >>> times(0.2761), times(1.0371), times(31.4), times(671.4)
+    ('0.28', '1.04', '31', '671')
+    """
+    if value is None or not 1 <= value < 1e6:
+        return number(value, 2)
+    return number(value) if value < 10 else f"{value:.0f}"
 
 
 def numbers(values: list[float | None], digits: int = 4) -> list[str]:
@@ -133,7 +145,8 @@ def parted(report: Findings) -> Comparison | None:
 def place(found: Divergence) -> str:
     """Where a divergence is: phase, step, pass, module and quantity."""
     what = quantity(found.what, found.name)
-    return f"{found.phase}, step {found.step}, {found.stage}, {module(found.module)} ({what})"
+    when = f"step {found.step}, {found.stage}" if found.step else "before step 1"
+    return f"{found.phase}, {when}, {module(found.module)} ({what})"
 
 
 def labels(report: Findings) -> list[str]:
@@ -160,8 +173,8 @@ def distance(found: Divergence) -> str:
     """How far apart two sides are, and what rounding allows."""
     allows = "" if found.allowed is None else f"; rounding allows {number(found.allowed)}"
     if found.distance is not None:
-        times = f" ({number(found.distance / found.allowed, 2)} times as much)" if found.allowed else ""
-        return f"{number(found.distance)} of the larger{allows}{times if allows else ''}"
+        beyond = f" ({times(found.distance / found.allowed)} times)" if found.allowed else ""
+        return f"{number(found.distance)} relative{allows}{beyond}"
     if any(side.nonfinite for side in found.sides.values()):
         return f"one side is not finite{allows}"
     return f"no distance can be told{allows}"
@@ -183,6 +196,18 @@ def statistics(first: Divergence) -> dict[str, dict[str, str]]:
         if side.width and side.dtype and side.width != side.dtype:
             found[label]["fits in"] = side.width
     return found
+
+
+def operations(side: Shown) -> list[str]:
+    """What ran in a side's module, what ran several times once.
+
+    >>> operations(Shown(path="head", operations=["add in float32", "dot in float16", "add in float32"]))
+    ['add in float32, 2 times', 'dot in float16']
+    """
+    return [
+        f"{plain(name)}, {count} times" if count > 1 else plain(name)
+        for name, count in Counter(side.operations).items()
+    ]
 
 
 def kind(found: Divergence) -> str:

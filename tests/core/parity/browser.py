@@ -38,7 +38,7 @@ class Browser:
         self.events: list[dict[str, Any]] = []
         self._number = 0
         self._rest = b""
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # its helpers end a little later
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
         # The browser reads its descriptor 3 and writes its descriptor 4.

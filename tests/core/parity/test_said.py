@@ -26,11 +26,10 @@ def test_where_sides_part_both_sides_and_the_reason_are_said() -> None:
     assert said(reports.report(first=first, parts_at=12)).splitlines() == [
         "torch and jax differ: float32, step 1, forward, encoder.layers.1.norm1 (output)",
         "  module      encoder.layers.1.norm1 in torch, Encoder_0/EncoderLayer_1/LayerNorm_0 in jax",
-        "  apart       0.00031 of the larger; rounding allows 4.2e-06 (74 times as much); "
-        "own errors: torch 1.1e-07, jax 1.3e-07",
+        "  apart       0.00031 relative; rounding allows 4.2e-06 (74 times); own errors: torch 1.1e-07, jax 1.3e-07",
         "  torch       float32 [8, 128, 64], mean 0.00121, rms 0.9987, largest 4.091, zeros 3; layer_norm in float32",
         "  jax         float32 [8, 128, 64], mean 0.00121, rms 0.9984, largest 4.091, zeros 3; "
-        "rsqrt in float32, mul in float32",
+        "rsqrt in float32; mul in float32",
         "  looks like  epsilon: The outputs are apart by one factor per row, as with another epsilon: 1e-5 in torch, "
         "1e-6 in jax.",
         "  because     Row by row the quotient of both outputs is constant to 2e-7. (and 1 more)",
