@@ -25,6 +25,13 @@ from typing import IO, Final, NamedTuple, Self, TextIO
 
 TAIL: Final = 15
 """So many lines of what a worker wrote to standard error are in a message about its end."""
+_DEFAULTS: Final = {
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+}
+"""Environment variables of a worker, where the user sets no others: workers share a GPU, which XLA and TensorFlow
+otherwise fill when they begin."""
 _STACK: Final = re.compile(r"(Fatal Python error: |Current thread 0x)")
 _READ: Final = 1 << 16
 _PATIENCE: Final = 5.0
@@ -117,7 +124,7 @@ class Worker:
     def __init__(self, name: str, python: str, module: str, *, log: Path, heard: Heard, guard: Guard) -> None:
         self.name = name
         self._log, self._guard = log, guard
-        environment: Mapping[str, str] = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
+        environment: Mapping[str, str] = {**_DEFAULTS, **os.environ}
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [python, "-P", "-m", module],

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from polyamp.cli.parity_progress import show_progress
+from polyamp.cli.port import ended_by_signals
 from polyamp.errors import ArgumentError, PolyampError, did_you_mean
 from polyamp.parity.named import MAIN, module_of
 from polyamp.parity.report import Report
@@ -64,12 +65,12 @@ def compare_file(file: Path, given: Given, console: Console, *, json: bool) -> i
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            with show_progress(console) as on_event:
+            with ended_by_signals(), show_progress(console) as on_event:
                 report: Report = run(on_event=on_event, **arguments)
-        except KeyboardInterrupt as error:
+        except (KeyboardInterrupt, SystemExit) as error:
             for note in getattr(error, "__notes__", []):
                 typer.echo(note, err=True)
-            return INTERRUPTED
+            return INTERRUPTED if isinstance(error, KeyboardInterrupt) else int(error.code or 0)
     typer.echo(str(report), err=json)
     for each in said:
         typer.echo(f"warning: {each.message}", err=True)

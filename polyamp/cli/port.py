@@ -80,7 +80,7 @@ def port(
     from polyamp.porting.convert import convert
 
     try:
-        with _ended_by_signals():
+        with ended_by_signals():
             report = convert(
                 source,
                 target,
@@ -112,8 +112,8 @@ def _renaming(item: str) -> tuple[str, str]:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that no partial file stays."""
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that nothing partial stays."""
 
     def end(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)

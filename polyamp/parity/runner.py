@@ -112,6 +112,9 @@ def run(
         except BaseException as error:
             try:
                 report()
+                if kept is not None:
+                    for old in ("report.html", "report.png"):
+                        (kept / old).unlink(missing_ok=True)  # of an earlier run: drawing takes too long for now
                 error.add_note(_left(kept))
             except Exception as another:  # noqa: BLE001  # what interrupted the run is what is raised
                 error.add_note(f"polyamp.parity.run was interrupted, and its report could not be written: {another}")

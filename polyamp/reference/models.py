@@ -42,9 +42,9 @@ class MLP:
         self.parameters = dict(parameters)
         self.running = dict(running or {})
         self.observe = observe
-        self.shown: Callable[[str, Tensor], Tensor] | None = None
-        """Called with the path and the output of every layer and, with path "", of the network; gives the output to go
-        on with."""
+        self.shown: Callable[[str, Tensor, Tensor | None], Tensor] | None = None
+        """Called with the path, the output and the input of every layer and, with path "" and no input, of the network;
+        gives the output to go on with."""
 
     @classmethod
     def random(cls, sizes: Sequence[int], *, seed: int) -> MLP:
@@ -101,9 +101,10 @@ class MLP:
                 result = ops.matmul(h, kernel) + ops.cast(bias, dtype)
         if self.observe is not None:
             self.observe(dtype_name(result.dtype))
-        return self._show(path, result)
+        return self._show(path, result, h)
 
     def _normalize(self, path: str, h: Tensor, plan: Plan | None) -> Tensor:
+        given = h
         if plan is not None:
             h = ops.cast(h, plan.at(path).named or (plan.compute if plan.cast else "float32"))
         transposed = Tensor(h.data.T, [(h, lambda g: g.T)])
@@ -115,10 +116,10 @@ class MLP:
             self.running[f"{path}/{name}"] = (MOMENTUM * old + (1.0 - MOMENTUM) * now).astype(np.float32)
         dtype = dtype_name(h.dtype)
         scale, bias = self.parameters[f"{path}/scale"], self.parameters[f"{path}/bias"]
-        return self._show(path, back * ops.cast(scale, dtype) + ops.cast(bias, dtype))
+        return self._show(path, back * ops.cast(scale, dtype) + ops.cast(bias, dtype), given)
 
-    def _show(self, path: str, output: Tensor) -> Tensor:
-        return output if self.shown is None else self.shown(path, output)
+    def _show(self, path: str, output: Tensor, given: Tensor | None = None) -> Tensor:
+        return output if self.shown is None else self.shown(path, output, given)
 
 
 class GatheredMLP(MLP):

@@ -29,7 +29,7 @@ class ReferenceObserver:
         >>> watched = ReferenceObserver().watch(state, lambda m, x: polyamp.losses.mean_squared_error(m(x), 0 * m(x)),
         ...                                     np.ones((2, 4), np.float32), see)
         >>> seen[0], seen[-1]
-        (('dense0', 'output', (2, 3)), ('dense0', 'cotangent', (2, 3)))
+        (('dense0', 'input', (2, 4)), ('dense0', 'cotangent', (2, 3)))
         >>> sorted(watched.gradients)
         ['dense0/bias', 'dense0/kernel', 'dense1/bias', 'dense1/kernel']
     """
@@ -57,9 +57,11 @@ class ReferenceObserver:
         def tell(path: str, what: What, array: Array, by: float) -> None:
             see(path, what, _readable(array, by), dtype_name(array.dtype))
 
-        def shown(path: str, output: Tensor) -> Tensor:
+        def shown(path: str, output: Tensor, given: Tensor | None) -> Tensor:
             calls[path] += 1
             named = path if calls[path] == 1 else f"{path}#{calls[path]}"
+            if given is not None:
+                tell(named, "input", given.data, 1.0)
             tell(named, "output", output.data, 1.0)
 
             def back(cotangent: Array) -> Array:

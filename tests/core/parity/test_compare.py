@@ -98,7 +98,7 @@ def test_either_side_gets_its_own_batch() -> None:
     assert polyamp.compare(*models(), Batch(batch(), batch()), loss_fn, recipe()).agrees
     first = polyamp.compare(*models(), lambda step: Batch(batch(), other), loss_fn, recipe()).first
     assert first is not None
-    assert (first.stage, first.what, first.module) == ("forward", "output", "dense0")
+    assert (first.stage, first.what, first.module) == ("forward", "input", "dense0")
 
 
 def test_a_loop_of_ones_own_is_compared_with_a_recipe() -> None:

@@ -40,14 +40,18 @@ def watch(model: MLP, recipe: Recipe, loss: Any = loss_fn) -> tuple[Any, list[tu
 
 def test_every_module_shows_its_output_and_then_its_cotangent() -> None:
     _, seen, found = watch(normalized(), Recipe())
-    forward = [("dense0", "output"), ("norm0", "output"), ("dense1", "output"), ("", "output")]
-    backward = [(path, "cotangent") for path, _ in reversed(forward)]
+    layers = ("dense0", "norm0", "dense1")
+    forward = [*((path, what) for path in layers for what in ("input", "output")), ("", "output")]
+    backward = [(path, "cotangent") for path in ("", *reversed(layers))]
     assert [each[:2] for each in seen] == forward + backward
     assert {each[3] for each in seen} == {"float32"}
     arrays = {each[:2]: each[2] for each in seen}
     model = normalized()
     hidden = X @ model.parameters["dense0/kernel"]
+    np.testing.assert_array_equal(arrays["dense0", "input"], X)
     np.testing.assert_allclose(arrays["dense0", "output"], hidden, rtol=1e-6)
+    np.testing.assert_array_equal(arrays["norm0", "input"], arrays["dense0", "output"])
+    np.testing.assert_array_equal(arrays["dense1", "input"], np.maximum(arrays["norm0", "output"], 0))
     out = arrays["", "output"]
     assert found.loss == pytest.approx(float(np.mean(np.square(out))), rel=1e-6)
     np.testing.assert_allclose(arrays["", "cotangent"], 2 * out / out.size, rtol=1e-5)
@@ -59,7 +63,7 @@ def test_under_float16_dtypes_are_told_and_cotangents_are_unscaled() -> None:
     half = Recipe(policy="mixed_float16", scaler=LossScaler.static(1024.0))
     _, seen, found = watch(MLP.random([4, 5, 3], seed=0), half)
     _, wide, judge = watch(MLP.random([4, 5, 3], seed=0), Recipe())
-    assert {each[3] for each in seen if each[0]} == {"float16"}
+    assert {each[3] for each in seen if each[0] and each[1] != "input"} == {"float16"}
     for mine, theirs in zip(seen, wide, strict=True):
         assert mine[:2] == theirs[:2]
         assert mine[2].dtype == np.float32

@@ -125,6 +125,7 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         **{each.__name__: each for each in (sides.plain, sides.segfaults, sides.killed, sides.exits, sides.raises)},
         **{each.__name__: each for each in (sides.leaves, sides.needs_flax, sides.unbuilt, sides.wider, sides.asks)},
         **dict.fromkeys(("old", "nowhere", "without", "chatty", "good"), sides.other),
+        "not a number": sides.not_a_number,
     }
     report = started(build, interpreters={
         "old": interpreter(folder / "old", hello),
@@ -201,6 +202,18 @@ def test_the_others_go_on(bad: dict[str, Any]) -> None:
     assert found.first is None
     assert {row.step for row in found.rows if row.what == "exp_avg"} <= {1, 2, 3}
     assert Report.from_json((bad["folder"] / "out" / "report.json").read_bytes()).failures == report.failures
+
+
+def test_nan_on_one_side_is_where_they_part(bad: dict[str, Any]) -> None:
+    (found,) = [each for each in bad["report"].comparisons if each.sides[1] == "not a number"]
+    first = found.first
+    assert first is not None
+    assert (first.phase, first.step, first.stage, first.module, first.kind) == (
+        *("float32", 2, "forward", "dense0", "not finite"),
+    )
+    assert first.sides["not a number"].nonfinite == first.sides["plain"].shape[0] * first.sides["plain"].shape[1]
+    (curve,) = [each for each in bad["report"].curves if each.side == "not a number" and each.phase == "float32"]
+    assert [number is None for number in curve.loss] == [False, False, True]  # a ReLU's output of NaN is 0
 
 
 def test_a_side_that_hangs_is_ended_at_the_time_limit_and_says_where_it_was() -> None:
