@@ -19,7 +19,7 @@ class Compared(NamedTuple):
         allowed: absolute.
         scale: what relative numbers are relative to.
         own: of either side from its judge, absolute.
-        kind: "" where numbers decide, else "dtype", "randomness".
+        kind: "" where numbers decide, else "dtype", "operations", "randomness", "missing".
     """
 
     one: Entry

@@ -6,21 +6,23 @@ Called by `verdict` with the first entry that counts. The order of the questions
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from polyamp.parity.aligned import Agreed
 from polyamp.parity.phases import FLOAT32, Phase
 from polyamp.parity.report import Divergence, Kind, Shown
 from polyamp.parity.trace import Entry, Trace
+from polyamp.parity.unseen import is_absent
 
 if TYPE_CHECKING:
     from polyamp.parity.distances import Compared
     from polyamp.parity.sketch import Sketch
 
-Step = Mapping[tuple[Any, ...], Entry]
 _ALIKE: Final = 1e-4
 """How far two factors may be apart to be one."""
+_MOVED: Final = 1e-2
+"""Relative distance from which the same numbers in another order are looked for."""
 _EPSILONS: Final = ("epsilon", "eps")
 _SHOWN: Final = 6
 """How many operations of a module are listed."""
@@ -41,8 +43,8 @@ def divergence(
     agreed: Agreed,
     traces: tuple[Trace, Trace],
     after: str,
-    ours: Step,
-    theirs: Step,
+    between: Sequence[str] = (),
+    ran: str | None = None,
 ) -> Divergence:
     """The first divergence, with what it looks like.
 
@@ -53,18 +55,22 @@ def divergence(
         agreed: what the sides agreed on.
         traces: of both sides.
         after: path of the last module that agrees.
-        ours: the entries of this step of the first side.
-        theirs: of the other.
+        between: layers that run before the entry and after that, and show nothing.
+        ran: what ran in other dtypes there, in words.
     """
     one, two = found.one, found.two
     made = likeness(found, labels, agreed, phase, after)
+    if ran:
+        made = made._replace(evidence=[f"{ran}.", *made.evidence])
+    if between:
+        made = made._replace(evidence=[_inside(one.module, between), *made.evidence])
     scale = found.scale or 1.0
     module = one.module.partition("#")[0]
     return Divergence(
         phase=phase.shown,
         step=one.step,
         stage=one.stage,
-        module=one.module,
+        module=between[0] if between else one.module,
         what=one.what,
         name=one.name,
         sides={
@@ -99,16 +105,28 @@ def likeness(found: Compared, labels: tuple[str, str], agreed: Agreed, phase: Ph
         return Likeness(
             "randomness", f"One side does not repeat itself {where}: something random runs in the model.", own
         )
+    if found.kind == "operations":
+        path = repr(found.one.module) if found.one.module else "the model"
+        return Likeness("dtype", f"In {path} one side runs in 16 bits what the other keeps in float32.", [])
     if found.kind == "dtype":
         return Likeness(
             "dtype",
             f"{labels[0]} gives {a.dtype} and {labels[1]} {b.dtype} {where}.",
             [_widths(labels, a, b)],
         )
+    if found.kind == "missing":
+        without, other = labels if is_absent(found.one) else labels[::-1]
+        return Likeness(
+            "missing",
+            f"Of {found.one.name!r} of {found.one.module!r} the loss of {without} does not know; that of {other} does.",
+            [f"{other} has a gradient of root mean square {max(a.rms, b.rms):.3g}; {without} has none."],
+        )
     told = agreed.differs.get(found.one.module.partition("#")[0], [])
     kinds = agreed.structure.get(found.one.module.partition("#")[0], [])
     if any(kind in _EPSILONS for kind in kinds):
         return Likeness("epsilon", f"Another epsilon {where}.", told)
+    if found.one.step == 0:
+        return _arrived(found, labels)
     factor = _factor(a, b)
     if factor is not None:
         return Likeness(
@@ -116,7 +134,7 @@ def likeness(found: Compared, labels: tuple[str, str], agreed: Agreed, phase: Ph
             f"Every value of {labels[1]} is {factor:.6g} times that of {labels[0]} {where}.",
             [f"The ratio is the same in all {a.samples().size} elements that were looked at."],
         )
-    if _permuted(a, b):
+    if found.distance > _MOVED * size and _permuted(a, b):
         return Likeness(
             "layout",
             f"The same numbers in another order {where}.",
@@ -143,6 +161,20 @@ def likeness(found: Compared, labels: tuple[str, str], agreed: Agreed, phase: Ph
     )
 
 
+def _arrived(found: Compared, labels: tuple[str, str]) -> Likeness:
+    """A weight that differs before the first step."""
+    a, b = found.one.sketch, found.two.sketch
+    assert a is not None
+    assert b is not None
+    what = f"{found.one.what} {found.one.name!r} of {found.one.module!r}"
+    said = f"relative distance {found.distance / (found.scale or 1.0):.1e} before the first step"
+    if _permuted(a, b):
+        return Likeness("layout", f"{labels[1]} began with the values of {what} in another order.", [f"{said}."])
+    if a.width != b.width:
+        return Likeness("dtype", f"{labels[1]} began with {what} in fewer digits.", [_widths(labels, a, b), f"{said}."])
+    return Likeness("layout", f"{labels[1]} began with other values of {what}.", [f"{said}."])
+
+
 def _of_numbers(found: Compared, labels: tuple[str, str]) -> Likeness:
     one, two = found.one.number or 0.0, found.two.number or 0.0
     what = found.one.what
@@ -166,6 +198,14 @@ def _times(one: float, two: float, labels: tuple[str, str]) -> list[str]:
         if shown > 1.5 and abs(shown - round(shown)) < _ALIKE * shown:
             return [f"{times} has {round(shown)} times the other's: a sum where the other takes a mean?"]
     return []
+
+
+def _inside(module: str, between: Sequence[str]) -> str:
+    more = f" and {len(between) - _SHOWN} more" if len(between) > _SHOWN else ""
+    return (
+        f"It shows in the output of {module or 'the model'!r}; before it run layers that do not show theirs on both "
+        f"sides: {', '.join(map(repr, between[:_SHOWN]))}{more}."
+    )
 
 
 def _where(entry: Entry, after: str) -> str:

@@ -13,7 +13,7 @@ from polyamp.parity.aligned import Agreed
 from polyamp.parity.observing import Observer
 from polyamp.parity.own_loop import Trainer
 from polyamp.parity.sketch import sketch
-from polyamp.parity.trace import Entry, Stage
+from polyamp.parity.trace import BEFORE, Entry, Stage
 from polyamp.porting.layouts.activations import applied
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy import Lazy
@@ -123,6 +123,7 @@ class Run:
             return
         common = _laid(array, self._rank)
         if what == "output" and name in self._applied:
+            self._array(step, stage, module + mark + count, BEFORE, "", common, dtype, path)
             behind = applied(self._applied[name], common)
             if behind is None:
                 return

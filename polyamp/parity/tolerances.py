@@ -41,13 +41,16 @@ class Judge(NamedTuple):
     wide: bool
     alike: bool
 
-    def allowed(self, own: tuple[float | None, float | None], depth: float, scale: float) -> float:
+    def allowed(
+        self, own: tuple[float | None, float | None], depth: float, scale: float, *, switched: bool = False
+    ) -> float:
         """The largest distance that rounding explains.
 
         Args:
             own: how far each side is from its own wider run; None where there is none.
             depth: how many roundings followed each other, about.
             scale: what one rounding is relative to: the norm of the values.
+            switched: whether units may have switched before it that rounding alone decided.
 
         >>> Judge(2.0**-24, True, True).allowed((1e-6, 2e-6), 4, 1.0) == FACTOR * 3e-6
         True
@@ -55,8 +58,16 @@ class Judge(NamedTuple):
         floor = self.roundoff * math.sqrt(max(depth, 1.0)) * scale
         known = [each for each in own if each is not None]
         if not known:
-            return FACTOR * floor
+            return (
+                FACTOR * floor
+                if not switched
+                else max(FACTOR * floor, math.sqrt(self.roundoff * math.sqrt(max(depth, 1.0))) * scale)
+            )
         if not self.alike:
             return FACTOR * max(floor, min(max(known), _CAP * floor))
-        share = sum(known) if self.wide else min(known)
-        return FACTOR * max(share, floor)
+        share = sum(known) * len(own) / len(known) if self.wide else min(known)  # one that has no judge is as the other
+        plain = FACTOR * max(share, floor)
+        if not switched:
+            return plain
+        most = math.sqrt(self.roundoff * math.sqrt(max(depth, 1.0))) * scale
+        return max(plain, 2.0 * (min(max(known), most) if len(known) == len(own) else most))

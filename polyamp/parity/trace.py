@@ -16,6 +16,8 @@ from polyamp.parity.sketch import Sketch
 
 Stage = Literal["forward", "backward", "step", "update"]
 """A pass of a training step: "step" holds what the step itself reports (norm, flag, scale)."""
+BEFORE: Final = "output, before its activation"
+"""What a layer of the second side gave, where the activation of the first side's layer was applied to its output."""
 STAGES: Final[tuple[Stage, ...]] = ("forward", "backward", "step", "update")
 
 

@@ -10,15 +10,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from polyamp.parity import likeness
+from polyamp.parity import likeness, ran, unseen
 from polyamp.parity.aligned import Agreed
 from polyamp.parity.distances import Compared, far, own_distance
 from polyamp.parity.phases import FLOAT32, FLOAT64, POLICY, Phase, epsilon
 from polyamp.parity.report import Comparison, Divergence, Row
 from polyamp.parity.sketch import apart
 from polyamp.parity.tolerances import RANDOM, Judge
-from polyamp.parity.trace import Entry, Trace
+from polyamp.parity.trace import BEFORE, Entry, Trace
 from polyamp.parity.updates import Updates
+from polyamp.porting.matching.differences import RECURRENT
 from polyamp.recipe.recipe import Recipe
 
 _EXACT: Final = ("finite", "scale", "applied")
@@ -26,9 +27,13 @@ _PRODUCTS: Final = ("dense", "conv", "conv_transpose", "attention", "projections
 """Kinds of layers whose output has the policy's dtype in every framework: matrix products and convolutions. Of
 elementwise operations, lookups and normalizations each framework has its own, within S4."""
 _NARROW: Final = ("bfloat16", "float16")
-_QUIET: Final = 1e-2
-"""A gradient is compared with its own size, or with this share of the largest of all: that of a key's bias is 0 but for
-rounding."""
+_QUIET: Final = 0.1
+"""A gradient is compared with its own size, or with this share of the largest of all: it is a sum, and its rounding is
+that of its terms, which may cancel out; the gradient of a key's bias is 0 but for rounding."""
+
+
+_ZEROS: Final = 1 / 64
+"""The share of zeros in the gradient by an output that tells of a unit that is switched off."""
 
 
 class Ran(NamedTuple):
@@ -68,7 +73,8 @@ def compared(
         phase, one, two = by_phase[name]
         alike = len({_policy(recipe, phase) for recipe in recipes}) == 1
         judge = Judge(epsilon(recipes, phase), name == FLOAT32, alike)
-        work = _Phase(labels, phase, judge, agreed, (one.trace, two.trace))
+        clips = any(recipe is not None and recipe.clip_norm is not None for recipe in recipes)
+        work = _Phase(labels, phase, judge, agreed, (one.trace, two.trace), clips)
         wider = by_phase[judged[name]][1:] if judged[name] in by_phase else ()
         beside = itertools.chain(itertools.zip_longest(*map(_steps, wider), fillvalue={}), itertools.repeat(({}, {})))
         for ours, theirs, (wide_ours, wide_theirs) in zip(_steps(one), _steps(two), beside, strict=False):
@@ -112,17 +118,31 @@ class _Phase:
     """The steps of one phase."""
 
     def __init__(
-        self, labels: tuple[str, str], phase: Phase, judge: Judge, agreed: Agreed, traces: tuple[Trace, Trace]
+        self,
+        labels: tuple[str, str],
+        phase: Phase,
+        judge: Judge,
+        agreed: Agreed,
+        traces: tuple[Trace, Trace],
+        clips: bool,
     ) -> None:
+        self._clips = clips
         self._labels, self._phase, self._judge = labels, phase, judge
         self._agreed, self._traces = agreed, traces
         self._worst: dict[tuple[str, ...], Compared] = {}
         self._updates = Updates(judge)
+        self._kinked = False
+        mixed = phase.name == POLICY and judge.alike
+        self._ran = ran.narrower(agreed, labels, traces) if mixed else {}
         self.first: Divergence | None = None
         self.notes: list[str] = []
 
     def step(self, ours: Step, theirs: Step, wide_ours: Step, wide_theirs: Step) -> None:
         """One step of both."""
+        if ours and theirs:
+            ours, theirs = unseen.gradients(self._agreed, ours, theirs)
+        overflowed = _overflowed(ours, theirs)
+        self._kinked = self._kinked or _has_kinks(ours, theirs)
         depth = 0
         allowed_gradients: dict[tuple[str, str], float] = {}
         last = ""
@@ -130,10 +150,12 @@ class _Phase:
             (e.sketch.rms for e in ours.values() if e.what == "gradient" and e.sketch is not None), default=0.0
         )
         reach: tuple[float, float] | None = None  # of the last output: what is allowed of it, how much the loss follows
-        for entry in _ordered(ours):
+        for entry in _ordered(ours, self._agreed):
             other = theirs.get(self._partner(entry))
             if other is None or not self._is_judged(entry):
                 continue
+            if overflowed and (entry.stage == "backward" or entry.what == "grad_norm"):
+                continue  # where in it the infinities arise is each framework's own; what the step makes of it is not
             wide = (wide_ours.get(entry.key), wide_theirs.get(other.key))
             leaf = entry.module.partition("#")[0] not in self._agreed.holders
             depth += entry.what.startswith("output") and leaf
@@ -146,9 +168,13 @@ class _Phase:
                 found = self._updates.kept(entry, other, wide)
             else:
                 floor = quiet * math.sqrt(entry.sketch.size) if entry.what == "gradient" else 0.0
-                found = self._array(entry, other, wide, depth * (1 if entry.stage == "forward" else 2), floor)
+                depths = depth * (1 if entry.stage == "forward" else 2)
+                found = self._nearer(entry, self._array(entry, other, wide, depths, floor), ours, theirs, wide, depths)
             if found is None:
                 continue
+            module = entry.module.partition("#")[0]
+            if entry.step == 1 and entry.what.startswith("output") and module in self._ran:
+                found = found._replace(kind=found.kind or "operations")
             if entry.what == "gradient":
                 self._updates.gradient(entry, other, found)
                 allowed_gradients[entry.module, entry.name] = found.allowed
@@ -157,14 +183,23 @@ class _Phase:
                 slope = ours.get((entry.step, "backward", entry.module, "cotangent", ""))
                 reach = None if slope is None or slope.sketch is None else (found.allowed, slope.sketch.norm)
             self._keep(found)
-            if found.counts and leaf and self.first is None:
+            if found.counts and (leaf or found.kind == "operations") and self.first is None:
+                between = self._between(found, last, ours, theirs)
                 self.first = likeness.divergence(
-                    found, self._phase, self._labels, self._agreed, self._traces, last, ours, theirs
+                    found, self._phase, self._labels, self._agreed, self._traces, last, between, self._ran.get(module)
                 )
 
     def rows(self) -> list[Row]:
         """The table."""
         return [_row(self._phase.shown, found) for found in self._worst.values()]
+
+    def _between(self, found: Compared, last: str, ours: Step, theirs: Step) -> list[str]:
+        """The layers that nobody saw, and in one of which the difference may be."""
+        if found.one.stage != "forward" or found.one.sketch is None:
+            return []
+        shown = unseen.modules(e for e in ours.values() if self._partner(e) in theirs and self._is_judged(e))
+        module, before = (path.partition("#")[0] for path in (found.one.module, last))
+        return unseen.hidden(self._agreed, shown, before, module)
 
     def _partner(self, entry: Entry) -> tuple[Any, ...]:
         """The key of the other side's entry."""
@@ -174,11 +209,24 @@ class _Phase:
         what = "output" if entry.what == f"output, {self._agreed.behind.get(module)}" else entry.what
         return entry.step, entry.stage, entry.module, what, entry.name
 
+    def _switched(self, entry: Entry) -> bool:
+        """Whether units of a ReLU or a maximum may have switched by rounding before an entry."""
+        return self._kinked and (entry.step > 1 or entry.stage != "forward")
+
     def _is_judged(self, entry: Entry) -> bool:
         """Whether anything is to be learned from an entry: not where frameworks have it otherwise by convention."""
         if entry.what == "statistic" and entry.name == "variance" and entry.module in self._agreed.biased:
             return False
-        return not self._agreed.merged or (entry.step == 1 and entry.stage in ("forward", "backward"))
+        recurrent = self._agreed.kinds.get(entry.module.partition("#")[0]) in RECURRENT
+        if recurrent and entry.what == "parameter" and "bias" in entry.name:
+            return False  # only the sum of two of them, or with a constant of haiku's, means something
+        if recurrent and entry.sketch is not None and entry.what in ("output", "cotangent"):
+            return False  # one framework gives what ran backwards as it ran, another turned round
+        if not self._agreed.merged or entry.step == 0:
+            return True
+        if entry.step > 1 or entry.what == "grad_norm":  # their sum has moved twice as far; the norm counts both
+            return False
+        return entry.stage != "update" or not (self._clips or entry.module in self._agreed.merged)
 
     def _array(
         self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None], depth: int, least: float
@@ -194,7 +242,7 @@ class _Phase:
             return None
         scale = max(a.norm, b.norm)
         own = own_distance(one, wide[0]), own_distance(two, wide[1])
-        allowed = self._judge.allowed(own, depth, max(scale, least))
+        allowed = self._judge.allowed(own, depth, max(scale, least), switched=self._switched(one))
         kind = ""
         narrow = [each.dtype in _NARROW for each in (a, b)]
         product = self._agreed.kinds.get(one.module.partition("#")[0]) in _PRODUCTS
@@ -203,7 +251,35 @@ class _Phase:
         known = [each for each in own if each is not None]
         if one.what.startswith("output") and self._judge.wide and known and max(known) > RANDOM * scale:
             kind = "randomness"
-        return Compared(one, two, apart(a, b), allowed, scale, own, kind)
+        distance = apart(a, b)
+        if distance > allowed and (unseen.is_absent(one) or unseen.is_absent(two)):
+            kind = "missing"
+        return Compared(one, two, distance, allowed, scale, own, kind)
+
+    def _nearer(
+        self,
+        entry: Entry,
+        found: Compared | None,
+        ours: Step,
+        theirs: Step,
+        wide: tuple[Entry | None, Entry | None],
+        depth: int,
+    ) -> Compared | None:
+        """What was found, or the same before an activation that one side's layer says it has: some show their output
+        before it."""
+        if found is None or not found.counts or entry.stage != "forward":
+            return found
+        key = entry.step, entry.stage, entry.module
+        one: Entry | None = entry
+        two: Entry | None = found.two
+        if entry.what == "output":
+            two = theirs.get((*key, BEFORE, ""))
+        else:
+            one = ours.get((*key, "output", ""))
+        if one is None or two is None:
+            return found
+        nearer = self._array(one, two, (None, None), depth, 0.0)
+        return found if nearer is None or nearer.counts else nearer
 
     def _number(
         self,
@@ -224,7 +300,7 @@ class _Phase:
             None if each is None or each.number is None else far(side.number or 0.0, each.number)
             for side, each in zip((one, two), wide, strict=True)
         )
-        allowed = self._judge.allowed((own[0], own[1]), depth, scale)
+        allowed = self._judge.allowed((own[0], own[1]), depth, scale, switched=self._switched(one))
         if one.what == "loss" and reach is not None:
             allowed += reach[0] * reach[1]
         if one.what == "grad_norm":
@@ -243,14 +319,15 @@ class _Phase:
             self.notes.append(said)
 
 
-def _ordered(step: Step) -> list[Entry]:
+def _ordered(step: Step, agreed: Agreed) -> list[Entry]:
     """Entries in the order in which they are judged: as the program made them, but for gradients, which come with the
     cotangents of their modules, from the loss back, and slots, which come before parameters."""
     entries = list(step.values())
     forward = [entry for entry in entries if entry.stage == "forward"]
-    place: dict[str, int] = {}
+    place: dict[str, float] = {}
     for number, entry in enumerate(forward):
         place.setdefault(entry.module.partition("#")[0], number)
+    place |= unseen.places(agreed, place)
     back = [entry for entry in entries if entry.stage == "backward"]
     order = {id(entry): number for number, entry in enumerate(back)}
 
@@ -258,10 +335,24 @@ def _ordered(step: Step) -> list[Entry]:
         module = entry.module.partition("#")[0]
         return (-place.get(module, -1), int(entry.what == "gradient"), order[id(entry)])
 
-    rest = [entry for entry in entries if entry.stage == "step" and entry.what != "loss"]
+    rest = [entry for entry in entries if entry.stage == "step"]
     update = [entry for entry in entries if entry.stage == "update"]
     kept = [entry for entry in update if entry.what not in ("parameter", "statistic")]
     return [*forward, *sorted(back, key=backward), *rest, *kept, *(e for e in update if e not in kept)]
+
+
+def _has_kinks(ours: Step, theirs: Step) -> bool:
+    """Whether gradients are exactly 0 in places, as behind a ReLU or a maximum."""
+    both = (entry.sketch for step in (ours, theirs) for entry in step.values() if entry.what == "cotangent")
+    return any(sketch is not None and sketch.zeros > _ZEROS * sketch.size for sketch in both)
+
+
+def _overflowed(ours: Step, theirs: Step) -> bool:
+    """Whether the gradients of this step are not finite on either side."""
+    found = [
+        [e.number for e in step.values() if e.what == "grad_norm" and e.number is not None] for step in (ours, theirs)
+    ]
+    return all(found) and not any(math.isfinite(number) for each in found for number in each)
 
 
 def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:

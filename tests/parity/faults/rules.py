@@ -1,0 +1,138 @@
+"""Wrong rules of a step, planted into one framework's half of polyamp while a comparison runs. Called by `finding`.
+
+Each is what a training loop that was written by hand gets wrong; the loop here is polyamp's own, so one of its
+functions is put in the place of another. The other side, in another framework, keeps the right one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+from unittest import mock
+
+from polyamp.recipe import optimizers
+from polyamp.rules import batches
+from polyamp.rules.window import Window
+
+_BACKENDS: Final = {"torch": "polyamp_torch", "keras": "polyamp_tensorflow"}
+
+
+@contextlib.contextmanager
+def stepping(rule: str, library: str) -> Iterator[None]:
+    """A block in which a library's side steps by a wrong rule.
+
+    Args:
+        rule: of `RULES`; "" for the right ones.
+        library: of `planting.LIBRARIES`.
+    """
+    with contextlib.ExitStack() as stack:
+        for each in RULES[rule](_BACKENDS.get(library, "polyamp_jax")) if rule else ():
+            stack.enter_context(each)
+        yield
+
+
+def _module(backend: str, name: str) -> Any:
+    return importlib.import_module(f"{backend}.{name}")
+
+
+class _Undivided(Window):
+    @property
+    def total(self) -> float:
+        return 1.0
+
+
+class _Batches:
+    """`polyamp.rules.batches`, with windows whose sums nobody divides."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(batches, name)
+
+    def in_runs(self, *arguments: Any, **others: Any) -> Any:
+        window, runs = batches.in_runs(*arguments, **others)
+        return _Undivided(*window), runs
+
+
+def _sum_of_micro_batches(backend: str) -> list[Any]:
+    if backend == "polyamp_torch":
+        step = _module(backend, "step.step")
+        right = step.produced_by
+        return [mock.patch.object(step, "produced_by", lambda scale, total, device: right(scale, 1.0, device))]
+    return [mock.patch.object(_module(backend, "step.differentiate"), "batches", _Batches())]
+
+
+def _clipped_before_unscaling(backend: str) -> list[Any]:
+    update = _module(backend, "step.update")
+    if backend == "polyamp_torch":
+        right = update.divisor
+
+        def divisor(norm: Any, scale: Any, clip_norm: Any) -> Any:
+            return right(norm if scale is None else norm * scale, scale, clip_norm)
+
+        return [mock.patch.object(update, "divisor", divisor)]
+    kind = type(update._VERBS)
+    commit = kind.commit
+
+    def commits(self: Any, state: Any, grads: Any, measured: Any, decision: Any) -> Any:
+        scaled = measured._replace(norm=measured.norm * state.scale_state.scale)
+        return commit(self, state, grads, scaled, decision)
+
+    return [mock.patch.object(kind, "commit", commits)]
+
+
+def _not_unscaled(backend: str) -> list[Any]:
+    differentiate = _module(backend, "step.differentiate")
+    if backend == "polyamp_torch":
+        return [mock.patch.object(differentiate, "reciprocal", lambda scale: scale * 0 + 1)]
+    return [mock.patch.object(differentiate, "unscaled_leaf", lambda leaf, scale, dtype: leaf.astype(dtype))]
+
+
+def _never_skipped(backend: str) -> list[Any]:
+    kind = type(_module(backend, "step.update")._VERBS)
+    concluded = kind.concluded
+
+    def concludes(self: Any, state: Any, finite: Any, every: Any) -> Any:
+        if finite is None:
+            return concluded(self, state, finite, every)
+        always = finite | True
+        return concluded(self, state, always, always)
+
+    return [mock.patch.object(kind, "concluded", concludes)]
+
+
+def _no_bias_correction(backend: str) -> list[Any]:
+    if backend == "polyamp_torch":
+        made = _module(backend, "step.optimizers")
+        right = made._fill
+
+        def fill(optimizer: Any, *others: Any) -> None:
+            right(optimizer, *others)
+            for slots in optimizer.state.values():
+                slots["step"].fill_(1e6)
+
+        return [mock.patch.object(made, "_fill", fill)]
+    here = _module(backend, "arrays").XP
+    kind = optimizers.AdamW
+    corrections_of = kind.corrections
+
+    def corrections(self: Any, xp: Any, rate: Any, count: Any) -> Any:
+        if xp is not here:
+            return corrections_of(self, xp, rate, count)
+        return {"root": 1.0 + 0.0 * count, "rate": rate + 0.0 * count}
+
+    found = [mock.patch.object(kind, "corrections", corrections)]
+    if backend == "polyamp_tensorflow":  # whose kernels make them by themselves
+        kernels = _module(backend, "step.kernels")
+        found.append(mock.patch.object(kernels, "_one_minus_power", lambda beta, counts: 1.0 + 0.0 * counts))
+    return found
+
+
+RULES: Final[dict[str, Callable[[str], list[Any]]]] = {
+    "sum of micro-batches": _sum_of_micro_batches,
+    "clipped before unscaling": _clipped_before_unscaling,
+    "not unscaled": _not_unscaled,
+    "never skipped": _never_skipped,
+    "no bias correction": _no_bias_correction,
+}
+"""Name -> patches of a backend's package."""
