@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -14,8 +16,11 @@ from polyamp.parity.findings import Comparison
 from polyamp.parity.phases import FLOAT64, Phase
 from polyamp.parity.processes import Side
 from polyamp.parity.report import Report
-from polyamp.parity.trace import Trace
+from polyamp.parity.trace import Entry, Trace
 from polyamp.parity.verdict import Ran, compared
+
+_WHOLE: Final = math.inf
+"""The step that a side did not finish, where it finished all."""
 
 
 def report_of(sides: Sequence[Side], phases: Sequence[Phase], steps: int, randomness: str, seconds: float) -> Report:
@@ -53,11 +58,13 @@ def report_of(sides: Sequence[Side], phases: Sequence[Phase], steps: int, random
 
 def _comparison(first: Side, other: Side, phases: Sequence[Phase]) -> Comparison:
     assert other.agreed is not None
-    runs = []
+    runs: list[tuple[Phase, Ran, Ran]] = []
     for phase in phases:
-        both = (_ran(first, phase), _ran(other, phase))
-        if phase.name == FLOAT64 or all(ran is not None for ran in both):
-            runs.append((phase, both[0] or _nothing(first, phase), both[1] or _nothing(other, phase)))
+        one, two = _ran(first, phase), _ran(other, phase)
+        if phase.name == FLOAT64:
+            runs.append((phase, one or _nothing(first, phase), two or _nothing(other, phase)))
+        elif one is not None and two is not None:
+            runs.append((phase, *_as_far((one, two), (_cut(first, phase), _cut(other, phase)))))
     found = compared((first.label, other.label), runs, other.agreed, (first.recipe, other.recipe))
     return msgspec.structs.replace(found, notes=[*found.notes, *first.notes, *other.notes])
 
@@ -69,7 +76,43 @@ def _ran(side: Side, phase: Phase) -> Ran | None:
         return None
     why = "" if side.failure is None else side.failure.reason
     trace = side.traces.get(phase.name) or Trace(side=side.label, phase=phase.name, ended=why)
-    return Ran(trace, lambda: traces.read(path))
+    cut = _cut(side, phase) if phase.wide else _WHOLE
+    return Ran(trace, lambda: (entry for entry in traces.read(path) if entry.step < cut))
+
+
+def _cut(side: Side, phase: Phase) -> float:
+    """The step of a phase that a side did not finish."""
+    if phase.name in side.traces:
+        return _WHOLE
+    return side.step if side.failure is not None and side.failure.phase == phase.shown else 0
+
+
+def _as_far(both: tuple[Ran, Ran], cuts: tuple[float, float]) -> tuple[Ran, Ran]:
+    """Two runs, up to where the shorter one came: of a step that one did not finish what modules gave in the forward
+    pass, where both have it. The rest of a step is judged by all of it, so that half of it would alarm."""
+    cut = min(cuts)
+    if cut == _WHOLE:
+        return both
+    shown = [
+        {entry.module for entry in ran.entries() if _is_shown(entry, cut)}
+        for ran, own in zip(both, cuts, strict=True)
+        if own == cut
+    ]
+    modules = set.intersection(*shown)
+
+    def kept(entry: Entry) -> bool:
+        return entry.step < cut or (_is_shown(entry, cut) and entry.module in modules)
+
+    one, two = (ran._replace(entries=functools.partial(_filtered, ran.entries, kept)) for ran in both)
+    return one, two
+
+
+def _is_shown(entry: Entry, step: float) -> bool:
+    return entry.step == step and entry.stage == "forward" and entry.sketch is not None
+
+
+def _filtered(entries: Callable[[], Iterable[Entry]], kept: Callable[[Entry], bool]) -> Iterator[Entry]:
+    return filter(kept, entries())
 
 
 def _nothing(side: Side, phase: Phase) -> Ran:

@@ -60,8 +60,9 @@ def run(
             number), or a function of the step's number (from 0), which every process calls and which must give the
             same arrays in each. Images are given as the first side has them; `polyamp.porting.Batch(a, b)` gives the
             first and the others their own.
-        loss_fn: `loss_fn(model, batch) -> loss`, for all or by label. None: outputs against fixed random numbers.
-        recipe: what to train with, for all or by label: a recipe; a function of the model that makes one, for a
+        loss_fn: `loss_fn(model, batch) -> loss`, for all, or for each: by label, or a tuple in the order of `build`.
+            None: outputs against fixed random numbers.
+        recipe: what to train with, for all or for each: a recipe; a function of the model that makes one, for a
             framework's own optimizer; or an `OwnLoop`. None: one forward and backward pass in float32.
         steps: training steps.
         names: as for `polyamp.port`, where names do not tell which layer is which.
@@ -73,7 +74,7 @@ def run(
         out: folder that gets the report (also if this is interrupted), and of each side what it printed and its trace.
         on_event: called with what happens (`polyamp.parity.jobs.Event`), in this thread.
         options: `{"init": {...}, "step": {...}}`, plain data that `polyamp.init` and `train_step` are given, for all or
-            by label.
+            for each.
         at_once: how many sides may work at a time. With more than one they share memory and cores.
 
     Returns:
@@ -201,6 +202,13 @@ def _by_label(value: Any, name: str, labels: Sequence[str]) -> dict[str, Any]:
                 f"{', '.join(map(str, value))}."
             )
         return dict(value)
+    if isinstance(value, tuple) and name != "inputs":  # inputs in a tuple are positional
+        if len(value) != len(labels):
+            raise ArgumentError(
+                f"{name} must be given for all sides or for each ({', '.join(labels)}). Received: a tuple of "
+                f"{len(value)}."
+            )
+        return dict(zip(labels, value, strict=True))
     return dict.fromkeys(labels, value)
 
 

@@ -106,7 +106,7 @@ def test_the_folder_has_the_report_and_of_each_side_what_it_printed_and_its_trac
 
 
 def test_two_at_once_and_a_forward_and_backward_pass_alone() -> None:
-    report = started({"one": sides.plain, "two": sides.other}, loss_fn=None, recipe=None, at_once=2, data=[
+    report = started({"one": sides.plain, "two": sides.other}, loss_fn=(None, None), recipe=None, at_once=2, data=[
         sides.batch(0)["x"], sides.batch(1)["x"]
     ])  # fmt: skip
     assert report.agrees, str(report)
@@ -126,6 +126,8 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         **{each.__name__: each for each in (sides.leaves, sides.needs_flax, sides.unbuilt, sides.wider, sides.asks)},
         **dict.fromkeys(("old", "nowhere", "without", "chatty", "good"), sides.other),
         "not a number": sides.not_a_number,
+        "midway": sides.midway,
+        "doubled midway": sides.doubled_midway,
     }
     report = started(build, interpreters={
         "old": interpreter(folder / "old", hello),
@@ -204,6 +206,17 @@ def test_the_others_go_on(bad: dict[str, Any]) -> None:
     assert Report.from_json((bad["folder"] / "out" / "report.json").read_bytes()).failures == report.failures
 
 
+def test_a_step_that_is_cut_off_alarms_only_where_both_sides_were(bad: dict[str, Any]) -> None:
+    found = {each.sides[1]: each for each in bad["report"].comparisons}
+    assert (bad["midway"].reason, bad["midway"].step) == ("killed", 2)
+    assert found["midway"].first is None
+    rows = {(row.module, row.what) for row in found["midway"].rows}
+    assert rows >= {("dense1", "output"), ("dense1", "exp_avg"), ("", "grad_norm")}
+    first = found["doubled midway"].first
+    assert first is not None
+    assert (first.step, first.stage, first.module, first.what) == (2, "forward", "dense0", "output")
+
+
 def test_nan_on_one_side_is_where_they_part(bad: dict[str, Any]) -> None:
     (found,) = [each for each in bad["report"].comparisons if each.sides[1] == "not a number"]
     first = found.first
@@ -256,6 +269,10 @@ def test_data_that_is_other_in_each_process_is_no_ground_for_a_comparison() -> N
         (
             {"loss_fn": {"one": sides.loss_fn}},
             "loss_fn must be given for all sides or for each (one, two). Received: one.",
+        ),
+        (
+            {"recipe": (None, None, None)},
+            "all sides or for each (one, two). Received: a tuple of 3.",
         ),
         ({"data": []}, "data must hold at least one batch. Received: an empty list."),
         ({"data": {"x": object()}}, "data must be made of NumPy arrays, numbers, strings, dicts, lists and tuples"),
