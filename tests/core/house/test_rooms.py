@@ -19,9 +19,9 @@ ROOMS = (
     *("backend", "compat", "arrays", "losses", "harness"),
     *(f"precision/{name}" for name in ("op_list", "autocast", "bound", "cast_mode")),
     *(f"step/{name}" for name in ("state", "differentiate", "measure", "update", "optimizers", "step", "replicas")),
-    "own_loop",
+    *("own_loop", "porting", "observe"),
 )
-"""What every backend has, under these names; the last is a folder with something in it."""
+"""What every backend has, under these names; the last three are folders with something in them."""
 
 MISSING: dict[tuple[str, str], str] = {
     (
