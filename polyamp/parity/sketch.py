@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 WHOLE: Final = 1024
 """Arrays of up to so many elements are kept whole; of larger ones so many values are samples."""
 BUCKETS: Final = 256
-_CHUNK: Final = 1 << 20
+_CHUNK: Final = 1 << 18
+"""Elements that are looked at together: what a processor's cache holds."""
+_ROW: Final = 1 << 20
+"""Length of the row of random signs."""
+_BEGINS: Final = 4096
+"""Chunks until places in the row come again: a billion elements."""
+_LOOK: Final = 64
+"""Elements by which most arrays show that a dtype does not hold them."""
 _SEED: Final = 20_26
 _WIDTHS: Final = ("bfloat16", "float16", "float32", "float64")
 
@@ -99,7 +106,7 @@ def sketch(array: Array, dtype: str) -> Sketch:
     total = squares = 0.0
     largest = 0.0
     nonfinite = zeros = 0
-    width = 0
+    width, widest = 0, 2 if flat.dtype == np.float32 else 3
     sums = np.zeros(BUCKETS)
     for start in range(0, flat.size, _CHUNK):
         part = flat[start : start + _CHUNK]
@@ -110,7 +117,8 @@ def sketch(array: Array, dtype: str) -> Sketch:
             nonfinite += bad
             wide[~finite] = 0.0
         zeros += wide.size - bad - int(np.count_nonzero(wide))
-        width = max(width, _width(wide, width))
+        if width < widest:
+            width = _width(wide, width, widest)
         total += float(wide.sum())
         squares += float(wide @ wide)
         largest = max(largest, float(wide.max()), -float(wide.min()))
@@ -165,34 +173,49 @@ def _kept(flat: Array) -> Array:
     return flat[places(flat.size)]
 
 
-def _width(wide: Array, known: int) -> int:
-    """The number of the narrowest dtype that holds these values, no narrower than what is known already."""
+def _width(wide: Array, known: int, widest: int) -> int:
+    """The number of the narrowest dtype that holds these values, no narrower than what is known already.
+
+    Args:
+        wide: values, float64.
+        known: of the values before.
+        widest: of the dtype that they came in.
+    """
     import ml_dtypes
     import numpy as np
 
     with np.errstate(over="ignore", invalid="ignore"):
-        for number, dtype in enumerate((ml_dtypes.bfloat16, np.float16, np.float32)):
-            if number >= known and np.array_equal(wide.astype(dtype).astype(np.float64), wide):
+        for number, dtype in enumerate((ml_dtypes.bfloat16, np.float16, np.float32)[known:widest], known):
+            if all(np.array_equal(each.astype(dtype).astype(np.float64), each) for each in (wide[:_LOOK], wide)):
                 return number
-    return 3
+    return widest
 
 
 @functools.cache
 def _signs() -> Array:
     import numpy as np
 
-    bits = np.unpackbits(np.frombuffer(np.random.default_rng(_SEED).bytes(_CHUNK // 8), np.uint8))
-    return np.tile((1 - 2 * bits.astype(np.int8)), 2)
+    bits = np.unpackbits(np.frombuffer(np.random.default_rng(_SEED).bytes(_ROW // 8), np.uint8))
+    row = 1.0 - 2.0 * bits
+    return np.concatenate([row, row[:_CHUNK]])
+
+
+@functools.cache
+def _begins() -> list[tuple[int, int]]:
+    import numpy as np
+
+    rng = np.random.default_rng(_SEED + 1)
+    return list(zip(rng.integers(0, _ROW, _BEGINS).tolist(), rng.integers(0, 2, _BEGINS).tolist(), strict=True))
 
 
 def _signed_sums(wide: Array, number: int) -> Array:
-    """The bucket sums of one chunk. Each chunk begins elsewhere in one long row of signs: had two chunks the same ones,
-    what differs alike in both would count twice or not at all."""
+    """The bucket sums of one chunk. Each chunk begins at a random place of one long row of signs, and has a sign of its
+    own: had two chunks the same ones, what differs alike in both would count twice or not at all."""
     import numpy as np
 
-    begin = (number * 7_368_787) % _CHUNK  # a prime: no two chunks of an array that fits into memory begin together
+    begin, sign = _begins()[number % _BEGINS]
     signed = wide * _signs()[begin : begin + wide.size]
     whole = signed.size - signed.size % BUCKETS
     found: Array = signed[:whole].reshape(-1, BUCKETS).sum(0)
     found[: signed.size - whole] += signed[whole:]
-    return np.asarray(found)
+    return found if sign else -found
