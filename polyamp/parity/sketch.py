@@ -211,7 +211,6 @@ def _begins() -> list[tuple[int, int]]:
 def _signed_sums(wide: Array, number: int) -> Array:
     """The bucket sums of one chunk. Each chunk begins at a random place of one long row of signs, and has a sign of its
     own: had two chunks the same ones, what differs alike in both would count twice or not at all."""
-    import numpy as np
 
     begin, sign = _begins()[number % _BEGINS]
     signed = wide * _signs()[begin : begin + wide.size]
