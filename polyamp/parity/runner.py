@@ -85,11 +85,28 @@ def run(
         KeyboardInterrupt: Ctrl-C. No process is left; with `out` the report of what was collected is there, and a note
             on the exception says so.
 
-    Example:
-        >>> def make():  # doctest: +SKIP
-        ...     import torch
-        ...     return torch.nn.Linear(4, 2)
-        >>> report = run({"torch": make, "jax": make_in_jax}, data=batch, recipe=recipe)  # doctest: +SKIP
+    Example::
+
+        # models.py
+        def in_torch():
+            import torch
+            return torch.nn.Linear(4, 2)
+
+        def in_keras():
+            import keras
+            return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+
+        if __name__ == "__main__":
+            x = numpy.ones((8, 4), "float32")
+            print(polyamp.parity.run({"torch": in_torch, "keras": in_keras}, data=x))
+
+    A function that no other process can import is refused:
+
+        >>> run({"torch": lambda: 1, "keras": lambda: 2}, data=1)
+        Traceback (most recent call last):
+          ...
+        polyamp.errors.ArgumentError: build['torch'] must be a function that another process can import: it is called in
+        one. Received: a lambda. Write a function with a name, at the top level of a file, and give that.
     """
     began = time.perf_counter()
     _check(build, steps, randomness, timeout, at_once)
