@@ -15,7 +15,7 @@ from polyamp.errors import ArgumentError
 from polyamp.parity import trace as traces
 from polyamp.parity.curves import curves_of
 from polyamp.parity.party import Party
-from polyamp.parity.phases import WIDE_LIMIT, Phase, phases_of
+from polyamp.parity.phases import Phase, phases_of
 from polyamp.parity.report import Report
 from polyamp.parity.running import Batches, Meeting
 from polyamp.parity.verdict import Ran, compared
@@ -103,7 +103,7 @@ def compare(
     sides = ((one, first), (two, second))
     batches = _batches(batch, Across(one.inventory, two.inventory))
     trained = one.recipe is not None or two.recipe is not None
-    phases = phases_of((one.recipe, two.recipe), wide=max(one.parameters, two.parameters) <= WIDE_LIMIT)
+    phases = phases_of((one.recipe, two.recipe), max(one.parameters, two.parameters))
     ran: list[dict[str, traces.Trace]] = [{}, {}]
     notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as folder:

@@ -181,6 +181,8 @@ class Party:
 
     def _trainer(self, model: Any, phase: Phase, loss_fn: Any) -> tuple[Trainer, bool]:
         """What trains a copy of the model, and whether it does in this phase: a loop has one precision, its own."""
+        if phase.looks:
+            return RecipeTrainer(model, recipe_of(None, phase), loss_fn, self._options), False
         if isinstance(self._given_recipe, OwnLoop):
             recipe = recipe_of(self.recipe, phase)
             own = phase.name == POLICY or not self._given_recipe.recipe.policy.is_mixed

@@ -19,8 +19,10 @@ from polyamp.recipe.scaler import LossScaler
 FLOAT32: Final = "float32"
 FLOAT64: Final = "float64"
 POLICY: Final = "policy"
-WIDE_LIMIT: Final = 5_000_000
-"""Trained values up to which a model is run in float64 as well."""
+WIDE_LIMIT: Final = 25_000_000
+"""Trained values up to which a model is trained in float64 as well: 32 bytes for each, with Adam."""
+LOOK_LIMIT: Final = 200_000_000
+"""Trained values up to which one forward and backward pass is made in float64: 16 bytes for each."""
 
 EPSILON: Final = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
 """Dtype -> the largest relative error of one rounding (the unit roundoff)."""
@@ -33,11 +35,13 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
         name: `FLOAT32`, `FLOAT64` or `POLICY`.
         wide: whether the model is run in float64.
         shown: what reports call it: the policy, as a person spells it.
+        looks: whether it is one forward and backward pass, and no training.
     """
 
     name: str
     wide: bool = False
     shown: str = ""
+    looks: bool = False
 
 
 def settled_recipe(recipe: Any, model: Any) -> Recipe | None:
@@ -92,18 +96,18 @@ def recipe_of(recipe: Recipe | None, phase: Phase) -> Recipe:
     return recipe.replace(policy=policy, scaler=LossScaler.off())
 
 
-def phases_of(recipes: tuple[Recipe | None, ...], *, wide: bool) -> list[Phase]:
+def phases_of(recipes: tuple[Recipe | None, ...], parameters: int) -> list[Phase]:
     """The phases of a comparison.
 
     Args:
         recipes: of both sides.
-        wide: whether float64 is cheap.
+        parameters: how many trained values the larger side has: float64 has to be cheap.
     """
     found = []
     if all(recipe is None or recipe.policy.param == FLOAT32 for recipe in recipes):
         found.append(Phase(name=FLOAT32, shown=FLOAT32))
-        if wide:
-            found.append(Phase(name=FLOAT64, wide=True, shown=FLOAT64))
+        if parameters <= LOOK_LIMIT:
+            found.append(Phase(name=FLOAT64, wide=True, shown=FLOAT64, looks=parameters > WIDE_LIMIT))
     if any(recipe is not None and (recipe.policy.is_mixed or recipe.policy.param != FLOAT32) for recipe in recipes):
         policies = dict.fromkeys(_spelled(recipe.policy) for recipe in recipes if recipe is not None)
         found.append(Phase(name=POLICY, shown=" / ".join(policies)))

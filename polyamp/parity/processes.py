@@ -23,7 +23,7 @@ from polyamp.parity import jobs
 from polyamp.parity.aligned import Agreed
 from polyamp.parity.findings import Environment, Failure
 from polyamp.parity.jobs import Event, Job, Reason, Said, Train
-from polyamp.parity.phases import WIDE_LIMIT, Phase, phases_of
+from polyamp.parity.phases import Phase, phases_of
 from polyamp.parity.trace import Trace
 from polyamp.recipe.recipe import Recipe
 from polyamp.workers import Guard, Heard, Worker
@@ -137,7 +137,7 @@ class Processes:
         """What tells a side to train, now that all are known."""
         sides = [self._sides[0], *met]
         most = max(side.environment.parameters for side in sides if side.environment is not None)
-        self.phases = phases_of(tuple(side.recipe for side in sides), wide=most <= WIDE_LIMIT)
+        self.phases = phases_of(tuple(side.recipe for side in sides), most)
         train = Train(phases=self.phases, others=[side.job.number for side in sides[1:]])
 
         def tell(side: Side) -> None:

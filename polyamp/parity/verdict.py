@@ -66,6 +66,8 @@ def compared(
     first: Divergence | None = None
     rows: list[Row] = []
     notes = list(agreed.notes)
+    for trace in dict.fromkeys((run.trace.side, run.trace.unseen) for _, *both in runs for run in both):
+        notes += [f"{trace[0]}: {trace[1]}"] * bool(trace[1])
     judged = {FLOAT32: FLOAT64, POLICY: FLOAT32}
     for name in (FLOAT32, POLICY):
         if name not in by_phase:
@@ -77,7 +79,11 @@ def compared(
         work = _Phase(labels, phase, judge, agreed, (one.trace, two.trace), clips)
         wider = by_phase[judged[name]][1:] if judged[name] in by_phase else ()
         beside = itertools.chain(itertools.zip_longest(*map(_steps, wider), fillvalue={}), itertools.repeat(({}, {})))
-        for ours, theirs, (wide_ours, wide_theirs) in zip(_steps(one), _steps(two), beside, strict=False):
+        looks = name == FLOAT32 and FLOAT64 in by_phase and by_phase[FLOAT64][0].looks
+        for number, (ours, theirs, (wide_ours, wide_theirs)) in enumerate(
+            zip(_steps(one), _steps(two), beside, strict=False)
+        ):
+            work.without_judge(looks and number > 1)
             work.step(ours, theirs, wide_ours, wide_theirs)
             if work.first is not None:
                 break  # from here on two different models are trained: all of them would differ, which says nothing
@@ -126,7 +132,7 @@ class _Phase:
         traces: tuple[Trace, Trace],
         clips: bool,
     ) -> None:
-        self._clips = clips
+        self._clips, self._blind = clips, False
         self._labels, self._phase, self._judge = labels, phase, judge
         self._agreed, self._traces = agreed, traces
         self._worst: dict[tuple[str, ...], Compared] = {}
@@ -189,6 +195,15 @@ class _Phase:
                     found, self._phase, self._labels, self._agreed, self._traces, last, between, self._ran.get(module)
                 )
 
+    def without_judge(self, yes: bool) -> None:
+        """Whether nothing tells how far rounding has led by this step, in a float32 run that has no float64 one."""
+        self._blind = yes
+        if yes:
+            self._note(
+                "steps after the first are compared in float32 by their flags and scales alone: the model is too large "
+                "to be trained in float64, which would say how far rounding leads"
+            )
+
     def rows(self) -> list[Row]:
         """The table."""
         return [_row(self._phase.shown, found) for found in self._worst.values()]
@@ -215,6 +230,8 @@ class _Phase:
 
     def _is_judged(self, entry: Entry) -> bool:
         """Whether anything is to be learned from an entry: not where frameworks have it otherwise by convention."""
+        if self._blind and entry.what not in _EXACT:
+            return False
         if entry.what == "statistic" and entry.name == "variance" and entry.module in self._agreed.biased:
             return False
         recurrent = self._agreed.kinds.get(entry.module.partition("#")[0]) in RECURRENT
