@@ -110,10 +110,10 @@ class AssertParity:
         try:
             page = report.save(folder)
         except ArgumentError as error:  # nothing to draw with, or no place: the ten lines must be seen all the same
-            return f"  report       not saved: {error}"
+            return f"  {'report':<11} not saved: {error}"
         # What the fixture record_property does, without its warning of a junit schema that no reader insists on.
         self._request.node.user_properties.append(("polyamp_report", str(page)))
-        return f"  report       {page}"
+        return f"  {'report':<11} {page}"  # set as the ten lines are
 
     def _folder(self) -> Path:
         config, node = self._request.config, self._request.node
