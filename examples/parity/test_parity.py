@@ -15,7 +15,7 @@ RECIPE = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(1e-2, weight_d
 def batches(step: int) -> dict[str, Any]:
     """The batch of a step, the same in every process."""
     rng = np.random.default_rng(step)
-    return {"x": rng.standard_normal((16, WIDTH), np.float32), "y": rng.integers(0, CLASSES, 16)}
+    return {"x": 0.1 * rng.standard_normal((16, WIDTH), np.float32), "y": rng.integers(0, CLASSES, 16)}
 
 
 def loss_fn(model: Any, batch: dict[str, Any]) -> Any:
