@@ -37,7 +37,7 @@ def run(
     loss_fn: Any = None,
     recipe: Any = None,
     steps: int = 1,
-    names: Mapping[str, str] | None = None,
+    names: Mapping[str, Any] | None = None,
     inputs: Any = None,
     randomness: str = "off",
     interpreters: Mapping[str, str | Path] | None = None,
@@ -65,7 +65,7 @@ def run(
         recipe: what to train with, for all or for each: a recipe; a function of the model that makes one, for a
             framework's own optimizer; or an `OwnLoop`. None: one forward and backward pass in float32.
         steps: training steps.
-        names: as for `polyamp.port`, where names do not tell which layer is which.
+        names: as for `polyamp.port`, where names do not tell which layer is which; by label where sides need others.
         inputs: what the models themselves take, or a function that returns it, for all or by label, where layers are
             known by their names alone (linen, haiku, functions).
         randomness: "off": dropout passes on what it gets. "shared": all sides drop the same elements.
@@ -174,7 +174,7 @@ def _jobs(
     loss_fn: Any,
     recipe: Any,
     steps: int,
-    names: Mapping[str, str] | None,
+    names: Mapping[str, Any] | None,
     inputs: Any,
     randomness: str,
     options: Any,
@@ -186,6 +186,7 @@ def _jobs(
         _by_label(value, name, labels)
         for name, value in (("loss_fn", loss_fn), ("recipe", recipe), ("inputs", inputs), ("options", options))
     )
+    given_names = _names(names, labels)
     with Store(scratch / "data.bin") as store:
         batches = _data(data, store)
         inside = {label: _inputs(given_inputs[label], store) for label in labels}
@@ -202,7 +203,7 @@ def _jobs(
             data=batches,
             inputs=inside[label],
             steps=steps,
-            names=None if names is None else dict(names),
+            names=given_names[label],
             randomness=randomness,
             options=_options(options_ if (options_ := given_options[label]) is not None else {}),
         )
@@ -227,6 +228,19 @@ def _by_label(value: Any, name: str, labels: Sequence[str]) -> dict[str, Any]:
             )
         return dict(zip(labels, value, strict=True))
     return dict.fromkeys(labels, value)
+
+
+def _names(names: Any, labels: Sequence[str]) -> dict[str, dict[str, str] | None]:
+    """Label -> the renamings of the first side's paths for it."""
+    if names is None or not isinstance(names, Mapping) or not all(isinstance(each, Mapping) for each in names.values()):
+        return dict.fromkeys(labels, None if names is None else dict(names))
+    surplus = sorted(set(names) - set(labels[1:]))
+    if surplus:
+        raise ArgumentError(
+            f"names must be for the sides after the first ({', '.join(labels[1:])}), where each has its own. "
+            f"Received: {', '.join(surplus)}."
+        )
+    return {label: dict(names[label]) if label in names else None for label in labels}
 
 
 def _data(data: Any, store: Store) -> Named | list[Tree]:

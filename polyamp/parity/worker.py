@@ -62,6 +62,7 @@ class _Work:
         self._job, self._emit, self._commands = job, emit, commands
         self._doing = "before it began"
         self._phase, self._step = "", 0
+        self._steps = 1
         self._loss: float | None = None
         self._digests: dict[int, str] = {}
 
@@ -88,7 +89,7 @@ class _Work:
         loss_fn = None if job.loss_fn is None else job.loss_fn.found()
         recipe = _recipe(job.recipe)
         inputs = self._inputs()
-        batches = _Batches(job, self._look_at)
+        batches = _Batches(job, self._begin, self._check)
         build = job.build.found()
         self._doing = f"while {job.build.name}() built the model"
         model = build()
@@ -138,11 +139,11 @@ class _Work:
         for phase in phases:
             self._phase, self._step, self._loss = phase.shown, 0, None
             path = Path(self._job.traces) / f"{phase.name}.trace"
-            steps = self._job.steps if party.recipe is not None else 1
+            self._steps = self._job.steps if party.recipe is not None else 1
             with _Writing(path, self._note) as write:
                 note, trace = "", None
                 try:
-                    trace = party.run(phase, meeting, batches, steps, write)
+                    trace = party.run(phase, meeting, batches, self._steps, write)
                 except Exception as error:
                     if not phase.wide:
                         raise
@@ -155,39 +156,39 @@ class _Work:
         if entry.what == "loss":
             self._loss = entry.number
 
-    def _look_at(self, step: int, batch: Any, made: bool) -> None:
-        """A batch is about to be used."""
-        self._step = step + 1
-        job = self._job
-        progress = jobs.Progress(side=job.side, phase=self._phase, step=step + 1, steps=job.steps, loss=self._loss)
-        self._emit(progress)
-        if not made:
-            return
+    def _begin(self, step: int) -> None:
+        """A step is about to begin."""
+        job, self._step = self._job, step + 1
+        self._emit(jobs.Progress(side=job.side, phase=self._phase, step=step + 1, steps=self._steps, loss=self._loss))
+
+    def _check(self, step: int, batch: Any) -> None:
+        """A batch that the user's function gave must be the same in every phase, and on every side."""
         found = digest(batch)
         if self._digests.setdefault(step, found) != found:
             raise RecipeError(
                 f"data({step}) gave other arrays at its second call. It must give the same ones for the same step, so "
                 "that every side is trained on them: seed it with the step, numpy.random.default_rng(step)."
             )
-        self._emit(jobs.Given(side=job.side, step=step, digest=found))
+        self._emit(jobs.Given(side=self._job.side, step=step, digest=found))
 
 
 class _Batches:
     """The batches of a side, by the number of the step, from 0."""
 
-    def __init__(self, job: Job, look_at: Callable[[int, Any, bool], None]) -> None:
+    def __init__(self, job: Job, begin: Callable[[int], None], check: Callable[[int, Any], None]) -> None:
         self._first, self._arrays = job.number == 0, Path(job.arrays)
         self._trees: list[Tree] = [] if isinstance(job.data, Named) else job.data
         self._made = job.data.found() if isinstance(job.data, Named) else None
-        self._look_at = look_at
+        self._begin, self._check = begin, check
         self.across: Across | None = None
 
     def __call__(self, step: int) -> Any:
+        self._begin(step)
         if self._made is not None:
             batch = self._made(step)
+            self._check(step, batch)
         else:
             batch = tree_of(self._arrays, self._trees[step % len(self._trees)])
-        self._look_at(step, batch, self._made is not None)
         if not isinstance(batch, Batch):
             return batch if self._first or self.across is None else self.across.tree(batch)
         if self._first or self.across is None:

@@ -117,7 +117,8 @@ def test_what_cannot_be_ends_with_2(file: Path, text: str, options: list[str], m
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
-def test_ctrl_c_says_where_the_report_is(file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_end_from_outside_says_where_the_report_is(file: Path, tmp_path: Path, number: int, status: int) -> None:
     file.write_text(FILE + "build = {'one': plain, 'slow': slow}\n")
     out, log = tmp_path / "out", tmp_path / "out" / "sides" / "1-slow" / "log.txt"
     path = str(Path(__file__).parents[2] / "fixtures")
@@ -127,9 +128,9 @@ def test_ctrl_c_says_where_the_report_is(file: Path, tmp_path: Path) -> None:
         limit = time.monotonic() + 60
         while not (log.exists() and log.read_text()) and time.monotonic() < limit and process.poll() is None:
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == status
     assert said == (
         "polyamp.parity.run was interrupted; what was collected until then: " + str(out / "report.json") + "\n"
     )

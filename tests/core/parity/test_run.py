@@ -106,9 +106,14 @@ def test_the_folder_has_the_report_and_of_each_side_what_it_printed_and_its_trac
 
 
 def test_two_at_once_and_a_forward_and_backward_pass_alone() -> None:
-    report = started({"one": sides.plain, "two": sides.other}, loss_fn=(None, None), recipe=None, at_once=2, data=[
-        sides.batch(0)["x"], sides.batch(1)["x"]
-    ])  # fmt: skip
+    report = started(
+        {"one": sides.plain, "two": sides.other},
+        data=[sides.batch(0)["x"], sides.batch(1)["x"]],
+        loss_fn=(None, None),
+        recipe=None,
+        names={"two": {"^dense": "dense"}},
+        at_once=2,
+    )
     assert report.agrees, str(report)
     assert (report.recipes, report.steps, report.phases) == ({}, 1, ["float32"])
 
@@ -230,10 +235,10 @@ def test_nan_on_one_side_is_where_they_part(bad: dict[str, Any]) -> None:
 
 
 def test_a_side_that_hangs_is_ended_at_the_time_limit_and_says_where_it_was() -> None:
-    report = started({"one": sides.plain, "two": sides.hangs}, timeout=6.0)
+    report = started({"one": sides.plain, "two": sides.hangs}, timeout=15.0)
     (failure,) = report.failures
     assert (failure.side, failure.reason, failure.phase, failure.step) == ("two", "timeout", "float32", 2)
-    assert failure.message.startswith("ended after the time limit of 6 s (timeout=). The end of its standard error:\n")
+    assert failure.message.startswith("ended after the time limit of 15 s (timeout=). The end of its standard error:\n")
     assert re.search(r'parity_sides.py", line \d+ in ends\n.* in __call__\n', failure.message)
     assert report.first is not None
 
@@ -243,6 +248,16 @@ def test_a_first_side_that_fails_leaves_nothing_to_compare() -> None:
     assert [(each.side, each.reason) for each in report.failures] == [("one", "error")]
     assert report.comparisons == []
     assert not report.agrees
+
+
+def test_data_that_raises_is_said_with_its_step() -> None:
+    report = started({"one": sides.plain, "two": sides.other}, data=sides.two_batches, recipe=sides.RECIPE)
+    assert {(each.side, each.reason, each.phase, each.step) for each in report.failures} == {
+        (side, "error", "float32", 3) for side in ("one", "two")
+    }
+    assert report.failures[0].message.startswith("in training: IndexError: no third batch\n")
+    assert report.comparisons[0].first is None
+    assert {row.step for row in report.comparisons[0].rows} <= {0, 1, 2}
 
 
 def test_data_that_is_other_in_each_process_is_no_ground_for_a_comparison() -> None:
@@ -274,6 +289,7 @@ def test_data_that_is_other_in_each_process_is_no_ground_for_a_comparison() -> N
             {"recipe": (None, None, None)},
             "all sides or for each (one, two). Received: a tuple of 3.",
         ),
+        ({"names": {"one": {"a": "b"}}}, "names must be for the sides after the first (two), where each has its own."),
         ({"data": []}, "data must hold at least one batch. Received: an empty list."),
         ({"data": {"x": object()}}, "data must be made of NumPy arrays, numbers, strings, dicts, lists and tuples"),
         (
