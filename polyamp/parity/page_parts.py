@@ -67,7 +67,7 @@ class Phase(NamedTuple):
     charts: Sequence[tuple[str, str]]
     heading: Sequence[str]
     numbers: Sequence[Sequence[str]]
-    skipped: bool
+    marked: bool
 
 
 def share(row: Row) -> float:
@@ -238,7 +238,8 @@ def _phase(name: str, judge: bool, curves: list[Curve], labels: list[str]) -> Ph
     cells = zip(*(texts for _, texts in columns), strict=True) if columns else [()] * len(curves)
     table = [[curve.side, *texts, _skipped(curve.skipped)] for curve, texts in zip(curves, cells, strict=True)]
     sides = [(number, curve.side) for number, curve in zip(numbers, curves, strict=True)]
-    return Phase(name, judge, sides, charts, heading, table, any(curve.skipped for curve in curves))
+    marked = any(curve.skipped or None in curve.loss or None in curve.grad_norm for curve in curves)
+    return Phase(name, judge, sides, charts, heading, table, marked)
 
 
 def _ends(values: list[list[float | None]]) -> list[str]:

@@ -191,9 +191,13 @@ def statistics(first: Divergence) -> dict[str, dict[str, str]]:
             if value is not None or (scalar and field == "number"):
                 found[label]["value" if field == "number" else field] = text
     for label, side in sides.items():
-        words = {"inf or NaN": side.nonfinite, "zeros": side.zeros} if side.dtype else {}
-        found[label].update({name: f"{count:,}" for name, count in words.items() if count})
-        if side.width and side.dtype and side.width != side.dtype:
+        size = math.prod(side.shape)
+        if side.dtype and side.nonfinite:
+            found[label] = {} if side.nonfinite == size else found[label]  # of what is finite there is nothing to tell
+            found[label]["inf or NaN"] = f"{side.nonfinite:,} of {size:,}"
+        if side.dtype and side.zeros:
+            found[label]["zeros"] = f"{side.zeros:,}"
+        if side.width and side.dtype and side.width != side.dtype and side.nonfinite < size:
             found[label]["fits in"] = side.width
     return found
 

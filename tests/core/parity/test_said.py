@@ -72,7 +72,7 @@ def test_a_number_and_what_is_not_finite() -> None:
     sides["jax"] = Shown(path="")
     lost = reports.report(first=reports.divergence(what="loss", module="", sides=sides, distance=None, own={}))
     assert said(lost).splitlines()[4] == "  jax         value not finite"
-    assert "inf or NaN 3" in said(KINDS["nan"])
+    assert "inf or NaN 3 of 512" in said(KINDS["nan"])
     assert "one side is not finite; rounding allows 0.002" in said(KINDS["nan"])
 
 
@@ -103,3 +103,10 @@ def test_texts_are_cut_and_numbers_have_the_digits_that_tell() -> None:
     assert cut("x" * 30, 10) == "xxxxxx ..."
     assert plain("a\u202eb\r\nc\x07") == "a b c"
     assert numbers([1.00001, 1.00002, None]) == ["1.00001", "1.00002", "not finite"]
+
+
+def test_of_an_array_without_anything_finite_no_mean_is_said() -> None:
+    lost = Shown(path="a", dtype="float16", shape=(2, 3), mean=0.0, rms=0.0, largest=0.0, nonfinite=6, width="bfloat16")
+    found = reports.divergence(sides={"torch": lost, "jax": Shown(path="b", dtype="float16", shape=(2, 3), mean=1.5)})
+    lines = said(reports.report(first=found)).splitlines()
+    assert lines[3:5] == ["  torch       float16 [2, 3], inf or NaN 6 of 6", "  jax         float16 [2, 3], mean 1.5"]
