@@ -20,6 +20,7 @@ class Compared(NamedTuple):
         scale: what relative numbers are relative to.
         own: of either side from its judge, absolute.
         kind: "" where numbers decide, else "dtype", "operations", "randomness", "missing".
+        why: what in an optimizer explains it, a sentence.
     """
 
     one: Entry
@@ -29,6 +30,7 @@ class Compared(NamedTuple):
     scale: float
     own: tuple[float | None, float | None]
     kind: str = ""
+    why: str = ""
 
     @property
     def counts(self) -> bool:

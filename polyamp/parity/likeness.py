@@ -127,6 +127,8 @@ def likeness(found: Compared, labels: tuple[str, str], agreed: Agreed, phase: Ph
         return Likeness("epsilon", f"Another epsilon {where}.", told)
     if found.one.step == 0:
         return _arrived(found, labels)
+    if found.one.what == "parameter":
+        return _optimizer(found, labels)
     factor = _factor(a, b)
     if factor is not None:
         return Likeness(
@@ -159,6 +161,17 @@ def likeness(found: Compared, labels: tuple[str, str], agreed: Agreed, phase: Ph
         f"Another formula {where}{': a small one, such as an approximation or an epsilon' if small else ''}.",
         [f"In float32, where rounding explains little: {said}."],
     )
+
+
+def _optimizer(found: Compared, labels: tuple[str, str]) -> Likeness:
+    """A parameter after an update, whose gradient and whose optimizer's slots agree."""
+    what = f"parameter {found.one.name!r} of {found.one.module!r}"
+    size = found.scale or 1.0
+    said = f"Its gradient and the optimizer's slots agree; relative distance {found.distance / size:.1e}."
+    if found.why:
+        why = found.why.replace("The second side's", f"{labels[1]}'s").replace("the first's", f"{labels[0]}'s")
+        return Likeness("formula", f"The optimizers move {what} in another way.", [why, said])
+    return Likeness("formula", f"The optimizers move {what} in another way: by another rate, decay or epsilon.", [said])
 
 
 def _arrived(found: Compared, labels: tuple[str, str]) -> Likeness:

@@ -24,6 +24,11 @@ FACTOR: Final = 6.0
 """How many times rounding's share two sides may be apart."""
 RANDOM: Final = 1e-2
 """A relative distance of a module's output from its own float64 run that rounding does not make."""
+UNJUDGED: Final = 8.0
+"""How many times the floor counts where neither side has a judge: a sum of n products of random sign rounds like
+sqrt(n / 2) roundings of its result, over the 32 lanes in which processors add; 8 is that of 4096 products."""
+DRIFT: Final = 3.0
+"""How many times the relative distance of the parameters what they make may be apart."""
 _CAP: Final = 16.0
 """How many times the arithmetic's share an own distance may be that two different policies are allowed."""
 
@@ -42,7 +47,14 @@ class Judge(NamedTuple):
     alike: bool
 
     def allowed(
-        self, own: tuple[float | None, float | None], depth: float, scale: float, *, switched: bool = False
+        self,
+        own: tuple[float | None, float | None],
+        depth: float,
+        scale: float,
+        *,
+        alone: bool = True,
+        switched: bool = False,
+        drift: float = 0.0,
     ) -> float:
         """The largest distance that rounding explains.
 
@@ -50,24 +62,25 @@ class Judge(NamedTuple):
             own: how far each side is from its own wider run; None where there is none.
             depth: how many roundings followed each other, about.
             scale: what one rounding is relative to: the norm of the values.
+            alone: whether both sides compute from the same numbers, as in the first step: then a fault of one side's
+                16-bit program is that side's own distance alone.
             switched: whether units may have switched before it that rounding alone decided.
+            drift: how far the parameters are apart that make it, relatively, where nothing is wrong with that.
 
         >>> Judge(2.0**-24, True, True).allowed((1e-6, 2e-6), 4, 1.0) == FACTOR * 3e-6
         True
         """
         floor = self.roundoff * math.sqrt(max(depth, 1.0)) * scale
+        most = math.sqrt(self.roundoff * math.sqrt(max(depth, 1.0))) * scale
         known = [each for each in own if each is not None]
         if not known:
-            return (
-                FACTOR * floor
-                if not switched
-                else max(FACTOR * floor, math.sqrt(self.roundoff * math.sqrt(max(depth, 1.0))) * scale)
-            )
-        if not self.alike:
+            plain = FACTOR * UNJUDGED * floor
+        elif not self.alike:
             return FACTOR * max(floor, min(max(known), _CAP * floor))
-        share = sum(known) * len(own) / len(known) if self.wide else min(known)  # one that has no judge is as the other
-        plain = FACTOR * max(share, floor)
-        if not switched:
-            return plain
-        most = math.sqrt(self.roundoff * math.sqrt(max(depth, 1.0))) * scale
-        return max(plain, 2.0 * (min(max(known), most) if len(known) == len(own) else most))
+        elif self.wide:
+            plain = FACTOR * max(floor, sum(known) * len(own) / len(known))  # one that has no judge is as the other
+        else:
+            plain = FACTOR * max(floor, min(known) if alone else max(known))
+        if switched:
+            plain = max(plain, 2.0 * (min(max(known), most) if len(known) == len(own) else most))
+        return max(plain, DRIFT * drift * scale)

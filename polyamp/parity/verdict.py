@@ -137,7 +137,7 @@ class _Phase:
         self._agreed, self._traces = agreed, traces
         self._worst: dict[tuple[str, ...], Compared] = {}
         self._updates = Updates(judge)
-        self._kinked = False
+        self._kinked, self._drift = False, 0.0
         mixed = phase.name == POLICY and judge.alike
         self._ran = ran.narrower(agreed, labels, traces) if mixed else {}
         self.first: Divergence | None = None
@@ -148,6 +148,10 @@ class _Phase:
         if ours and theirs:
             ours, theirs = unseen.gradients(self._agreed, ours, theirs)
         overflowed = _overflowed(ours, theirs)
+        self._drift = self._updates.drift(
+            {e.module: e.sketch.rms for e in ours.values() if e.what == "output" and e.sketch}
+        )
+        suspect: Divergence | None = None
         self._kinked = self._kinked or _has_kinks(ours, theirs)
         depth = 0
         allowed_gradients: dict[tuple[str, str], float] = {}
@@ -188,12 +192,25 @@ class _Phase:
                 last = entry.module
                 slope = ours.get((entry.step, "backward", entry.module, "cotangent", ""))
                 reach = None if slope is None or slope.sketch is None else (found.allowed, slope.sketch.norm)
+            if found.counts and not found.kind and not module and entry.what.startswith("output"):
+                suspect = suspect or likeness.divergence(
+                    found, self._phase, self._labels, self._agreed, self._traces, last
+                )
+                continue
+            if found.counts and suspect is not None and self.first is None and _follows(entry):
+                self.first = suspect
             self._keep(found)
             if found.counts and (leaf or found.kind == "operations") and self.first is None:
                 between = self._between(found, last, ours, theirs)
                 self.first = likeness.divergence(
                     found, self._phase, self._labels, self._agreed, self._traces, last, between, self._ran.get(module)
                 )
+
+        if suspect is not None and self.first is None:
+            self._note(
+                "the models' outputs differ, and neither the losses nor any gradient: the loss functions take "
+                "different outputs, such as logits and log-probabilities"
+            )
 
     def without_judge(self, yes: bool) -> None:
         """Whether nothing tells how far rounding has led by this step, in a float32 run that has no float64 one."""
@@ -223,6 +240,11 @@ class _Phase:
             return ()
         what = "output" if entry.what == f"output, {self._agreed.behind.get(module)}" else entry.what
         return entry.step, entry.stage, entry.module, what, entry.name
+
+    def _allowed(self, own: tuple[float | None, float | None], depth: int, scale: float, entry: Entry) -> float:
+        later = entry.step > 1
+        drift = self._drift if later and entry.stage != "update" else 0.0
+        return self._judge.allowed(own, depth, scale, alone=not later, switched=self._switched(entry), drift=drift)
 
     def _switched(self, entry: Entry) -> bool:
         """Whether units of a ReLU or a maximum may have switched by rounding before an entry."""
@@ -259,7 +281,7 @@ class _Phase:
             return None
         scale = max(a.norm, b.norm)
         own = own_distance(one, wide[0]), own_distance(two, wide[1])
-        allowed = self._judge.allowed(own, depth, max(scale, least), switched=self._switched(one))
+        allowed = self._allowed(own, depth, max(scale, least), one)
         kind = ""
         narrow = [each.dtype in _NARROW for each in (a, b)]
         product = self._agreed.kinds.get(one.module.partition("#")[0]) in _PRODUCTS
@@ -317,7 +339,7 @@ class _Phase:
             None if each is None or each.number is None else far(side.number or 0.0, each.number)
             for side, each in zip((one, two), wide, strict=True)
         )
-        allowed = self._judge.allowed((own[0], own[1]), depth, scale, switched=self._switched(one))
+        allowed = self._allowed((own[0], own[1]), depth, scale, one)
         if one.what == "loss" and reach is not None:
             allowed += reach[0] * reach[1]
         if one.what == "grad_norm":
@@ -356,6 +378,11 @@ def _ordered(step: Step, agreed: Agreed) -> list[Entry]:
     update = [entry for entry in entries if entry.stage == "update"]
     kept = [entry for entry in update if entry.what not in ("parameter", "statistic")]
     return [*forward, *sorted(back, key=backward), *rest, *kept, *(e for e in update if e not in kept)]
+
+
+def _follows(entry: Entry) -> bool:
+    """Whether an entry hangs on the model's output through the loss."""
+    return entry.what == "loss" or (entry.stage == "backward" and bool(entry.module))
 
 
 def _has_kinks(ours: Step, theirs: Step) -> bool:

@@ -30,6 +30,8 @@ _OPTIMIZERS: Final = (
     {"optimizer": lion(1e-4, weight_decay=0.1), "clip_norm": 1.0},
     {"optimizer": adamw(1e-2)},
 )
+_SHIFTED: Final = ("haiku",)
+"""Libraries whose LSTM adds 1 to the forget gate in its formula."""
 
 
 class Clean(NamedTuple):
@@ -67,15 +69,19 @@ def runs(count: int = COUNT) -> list[Clean]:
 
 def recipes(run: Clean) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The arguments of both sides' recipes. Of a tagger with two biases in one framework and one in the other, each of
-    the two gets half of the rate: else their sum would move twice as far."""
-    recipe = {"policy": run.policy, **_OPTIMIZERS[run.seed % len(_OPTIMIZERS)]}
-    if run.model != "tagger" or (run.first in _MERGED) == (run.second in _MERGED):
+    the two gets half of the rate: else their sum would move twice as far. One whose bias is kept without the 1 of the
+    forget gate is not decayed: a decay pulls at what is kept."""
+    recipe: dict[str, Any] = {"policy": run.policy, **_OPTIMIZERS[run.seed % len(_OPTIMIZERS)]}
+    merged, shifted = ((run.first in each) != (run.second in each) for each in (_MERGED, _SHIFTED))
+    if run.model != "tagger" or not (merged or shifted):
         return recipe, recipe
-    optimizer = recipe["optimizer"]
-    recipe = {**recipe, "optimizer": optimizer.replace(weight_decay=0.0, groups=()), "clip_norm": None}
+    recipe["optimizer"] = recipe["optimizer"].replace(weight_decay=0.0, groups=())
+    if not merged:
+        return recipe, recipe
+    recipe["clip_norm"] = None
     halved = recipe["optimizer"].replace(groups=[Group("lstm/bias*", learning_rate_scale=0.5)])
-    merged = {**recipe, "optimizer": halved}
-    return (merged, recipe) if run.first in _MERGED else (recipe, merged)
+    two = {**recipe, "optimizer": halved}
+    return (two, recipe) if run.first in _MERGED else (recipe, two)
 
 
 def report(run: Clean) -> Report:
@@ -91,6 +97,7 @@ def report(run: Clean) -> Report:
         randomness="shared" if run.dropout else "off",
         steps=1 if run.dropout else 2,
         sizes=others,
+        eager=run.seed % 2 == 1,
     )
 
 

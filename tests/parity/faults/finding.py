@@ -70,6 +70,7 @@ def compared(
     randomness: str = "off",
     steps: int = 2,
     sizes: Sizes = (),
+    eager: bool = False,
 ) -> Report:
     """Two sides' comparison.
 
@@ -82,6 +83,7 @@ def compared(
         randomness: as of `compare`.
         steps: how many.
         sizes: of the models, where they are not the fixtures' own.
+        eager: whether Keras steps op by op, and not in a graph.
     """
     ours, theirs = sides
     given = sized(sizes).inputs(model)
@@ -94,10 +96,15 @@ def compared(
         recipe=(polyamp.Recipe(**recipes[0]), polyamp.Recipe(**recipes[1])),
         steps=steps,
         labels=("first", "second"),
-        options=({"init": ours.OPTIONS}, {"init": theirs.OPTIONS}),
+        options=(_options(ours, eager), _options(theirs, eager)),
         randomness=randomness,
         inputs=shown,
     )
+
+
+def _options(side: Any, eager: bool) -> dict[str, Any]:
+    plain = eager and side.__name__.startswith("keras")
+    return {"init": side.OPTIONS, "step": {"compile": False} if plain else {}}
 
 
 def _needs_inputs(side: Any) -> bool:

@@ -62,7 +62,7 @@ def _code(
 
 
 def _dropout(what: str, first: str, second: str, *edits: Edit) -> Fault:
-    at = Expected("forward", forward("gpt", "block@0", "norm 1@1").at, what="output")
+    at = Expected("forward", forward("gpt", "block@0", "norm 1@1").at, what="(in|out)put.*")
     return Fault("randomness", what, "gpt", first, second, at, edits, both=DROPOUT, randomness="shared", steps=1)
 
 

@@ -74,7 +74,7 @@ class Fault(NamedTuple):
 
 def forward(model: str, *places: str, **others: Any) -> Expected:
     """A module's output is the first to differ."""
-    return Expected("forward", paths(model, *places), **{"what": "output.*", **others})
+    return Expected("forward", paths(model, *places), **{"what": "(in|out)put.*", **others})
 
 
 def backward(model: str, *places: str, **others: Any) -> Expected:
@@ -89,7 +89,7 @@ def update(model: str, *places: str, **others: Any) -> Expected:
 
 def carried(model: str, *places: str) -> Expected:
     """A weight that came wrongly, before the first step; or what its layer makes of it."""
-    return Expected("update|forward", paths(model, *places), step=(0, 1), what="parameter|output.*")
+    return Expected("update|forward", paths(model, *places), step=(0, 1), what="parameter|(in|out)put.*")
 
 
 LOSS = Expected("forward", "", what="loss")
