@@ -11,6 +11,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from polyamp.porting.layouts.forms import Form
+from polyamp.porting.layouts.inventory import NativeLayer
 from polyamp.porting.layouts.operations import Merge
 from polyamp.porting.matching.differences import RECURRENT, listed
 from polyamp.porting.matching.matching import Match
@@ -130,7 +132,7 @@ def _merges(match: Match) -> bool:
 def _activations(pairs: Sequence[Match]) -> tuple[dict[str, str], dict[str, str]]:
     behind, applied = {}, {}
     for each in pairs:
-        ours, theirs = (form.attributes.get("activation") for form in (each.fit.source, each.fit.target))
+        ours, theirs = (_inside(*side) for side in ((each.source, each.fit.source), (each.target, each.fit.target)))
         if each.fit.source.kind in RECURRENT or (ours in _LINEAR) == (theirs in _LINEAR):
             continue
         if ours in _LINEAR:
@@ -138,6 +140,11 @@ def _activations(pairs: Sequence[Match]) -> tuple[dict[str, str], dict[str, str]
         else:
             applied[each.target.path] = str(ours)
     return behind, applied
+
+
+def _inside(layer: NativeLayer, form: Form) -> object:
+    """The activation that is in a layer's own output: that of a Linear is run by what holds it, such as an MLP."""
+    return None if layer.module.endswith(".Linear") else form.attributes.get("activation")
 
 
 def _holders(leaves: Mapping[str, str]) -> dict[str, str]:

@@ -129,6 +129,8 @@ def likeness(found: Compared, labels: tuple[str, str], agreed: Agreed, phase: Ph
         return _arrived(found, labels)
     if found.one.what == "parameter":
         return _optimizer(found, labels)
+    if told and found.one.what == "statistic":
+        return Likeness("formula", f"Other settings {where}.", told)
     factor = _factor(a, b)
     if factor is not None:
         return Likeness(

@@ -288,13 +288,8 @@ class _Phase:
         if one.what.startswith("output") and product and self._judge.alike and a.dtype != b.dtype and any(narrow):
             kind = "dtype"
         known = [each for each in own if each is not None]
-        if (
-            one.what.startswith("output")
-            and one.step == 1
-            and self._judge.wide
-            and known
-            and max(known) > RANDOM * scale
-        ):
+        random = one.step == 1 and one.what.startswith("output") and self._judge.wide
+        if random and known and max(known) > RANDOM * scale:
             kind = "randomness"
         distance = apart(a, b)
         if distance > allowed and (unseen.is_absent(one) or unseen.is_absent(two)):

@@ -1,0 +1,93 @@
+"""What is allowed, and what an optimizer does otherwise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyamp.parity.aligned import Agreed
+from polyamp.parity.phases import FLOAT32, Phase
+from polyamp.parity.sketch import sketch
+from polyamp.parity.tolerances import DRIFT, FACTOR, UNJUDGED, Judge
+from polyamp.parity.trace import Entry, Stage, Trace
+from polyamp.parity.updates import Updates
+from polyamp.parity.verdict import Ran, compared
+
+SINGLE, BRAIN = 2.0**-24, 2.0**-8
+
+
+def _entry(step: int, stage: Stage, module: str, what: str, values: Any, name: str = "") -> Entry:
+    array = np.asarray(values, np.float32)
+    return Entry(step=step, stage=stage, module=module, what=what, name=name, sketch=sketch(array, "float32"))
+
+
+def test_float32_allows_the_sum_of_own_distances_and_a_policy_the_smaller() -> None:
+    assert Judge(SINGLE, True, True).allowed((1e-5, 3e-5), 1, 1.0) == FACTOR * 4e-5
+    assert Judge(SINGLE, True, True).allowed((1e-5, None), 1, 1.0) == FACTOR * 2e-5
+    assert Judge(BRAIN, False, True).allowed((0.1, 0.3), 1, 1.0) == FACTOR * 0.1
+    assert Judge(BRAIN, False, True).allowed((0.1, 0.3), 1, 1.0, alone=False) == FACTOR * 0.3
+
+
+def test_without_a_judge_arithmetic_counts_sums() -> None:
+    assert Judge(SINGLE, True, True).allowed((None, None), 4, 1.0) == FACTOR * UNJUDGED * SINGLE * 2
+
+
+def test_a_switched_unit_allows_the_root_of_the_share_that_rounding_switches() -> None:
+    judge, root = Judge(2.0**-11, False, True), math.sqrt(2.0**-11)
+
+    assert judge.allowed((1e-4, 0.9), 1, 1.0, switched=True) == pytest.approx(2 * root)
+    assert judge.allowed((1e-4, 0.01), 1, 1.0, switched=True) == pytest.approx(0.02)
+    assert judge.allowed((1e-4, 0.9), 1, 1.0) == pytest.approx(FACTOR * 2.0**-11)
+
+
+def test_parameters_that_are_apart_allow_what_they_make() -> None:
+    assert Judge(SINGLE, True, True).allowed((1e-9, 1e-9), 1, 2.0, drift=1e-3) == DRIFT * 2e-3
+
+
+@pytest.mark.parametrize(
+    ("moved", "why"),
+    [
+        (lambda p, g: p - 0.2 * g, "The second side's update is 2 times the first's: another learning rate or bias"),
+        (lambda p, g: p - 0.1 * g - 1e-3 * p, "They differ by -1.00e-03 times the parameter as it was: another weight"),
+    ],
+)
+def test_rate_and_decay_are_told_apart(moved: Any, why: str) -> None:
+    rng = np.random.default_rng(0)
+    before, gradient = rng.standard_normal((2, 200)).astype("f4")
+    updates = Updates(Judge(SINGLE, True, True))
+    start = _entry(0, "update", "fc", "parameter", before, "kernel")
+    assert updates.parameter(start, start, (None, None)) is not None
+    ours = _entry(1, "update", "fc", "parameter", before - 0.1 * gradient, "kernel")
+    theirs = _entry(1, "update", "fc", "parameter", moved(before, gradient), "kernel")
+
+    found = updates.parameter(ours, theirs, (None, None))
+
+    assert found is not None
+    assert found.counts
+    assert found.why.startswith(why)
+
+
+def _judged(ours: list[Entry], theirs: list[Entry]) -> Any:
+    agreed = Agreed(modules={"fc": "fc", "": ""}, kinds={"fc": "dense"})
+    trace = Trace(side="", phase=FLOAT32)
+    runs = [(Phase(name=FLOAT32, shown=FLOAT32), Ran(trace, lambda: ours), Ran(trace, lambda: theirs))]
+    return compared(("one", "two"), runs, agreed, (None, None))
+
+
+def test_outputs_that_the_losses_take_in_two_ways_are_a_note() -> None:
+    def side(outputs: list[float], gradient: list[float]) -> list[Entry]:
+        return [
+            _entry(1, "forward", "fc", "output", [1.0, 2.0]),
+            _entry(1, "forward", "", "output", outputs),
+            _entry(1, "backward", "fc", "gradient", gradient, "kernel"),
+        ]
+
+    alike = _judged(side([1.0, 2.0], [1.0, 1.0]), side([-1.3, -0.3], [1.0, 1.0]))
+    apart = _judged(side([1.0, 2.0], [1.0, 1.0]), side([-1.3, -0.3], [1.0, 1.5]))
+
+    assert alike.first is None
+    assert "the models' outputs differ, and neither the losses nor any gradient" in alike.notes[-1]
+    assert (apart.first.stage, apart.first.module, apart.first.what) == ("forward", "", "output")
