@@ -79,7 +79,7 @@ class Operations:
             finally:
                 self._layers.pop()
 
-        return with_signature(call, called)
+        return signature_of(call, called)
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -103,11 +103,6 @@ class Operations:
             layer, family = self._layers[-1] if self._layers else ("", "")
             rule = _RULES.get(name, "follow")
             self._found[layer, name, ", ".join(dtypes), rule if rule in ("compute", "follow") else family or rule] += 1
-
-
-def with_signature(call: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
-    """`stand_in` with the signature of a layer's `call`, which some code asks for; a `tf.function` has none to give."""
-    return stand_in if hasattr(call, "python_function") else signature_of(call, stand_in)
 
 
 def _family(layer: Any) -> str:

@@ -16,9 +16,10 @@ from polyamp.results import LossFunction
 from polyamp_tensorflow.arrays import dtype_name, is_floating
 from polyamp_tensorflow.compat import EagerTensor
 from polyamp_tensorflow.models.layers import is_layer, modules
-from polyamp_tensorflow.observe.operations import Operations, with_signature
+from polyamp_tensorflow.observe.operations import Operations
 from polyamp_tensorflow.observe.parts import replica
 from polyamp_tensorflow.precision.bound import BoundModel
+from polyamp_tensorflow.precision.stand_ins import signature_of
 
 Array = np.ndarray[Any, Any]
 
@@ -82,7 +83,7 @@ class Probes:
         def called(*args: Any, **kwargs: Any) -> Any:
             return self._through(path, call(*args, **kwargs))
 
-        return with_signature(call, called)
+        return signature_of(call, called)
 
     def _through(self, path: str, output: Any) -> Any:
         """The output with a probe behind its first array.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +24,6 @@ from polyamp_tensorflow.models.layers import modules
 from polyamp_tensorflow.observe.parts import replica
 
 Array = np.ndarray[Any, Any]
-_DRAWING: Final[ContextVar[bool]] = ContextVar("drawing", default=False)
 _NOISE: Final = layers_named("GaussianNoise GaussianDropout AlphaDropout")
 _LEAST: Final = 2.0**-24
 """A draw is kept this far from 0 and 1 where it becomes a normal number."""
@@ -45,26 +44,18 @@ def still(model: Any, draws: Draws | None) -> Iterator[None]:
     strategy share the draws of the whole batch, of what has more than one row.
 
     Inside of a `tf.function` numbers are drawn when it is traced and are constants from then on: of a step that is
-    traced once, the same at every step, and in every micro-batch of a window but its first. (`watch` has the next step
-    traced anew.)
+    traced once, the same at every step, and in every micro-batch of a window but its first.
 
     Raises:
         UnsupportedError: in the block, where draws are asked for numbers of another distribution, or of a shape that is
             not known when a function is traced.
     """
-    token = _DRAWING.set(draws is not None)
     with contextlib.ExitStack() as stack:
-        stack.callback(_DRAWING.reset, token)
         for target, name, stand_in in _replacements(model, draws):
             undo = _Shadow(target, name)
             stack.enter_context(ending(undo.put_back))
             setattr(target, name, stand_in) if inspect.ismodule(target) else vars(target).update({name: stand_in})
         yield
-
-
-def drawing() -> bool:
-    """Whether a `still` block with draws runs."""
-    return _DRAWING.get()
 
 
 class _Shadow:
@@ -157,7 +148,7 @@ class _Numbers:
 
     def truncated(self, given: dict[str, Any]) -> Any:
         """The same between -2 and 2."""
-        least = float(tf.math.erfc(tf.constant(_TRUNCATED / 2**0.5, tf.float64))) / 2
+        least = math.erfc(_TRUNCATED / 2**0.5) / 2
         return self._inverse(given, least, 1 - least)
 
     def integers(self, given: dict[str, Any]) -> Any:

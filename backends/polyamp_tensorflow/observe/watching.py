@@ -21,7 +21,6 @@ from polyamp_tensorflow.models.layers import is_layer, modules
 from polyamp_tensorflow.observe.operations import Operations
 from polyamp_tensorflow.observe.parts import Parts, rows_of_a_replica
 from polyamp_tensorflow.observe.probes import Probes, wide
-from polyamp_tensorflow.observe.still import drawing
 from polyamp_tensorflow.observe.streams import Streams
 from polyamp_tensorflow.observe.widened import not_in_float64
 from polyamp_tensorflow.porting.fill import assign
@@ -45,8 +44,6 @@ def watch(state: Any, loss_fn: LossFunction, batch: Any, see: See) -> Watched:
 
     Operations are told of a state that no step has updated, of the first replica.
 
-    In a `still` block with draws the state's traced steps are dropped, so that the next step draws anew.
-
     Raises:
         UnsupportedError: a state in float64, of a model or `loss_fn` that mixes other numbers with it.
     """
@@ -61,8 +58,6 @@ def watch(state: Any, loss_fn: LossFunction, batch: Any, see: See) -> Watched:
         run = state.backend.value_and_grad(probes.around(loss_fn, model), compile=False)
         result, (gradients,) = run([state], batch)
     parts.finish()
-    if drawing():
-        state.programs.clear()
     loss = result[0] if isinstance(result, tuple) else result
     unseen = "" if is_layer(model) else f"{type(model).__qualname__} is no Keras layer, so its parts are not seen."
     return Watched(float(loss), _by_leaf(state, holds, gradients.values), operations.rows(), unseen)

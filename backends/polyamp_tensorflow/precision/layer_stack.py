@@ -159,7 +159,7 @@ def _own(target: Any) -> dict[str, Callable[..., Any]]:
 def _method(target: Any, name: str) -> Callable[..., Any]:
     """The target's own method, whatever stands in for it now."""
     own = vars(target)[STACK][0].methods if STACK in vars(target) else _own(target)
-    method: Callable[..., Any] = own.get(name) or getattr(type(target), name).__get__(target)
+    method: Callable[..., Any] = own.get(name) or getattr(type(target), name).__get__(target, type(target))
     return method
 
 

@@ -23,7 +23,8 @@ def signature_of(method: Callable[..., Any], stand_in: Callable[..., Any]) -> Ca
     `inspect.signature(layer.call)` whether a layer takes `training` or `mask`."""
     functools.update_wrapper(stand_in, method)
     del stand_in.__wrapped__  # type: ignore[attr-defined]  # or AutoGraph would go past the stand-in
-    stand_in.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]  # functions take any attribute
+    function = getattr(method, "python_function", method)  # a `tf.function` itself shows none
+    stand_in.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]  # functions take any attribute
     return stand_in
 
 
