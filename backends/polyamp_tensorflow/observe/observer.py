@@ -25,6 +25,7 @@ class KerasObserver:
         >>> def see(path, what, array, dtype):
         ...     print(repr(path), what, array.shape, dtype)
         >>> found = KerasObserver().watch(state, loss, np.ones((4, 3), "float32"), see)
+        'head' input (4, 3) float32
         'head' output (4, 2) float32
         '' output (4, 2) float32
         '' cotangent (4, 2) float32

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from polyamp.parity.observing import What
 from polyamp.results import LossFunction
-from polyamp_tensorflow.arrays import dtype_name, is_floating
+from polyamp_tensorflow.arrays import dense, dtype_name, is_floating
 from polyamp_tensorflow.compat import EagerTensor
 from polyamp_tensorflow.models.layers import is_layer, modules
 from polyamp_tensorflow.observe.operations import Operations
@@ -54,10 +54,13 @@ class Probes:
         try:
             found = modules(model)
             cells = {id(part.layer) for each in found for part in _cells(each.layer)}
-            for module in (each for each in found if id(each.layer) not in cells):
+            shown = [each for each in found if id(each.layer) not in cells]
+            holders = {id(each.parent) for each in shown}
+            for module in shown:
                 layer, path = module.layer, paths.get(id(module.layer), module.stable_path)
                 instead.append((layer, vars(layer).get("call")))
-                vars(layer)["call"] = self._behind(self._operations.inside(layer, path), path)
+                call = self._operations.inside(layer, path)
+                vars(layer)["call"] = self._around(call, path, takes=id(layer) not in holders)
             yield
         finally:
             for layer, own in instead:
@@ -79,14 +82,16 @@ class Probes:
 
         return watched
 
-    def _behind(self, call: Callable[..., Any], path: str) -> Callable[..., Any]:
+    def _around(self, call: Callable[..., Any], path: str, *, takes: bool) -> Callable[..., Any]:
+        """A layer's `call` with a probe behind it; its input is shown if `takes` is set."""
+
         def called(*args: Any, **kwargs: Any) -> Any:
-            return self._through(path, call(*args, **kwargs))
+            return self._through(path, call(*args, **kwargs), args if takes else ())
 
         return signature_of(call, called)
 
-    def _through(self, path: str, output: Any) -> Any:
-        """The output with a probe behind its first array.
+    def _through(self, path: str, output: Any, inputs: Any = ()) -> Any:
+        """The output with a probe behind its first array; the first array of the inputs is shown before.
 
         A layer that Keras runs again for the backward pass, to spare memory (`remat`), is seen once: its output in the
         forward pass, and the cotangent where it runs again.
@@ -101,6 +106,10 @@ class Probes:
             self._calls[number, path] += 1
             count = self._calls[number, path]
             name = path if count == 1 else f"{path}#{count}"
+            taken = keras.tree.flatten(inputs)
+            first = _first(taken)
+            if first is not None:
+                self._show(number, name, "input", taken[first])
             self._show(number, name, "output", leaves[place])
         elif self._calls[number, path] != 1:
             return output  # which of the calls runs again cannot be told
@@ -113,23 +122,23 @@ class Probes:
     def _probe(self, number: int, name: str, output: Any) -> Any:
         def gradient(upstream: Any) -> Any:
             if number not in self._forward:  # else it is of a gradient that loss_fn itself takes
-                self._show(number, name, "cotangent", upstream)
+                self._show(number, name, "cotangent", dense(upstream, output), dtype_name(upstream))
             return upstream
 
         probed = tf.custom_gradient(lambda tensor: (tensor, gradient))(output)
         vars(probed).update(vars(output))  # Keras keeps masks and logits on tensors
         return probed
 
-    def _show(self, number: int, name: str, what: What, tensor: Any) -> None:
+    def _show(self, number: int, name: str, what: What, tensor: Any, dtype: str = "") -> None:
         array = wide(tensor)
         if what == "cotangent" and self._scale != 1.0:
             array = array / array.dtype.type(self._scale)
-        self._see(number, name, what, array, dtype_name(tensor))
+        self._see(number, name, what, array, dtype or dtype_name(tensor))
 
 
 def wide(tensor: Any) -> Array:
     """On the host, in float32 or float64."""
-    array = np.asarray(tensor)
+    array = np.asarray(tensor if tensor.shape.rank else tensor.numpy())  # NumPy takes no scalar of 16 bits
     return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
 
 

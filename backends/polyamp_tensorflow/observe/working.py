@@ -6,6 +6,7 @@ A subclassed Keras model has no copy that is surely the same model, so the model
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,7 +53,7 @@ def working(model: Any, *, wide: bool, inference: bool = False) -> Iterator[Any]
         )
     kept = _Kept(model, wide=wide)
     try:
-        with kept.scope(), widened(model) if wide else contextlib.nullcontext():
+        with _quiet(), kept.scope(), widened(model) if wide else contextlib.nullcontext():
             mode = TRAINING.set(not inference)
             try:
                 yield model
@@ -61,6 +62,22 @@ def working(model: Any, *, wide: bool, inference: bool = False) -> Iterator[Any]
     finally:
         with uninterrupted():
             kept.put_back()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what TensorFlow says of steps that are traced for each run, and of replicas that run as Python."""
+    logger = tf.get_logger()
+    logger.addFilter(_is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    said = record.getMessage()
+    return not ("GraphFunction" in said and "retracing" in said) and "eagerly has significant overhead" not in said
 
 
 class _Kept:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from polyamp.porting.states.layout import NativeTraining, OptimizerLayout, StateConverter
 from polyamp.porting.states.recipe import of_members
-from polyamp_tensorflow.arrays import Array
+from polyamp_tensorflow.arrays import Array, to_numpy
 from polyamp_tensorflow.porting.optimizers import layout_of
 from polyamp_tensorflow.step.optimizers import SpecOptimizer
 
@@ -34,10 +34,11 @@ class TensorFlowStates:
 def _moved(optimizer: Any) -> list[str]:
     """A learning rate that somebody assigned since `init`."""
     given = optimizer.spec.learning_rate
-    if callable(given) or abs(float(optimizer.learning_rate) - given) <= 1e-6 * given:
+    now = float(to_numpy(optimizer.learning_rate))  # of replicas too, whose variables are no numbers
+    if callable(given) or abs(now - given) <= 1e-6 * given:
         return []
     return [
-        f"the learning rate of the tensorflow state is {float(optimizer.learning_rate):g}, and {given:g} in its "
+        f"the learning rate of the tensorflow state is {now:g}, and {given:g} in its "
         "recipe: what moved it is not in the recipe, and does not move along"
     ]
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from polyamp.errors import BatchError, ModelError
 from polyamp_tensorflow.arrays import leaves
+from polyamp_tensorflow.precision.bound import TRAINING
 from polyamp_tensorflow.step.replicas import total
 
 
@@ -57,7 +58,10 @@ def on_replicas(strategy: Any, body: Callable[..., Any], tensors: Sequence[Any],
     if divide:
         _check_parts(tensors, _local_replicas(strategy))
 
+    training = TRAINING.get()
+
     def own(*tensors: Any) -> Any:
+        TRAINING.set(training)  # a replica is a thread of its own
         return body(*(keras.tree.map_structure(_own_part, tree) if divide else tree for tree in tensors))
 
     found = strategy.run(own, args=tuple(tensors))

@@ -56,7 +56,9 @@ def test_each_call_of_a_shared_layer_is_shown() -> None:
     given = keras.Input((6,))
     _, seen = watched(keras.Model(given, shared(shared(given))), mean_square)
     names = ["shared", "shared#2", ""]
-    assert list(seen) == [(name, "output") for name in names] + [(name, "cotangent") for name in names[::-1]]
+    forward = [("shared", "input"), ("shared", "output"), ("shared#2", "input"), ("shared#2", "output"), ("", "output")]
+    assert list(seen) == forward + [(name, "cotangent") for name in names[::-1]]
+    np.testing.assert_array_equal(seen["shared#2", "input"], seen["shared", "output"])
     np.testing.assert_allclose(seen["shared#2", "output"], np.tanh(seen["shared", "output"] @ shared.kernel), rtol=1e-5)
 
 
@@ -75,6 +77,18 @@ def test_the_sequence_of_a_recurrent_layer_and_dense_gradients_of_an_embedding()
     assert found.gradients["words/embeddings"].shape == (7, 5)
     assert not found.gradients["words/embeddings"][6].any()
     assert np.abs(found.gradients["words/embeddings"][:6]).sum(1).all()
+
+
+def test_a_cotangent_of_rows_is_dense_and_a_scalar_output_is_shown() -> None:
+    given = keras.Input((6,))
+    rows = layers.Dense(4, name="rows")(given)
+    picked = layers.Lambda(lambda x: tf.gather(x, [1, 1, 3]), name="picked")(rows)
+    mean = layers.Lambda(lambda x: tf.reduce_mean(x), name="mean")(rows)
+    model = keras.Model(given, [picked, mean])
+    policy = polyamp.Policy("mixed_bfloat16", overrides={"mean": "bfloat16"})
+    _, seen = watched(model, lambda model, batch: tf.reduce_sum(model(batch)[0]), policy=policy)
+    np.testing.assert_array_equal(seen["rows", "cotangent"], np.array([0, 2, 0, 1, 0, 0, 0, 0])[:, None] * np.ones(4))
+    assert seen["mean", "output"].shape == ()
 
 
 def test_a_gradient_that_the_loss_takes_is_no_cotangent() -> None:
@@ -158,6 +172,8 @@ def test_in_float64_everything_is_and_afterwards_as_before() -> None:
         assert {to_numpy(variable).dtype.name for variable in lent.variables} == {"float64"}
     assert seen_wide.dtypes == {"float64"}
     for key, array in seen.items():
+        if key == ("hidden", "input"):
+            continue
         distance = np.linalg.norm(seen_wide[key] - array) / np.linalg.norm(array)
         assert 1e-9 < distance < 1e-5, key
     for name, gradient in narrow.gradients.items():
@@ -192,6 +208,10 @@ def test_replicas_show_what_one_device_shows(two_cpus: Any) -> None:
         assert state.strategy is two_cpus
         state.optimizer.learning_rate = 0.1
         state.variables.parameters["head/bias"].assign(np.ones(3))
+    with OBSERVER.working(model, inference=True) as lent:
+        seen_again = Seen()
+        OBSERVER.watch(polyamp.init(lent, polyamp.Recipe(optimizer=polyamp.sgd(0.1))), mean_square, X, seen_again)
+    np.testing.assert_array_equal(seen_again["drop", "output"], seen_again["drop", "input"])
     np.testing.assert_allclose(two.loss, one.loss, rtol=1e-6)
     assert list(seen_two) == list(seen_one)
     for key, array in seen_one.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import keras
@@ -68,7 +69,11 @@ def test_outputs_cotangents_and_gradients_are_those_of_a_tape() -> None:
     with OBSERVER.still(model, None):
         found = BACKEND.observer.watch(state_of(model), loss_of, (X, Y), seen)
     inner = ["first", "norm", "act", "drop", "head", ""]
-    assert seen.order == [(path, "output") for path in inner] + [(path, "cotangent") for path in inner[::-1]]
+    forward = [(path, what) for path in inner for what in ("input", "output") if (path, what) != ("", "input")]
+    assert seen.order == forward + [(path, "cotangent") for path in inner[::-1]]
+    for before, path in itertools.pairwise(inner[:-1]):
+        np.testing.assert_array_equal(seen.arrays[path, "input"], seen.arrays[before, "output"])
+    np.testing.assert_array_equal(seen.arrays["first", "input"], X)
     weights = {name: variable.value for name, variable in variables_of(model).parameters.items()}
     outputs: dict[str, Any] = {}
     with tf.GradientTape() as tape:

@@ -1,0 +1,68 @@
+"""`polyamp.compare` of two Keras trainings: replicas against one device, dtypes, XLA."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+import polyamp
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.standard_normal((8, 6)).astype("f4"), RNG.integers(0, 3, 8)
+
+
+def network() -> Any:
+    given = keras.Input((6,))
+    hidden = layers.Dense(16, activation="gelu", name="first")(given)
+    hidden = layers.Dropout(0.25, name="drop")(layers.LayerNormalization(name="norm")(hidden))
+    return keras.Model(given, layers.Dense(3, name="head")(hidden))
+
+
+def loss_of(model: Any, batch: Any) -> Any:
+    return polyamp.losses.softmax_cross_entropy(model(batch[0]), batch[1])
+
+
+def batches(step: int) -> Any:
+    return X + np.float32(step), Y
+
+
+def recipe(policy: str = "float32") -> polyamp.Recipe:
+    return polyamp.Recipe(policy=policy, optimizer=polyamp.adamw(0.01), clip_norm=1.0)
+
+
+def test_two_replicas_train_as_one_device_does(two_cpus: Any, caplog: Any) -> None:
+    one = network()
+    with two_cpus.scope():
+        two = network()
+    held = [variable.numpy() for variable in (*one.variables, *two.variables)]
+    labels = ("one device", "two replicas")
+    with caplog.at_level(logging.WARNING, "tensorflow"):
+        report = polyamp.compare(
+            one, two, batches, loss_of, recipe("mixed_bfloat16"), steps=2, labels=labels, randomness="shared"
+        )
+    assert report.agrees, str(report)
+    seen = {(row.module, row.what) for row in report.comparisons[0].rows if row.phase == "float32"}
+    assert {("drop", "output"), ("norm", "cotangent"), ("first", "gradient"), ("head", "parameter")} <= seen
+    for variable, value in zip((*one.variables, *two.variables), held, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert "retracing" not in caplog.text
+
+
+def test_float32_against_bfloat16() -> None:
+    recipes = (recipe(), recipe("mixed_bfloat16"))
+    report = polyamp.compare(network(), network(), batches, loss_of, recipes, labels=("float32", "mixed_bfloat16"))
+    assert report.agrees, str(report)
+    dtypes = {row.dtypes for row in report.comparisons[0].rows if row.module == "first" and row.what == "output"}
+    assert ("float32", "bfloat16") in dtypes
+
+
+def test_xla_on_and_off() -> None:
+    options = ({"step": {"jit_compile": True}}, {"step": {"jit_compile": False}})
+    report = polyamp.compare(
+        network(), network(), batches, loss_of, recipe(), labels=("XLA", "no XLA"), options=options
+    )
+    assert report.agrees, str(report)
