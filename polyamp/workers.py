@@ -3,8 +3,8 @@
 `polyamp.demo.runner` and `polyamp.parity.processes` start a `Worker` for each framework; `polyamp.demo.worker` and
 `polyamp.parity.worker` are what runs in it, and begin with `claimed`.
 
-A worker has a process group of its own: Ctrl-C in the terminal does not reach it, and whatever it started ends with it.
-A small process, `Guard`, ends the groups when the process that started them is gone without a word.
+A worker has a process group of its own: Ctrl-C in the terminal does not reach it. It ends with whatever it started, on
+Linux in other groups too (`guard`). A small process, `Guard`, sees to that when their parent is gone without a word.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import IO, Final, NamedTuple, Self, TextIO
 
+from polyamp import guard as program
+
 TAIL: Final = 15
 """So many lines of what a worker wrote to standard error are in a message about its end."""
 _DEFAULTS: Final = {
@@ -36,25 +38,6 @@ _STACK: Final = re.compile(r"(Fatal Python error: |Current thread 0x)")
 _READ: Final = 1 << 16
 _PATIENCE: Final = 5.0
 """Seconds that a worker may live after it closed its output, and that the system may take to end one."""
-_GUARD: Final = """
-import os, signal, sys
-groups, folder = set(), ""
-for line in sys.stdin:
-    if line[0] in "+-":
-        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-    else:
-        folder = line[1:-1]
-for group in groups:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except OSError:
-        pass
-if folder:
-    import shutil, time
-    time.sleep(0.2)  # what writes into it is ending
-    shutil.rmtree(folder, ignore_errors=True)
-"""
-
 Heard = SimpleQueue["tuple[Worker, bytes | None]"]
 """(worker, a line of its output) as they come; None for the line when there will be no more."""
 
@@ -73,18 +56,18 @@ class Guard:
         self._process: subprocess.Popen[bytes] | None = None
         if os.name == "posix":
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _GUARD], stdin=subprocess.PIPE, start_new_session=True
+                [sys.executable, "-I", "-S", program.__file__], stdin=subprocess.PIPE, start_new_session=True
             )
         if folder is not None:
             self._tell(f"={folder}\n")
 
-    def watch(self, group: int) -> None:
-        """From now on this group ends with this process."""
-        self._tell(f"+{group}\n")
+    def watch(self, group: int, mark: str) -> None:
+        """From now on this group, and what has the mark, ends with this process."""
+        self._tell(f"+{group} {mark}\n")
 
-    def leave(self, group: int) -> None:
-        """The group is gone."""
-        self._tell(f"-{group}\n")
+    def leave(self, group: int, mark: str) -> None:
+        """They are gone."""
+        self._tell(f"-{group} {mark}\n")
 
     def _tell(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None:
@@ -124,7 +107,8 @@ class Worker:
     def __init__(self, name: str, python: str, module: str, *, log: Path, heard: Heard, guard: Guard) -> None:
         self.name = name
         self._log, self._guard = log, guard
-        environment: Mapping[str, str] = {**_DEFAULTS, **os.environ}
+        self._mark = os.urandom(8).hex()
+        environment: Mapping[str, str] = {**_DEFAULTS, **os.environ, program.MARK: self._mark}
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [python, "-P", "-m", module],
@@ -134,7 +118,7 @@ class Worker:
                 env=environment,
                 start_new_session=True,
             )
-        guard.watch(self._process.pid)
+        guard.watch(self._process.pid, self._mark)
         self._threads = [
             threading.Thread(target=each, args=arguments, daemon=True)
             for each, arguments in ((self._hear, (heard,)), (self._wait, ()))
@@ -208,8 +192,7 @@ class Worker:
         if os.name != "posix":
             self._process.kill()
         elif any(thread.is_alive() for thread in self._threads):  # else the number may be another process's by now
-            with contextlib.suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            program.end(self._process.pid, self._mark)
 
     def _hear(self, heard: Heard) -> None:
         assert self._process.stdout is not None
@@ -225,9 +208,8 @@ class Worker:
                     os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
             else:
                 self._process.wait()
-            with contextlib.suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._guard.leave(self._process.pid)
+            program.end(self._process.pid, self._mark)
+            self._guard.leave(self._process.pid, self._mark)
         self._process.wait()
 
     def __enter__(self) -> Self:

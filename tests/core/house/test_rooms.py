@@ -32,7 +32,7 @@ MISSING: dict[tuple[str, str], str] = {
 """(backend, room) -> why it is not there yet; strict: a row leaves with the commit that brings the room."""
 
 CORE_FLOORS = (
-    ("_version", "errors", "dtypes", "arrays", "trees", "shown"),
+    ("_version", "errors", "dtypes", "arrays", "trees", "shown", "guard"),
     ("results", "lookup", "files", "records", "schedules", "other_names", "workers"),
     ("rules",),
     ("recipe",),

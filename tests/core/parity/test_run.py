@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -193,6 +195,18 @@ def test_a_side_that_never_trains_is_said_with_what_to_do(
     failure: Failure = bad[label]
     assert (failure.reason, failure.phase, failure.step) == (reason, "", 0)
     assert message in failure.message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_what_a_crashed_side_started_is_ended_too(bad: dict[str, Any]) -> None:
+    assert bad["segfaults"].reason == "crashed"
+    wanted = f"/bin/sleep\x009{os.getpid()}\x00".encode()
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            commands.append(path.read_bytes())
+    assert any(b"pytest" in command for command in commands)
+    assert wanted not in commands
 
 
 def test_what_a_side_raises_is_said_with_the_line(bad: dict[str, Any]) -> None:
