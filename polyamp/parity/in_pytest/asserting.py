@@ -29,6 +29,9 @@ class AssertParity:
         self._request = request
         self._count = 0
 
+    def __repr__(self) -> str:
+        return "assert_parity"  # pytest shows a failed test's arguments
+
     def __call__(
         self,
         model_a: Any = None,
