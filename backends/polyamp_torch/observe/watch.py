@@ -18,7 +18,7 @@ from polyamp.parity.observing import See, Watched
 from polyamp.results import LossFunction
 from polyamp.rules import refusals
 from polyamp_torch.arrays import dtype_name
-from polyamp_torch.compat import NOTHING, compiled_in_place, followed_in_place, is_compiled
+from polyamp_torch.compat import NOTHING, children_in, compiled_in_place, followed_in_place, is_compiled
 from polyamp_torch.observe.compiled import compiled_parts, unseen
 from polyamp_torch.observe.kept import same_attributes, same_random_numbers
 from polyamp_torch.observe.operations import Operations
@@ -123,15 +123,17 @@ class _Watcher:
                 self.operations.modules.pop()
             tensor = None if output is None else tensor_of(module, output)
             if tensor is not None and self.running:
-                self._seen(path, tensor)
+                self._seen(path, tensor, None if children_in(module) else _input(args, tensor))
             elif tensor is not None and self.backward and path in self.pending:
                 self._seen_again(path, tensor)
 
         return hook
 
-    def _seen(self, path: str, tensor: torch.Tensor) -> None:
+    def _seen(self, path: str, tensor: torch.Tensor, given: torch.Tensor | None) -> None:
         self.calls[path] = number = self.calls.get(path, 0) + 1
         place = path if number == 1 else f"{path}#{number}"
+        if given is not None:
+            self.see(place, "input", array_of(given), dtype_name(given.dtype))
         values = array_of(tensor)
         self.see(place, "output", values, dtype_name(tensor.dtype))
         if tensor.requires_grad:
@@ -159,6 +161,16 @@ class _Watcher:
                 self.see(place, "cotangent", values, dtype_name(gradient.dtype))
 
         self.handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]  # torch's
+
+
+def _input(args: Any, output: torch.Tensor) -> torch.Tensor | None:
+    """The first floating tensor that a module was given, by position; None where what it gave has its memory: then the
+    module may have written to it."""
+    given = next((each for each in args if isinstance(each, torch.Tensor) and each.is_floating_point()), None)
+    if given is None or not given.numel() or given.layout != torch.strided or output.layout != torch.strided:
+        return None
+    same = given.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+    return None if same else given
 
 
 def seen_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

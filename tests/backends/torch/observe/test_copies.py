@@ -153,7 +153,7 @@ def test_data_parallel_wrappers_are_copied_as_wrappers() -> None:
             _, result = polyamp.train_step(loss_fn, recipe)(state, x)
             found.append((seen, float(result.loss), float(result.grad_norm)))
     assert found[0] == found[1] == found[2]
-    assert found[0][0][:4] == [("0", "output"), ("1", "output"), ("2", "output"), ("", "output")]
+    assert found[0][0][:4] == [("0", "input"), ("0", "output"), ("1", "input"), ("1", "output")]
 
 
 @pytest.mark.usefixtures("group")

@@ -80,7 +80,7 @@ def test_a_watched_pass_changes_nothing() -> None:
     seen: list[Any] = []
     graphs = state.graphs
     OBSERVER.watch(state, loss_fn, X, lambda *each: seen.append(each))
-    assert len(seen) == 6
+    assert [what for _, what, *_ in seen] == ["input", "output"] * 2 + ["output"] + ["cotangent"] * 3
     assert everything(model, state) == before
     assert torch.equal(model.layer.weight.grad, torch.ones(4, 3))
     assert state.graphs is graphs
@@ -151,6 +151,15 @@ def test_a_linear_layer_obeys_the_sum_rules() -> None:
         assert np.allclose(watched.gradients[f"{name}/bias"], cotangent.sum(0), rtol=1e-5)
         assert np.allclose(watched.gradients[f"{name}/weight"], cotangent.T @ inputs, rtol=1e-4, atol=1e-7)
     assert float(arrays["0", "output"].min()) < 0  # as it was before the next one wrote to it
+
+
+def test_inputs_are_those_of_modules_with_none_inside_and_only_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Identity(), nn.Sequential(nn.GELU()))
+    seen, _ = seen_of(model)
+    arrays = {each[:2]: each[2] for each in seen}
+    assert [path for path, what, *_ in seen if what == "input"] == ["0", "3/0"]
+    assert np.array_equal(arrays["0", "input"], X)
+    assert np.array_equal(arrays["3/0", "input"], arrays["2", "output"])
 
 
 def test_a_tied_parameter_has_one_gradient_and_an_unused_one_none() -> None:
