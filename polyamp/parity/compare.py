@@ -15,11 +15,12 @@ from polyamp.errors import ArgumentError
 from polyamp.parity import trace as traces
 from polyamp.parity.curves import curves_of
 from polyamp.parity.party import Party
-from polyamp.parity.phases import Phase, phases_of
+from polyamp.parity.phases import Phase, as_data, phases_of
 from polyamp.parity.report import Report
 from polyamp.parity.running import Batches, Meeting
 from polyamp.parity.verdict import Ran, compared
 from polyamp.porting.check import Across, Batch
+from polyamp.recipe.recipe import Recipe
 
 RANDOMNESS: Final = ("off", "shared")
 
@@ -49,8 +50,9 @@ def compare(
         model_a: as `polyamp.init` takes it. It is not changed.
         model_b: of any framework that can share the process, the same one included. It gets the first's weights for
             the comparison, and has its own again afterwards.
-        batch: what `loss_fn` is given, of NumPy arrays, or a function of the step's number (from 0) that gives it;
-            images are given as `model_a` has them. `polyamp.porting.Batch(a, b)` gives each side its own.
+        batch: what `loss_fn` is given, of NumPy arrays; a list of batches, of which step k gets number k modulo their
+            number; or a function of the step's number (from 0) that gives it. Images are given as `model_a` has them;
+            `polyamp.porting.Batch(a, b)` gives each side its own.
         loss_fn: `loss_fn(model, batch) -> loss`; a pair for one each. None: the outputs against fixed random
             numbers, as in inference, where the batch is the models' input.
         recipe: what to train with; a pair for one each; functions of the model where it holds a framework's own
@@ -81,6 +83,13 @@ def compare(
     began = time.perf_counter()
     if randomness not in RANDOMNESS:
         raise ArgumentError(f"randomness must be 'off' or 'shared'. Received: randomness={randomness!r}.")
+    if isinstance(loss_fn, Recipe):
+        raise ArgumentError(
+            "loss_fn stands before recipe: polyamp.compare(model_a, model_b, batch, loss_fn, recipe). Received: a "
+            "recipe as loss_fn."
+        )
+    if isinstance(batch, list) and not batch:
+        raise ArgumentError("batch must be a batch, or a list with at least one. Received: an empty list.")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ArgumentError(f"steps must be a whole number of at least 1. Received: steps={steps!r}.")
     loss_fns, recipes, given_options = (_pair(each) for each in (loss_fn, recipe, options))
@@ -131,9 +140,7 @@ def compare(
         ]
     return Report(
         polyamp=__version__,
-        recipes={
-            party.label: msgspec.json.decode(party.recipe.to_json()) for party, _ in sides if party.recipe is not None
-        },
+        recipes={party.label: as_data(party.recipe) for party, _ in sides if party.recipe is not None},
         phases=[phase.shown for phase in phases],
         steps=steps if trained else 1,
         environments=[party.environment() for party, _ in sides],
@@ -190,7 +197,11 @@ def _batches(batch: Any, across: Across) -> tuple[Batches, Batches]:
     if callable(batch) and not isinstance(batch, Mapping):
         made: Callable[[int], Any] = batch
         return lambda step: _first(made(step)), lambda step: _second(made(step), across)
-    return lambda _: _first(batch), lambda _: _second(batch, across)
+    several = batch if isinstance(batch, list) else [batch]
+    return (
+        lambda step: _first(several[step % len(several)]),
+        lambda step: _second(several[step % len(several)], across),
+    )
 
 
 def _first(batch: Any) -> Any:

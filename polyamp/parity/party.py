@@ -170,7 +170,11 @@ class Party:
             with self._observer.still(made, None if numbers is None else numbers.laid(self.inventory)):
                 trainer, trains = self._trainer(made, phase, loss_fn)
                 micro = self.recipe is not None and self.recipe.accumulate_steps > 1
-                run.steps(trainer, steps if trains else 0, numbers, micro=micro)
+                try:
+                    run.steps(trainer, steps if trains else 0, numbers, micro=micro)
+                except Exception as error:
+                    error.add_note(f"In a comparison: {self.label}, {phase.shown or phase.name}, step {run.at}.")
+                    raise
         return Trace(
             side=self.label,
             phase=phase.name,

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
-from polyamp.errors import PolicyError, RecipeError
+from polyamp.errors import PolicyError, PolyampError, RecipeError, described
 from polyamp.parity.own_loop import OwnLoop
-from polyamp.recipe.optimizers import is_spec
+from polyamp.recipe.optimizers import is_spec, sgd
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
@@ -85,8 +85,6 @@ def recipe_of(recipe: Recipe | None, phase: Phase) -> Recipe:
     'float32'
     """
     if recipe is None:
-        from polyamp.recipe.optimizers import sgd
-
         recipe = Recipe(optimizer=sgd(0.0))
     if phase.name == POLICY:
         return recipe
@@ -133,3 +131,20 @@ def dtypes_of(recipe: Recipe | None, phase: Phase) -> set[str]:
 def epsilon(recipes: tuple[Recipe | None, ...], phase: Phase) -> float:
     """The unit roundoff of the coarsest dtype that either side computes in."""
     return max(EPSILON[dtype] for recipe in recipes for dtype in dtypes_of(recipe, phase))
+
+
+def as_data(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as plain data, for a report."""
+    text, optimizer = plain(recipe)
+    data: dict[str, Any] = msgspec.json.decode(text or "{}")
+    return {**data, "optimizer": {"type": optimizer}} if optimizer else data
+
+
+def plain(recipe: Recipe | None) -> tuple[str | None, str]:
+    """A recipe as JSON, and what its optimizer is called where JSON cannot hold it."""
+    if recipe is None:
+        return None, ""
+    try:
+        return recipe.to_json(), ""
+    except PolyampError:
+        return recipe.replace(optimizer=sgd(0.0)).to_json(), described(recipe.optimizer)

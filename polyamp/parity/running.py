@@ -73,6 +73,7 @@ class Run:
         self._rank = inventory.spatial + 2 if inventory.spatial and inventory.channels == "first" else 0
         self._turned = {path for each in meeting.agreed for path in each.turned}
         self.operations: list[Any] = []
+        self.at = 0
         self.unseen = ""
         self.spent = 0.0
 
@@ -87,6 +88,7 @@ class Run:
         """
         self._update(trainer.training, 0)
         for number in range(max(steps, 1)):
+            self.at = number + 1
             batch = self._batches(number)
             if numbers is not None:
                 numbers.again()

@@ -18,7 +18,7 @@ import msgspec
 
 from polyamp._version import __version__
 from polyamp.contract import registry
-from polyamp.errors import BackendNotInstalledError, PolyampError, RecipeError, described
+from polyamp.errors import BackendNotInstalledError, PolyampError, RecipeError
 from polyamp.parity import exchange, jobs
 from polyamp.parity.compare import without_judge
 from polyamp.parity.findings import Failure
@@ -26,12 +26,11 @@ from polyamp.parity.jobs import Job, Loop, Said, Train
 from polyamp.parity.named import Named, look_in
 from polyamp.parity.own_loop import OwnLoop
 from polyamp.parity.party import Party
-from polyamp.parity.phases import Phase
+from polyamp.parity.phases import Phase, plain
 from polyamp.parity.running import Meeting
 from polyamp.parity.stored import Tree, digest, tree_of
 from polyamp.parity.trace import Entry, Writer
 from polyamp.porting.check import Across, Batch
-from polyamp.recipe.optimizers import sgd
 from polyamp.recipe.recipe import Recipe
 from polyamp.workers import claimed
 
@@ -103,7 +102,7 @@ class _Work:
             options=job.options,
             randomness=job.randomness,
         )
-        text, optimizer = _plain(party.recipe)
+        text, optimizer = plain(party.recipe)
         environment = party.environment()
         self._emit(jobs.Started(side=job.side, environment=environment, recipe=text, optimizer=optimizer))
         meeting = None
@@ -229,16 +228,6 @@ def _recipe(recipe: str | Named | Loop | None) -> Any:
     if isinstance(recipe, str):
         return Recipe.from_json(recipe)
     return None if recipe is None else recipe.found()
-
-
-def _plain(recipe: Recipe | None) -> tuple[str | None, str]:
-    """A recipe as JSON, and what its optimizer is called where JSON cannot hold it."""
-    if recipe is None:
-        return None, ""
-    try:
-        return recipe.to_json(), ""
-    except PolyampError:
-        return recipe.replace(optimizer=sgd(0.0)).to_json(), described(recipe.optimizer)
 
 
 def _is_missing(error: BaseException) -> bool:

@@ -115,6 +115,7 @@ def test_a_loop_of_ones_own_is_compared_with_a_recipe() -> None:
     [
         ({"steps": 0}, ArgumentError, "steps must be a whole number of at least 1. Received: steps=0"),
         ({"randomness": "on"}, ArgumentError, "randomness must be 'off' or 'shared'"),
+        ({"loss_fn": recipe()}, ArgumentError, "loss_fn stands before recipe"),
         ({"loss_fn": None}, ArgumentError, "loss_fn must be given where there is a recipe"),
         ({"recipe": "mixed_float16"}, RecipeError, "recipe must be a polyamp.Recipe, a function of the model"),
         (
@@ -144,3 +145,20 @@ def test_the_table_ends_with_the_step_in_which_the_sides_part() -> None:
     rows = report.comparisons[0].rows
     assert {row.step for row in rows if row.phase == "float32"} <= {0, 1}
     assert not any(row.counts for row in rows if row.stage in ("forward", "backward"))
+
+
+def test_a_list_of_batches_comes_in_turn() -> None:
+    batches = [batch(0), batch(1)]
+    report = polyamp.compare(*models(), batches, loss_fn, recipe(), steps=4)
+    assert report.agrees
+    again = polyamp.compare(*models(), lambda step: batches[step % 2], loss_fn, recipe(), steps=4)
+    assert [curve.loss for curve in report.curves] == [curve.loss for curve in again.curves]
+
+
+def test_an_error_of_the_program_says_where_it_came() -> None:
+    def fails(model: Any, data: Any) -> Any:
+        raise KeyError("mask")
+
+    with pytest.raises(KeyError) as caught:
+        polyamp.compare(*models(), batch, (loss_fn, fails), recipe(), labels=("mine", "theirs"))
+    assert "In a comparison: theirs, float32, step 1." in caught.value.__notes__
