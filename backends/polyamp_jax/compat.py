@@ -348,7 +348,7 @@ def apart(name: str) -> Iterator[None]:
         if _user_context is not None:
             with _user_context("/".join(_blocks.get())):
                 yield
-        else:  # until jax 0.8
+        else:  # an older jax
             clear: Any = jax.clear_caches  # JAX does not annotate it
             clear()
             try:
@@ -361,7 +361,7 @@ def apart(name: str) -> Iterator[None]:
 
 def float64() -> contextlib.AbstractContextManager[Any]:
     """A block in which JAX has float64."""
-    here: Any = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")  # until jax 0.8
+    here: Any = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")  # an older jax
     block: contextlib.AbstractContextManager[Any] = here.enable_x64(True)
     return block
 

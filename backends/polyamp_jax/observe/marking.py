@@ -13,7 +13,7 @@ from typing import Any
 
 from polyamp_jax import compat
 from polyamp_jax.models.parts import Adapter
-from polyamp_jax.observe.outputs import given, of_sequence
+from polyamp_jax.observe.outputs import called
 
 
 @contextlib.contextmanager
@@ -45,16 +45,14 @@ def _fields(adapter: Any) -> Mapping[str, Any]:
 
 
 def _linen(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    output = call(*args, **kwargs)
     module = context.module
     if context.method_name != "__call__" or module.scope is None or not module.path:
-        return output
-    path = "/".join(module.path)
-    if compat.is_a(module, "flax.linen", "RNN"):
-        return of_sequence(output, "/".join(module.cell.path), path)
-    return given(output, path)
+        return call(*args, **kwargs)
+    cell = "/".join(module.cell.path) if compat.is_a(module, "flax.linen", "RNN") else None
+    return called(call, args, kwargs, "/".join(module.path), cell=cell)
 
 
 def _haiku(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    output = call(*args, **kwargs)
-    return given(output, context.module.module_name) if context.method_name == "__call__" else output
+    if context.method_name != "__call__":
+        return call(*args, **kwargs)
+    return called(call, args, kwargs, context.module.module_name)

@@ -11,8 +11,9 @@ from polyamp.results import LossFunction
 from polyamp_jax import compat
 from polyamp_jax.observe.named import Gradients, host
 from polyamp_jax.observe.stillness import still
-from polyamp_jax.observe.watching import Watching
+from polyamp_jax.observe.watching import Found, Watching
 from polyamp_jax.observe.working import working
+from polyamp_jax.step.failures import explained
 
 
 class JaxObserver:
@@ -34,17 +35,23 @@ class JaxObserver:
 
     def watch(self, state: Any, loss_fn: LossFunction, batch: Any, see: See) -> Watched:
         watching = self._watching.setdefault(id(loss_fn), Watching(loss_fn))
-        with compat.apart("watch"):
-            passed = watching(state, batch)
-        found = passed.found.value
-        dtypes = [str(output.dtype) for output in passed.outputs]
-        outputs, cotangents = passed.outputs, passed.cotangents
-        for number, path in enumerate(found.paths):
-            see(path, "output", host(outputs[number]), dtypes[number])
-            outputs[number] = None
-        for number in reversed(range(len(found.paths))):
+        try:
+            with compat.apart("watch"):
+                passed = watching(state, batch)
+        except Exception as error:
+            said = explained(error, batch)
+            if said is None:
+                raise
+            raise said from error
+        found: Found = passed.found.value
+        dtypes = [str(array.dtype) for array in passed.arrays]
+        arrays, cotangents = passed.arrays, passed.cotangents
+        for number, (path, what) in enumerate(found.shown):
+            see(path, what, host(arrays[number]), dtypes[number])
+            arrays[number] = None  # one after the other is let go
+        for number in reversed(range(len(found.shown))):
             if cotangents[number] is not None:
-                see(found.paths[number], "cotangent", host(cotangents[number]), dtypes[number])
+                see(found.shown[number][0], "cotangent", host(cotangents[number]), dtypes[number])
                 cotangents[number] = None
         return Watched(float(passed.loss), Gradients(state, passed.gradients), found.operations, found.unseen)
 

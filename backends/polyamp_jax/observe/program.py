@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from polyamp.parity.observing import What
 from polyamp_jax import compat
 from polyamp_jax.precision.interpreter import seen
 
@@ -21,29 +22,38 @@ class Mark(NamedTuple):
     """A marked value.
 
     Attributes:
-        path: of the module that gave it; another call of the same module has "#2" behind it.
+        path: of the module; another call of the same module has "#2" behind it.
+        what: "output", or "input" of a module that has no modules in it.
         axes: those of `jax.vmap`s around the call, outermost first.
         aval: shape and dtype.
     """
 
     path: str
+    what: What
     axes: tuple[int, ...]
     aval: Any
 
 
-Tap = Callable[[Any], Any]
-"""Given a marked value, what goes on in its place."""
+Tap = Callable[[Mark, Any], Any]
+"""Given a mark and the value, what goes on in its place."""
 
 
-def marks_in(jaxpr: compat.Jaxpr) -> list[Mark]:
-    """The marks that a run meets, in its order."""
-    found: list[Mark] = []
+def marks_in(jaxpr: compat.Jaxpr) -> list[Mark | None]:
+    """The marks that a run meets, in its order; None for those that are of no use."""
+    found = [eqn.params for eqn in _marks(jaxpr)]
+    paths = {eqn.params["path"] for eqn in _every(jaxpr) if eqn.primitive is seen.SHOWN}
+    around = {path[:end] for path in paths for end, letter in enumerate(path) if letter == "/"}
+    names: dict[tuple[str, int], str] = {}
     calls: dict[str, int] = {}
-    for eqn in _marks(jaxpr):
-        path = eqn.params["path"]
+    for path, call in [(said["path"], said["call"]) for said in found if said["what"] == "output"]:
         calls[path] = number = calls.get(path, 0) + 1
-        found.append(Mark(path if number == 1 else f"{path}#{number}", eqn.params["axes"], eqn.invars[0].aval))
-    return found
+        names[path, call] = path if number == 1 else f"{path}#{number}"
+    marks: list[Mark | None] = []
+    for said, eqn in zip(found, _marks(jaxpr), strict=True):
+        name = names.get((said["path"], said["call"]))
+        useless = name is None or (said["what"] == "input" and said["path"] in around)
+        marks.append(None if useless or name is None else Mark(name, said["what"], said["axes"], eqn.invars[0].aval))
+    return marks
 
 
 def hidden(jaxpr: compat.Jaxpr) -> set[str]:
@@ -52,8 +62,14 @@ def hidden(jaxpr: compat.Jaxpr) -> set[str]:
     return {eqn.params["path"] for eqn in _every(jaxpr) if eqn.primitive is seen.SHOWN and id(eqn) not in met}
 
 
-def run(jaxpr: compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any], tap: Tap) -> list[Any]:
+def run(program: compat.ClosedJaxpr, args: Sequence[Any], marks: Sequence[Mark | None], tap: Tap) -> list[Any]:
     """The outputs of a program, each marked value replaced by what `tap` makes of it."""
+    return _run(program.jaxpr, program.consts, args, iter(marks), tap)
+
+
+def _run(
+    jaxpr: compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any], marks: Iterator[Mark | None], tap: Tap
+) -> list[Any]:
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, args, strict=True))
 
@@ -65,9 +81,10 @@ def run(jaxpr: compat.Jaxpr, consts: Sequence[Any], args: Sequence[Any], tap: Ta
         inner = _opened(eqn)
         with compat.context_of(eqn):
             if eqn.primitive is seen.SHOWN:
-                out = [tap(*operands)]
+                mark = next(marks)
+                out = operands if mark is None else [tap(mark, *operands)]
             elif inner is not None:
-                out = run(*inner, operands, tap)
+                out = _run(*inner, operands, marks, tap)
             else:
                 out = compat.bind(eqn, operands, eqn.params)
         known.update(zip(eqn.outvars, out, strict=True))

@@ -8,7 +8,8 @@ beside every output that are differentiated by too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.contract.report import Operation
+from polyamp.parity.observing import What
 from polyamp.results import LossFunction
 from polyamp.rules import refusals
 from polyamp.rules.batches import check_has_rows
@@ -24,9 +26,11 @@ from polyamp_jax.models.function import FunctionAdapter
 from polyamp_jax.models.routes import Route
 from polyamp_jax.observe import program
 from polyamp_jax.observe.marking import marked, marking
-from polyamp_jax.observe.outputs import given
+from polyamp_jax.observe.operations import record
+from polyamp_jax.observe.outputs import called, scoping
 from polyamp_jax.precision.bound import Engine
 from polyamp_jax.precision.interpreter.recorder import Recorder
+from polyamp_jax.precision.interpreter.walk import interprets
 from polyamp_jax.precision.reading import BoundModel
 from polyamp_jax.step import differentiate
 from polyamp_jax.step.failures import check_aux
@@ -39,12 +43,13 @@ class Found(NamedTuple):
     """What is known of a pass when it is traced.
 
     Attributes:
-        paths: of the modules whose outputs come out, in the order in which they come to be.
+        shown: (path, what) of the arrays that come out, in the order in which they come to
+            be, but that a module's input stands right before its output.
         operations: what ran, by module.
         unseen: why the modules inside of the model do not show theirs; "" where they do.
     """
 
-    paths: tuple[str, ...]
+    shown: tuple[tuple[str, What], ...]
     operations: tuple[Operation, ...]
     unseen: str
 
@@ -54,14 +59,15 @@ class Passed(NamedTuple):
 
     Attributes:
         loss: unscaled.
-        outputs: of the modules, in the dtypes that they have.
-        cotangents: of the outputs, unscaled, float32 or wider; None where the loss does not depend on one.
+        arrays: of the modules, in the dtypes that they have.
+        cotangents: of each of them, unscaled, float32 or wider; None of an input, and where the loss does not depend on
+            an output.
         gradients: by the leaves of the parameters, the same.
         found: `Found`.
     """
 
     loss: Any
-    outputs: list[Any]
+    arrays: list[Any]
     cotangents: list[Any]
     gradients: list[Any]
     found: Fixed
@@ -88,11 +94,11 @@ class Watching:
         params, scale = differentiate.computed(state), differentiate.scale_of(state)
         keys = differentiate.keys_of(state, state.running.draws)
         adapter, plan = marked(state.setup.adapter), state.setup.plan
-        recorder = Recorder()
+        recorder, interpreted = Recorder(), interprets(plan)
 
         def loss_of(params: Any, masters: Any) -> tuple[Any, Any]:
             engine = _Engine(adapter, plan, params, state.running, keys, masters=masters, recorder=recorder)
-            with matmul_precision(plan), marking():
+            with matmul_precision(plan), marking(), contextlib.nullcontext() if interpreted else scoping():
                 loss, aux = refusals.split_result(self._loss_fn(BoundModel(engine), batch))
             check_aux(aux)
             return differentiate.scaled_loss(loss, scale)[0], loss
@@ -100,26 +106,36 @@ class Watching:
         # in cast mode loss_fn may use both a parameter's cast and the master itself
         masters = None if params is state.params else state.params
         traced = jax.make_jaxpr(loss_of)(params, masters)
+        if not interpreted:
+            record(traced.jaxpr, recorder)
         marks = program.marks_in(traced.jaxpr)
 
         def seeing(params: Any, masters: Any, zeros: list[Any]) -> tuple[Any, Any]:
-            outputs: list[Any] = []
+            arrays: list[Any] = []
+            left = iter(zeros)
 
-            def tap(value: Any) -> Any:
-                outputs.append(value)
-                return _beside(value, zeros[len(outputs) - 1])
+            def tap(mark: program.Mark, value: Any) -> Any:
+                arrays.append(value)
+                return _beside(value, next(left)) if mark.what == "output" else value
 
-            scaled, loss = program.run(traced.jaxpr, traced.consts, jax.tree.leaves((params, masters)), tap)
-            return scaled, (loss, outputs)
+            scaled, loss = program.run(traced, jax.tree.leaves((params, masters)), marks, tap)
+            return scaled, (loss, arrays)
 
-        zeros = [jnp.zeros(mark.aval.shape, mark.aval.dtype) for mark in marks]
-        (values,), cotangents, (loss, outputs) = differentiate.taken(seeing, [params], [masters], zeros)
+        kept = [mark for mark in marks if mark is not None]
+        zeros = [jnp.zeros(mark.aval.shape, mark.aval.dtype) for mark in kept if mark.what == "output"]
+        (values,), cotangents, (loss, arrays) = differentiate.taken(seeing, [params], [masters], zeros)
+        behind = iter(cotangents)
+        seen = [
+            (mark, _in_front(array, mark), None if mark.what == "input" else _in_front(next(behind), mark))
+            for mark, array in zip(kept, arrays, strict=True)
+        ]
+        seen = _inputs_last(seen)
         return Passed(
             loss,
-            [_in_front(output, mark) for output, mark in zip(outputs, marks, strict=True)],
-            [_in_front(_unscaled(each, scale), mark) for each, mark in zip(cotangents, marks, strict=True)],
+            [array for _, array, _ in seen],
+            [_unscaled(cotangent, scale) for _, _, cotangent in seen],
             differentiate.unscaled(values, scale, jax.tree.leaves(state.params)),
-            Fixed(_found(state, traced.jaxpr, marks, recorder)),
+            Fixed(_found(state, traced.jaxpr, [mark for mark, _, _ in seen], recorder)),
         )
 
 
@@ -127,14 +143,27 @@ class _Engine(Engine):
     """An engine whose model's own output is marked as it is for `loss_fn`."""
 
     def call(self, route: Route, args: Any, kwargs: Any) -> Any:
-        output = super().call(route, args, kwargs)
-        return output if route.steps else given(output, "")
+        own = super().call
+        if route.steps:
+            return own(route, args, kwargs)
+        return called(lambda *args, **kwargs: own(route, args, kwargs), args, kwargs, "")
 
 
-def _found(state: JaxState, jaxpr: Any, marks: list[program.Mark], recorder: Recorder) -> Found:
-    paths = tuple(mark.path for mark in marks)
+def _inputs_last(seen: Sequence[tuple[program.Mark, Any, Any]]) -> list[tuple[program.Mark, Any, Any]]:
+    """Each module's input right before its output: other calls may have ended between."""
+    waiting = {item[0].path: item for item in seen if item[0].what == "input"}
+    made = []
+    for item in seen:
+        if item[0].what == "output":
+            before = waiting.pop(item[0].path, None)
+            made += [item] if before is None else [before, item]
+    return made
+
+
+def _found(state: JaxState, jaxpr: Any, marks: Sequence[program.Mark], recorder: Recorder) -> Found:
+    shown = tuple((mark.path, mark.what) for mark in marks)
     operations = recorder.report(state.recipe.policy).operations
-    return Found(paths, operations, "" if any(path.partition("#")[0] for path in paths) else _unseen(state, jaxpr))
+    return Found(shown, operations, "" if any(path.partition("#")[0] for path, _ in shown) else _unseen(state, jaxpr))
 
 
 def _unseen(state: JaxState, jaxpr: Any) -> str:

@@ -19,26 +19,33 @@ from polyamp_jax import compat
 NAME: Final = "polyamp_shown"
 
 
-def _batched(args: Sequence[Any], dims: Sequence[Any], *, path: str, axes: tuple[int, ...]) -> tuple[Any, Any]:
+def _batched(args: Sequence[Any], dims: Sequence[Any], *, axes: tuple[int, ...], **said: Any) -> tuple[Any, Any]:
     """Under `jax.vmap` the value of all examples is marked; `axes` are those of the maps, outermost first."""
     (value,), (dim,) = args, dims
-    if dim is None:
-        return SHOWN.bind(value, path=path, axes=axes), dim
-    return SHOWN.bind(value, path=path, axes=(dim, *(axis + (axis >= dim) for axis in axes))), dim
+    if dim is not None:
+        axes = (dim, *(axis + (axis >= dim) for axis in axes))
+    return SHOWN.bind(value, axes=axes, **said), dim
 
 
-def _tangent(primals: Sequence[Any], tangents: Sequence[Any], *, path: str, axes: tuple[int, ...]) -> tuple[Any, Any]:
-    return SHOWN.bind(*primals, path=path, axes=axes), tangents[0]
+def _tangent(primals: Sequence[Any], tangents: Sequence[Any], **said: Any) -> tuple[Any, Any]:
+    return SHOWN.bind(*primals, **said), tangents[0]
 
 
 SHOWN: Final = compat.identity(NAME, _tangent, _batched)
 
 
-def shown(value: Any, path: str) -> Any:
-    """A floating array, marked as what the module at `path` gave; anything else as it is."""
+def shown(value: Any, path: str, call: int, what: str = "output") -> Any:
+    """A floating array, marked; anything else as it is.
+
+    Args:
+        value: what a module gave, or was given.
+        path: of the module.
+        call: a number that its other marks of the same call have too.
+        what: "output" or "input".
+    """
     if not isinstance(value, jax.Array) or not jnp.issubdtype(value.dtype, jnp.floating):
         return value
-    return SHOWN.bind(value, path=path, axes=())
+    return SHOWN.bind(value, path=path, call=call, what=what, axes=())
 
 
 class Marks(NamedTuple):

@@ -143,9 +143,10 @@ class Value:
         return Value(array, self.declared, self.traits._replace(rank=rank))
 
     def shown(self, mark: Any, params: Mapping[str, Any]) -> Value:
-        """This value, marked: of a constant, which has no dtype of its own, what it is now."""
+        """This value, marked, where it is an output; of a constant, which has no dtype of its own, what it is now."""
         made = mark.bind(self.array(), **params)
-        return self if self.constant is not None else Value(made, self.declared, self.traits)
+        keeps = self.constant is not None or params["what"] != "output"
+        return self if keeps else Value(made, self.declared, self.traits)
 
     def key(self) -> Any:
         """What an inner function's trace depends on beside the array's type."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen
 
 import polyamp
 
@@ -49,7 +50,13 @@ def test_outputs_cotangents_and_gradients_are_those_of_jax(backend: Any, make_ki
     assert found.loss == pytest.approx(float(loss), rel=1e-6)
     assert found.unseen == ""
     paths = ["first", "second", "third", ""]
-    assert order == [(path, "output") for path in paths] + [(path, "cotangent") for path in reversed(paths)]
+    forward = [(path, what) for path in paths for what in ("input", "output") if path or what == "output"]
+    assert order == forward + [(path, "cotangent") for path in reversed(paths)]
+    np.testing.assert_array_equal(seen["first", "input"][0], data["x"])
+    np.testing.assert_allclose(seen["third", "input"][0], jax.nn.relu(outputs[1]), 1e-5, 1e-6)
+    assert {(row.module, row.name, row.dtype, row.rule) for row in found.operations} >= {
+        (path, name, "float32", "off") for path in paths[:3] for name in ("dot_general", "add")
+    }
     for path, output, cotangent, gradient in zip(paths, outputs, cotangents, gradients, strict=False):
         np.testing.assert_allclose(seen[path, "output"][0], output, 1e-5, 1e-6)
         np.testing.assert_allclose(seen[path, "cotangent"][0], cotangent, 1e-5, 1e-7)
@@ -79,3 +86,56 @@ def test_what_is_seen_is_what_the_step_computes(backend: Any, make: Any, loss_fn
     assert {seen[path, "output"][1] for path in paths} == {"float16"}
     rows = {(row.module, row.name): row.dtype for row in found.operations}
     assert {rows[path, "dot_general"] for path in paths} == {"float16"}
+
+
+def test_calls_are_counted_and_what_a_loop_runs_is_not_shown(backend: Any) -> None:
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            layer = linen.Dense(4, name="layer")
+            x = linen.remat(linen.Dense)(4, name="again")(layer(layer(x)))
+            scanned = linen.scan(Body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+            return scanned(name="loop")(x)[0]
+
+    class Body(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            return linen.Dense(4, name="inner")(x), None
+
+    x = np.ones((2, 4), np.float32)
+    module = Net()
+    recipe = polyamp.Recipe(policy="mixed_bfloat16", optimizer=polyamp.sgd(0.1))
+    state = polyamp.init((module, module.init(jax.random.key(0), x)), recipe)
+    found, seen, _ = watched(backend, state, lambda model, x: jnp.mean(model(x) ** 2), x)
+    assert {path for path, _ in seen} == {"layer", "layer#2", "again", "loop", ""}
+    assert ("loop", "input") not in seen
+    np.testing.assert_array_equal(seen["layer#2", "input"][0], seen["layer", "output"][0])
+    np.testing.assert_array_equal(found.gradients["loop/inner/kernel[1]"], found.gradients["loop/inner/kernel"][1])
+
+
+def test_what_the_loss_does_not_depend_on_has_no_gradient(backend: Any) -> None:
+    def apply_fn(params: Any, x: Any) -> Any:
+        return x @ jax.lax.stop_gradient(params["still"]) @ params["moving"]
+
+    params = {"moving": jnp.ones((3, 2)), "still": jnp.ones((4, 3))}
+    state = polyamp.init((apply_fn, params), polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1)))
+    found, _, _ = watched(backend, state, lambda model, x: jnp.sum(model(x)), np.ones((2, 4), np.float32))
+    np.testing.assert_array_equal(found.gradients["moving"], np.full((3, 2), 8.0))
+    assert found.gradients["still"] is None
+
+
+def test_a_pass_is_traced_once_for_all_steps(backend: Any, make_kind: Any, batch: Any, recipe: Any) -> None:
+    made, traced = make_kind("nnx", dropout=True), []
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        traced.append(1)
+        return jnp.mean(model(batch["x"]) ** 2)
+
+    rule = recipe("mixed_bfloat16", optimizer=polyamp.adamw(0.1))
+    with backend.observer.working(made.model) as model:
+        state = polyamp.init(model, rule)
+        step = polyamp.train_step(loss_fn, rule)
+        for number in range(3):
+            backend.observer.watch(state, loss_fn, batch(number), lambda *_: None)
+            state, _ = step(state, batch(number))
+    assert len(traced) == 2
