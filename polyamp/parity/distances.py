@@ -45,6 +45,18 @@ class Compared(NamedTuple):
         return self.distance / self.allowed if self.allowed else (math.inf if self.distance else 0.0)
 
 
+def exactly(found: Compared, wide: tuple[Entry | None, Entry | None], allowed: float) -> Compared:
+    """What was found, or how far the float64 runs are apart where that is more than float32 explains: they differ by
+    nothing but their formulas, and constants that a program rounds to float32."""
+    one, two = (None if entry is None else entry.sketch for entry in wide)
+    if one is None or two is None or one.size != two.size:
+        return found
+    distance = apart(one, two)
+    if not math.isfinite(distance) or distance <= allowed:
+        return found
+    return found._replace(distance=distance, allowed=allowed)
+
+
 def own_distance(entry: Entry, wide: Entry | None) -> float | None:
     """How far a side is from its own wider run; None where there is none, or where it is not finite."""
     if wide is None or wide.sketch is None or entry.sketch is None or wide.sketch.size != entry.sketch.size:

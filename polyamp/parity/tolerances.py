@@ -46,6 +46,10 @@ class Judge(NamedTuple):
     wide: bool
     alike: bool
 
+    def arithmetic(self, depth: float, scale: float) -> float:
+        """What roundings one after another alone make."""
+        return self.roundoff * math.sqrt(max(depth, 1.0)) * scale
+
     def allowed(
         self,
         own: tuple[float | None, float | None],
@@ -70,7 +74,7 @@ class Judge(NamedTuple):
         >>> Judge(2.0**-24, True, True).allowed((1e-6, 2e-6), 4, 1.0) == FACTOR * 3e-6
         True
         """
-        floor = self.roundoff * math.sqrt(max(depth, 1.0)) * scale
+        floor = self.arithmetic(depth, scale)
         most = math.sqrt(self.roundoff * math.sqrt(max(depth, 1.0))) * scale
         known = [each for each in own if each is not None]
         if not known:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from polyamp.parity import likeness, ran, unseen
 from polyamp.parity.aligned import Agreed
-from polyamp.parity.distances import Compared, far, own_distance
+from polyamp.parity.distances import Compared, exactly, far, own_distance
 from polyamp.parity.phases import FLOAT32, FLOAT64, POLICY, Phase, epsilon
 from polyamp.parity.report import Comparison, Divergence, Row
 from polyamp.parity.sketch import apart
@@ -294,7 +294,10 @@ class _Phase:
         distance = apart(a, b)
         if distance > allowed and (unseen.is_absent(one) or unseen.is_absent(two)):
             kind = "missing"
-        return Compared(one, two, distance, allowed, scale, own, kind)
+        found = Compared(one, two, distance, allowed, scale, own, kind)
+        if one.stage == "forward" and one.step == 1 and self._judge.wide and not found.counts:
+            return exactly(found, wide, self._judge.arithmetic(depth, scale))
+        return found
 
     def _nearer(
         self,

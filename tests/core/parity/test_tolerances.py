@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from polyamp.parity.aligned import Agreed
+from polyamp.parity.distances import Compared, exactly
 from polyamp.parity.phases import FLOAT32, Phase
 from polyamp.parity.sketch import sketch
 from polyamp.parity.tolerances import DRIFT, FACTOR, UNJUDGED, Judge
@@ -68,6 +69,16 @@ def test_rate_and_decay_are_told_apart(moved: Any, why: str) -> None:
     assert found is not None
     assert found.counts
     assert found.why.startswith(why)
+
+
+def test_float64_runs_tell_what_float32_hides() -> None:
+    one, wide = _entry(1, "forward", "fc", "output", [1.0, 2.0]), _entry(1, "forward", "fc", "output", [1.0, 2.0])
+    other = _entry(1, "forward", "fc", "output", [1.0, 2.0 + 1e-6])
+    found = Compared(one, one, 0.0, 1.0, 2.0, (None, None))
+
+    assert exactly(found, (wide, other), 1e-7).distance == pytest.approx(1e-6, rel=0.1)
+    assert exactly(found, (wide, other), 1e-5) is found
+    assert exactly(found, (wide, None), 1e-7) is found
 
 
 def _judged(ours: list[Entry], theirs: list[Entry]) -> Any:
