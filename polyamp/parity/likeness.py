@@ -121,8 +121,9 @@ def likeness(found: Compared, labels: tuple[str, str], agreed: Agreed, phase: Ph
             f"Of {found.one.name!r} of {found.one.module!r} the loss of {without} does not know; that of {other} does.",
             [f"{other} has a gradient of root mean square {max(a.rms, b.rms):.3g}; {without} has none."],
         )
-    told = agreed.differs.get(found.one.module.partition("#")[0], [])
-    kinds = agreed.structure.get(found.one.module.partition("#")[0], [])
+    its = found.one.what != "input"  # what a layer is given is not its own work
+    told = agreed.differs.get(found.one.module.partition("#")[0], []) if its else []
+    kinds = agreed.structure.get(found.one.module.partition("#")[0], []) if its else []
     if any(kind in _EPSILONS for kind in kinds):
         return Likeness("epsilon", f"Another epsilon {where}.", told)
     if found.one.step == 0:
@@ -225,6 +226,8 @@ def _inside(module: str, between: Sequence[str]) -> str:
 
 def _where(entry: Entry, after: str) -> str:
     path = repr(entry.module) if entry.module else "the model"
+    if entry.what == "input":
+        return f"in what {path} is given" + (f", behind {after!r}, which agrees: between the two" if after else "")
     if entry.stage == "forward":
         return f"in the output of {path}" + (f", after {after!r}, which agrees" if after else "")
     if entry.what == "cotangent":

@@ -130,3 +130,17 @@ def test_a_fault_in_what_is_compiled_is_found_in_its_output(model: Net) -> None:
     report = polyamp.compare(model, torch.compile(Tanh(), backend="aot_eager"), BATCH, loss_fn, RECIPE, 1)
     assert report.first is not None
     assert (report.first.stage, report.first.module, report.first.what) == ("forward", "", "output")
+
+
+def test_what_lies_between_two_layers_is_found_in_what_the_second_is_given() -> None:
+    def made(approximate: str) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(12, 32), nn.GELU(approximate), nn.LayerNorm(32, eps=1e-5), nn.Linear(32, 5))
+
+    x = np.random.default_rng(0).standard_normal((8, 12), np.float32)
+    other = made("tanh")
+    other[2].eps = 1e-6  # another mistake, which is not to be blamed for the first
+    first = polyamp.compare(made("none"), other, x).first
+    assert first is not None
+    assert (first.stage, first.module, first.what, first.after, first.kind) == ("forward", "2", "input", "0", "formula")
+    assert "behind '0', which agrees: between the two" in first.sentence
