@@ -340,16 +340,19 @@ def identity(name: str, tangent: Callable[..., Any], batched: Callable[..., Any]
 
 
 @contextlib.contextmanager
-def apart(name: str) -> Iterator[None]:
+def apart(name: str, *, strictly: bool = True) -> Iterator[None]:
     """A block whose programs JAX keeps by themselves: none that was traced outside is used again inside, nor the other
-    way round, but where the names of the blocks are the same."""
+    way round, but where the names of the blocks are the same.
+
+    An older jax has no such blocks: there all programs are forgotten at both ends of one that is to be so strictly.
+    """
     token = _blocks.set((*_blocks.get(), name))
     try:
         if _user_context is not None:
             with _user_context("/".join(_blocks.get())):
                 yield
-        else:  # an older jax
-            clear: Any = jax.clear_caches  # JAX does not annotate it
+        else:
+            clear: Any = jax.clear_caches if strictly else lambda: None  # JAX does not annotate it
             clear()
             try:
                 yield
