@@ -14,7 +14,7 @@ import msgspec
 from polyamp.porting.layouts.forms import Form
 from polyamp.porting.layouts.inventory import NativeLayer
 from polyamp.porting.layouts.operations import Merge
-from polyamp.porting.matching.differences import RECURRENT, listed
+from polyamp.porting.matching.differences import RECURRENT, Difference, listed
 from polyamp.porting.matching.matching import Match
 from polyamp.porting.settled import Settled
 from polyamp.porting.states.canonical import Way
@@ -28,9 +28,9 @@ class Agreed(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         modules: path in the second side -> path in the first, of layers and of the modules that hold them.
         holders: paths, in the first, of modules that hold layers and are none.
-        behind: path in the first -> activation that is in the second's layer alone: the first's output is compared
-            behind it.
-        applied: path in the second -> activation that is in the first's layer alone.
+        behind: path in the first -> the first's activation where the second's layer has its own inside: the first's
+            output is compared behind it.
+        applied: path in the second -> the second's activation where the first's layer has its own inside.
         merged: paths, in the first, of layers that keep in two arrays what the other side adds up in one: their
             biases move twice as far.
         kinds: path in the first -> the layer's kind.
@@ -71,12 +71,13 @@ def agreed(way: Settled) -> Agreed:
     """What two sides have to know of each other."""
     leaves = {each.target.path: each.source.path for each in way.pairs}
     holders = _holders(leaves)
-    behind, applied = _activations(way.pairs)
+    behind, applied = _activations(way.pairs, way.compared.differences)
     differs: dict[str, list[str]] = {}
     structure: dict[str, list[str]] = {}
     for each in way.compared.differences:
-        differs.setdefault(each.source, []).append(str(each))
-        structure.setdefault(each.source, []).append(each.attribute)
+        for path in {each.source: 0, leaves.get(each.target, each.source): 0}:  # an activation may be a layer's or its own
+            differs.setdefault(path, []).append(str(each))
+            structure.setdefault(path, []).append(each.attribute)
     notes = [f"the weights do not carry: {line}" for line in listed(way.compared.differences)]
     notes += [f"no partner for {path} of the first side" for path in way.unused]
     notes += [f"no partner for {path} of the second side" for path in way.missing]
@@ -129,16 +130,21 @@ def _merges(match: Match) -> bool:
     return found[0] != found[1]
 
 
-def _activations(pairs: Sequence[Match]) -> tuple[dict[str, str], dict[str, str]]:
+def _activations(
+    pairs: Sequence[Match], differences: Sequence[Difference]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """What `Agreed.behind` and `Agreed.applied` say: each side's own activation, which may be another than its partner's."""
+    own = {each.target: str(each.ours) for each in differences if each.attribute == "activation"}
+    others = {each.source: str(each.theirs) for each in differences if each.attribute == "activation"}
     behind, applied = {}, {}
     for each in pairs:
         ours, theirs = (_inside(*side) for side in ((each.source, each.fit.source), (each.target, each.fit.target)))
         if each.fit.source.kind in RECURRENT or (ours in _LINEAR) == (theirs in _LINEAR):
             continue
         if ours in _LINEAR:
-            behind[each.source.path] = str(theirs)
+            behind[each.source.path] = own.get(each.target.path, str(theirs))
         else:
-            applied[each.target.path] = str(ours)
+            applied[each.target.path] = others.get(each.source.path, str(ours))
     return behind, applied
 
 

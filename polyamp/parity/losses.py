@@ -24,13 +24,15 @@ def against_noise(inventory: Inventory) -> LossFunction:
     rank = inventory.spatial + 2 if inventory.spatial and inventory.channels == "first" else 0
 
     def loss_fn(model: Any, batch: Any) -> Any:
-        given = (
-            model(**batch)
-            if isinstance(batch, Mapping)
-            else model(*batch)
-            if isinstance(batch, tuple)
-            else model(batch)
-        )
+        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
+        try:
+            given = model(*args, **kwargs)
+        except TypeError as error:
+            raise LossError(
+                f"without loss_fn the batch is the model's input, and the model does not take it: {error}. A mapping "
+                "is given as keywords, a tuple as arguments, anything else as the one argument; a model whose one "
+                f"argument is a mapping (Keras's with named inputs) is given (mapping,). Received: {described(batch)}."
+            ) from error
         found = [leaf for _, leaf in leaves(given) if "float" in str(getattr(leaf, "dtype", ""))]
         if not found:
             raise LossError(f"the model's output has no floating array to compare. Received: {described(given)}.")
