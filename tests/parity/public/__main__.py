@@ -31,9 +31,9 @@ def compared(program: Program, policy: str, steps: int, changed: Any) -> dict[st
         recipes,
         steps,
         names=program.names or None,
+        inputs=[None, program.inputs],
     )
     first = report.first
-    rows = [row for each in report.comparisons for row in each.rows if row.phase == report.phases[-1]]
     if "-v" in sys.argv:
         print(policy, report, *(note for each in report.comparisons for note in each.notes), sep="\n", file=sys.stderr)
     return {
@@ -45,7 +45,6 @@ def compared(program: Program, policy: str, steps: int, changed: Any) -> dict[st
             for phase in report.phases
             if (rows := [row for each in report.comparisons for row in each.rows if row.phase == phase])
         },
-        "quantities": len(rows),
         "seconds": [round(time.perf_counter() - began, 2), round(report.own_seconds, 2)],
     }
 

@@ -33,16 +33,16 @@ class Program(NamedTuple):
         torch, flax: the models.
         batch: number of a step -> its batch, as torch has it.
         losses: of torch, of flax.
-        names: as for `polyamp.port`.
         inputs: what the flax model takes.
-        mistakes: name -> what is given instead: another `torch`, other `losses` or other optimizers.
-        groups: how torch's parameters are trained otherwise.
+        names: as for `polyamp.port`.
+        mistakes: name -> what is given instead: another `torch`, other `losses` or other `optimizers`.
     """
 
     torch: nn.Module
     flax: tuple[linen.Module, Any]
     batch: Callable[[int], Any]
     losses: tuple[Callable[..., Any], Callable[..., Any]]
+    inputs: Any
     names: Mapping[str, str]
     mistakes: Mapping[str, Mapping[str, Any]]
 
@@ -73,9 +73,9 @@ def gpt2() -> Program:
         seen = np.arange(WORDS) < np.array([[WORDS], [9], [WORDS], [6]])
         return {"ids": ids, "seen": seen.astype(np.int32)}
 
-    def torch_loss(model: Any, given: Batch) -> Any:
+    def torch_loss(model: Any, given: Batch, mask: Any = None) -> Any:
         labels = given["ids"].long().masked_fill(given["seen"] == 0, -100)
-        return model(input_ids=given["ids"], attention_mask=given["seen"], labels=labels).loss
+        return model(input_ids=given["ids"], attention_mask=mask, labels=labels).loss
 
     def flax_loss(model: Any, given: Batch, shift: int = 1) -> Any:
         logits = model(given["ids"])[:, : WORDS - shift].astype(jnp.float32)
@@ -88,10 +88,14 @@ def gpt2() -> Program:
         variables(target, batch(0)["ids"]),
         batch,
         (torch_loss, flax_loss),
+        batch(0)["ids"],
         {},
         {
             "epsilon": {"torch": source(layer_norm_epsilon=1e-6)},
             "gelu": {"torch": source(activation_function="gelu")},
+            "a mask on one side": {
+                "losses": (lambda model, given: torch_loss(model, given, given["seen"]), flax_loss)
+            },
             "labels not shifted": {"losses": (torch_loss, lambda model, given: flax_loss(model, given, 0))},
         },
     )
@@ -123,6 +127,7 @@ def resnet() -> Program:
         variables(target, batch(0).target["x"]),
         batch,
         (torch_loss, flax_loss),
+        batch(0).target["x"],
         {"shortcut/normalization": "shortcut/norm_proj"},
         {"decay on norms": {"optimizers": (undecayed, adamw())}},
     )
@@ -177,6 +182,7 @@ def tagger() -> Program:
         variables(FlaxTagger(), batch(0)["x"]),
         batch,
         (torch_loss, flax_loss),
+        batch(0)["x"],
         {},
         {"mean over padding": {"losses": (torch_loss, lambda model, given: flax_loss(model, given, padded=True))}},
     )
