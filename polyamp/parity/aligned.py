@@ -75,7 +75,10 @@ def agreed(way: Settled) -> Agreed:
     differs: dict[str, list[str]] = {}
     structure: dict[str, list[str]] = {}
     for each in way.compared.differences:
-        for path in {each.source: 0, leaves.get(each.target, each.source): 0}:  # an activation may be a layer's or its own
+        for path in {
+            each.source: 0,
+            leaves.get(each.target, each.source): 0,
+        }:  # an activation may be a layer's or its own
             differs.setdefault(path, []).append(str(each))
             structure.setdefault(path, []).append(each.attribute)
     notes = [f"the weights do not carry: {line}" for line in listed(way.compared.differences)]
@@ -130,10 +133,8 @@ def _merges(match: Match) -> bool:
     return found[0] != found[1]
 
 
-def _activations(
-    pairs: Sequence[Match], differences: Sequence[Difference]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """What `Agreed.behind` and `Agreed.applied` say: each side's own activation, which may be another than its partner's."""
+def _activations(pairs: Sequence[Match], differences: Sequence[Difference]) -> tuple[dict[str, str], dict[str, str]]:
+    """What `Agreed.behind` and `Agreed.applied` say: each side's own activation, which may not be its partner's."""
     own = {each.target: str(each.ours) for each in differences if each.attribute == "activation"}
     others = {each.source: str(each.theirs) for each in differences if each.attribute == "activation"}
     behind, applied = {}, {}

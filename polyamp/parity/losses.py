@@ -24,7 +24,9 @@ def against_noise(inventory: Inventory) -> LossFunction:
     rank = inventory.spatial + 2 if inventory.spatial and inventory.channels == "first" else 0
 
     def loss_fn(model: Any, batch: Any) -> Any:
-        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
+        args, kwargs = (
+            ((), batch) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
+        )
         try:
             given = model(*args, **kwargs)
         except TypeError as error:

@@ -22,6 +22,7 @@ _AS_THEY_ARE: Final = {
     "axis": "axis",
 }
 """Canonical attribute -> the Keras layer's of the same meaning."""
+_AT: Final = "  # at "
 _SEQUENCES: Final = {"strides": "strides", "dilation": "dilation_rate", "window": "pool_size", "size": "size"}
 _CODE: Final = {
     "gelu_tanh": "lambda x: keras.activations.gelu(x, approximate=True)",
@@ -37,9 +38,13 @@ def lines_of(layer: Any, form: Form, place: str) -> dict[str, Line]:
     Args:
         layer: the Keras layer that has them.
         form: what was read of it.
-        place: the code that reaches the layer, "model.get_layer('norm')".
+        place: the code that reaches the layer, "model.get_layer('norm')", or of one that no line reaches what
+            `spelled` says.
     """
     found: dict[str, Line] = {}
+    place, unreached, path = place.partition(_AT)
+    if unreached:
+        place = "layer"
     for name in form.attributes:
         if name in _AS_THEY_ARE and name in vars(layer):
             found[name] = _assigning(f"{place}.{_AS_THEY_ARE[name]}")
@@ -49,7 +54,11 @@ def lines_of(layer: Any, form: Form, place: str) -> dict[str, Line]:
             found[name] = _activation(f"{place}.{name}")
         elif name == "padding" and hasattr(layer, "padding"):
             found[name] = _padding(place, transposed="Transpose" in type(layer).__name__)
-    return found
+    return {name: _commented(line, f"{_AT}{path}") for name, line in found.items()} if unreached else found
+
+
+def _commented(line: Line, comment: str) -> Line:
+    return lambda value: f"{line(value)}{comment}"
 
 
 def _assigning(target: str) -> Line:
@@ -81,13 +90,13 @@ def _padding(place: str, *, transposed: bool) -> Line:
 
 
 def spelled(model: Any) -> dict[int, str]:
-    """id of each layer -> the code that reaches it from `model`."""
+    """id of each layer -> the code that reaches it from `model`, or "model  # at" and its path."""
     found = {id(model): "model"}
     for module in modules(model):
         place = found.get(id(module.layer), "model")
         for inner, code in _reached(module.layer):
             found.setdefault(id(inner), f"{place}{code}")
-    return {**{id(module.layer): f"model  # at {module.path}" for module in modules(model)}, **found}
+    return {**{id(module.layer): f"model{_AT}{module.path}" for module in modules(model)}, **found}
 
 
 def _reached(layer: Any) -> Iterator[tuple[Any, str]]:

@@ -1,5 +1,5 @@
-"""Three programs that are not of this project: transformers' GPT-2 and ResNet beside models in flax's own layers, and the
-LSTM tagger of torch's tutorials. Each with a loss in its framework's words, and a mistake that people make.
+"""Three programs that are not of this project: transformers' GPT-2 and ResNet beside models in flax's own layers, and
+an LSTM tagger as torch's tutorials have it. Each with a loss in its framework's words, and mistakes that people make.
 
 Run by `__main__`, with torch and JAX in one process.
 """
@@ -54,7 +54,9 @@ def adamw(groups: Any = ()) -> Any:
 
 def variables(module: linen.Module, given: Any) -> tuple[linen.Module, Any]:
     """A flax model with values: those of its variables' shapes; `compare` gives it torch's."""
-    return module, jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), jax.eval_shape(module.init, jax.random.key(0), given))
+    return module, jax.tree.map(
+        lambda a: np.zeros(a.shape, a.dtype), jax.eval_shape(module.init, jax.random.key(0), given)
+    )
 
 
 def gpt2() -> Program:
@@ -63,7 +65,7 @@ def gpt2() -> Program:
     def source(**changed: Any) -> nn.Module:
         torch.manual_seed(0)
         config = transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, use_cache=False,
+            vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=1, n_head=4, use_cache=False,
             bos_token_id=0, eos_token_id=0, initializer_range=0.2, loss_type="ForCausalLM", **changed,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(config)
@@ -82,7 +84,7 @@ def gpt2() -> Program:
         each = optax.softmax_cross_entropy_with_integer_labels(logits, given["ids"][:, shift:])
         return jnp.average(each, weights=given["seen"][:, shift:])
 
-    target = GPT2(vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4)
+    target = GPT2(vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=1, n_head=4)
     return Program(
         source(),
         variables(target, batch(0)["ids"]),
@@ -91,11 +93,9 @@ def gpt2() -> Program:
         batch(0)["ids"],
         {},
         {
-            "epsilon": {"torch": source(layer_norm_epsilon=1e-6)},
             "gelu": {"torch": source(activation_function="gelu")},
-            "a mask on one side": {
-                "losses": (lambda model, given: torch_loss(model, given, given["seen"]), flax_loss)
-            },
+            "epsilon": {"torch": source(layer_norm_epsilon=1e-6)},
+            "a mask on one side": {"losses": (lambda model, given: torch_loss(model, given, given["seen"]), flax_loss)},
             "labels not shifted": {"losses": (torch_loss, lambda model, given: flax_loss(model, given, 0))},
         },
     )
@@ -104,7 +104,7 @@ def gpt2() -> Program:
 def resnet() -> Program:
     """Classification."""
     torch.manual_seed(0)
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[32, 64], depths=[1, 1], num_labels=CLASSES)
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[32], depths=[1], num_labels=CLASSES)
 
     def batch(step: int) -> Any:
         rng = np.random.default_rng(step)
@@ -120,7 +120,7 @@ def resnet() -> Program:
         logits = model(given["x"], train=True).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, given["y"]).mean()
 
-    target = ResNet(stage_sizes=[1, 1], num_filters=8, num_classes=CLASSES)
+    target = ResNet(stage_sizes=[1], num_filters=8, num_classes=CLASSES)
     undecayed = adamw([polyamp.Group(kind=["bias", "norm"], weight_decay=0.0)])
     return Program(
         transformers.ResNetForImageClassification(config),
