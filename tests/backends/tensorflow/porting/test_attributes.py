@@ -11,9 +11,11 @@ import pytest
 from keras import layers, ops
 
 from polyamp.porting.layouts.canonical import Layer
+from polyamp.porting.layouts.forms import Form
 from polyamp.porting.layouts.kinds import KINDS
 from polyamp_tensorflow.porting.activations import name_of, said_of
 from polyamp_tensorflow.porting.converter import CONVERTER
+from polyamp_tensorflow.porting.lines import lines_of
 from polyamp_tensorflow.porting.parts import UNKNOWN
 from tests.porting.layers import formulas
 from tests.porting.layers.cases import CASES
@@ -180,3 +182,9 @@ def test_every_case_says_what_its_kind_has() -> None:
             assert set(layer.forms[0].attributes) <= set(kind.attributes), name
             assert set(kind.structural) <= set(layer.forms[0].attributes), name
             assert set(layer.forms[0].shapes(layer.arrays)) <= set(kind.arrays), name
+
+
+def test_a_layer_that_no_line_reaches_is_named_behind_the_line() -> None:
+    norm = layers.LayerNormalization()
+    lines = lines_of(norm, Form("layer_norm", (), {"epsilon": 1e-3}), "model  # at block/norm")
+    assert lines["epsilon"](1e-5) == "layer.epsilon = 1e-05  # at block/norm"
