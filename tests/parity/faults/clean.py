@@ -72,6 +72,10 @@ def recipes(run: Clean) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     the two gets half of the rate: else their sum would move twice as far. One whose bias is kept without the 1 of the
     forget gate is not decayed: a decay pulls at what is kept."""
     recipe: dict[str, Any] = {"policy": run.policy, **_OPTIMIZERS[run.seed % len(_OPTIMIZERS)]}
+    if run.model == "vit" and "haiku" in (run.first, run.second):  # whose token no name tells to be no bias
+        recipe["optimizer"] = recipe["optimizer"].replace(groups=())
+    if run.dropout:  # whose masks frameworks draw in other orders where a step has several micro-batches
+        recipe["accumulate_steps"] = 1
     merged, shifted = ((run.first in each) != (run.second in each) for each in (_MERGED, _SHIFTED))
     if run.model != "tagger" or not (merged or shifted):
         return recipe, recipe
