@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from polyamp.contract import registry
 from polyamp.errors import ArgumentError, described
 from polyamp.porting.states.sides import Training, is_side
 from polyamp.recipe.optimizers import sgd
@@ -136,4 +137,4 @@ class LoopTrainer:
                 f"{described(made)}."
             )
         self.training, loss = made
-        return {"loss": float(loss)}
+        return {"loss": float(registry.backend_for(self.training.model).to_numpy(loss))}

@@ -197,6 +197,8 @@ class _Phase:
                     found, self._phase, self._labels, self._agreed, self._traces, last
                 )
                 continue
+            if suspect is not None and found.counts and not module and entry.stage == "backward":
+                continue  # the gradient by another output is another one
             if found.counts and suspect is not None and self.first is None and _follows(entry):
                 self.first = suspect
             self._keep(found)

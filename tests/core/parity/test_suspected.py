@@ -1,0 +1,50 @@
+"""A model's output that differs is only suspected: what the losses make of it decides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from polyamp.parity.aligned import Agreed
+from polyamp.parity.findings import Comparison
+from polyamp.parity.phases import FLOAT32, Phase
+from polyamp.parity.sketch import sketch
+from polyamp.parity.trace import Entry, Stage, Trace
+from polyamp.parity.verdict import Ran, compared
+
+LOGITS = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
+
+
+def run(output: float, cotangent: float, loss: float) -> Ran:
+    def array(stage: Stage, module: str, what: str, factor: float) -> Entry:
+        made = sketch(LOGITS * np.float32(factor) + np.float32(factor - 1.0), "float32")
+        return Entry(step=1, stage=stage, module=module, what=what, sketch=made, own=module)
+
+    found = [
+        array("forward", "fc", "output", 1.0),
+        array("forward", "", "output", output),
+        Entry(step=1, stage="forward", module="", what="loss", number=loss),
+        array("backward", "", "cotangent", output),
+        array("backward", "fc", "cotangent", cotangent),
+    ]
+    return Ran(Trace(side="a", phase=FLOAT32), lambda: found)
+
+
+def of(other: Ran) -> Comparison:
+    phase = Phase(name=FLOAT32)
+    agreed = Agreed(modules={"": "", "fc": "fc"}, kinds={"fc": "dense"})
+    return compared(("a", "b"), [(phase, run(1.0, 1.0, 0.5), other)], agreed, (None, None))
+
+
+def test_losses_of_other_outputs_that_agree() -> None:
+    found = of(run(3.0, 1.0, 0.5))
+    assert found.first is None
+    assert any("logits and log-probabilities" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("cotangent", "loss"), [(1.0, 0.7), (2.0, 0.5)])
+def test_what_follows_differs_too(cotangent: float, loss: float) -> None:
+    first = of(run(3.0, cotangent, loss)).first
+    assert first is not None
+    assert (first.stage, first.module, first.what) == ("forward", "", "output")
+    assert first.after == "fc"
