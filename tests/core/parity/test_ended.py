@@ -14,6 +14,7 @@ from pathlib import Path
 import parity_sides as sides
 import pytest
 
+import polyamp
 from polyamp.parity import trace
 from polyamp.parity.report import Report
 from polyamp.parity.runner import run
@@ -112,7 +113,8 @@ def test_two_versions_in_two_environments(tmp_path: Path, monkeypatch: pytest.Mo
         folder = tmp_path / label.replace(" ", "-")
         venv.create(folder, symlinks=True)
         (packages,) = folder.glob("lib/python*/site-packages")
-        ours = [each for each in sys.path if each.endswith("site-packages")]
+        root = Path(polyamp.__file__).parents[1]  # a checkout is in no environment's folder
+        ours = [str(root), str(root / "backends"), *(each for each in sys.path if each.endswith("site-packages"))]
         (packages / "ours.pth").write_text("\n".join(ours))
         (packages / "scaling.py").write_text(f"DOUBLED = {doubled}\n")
         pythons[label] = folder / "bin" / "python"
