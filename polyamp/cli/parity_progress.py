@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
 
+from polyamp.cli.progress import shown
 from polyamp.parity.jobs import Event, Failed, Finished, Started, Starting
 from polyamp.parity.jobs import Progress as Step
 
 OnEvent = Callable[[Event], None]
 
 
-@contextmanager
-def show_progress(console: Console) -> Iterator[OnEvent]:
-    """A function that shows the events it is given, for as long as the block lasts."""
-    if not console.is_terminal:
-        yield _Lines(console)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[at]}"),
-    )
-    with Progress(*columns, console=console) as bars:
-        yield _Bars(bars)
+def show_progress(console: Console) -> AbstractContextManager[OnEvent]:
+    """A function that shows a comparison's events, for as long as the block lasts."""
+    return shown(console, _Lines, _Bars)
 
 
 class _Lines:

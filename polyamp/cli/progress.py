@@ -1,9 +1,11 @@
-"""Progress of a parity run: one bar per framework on a terminal, plain lines elsewhere. Called by the commands."""
+"""Progress of a run of several processes: bars on a terminal (`shown`), plain lines elsewhere; and the demo's, one bar
+per framework and policy. Called by the commands."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,12 +15,29 @@ from rich.progress import Progress as Bars
 from polyamp.cli.tables import power_of_two
 from polyamp.demo.runner import Event, Failed, Finished, Missing, OnEvent, Progress, Started, Starting
 
+_EventT = TypeVar("_EventT")
+
+
+def show_progress(console: Console) -> AbstractContextManager[OnEvent]:
+    """A function that shows the demo's events, for as long as the block lasts."""
+    return shown(console, _Lines, _Bars)
+
 
 @contextmanager
-def show_progress(console: Console) -> Iterator[OnEvent]:
-    """A function that shows the events it is given, for as long as the block lasts."""
+def shown(
+    console: Console,
+    lines: Callable[[Console], Callable[[_EventT], None]],
+    bars: Callable[[Bars], Callable[[_EventT], None]],
+) -> Iterator[Callable[[_EventT], None]]:
+    """A function that shows the events it is given, for as long as the block lasts.
+
+    Args:
+        console: where.
+        lines: makes the one that prints lines, where there is no terminal.
+        bars: makes the one that moves bars, each with a description and the field "at".
+    """
     if not console.is_terminal:
-        yield _Lines(console)
+        yield lines(console)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -26,8 +45,8 @@ def show_progress(console: Console) -> Iterator[OnEvent]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[at]}"),
     )
-    with Bars(*columns, console=console) as bars:
-        yield _Bars(bars)
+    with Bars(*columns, console=console) as screen:
+        yield bars(screen)
 
 
 class _Lines:

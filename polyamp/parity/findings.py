@@ -210,4 +210,5 @@ def _plain(value: Any) -> Any:
     """A NumPy scalar as Python's: measured numbers are often such."""
     if type(value).__module__ == "numpy" and hasattr(value, "item"):
         return value.item()
+    # what msgspec asks an encoding hook to raise for a type that it does not know
     raise NotImplementedError(f"a report holds plain data. Received: {type(value).__qualname__}.")

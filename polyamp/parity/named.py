@@ -23,7 +23,7 @@ from polyamp.errors import ArgumentError, described
 
 MAIN: Final = "__polyamp_parity_main__"
 """What a script is called in a worker, where its own name is another module's."""
-_TODO: Final = "Write a function with a name, at the top level of a file, and give that"
+_GIVE: Final = "Write a function with a name, at the top level of a file, and give that"
 
 
 class Named(msgspec.Struct, frozen=True, kw_only=True, tag="named"):
@@ -87,17 +87,17 @@ def named(function: Any, argument: str) -> Named:
         ArgumentError: a lambda, a function inside of another, a method, an object, or one that no file holds.
     """
     if isinstance(function, functools.partial):
-        raise _refused(argument, "a functools.partial", f"{_TODO}: it calls the other one with its arguments.")
+        raise _refused(argument, "a functools.partial", f"{_GIVE}: it calls the other one with its arguments.")
     if isinstance(function, types.MethodType):
-        raise _refused(argument, f"the method {function.__qualname__} of an object", f"{_TODO}: it makes the object.")
+        raise _refused(argument, f"the method {function.__qualname__} of an object", f"{_GIVE}: it makes the object.")
     if not isinstance(function, types.FunctionType | type):
-        raise _refused(argument, described(function), f"{_TODO}.")
+        raise _refused(argument, described(function), f"{_GIVE}.")
     name, module = function.__qualname__, function.__module__
     if "<lambda>" in name:
-        raise _refused(argument, "a lambda", f"{_TODO}.")
+        raise _refused(argument, "a lambda", f"{_GIVE}.")
     if "<locals>" in name:
         inside = name.partition(".<locals>")[0]
-        raise _refused(argument, f"{function.__name__}, which is made inside of {inside}", f"{_TODO}.")
+        raise _refused(argument, f"{function.__name__}, which is made inside of {inside}", f"{_GIVE}.")
     held = sys.modules.get(module)
     file = getattr(held, "__file__", None)
     if held is None or file is None or not Path(file).is_file():

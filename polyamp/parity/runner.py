@@ -284,7 +284,7 @@ def _recipe(recipe: Any) -> str | Named | Loop | None:
 def _options(options: Any) -> dict[str, dict[str, Any]]:
     try:
         return msgspec.json.decode(msgspec.json.encode(options), type=dict[str, dict[str, Any]])
-    except (msgspec.DecodeError, TypeError, NotImplementedError) as error:
+    except (msgspec.DecodeError, TypeError, NotImplementedError) as error:  # msgspec's, of a type it cannot encode
         raise ArgumentError(
             'options must be plain data such as {"step": {"compile": True}}: what polyamp.init and train_step are '
             f"given. Received: {described(options)} ({error})."

@@ -104,7 +104,7 @@ def _bound(function: Callable[..., Any], stand_in: Callable[[dict[str, Any]], An
         given.apply_defaults()
         return stand_in({"": function.__name__, **given.arguments})
 
-    return called  # type: ignore[no-any-return]  # see above
+    return called  # type: ignore[no-any-return]  # TensorFlow is untyped
 
 
 def _passing(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ def same_random_numbers(model: nn.Module, device: torch.device) -> Iterator[None
             yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+        np.random.set_state(numpy)  # noqa: NPY002  # the same stream
         for each, state in zip(own, states, strict=True):
             each.set_state(state)
 

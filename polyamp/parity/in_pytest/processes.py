@@ -197,7 +197,7 @@ class Processes:
         worker = getattr(self._config, "workerinput", None)
         arguments = self._config.invocation_params.args if worker is None else worker["polyamp_args"]
         # As pytest-xdist does: pytest has no public way to the session's folder outside of a fixture.
-        base: Path = self._config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        base: Path = self._config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # xdist asks for it so, too
         self._started += 1
         process = Process(
             backend,

@@ -101,7 +101,7 @@ def test_either_side_gets_its_own_batch() -> None:
     assert (first.stage, first.what, first.module) == ("forward", "input", "dense0")
 
 
-def test_a_loop_of_ones_own_is_compared_with_a_recipe() -> None:
+def test_a_loop_that_begins_without_a_training_is_refused() -> None:
     def begin(model: Any) -> Any:
         return model
 
