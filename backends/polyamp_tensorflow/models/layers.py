@@ -5,9 +5,10 @@ Called by the state, the policies and the step.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -125,3 +126,23 @@ def _stable_name(layer: Any, siblings: Counter[str]) -> str:
         return str(layer.name)
     siblings[word] += 1
     return word if siblings[word] == 1 else f"{word}_{siblings[word] - 1}"
+
+
+@contextlib.contextmanager
+def with_calls(calls: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+    """A block in which layers run another function in the place of their `call`.
+
+    Args:
+        calls: (layer, function), taken one after the other: a later function may be made of an earlier one.
+    """
+    before: list[tuple[Any, Any]] = []
+    try:
+        for layer, call in calls:
+            before.append((layer, vars(layer).get("call")))
+            vars(layer)["call"] = call
+        yield
+    finally:
+        for layer, own in reversed(before):
+            vars(layer).pop("call", None)
+            if own is not None:
+                vars(layer)["call"] = own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import keras
@@ -15,7 +15,7 @@ from polyamp.parity.observing import What
 from polyamp.results import LossFunction
 from polyamp_tensorflow.arrays import dense, dtype_name, is_floating
 from polyamp_tensorflow.compat import EagerTensor
-from polyamp_tensorflow.models.layers import is_layer, modules
+from polyamp_tensorflow.models.layers import Module, is_layer, modules, with_calls
 from polyamp_tensorflow.observe.operations import Operations
 from polyamp_tensorflow.observe.parts import replica
 from polyamp_tensorflow.precision.bound import BoundModel
@@ -44,29 +44,21 @@ class Probes:
         self._calls: Counter[tuple[int, str]] = Counter()
         self._forward: set[int] = set()  # the replicas that are in loss_fn
 
-    @contextlib.contextmanager
-    def inside(self, model: Any, paths: Mapping[int, str]) -> Iterator[None]:
+    def inside(self, model: Any, paths: Mapping[int, str]) -> contextlib.AbstractContextManager[None]:
         """Probes behind the `call` of every layer of a model, whose paths are given by the layers' ids.
 
         A recurrent layer's cells, which Keras calls as often as it needs, are parts of that layer.
         """
-        instead: list[tuple[Any, Any]] = []
-        try:
-            found = modules(model)
-            cells = {id(part.layer) for each in found for part in _cells(each.layer)}
-            shown = [each for each in found if id(each.layer) not in cells]
-            holders = {id(each.parent) for each in shown}
-            for module in shown:
-                layer, path = module.layer, paths.get(id(module.layer), module.stable_path)
-                instead.append((layer, vars(layer).get("call")))
-                call = self._operations.inside(layer, path)
-                vars(layer)["call"] = self._around(call, path, takes=id(layer) not in holders)
-            yield
-        finally:
-            for layer, own in instead:
-                vars(layer).pop("call", None)
-                if own is not None:
-                    vars(layer)["call"] = own
+        found = modules(model)
+        cells = {id(part.layer) for each in found for part in _cells(each.layer)}
+        shown = [each for each in found if id(each.layer) not in cells]
+        holders = {id(each.parent) for each in shown}
+
+        def probe(module: Module) -> tuple[Any, Callable[..., Any]]:
+            layer, path = module.layer, paths.get(id(module.layer), module.stable_path)
+            return layer, self._around(self._operations.inside(layer, path), path, takes=id(layer) not in holders)
+
+        return with_calls(map(probe, shown))
 
     def around(self, loss_fn: LossFunction, model: Any) -> LossFunction:
         """`loss_fn`, in which the forward pass is; a model that is no layer gets its probe here."""

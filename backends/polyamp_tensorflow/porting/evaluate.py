@@ -21,7 +21,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.rules.plan import NARROW
 from polyamp_tensorflow.arrays import dense, dtype_name, is_floating, raw, to_numpy
 from polyamp_tensorflow.compat import forget_losses, held_policy, hold_policy, hold_value
-from polyamp_tensorflow.models.layers import is_layer, modules
+from polyamp_tensorflow.models.layers import is_layer, modules, with_calls
 from polyamp_tensorflow.models.variables import variables_of
 from polyamp_tensorflow.porting.fill import assign
 from polyamp_tensorflow.porting.walk import Found
@@ -155,22 +155,10 @@ def _in_float32(model: Any) -> Iterator[None]:
         application.restore()
 
 
-@contextlib.contextmanager
-def _recording(model: Any, paths: Mapping[int, str], seen: dict[str, Array]) -> Iterator[None]:
+def _recording(model: Any, paths: Mapping[int, str], seen: dict[str, Array]) -> contextlib.AbstractContextManager[None]:
     """Keep what each layer gives, if that is one array; of a layer that is called several times, what it gave last."""
-    instead: list[tuple[Any, Any]] = []
-    try:
-        for module in modules(model):
-            path = paths.get(id(module.layer), module.stable_path)
-            if path:
-                instead.append((module.layer, vars(module.layer).get("call")))
-                vars(module.layer)["call"] = _watched(module.layer.call, path, seen)
-        yield
-    finally:
-        for layer, own in instead:
-            vars(layer).pop("call", None)
-            if own is not None:
-                vars(layer)["call"] = own
+    named = ((module.layer, paths.get(id(module.layer), module.stable_path)) for module in modules(model))
+    return with_calls((layer, _watched(layer.call, path, seen)) for layer, path in named if path)
 
 
 def _watched(call: Callable[..., Any], path: str, seen: dict[str, Array]) -> Callable[..., Any]:
