@@ -60,6 +60,10 @@ class UnsupportedError(PolyampError, NotImplementedError):
     """What was asked for cannot be honoured by this backend or device; raised before the first update."""
 
 
+class ReplicaError(PolyampError, RuntimeError):
+    """Another rank raised, ended, was killed, or trains something else; names it. The state is not to be used again."""
+
+
 class TraceError(PolyampError, TypeError):
     """A function cannot be traced: it decides in Python on an array's value, or has side effects."""
 

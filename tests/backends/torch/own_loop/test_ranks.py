@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from polyamp_torch.own_loop import grad_scaler, scaler_state
 from polyamp_torch.step import measure
+from tests import ranks
 
 INF = float("inf")
 
@@ -62,18 +60,10 @@ CASES = [
 ]
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]  # torch forgot it in __all__
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    found = [iterations(wrap, fused=fused, init_scale=scale, waits=waits) for wrap, fused, scale, waits in CASES]
-    Path(f"{folder}/{rank}").write_text(repr(found), encoding="utf-8")
-    dist.destroy_process_group()
+def worker(rank: int) -> list[list[tuple[bool, bool]]]:
+    return [iterations(wrap, fused=fused, init_scale=scale, waits=waits) for wrap, fused, scale, waits in CASES]
 
 
-@pytest.mark.filterwarnings("default")
-def test_an_overflow_in_one_process_is_a_skip_in_all(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(worker, (str(tmp_path),), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]  # torch does not annotate it
+def test_an_overflow_in_one_process_is_a_skip_in_all() -> None:
     expected = [[(False, True), (True, False), (False, True)]] * len(CASES)
-    for rank in range(2):
-        assert eval((tmp_path / str(rank)).read_text(encoding="utf-8")) == expected, rank
+    assert ranks.run(worker, 2) == [expected, expected]
