@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test check lint bench fuzz test-jax-oldest test-jax-newest clean
+.PHONY: demo test check lint bench fuzz soak test-jax-oldest test-jax-newest clean
 
 demo: $(STAMP)
 	$(BIN)/polyamp demo
@@ -32,6 +32,9 @@ SEEDS ?= 0-200
 
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --seeds $(or $(SEED),$(SEEDS)) $(FUZZ)
+
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak $(SOAK)
 
 JAX_SUITES := conformance-jax conformance-jax-bits backend-jax doctest-jax
 
