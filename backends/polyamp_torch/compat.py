@@ -313,3 +313,21 @@ def backward_as_eager() -> contextlib.AbstractContextManager[None]:
     if torch.compiler.is_compiling() or "torch._dynamo" not in sys.modules:
         return NOTHING
     return _BackwardAsEager()
+
+
+# Several processes.
+
+
+def meshes_of(module: Any) -> list[Any]:
+    """The meshes over which `fully_shard` has spread the parameters of a module, of which it makes an `FSDPModule`;
+    none for another module. There is no public way to ask for them."""
+    if not hasattr(module, "_get_fsdp_state"):
+        return []
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group.mesh_info.mesh for group in groups if group is not None]
+
+
+def flat_group_of(mesh: Any) -> Any:
+    """One process group of all the processes of a mesh of several dimensions."""
+    return mesh._flatten().get_group()

@@ -27,6 +27,7 @@ from polyamp_torch.step import optimizer_state, optimizers, resuming
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Graphs
 from polyamp_torch.step.interrupts import Undisturbed
+from polyamp_torch.step.replicas import replicas_of
 from polyamp_torch.step.turns import Turn
 
 Array = np.ndarray[Any, Any]
@@ -60,12 +61,14 @@ class TorchState(ShownState):
         turn: a step, an export or a restore at a time.
         watch: when the host looks whether the scale is stuck (S17).
         graphs: which losses lead to its own parameters only.
+        replicas: the processes that train it together.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, backend: Backend) -> None:
         if not isinstance(model, nn.Module):
             raise ModelError(f"the torch backend trains an nn.Module. Received: {type(model).__name__}.")
         _refuse_lazy(model)
+        self.replicas = replicas_of(model)
         named = [(name.replace(".", "/"), p) for name, p in model.named_parameters() if p.requires_grad]
         refusals.check_parameters([(name, dtype_name(p.dtype)) for name, p in named], recipe)
         for name, p in named:
