@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -200,6 +200,47 @@ def _lock(descriptor: int, *, wait: bool) -> bool:
     except OSError:  # held by another writer, or a file system without locks
         return False
     return True
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[bool]:
+    """The lock of a folder, held in a `with` block; False where there are no locks.
+
+    Raises:
+        BlockingIOError: another writer holds it.
+    """
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ModuleNotFoundError, PermissionError):  # Windows
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = True
+        except BlockingIOError:
+            raise
+        except OSError:  # a file system without locks
+            held = False
+        yield held
+    finally:
+        os.close(descriptor)
+
+
+def sync(path: Path) -> None:
+    """Have a file's, or a folder's, content on the disk."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        if path.is_dir():  # Windows opens no folders
+            return
+        raise
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

@@ -1,5 +1,7 @@
 """`save` and `restore`: one safetensors file holding every array of a state and a JSON header (S22).
 
+The folder form, for states that lie in several processes (S33), is `sharded`.
+
 The file is written by `polyamp.files`, so a save that dies half-way leaves the previous checkpoint as it was. A SHA-256
 digest over every byte of the file, its own field blanked, lies in the header.
 Loading parses JSON and copies bytes; it runs no code.
@@ -11,23 +13,26 @@ that whatever lies under `optimizer/state/` on the other side is accepted.
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
 
 from polyamp._version import __version__
-from polyamp.contract.backend import Backend, ChecksArrays, DescribesStates, ResumesOptimizers
-from polyamp.errors import CheckpointError, RecipeError
+from polyamp.contract.backend import ChecksArrays, DescribesStates, ResumesOptimizers
+from polyamp.contract.parts import Parts
+from polyamp.errors import ArgumentError, CheckpointError, RecipeError, described
 from polyamp.files import as_path, missing, write_atomically
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaler
 from polyamp.train import changes, contents
+from polyamp.train import sharded as folder
 from polyamp.train.arguments import is_state, no_state
+from polyamp.train.parts import Alone, in_parts, together
+from polyamp.train.tensors import BLANK, MALFORMED, array, digest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,10 +42,6 @@ if TYPE_CHECKING:
 
 OnChange = Literal["error", "warn", "accept"]
 FORMAT: Final = "polyamp-checkpoint-1"
-_BLANK: Final = "polyamp-digest".ljust(64, "-")
-"""Stands in the header for the digest while the digest is computed; as long as one."""
-_MALFORMED: Final = (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError, RecursionError)
-"""What parsing damaged bytes can raise, beside safetensors' own error."""
 _OTHERS: Final = {
     b"PK\x03\x04": "it is a zip archive, as torch.save, .keras and .npz files are",
     b"\x89HDF": "it is an HDF5 file, as older Keras weights are",
@@ -51,39 +52,75 @@ _OTHERS: Final = {
 _State = TypeVar("_State")
 
 
-def save(state: Any, path: str | os.PathLike[str], *, dry_run: bool = False) -> None:
-    """Write a state to one file, atomically, with the recipe it is trained with.
+def save(state: Any, path: str | os.PathLike[str], *, sharded: bool | None = None, dry_run: bool = False) -> None:
+    """Write a state, atomically, with the recipe it is trained with: to one file, or to a folder.
 
     A run of hours should not find out at its end that it cannot be saved: call it once with `dry_run=True` before.
 
+    Where a state lies in several processes, every rank calls it with the same path, on storage that all of them see.
+    Each writes what it holds through the framework's own engine, and the checkpoint is the folder `path`, which becomes
+    valid in one moment, once every rank is through (S33).
+
     Args:
         state: a training state.
-        path: the file; its folder must exist. An older checkpoint there is replaced only once the new one is whole. Its
-            permissions stay, and so does a symbolic link; partial files that killed saves of it left are removed.
-        dry_run: do all but put the file in its place: the state is read, and a file of that size is written to the
-            folder and removed. An older checkpoint stays.
+        path: the file, or the folder; what it lies in must exist. An older checkpoint there is replaced only once the
+            new one is whole. Permissions stay, and so does a symbolic link; what killed saves of it left is removed.
+        sharded: True writes a folder, False one file, in several processes as well (every rank gathers all of the
+            state in its memory, and rank 0 writes). None, the default: a folder if the state lies in several processes.
+        dry_run: do all but put the checkpoint in its place: the state is read, and files of that size are written
+            there and removed. An older checkpoint stays.
 
     Raises:
-        ArgumentError: no state, or no path.
+        ArgumentError: no state, no path, a file where a folder is to be, or a folder with other things in it.
         OSError: the folder is missing, full or read-only; the older checkpoint is intact.
+        CheckpointError: another rank failed, which it names; the older checkpoint is intact.
+        ReplicaError: another rank ended; the older checkpoint is intact.
+
+    Example:
+        >>> import polyamp, tempfile
+        >>> from polyamp.reference import MLP
+        >>> state = polyamp.init(MLP.random([4, 1], seed=0), polyamp.Recipe(optimizer=polyamp.sgd(0.1)))
+        >>> folder = tempfile.mkdtemp()
+        >>> polyamp.save(state, f"{folder}/one_file")
+        >>> polyamp.save(state, f"{folder}/a_folder", sharded=True)
+        >>> polyamp.restore(state, f"{folder}/a_folder").step.item()
+        0
     """
+    if sharded not in (None, True, False):
+        raise ArgumentError(f"sharded must be True, False or None. Received: sharded={described(sharded)}.")
     file = _checked(state, path, "polyamp.save(state, path)")
+    with in_parts(state) as parts:
+        if sharded or (sharded is None and parts.processes.count > 1):
+            folder.write(parts, file, _meta(state), replace=not dry_run)
+        elif parts.processes.count > 1:
+            content = _content_of(state, parts.whole())
+            first = parts.processes.rank == 0
+            put = functools.partial(write_atomically, file, content, replace=not dry_run)
+            together(parts.processes, f"could not write {file}", lambda: put() if first else None)
+        else:
+            write_atomically(file, _content_of(state, state.backend.export_state(state)), replace=not dry_run)
+
+
+def _content_of(state: Any, exported: Arrays) -> bytes:
+    """The bytes of the one file."""
     from safetensors.numpy import save as to_bytes
 
-    backend: Backend = state.backend
-    arrays = _contiguous(backend.export_state(state))
-    meta = {
-        "format": FORMAT,
-        "backend": backend.name,
+    arrays = _contiguous(exported)
+    meta = {"format": FORMAT, **_meta(state)}
+    if isinstance(state.backend, DescribesStates):
+        meta["porting"] = state.backend.described(state, arrays)  # for polyamp.port into another framework
+    content = to_bytes(arrays, metadata={**meta, "digest": BLANK})
+    return content.replace(BLANK.encode(), digest(content, BLANK).encode(), 1)
+
+
+def _meta(state: Any) -> dict[str, str]:
+    """What both forms say of a state beside its arrays."""
+    return {
+        "backend": state.backend.name,
         "polyamp": __version__,
         "recipe": _recipe_text(state),
         "settings": json.dumps(changes.settings(state)),
     }
-    if isinstance(backend, DescribesStates):
-        meta["porting"] = backend.described(state, arrays)  # with which polyamp.port reads it in another framework
-    content = to_bytes(arrays, metadata={**meta, "digest": _BLANK})
-    whole = content.replace(_BLANK.encode(), _digest(content, _BLANK).encode(), 1)
-    write_atomically(file, whole, replace=not dry_run)
 
 
 def restore(state: _State, path: str | os.PathLike[str], *, on_change: OnChange = "error") -> _State:
@@ -93,9 +130,12 @@ def restore(state: _State, path: str | os.PathLike[str], *, on_change: OnChange 
     is taken from the code, a changed learning rate too; hyperparameters that did not, but were moved since (by a
     scheduler of torch, or by hand), are taken from the file.
 
+    Either form of checkpoint goes into any number of processes, each of which calls this and takes its part (S33).
+    Random streams are each rank's own where as many ranks saved them, and otherwise drawn anew from the saved ones.
+
     Args:
         state: a state made by `init` from the same model and recipe. It says which arrays are expected.
-        path: a file written by `save`.
+        path: a file or folder written by `save`.
         on_change: what to do if the recipes differ: "error", "warn", or "accept" without a word. A scale outside of the
             new scaler's bounds is brought inside; if its `kind` is another one, it starts anew.
 
@@ -103,11 +143,12 @@ def restore(state: _State, path: str | os.PathLike[str], *, on_change: OnChange 
         The restored state. In torch and Keras the model and optimizer inside are updated in place.
 
     Raises:
-        CheckpointError: the file is damaged, of another model or backend, of another recipe, or holds what no state of
-            this kind can hold. The given state is then unchanged.
+        CheckpointError: the checkpoint is damaged, of another model or backend, of another recipe, or holds what no
+            state of this kind can hold. The given state is then unchanged, on every rank.
         ArgumentError: no state, or no path.
         FileNotFoundError: there is no such file; names files beside it with nearly that name.
-        IsADirectoryError: it is a folder.
+        IsADirectoryError: it is a folder that no save completed.
+        ReplicaError: another rank ended.
 
     Example:
         >>> import polyamp, tempfile
@@ -121,38 +162,98 @@ def restore(state: _State, path: str | os.PathLike[str], *, on_change: OnChange 
     """
     if on_change not in ("error", "warn", "accept"):
         raise CheckpointError(f"on_change must be 'error', 'warn' or 'accept'. Received: on_change={on_change!r}.")
-    _checked(state, path, "polyamp.restore(state, path)")
-    backend: Backend = state.backend  # type: ignore[attr-defined]  # a State; the type variable keeps the caller's type
-    name = os.fspath(path)
-    meta, arrays = read(path)
-    if meta.get("backend") != backend.name:
-        raise CheckpointError(
-            f"{name} was saved by the {meta.get('backend')} backend and cannot be restored into a "
-            f"{backend.name} state: layouts of parameters differ between frameworks. To go on with it here:\n"
-            "    state = polyamp.init(model, recipe)\n"
-            f"    state, report = polyamp.port({name!r}, state)"
-        )
-    saved = saved_settings(meta)
-    changed = [] if saved is None else changes.between(saved, changes.settings(state))
-    expected = backend.export_state(state)
-    _keep_given(state, changed, expected, arrays)
-    problems = contents.misfits(expected, arrays)
-    if problems:
-        raise CheckpointError(
-            f"{name} belongs to another model, optimizer or scaler. {contents.listed(problems)}. Build the state from "
-            f"the model and recipe that were saved.{_said(changed)}"
-        )
-    scaler: LossScaler = state.recipe.loss_scaler  # type: ignore[attr-defined]  # a State, as above
-    problems = contents.impossible(arrays, contents.scaler_of(saved, scaler))
-    if isinstance(backend, ChecksArrays):
-        problems += backend.check_arrays(state, arrays)
-    if problems:
-        raise CheckpointError(f"{name} holds what no such state can hold. {contents.listed(problems)}.{_said(changed)}")
-    _report(name, saved is None, changed, on_change)
-    if changes.touches(changed, "scaler"):
-        contents.rescale(arrays, scaler, anew=changes.touches(changed, "scaler.kind"))
-    result: _State = backend.import_state(state, arrays)  # type: ignore[assignment]  # the same State type comes back
-    return result
+    file = _checked(state, path, "polyamp.restore(state, path)")
+    with in_parts(state) as parts:
+        if file.is_dir():
+            manifest = folder.opened(parts, file)
+            said = _Restored(state, os.fspath(path), manifest.meta, folder.forms(manifest), parts)
+            return said.put(on_change, lambda: folder.read(parts, file, manifest))
+        if parts.processes.count == 1:
+            parts = Alone(state)
+        meta, arrays = _read_by_all(parts, file)
+        return _Restored(state, os.fspath(path), meta, arrays, parts).put(on_change, lambda: arrays)
+
+
+def _read_by_all(parts: Parts, file: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """A file, of which every process reads the whole; each with streams of its own, where there are several."""
+    found: list[tuple[dict[str, str], dict[str, Any]]] = []
+    together(parts.processes, f"could not read {file}", lambda: found.append(read(file)))
+    meta, arrays = found[0]
+    if parts.processes.count > 1:
+        saved = {name: arrays[name][None] for name in parts.own if name in arrays}
+        arrays |= folder.of_this_process(parts, saved)
+    return meta, arrays
+
+
+class _Restored(Generic[_State]):
+    """What a checkpoint says, on its way into a state: looked at whole before the first write.
+
+    Attributes:
+        state: the one that is to take it.
+        name: the path, as the user wrote it.
+        meta: what is said of backend and recipe.
+        found: the arrays, or their forms.
+        parts: the state's.
+    """
+
+    def __init__(self, state: _State, name: str, meta: dict[str, str], found: dict[str, Any], parts: Parts) -> None:
+        self.state: Any = state
+        self.name, self.meta, self.found, self.parts = name, meta, found, parts
+
+    def put(self, on_change: OnChange, load: Callable[[], dict[str, Any]]) -> _State:
+        """The state with what `load` gives. Of several processes all decide alike, or none writes."""
+        processes = self.parts.processes
+        changed: list[changes.Change] = []
+        arrays: dict[str, Any] = {}
+        together(processes, f"cannot take {self.name}", lambda: changed.extend(self._compared()))
+        arrays.update(load())
+        said: list[str | None] = []
+        look = functools.partial(self._looked_at, arrays, changed, on_change)
+        together(processes, f"cannot take {self.name}", lambda: said.append(look()))
+        if said[0] is not None:
+            warnings.warn(said[0], stacklevel=3)
+        result: _State = self.state.backend.import_state(self.state, arrays)
+        return result
+
+    def _compared(self) -> list[changes.Change]:
+        """What differs between the recipes, once names, shapes and dtypes were seen to fit."""
+        backend = self.state.backend
+        if self.meta.get("backend") != backend.name:
+            raise CheckpointError(
+                f"{self.name} was saved by the {self.meta.get('backend')} backend and cannot be restored into a "
+                f"{backend.name} state: layouts of parameters differ between frameworks. To go on with it here:\n"
+                "    state = polyamp.init(model, recipe)\n"
+                f"    state, report = polyamp.port({self.name!r}, state)"
+            )
+        saved = saved_settings(self.meta)
+        changed = [] if saved is None else changes.between(saved, changes.settings(self.state))
+        expected = {**self.parts.arrays, **self.parts.own}
+        found = dict(self.found)
+        _keep_given(self.state, changed, expected, found)
+        problems = contents.misfits(expected, found)
+        if problems:
+            raise CheckpointError(
+                f"{self.name} belongs to another model, optimizer or scaler. {contents.listed(problems)}. Build the "
+                f"state from the model and recipe that were saved.{_said(changed)}"
+            )
+        return changed
+
+    def _looked_at(self, arrays: dict[str, Any], changed: list[changes.Change], on_change: OnChange) -> str | None:
+        """Refuse values that no state has, and bring the scale into the new scaler's bounds; what to warn of."""
+        saved, scaler = saved_settings(self.meta), self.state.recipe.loss_scaler
+        _keep_given(self.state, changed, {**self.parts.arrays, **self.parts.own}, arrays)
+        values = {name: array for name, array in arrays.items() if hasattr(array, "tobytes")}  # NumPy's own
+        problems = contents.impossible(values, contents.scaler_of(saved, scaler))
+        if isinstance(self.state.backend, ChecksArrays):
+            problems += self.state.backend.check_arrays(self.state, arrays)
+        if problems:
+            raise CheckpointError(
+                f"{self.name} holds what no such state can hold. {contents.listed(problems)}.{_said(changed)}"
+            )
+        said = _report(self.name, saved is None, changed, on_change)
+        if changes.touches(changed, "scaler"):
+            contents.rescale(arrays, scaler, anew=changes.touches(changed, "scaler.kind"))
+        return said
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, np.ndarray[Any, Any]]]:
@@ -167,10 +268,10 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, np.nda
     try:
         length = int.from_bytes(content[:8], "little")
         meta: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
-        arrays = {name: _array(info) for name, info in deserialize(content)}  # type: ignore[no-untyped-call]  # untyped
+        arrays = {name: array(info) for name, info in deserialize(content)}  # type: ignore[no-untyped-call]  # untyped
         stored = meta.pop("digest")
-        intact = stored == _digest(content, stored)
-    except (*_MALFORMED, SafetensorError) as error:
+        intact = stored == digest(content, stored)
+    except (*MALFORMED, SafetensorError) as error:
         raise CheckpointError(
             f"{os.fspath(path)} is not a whole polyamp checkpoint ({_what(content, error)}). It is truncated, "
             "damaged or "
@@ -226,7 +327,7 @@ def saved_settings(meta: Mapping[str, str]) -> changes.Settings | None:
     return found
 
 
-def _keep_given(state: Any, changed: list[changes.Change], expected: Arrays, arrays: dict[str, Array]) -> None:
+def _keep_given(state: Any, changed: list[changes.Change], expected: Mapping[str, Any], arrays: dict[str, Any]) -> None:
     """Put the code's own value in the place of every array that holds a hyperparameter that was changed."""
     backend = state.backend
     if not changed or not isinstance(backend, ResumesOptimizers):
@@ -241,25 +342,24 @@ def _keep_given(state: Any, changed: list[changes.Change], expected: Arrays, arr
                 arrays[name] = expected[name]
 
 
-def _report(name: str, unknown: bool, changed: list[changes.Change], on_change: OnChange) -> None:
-    """Say what differs, as `on_change` asks for."""
+def _report(name: str, unknown: bool, changed: list[changes.Change], on_change: OnChange) -> str | None:
+    """What to warn of, as `on_change` asks for; raises for "error"."""
     if on_change == "accept":
-        return
+        return None
     if unknown:
-        warnings.warn(
+        return (
             f"{name} says nothing of its recipe (an older polyamp saved it, with a native optimizer), so that nothing "
-            "could be compared with the recipe in the code.",
-            stacklevel=3,
+            "could be compared with the recipe in the code."
         )
     if not changed:
-        return
+        return None
     message = (
         f"{name} was saved with another recipe; the code's is the one that trains.{_said(changed)}\n"
         "restore(..., on_change='accept') goes on with it, 'warn' says so; or give the recipe that was saved."
     )
     if on_change == "error":
         raise CheckpointError(message)
-    warnings.warn(message, stacklevel=3)
+    return message
 
 
 def _said(changed: list[changes.Change]) -> str:
@@ -272,28 +372,6 @@ def _contiguous(arrays: Arrays) -> dict[str, np.ndarray[Any, Any]]:
     import numpy as np
 
     return {name: np.asarray(arrays[name], order="C") for name in sorted(arrays)}
-
-
-def _digest(content: bytes, held: str) -> str:
-    """SHA-256 over a file's bytes with the digest field, which now holds `held`, blanked."""
-    start = content.find(held.encode())
-    view = memoryview(content)
-    digest = hashlib.sha256(view[:start])
-    digest.update(_BLANK.encode())
-    digest.update(view[start + len(held) :])
-    return digest.hexdigest()
-
-
-def _array(info: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    import ml_dtypes
-    import numpy as np
-
-    names = {"BF16": ml_dtypes.bfloat16, "BOOL": np.bool_, "F16": np.float16, "F32": np.float32, "F64": np.float64}
-    letter = info["dtype"]
-    dtype = np.dtype(names[letter] if letter in names else f"{letter[0].lower()}{int(letter[1:]) // 8}")
-    if letter == "BOOL" and max(info["data"], default=0) > 1:
-        raise ValueError("a boolean that is neither 0 nor 1")
-    return np.frombuffer(info["data"], dtype).reshape(info["shape"]).copy()
 
 
 def _recipe_text(state: Any) -> str:

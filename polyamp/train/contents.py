@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from polyamp.contract.parts import Form
 from polyamp.errors import LossScaleError
 from polyamp.recipe.scaler import LossScaler
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-def misfits(expected: Mapping[str, Array], found: Mapping[str, Array]) -> list[str]:
-    """Names, shapes and dtypes that are not those of the state.
+def misfits(expected: Mapping[str, Array | Form], found: Mapping[str, Array | Form]) -> list[str]:
+    """Names, shapes and dtypes that are not those of the state, of arrays or their forms.
 
     A name that ends in `/*`, on either side, accepts whatever lies under it.
     """
@@ -98,5 +99,5 @@ def listed(problems: list[str]) -> str:
     return "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
 
 
-def _kind(array: Array) -> str:
+def _kind(array: Array | Form) -> str:
     return f"{array.dtype}{list(array.shape)}"

@@ -12,7 +12,7 @@ SUITE = Path(polyamp.conformance.__file__).parent
 SEMANTICS = Path(__file__).parents[3] / "docs" / "semantics.md"
 WITHOUT_A_TEST: set[int] = set()
 """New rules; each leaves this set with the commit that brings its test."""
-TO_COME: set[int] = set()
+TO_COME: set[int] = {32}
 """Numbers given to rules that are being written; they are not used for others."""
 
 
@@ -29,5 +29,5 @@ def rules_tested() -> set[int]:
 
 def test_every_rule_has_a_test() -> None:
     written = {int(number) for number in re.findall(r"\*\*S(\d+)\b", SEMANTICS.read_text(encoding="utf-8"))}
-    assert written | TO_COME == set(range(1, 32))
+    assert written | TO_COME == set(range(1, 34))
     assert rules_tested() == written - WITHOUT_A_TEST

@@ -19,7 +19,7 @@ from polyamp.porting.layouts.lazy import Lazy
 from polyamp.porting.layouts.operations import Blocks, Merge, Split, Transpose
 from polyamp.porting.states import described
 from polyamp.reference import MLP
-from polyamp.train import checkpoint
+from polyamp.train import checkpoint, tensors
 
 SCALER = polyamp.LossScaler(growth_interval=2, init_scale=1024.0, hysteresis=2)
 
@@ -169,9 +169,9 @@ def test_a_checkpoint_of_another_backend_says_what_port_does(tmp_path: Path) -> 
     meta, found = checkpoint.read(path)
     from safetensors.numpy import save as to_bytes
 
-    other = {**meta, "backend": "torch", "digest": checkpoint._BLANK}  # as another backend would have written it
+    other = {**meta, "backend": "torch", "digest": tensors.BLANK}  # as another backend would have written it
     content = to_bytes(found, metadata=other)
-    whole = content.replace(checkpoint._BLANK.encode(), checkpoint._digest(content, checkpoint._BLANK).encode(), 1)
+    whole = content.replace(tensors.BLANK.encode(), tensors.digest(content, tensors.BLANK).encode(), 1)
     path.write_bytes(whole)
     with pytest.raises(polyamp.CheckpointError) as raised:
         polyamp.restore(state, path)

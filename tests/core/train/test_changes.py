@@ -12,7 +12,7 @@ from array_state import ArrayState, example
 
 import polyamp
 from polyamp import CheckpointError, LossScaler, Policy, Recipe, schedules
-from polyamp.train import changes, checkpoint
+from polyamp.train import changes, checkpoint, tensors
 
 BASE = Recipe(policy=Policy("mixed_float16"), optimizer=polyamp.adamw(0.001))
 CHANGED: list[tuple[Recipe, list[str]]] = [
@@ -67,9 +67,9 @@ def rewritten(path: Path, **changed: str | None) -> None:
     from safetensors.numpy import save as to_bytes
 
     kept = {name: value for name, value in {**meta, **changed}.items() if value is not None}
-    blank = checkpoint._BLANK
+    blank = tensors.BLANK
     content = to_bytes(arrays, metadata={**kept, "digest": blank})
-    path.write_bytes(content.replace(blank.encode(), checkpoint._digest(content, blank).encode(), 1))
+    path.write_bytes(content.replace(blank.encode(), tensors.digest(content, blank).encode(), 1))
 
 
 @pytest.fixture
