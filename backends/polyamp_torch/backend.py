@@ -23,6 +23,7 @@ from polyamp.rules.growing import Growth
 from polyamp.trees import leaves, map_tree
 from polyamp_torch.arrays import XP, cast_tree, dtype_name, to_numpy
 from polyamp_torch.compat import foreach_mul
+from polyamp_torch.distributed.mixed_precision import check_precision
 from polyamp_torch.losses import TorchLosses
 from polyamp_torch.own_loop.grad_scaler import GradScaler
 from polyamp_torch.precision.autocast import autocast, run_under
@@ -94,7 +95,9 @@ class TorchBackend:
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
         if isinstance(target, nn.Module):
-            return BoundModule(target, plan_for(target, policy), device_of(target))
+            plan = plan_for(target, policy)
+            check_precision(target, plan)
+            return BoundModule(target, plan, device_of(target))
         return run_under(target, policy.plan())
 
     def scale_loss(self, loss: Any, scale: Any | None) -> Any:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -228,6 +228,60 @@ open_modes: Final[Callable[[], list[Any]]] = _get_current_function_mode_stack
 """They, innermost last, in a new list."""
 push_mode: Final[Callable[[Any], None]] = _push_mode
 pop_mode: Final[Callable[[], Any]] = _pop_mode
+
+# FSDP2 (`fully_shard`): its states hang on modules; of a state this reads its modules, its policy and its groups, of a
+# group its parameters, of a parameter its places, its sharded form and what is gathered (torch 2.7 to 2.13).
+
+
+class Gathered(NamedTuple):
+    """A parameter that FSDP2 gathers for a forward pass.
+
+    Attributes:
+        unit: the module that `fully_shard` was called with, or the first of several.
+        policy: the `MixedPrecisionPolicy` of that call.
+        places: the modules that own it, and its name in each.
+        sharded: the parameter that the optimizer holds.
+        whole: what stands in its place during a forward pass; None before the first.
+    """
+
+    unit: nn.Module
+    policy: Any
+    places: tuple[tuple[nn.Module, str], ...]
+    sharded: torch.Tensor
+    whole: torch.Tensor | None
+
+
+def fsdp2_state(module: nn.Module) -> Any:
+    """The state of a module that `fully_shard` was called with; None of another."""
+    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    return None if states is None else states._get_module_fsdp_state(module)
+
+
+def gathered_by_fsdp2(modules: Iterable[nn.Module] | None = None) -> list[Gathered]:
+    """What FSDP2 gathers for these modules, or for every module of the process that is still there."""
+    if "torch.distributed.fsdp._fully_shard._fsdp_state" not in sys.modules:
+        return []
+    if modules is None:
+        modules = list(sys.modules["torch.distributed._composable_state"]._module_state_mapping)
+    states = {id(state): state for state in map(fsdp2_state, modules) if state is not None}
+    return [
+        _gathered(state, each) for state in states.values() for group in _groups(state) for each in group.fsdp_params
+    ]
+
+
+def _groups(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)  # older torch: one group per state
+    return [group for group in ([state._fsdp_param_group] if several is None else several) if group is not None]
+
+
+def _gathered(state: Any, each: Any) -> Gathered:
+    info = each._module_info
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    places = ((info.module, info.param_name), *shared)
+    return Gathered(
+        state._modules[0], state._mp_policy, places, each.sharded_param, getattr(each, "_unsharded_param", None)
+    )
+
 
 # Optimizers and scalers.
 

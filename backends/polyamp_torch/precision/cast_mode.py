@@ -7,6 +7,7 @@ backward pass. Called by `bound`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -15,13 +16,28 @@ from torch import nn
 from polyamp.errors import PolicyError
 from polyamp.rules.plan import Plan
 from polyamp_torch.arrays import DTYPES, dtype_name, is_castable
-from polyamp_torch.compat import buffers_in, parameters_in, renew_list_of_weights, version_of
+from polyamp_torch.compat import buffers_in, gathered_by_fsdp2, parameters_in, renew_list_of_weights, version_of
 
 _BATCH_NORMS: Final = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
 """In cast mode these keep float32 parameters and statistics: torch's kernels take 16-bit inputs beside them."""
+
+
+def dtype_in_module(plan: Plan, overrides: Mapping[str, str], path: str, part: nn.Module) -> str:
+    """The dtype in which a module's own parameters stand in it while it computes: the masters' in mode "autocast", the
+    cast's in mode "cast".
+
+    Args:
+        plan: the policy.
+        overrides: path -> dtype, the paths as `part`'s is.
+        path: of the module, `/`-separated.
+        part: the module.
+    """
+    if not (plan.cast and plan.policy.is_mixed) or isinstance(part, _BATCH_NORMS):
+        return plan.param
+    return overrides.get(path, plan.compute)
 
 
 class _Place(NamedTuple):
@@ -46,7 +62,8 @@ class Casts:
     """A context in which a module's parameters and floating buffers are cast to the policy's dtypes.
 
     A tensor has one copy however many modules share it. A buffer that the forward pass changed in its cast form is
-    written back to the float32 one.
+    written back to the float32 one. A parameter that FSDP2 gathers is cast where it is gathered, by its unit's
+    `MixedPrecisionPolicy`, and stays in its place.
 
     Raises:
         PolicyError: on entering, if overrides give a shared tensor two dtypes.
@@ -83,6 +100,9 @@ class Casts:
         double = self.plan.float64
         copies: dict[int, torch.Tensor] = {}
         places = []
+        gathered = {
+            (id(owner), name) for each in gathered_by_fsdp2(self.module.modules()) for owner, name in each.places
+        }
         for path, part in self.module.named_modules():
             dtype = DTYPES[self.overrides.get(path.replace(".", "/"), self.plan.compute)]
             if isinstance(part, _BATCH_NORMS):
@@ -90,6 +110,8 @@ class Casts:
             for slots in (parameters_in(part), buffers_in(part)):
                 for name, master in slots.items():
                     if master is None or not is_castable(master, float64=double):
+                        continue
+                    if gathered and (id(part), name) in gathered:
                         continue
                     copy = copies.setdefault(id(master), master.to(dtype))
                     if copy.dtype != dtype:
