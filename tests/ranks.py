@@ -19,7 +19,15 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-PRELOADED = ["pytest", "torch", "torch.distributed.fsdp", "polyamp", "polyamp.losses", "polyamp_torch.backend"]
+PRELOADED = [
+    "pytest",
+    "torch",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "polyamp",
+    "polyamp.losses",
+    "polyamp_torch.backend",
+]
 """What the server imports. None of it may run an operation of torch's: its thread pools do not survive a fork."""
 
 

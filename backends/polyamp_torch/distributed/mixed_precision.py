@@ -1,8 +1,8 @@
-"""FSDP2's `MixedPrecisionPolicy` from a `Policy`: what is gathered, and in which dtype gradients are reduced (S1 to S5).
+"""FSDP2's `MixedPrecisionPolicy` from a `Policy`: what is gathered, and in which dtype gradients are reduced.
 
     mode "autocast"   masters are gathered in their own dtype, and each operation casts as in one process
     mode "cast"       masters are gathered as their casts, which FSDP2 makes before it sends them
-    both              gradients are reduced in float32, or in the masters' dtype where that is wider
+    in both           gradients are reduced in float32, or in the masters' dtype where that is wider
 
 What a normalisation or an embedding has in 16 bits cannot be told from what a product has: in mode "autocast" weights
 gathered in 16 bits would be others than in one process. `fully_shard` and `mixed_precision_policy` are the public
@@ -39,7 +39,8 @@ def mixed_precision_policy(policy: Policy | str) -> MixedPrecisionPolicy:
 
     In mode "autocast" (torch's default mode) parameters are gathered as they are stored, so that results are those of
     one process, bit for bit. In mode "cast" they are gathered in the policy's `compute` dtype. Gradients are reduced in
-    float32 in both: two scaled float16 gradients of 40,000 are finite, and their sum in float16 is not.
+    float32 in both: on the way in float16 a scaled gradient of 70,000 is infinite, one of 50,000 is 49,984, and what
+    is smaller than 6e-8 is lost.
 
     Modules that `overrides` keep in another dtype, and batch normalisation in mode "cast", need units of their own:
     `polyamp_torch.fully_shard` makes them.
@@ -152,7 +153,7 @@ def _units(model: nn.Module, plan: Plan, selected: set[int]) -> Iterator[_Unit]:
         if isinstance(part, _NEVER_CALLED):
             if id(part) in selected:
                 raise UnsupportedError(
-                    f"modules: {path!r} is a {type(part).__name__}, which is never called as a module, so nothing would "
+                    f"modules: {path!r} is a {type(part).__name__}, which is never called as a module: nothing would "
                     f"gather its parameters. Write {path + '/*'!r}."
                 )
             yield from inside(part, path, around)

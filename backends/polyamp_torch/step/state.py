@@ -21,6 +21,7 @@ from polyamp.rules.stuck import Watch
 from polyamp.shown import ShownState
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
 from polyamp_torch.compat import children_in, parameters_in
+from polyamp_torch.distributed.mixed_precision import check_precision
 from polyamp_torch.precision.bound import BoundModule, device_of
 from polyamp_torch.precision.paths import inner_paths, leaves_of, plan_for
 from polyamp_torch.step import optimizer_state, optimizers, resuming
@@ -85,6 +86,7 @@ class TorchState(ShownState):
         self.model = model
         self.recipe = recipe
         self.plan = plan_for(model, recipe.policy)
+        check_precision(model, self.plan)
         self.scaler = recipe.loss_scaler  # a recipe without one makes it anew each time it is asked
         self.bound = BoundModule(model, self.plan, self.device)
         self.parameters = dict(named)
