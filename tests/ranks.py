@@ -28,7 +28,10 @@ PRELOADED = [
     "polyamp.losses",
     "polyamp_torch.backend",
 ]
-"""What the server imports; `fully_shard` imports the compiler, which takes two seconds. None of it may run an operation of torch's: its thread pools do not survive a fork."""
+"""What the server imports; `fully_shard` imports the compiler, which takes two seconds.
+
+None of it may run an operation of torch's: its thread pools do not survive a fork.
+"""
 
 
 class Outcome(NamedTuple):
