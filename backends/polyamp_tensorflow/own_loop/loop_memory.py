@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, Final
 
 import tensorflow as tf
 
@@ -61,6 +62,33 @@ class ScaleCalls:
         elif calls and (graph is _function(graph) or graph is calls[-1]()):
             calls.pop()
             self._open -= 1  # not by an `apply` under a condition, which may leave gradients to be applied elsewhere
+
+
+class Statistics:
+    """What one forward pass wrote, in a `keep_statistics` block: `apply` sends it along with the gradients.
+
+    Attributes:
+        variables: the running statistics.
+        means: their means over the replicas, once `apply` was called.
+    """
+
+    def __init__(self, variables: list[Any]) -> None:
+        self.variables = variables
+        self.means: list[Any] | None = None
+
+
+STATISTICS: Final[ContextVar[Statistics | None]] = ContextVar("statistics", default=None)
+"""Those of the block that is open in this replica, which is a thread of its own."""
+
+
+def total_with_statistics(gradients: Sequence[Any]) -> list[Any]:
+    """`replicas.total` of the gradients, and in the same reduction the means of the open block's statistics."""
+    seen, count = STATISTICS.get(), tf.distribute.get_replica_context().num_replicas_in_sync
+    if seen is None or count == 1:
+        return replicas.total(gradients)
+    sums = replicas.total([*gradients, *(tf.identity(variable) for variable in seen.variables)])
+    seen.means = [total / tf.cast(count, total.dtype) for total in sums[len(gradients) :]]
+    return sums[: len(gradients)]
 
 
 class WindowStarts:

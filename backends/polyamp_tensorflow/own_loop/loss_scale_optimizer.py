@@ -28,7 +28,14 @@ from polyamp.rules.scale import LossScaleState
 from polyamp_tensorflow.arrays import at_least_float32, dense_wide, raw, variable_name, write
 from polyamp_tensorflow.compat import check_known, index_in, own_trainable
 from polyamp_tensorflow.own_loop import keras_arguments, window
-from polyamp_tensorflow.own_loop.loop_memory import ScaleCalls, WindowStarts, running_statistics
+from polyamp_tensorflow.own_loop.loop_memory import (
+    STATISTICS,
+    ScaleCalls,
+    Statistics,
+    WindowStarts,
+    running_statistics,
+    total_with_statistics,
+)
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.measure import scale_loss
 from polyamp_tensorflow.step.optimizer_checks import check_built_for, check_inner_optimizer, check_scaled_variables
@@ -203,7 +210,9 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         """A `with` block around one forward pass and its `apply`: a skipped update takes back running statistics.
 
         What the forward pass writes, such as BatchNorm's moving mean, is put back as it was at the start of the block,
-        or of the window of micro-batches. Seeds of random numbers move on. Without a strategy, or inside a replica.
+        or of the window of micro-batches. On several replicas what is kept is the mean over them, which Keras leaves
+        apart; `apply` sends it along with the gradients. Seeds of random numbers move on. Without a strategy, or inside
+        a replica.
 
         Args:
             model: a built Keras model or layer.
@@ -215,18 +224,23 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         before = [tf.identity(variable) for variable in running]
         if self.accumulate_steps > 1:
             before = self._window_starts.kept(model, before, raw(self._micro_step))
+        seen = Statistics(running)
+        token = STATISTICS.set(seen)
         try:
             yield
         except BaseException:
             if tf.executing_eagerly() and not tf.distribute.has_strategy():
                 write(running, before)
             raise
+        finally:
+            STATISTICS.reset(token)
 
-        def decide(_: replicas.Run, before: Sequence[Any]) -> None:
-            tf.cond(self.update_was_skipped, lambda: write(running, before), lambda: None)
+        def decide(_: replicas.Run, before: Sequence[Any], means: Sequence[Any]) -> None:
+            keep = functools.partial(write, running[: len(means)], means)
+            tf.cond(self.update_was_skipped, lambda: write(running, before), keep)
 
         if running:
-            replicas.together(decide, before)
+            replicas.together(decide, before, seen.means or [])
 
     @contextlib.contextmanager
     def micro_batch(self, rows: Any) -> Iterator[None]:
@@ -308,7 +322,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
                 for g, v in zip(grads, variables, strict=True)
             ]
             indices = list(range(len(grads)))
-        summed = replicas.total([dense_wide(grads[index], variables[index]) for index in indices])
+        summed = total_with_statistics([dense_wide(grads[index], variables[index]) for index in indices])
         held = self._held({id(variable): index_in(self, variable) for variable in variables})
         window.update(window.Call(held, [variables[index] for index in indices], variables, unused), summed)
         if tf.executing_eagerly() and self._watch.due(self.scaler):

@@ -26,7 +26,7 @@ from polyamp_tensorflow.precision.autocast import layer_policies
 from polyamp_tensorflow.precision.bound import BoundModel
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.additions import awaited
-from polyamp_tensorflow.step.distribution import mean, stacked
+from polyamp_tensorflow.step.distribution import check_used, mean, several, stacked, used
 from polyamp_tensorflow.step.measure import scale_loss
 from polyamp_tensorflow.step.state import States, TensorFlowState
 
@@ -59,7 +59,7 @@ def differentiate(states: States, loss_fn: LossFunction, batch: Any, count: int)
         put_back(failed=True)
         raise
     put_back(failed=False)
-    mean_loss, sums = mean([scaled.loss, scaled.gradients])
+    mean_loss, sums, after = _reduced(states, scaled, after)
     scaler = states[0].recipe.loss_scaler
     scale = states[0].scale_state.scale if scaler.scales else None
     found = []
@@ -68,8 +68,22 @@ def differentiate(states: States, loss_fn: LossFunction, batch: Any, count: int)
         for name, value in values.items():
             divided = value if scale is None else value / tf.cast(scale, value.dtype)
             unscaled[name] = tf.cast(divided, state.variables.parameters[name].dtype)
-        found.append(Gradients(unscaled, mean(running), mean_loss))
+        found.append(Gradients(unscaled, running, mean_loss))
     return mean_loss, stacked(scaled.aux), found
+
+
+def _reduced(states: States, own: _Scaled, after: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]], Any]:
+    """Loss, scaled gradients and running statistics as means over the replicas, in one reduction (S9); gradients of
+    what any replica uses (S23)."""
+    if not several(states[0].strategy):
+        return own.loss, own.gradients, after
+    every = [list(state.variables.parameters) for state in states]
+    taken = used(every, own.gradients)
+    whole = [_with_zeros(values, state) for values, state in zip(own.gradients, states, strict=True)]
+    sent = [{n: values[n] for n in names} for values, names in zip(whole, taken.sent, strict=True)]
+    loss, sums, after, flags = mean([own.loss, sent, after, taken.flags])
+    check_used(every, flags)
+    return loss, [{n: values[n] for n in names} for values, names in zip(sums, taken.here, strict=True)], after
 
 
 def _put_back(states: States, values: Sequence[Any]) -> None:

@@ -6,14 +6,16 @@ the state and the step; `replicas` holds what happens inside, where they reduce 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from polyamp.errors import BatchError, ModelError
+from polyamp.errors import BatchError, ModelError, UnsupportedError
+from polyamp.rules.window import joins
 from polyamp_tensorflow.arrays import leaves
+from polyamp_tensorflow.compat import replicas_cannot_merge
 from polyamp_tensorflow.precision.bound import TRAINING
 from polyamp_tensorflow.step.replicas import total
 
@@ -69,7 +71,7 @@ def on_replicas(strategy: Any, body: Callable[..., Any], tensors: Sequence[Any],
 
 
 def mean(tree: Any) -> Any:
-    """In a replica: the mean of each tensor over all replicas."""
+    """In a replica: the mean of each tensor over all replicas, in one reduction (one for each dtype)."""
     count = tf.distribute.get_replica_context().num_replicas_in_sync
     members = keras.tree.flatten(tree)
     if count == 1 or not members:
@@ -79,17 +81,102 @@ def mean(tree: Any) -> Any:
 
 
 def stacked(tree: Any) -> Any:
-    """In a replica: each tensor of all replicas, stacked along a new leading axis; with one replica as it is."""
-    context = tf.distribute.get_replica_context()
-    if context.num_replicas_in_sync == 1:
+    """In a replica: each tensor of all replicas of this process, stacked along a new leading axis, or concatenated
+    where their rows differ (S8); with one replica in all as it is. Nothing is sent to other processes.
+
+    Raises:
+        BatchError: the replicas' tensors do not fit together.
+    """
+    strategy = tf.distribute.get_strategy()
+    if not several(strategy):
         return tree
-    return keras.tree.map_structure(
-        lambda leaf: None if leaf is None else context.all_gather(leaf[tf.newaxis], axis=0), tree
-    )
+    return _where_they_meet(lambda trees: keras.tree.map_structure(_one_of, *trees), tree)
+
+
+class Used(NamedTuple):
+    """What the replicas' losses depend on (S23).
+
+    Attributes:
+        here: by state, the parameters that some replica of this process uses.
+        sent: by state, those whose gradients are reduced: in several processes all, since each compiles for itself.
+        flags: by state, 1 or 0 for every parameter, to be averaged with the gradients; empty where one process trains.
+    """
+
+    here: list[list[str]]
+    sent: list[list[str]]
+    flags: list[Any]
+
+
+def used(every: Sequence[Sequence[str]], own: Sequence[Collection[str]]) -> Used:
+    """In a replica: what is used, from this replica's own.
+
+    Args:
+        every: by state, its parameters.
+        own: by state, those that this replica's loss depends on.
+    """
+    strategy = tf.distribute.get_strategy()
+    parts = _where_they_meet(lambda parts: parts, [set(names) for names in own])
+    union = [set[str]().union(*names) for names in zip(*parts, strict=True)]
+    here = [[name for name in names if name in taken] for names, taken in zip(every, union, strict=True)]
+    if strategy.num_replicas_in_sync == _local_replicas(strategy):
+        return Used(here, here, [])
+    flags = [[float(name in taken) for name in names] for names, taken in zip(every, union, strict=True)]
+    return Used(here, [list(names) for names in every], [tf.constant(own, tf.float32) for own in flags])
+
+
+def check_used(every: Sequence[Sequence[str]], means: Sequence[Any]) -> None:
+    """In a replica: refuse a parameter that one process uses and another does not, on all of them.
+
+    Args:
+        every: by state, its parameters.
+        means: the flags of `used`, averaged; empty where one process trains.
+
+    Raises (when the graph runs):
+        tf.errors.InvalidArgumentError: says so; `graph` makes an `UnsupportedError` of it.
+    """
+    for names, flags in zip(every, means, strict=False):
+        apart = (flags > 0.0) & (flags < 1.0)
+        named = tf.strings.reduce_join(tf.boolean_mask(tf.constant(list(names)), apart), separator=", ")
+        tf.debugging.Assert(tf.logical_not(tf.reduce_any(apart)), [USED_APART, named], summarize=8)
+
+
+USED_APART: Final = (
+    "the loss depends on a parameter in one process and not in another, and the processes compile their steps each "
+    "for itself. Add 0.0 times the parameter to the loss where it is not used. Received:"
+)
+
+
+class _Box:
+    """Holds what `merge_call` is not to take apart."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _where_they_meet(function: Callable[[list[Any]], Any], own: Any) -> Any:
+    """In a replica: `function` of what the replicas of this process give, called once, in their order."""
+    if replicas_cannot_merge():
+        raise UnsupportedError("XLA around strategy.run on GPUs leaves replicas no place to meet. Drop jit_compile.")
+
+    def merged(strategy: Any, boxes: Any) -> Any:
+        return _Box(function([box.value for box in strategy.experimental_local_results(boxes)]))
+
+    found: _Box = tf.distribute.get_replica_context().merge_call(merged, args=(_Box(own),))
+    return found.value
 
 
 def _local_replicas(strategy: Any) -> int:
     return len(strategy.extended.worker_devices)
+
+
+def _one_of(*leaves: Any) -> Any:
+    """A leaf of aux of all replicas of this process."""
+    if leaves[0] is None:
+        return None
+    least = min(leaf.shape.rank for leaf in leaves)  # one more: an even window's, beside those of an uneven one (S8)
+    flat = [leaf if leaf.shape.rank == least else tf.reshape(leaf, (-1, *leaf.shape[2:])) for leaf in leaves]
+    put_together = tf.concat if joins([tuple(leaf.shape) for leaf in flat]) else tf.stack
+    return put_together(flat, axis=0)
 
 
 def _is_distributed(tree: Any) -> bool:

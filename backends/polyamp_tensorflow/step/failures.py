@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from polyamp.errors import ModelError, PolyampError, TraceError
+from polyamp.errors import ModelError, PolyampError, TraceError, UnsupportedError
 from polyamp_tensorflow.models.layers import is_layer, modules
+from polyamp_tensorflow.step.distribution import USED_APART
 from polyamp_tensorflow.step.state import TensorFlowState
 
 _NAMES: Final = {"half": "float16", "float": "float32", "double": "float64"}
@@ -36,6 +37,9 @@ def explained(error: Exception, states: Sequence[TensorFlowState]) -> PolyampErr
         return TraceError(_TRACED.format("none has .numpy()"))
     if isinstance(error, TypeError) and re.search(r"argument must be .*not '\w*Tensor'", text):
         return TraceError(_TRACED.format("float() and int() cannot take one"))
+    if isinstance(error, tf.errors.InvalidArgumentError) and USED_APART in text:
+        named = re.search(re.escape(USED_APART) + r"[^A-Za-z0-9]*([^\]\n]*?)'?\]", text)
+        return UnsupportedError(f"{USED_APART} {named[1] if named else ''}")
     if isinstance(error, TypeError | ValueError | tf.errors.InvalidArgumentError):
         return _mixed_dtypes(error, states)
     return None

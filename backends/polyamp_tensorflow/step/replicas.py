@@ -85,11 +85,19 @@ def check_replicated(optimizer: Any) -> None:
 
 
 def total(gradients: Sequence[Any]) -> list[Any]:
-    """The sum of each gradient over all replicas; the loss of each was divided by their number beforehand."""
+    """The sum of each gradient over all replicas; the loss of each was divided by their number beforehand.
+
+    One reduction for each dtype: TensorFlow packs tensors of one dtype into one, and fails on others.
+    """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return list(gradients)
-    return list(context.all_reduce(tf.distribute.ReduceOp.SUM, list(gradients)))
+    sums: dict[int, Any] = {}
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        places = [place for place, gradient in enumerate(gradients) if gradient.dtype == dtype]
+        parts = [gradients[place] for place in places]
+        sums.update(zip(places, context.all_reduce(tf.distribute.ReduceOp.SUM, parts), strict=True))
+    return [sums[place] for place in range(len(gradients))]
 
 
 def together(body: Callable[..., None], *values: Any) -> None:

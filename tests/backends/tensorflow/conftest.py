@@ -1,4 +1,4 @@
-"""Two logical CPUs, which TensorFlow takes only before it starts, and the one strategy over them."""
+"""Logical CPUs, which TensorFlow takes only before it starts, and one strategy over two of them, one over four."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 _CPU = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(_CPU, [tf.config.LogicalDeviceConfiguration()] * 2)
+tf.config.set_logical_device_configuration(_CPU, [tf.config.LogicalDeviceConfiguration()] * 6)
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +16,13 @@ def two_cpus() -> Any:
     """Two replicas. One object for all tests: two MirroredStrategy objects over the same devices hand out the same
     collective keys, and TensorFlow 2.21 then mixes up their reductions."""
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+class _KeysOfItsOwn(tf.distribute.MirroredStrategy):
+    _collective_key_base = 100_000  # where TensorFlow's own tests have several strategies in one process
+
+
+@pytest.fixture(scope="session")
+def four_cpus() -> Any:
+    """Four replicas, on devices and with collective keys of their own, for the same reason."""
+    return _KeysOfItsOwn([f"CPU:{number}" for number in range(2, 6)])

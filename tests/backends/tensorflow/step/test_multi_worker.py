@@ -95,6 +95,26 @@ def test_fit_evaluate_and_predict_give_the_numbers_of_one_process(results: list[
     np.testing.assert_allclose(together["predicted"], alone["predicted"], rtol=1e-5)
 
 
+def test_s09_statistics_and_aux_and_what_is_sent(results: list[dict[str, Any]]) -> None:
+    """An overflow on each worker in turn, six times: after every step all weights, statistics among them, are equal."""
+    first, second = (result["statistics"] for result in results)
+    assert first["after"] == second["after"]
+    assert [first["after"][step] == first["after"][step + 1] for step in range(12)] == [False, True] * 6
+    assert first["aux"] != second["aux"], "each process has its own"
+    assert np.array(first["aux"]).shape == (1, 4)
+    assert first["collectives"] == 1, "one reduction of everything, as a loop by hand has one of its gradients"
+    assert first["kept"] == second["kept"]
+
+
+def test_s23_what_one_worker_uses_and_another_does_not_is_refused_on_both(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        kind, message, same, goes_on = result["apart"]
+        assert (kind, same, goes_on) == ("UnsupportedError", True, True)
+        assert "one process and not in another" in message
+        assert "first/kernel, first/bias, second/kernel, second/bias" in message
+        assert "neither" not in message
+
+
 def test_keras_own_scaler_hangs_where_polyamp_skips() -> None:
     """It takes the flag before the gradients are summed: one worker waits for a sum that the other never makes."""
     workers = start_workers("keras")
@@ -170,6 +190,69 @@ def loss_fn(model: Any, batch: Any) -> Any:
     return tf.reduce_mean(tf.square(model(batch[0]) - batch[1])) + tf.add_n(model.losses)
 
 
+def statistics(strategy: Any) -> dict[str, Any]:
+    """A model with running statistics: after each of twelve steps everything, and what the step's graph sends."""
+    import keras
+    import tensorflow as tf
+
+    import polyamp
+    from polyamp_tensorflow import LossScaleOptimizer
+
+    index = strategy.cluster_resolver.task_id
+    recipe = polyamp.Recipe(optimizer=polyamp.adamw(1e-2), scaler=polyamp.LossScaler(init_scale=1024.0), clip_norm=1.0)
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.BatchNormalization(), keras.layers.Dense(1, kernel_regularizer="l2")]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        state = polyamp.init(model, recipe)
+        optimizer = LossScaleOptimizer(polyamp.sgd(0.1), recipe.loss_scaler)
+        optimizer.build(model.trainable_variables)
+    step = polyamp.train_step(lambda m, b: (loss_fn(m, b), b[1][:, 0]), recipe)
+    seen: dict[str, Any] = {"after": [repr(weights(model))]}
+    for number in range(12):
+        x, y = make_batches({0: number // 2 % 2} if number % 2 else {})[0]
+        _, result = step(state, (x[4 * index : 4 * index + 4], y[4 * index : 4 * index + 4]))
+        assert bool(result.skipped) == bool(number % 2)
+        seen["after"].append(repr([*weights(model), *(np.asarray(v).tolist() for v in state.optimizer.variables)]))
+    seen["aux"] = result.aux.numpy().tolist()
+    (program,) = [program for programs in state.programs.values() for program in programs.values()]
+    graph = program.get_concrete_function((tf.TensorSpec((4, 4)), tf.TensorSpec((4, 1)))).graph.as_graph_def()
+    nodes = [*graph.node, *(node for own in graph.library.function for node in own.node_def)]
+    seen["collectives"] = sum("Collective" in node.op and "Group" not in node.op for node in nodes)
+
+    def kept(x: Any, y: Any) -> None:
+        with optimizer.keep_statistics(model):
+            replica_step(model, optimizer, strategy)(x, y)
+
+    x, y = (tf.constant(part[4 * index : 4 * index + 4]) for part in make_batches({})[1])
+    tf.function(lambda x, y: strategy.run(kept, args=(x, y)))(x, y)
+    return {**seen, "kept": repr(weights(model))}
+
+
+def apart(strategy: Any) -> list[Any]:
+    """Each worker's loss depends on a head of its own; then on the same one."""
+    import keras
+    import tensorflow as tf
+
+    import polyamp
+
+    recipe = polyamp.Recipe(optimizer=polyamp.adamw(1e-2))
+    with strategy.scope():
+        x = keras.Input((4,))
+        heads = [keras.layers.Dense(1, name=name)(x) for name in ("first", "second", "neither")]
+        state = polyamp.init(keras.Model(x, heads), recipe)
+    index, before = strategy.cluster_resolver.task_id, weights(state.model)
+    batch = np.ones((4, 4), np.float32)
+    try:
+        polyamp.train_step(lambda m, b: tf.reduce_mean(m(b)[index] ** 2), recipe)(state, batch)
+        found: list[Any] = ["nothing", ""]
+    except Exception as error:  # noqa: BLE001  # what it is, is what the test asks
+        found = [type(error).__name__, str(error)]
+    same = weights(state.model) == before
+    _, result = polyamp.train_step(lambda m, b: tf.reduce_mean(m(b)[0] ** 2), recipe)(state, batch)
+    return [*found, same, int(result.step) == 1]
+
+
 def train_with_keras() -> None:
     """One finite step, then one that overflows on the second worker, with Keras's own scaler."""
     import keras
@@ -242,4 +325,4 @@ if __name__ == "__main__":
 
         both = tf.distribute.MultiWorkerMirroredStrategy()
         everything = {f"{loop}, {bad}": train(loop, bad, both) for loop in LOOPS for bad in OVERFLOWS}
-        print(json.dumps(everything), flush=True)
+        print(json.dumps({**everything, "statistics": statistics(both), "apart": apart(both)}), flush=True)
