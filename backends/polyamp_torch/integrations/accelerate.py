@@ -14,21 +14,18 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from polyamp.errors import PolicyError, UnsupportedError
+from polyamp.errors import PolicyError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.scaler import LossScaler
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import inside_of_compiled, of_accelerator
+from polyamp_torch.integrations import accelerate_sharded
 from polyamp_torch.integrations.loop_scaler import LoopRegion, Settings, extra
 
 with extra("accelerate"):
     import accelerate  # type: ignore[import-untyped]  # no annotations
     from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]  # no annotations
-    from accelerate.utils import (  # type: ignore[import-untyped]  # no annotations
-        AutocastKwargs,
-        DistributedType,
-        GradScalerKwargs,
-    )
+    from accelerate.utils import AutocastKwargs, GradScalerKwargs  # type: ignore[import-untyped]  # no annotations
 
 __all__ = ["Accelerator"]
 
@@ -36,7 +33,6 @@ _WORDS: Final = {"float16": "fp16", "bfloat16": "bf16", "float32": "no"}
 """Compute dtype -> what Accelerate calls it."""
 _LAUNCHED: Final = "ACCELERATE_MIXED_PRECISION"
 """What `accelerate launch --mixed_precision` sets."""
-_SUPPORTED: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate is not annotated
@@ -45,7 +41,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
     Everything else is Accelerate's: `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `autocast`, `save_state`,
     `load_state`. float16 works on the CPU too, where Accelerate by itself trains in float32 without a word. A skipped
     step is noticed with every optimizer, fused ones included: schedulers stay where they were, and the running
-    statistics of the models that the optimizer trains are put back.
+    statistics of the models that the optimizer trains are put back. Under DistributedDataParallel and with FSDP2
+    (`fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)`, between ranks on the CPU too, where Accelerate drops
+    it) all ranks skip together.
 
     Args:
         policy: a `Policy` or its spelling, with float32 parameters, in autocast mode; None for what `mixed_precision`
@@ -56,7 +54,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
 
     Raises:
         PolicyError: an option, or `accelerate launch`, asks for another precision.
-        UnsupportedError: a policy that Accelerate's loop cannot honour; FSDP, DeepSpeed, Megatron-LM or a TPU; later,
+        UnsupportedError: a policy that Accelerate's loop cannot honour; FSDP1, DeepSpeed, Megatron-LM or a TPU; later,
             LBFGS under a scaler.
 
     Example:
@@ -79,12 +77,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         checked = Settings.checked(policy, scaler, "cpu", where="Accelerate")  # before Accelerate sets itself up
         self._word: Final = _WORDS[checked.policy.compute]
         _check_options(options, word, self._word)
-        super().__init__(mixed_precision="no", **options)  # its own autocast and scaler stay off
-        if self.distributed_type not in _SUPPORTED:
-            raise UnsupportedError(
-                "polyamp's Accelerator runs on one device or under DistributedDataParallel. Received: "
-                f"{self.distributed_type}. Use accelerate.Accelerator there."
-            )
+        plugin = accelerate_sharded.configuration(options)
+        super().__init__(mixed_precision="no", **{**options, "fsdp_plugin": plugin})  # its autocast and scaler stay off
+        accelerate_sharded.settled(self.state, plugin)
         self.settings: Final = Settings.checked(policy, scaler, self.device.type, where="Accelerate")
         self.scaler = self.settings.scaler
         self._installed: dict[nn.Module, contextlib.ExitStack] = {}
@@ -100,8 +95,36 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
             raise PolicyError("cache_enabled is settled by the policy. Received: cache_enabled in autocast_handler.")
         return self.settings.region(enabled=autocast_handler is None or autocast_handler.enabled)
 
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's preparation; of a model that FSDP2 shards too, which it does not hand to `prepare_model`."""
+        if not self.is_fsdp2:
+            return super().prepare(*args, **kwargs)
+        models = {at: item for at, item in enumerate(args) if isinstance(item, nn.Module)}
+        new = [at for at, model in models.items() if not self._entered(model)]
+        try:
+            prepared = super().prepare(*args, **kwargs)
+        except BaseException:
+            for at in new:
+                self._installed.pop(models[at], contextlib.ExitStack()).close()
+            raise
+        for at in new:
+            self._remembered(prepared[at] if len(args) > 1 else prepared, inside=models[at])
+        return prepared
+
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Accelerate's preparation, with the model's forward pass under the policy."""
+        known = self._entered(model)
+        prepared = super().prepare_model(model, *args, **kwargs)
+        if not known:
+            self._remembered(prepared, inside=model)
+        return prepared
+
+    def _entered(self, model: nn.Module) -> bool:
+        """Put the model under the policy; whether this Accelerator had done it before.
+
+        Raises:
+            PolicyError: it is under another one.
+        """
         under = getattr(model.forward, "under_policy", None)
         if under not in (None, self.settings.policy):
             raise PolicyError(
@@ -111,16 +134,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         known = model in self._installed  # if not, another Accelerator may have put it under the same policy
         if under is None:
             self._put_under_policy(model)
-        prepared = super().prepare_model(model, *args, **kwargs)
-        if not known and self.scaler is not None:
-            settings = self.settings
+        return known
 
-            def remember(module: nn.Module, args: Any) -> None:
-                settings.remember(module)
+    def _remembered(self, prepared: nn.Module, *, inside: nn.Module) -> None:
+        """Keep running statistics before each forward pass, by a hook on the outside, where torch.compile is not."""
+        if self.scaler is None:
+            return
+        settings = self.settings
 
-            handle = prepared.register_forward_pre_hook(remember)  # on the outside, where torch.compile does not see it
-            self._installed.setdefault(model, contextlib.ExitStack()).callback(handle.remove)
-        return prepared
+        def remember(module: nn.Module, args: Any) -> None:
+            settings.remember(module)
+
+        handle = prepared.register_forward_pre_hook(remember)
+        self._installed.setdefault(inside, contextlib.ExitStack()).callback(handle.remove)
 
     def _put_under_policy(self, model: nn.Module) -> None:
         settings, before, replaced = self.settings, model.forward, vars(model).get("forward")
@@ -185,6 +211,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
 
 class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is not annotated
     """Accelerate takes a step for skipped if `optimizer.step` was not called; fused ones are called with the flag."""
+
+    def step(self, closure: Any = None) -> None:
+        """Accelerate's step through the scaler."""
+        if not self.scaler.awaits(self.optimizer) and accelerate_sharded.makes_state(self.optimizer):
+            self.optimizer.step(closure)
+        else:
+            super().step(closure)
 
     @property
     def step_was_skipped(self) -> bool:

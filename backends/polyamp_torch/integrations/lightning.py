@@ -17,6 +17,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.scaler import LossScaler
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import takes_found_inf
+from polyamp_torch.integrations.loop_clipping import by_mesh, clip_by_norm
 from polyamp_torch.integrations.loop_scaler import Settings, extra
 from polyamp_torch.precision.bound import BoundModule
 
@@ -29,16 +30,18 @@ __all__ = ["FabricPrecision", "MixedPrecision"]
 
 _WORDS: Final[dict[str, Any]] = {"float16": "16-mixed", "bfloat16": "bf16-mixed", "float32": "32-true"}
 """Compute dtype -> what Lightning calls it; its own checks and messages show it."""
+_AVERAGES: Final[Any] = getattr(pl.callbacks, "WeightAveraging", ())  # younger than the oldest Lightning supported
 
 
 class MixedPrecision(trainer_plugins.MixedPrecision):
     """A precision plugin for the Trainer: `Trainer(plugins=MixedPrecision("mixed_float16"))`.
 
     The whole of `training_step` runs under the policy. A step whose gradients overflow changes nothing: in automatic
-    optimization neither parameters nor optimizer, running statistics or schedulers of interval "step"; in manual
-    optimization, where running statistics and schedulers are the user's, see `step_was_skipped`. Gradients are
-    unscaled before `on_before_optimizer_step` and can be clipped whatever the optimizer, fused ones included. The
-    scaler's state is in Lightning's checkpoints under the name that Lightning's own plugin uses.
+    optimization neither parameters nor optimizer, running statistics, schedulers of interval "step" or the average of
+    a `WeightAveraging` callback; in manual optimization, where running statistics and schedulers are the user's, see
+    `step_was_skipped`. Under `DDPStrategy` and `ModelParallelStrategy` all ranks skip together. Gradients are unscaled
+    before `on_before_optimizer_step` and can be clipped whatever the optimizer, fused ones included. The scaler's state
+    is in Lightning's checkpoints under the name that Lightning's own plugin uses.
 
     Args:
         policy: a `Policy` or its spelling, with float32 parameters and outputs, in autocast mode.
@@ -67,6 +70,7 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
         self.scaler = settings.scaler
         self._module: pl.LightningModule | None = None
         self._bound: list[BoundModule] = []
+        self._held_back = contextlib.ExitStack()
 
     @property
     def step_was_skipped(self) -> bool:
@@ -85,14 +89,19 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
         return module
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Hold back the schedulers of interval "step" when a step is skipped (S13)."""
+        """Hold back the schedulers of interval "step", and averages of the weights, when a step is skipped (S13)."""
         module: Any = model if isinstance(model, pl.LightningModule) else getattr(model, "module", model)  # inside DDP
         if not isinstance(module, pl.LightningModule):
             raise UnsupportedError(f"a LightningModule is expected. Received: {type(module).__name__}.")
         self.settings.check_device(module)
+        self._held_back.close()
         if self.scaler is not None and module.automatic_optimization:
             self._module = module
             self._hold_back([item.scheduler for item in lr_schedulers if item.interval == "step"])
+        if self.scaler is not None:
+            with contextlib.suppress(RuntimeError):  # connected by hand, to no trainer
+                trainer: Any = module.trainer
+                self._hold_back_averages(trainer.callbacks)
         return super().connect(model, optimizers, lr_schedulers)
 
     def _hold_back(self, schedulers: list[Any]) -> None:
@@ -105,11 +114,25 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
                 hook(scheduler, metric)
 
         module.lr_scheduler_step = lr_scheduler_step
+        self._held_back.callback(vars(module).pop, "lr_scheduler_step", None)
+
+    def _hold_back_averages(self, callbacks: list[Any]) -> None:
+        """Shadow `should_update` of the callbacks that average weights after every step that Lightning counts."""
+        for callback in callbacks:
+            if isinstance(callback, _AVERAGES):
+                self._held_back.callback(vars(callback).pop, "should_update", None)
+                vars(callback)["should_update"] = self._unless_skipped(callback.should_update)
+
+    def _unless_skipped(self, ask: Callable[..., bool]) -> Callable[..., bool]:
+        def should_update(step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            after_skip = step_idx is not None and self.step_was_skipped
+            return not after_skip and ask(step_idx=step_idx, epoch_idx=epoch_idx)
+
+        return should_update
 
     def teardown(self) -> None:
-        """Let go of the module, and take out what `connect` put into it."""
-        if self._module is not None:
-            vars(self._module).pop("lr_scheduler_step", None)
+        """Let go of the module, and take out what `connect` put into it and its trainer."""
+        self._held_back.close()
         self._module, self._bound = None, []
         super().teardown()
 
@@ -154,6 +177,15 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
     def clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Clip by norm or by value. Gradients are unscaled by now, those of fused optimizers too."""
         trainer_plugins.Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: Any) -> None:
+        """Clip by the norm over all gradients, sharded in whatever ways."""
+        clip_by_norm(self.main_params(optimizer), clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: Any) -> None:
+        """Clip by value, sharded gradients too."""
+        for alike in by_mesh(self.main_params(optimizer)).values():
+            nn.utils.clip_grad_value_(alike, clip_val)
 
 
 class FabricPrecision(fabric_plugins.MixedPrecision):

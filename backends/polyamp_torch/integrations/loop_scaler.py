@@ -218,6 +218,10 @@ class LoopScaler(GradScaler):
                 buffers.settle(self._remembered.pop(module), flag == 0.0)
         return result
 
+    def awaits(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a loss was scaled that this optimizer has not stepped for."""
+        return self._run.of(optimizer).consumed < self._run.calls
+
     def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last step of this optimizer was skipped; waits for the device."""
         return optimizer in self._flags and bool(self._flags[optimizer] > 0.0)

@@ -7,6 +7,7 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -21,6 +22,7 @@ import polyamp
 import polyamp_torch
 from polyamp.errors import BackendNotInstalledError, GradientError, PolicyError, UnsupportedError
 from polyamp_torch.accelerate import Accelerator
+from polyamp_torch.integrations import accelerate_sharded
 
 INF = float("inf")
 SCALER = polyamp.LossScaler(init_scale=16.0, growth_interval=4, on_stuck="ignore")
@@ -319,10 +321,8 @@ def test_what_accelerate_cannot_honour_is_refused(monkeypatch: pytest.MonkeyPatc
     made = ours(polyamp.Policy("mixed_float16", overrides={"out_proj": "float32"}))
     with pytest.raises(UnsupportedError, match="never called as a module"):
         made.prepare(attention)(*[torch.ones(2, 1, 4)] * 3)
-    with monkeypatch.context() as patch:
-        patch.setattr(accelerate.Accelerator, "distributed_type", DistributedType.FSDP)
-        with pytest.raises(UnsupportedError, match=r"one device or under DistributedDataParallel.*FSDP"):
-            ours()
+    with pytest.raises(UnsupportedError, match=r"under DistributedDataParallel or with FSDP2\. Received: .*DEEPSPEED"):
+        accelerate_sharded.settled(SimpleNamespace(distributed_type=DistributedType.DEEPSPEED), None)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(PolicyError, match="Launch with --mixed_precision=fp16"):
         ours()
