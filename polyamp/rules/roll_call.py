@@ -1,0 +1,280 @@
+"""What ranks leave for each other where one fails: who raised, who ended, and a roll call of the rest (S32).
+
+An ordinary step writes two attributes of a `Board` and sends nothing. Where a step fails, the rank whose own program
+raised says so on the store that the ranks share, before its error goes on; a rank whose collective failed calls the
+roll: whoever is there answers, by its own failure or by a small thread that looks after a step that takes long. Who
+does not answer was killed, or hangs. The first that calls writes down what was found, so that all say the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing.util
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from polyamp.errors import ReplicaError
+from polyamp.rules import presence
+from polyamp.rules.replicas import Group, called, lost_store, shortened
+
+PATIENCE: Final = 6.0
+"""Seconds that a roll call waits for answers."""
+INTERVAL: Final = 0.5
+"""Seconds between two looks of the thread; with more than 200 ranks it looks less often, for the store's sake."""
+_MOST: Final = 8
+_AGAIN: Final = "Start all ranks again and polyamp.restore the last checkpoint: this state is not to be used again."
+_LOG: Final = logging.getLogger("polyamp")
+
+
+class Board:
+    """A group's notices, as one rank sees them.
+
+    Attributes:
+        group: the ranks.
+        begun: how many steps this rank began.
+        inside: whether it is in one.
+        broken: why no step is taken any more; "" as long as nothing failed.
+        over: set at the end of the process.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.begun = 0
+        self.inside = False
+        self.broken = ""
+        self.over = threading.Event()
+        self._thread = threading.get_ident()
+        self._since = time.monotonic()
+        self._process = os.getpid()
+        self._set(f"who/{group.place}", presence.own())
+        multiprocessing.util.Finalize(self, _end, args=(weakref.ref(self),), exitpriority=100)
+        _Looking(self).start()
+
+    def check(self) -> None:
+        """Refuse a step after one that failed.
+
+        Raises:
+            ReplicaError: what failed.
+        """
+        if self.broken:
+            raise ReplicaError(f"{self.broken} {_AGAIN}")
+
+    def raised(self, error: BaseException) -> None:
+        """Say that this rank's own program raised in a step; its error goes on as it is, with a note."""
+        ranks, me = len(self.group.names), self.group.names[self.group.place]
+        told = f"rank {me} raised {shortened(error)} in step {self.begun}"
+        self.broken = f"{told}."
+        try:
+            self._put("raised", {"words": told})
+            self._set("called", {"words": told})
+        except ConnectionError:  # the launcher is gone: nobody can be told, and the error is on its way
+            return
+        error.add_note(
+            f"polyamp: this is rank {me} of {ranks}, in step {self.begun}. The other ranks end with ReplicaError, "
+            "which says so. This state is not to be used again."
+        )
+
+    def parted(self, error: BaseException) -> ReplicaError:
+        """The error of a rank whose collective failed, which is to be raised from that failure.
+
+        Takes up to `PATIENCE` seconds, which only a rank that does not answer costs.
+        """
+        me, what = self.group.names[self.group.place], shortened(error, 200)
+        try:
+            self._put("answers", {"place": self.group.place, "how": "failed", "step": self.begun, "error": what})
+            self._set("called", {"words": ""})
+            words = self._found()
+        except ConnectionError:
+            words = lost_store(self.group)
+        self.broken = f"{words} (The collective of rank {me} failed in step {self.begun}: {what})"
+        return ReplicaError(f"{self.broken} {_AGAIN}")
+
+    def ended(self) -> None:
+        """Say that this rank's program is over. Called when the process ends in a way of which it hears."""
+        if self.broken or self._process != os.getpid():
+            return
+        error = getattr(sys, "last_value", None)  # what ended the program, where nobody caught it
+        why = "" if error is None else f": its program raised {shortened(error)} outside of a step"
+        self.broken = f"rank {self.group.names[self.group.place]} ended after step {self.begun}{why}."
+        with contextlib.suppress(ConnectionError):
+            self._put("ended", {"place": self.group.place, "words": self.broken[:-1]})
+
+    def answer(self) -> bool:
+        """If the roll was called, say where this rank is. Called by the thread that looks after a long step."""
+        value = self.group.store.get("called", 0.0)
+        if value is None:
+            return False
+        words = str(json.loads(value)["words"])
+        here = {"place": self.group.place, "how": "there", "step": self.begun, "inside": self.inside}
+        seconds = time.monotonic() - self._since
+        self._put("answers", {**here, "seconds": round(seconds), "where": presence.where(self._thread)})
+        if words and self.inside:
+            _LOG.warning(
+                "polyamp: %s. Rank %d waits for it in a collective, for up to %g s.",
+                *(words, self.group.names[self.group.place], self.group.seconds),
+            )
+        return True
+
+    def stands_still(self, seen: tuple[int, bool]) -> bool:
+        """Whether nothing moved since the last look, at which `(begun, inside)` was this."""
+        if (self.begun, self.inside) == seen:
+            return True
+        self._since = time.monotonic()
+        return False
+
+    def _found(self) -> str:
+        """Who is missing; by the first who calls the roll, and from it for the others."""
+        if self.group.store.add("callers", 1) != 1:
+            value = self.group.store.get("found", PATIENCE + 2 * INTERVAL)
+            if value is not None:
+                return str(json.loads(value)["words"])
+        words = self._called()
+        self._set("found", {"words": words})
+        return words
+
+    def _called(self) -> str:
+        """Wait for the answers of all, or for one that tells what happened."""
+        end = time.monotonic() + PATIENCE
+        who: dict[int, Mapping[str, Any]] = {}
+        while True:
+            raised, ended, answers = (list(self._entries(name)) for name in ("raised", "ended", "answers"))
+            there = {int(entry["place"]) for entry in (*ended, *answers)}
+            missing = [place for place in range(len(self.group.names)) if place not in there]
+            for place in missing:
+                if place not in who and (value := self.group.store.get(f"who/{place}", 0.0)) is not None:
+                    who[place] = json.loads(value)
+            gone = [place for place in missing if place in who and presence.is_gone(who[place])]
+            later = {int(entry["place"]): entry for entry in answers}.values()  # a rank that answers twice failed then
+            open_ = [entry["inside"] for entry in later if entry["how"] == "there"]
+            settled = len(gone) == len(missing) and (gone or ended or not open_ or not all(open_))
+            if raised or settled or time.monotonic() > end:
+                silent = [place for place in missing if place not in gone]
+                return self._words(raised, ended, gone, silent, list(later))
+            time.sleep(0.05)
+
+    def _words(
+        self,
+        raised: list[Mapping[str, Any]],
+        ended: list[Mapping[str, Any]],
+        gone: list[int],
+        silent: list[int],
+        answers: list[Mapping[str, Any]],
+    ) -> str:
+        if raised or ended:
+            return f"{'; '.join(str(entry['words']) for entry in (*raised, *ended))}."
+        said = []
+        if gone:
+            verb = "is" if len(gone) == 1 else "are"
+            said.append(f"{self.group.called(gone)} {verb} no longer running: killed, or ended without a word.")
+        if silent:
+            verb = "hangs, or its machine is" if len(silent) == 1 else "hang, or their machines are"
+            said.append(
+                f"{self.group.called(silent)} did not answer within {PATIENCE:g} s: {verb} lost, or killed there."
+            )
+        return " ".join(said) or self._suspected(answers)
+
+    def _suspected(self, answers: list[Mapping[str, Any]]) -> str:
+        """All are there: who has not come, or is in another step than the others."""
+        steps = [int(entry["step"]) for entry in answers]
+        step = max(dict.fromkeys(steps), key=steps.count)
+        there = [entry for entry in answers if entry["how"] == "there"]
+        outside = [entry for entry in there if not entry["inside"]]
+        said: list[str] = []
+        for entry in outside or there:
+            verb = "is still in" if entry["inside"] else "has not come back since"
+            at = f", at {entry['where']}" if entry["where"] else ""
+            rank = self.group.names[entry["place"]]
+            said.append(f"rank {rank} hangs: it {verb} step {entry['step']}, for {entry['seconds']} s{at}.")
+        if said:
+            return " ".join(said[:_MOST])
+        other = sorted(self.group.names[entry["place"]] for entry in answers if entry["step"] != step)
+        if other:
+            return f"{called(other)} took another number of steps than the others, who are in step {step}."
+        errors = "; ".join(f"rank {self.group.names[entry['place']]}: {entry['error']}" for entry in answers[:_MOST])
+        return f"All ranks answer, and on each a collective failed in step {step}: {errors}."
+
+    def _put(self, name: str, what: Mapping[str, Any]) -> None:
+        self._set(f"{name}/{self.group.store.add(name, 1)}", what)
+
+    def _entries(self, name: str) -> Iterator[Mapping[str, Any]]:
+        for number in range(1, self.group.store.add(name, 0) + 1):
+            value = self.group.store.get(f"{name}/{number}", 1.0)
+            if value is not None:
+                yield json.loads(value)
+
+    def _set(self, key: str, what: Mapping[str, Any]) -> None:
+        self.group.store.set(key, json.dumps(what).encode())
+
+
+class _Looking(threading.Thread):
+    """Looks every half second whether steps go on, and asks the store only where one does not."""
+
+    def __init__(self, board: Board) -> None:
+        super().__init__(name="polyamp-roll-call", daemon=True)
+        self._board = weakref.ref(board)
+        self._over = board.over
+        self._pause = INTERVAL * max(1.0, len(board.group.names) / 200)
+
+    def run(self) -> None:
+        seen = (-1, False)
+        while not self._over.wait(self._pause):
+            board = self._board()
+            if board is None or board.broken:
+                return
+            if board.stands_still(seen):
+                try:
+                    if board.answer():
+                        return
+                except ConnectionError:  # the launcher is gone, and with it whoever could ask
+                    return
+            seen = (board.begun, board.inside)
+            del board
+
+
+class Shelf:
+    """A `Store` in one process, whose threads are the ranks: for tests and examples.
+
+    Example:
+        >>> shelf = Shelf()
+        >>> shelf.set("a", b"1")
+        >>> shelf.get("a", 0.0), shelf.get("b", 0.0), shelf.add("c", 2)
+        (b'1', None, 2)
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._counts: dict[str, int] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `Store`."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, seconds: float) -> bytes | None:
+        """See `Store`."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._values, seconds)
+            return self._values.get(key)
+
+    def add(self, key: str, number: int) -> int:
+        """See `Store`."""
+        with self._changed:
+            self._counts[key] = self._counts.get(key, 0) + number
+            return self._counts[key]
+
+
+def _end(found: weakref.ref[Board]) -> None:
+    """The end of the process: multiprocessing calls it in the children that it started, and in every other process."""
+    board = found()
+    if board is not None:
+        board.over.set()
+        board.ended()
