@@ -26,7 +26,10 @@ PRELOADED = [
     "torch._dynamo",
     "polyamp",
     "polyamp.losses",
+    "polyamp.train.ranks",
     "polyamp_torch.backend",
+    "polyamp_torch.distributed.brought",
+    "polyamp_torch.distributed.failure",
 ]
 """What the server imports; `fully_shard` imports the compiler, which takes two seconds.
 

@@ -29,7 +29,7 @@ from polyamp_torch.own_loop.grad_scaler import GradScaler
 from polyamp_torch.precision.autocast import autocast, run_under
 from polyamp_torch.precision.bound import BoundModule, device_of
 from polyamp_torch.precision.paths import plan_for
-from polyamp_torch.step import differentiate, failures, resuming, step, update
+from polyamp_torch.step import differentiate, failures, replicas, resuming, step, update
 from polyamp_torch.step.measure import global_norm, reciprocal
 from polyamp_torch.step.refresh import refreshed
 from polyamp_torch.step.state import TorchState
@@ -129,7 +129,12 @@ class TorchBackend:
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TorchState:
         refusals.check_options(options, (), function="init", backend=self.name)
-        state = TorchState(model, recipe, self)
+        try:
+            state = TorchState(model, recipe, self)
+        except Exception as error:
+            replicas.withdraw(model, error)
+            raise
+        replicas.compare(state)
         if state.device.type == "cuda" and "bfloat16" in state.plan.narrow:
             _require_bfloat16()
         return state

@@ -12,6 +12,7 @@ No compiler is imported: `import torch._dynamo` takes two seconds.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import operator
 import sys
 from collections.abc import Callable, Iterable
@@ -385,3 +386,19 @@ def meshes_of(module: Any) -> list[Any]:
 def flat_group_of(mesh: Any) -> Any:
     """One process group of all the processes of a mesh of several dimensions."""
     return mesh._flatten().get_group()
+
+
+def prefixed(prefix: str, store: Any) -> Any:
+    """A store whose names begin with this; the class is public, its place is not typed."""
+    made: Any = torch.distributed.PrefixStore  # type: ignore[attr-defined]
+    return made(prefix, store)
+
+
+def timeout_of(group: Any) -> datetime.timedelta | None:
+    """How long a collective of a process group waits for the other ranks; None where the group does not say."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, datetime.timedelta):
+            return timeout
+    return None

@@ -29,7 +29,7 @@ def is_gone(process: Mapping[str, Any]) -> bool:
     if process["host"] != _host():
         return False
     if _PROC.joinpath("self", "stat").exists():
-        return _started(process["pid"]) != process["start"]
+        return bool(_started(process["pid"]) != process["start"])
     try:
         os.kill(process["pid"], 0)
     except ProcessLookupError:

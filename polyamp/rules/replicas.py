@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -29,8 +30,13 @@ _MOST: Final = 8
 _HINTS: Final = {
     "versions": "Install the same versions everywhere.",
     "values": "Build the model from one seed, or load its checkpoint on every rank, before the engine takes it.",
+    "shards": "Build the model from one seed, or load its checkpoint on every rank, before the engine takes it.",
 }
 _HINT: Final = "Build the model and the recipe from the same code, with the same settings, on every rank."
+
+
+_SOURCE: Final = re.compile(r"\[\S+\.(cc|cpp|h|cu):\d+\] ")
+"""Where in a framework's own source an error was raised."""
 
 
 class Store(Protocol):
@@ -75,7 +81,7 @@ def compare(group: Group, number: int, brought: Brought, part: str = "") -> None
     Args:
         group: the ranks.
         number: which comparison of this group it is; the same on every rank.
-        brought: what this rank has. A section "values" is only compared with that of ranks of the same `part`.
+        brought: what this rank has. A section "shards" is only compared with that of ranks of the same `part`.
         part: which part of sharded arrays lies here.
 
     Raises:
@@ -204,22 +210,22 @@ def alike(brought: Sequence[tuple[Mapping[str, str], str]]) -> list[list[int]]:
     """Places by what they bring: those that most have first, then in the order of their first rank.
 
     Args:
-        brought: by place, digest by section, and which part of sharded arrays is there. "values" of different parts
-            are not compared; a rank whose values differ from those of the first of its part is of a kind of its own.
+        brought: by place, digest by section, and which part of sharded arrays is there. "shards" of different parts
+            are not compared; a rank whose shards are not what most of its part have is of a kind of its own.
 
     Example:
         >>> alike([({"recipe": "a"}, ""), ({"recipe": "b"}, ""), ({"recipe": "a"}, "")])
         [[0, 2], [1]]
     """
     usual: dict[str, str] = {}
-    for part in dict.fromkeys(part for _, part in brought):
-        values = [digests.get("values", "") for digests, own in brought if own == part]
-        usual[part] = max(dict.fromkeys(values), key=values.count)
+    for part in dict.fromkeys(own for _, own in brought):
+        found = [digests.get("shards", "") for digests, own in brought if own == part]
+        usual[part] = max(dict.fromkeys(found), key=found.count)
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for place, (digests, part) in enumerate(brought):
-        values = digests.get("values", "")
-        rest = tuple(sorted((title, digest) for title, digest in digests.items() if title != "values"))
-        kinds.setdefault((rest, None if values == usual[part] else (part, values)), []).append(place)
+        shards = digests.get("shards", "")
+        rest = tuple(sorted((title, digest) for title, digest in digests.items() if title != "shards"))
+        kinds.setdefault((rest, None if shards == usual[part] else (part, shards)), []).append(place)
     return sorted(kinds.values(), key=lambda kind: (-len(kind), kind[0]))
 
 
@@ -267,7 +273,7 @@ def shortened(error: BaseException, most: int = 600) -> str:
     >>> shortened(ValueError("no\\nrows"))
     'ValueError: no rows'
     """
-    words = " ".join(str(error).split())
+    words = " ".join(_SOURCE.sub("", str(error)).split())
     text = f"{type(error).__name__}: {words}" if words else type(error).__name__
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

@@ -174,10 +174,10 @@ class Board:
             verb = "is" if len(gone) == 1 else "are"
             said.append(f"{self.group.called(gone)} {verb} no longer running: killed, or ended without a word.")
         if silent:
-            verb = "hangs, or its machine is" if len(silent) == 1 else "hang, or their machines are"
-            said.append(
-                f"{self.group.called(silent)} did not answer within {PATIENCE:g} s: {verb} lost, or killed there."
+            what = "it was killed, hangs, or its machine is lost" if len(silent) == 1 else (
+                "they were killed, hang, or their machines are lost"
             )
+            said.append(f"{self.group.called(silent)} did not answer within {PATIENCE:g} s: {what}.")
         return " ".join(said) or self._suspected(answers)
 
     def _suspected(self, answers: list[Mapping[str, Any]]) -> str:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from polyamp.rules import replicas as of_ranks
+
 if TYPE_CHECKING:
     from polyamp_torch.distributed.engines import Engine
 
@@ -27,6 +29,7 @@ class Replicas:
         rank: which of them this process belongs to.
         several: whether the step has to agree with other processes.
         modules: what of the model belongs to the engine, outermost first.
+        guard: the block that a step of several processes runs in (S32); None on one device.
     """
 
     def __init__(self, found: Engine | None) -> None:
@@ -37,6 +40,7 @@ class Replicas:
         self.rank = 0 if found is None else found.rank
         self.modules: tuple[Any, ...] = () if found is None else found.modules
         self.several = self.group is not None and self.group.size() > 1
+        self.guard: Any = _guard(self.group) if self.several else None
 
 
 ALONE: Final = Replicas(None)
@@ -55,3 +59,37 @@ def replicas_of(model: nn.Module) -> Replicas:
     from polyamp_torch.distributed import engines  # brings torch's sharded tensors
 
     return Replicas(engines.found(model))
+
+
+def compare(state: Any) -> None:
+    """At the end of `init` on several ranks: compare what they bring (S32).
+
+    Raises:
+        ReplicaError: names the ranks that differ, and in what they do; or that did not come.
+    """
+    replicas = state.replicas
+    if replicas.guard is None:
+        return
+    from polyamp.train.ranks import brought
+    from polyamp_torch.distributed.brought import described
+
+    sections, part = described(state.model, replicas.engine, replicas.modules)
+    replicas.guard.inits += 1
+    of_ranks.compare(replicas.guard.board.group, replicas.guard.inits, brought(state) | sections, part)
+
+
+def withdraw(model: Any, error: BaseException) -> None:
+    """Where `init` raised on this rank: the others need not wait for it."""
+    try:
+        guard = replicas_of(model).guard
+    except Exception:  # noqa: BLE001  # no model, or one that no rank can train
+        return
+    if guard is not None:
+        guard.inits += 1
+        of_ranks.withdrawn(guard.board.group, guard.inits, error)
+
+
+def _guard(group: Any) -> Any:
+    from polyamp_torch.distributed.failure import guard_of
+
+    return guard_of(group)

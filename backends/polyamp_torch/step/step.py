@@ -27,6 +27,14 @@ from polyamp_torch.step.window import NARROW, Sums, mean_and_stack, produced_by
 
 def train_step(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: Any) -> StepResult:
     """One step on one state, over `accumulate_steps` micro-batches (S8)."""
+    guard = state.replicas.guard
+    if guard is not None:
+        with guard:
+            return _on_this_rank(loss_fn, recipe, state, batch)
+    return _on_this_rank(loss_fn, recipe, state, batch)
+
+
+def _on_this_rank(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: Any) -> StepResult:
     parts, window = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
     with Undisturbed() as quiet, state.turn:
         return _stepped(loss_fn, state, parts, window, quiet)

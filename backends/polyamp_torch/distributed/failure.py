@@ -1,0 +1,138 @@
+"""What a rank does when it, or another one, fails: the guard around a step, and the store that says who it was (S32).
+
+Called by `step.replicas`. What ranks compare, leave for each other and say is `polyamp.rules.replicas` and
+`polyamp.rules.roll_call`; here are torch's store, torch's errors, and one `Board` for each process group.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+import weakref
+from types import TracebackType
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from polyamp.rules.replicas import Group
+from polyamp.rules.roll_call import Board
+from polyamp_torch.compat import prefixed, timeout_of
+
+_WORDS: Final = (
+    "gloo/",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    "[Gloo]",
+    "NCCL",
+    "ProcessGroup",
+)
+"""What a `RuntimeError` of a collective holds in torch 2.7 to 2.13; others are a `torch.distributed.DistError`."""
+_FIRST, _LONGEST = 0.001, 0.05
+"""Seconds between two questions to the store, which become longer."""
+
+
+class Kept:
+    """A `polyamp.rules.replicas.Store` on the one that a process group was made with, which NCCL's has as well.
+
+    It asks again and again instead of waiting in the store, whose client lets one thread in at a time.
+    """
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store = prefixed(prefix, store)
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `Store`."""
+        try:
+            self._store.set(key, value)
+        except RuntimeError as error:
+            raise ConnectionError(str(error)) from error
+
+    def get(self, key: str, seconds: float) -> bytes | None:
+        """See `Store`."""
+        end, pause = time.monotonic() + seconds, _FIRST
+        try:
+            while not self._store.check([key]):
+                left = end - time.monotonic()
+                if left <= 0:
+                    return None
+                time.sleep(min(pause, left))
+                pause = min(1.5 * pause, _LONGEST)
+            return bytes(self._store.get(key))
+        except RuntimeError as error:
+            raise ConnectionError(str(error)) from error
+
+    def add(self, key: str, number: int) -> int:
+        """See `Store`."""
+        try:
+            return int(self._store.add(key, number))
+        except RuntimeError as error:
+            raise ConnectionError(str(error)) from error
+
+
+class Guard:
+    """A block around a step, on several ranks: what leaves it is told to the others, or is told by them.
+
+    Attributes:
+        board: the group's notices.
+        inits: how many states were made on this group.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self.inits = 0
+
+    def __enter__(self) -> None:
+        board = self.board
+        if board.broken:
+            board.check()
+        board.begun += 1
+        board.inside = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.board.inside = False
+        if error is None:
+            return
+        if of_a_collective(error):
+            raise self.board.parted(error) from error
+        self.board.raised(error)
+
+
+def of_a_collective(error: BaseException | None) -> bool:
+    """Whether an error says that other ranks did not do their part; one that was raised from such an error does too.
+
+    >>> of_a_collective(RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:40321"))
+    True
+    >>> of_a_collective(ValueError("Connection closed by peer"))
+    False
+    """
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        if type(error) is RuntimeError and any(word in str(error) for word in _WORDS):
+            return True
+        error = error.__cause__
+    return False
+
+
+def guard_of(group: Any) -> Guard | None:
+    """The one guard of a process group; None for one that only pretends to communicate."""
+    for reference, guard in _guards:
+        if reference() is group:
+            return guard
+    if dist.get_backend(group) == "fake":
+        return None
+    _guards[:] = [each for each in _guards if each[0]() is not None]
+    made = _made[group.group_name] = _made.get(group.group_name, 0) + 1
+    store = Kept(group.get_group_store(), f"polyamp/{made}/")
+    names = dist.get_process_group_ranks(group)
+    seconds = timeout_of(group) or datetime.timedelta(minutes=30)
+    guard = Guard(Board(Group(store, dist.get_rank(group), names, seconds.total_seconds())))
+    _guards.append((weakref.ref(group), guard))
+    return guard
+
+
+_guards: Final[list[tuple[Any, Guard]]] = []
+"""A guard lives as long as its group, which it does not hold: on all ranks for the same time."""
+_made: Final[dict[str, int]] = {}
+"""How many groups of a name there were: those of one name may share a store."""

@@ -1,0 +1,191 @@
+"""Rule S32 in torch: one rank raises, is killed, ends early, hangs or brings other data; the others say which, in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import polyamp
+from polyamp.errors import ReplicaError
+from tests import ranks
+
+WAIT = 3.0
+"""Seconds that a collective waits."""
+ROLL = 8.0
+"""Seconds that a roll call may take on top of that, on a machine with a lot to do."""
+
+
+def network(engine: str, *, width: int = 8, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
+    if engine == "ddp":
+        return DistributedDataParallel(model)
+    for part in (*model, model) if engine == "fsdp2" else ():
+        if not isinstance(part, nn.ReLU):
+            fully_shard(part, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def recipe(**more: Any) -> polyamp.Recipe:
+    return polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1, momentum=0.9), **more)
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    return (model(batch) ** 2).mean()
+
+
+def training(rank: int, engine: str, failing: int, fault: str, where: str) -> tuple[str, str, str, float]:
+    """Ten steps; in the fourth one rank fails. What was raised: its class, its words, and its cause's class; and the
+    seconds from the failure on."""
+    since = [time.monotonic()]
+    calls = [0]
+
+    def fail() -> None:
+        since[0] = time.monotonic()
+        if rank != failing or calls[0] < 7:
+            return
+        if fault == "raise":
+            raise ValueError("no such row")
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "exit":
+            os._exit(0)
+        if fault == "sleep":
+            time.sleep(WAIT + ROLL)
+            os._exit(0)
+
+    def failing_loss(model: Any, batch: Any) -> Any:
+        calls[0] += 1
+        if where == "before forward":
+            fail()
+        out = model(batch)
+        if where == "after forward":
+            fail()
+        loss = (out**2).mean()
+        if where == "backward":
+            out.register_hook(lambda grad: fail())
+        return loss
+
+    made = recipe(accumulate_steps=2)
+    state = polyamp.init(network(engine), made)
+    step = polyamp.train_step(failing_loss, made)
+    for number in range(10):
+        if where == "outside":
+            calls[0] = 2 * number + 1
+            fail()
+        try:
+            state, _ = step(state, torch.ones(4, 4) * (rank + 1))
+        except ReplicaError as error:
+            return type(error).__name__, str(error), type(error.__cause__).__name__, time.monotonic() - since[0]
+    return "", "", "", time.monotonic() - since[0]
+
+
+GONE = "rank {} is no longer running: killed, or ended without a word. (The collective of rank"
+RAISED = "rank {} raised ValueError: no such row in step 4. (The collective of rank"
+CASES = [
+    ("ddp", 2, 1, "raise", "before forward", RAISED),
+    ("ddp", 4, 2, "raise", "backward", RAISED),
+    ("ddp", 4, 1, "kill", "after forward", GONE),
+    ("ddp", 2, 0, "kill", "outside", GONE),
+    ("ddp", 2, 1, "sleep", "outside", "rank {} hangs: it has not come back since step 3, for "),
+    ("ddp", 4, 2, "sleep", "after forward", "rank {} hangs: it is still in step 4, for "),
+]
+
+
+@pytest.mark.parametrize(("engine", "world", "failing", "fault", "where", "words"), CASES)
+def test_s32_the_others_name_the_rank(
+    engine: str, world: int, failing: int, fault: str, where: str, words: str
+) -> None:
+    how = (engine, failing, fault, where)
+    found = ranks.outcomes(training, world, *how, timeout=60, collective_timeout=WAIT, leave=False)
+    others = [each for rank, each in enumerate(found) if rank != failing]
+    for each in others:
+        assert each.error == ""
+        kind, said, cause, seconds = each.value
+        assert (kind, cause) == ("ReplicaError", "RuntimeError")
+        assert said.startswith(words.format(failing))
+        assert said.endswith("polyamp.restore the last checkpoint: this state is not to be used again.")
+        assert seconds < WAIT + ROLL
+        assert fault != "sleep" or ", at test_failures.py, line " in said
+    assert len({each.value[1].partition(" (The coll")[0] for each in others}) == 1
+
+
+def refused(rank: int, engine: str) -> list[str]:
+    """What each `init` says in which rank 1 brings something else; "" where all may go on."""
+    other = rank == 1
+
+    def frozen() -> nn.Module:
+        model = network(engine)
+        if other:
+            next(model.parameters()).requires_grad_(False)
+        return model
+
+    def changed() -> nn.Module:
+        model = network(engine, seed=rank)
+        if other and engine == "ddp":
+            with torch.no_grad():
+                next(model.parameters()).flatten()[3] += 1e-6
+        return model
+
+    def counted(where: str) -> nn.Module:
+        model = network(engine)
+        inner: Any = model.module if engine == "ddp" else model
+        inner.register_buffer("count" if where == "name" and other else "seen", torch.zeros(3) + other)
+        return model
+
+    cases: list[tuple[Any, polyamp.Recipe]] = [
+        (lambda: network(engine), recipe()),
+        (lambda: network(engine), recipe(clip_norm=1.0 + rank)),
+        (frozen, recipe()),
+        (changed, recipe()),
+        (lambda: counted("name"), recipe()),
+        (lambda: counted("values"), recipe()),
+        (lambda: network(engine), recipe(scaler=polyamp.LossScaler(growth_interval=7 + 2 * rank))),
+        (lambda: nn.ReLU() if other else network(engine), recipe()),
+        (lambda: network(engine), recipe()),
+    ]
+    found = []
+    for build, made in cases:
+        try:
+            polyamp.init(build(), made)
+            found.append("")
+        except ReplicaError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_s32_init_refuses_what_parts_on_every_rank(world: int) -> None:
+    found = ranks.run(refused, world, "ddp")
+    assert found == [found[0]] * world
+    rest = {2: "rank 0", 4: "ranks 0, 2 and 3"}[world]
+    for said, (what, lines) in zip(
+        found[0],
+        [
+            ("", ""),
+            ("recipes", "'clip_norm = 2.0' there, 'clip_norm = 1.0' here"),
+            (
+                "parameters",
+                "'module/0/weight: float32 [8, 4], not trained' there, 'module/0/weight: float32 [8, 4]' here",
+            ),
+            ("values", "'module.0.weight: values with the checksum "),
+            ("buffers", "'module/count: float32 [3]' there, 'module/seen: float32 [3]' here"),
+            ("values", "'module.seen: values with the checksum "),
+            ("recipes", "'scaler.growth_interval = 9' there, 'scaler.growth_interval = 7' here"),
+            ("", ""),
+            ("", ""),
+        ],
+        strict=True,
+    ):
+        assert said.startswith(f"rank 1 brings other {what} than {rest}: {lines}" if what else ""), said
+        assert said or not what

@@ -1,0 +1,185 @@
+"""Rule S32 without a framework: what ranks bring is compared, and a roll call names who failed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from polyamp.errors import ReplicaError
+from polyamp.rules import presence, roll_call
+from polyamp.rules.replicas import Brought, Group, alike, called, compare, shortened, withdrawn
+from polyamp.rules.roll_call import Board, Shelf
+
+
+def on_ranks(count: int, run: Callable[[Group], Any], *, seconds: float = 2.0, absent: Sequence[int] = ()) -> list[Any]:
+    """What `run` gives, or raises as ReplicaError, in a thread for each rank."""
+    shelf, found = Shelf(), [None] * count
+
+    def rank(place: int) -> None:
+        try:
+            found[place] = run(Group(shelf, place, range(count), seconds))
+        except ReplicaError as error:
+            found[place] = error  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=rank, args=(place,)) for place in range(count) if place not in absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def said(count: int, brought: Callable[[int], Brought], part: Callable[[int], str] = lambda place: "") -> str:
+    """What all ranks say alike; "" where none refuses."""
+    found = on_ranks(count, lambda group: compare(group, 1, brought(group.place), part(group.place)))
+    (words,) = {"" if each is None else str(each) for each in found}
+    return words
+
+
+def test_s32_ranks_that_bring_the_same_go_on() -> None:
+    assert said(3, lambda place: {"recipes": ["a = 1"], "values": ["w: 1"]}) == ""
+
+
+def test_s32_the_rank_that_differs_is_named_on_every_rank() -> None:
+    lines = {2: ["w: float32 [3]", "b: float32 [2]"]}
+    usual = ["w: float32 [3]", "b: float32 [3]"]
+    assert said(4, lambda place: {"versions": ["1"], "parameters": lines.get(place, usual)}) == (
+        "rank 2 brings other parameters than ranks 0, 1 and 3: 'b: float32 [2]' there, 'b: float32 [3]' here. Build "
+        "the model and the recipe from the same code, with the same settings, on every rank."
+    )
+
+
+def test_s32_what_is_missing_and_each_kind_of_difference_are_said() -> None:
+    words = said(5, lambda place: {"versions": [f"torch 2.{place == 0}"], "buffers": ["m"] * (2 - (place == 3))})
+    assert words.startswith("rank 0 brings other versions than ranks 1, 2 and 4: 'torch 2.True' there, 'torch 2.False'")
+    assert "rank 3 brings other buffers than ranks 1, 2 and 4: nothing there, 'm' here." in words
+    assert "Install the same versions everywhere." in words
+
+
+def test_s32_shards_are_compared_with_their_copies_alone() -> None:
+    """Four ranks of which 0 and 2, 1 and 3 hold the same shards."""
+    assert said(4, lambda place: {"shards": [f"w: {place % 2}"]}, lambda place: str(place % 2)) == ""
+    words = said(4, lambda place: {"shards": [f"w: {place if place == 3 else place % 2}"]}, lambda p: str(p % 2))
+    assert words.startswith("rank 3 brings other shards than ranks 0, 1 and 2: 'w: 3' there, 'w: 1' here.")
+
+
+def test_s32_who_does_not_come_is_named_in_time() -> None:
+    for absent, words in (([2], "rank 2"), ([0], "rank 0")):
+        begun = time.monotonic()
+        found = on_ranks(3, lambda group: compare(group, 1, {}), seconds=0.3, absent=absent)
+        errors = [str(each) for place, each in enumerate(found) if place not in absent]
+        assert all(each.startswith(f"{words} did not come to polyamp.init within 0.3 s.") for each in errors), errors
+        assert time.monotonic() - begun < 8
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_s32_a_rank_that_raises_in_init_is_not_waited_for(failing: int) -> None:
+    def run(group: Group) -> None:
+        if group.place == failing:
+            withdrawn(group, 1, ValueError("no model"))
+        else:
+            compare(group, 1, {})
+
+    found = on_ranks(3, run, seconds=60.0)
+    words = {str(each) for place, each in enumerate(found) if place != failing}
+    assert words == {f"polyamp.init raised ValueError: no model on rank {failing}"}
+
+
+def test_s32_kinds_of_ranks() -> None:
+    assert alike([({"a": "1"}, ""), ({"a": "2"}, ""), ({"a": "1"}, ""), ({"a": "3"}, "")]) == [[0, 2], [1], [3]]
+    assert called(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"
+    assert shortened(RuntimeError("[/a/b/pair.cc:553] Connection closed")) == "RuntimeError: Connection closed"
+    assert len(shortened(ValueError("x" * 900))) == 600
+
+
+def test_s32_the_rank_that_raised_is_named_with_its_error() -> None:
+    error = ValueError("no such row")
+
+    def run(group: Group) -> str:
+        board = Board(group)
+        board.begun, board.inside = 5, True
+        if group.place == 2:
+            board.raised(error)
+            with pytest.raises(ReplicaError, match=r"rank 2 raised ValueError: no such row in step 5\. Start all ranks"):
+                board.check()
+            return ""
+        time.sleep(0.1)
+        raised = board.parted(RuntimeError("closed"))
+        with pytest.raises(ReplicaError, match="rank 2 raised"):
+            board.check()
+        return str(raised)
+
+    found = on_ranks(3, run)
+    assert found[0] == (
+        "rank 2 raised ValueError: no such row in step 5. (The collective of rank 0 failed in step 5: RuntimeError: "
+        "closed) Start all ranks again and polyamp.restore the last checkpoint: this state is not to be used again."
+    )
+    assert error.__notes__ == [
+        "polyamp: this is rank 2 of 3, in step 5. The other ranks end with ReplicaError, which says so. This state is "
+        "not to be used again."
+    ]
+
+
+def test_s32_a_rank_that_ended_and_one_that_was_killed() -> None:
+    def run(group: Group) -> str:
+        board = Board(group)
+        board.begun = 5
+        if group.place == 1:
+            board.ended()
+            return ""
+        time.sleep(0.1)
+        return str(board.parted(RuntimeError("closed")))
+
+    assert on_ranks(2, run)[0].startswith("rank 1 ended after step 5. (The coll")
+
+
+def test_s32_the_killed_rank_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(group: Group) -> str:
+        board = Board(group)
+        board.begun, board.inside = 5, True
+        if group.place == 1:
+            board.broken = "killed"  # its thread says nothing
+            group.store.set("who/1", b'{"host": "%b", "pid": 1, "start": "-1"}' % presence.own()["host"].encode())
+            return ""
+        time.sleep(0.1)
+        return str(board.parted(RuntimeError("closed")))
+
+    begun = time.monotonic()
+    found = on_ranks(3, run)
+    assert found[0].startswith("rank 1 is no longer running: killed, or ended without a word. (The coll")
+    assert time.monotonic() - begun < roll_call.PATIENCE
+
+
+def test_s32_the_rank_that_hangs_says_where_by_its_thread(caplog: pytest.LogCaptureFixture) -> None:
+    over = threading.Event()
+
+    def run(group: Group) -> str:
+        board = Board(group)
+        board.begun, board.inside = 5 - group.place, group.place == 0
+        if group.place == 1:
+            over.wait(20)
+            return ""
+        words = str(board.parted(RuntimeError("Timed out")))
+        over.set()
+        return words
+
+    words = on_ranks(2, run)[0]
+    assert words.startswith("rank 1 hangs: it has not come back since step 4, for "), words
+    assert ", in run. (The collective" in words
+
+
+def test_s32_who_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "PATIENCE", 0.5)
+
+    def run(group: Group) -> str:
+        board = Board(group)
+        if group.place == 1:
+            board.broken = "its thread says nothing"
+            return ""
+        return str(board.parted(RuntimeError("Timed out")))
+
+    assert on_ranks(2, run)[0].startswith("rank 1 did not answer within 0.5 s: it was killed, hangs, or its machine is lost.")
