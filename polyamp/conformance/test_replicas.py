@@ -1,4 +1,4 @@
-"""Rule S32 for every backend: what ranks bring to `init` is compared. Here two states of one process stand for ranks."""
+"""Rule S32 for every backend: what ranks bring to `init` is compared. Two states of one process stand for ranks."""
 
 from __future__ import annotations
 

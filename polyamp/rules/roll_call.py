@@ -40,6 +40,7 @@ class Board:
         group: the ranks.
         begun: how many steps this rank began.
         inside: whether it is in one.
+        failed: whether a step failed, before it is known why.
         broken: why no step is taken any more; "" as long as nothing failed.
         over: set at the end of the process.
     """
@@ -48,6 +49,7 @@ class Board:
         self.group = group
         self.begun = 0
         self.inside = False
+        self.failed = False
         self.broken = ""
         self.over = threading.Event()
         self._thread = threading.get_ident()
@@ -68,6 +70,7 @@ class Board:
 
     def raised(self, error: BaseException) -> None:
         """Say that this rank's own program raised in a step; its error goes on as it is, with a note."""
+        self.failed = True
         ranks, me = len(self.group.names), self.group.names[self.group.place]
         told = f"rank {me} raised {shortened(error)} in step {self.begun}"
         self.broken = f"{told}."
@@ -86,6 +89,7 @@ class Board:
 
         Takes up to `PATIENCE` seconds, which only a rank that does not answer costs.
         """
+        self.failed = True
         me, what = self.group.names[self.group.place], shortened(error, 200)
         try:
             self._put("answers", {"place": self.group.place, "how": "failed", "step": self.begun, "error": what})
@@ -111,6 +115,8 @@ class Board:
         value = self.group.store.get("called", 0.0)
         if value is None:
             return False
+        if self.failed:  # and says so itself
+            return True
         words = str(json.loads(value)["words"])
         here = {"place": self.group.place, "how": "there", "step": self.begun, "inside": self.inside}
         seconds = time.monotonic() - self._since
@@ -151,7 +157,8 @@ class Board:
                 if place not in who and (value := self.group.store.get(f"who/{place}", 0.0)) is not None:
                     who[place] = json.loads(value)
             gone = [place for place in missing if place in who and presence.is_gone(who[place])]
-            later = {int(entry["place"]): entry for entry in answers}.values()  # a rank that answers twice failed then
+            failed = [entry for entry in answers if entry["how"] == "failed"]  # more than what its thread may have said
+            later = {int(entry["place"]): entry for entry in (*answers, *failed)}.values()
             open_ = [entry["inside"] for entry in later if entry["how"] == "there"]
             settled = len(gone) == len(missing) and (gone or ended or not open_ or not all(open_))
             if raised or settled or time.monotonic() > end:
@@ -174,8 +181,10 @@ class Board:
             verb = "is" if len(gone) == 1 else "are"
             said.append(f"{self.group.called(gone)} {verb} no longer running: killed, or ended without a word.")
         if silent:
-            what = "it was killed, hangs, or its machine is lost" if len(silent) == 1 else (
-                "they were killed, hang, or their machines are lost"
+            what = (
+                "it was killed, hangs, or its machine is lost"
+                if len(silent) == 1
+                else ("they were killed, hang, or their machines are lost")
             )
             said.append(f"{self.group.called(silent)} did not answer within {PATIENCE:g} s: {what}.")
         return " ".join(said) or self._suspected(answers)
@@ -226,7 +235,7 @@ class _Looking(threading.Thread):
         seen = (-1, False)
         while not self._over.wait(self._pause):
             board = self._board()
-            if board is None or board.broken:
+            if board is None or board.failed:
                 return
             if board.stands_still(seen):
                 try:

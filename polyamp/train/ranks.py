@@ -21,7 +21,8 @@ def brought(state: Any, *, whole: bool = False) -> dict[str, list[str]]:
     Example:
         >>> import polyamp
         >>> from polyamp.reference import MLP
-        >>> state = polyamp.init(MLP.random([2, 1], seed=0), polyamp.Recipe("float32", polyamp.sgd(0.1)))
+        >>> recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1))
+        >>> state = polyamp.init(MLP.random([2, 1], seed=0), recipe)
         >>> [line for line in brought(state)["recipes"] if "rate" in line]
         ['optimizer.learning_rate = 0.1']
     """

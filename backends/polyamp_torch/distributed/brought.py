@@ -78,9 +78,7 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _sorted(
-    tensors: Mapping[str, Any], own: set[int]
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
+def _sorted(tensors: Mapping[str, Any], own: set[int]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
     """What every rank has whole, what several ranks have the same shard of, and which shards lie here."""
     whole, shards, places = {}, {}, dict[str, None]()
     for name, tensor in tensors.items():

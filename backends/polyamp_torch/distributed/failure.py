@@ -76,22 +76,25 @@ class Guard:
     Attributes:
         board: the group's notices.
         inits: how many states were made on this group.
+        second: the same for the second half of a step, which is not counted again.
     """
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board, steps: int = 1) -> None:
         self.board = board
         self.inits = 0
+        self.second = self if steps == 0 else Guard(board, 0)
+        self._steps = steps
 
     def __enter__(self) -> None:
         board = self.board
         if board.broken:
             board.check()
-        board.begun += 1
+        board.begun += self._steps
         board.inside = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.board.inside = False
         if error is None:
+            self.board.inside = False
             return
         if of_a_collective(error):
             raise self.board.parted(error) from error

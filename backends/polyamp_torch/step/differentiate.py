@@ -24,6 +24,7 @@ from polyamp_torch.step.bystanders import Bystanders, Graphs, made
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import buckets as bucketed
 from polyamp_torch.step.measure import reciprocal
+from polyamp_torch.step.replicas import guarded
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.turns import together
 
@@ -62,8 +63,8 @@ def value_and_grad(loss_fn: LossFunction, states: Sequence[TorchState], batch: A
 
     A parameter that several states share is in each of their `Gradients`, with the same tensor.
     """
-    batch = to_device(batch, states[0].device, states[0].plan.param)
-    with Undisturbed() as quiet, together([state.turn for state in states]):
+    with guarded(states), Undisturbed() as quiet, together([state.turn for state in states]):
+        batch = to_device(batch, states[0].device, states[0].plan.param)
         return _differentiated(loss_fn, states, batch, quiet)
 
 

@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from polyamp.rules import replicas as of_ranks
+from polyamp_torch.compat import NOTHING
 
 if TYPE_CHECKING:
     from polyamp_torch.distributed.engines import Engine
@@ -76,6 +79,16 @@ def compare(state: Any) -> None:
     sections, part = described(state.model, replicas.engine, replicas.modules)
     replicas.guard.inits += 1
     of_ranks.compare(replicas.guard.board.group, replicas.guard.inits, brought(state) | sections, part)
+
+
+def guarded(states: Sequence[Any], *, second: bool = False) -> contextlib.AbstractContextManager[None]:
+    """The block for a half of a step on some states, which on one device does nothing."""
+    for state in states:
+        guard = state.replicas.guard
+        if guard is not None:
+            found: contextlib.AbstractContextManager[None] = guard.second if second else guard
+            return found
+    return NOTHING
 
 
 def withdraw(model: Any, error: BaseException) -> None:

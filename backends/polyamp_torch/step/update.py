@@ -25,6 +25,7 @@ from polyamp_torch.step import running as buffers
 from polyamp_torch.step.differentiate import Values, set_aside
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import divide_, divide_in_two_steps_, divisor, looks, measured
+from polyamp_torch.step.replicas import guarded
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.turns import together
 
@@ -53,7 +54,7 @@ def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], sk
     """Flag, clip, optimizer and one scale adjustment, in place (S9 to S15). A gradient of None leaves its parameter,
     and the optimizer's state for it, as they are. A parameter of several states is stepped by each one's optimizer, as
     torch's optimizers over one `.grad` do."""
-    with Undisturbed(), together([state.turn for state in states]):
+    with guarded(states, second=True), Undisturbed(), together([state.turn for state in states]):
         return _applied_to(states, grads, skip)
 
 

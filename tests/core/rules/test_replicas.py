@@ -104,7 +104,9 @@ def test_s32_the_rank_that_raised_is_named_with_its_error() -> None:
         board.begun, board.inside = 5, True
         if group.place == 2:
             board.raised(error)
-            with pytest.raises(ReplicaError, match=r"rank 2 raised ValueError: no such row in step 5\. Start all ranks"):
+            with pytest.raises(
+                ReplicaError, match=r"rank 2 raised ValueError: no such row in step 5\. Start all ranks"
+            ):
                 board.check()
             return ""
         time.sleep(0.1)
@@ -142,7 +144,7 @@ def test_s32_the_killed_rank_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -
         board = Board(group)
         board.begun, board.inside = 5, True
         if group.place == 1:
-            board.broken = "killed"  # its thread says nothing
+            board.failed = True  # its thread says nothing
             group.store.set("who/1", b'{"host": "%b", "pid": 1, "start": "-1"}' % presence.own()["host"].encode())
             return ""
         time.sleep(0.1)
@@ -178,8 +180,10 @@ def test_s32_who_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(group: Group) -> str:
         board = Board(group)
         if group.place == 1:
-            board.broken = "its thread says nothing"
+            board.failed = True  # its thread says nothing
             return ""
         return str(board.parted(RuntimeError("Timed out")))
 
-    assert on_ranks(2, run)[0].startswith("rank 1 did not answer within 0.5 s: it was killed, hangs, or its machine is lost.")
+    assert on_ranks(2, run)[0].startswith(
+        "rank 1 did not answer within 0.5 s: it was killed, hangs, or its machine is lost."
+    )

@@ -1,4 +1,4 @@
-"""Rule S32 in torch: one rank raises, is killed, ends early, hangs or brings other data; the others say which, in time."""
+"""Rule S32 in torch: a rank raises, is killed, hangs or brings something else; the others say which, in time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import polyamp
-from polyamp.errors import ReplicaError
+from polyamp.errors import PolicyError, ReplicaError
 from tests import ranks
 
 WAIT = 3.0
@@ -36,8 +36,9 @@ def network(engine: str, *, width: int = 8, seed: int = 0) -> nn.Module:
     return model
 
 
-def recipe(**more: Any) -> polyamp.Recipe:
-    return polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1, momentum=0.9), **more)
+def recipe(*, overrides: dict[str, str] | None = None, **more: Any) -> polyamp.Recipe:
+    policy = polyamp.Policy("float32", overrides=overrides or {})
+    return polyamp.Recipe(policy=policy, optimizer=polyamp.sgd(0.1, momentum=0.9), **more)
 
 
 def loss_fn(model: Any, batch: Any) -> Any:
@@ -145,13 +146,13 @@ def refused(rank: int, engine: str) -> list[str]:
 
     cases: list[tuple[Any, polyamp.Recipe]] = [
         (lambda: network(engine), recipe()),
-        (lambda: network(engine), recipe(clip_norm=1.0 + rank)),
+        (lambda: network(engine), recipe(clip_norm=1.0 + other)),
         (frozen, recipe()),
         (changed, recipe()),
         (lambda: counted("name"), recipe()),
         (lambda: counted("values"), recipe()),
-        (lambda: network(engine), recipe(scaler=polyamp.LossScaler(growth_interval=7 + 2 * rank))),
-        (lambda: nn.ReLU() if other else network(engine), recipe()),
+        (lambda: network(engine), recipe(scaler=polyamp.LossScaler(growth_interval=7 + 2 * other))),
+        (lambda: network(engine), recipe(overrides={"nowhere": "float16"} if other else {})),
         (lambda: network(engine), recipe()),
     ]
     found = []
@@ -159,6 +160,8 @@ def refused(rank: int, engine: str) -> list[str]:
         try:
             polyamp.init(build(), made)
             found.append("")
+        except PolicyError as error:
+            found.append(f"polyamp.init raised PolicyError: {error} on rank {rank}")
         except ReplicaError as error:
             found.append(str(error))
     return found
@@ -182,10 +185,11 @@ def test_s32_init_refuses_what_parts_on_every_rank(world: int) -> None:
             ("buffers", "'module/count: float32 [3]' there, 'module/seen: float32 [3]' here"),
             ("values", "'module.seen: values with the checksum "),
             ("recipes", "'scaler.growth_interval = 9' there, 'scaler.growth_interval = 7' here"),
-            ("", ""),
+            ("init", ""),
             ("", ""),
         ],
         strict=True,
     ):
-        assert said.startswith(f"rank 1 brings other {what} than {rest}: {lines}" if what else ""), said
-        assert said or not what
+        begins = f"rank 1 brings other {what} than {rest}: {lines}" if lines else ""
+        assert said.startswith("polyamp.init raised PolicyError: " if what == "init" else begins), said
+        assert bool(said) == bool(what)
