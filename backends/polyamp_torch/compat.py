@@ -252,6 +252,13 @@ class Gathered(NamedTuple):
     whole: torch.Tensor | None
 
 
+def is_flattened_by_fsdp1(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether FSDP1 has made one of these parameters, or taken it apart: it marks them."""
+    return "torch.distributed.fsdp._flat_param" in sys.modules and any(
+        getattr(p, "_fsdp_flattened", False) for p in parameters
+    )
+
+
 def fsdp2_state(module: nn.Module) -> Any:
     """The state of a module that `fully_shard` was called with; None of another."""
     states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")

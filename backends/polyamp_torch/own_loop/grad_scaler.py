@@ -28,6 +28,7 @@ from polyamp_torch.compat import new_record, not_compiled, step_unless_found, ta
 from polyamp_torch.own_loop.loop_memory import Known, Run, refuse_closure, refuse_float16, refuse_lbfgs, watch_backward
 from polyamp_torch.own_loop.scaler_gradients import Flags, gradients_of, overflow, parameters_of, together, unscale_
 from polyamp_torch.own_loop.scaler_state import GradScalerError, ScalerState, described
+from polyamp_torch.own_loop.shards import Shards, refuse_sharded
 from polyamp_torch.own_loop.skip_report import Evidence, SkipReport, joined
 from polyamp_torch.step.measure import looks, reciprocal
 
@@ -43,6 +44,8 @@ class GradScaler(ScalerState):
         enabled: False makes every method do nothing, and `step` call the optimizer's.
         device: as in torch; the state is on the device of the first scaled tensor, whatever is named here.
         skip: for several optimizers: "all" (if the gradients of one overflow, none steps) or "each".
+        process_group: as in torch's `ShardedGradScaler`: the ranks that decide together. None: those over which the
+            parameters are sharded (`fully_shard`, also over two axes, tensor parallelism), which the parameters tell.
 
     Raises:
         GradScalerError: contradictory arguments; and from every method, when it is called out of order.
@@ -76,6 +79,7 @@ class GradScaler(ScalerState):
         *,
         device: str | torch.device | None = None,
         skip: Literal["all", "each"] = "all",
+        process_group: Any = None,
     ) -> None:
         if skip not in ("all", "each"):
             raise GradScalerError(f"skip must be 'all' or 'each'. Received: skip={skip!r}.")
@@ -83,6 +87,7 @@ class GradScaler(ScalerState):
                      "growth_interval": growth_interval}  # fmt: skip
         super().__init__(*described(scaler, device, constants), enabled=enabled)
         self.skip = skip
+        self._shards = Shards(process_group)
         self._refresh()
 
     def _refresh(self) -> None:
@@ -180,16 +185,26 @@ class GradScaler(ScalerState):
         record["found_inf_per_device"] = self._unscale_grads_(optimizer, self._run.inverse, zero, False)
         record["stage"] = OptState.UNSCALED
 
+    def _agreed(self, flags: Flags, parameters: list[torch.Tensor], like: torch.Tensor) -> Flags:
+        """The flags of all ranks that share these parameters; none if no rank has a gradient."""
+        group = None if self._shards.put_off else self._shards.group(parameters)
+        if group is None:
+            return flags
+        local = together(list(flags.values()), torch.zeros_like(like))
+        found = self._shards.agreed(local, group, has_gradients=bool(flags))
+        return {device: found.to(device) for device in flags or ([like.device] if self._shards.anyone else [])}
+
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> Flags:
         """torch's: libraries call it too, some of them before anything was scaled, with a factor of their own."""
-        grads = gradients_of(parameters_of(optimizer))
+        parameters = parameters_of(optimizer)
+        grads = gradients_of(parameters)
         if not allow_fp16:
             refuse_float16(grads)
         foreign = inv_scale is not self._run.inverse
         grows = inv_scale.item() > 1.0 if looks(inv_scale.device) else foreign or self._may_grow()
-        return unscale_(grads, inv_scale, found_inf, grows=grows)
+        return self._agreed(unscale_(grads, inv_scale, found_inf, grows=grows), parameters, found_inf)
 
     def _scale_of_gradients(self) -> torch.Tensor:
         run = self._run
@@ -242,13 +257,10 @@ class GradScaler(ScalerState):
         record, known = self._record(optimizer, "step")
         refuse_closure(args, kwargs)
         known.refuse_mixed()
-        fused = takes_found_inf(optimizer)
+        step = self._step_without_gradients
         if any(p.grad is not None for p in parameters_of(optimizer)):
+            fused = takes_found_inf(optimizer)
             step = self._step_unfused if not fused else self._step_by_scaler if known.takes_scaler else self._step_fused
-        elif fused:
-            step = self._step_without_gradients
-        else:
-            raise GradientError("step() found no gradients in the optimizer's parameters. Call backward() first.")
         if self._run.ended:
             self._run.evidence, self._run.ended = [], False
         result = step(optimizer, record, args, kwargs)
@@ -257,9 +269,11 @@ class GradScaler(ScalerState):
         return result
 
     def _step_unfused(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
-        if record["stage"] is OptState.READY:
-            self._unscale(optimizer, record)
-        found, evidence = self._decision(optimizer, record, None)
+        ready = record["stage"] is OptState.READY
+        if ready:
+            with self._shards.later():
+                self._unscale(optimizer, record)
+        found, evidence = self._decision(optimizer, record, None, agrees=ready)
         if looks(found.device):
             skipped = bool(found.item() > 0.0)
         else:
@@ -278,26 +292,39 @@ class GradScaler(ScalerState):
     def _step_fused(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """The kernels divide by `grad_scale` and do nothing where `found_inf` is set."""
         divisor = getattr(optimizer, "grad_scale", None)
-        if record["stage"] is OptState.READY:
+        ready = record["stage"] is OptState.READY
+        if ready:
             scale = self._scale_of_gradients()
             divisor = scale if divisor is None else scale * divisor
             grads = gradients_of(parameters_of(optimizer))
             refuse_float16(grads)
             found = overflow(grads, divisor, grows=self._may_grow() or divisor is not scale)
             record["found_inf_per_device"] = {found.device: found}
-        found, evidence = self._decision(optimizer, record, divisor)
+        found, evidence = self._decision(optimizer, record, divisor, agrees=ready)
         if (looks(found.device) or self._run.of(optimizer).lacks_momentum(optimizer)) and found.item() > 0.0:
             evidence.decided(True)
             return None
         optimizer.grad_scale, optimizer.found_inf = divisor, found
         try:
             return optimizer.step(*args, **kwargs)
+        except NotImplementedError as error:
+            refuse_sharded(optimizer, error)
+            raise
         finally:
             del optimizer.grad_scale, optimizer.found_inf
 
     def _step_without_gradients(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
-        """Nothing moves, and `update` counts nothing."""
-        record["found_inf_per_device"] = {}
+        """Where no rank has gradients nothing moves and `update` counts nothing; else this one decides with them."""
+        ready, others = record["stage"] is OptState.READY, bool(record["found_inf_per_device"])
+        if others or (ready and self._shards.group(parameters_of(optimizer)) is not None):
+            found, evidence = self._decision(optimizer, record, None, agrees=ready)
+            others = others or self._shards.anyone
+        if others and found.item() > 0.0:
+            return evidence.decided(True)
+        if not others:
+            record["found_inf_per_device"] = {}
+            if not takes_found_inf(optimizer):
+                raise GradientError("step() found no gradients in the optimizer's parameters. Call backward() first.")
         return optimizer.step(*args, **kwargs)
 
     def _step_by_scaler(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
@@ -307,14 +334,22 @@ class GradScaler(ScalerState):
         return result
 
     def _decision(
-        self, optimizer: Any, record: dict[str, Any], divisor: torch.Tensor | None
+        self, optimizer: Any, record: dict[str, Any], divisor: torch.Tensor | None, *, agrees: bool = False
     ) -> tuple[torch.Tensor, Evidence]:
-        """The flag that decides about this step, noted for `update` and for the report."""
+        """The flag that decides about this step, noted for `update` and for the report.
+
+        With `agrees`, the optimizer's own flag is this rank's: where there are others, all ranks' flags are joined.
+        """
         run, scale = self._run, self._scale_of_gradients()
         flags = list(record["found_inf_per_device"].values())
+        parameters = parameters_of(optimizer) if agrees else []
         if self.skip == "all":
-            flags += self._other_flags(optimizer)
+            flags += self._other_flags(optimizer, parameters)
         found = together(flags, scale) if flags else torch.zeros_like(scale)
+        group = self._shards.group(parameters) if parameters else None
+        if group is not None:
+            own = any(p.grad is not None for p in parameters_of(optimizer))
+            found = self._shards.agreed(found, group, has_gradients=own)
         record["found_inf_per_device"] = {found.device: found}
         run.stepped.append(run.of(optimizer))
         run.found = found
@@ -322,8 +357,9 @@ class GradScaler(ScalerState):
         run.evidence.append(evidence)
         return found, evidence
 
-    def _other_flags(self, optimizer: Any) -> list[torch.Tensor]:
-        """The flags of the optimizers that step together with this one, as far as their gradients are there.
+    def _other_flags(self, optimizer: Any, looked_at: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The flags of the optimizers that step together with this one, as far as their gradients are there; the
+        parameters whose flags are this rank's own are added to `looked_at`.
 
         These are the ones that stepped since the last `scale()`; the ones that are unscaled already; and the ones that
         stepped together with it the last time. Until the first update nothing is known of that kind: then every other
@@ -341,9 +377,12 @@ class GradScaler(ScalerState):
             if self._is_unscaled(other):
                 flags += self._per_optimizer_states[id(other)]["found_inf_per_device"].values()
             elif known in partners and known.consumed < run.calls:
+                looked_at += parameters_of(other)
                 flags.append(overflow(gradients_of(parameters_of(other)), scale, grows=self._may_grow()))
         if run.reached is not None:
-            rest = gradients_of([p for key, p in run.reached.items() if key not in seen])
+            unseen = [p for key, p in run.reached.items() if key not in seen]
+            looked_at += unseen
+            rest = gradients_of(unseen)
             flags += [overflow(rest, scale, grows=self._may_grow())] if rest else []
         return flags
 

@@ -15,9 +15,10 @@ import torch
 
 from polyamp.errors import UnsupportedError
 from polyamp.rules.stuck import Watch
-from polyamp_torch.compat import version_of, when_backward_ends
+from polyamp_torch.compat import gathered_by_fsdp2, version_of, when_backward_ends
 from polyamp_torch.own_loop.scaler_gradients import Kinds, parameters_behind, parameters_of
 from polyamp_torch.own_loop.scaler_state import GradScalerError
+from polyamp_torch.own_loop.shards import here
 from polyamp_torch.own_loop.skip_report import Evidence, Names
 
 
@@ -137,7 +138,9 @@ class Run:
     def reach(self, scaled: torch.Tensor) -> None:
         """Note the parameters that a scaled loss depends on, in the first iteration."""
         if self.reached is not None:
-            self.reached.update((id(p), p) for p in parameters_behind(scaled))
+            behind = list(parameters_behind(scaled))
+            sharded = {id(each.whole): each.sharded for each in gathered_by_fsdp2()}  # the optimizer holds the shards
+            self.reached.update((id(p), p) for p in (sharded.get(id(p), p) for p in behind))
 
     def updated(self, scale: torch.Tensor) -> None:
         """An iteration has ended, and the next one has this scale."""
@@ -166,16 +169,17 @@ def watch_backward(unscaled: Sequence[tuple[Any, Known]], names: Names) -> None:
     Clipping changes them too, but not within a backward pass.
     """
     before = [
-        _Before(known, name, p, p.grad, -1 if p.grad is None else version_of(p.grad))
+        _Before(known, name, p, p.grad, -1 if p.grad is None else version_of(here(p.grad)))
         for optimizer, known in unscaled
         for name, p in zip(names.of(optimizer), parameters_of(optimizer), strict=True)
     ]
-    when_backward_ends(functools.partial(_backward_ended, before))
+    ended = functools.partial(_backward_ended, before)
+    when_backward_ends(functools.partial(when_backward_ends, ended))  # behind those who were told of it later: FSDP2
 
 
 def _backward_ended(before: list[_Before]) -> None:
     for known, name, p, grad, version in before:
-        changed = p.grad is not grad or (grad is not None and version_of(grad) != version)
+        changed = p.grad is not grad or (grad is not None and version_of(here(grad)) != version)
         if changed and name not in known.mixed:
             known.mixed.append(name)
 

@@ -12,7 +12,8 @@ from typing import Any, cast
 import torch
 
 from polyamp_torch.compat import by_device_and_dtype, check_and_unscale_, values_of_coalesced
-from polyamp_torch.step.measure import measured, reciprocal
+from polyamp_torch.own_loop.shards import here, spread, summed
+from polyamp_torch.step.measure import measured
 
 Flags = dict[torch.device, torch.Tensor]
 """Per device a float32 scalar, 1 where a gradient is not finite and 0 elsewhere: torch's `found_inf_per_device`."""
@@ -30,14 +31,18 @@ def gradients_of(parameters: list[torch.Tensor]) -> Kinds:
 
     A sparse gradient is coalesced first, and `.grad` replaced by the result: duplicate indices are summed by the
     optimizer later anyway, and only their sum shows whether it is finite. The grouping is done in C++: a loop in Python
-    is most of the time that torch's scaler takes.
+    is most of the time that torch's scaler takes. Of what is sharded over ranks it is the part that lies here.
     """
+    if kind := spread():
+        summed(parameters)
     grads = [p.grad for p in parameters]
     there: list[torch.Tensor | None] = [grad for grad in grads if grad is not None]
     if not there:
         return {}
     if any([grad.layout is not torch.strided for grad in there if grad is not None]):  # noqa: C419  # twice as fast
         there = [_values(p) for p in parameters if p.grad is not None]
+    if kind:
+        there = [here(grad) if isinstance(grad, kind) else grad for grad in there]
     kinds: Kinds = {}
     for (device, dtype), (lists, _) in by_device_and_dtype([there]).items():
         group = cast("list[torch.Tensor]", lists[0])
@@ -89,15 +94,12 @@ def unscale_(grads: Kinds, inverse: torch.Tensor, found: torch.Tensor, *, grows:
 def overflow(grads: Kinds, scale: torch.Tensor, *, grows: bool) -> torch.Tensor:
     """1 if a gradient is not finite once divided by `scale`, else 0: a float32 scalar on the scale's device.
 
-    The gradients keep their values.
+    The gradients keep their values. Of what is sharded, the parts that lie here count.
     """
     zero = torch.zeros_like(scale, dtype=torch.float32)
     if not grows:
         return together(list(unscale_(grads, torch.ones_like(zero), zero, grows=False).values()), zero)
     filled = [grad.detach() for group in grads.values() for grad in group if grad.numel()]
-    if any(type(grad) is not torch.Tensor for grad in filled):  # sharded: only that one kernel asks the other ranks
-        copies = {kind: [grad.detach().clone() for grad in group] for kind, group in grads.items()}
-        return together(list(unscale_(copies, reciprocal(scale), zero, grows=True).values()), zero)
     if not filled:
         return zero
     return (~measured(filled, scale).finite).to(scale.device, torch.float32, non_blocking=True)

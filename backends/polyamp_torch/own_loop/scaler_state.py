@@ -64,6 +64,12 @@ def described(scaler: Any, device: Any, constants: dict[str, Any]) -> tuple[Loss
         )
     if scaler is not None and constants:
         raise GradScalerError(f"{', '.join(constants)} must be set in the LossScaler that is given as well.")
+    if constants.get("growth_factor", 2.0) < 1.0 < constants.get("backoff_factor", 0.5):
+        raise GradScalerError(
+            "growth_factor comes before backoff_factor, as in torch.amp.GradScaler; torch's ShardedGradScaler has them "
+            f"the other way round. Give them by name. Received: growth_factor={constants['growth_factor']}, "
+            f"backoff_factor={constants['backoff_factor']}."
+        )
     found = scaler if scaler is not None else LossScaler.like("torch", **constants)
     return found, None if device is None else _type_of(device)
 
