@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 PRELOADED = [
     "pytest",
     "torch",
+    "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch._dynamo",
     "polyamp",

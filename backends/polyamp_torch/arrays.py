@@ -114,11 +114,34 @@ def from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
 
 
+def as_tensor(value: Any) -> torch.Tensor:
+    """A tensor as it is, a NumPy array as `from_numpy` makes one of it."""
+    return value if isinstance(value, torch.Tensor) else from_numpy(value)
+
+
+def is_divided(tensor: Any) -> bool:
+    """Whether several processes hold a tensor together (a `DTensor`), without importing what they are made of."""
+    return hasattr(tensor, "device_mesh")
+
+
+def fill(target: Any, value: Any) -> None:
+    """Copy into a tensor, in place; of a whole one its part where several processes hold the target together."""
+    if is_divided(target) and not is_divided(value):
+        (chunk,) = target.__create_chunk_list__()  # what torch.distributed.checkpoint asks every tensor for
+        part = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        target.to_local().copy_(value[part])
+    else:
+        target.copy_(value)
+
+
 def to_numpy(tensor: Any) -> np.ndarray[Any, Any]:
-    """A copy of a tensor on the host."""
+    """A copy of a tensor on the host. One that several processes hold together is gathered: each of them calls it."""
     if not isinstance(tensor, torch.Tensor):
         return np.array(tensor)
-    host = tensor.detach().to("cpu", copy=True)
+    whole: Any = tensor
+    if is_divided(whole):
+        whole = whole.detach().full_tensor()
+    host: torch.Tensor = whole.detach().to("cpu", copy=True)
     if host.dtype == torch.bfloat16:
         return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     result: np.ndarray[Any, Any] = host.resolve_conj().resolve_neg().numpy()

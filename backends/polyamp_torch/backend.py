@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import nn
 from polyamp.arrays import ArrayNamespace
 from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
+from polyamp.contract.parts import Parts
 from polyamp.errors import GradientError, LossError, PolyampError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
@@ -171,10 +173,15 @@ class TorchBackend:
         exported: dict[str, np.ndarray[Any, Any]] = state.export()
         return exported
 
-    def import_state(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> TorchState:
+    def import_state(self, state: Any, arrays: Mapping[str, Any]) -> TorchState:
         restored: TorchState = state
         restored.load(arrays)
         return restored
+
+    def in_parts(self, state: Any) -> AbstractContextManager[Parts]:
+        from polyamp_torch.step.parts import in_parts
+
+        return in_parts(state)
 
     def optimizer_settings(self, state: Any) -> dict[str, Any]:
         return dict(state.optimizer_settings)

@@ -14,6 +14,7 @@ import torch
 
 from polyamp.recipe.optimizers import is_spec
 from polyamp_torch.arrays import from_numpy
+from polyamp_torch.step.exporting import optimizer_names
 from polyamp_torch.step.optimizer_state import NUMBERS
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
@@ -45,7 +46,7 @@ def problems(state: Any, arrays: Arrays) -> list[str]:
     found = []
     if "optimizer/state/*" in arrays and is_spec(state.recipe.optimizer):
         found.append("optimizer/state/* is of an optimizer that makes its arrays by itself, which a spec's does not")
-    owners = {f"optimizer/state/{name}" for name in state.parameters}
+    owners = {f"optimizer/state/{name}" for name in optimizer_names(state)}
     for name, array in arrays.items():
         owner, _, slot = name.rpartition("/")
         if owner.startswith("optimizer/state/") and owner not in owners:

@@ -16,15 +16,14 @@ from polyamp.errors import ModelError
 from polyamp.recipe.members import members
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules import growing, refusals
-from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
 from polyamp.shown import ShownState
-from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
+from polyamp_torch.arrays import dtype_name
 from polyamp_torch.compat import children_in, parameters_in
 from polyamp_torch.distributed.mixed_precision import check_precision
 from polyamp_torch.precision.bound import BoundModule, device_of
 from polyamp_torch.precision.paths import inner_paths, leaves_of, plan_for
-from polyamp_torch.step import optimizer_state, optimizers, resuming
+from polyamp_torch.step import exporting, optimizers, resuming
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Graphs
 from polyamp_torch.step.interrupts import Undisturbed
@@ -226,54 +225,24 @@ class TorchState(ShownState):
         self._held = _held(self.optimizer)
         self.kernels = None
 
-    def _optimizer_names(self) -> list[str]:
-        by_id = {id(p): name for name, p in self.parameters.items()}
-        return [by_id[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
-
     def export(self) -> dict[str, Array]:
         """Every array by name; torch's random-number states included, so that dropout resumes where it was.
 
-        A step that another thread has begun is finished first.
+        A step that another thread has begun is finished first. Of a model that several processes hold all call it.
         """
         with Undisturbed(), self.turn:
             self.check_alive()
-            return self._exported()
+            return {**exporting.arrays_of(self), **exporting.streams_of(self)}
 
-    def _exported(self) -> dict[str, Array]:
-        arrays = {f"model/{name.replace('.', '/')}": to_numpy(p) for name, p in self.model.named_parameters()}
-        arrays |= {f"running/{name.replace('.', '/')}": to_numpy(b) for name, b in self.model.named_buffers()}
-        if self.rates is not None:
-            self.rates.multiples()
-        exported = optimizer_state.export(self.optimizer, self._optimizer_names(), self.rates)
-        arrays |= {f"optimizer/{name}": value for name, value in exported.items()}
-        arrays |= {f"loss_scale/{name}": to_numpy(value) for name, value in self.scale_state._asdict().items()}
-        arrays["rng/cpu"] = to_numpy(torch.get_rng_state())
-        if self.device.type == "cuda":
-            arrays["rng/cuda"] = to_numpy(torch.cuda.get_rng_state(self.device))
-        return {**arrays, "step": to_numpy(self.step)}
-
-    def load(self, arrays: Mapping[str, Array]) -> None:
+    def load(self, arrays: Mapping[str, Any]) -> None:
         """Put exported arrays back, in place; no step runs meanwhile."""
         with Undisturbed(), self.turn:
-            self._loaded(arrays)
+            exporting.put(self, arrays)
 
-    def _loaded(self, arrays: Mapping[str, Array]) -> None:
-        with torch.no_grad():
-            for name, p in self.model.named_parameters():
-                p.copy_(from_numpy(arrays[f"model/{name.replace('.', '/')}"]))
-            for name, b in self.model.named_buffers():
-                b.copy_(from_numpy(arrays[f"running/{name.replace('.', '/')}"]))
-        prefix = "optimizer/"
-        exported = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
-        optimizer_state.load(self.optimizer, self._optimizer_names(), exported)
-        if self.rates is not None:
-            self.rates.write()
-        fields = (from_numpy(arrays[f"loss_scale/{name}"]).to(self.device) for name in LossScaleState._fields)
-        self.scale_state = LossScaleState(*fields)
-        self.step = from_numpy(arrays["step"]).to(self.device)
-        torch.set_rng_state(from_numpy(arrays["rng/cpu"]))
-        if "rng/cuda" in arrays:
-            torch.cuda.set_rng_state(from_numpy(arrays["rng/cuda"]), self.device)
+    @property
+    def frozen(self) -> list[tuple[str, Any]]:
+        """(path, parameter) of what was not trained at `init`."""
+        return self._frozen
 
 
 def _refuse_lazy(model: nn.Module) -> None:
