@@ -42,9 +42,9 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
         self.norm, self.drop = nn.LayerNorm(4), nn.Dropout(0.25)
         self.five = nn.Parameter(torch.rand(5, 4), requires_grad=False)
-        self.three = nn.Parameter(torch.rand(3).to(torch.bfloat16), requires_grad=False)
+        self.three = nn.Parameter(torch.rand(3), requires_grad=False)
         self.table: torch.Tensor
-        self.register_buffer("table", torch.rand(4))
+        self.register_buffer("table", torch.rand(4).to(torch.bfloat16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.norm(self.down(self.drop(torch.relu(self.up(x))))) * self.table
