@@ -1,12 +1,13 @@
 """A state's arrays by name, out of it and back into it, on one device or divided over several (S22, S33).
 
-Called by the state, and by `parts`, which takes the tensors themselves and not copies.
+Called by the state (a `TorchState`, which is no type here since it imports this), and by `parts`, which takes the
+tensors themselves and not copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -16,36 +17,34 @@ from polyamp.rules.scale import LossScaleState
 from polyamp_torch.arrays import as_tensor, fill, from_numpy, to_numpy
 from polyamp_torch.step import optimizer_state
 
-if TYPE_CHECKING:
-    from polyamp_torch.step.state import TorchState
-
 Array = np.ndarray[Any, Any]
 STREAMS: Final = ("rng/cpu", "rng/cuda")
 """Of these each process has its own."""
 
 
-def parameters_of(state: TorchState) -> dict[str, torch.Tensor]:
+def parameters_of(state: Any) -> dict[str, torch.Tensor]:
     """Path -> parameter, frozen ones included. Those that `fully_shard` divides are the divided ones also while a
     module holds them whole for its next pass."""
     if state.replicas.engine is None or state.replicas.engine == "ddp":
         wrapped = _wrapped(state)
         return {_path(name, wrapped): p for name, p in state.model.named_parameters()}
-    return {**state.parameters, **dict(state.frozen)}
+    divided: dict[str, torch.Tensor] = {**state.parameters, **dict(state.frozen)}
+    return divided
 
 
-def buffers_of(state: TorchState) -> dict[str, torch.Tensor]:
+def buffers_of(state: Any) -> dict[str, torch.Tensor]:
     """Path -> buffer."""
     wrapped = _wrapped(state)
     return {_path(name, wrapped): b for name, b in state.model.named_buffers()}
 
 
-def optimizer_names(state: TorchState) -> list[str]:
+def optimizer_names(state: Any) -> list[str]:
     """The path of every parameter that the optimizer holds, in the order of its groups."""
     by_id = {id(p): name for name, p in parameters_of(state).items()}
     return [by_id[id(p)] for group in state.optimizer.param_groups for p in group["params"]]
 
 
-def _wrapped(state: TorchState) -> list[str]:
+def _wrapped(state: Any) -> list[str]:
     """Where `DistributedDataParallel` put the user's modules one name deeper."""
     if state.replicas.engine != "ddp":
         return []
@@ -61,7 +60,7 @@ def _path(name: str, wrapped: list[str]) -> str:
     return name.replace(".", "/")
 
 
-def _let_go(state: TorchState) -> None:
+def _let_go(state: Any) -> None:
     """Have `fully_shard` forget what it gathered: a pass after this gathers what was put back."""
     if state.replicas.engine is not None:
         for part in state.model.modules():
@@ -70,7 +69,7 @@ def _let_go(state: TorchState) -> None:
                 reshard()
 
 
-def arrays_of(state: TorchState, take: Callable[[torch.Tensor], Any] = to_numpy) -> dict[str, Any]:
+def arrays_of(state: Any, take: Callable[[torch.Tensor], Any] = to_numpy) -> dict[str, Any]:
     """Every array by name, but for the random streams.
 
     Args:
@@ -87,7 +86,7 @@ def arrays_of(state: TorchState, take: Callable[[torch.Tensor], Any] = to_numpy)
     return {**arrays, "step": take(state.step)}
 
 
-def streams_of(state: TorchState) -> dict[str, Array]:
+def streams_of(state: Any) -> dict[str, Array]:
     """torch's random-number states, so that dropout resumes where it was."""
     arrays = {"rng/cpu": to_numpy(torch.get_rng_state())}
     if state.device.type == "cuda":
@@ -95,7 +94,7 @@ def streams_of(state: TorchState) -> dict[str, Array]:
     return arrays
 
 
-def put(state: TorchState, arrays: Mapping[str, Any]) -> None:
+def put(state: Any, arrays: Mapping[str, Any]) -> None:
     """Put arrays back, in place.
 
     Args:
