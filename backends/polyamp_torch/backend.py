@@ -30,7 +30,7 @@ from polyamp_torch.losses import TorchLosses
 from polyamp_torch.own_loop.grad_scaler import GradScaler
 from polyamp_torch.precision.autocast import autocast, run_under
 from polyamp_torch.precision.bound import BoundModule, device_of
-from polyamp_torch.precision.paths import plan_for
+from polyamp_torch.precision.paths import path_of, plan_for
 from polyamp_torch.step import differentiate, failures, replicas, resuming, step, update
 from polyamp_torch.step.measure import global_norm, reciprocal
 from polyamp_torch.step.refresh import refreshed
@@ -127,7 +127,8 @@ class TorchBackend:
     def parameters(self, model: Any) -> dict[str, Any]:
         if isinstance(model, BoundModule):
             return model.trainable()
-        return {name.replace(".", "/"): p for name, p in model.named_parameters() if p.requires_grad}
+        path = path_of(model)
+        return {path(name): p for name, p in model.named_parameters() if p.requires_grad}
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TorchState:
         refusals.check_options(options, (), function="init", backend=self.name)

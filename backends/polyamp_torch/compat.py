@@ -383,11 +383,16 @@ def backward_as_eager() -> contextlib.AbstractContextManager[None]:
 def meshes_of(module: Any) -> list[Any]:
     """The meshes over which `fully_shard` has spread the parameters of a module, of which it makes an `FSDPModule`;
     none for another module. There is no public way to ask for them."""
+    return [group.mesh_info.mesh for group in sharded_groups_of(module)]
+
+
+def sharded_groups_of(module: Any) -> list[Any]:
+    """What `fully_shard` keeps for each group of a module's parameters that it gathers together; it may be none."""
     if not hasattr(module, "_get_fsdp_state"):
         return []
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    return [group.mesh_info.mesh for group in groups if group is not None]
+    found = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in found if group is not None]
 
 
 def flat_group_of(mesh: Any) -> Any:
@@ -409,3 +414,9 @@ def timeout_of(group: Any) -> datetime.timedelta | None:
         if isinstance(timeout, datetime.timedelta):
             return timeout
     return None
+
+
+def local_of(tensor: Any) -> Any:
+    """What this process holds of a sharded tensor, the same object every time; another tensor as it is. The public
+    `to_local` makes a new one of a parameter each time."""
+    return getattr(tensor, "_local_tensor", tensor)

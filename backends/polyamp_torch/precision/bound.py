@@ -24,7 +24,7 @@ from polyamp_torch.precision import recomputation
 from polyamp_torch.precision.autocast import carried, opened, region
 from polyamp_torch.precision.cast_mode import Casts
 from polyamp_torch.precision.islands import islands
-from polyamp_torch.precision.paths import inner_paths
+from polyamp_torch.precision.paths import inner_paths, path_of
 from polyamp_torch.precision.regions import OPENED, Block, Kept, repair
 
 Replace = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -47,6 +47,7 @@ class BoundModule:
     _installation: _Installation
     _given: list[dict[str, torch.Tensor]]
     _frozen: frozenset[str]
+    _path: Callable[[str], str]
 
     def __init__(self, module: nn.Module, plan: Plan, device: torch.device) -> None:
         paths = inner_paths(module) if plan.overridden else {}
@@ -58,6 +59,7 @@ class BoundModule:
             "_overrides": {paths[path]: path for path in plan.overridden},
             "_installation": _Installation(module, plan, device.type, overrides),
             "_given": [],
+            "_path": path_of(module),
             "_frozen": frozenset(name for name, p in module.named_parameters() if not p.requires_grad),
         }
         self.__dict__.update(own)
@@ -105,10 +107,10 @@ class BoundModule:
 
     def trainable(self) -> dict[str, torch.Tensor]:
         """The master weights that are trained, by `/`-separated path."""
-        named = self.named_parameters()
+        named, path = self.named_parameters(), self._path
         if not torch.compiler.is_compiling():  # where it is, they are tensors of a trace, and need no gradient
-            return {name.replace(".", "/"): p for name, p in named if p.requires_grad}
-        return {name.replace(".", "/"): p for name, p in named if name not in self._frozen}
+            return {path(name): p for name, p in named if p.requires_grad}
+        return {path(name): p for name, p in named if name not in self._frozen}
 
     @contextlib.contextmanager
     def around(self, masters: dict[str, torch.Tensor]) -> Iterator[None]:

@@ -8,16 +8,19 @@ Called by `bound` and `backend`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from polyamp.recipe.policy import Policy
 from polyamp.rules.kinds import Leaf, class_names
 from polyamp.rules.plan import Plan
 from polyamp_torch.compat import WRAPPERS
+
+_REPLICATED = DistributedDataParallel
 
 
 def plan_for(module: nn.Module, policy: Policy) -> Plan:
@@ -29,6 +32,36 @@ def plan_for(module: nn.Module, policy: Policy) -> Plan:
         PolicyError: an override matches no module.
     """
     return policy.plan(inner_paths(module) if policy.overrides else (), backend="torch")
+
+
+def path_of(module: nn.Module) -> Callable[[str], str]:
+    """What makes of torch's names of parameters and buffers their paths, `/`-separated.
+
+    What DistributedDataParallel wraps has the paths that it has without it, so that recipes and checkpoints are the
+    same on one process and on several.
+
+    Example:
+        >>> path_of(nn.Sequential(nn.Linear(2, 2)))("0.weight")
+        '0/weight'
+    """
+    wrapped = [name for name, part in module.named_modules(remove_duplicate=False) if isinstance(part, _REPLICATED)]
+    if not wrapped:
+        return _slashed
+    prefixes = {
+        f"{name}.module.".lstrip("."): f"{name}.".lstrip(".") for name in sorted(wrapped, key=len, reverse=True)
+    }
+
+    def path(name: str) -> str:
+        for prefix, short in prefixes.items():
+            if name.startswith(prefix):
+                name = short + name.removeprefix(prefix)
+        return _slashed(name)
+
+    return path
+
+
+def _slashed(name: str) -> str:
+    return name.replace(".", "/")
 
 
 def leaves_of(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> list[Leaf]:

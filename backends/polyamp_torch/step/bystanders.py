@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -65,16 +65,20 @@ class Bystanders:
     Args:
         own: the parameters that are trained.
         graphs: what is known of the state's graphs.
+        more: gives the leaves that stand for trained parameters in a graph, as whole ones for sharded ones.
 
     Attributes:
         began: whether a backward pass has run in the block.
     """
 
-    __slots__ = ("_graphs", "_held", "_own", "began")
+    __slots__ = ("_graphs", "_held", "_more", "_own", "began")
 
-    def __init__(self, own: Sequence[torch.Tensor], graphs: Graphs) -> None:
+    def __init__(
+        self, own: Sequence[torch.Tensor], graphs: Graphs, more: Callable[[], Sequence[torch.Tensor]] | None = None
+    ) -> None:
         self._own = own
         self._graphs = graphs
+        self._more = more
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.began = False
 
@@ -99,6 +103,8 @@ class Bystanders:
         if size >= 0 and (loss_fn, size) in self._graphs:
             return
         own = set(map(id, self._own))
+        if self._more is not None:
+            own.update(map(id, self._more()))
         strange = [leaf for leaf in leaves(loss) if id(leaf) not in own]
         for leaf in strange:
             if id(leaf) not in self._held:

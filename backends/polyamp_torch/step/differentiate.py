@@ -134,6 +134,8 @@ def scaled_backward(
         refusals.check_loss(tuple(loss.shape), dtype_name(loss.dtype))
         for model in models:
             model.check_overrides_ran()
+        if states[0].replicas.sharded:
+            loss = states[0].replicas.whole(loss)
         wide = loss.float().reshape(())
         scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
         scaled = scaled if share == 1.0 else scaled * share

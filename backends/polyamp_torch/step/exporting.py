@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from polyamp.rules.scale import LossScaleState
 from polyamp_torch.arrays import as_tensor, fill, from_numpy, to_numpy
+from polyamp_torch.precision.paths import path_of
 from polyamp_torch.step import optimizer_state
 
 Array = np.ndarray[Any, Any]
@@ -26,38 +26,22 @@ def parameters_of(state: Any) -> dict[str, torch.Tensor]:
     """Path -> parameter, frozen ones included. Those that `fully_shard` divides are the divided ones also while a
     module holds them whole for its next pass."""
     if state.replicas.engine is None or state.replicas.engine == "ddp":
-        wrapped = _wrapped(state)
-        return {_path(name, wrapped): p for name, p in state.model.named_parameters()}
+        path = path_of(state.model)
+        return {path(name): p for name, p in state.model.named_parameters()}
     divided: dict[str, torch.Tensor] = {**state.parameters, **dict(state.frozen)}
     return divided
 
 
 def buffers_of(state: Any) -> dict[str, torch.Tensor]:
     """Path -> buffer."""
-    wrapped = _wrapped(state)
-    return {_path(name, wrapped): b for name, b in state.model.named_buffers()}
+    path = path_of(state.model)
+    return {path(name): b for name, b in state.model.named_buffers()}
 
 
 def optimizer_names(state: Any) -> list[str]:
     """The path of every parameter that the optimizer holds, in the order of its groups."""
     by_id = {id(p): name for name, p in parameters_of(state).items()}
     return [by_id[id(p)] for group in state.optimizer.param_groups for p in group["params"]]
-
-
-def _wrapped(state: Any) -> list[str]:
-    """Where `DistributedDataParallel` put the user's modules one name deeper."""
-    if state.replicas.engine != "ddp":
-        return []
-    held = [name for name, part in state.model.named_modules() if isinstance(part, DistributedDataParallel)]
-    return [f"{name}.module." if name else "module." for name in held]
-
-
-def _path(name: str, wrapped: list[str]) -> str:
-    """A name as the module inside has it, with `/`: one checkpoint for a model with and without the engine."""
-    for prefix in reversed(wrapped):  # inner ones first
-        if name.startswith(prefix):
-            name = prefix.removesuffix("module.") + name.removeprefix(prefix)
-    return name.replace(".", "/")
 
 
 def _let_go(state: Any) -> None:

@@ -9,18 +9,21 @@ without their state yet, and parameters that the fused kernels do not take.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.members import Member, Members
 from polyamp.recipe.optimizers import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, is_spec
-from polyamp_torch.compat import foreach_add, foreach_add_, foreach_copy_, takes_found_inf
+from polyamp_torch.compat import foreach_add, foreach_add_, foreach_copy_, local_of, takes_found_inf
 from polyamp_torch.step.kernels import Kernels, counts_for
 from polyamp_torch.step.measure import buckets, looks
 from polyamp_torch.step.multi_tensor import MANY, Many
 from polyamp_torch.step.rates import Rates
+
+if TYPE_CHECKING:
+    from polyamp_torch.distributed.shards import Shards
 
 Parameters = list[torch.nn.Parameter]
 _SLOTS: Final = {"momentum": "momentum_buffer"}
@@ -110,6 +113,7 @@ def _refuse_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> No
 
 def _is_dense(p: torch.Tensor) -> bool:
     """True if a tensor's elements lie in memory without gaps, in whatever order; only then torch keeps its strides."""
+    p = local_of(p)
     return p.numel() < 2 or torch.empty_like(p, device="meta").stride() == p.stride()
 
 
@@ -266,6 +270,23 @@ def kernels_of(optimizer: torch.optim.Optimizer, spec: Any, parameters: Sequence
     """The optimizer's fused kernels, to be run without `optimizer.step()` on gradients in the order of `parameters`;
     None for what is native or not fused."""
     return Kernels(optimizer, parameters) if is_spec(spec) and _is_fused(optimizer) else None
+
+
+def shards_of(optimizer: torch.optim.Optimizer, spec: Any, *, sharded: bool) -> Shards | None:
+    """What lets a spec's optimizer run over what this process holds of sharded parameters; None for a native one,
+    which runs as torch runs it.
+
+    Raises:
+        UnsupportedError: a native one of torch's that fails over sharded parameters.
+    """
+    if not sharded:
+        return None
+    from polyamp_torch.distributed import shards  # not needed on one device
+
+    if is_spec(spec):
+        return shards.Shards()
+    shards.check_native(optimizer)
+    return None
 
 
 def rates_of(optimizer: torch.optim.Optimizer, groups: Members) -> Rates | None:

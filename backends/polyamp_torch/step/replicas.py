@@ -8,60 +8,175 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from polyamp.rules import replicas as of_ranks
-from polyamp_torch.compat import NOTHING
+from polyamp.rules.window import Window
+from polyamp_torch.compat import NOTHING, local_of
+from polyamp_torch.precision.paths import path_of
+from polyamp_torch.step.measure import measured
 
 if TYPE_CHECKING:
-    from polyamp_torch.distributed.engines import Engine
+    from polyamp_torch.distributed.agreement import Agreed
+    from polyamp_torch.distributed.engine import Engine
+
+
+class Pass(NamedTuple):
+    """One forward and backward pass of a window.
+
+    Attributes:
+        part: the micro-batch.
+        share: what its scaled loss is multiplied by.
+        counts: False for one that is run because other processes wait for it, and leaves nothing behind.
+        last: whether gradients are reduced over the replicas behind it.
+    """
+
+    part: Any
+    share: float
+    counts: bool = True
+    last: bool = True
 
 
 class Replicas:
     """The processes that train one model together.
 
     Attributes:
+        held: what torch's engine does in a step; None on one device.
         engine: whose they are: "ddp", "fsdp2", "tensor_parallel", "fsdp2+tensor_parallel"; None on one device.
         group: all the processes that hold the model, whole or in parts; None on one device.
         data: those of them whose batches differ; None where all have the same.
         count: how many replicas there are, each with a batch of its own.
         rank: which of them this process belongs to.
         several: whether the step has to agree with other processes.
+        sharded: whether parameters lie in parts in several processes.
         modules: what of the model belongs to the engine, outermost first.
         guard: the block that a step of several processes runs in (S32); None on one device.
     """
 
-    def __init__(self, found: Engine | None) -> None:
-        self.engine = None if found is None else found.name
-        self.group: Any = None if found is None else found.group
-        self.data: Any = None if found is None else found.data
-        self.count = 1 if found is None else found.count
-        self.rank = 0 if found is None else found.rank
-        self.modules: tuple[Any, ...] = () if found is None else found.modules
+    def __init__(self, held: Engine | None, named: Mapping[str, torch.Tensor]) -> None:
+        self.held = held
+        self.engine = None if held is None else held.name
+        self.group: Any = None if held is None else held.group
+        self.data: Any = None if held is None else held.data
+        self.count = 1 if held is None else held.count
+        self.rank = 0 if held is None else held.rank
+        self.modules: tuple[Any, ...] = () if held is None else held.modules
         self.several = self.group is not None and self.group.size() > 1
         self.guard: Any = _guard(self.group) if self.several else None
+        self.sharded = any(local_of(p) is not p for p in named.values())
+        self._parts: dict[int, float] = {}
+        if held is not None:
+            from polyamp_torch.distributed.engine import copies
+
+            self._parts = {id(p): 1.0 / copies(p, held.group) for p in named.values()}
+
+    def local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What this process holds of each."""
+        if not self.sharded:
+            return tensors
+        from polyamp_torch.distributed.engine import locals_of
+
+        return locals_of(tensors)
+
+    def agreed(
+        self,
+        parameters: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        scale: torch.Tensor | None,
+        loss: torch.Tensor | None,
+        **how: Any,
+    ) -> Agreed:
+        """Norm, flag and mean loss over all processes, in one small reduction.
+
+        Args:
+            parameters: those that have gradients.
+            grads: what this process holds of these, in the same order.
+            scale: what the gradients are multiplied by, or None.
+            loss: of this process's batch, or None.
+            **how: to measure; see `measured`.
+        """
+        from polyamp_torch.distributed.agreement import agreed
+
+        device = grads[0].device
+        classes: dict[float, list[torch.Tensor]] = {}
+        for p, grad in zip(parameters, grads, strict=True):
+            if grad.numel():
+                classes.setdefault(self._parts[id(p)], []).append(grad)
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+        finite = torch.ones((), dtype=torch.bool, device=device)
+        for part, members in classes.items():
+            norm, own = measured(members, scale, **how)
+            squares = squares + norm.to(device, torch.float64).square() * part
+            finite = finite & own.to(device)
+        return agreed(squares, finite, loss, self.group)
+
+    def passes(self, parts: list[Any], window: Window, count: int, *, narrow: bool) -> list[Pass]:
+        """The passes of a window (S8), which is reduced over the replicas behind the last one.
+
+        Every replica divides by `count` though their windows differ, so the shares are larger where this one's is
+        shorter. Where each pass waits for the other processes, all run `count` of them.
+
+        Args:
+            parts: the micro-batches.
+            window: what each weighs.
+            count: the recipe's `accumulate_steps`.
+            narrow: the gradients are summed in float32 behind each pass, as those of 16-bit parameters are, so that
+                each is reduced.
+        """
+        assert self.held is not None
+        factor = count / window.total if count > 1 else 1.0
+        end = len(parts) - 1
+        alike = self.several and (self.held.alike or narrow)
+        more = count - len(parts) if alike else 0
+        found = [
+            Pass(part, share * factor, last=narrow or (number == end and not more))
+            for number, (part, share) in enumerate(zip(parts, window.shares, strict=True))
+        ]
+        return found + [Pass(parts[0], 0.0, counts=False, last=narrow or left == 1) for left in range(more, 0, -1)]
+
+    def whole(self, loss: torch.Tensor) -> torch.Tensor:
+        """A loss that is a sharded tensor, as under `loss_parallel`, as this process's own number."""
+        sharded: Any = loss
+        whole: torch.Tensor = loss if local_of(loss) is loss else sharded.full_tensor()
+        return whole
+
+    def fit(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Give the gradients that a backward pass left the form that their parameters have."""
+        if self.sharded:
+            from polyamp_torch.distributed.engine import fitted
+
+            fitted(named)
 
 
-ALONE: Final = Replicas(None)
+ALONE: Final = Replicas(None, {})
 
 
 def replicas_of(model: nn.Module) -> Replicas:
-    """The processes that train a model together.
+    """The processes that train a model together, whose sharded parameters are in their places afterwards.
 
     Raises:
         UnsupportedError: an engine that polyamp does not train with.
+        ModelError: a trainable parameter that the engine does not hold.
     """
     spread = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    held = any(isinstance(part, DistributedDataParallel) for part in model.modules())
+    sharding = sys.modules.get("torch.distributed.fsdp")
+    of_fsdp = [getattr(sharding, name, ()) for name in ("FSDPModule", "FullyShardedDataParallel")]
+    held = any(isinstance(part, (DistributedDataParallel, *of_fsdp)) for part in model.modules())
     if not held and not (spread and any(isinstance(p, spread) for p in model.parameters())):
         return ALONE
     from polyamp_torch.distributed import engines  # brings torch's sharded tensors
 
-    return Replicas(engines.found(model))
+    for part in engines.sharded(model):
+        part.reshard()
+    path = path_of(model)
+    named = {path(name): p for name, p in model.named_parameters() if p.requires_grad}
+    found = engines.found(model, named)
+    return ALONE if found is None else Replicas(found, named)
 
 
 def compare(state: Any) -> None:

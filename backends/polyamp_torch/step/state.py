@@ -22,11 +22,12 @@ from polyamp_torch.arrays import dtype_name
 from polyamp_torch.compat import children_in, parameters_in
 from polyamp_torch.distributed.mixed_precision import check_precision
 from polyamp_torch.precision.bound import BoundModule, device_of
-from polyamp_torch.precision.paths import inner_paths, leaves_of, plan_for
+from polyamp_torch.precision.paths import inner_paths, leaves_of, path_of, plan_for
 from polyamp_torch.step import exporting, optimizers, resuming
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Graphs
 from polyamp_torch.step.interrupts import Undisturbed
+from polyamp_torch.step.kernels import Kernels
 from polyamp_torch.step.replicas import replicas_of
 from polyamp_torch.step.turns import Turn
 
@@ -51,6 +52,7 @@ class TorchState(ShownState):
         optimizer: the `torch.optim.Optimizer` in use.
         groups: which parameter has which hyperparameters (S27).
         optimizer_settings: its groups' options as they were at `init`, for checkpoints.
+        shards: what this process holds of it, where polyamp made it and parameters are sharded.
         kernels: its fused kernels, where polyamp made it.
         rates: its groups' learning rates, where the recipe has a schedule.
         scale_state: the loss-scale state, tensors on the module's device.
@@ -68,8 +70,9 @@ class TorchState(ShownState):
         if not isinstance(model, nn.Module):
             raise ModelError(f"the torch backend trains an nn.Module. Received: {type(model).__name__}.")
         _refuse_lazy(model)
+        self._path = path_of(model)
         self.replicas = replicas_of(model)
-        named = [(name.replace(".", "/"), p) for name, p in model.named_parameters() if p.requires_grad]
+        named = [(self._path(name), p) for name, p in model.named_parameters() if p.requires_grad]
         refusals.check_parameters([(name, dtype_name(p.dtype)) for name, p in named], recipe)
         for name, p in named:
             if 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) < p.numel():
@@ -89,7 +92,7 @@ class TorchState(ShownState):
         self.scaler = recipe.loss_scaler  # a recipe without one makes it anew each time it is asked
         self.bound = BoundModule(model, self.plan, self.device)
         self.parameters = dict(named)
-        self._frozen = [(name.replace(".", "/"), p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._frozen = [(self._path(name), p) for name, p in model.named_parameters() if not p.requires_grad]
         self._forms = list(map(_FORM, self.parameters.values()))
         self._shapes, self._dtypes, self._devices = (list(part) for part in zip(*self._forms, strict=True))
         self._strides = list(map(_STRIDES, self.parameters.values()))
@@ -106,7 +109,8 @@ class TorchState(ShownState):
         )
         self.optimizer = optimizers.build(self.groups, self.parameters)
         self.optimizer_settings = resuming.described(self.optimizer)
-        self.kernels = optimizers.kernels_of(self.optimizer, recipe.optimizer, list(self.parameters.values()))
+        self.shards = optimizers.shards_of(self.optimizer, recipe.optimizer, sharded=self.replicas.sharded)
+        self.kernels = self._kernels()
         self.rates = optimizers.rates_of(self.optimizer, self.groups)
         self._held = _held(self.optimizer)
         self._retired = False
@@ -123,6 +127,8 @@ class TorchState(ShownState):
             ModelError: names the first that was replaced, frozen, unfrozen, reshaped, cast, moved or laid out anew.
             UnsupportedError: an option in the optimizer's groups that a spec does not have.
         """
+        if self.replicas.held is not None:
+            self.replicas.held.prepare()
         # held and compared as objects: a new one may lie where a freed one lay, and then has its id
         if not all(map(operator.is_, _members(self._places), self._members)):
             self._look_again()
@@ -181,8 +187,12 @@ class TorchState(ShownState):
     def _look_again(self) -> None:
         """Modules were put elsewhere; that is a model's own business as long as its parameters are the same."""
         self.check_alive()
+        if self.replicas.held is not None:
+            self.replicas.held.reshard()
+            if all(map(operator.is_, _members(self._places), self._members)):
+                return
         known = {id(p) for p in self.parameters.values()} | {id(p) for _, p in self._frozen}
-        now = {name.replace(".", "/"): p for name, p in self.model.named_parameters()}
+        now = {self._path(name): p for name, p in self.model.named_parameters()}
         strange = next((name for name, p in now.items() if id(p) not in known), None)
         held = {id(p) for p in now.values()}
         lost = next((name for name, p in self.parameters.items() if id(p) not in held), None)
@@ -216,9 +226,17 @@ class TorchState(ShownState):
         optimizer.defaults, optimizer.param_groups, optimizer.state = made.defaults, made.param_groups, made.state
         self.optimizer = optimizer
         if self.kernels is not None:
-            self.kernels = optimizers.kernels_of(optimizer, self.recipe.optimizer, list(self.parameters.values()))
+            self.kernels = self._kernels()
         if self.rates is not None:
             self.rates.serve(optimizer)
+
+    def _kernels(self) -> Kernels | None:
+        parameters: list[Any] = list(self.parameters.values())
+        if self.shards is None:
+            return optimizers.kernels_of(self.optimizer, self.recipe.optimizer, parameters)
+        with self.shards.inside(self.optimizer):
+            local: list[Any] = list(self.replicas.local(parameters))
+            return optimizers.kernels_of(self.optimizer, self.recipe.optimizer, local)
 
     def groups_moved(self) -> None:
         """The groups hold the same parameters in another order or division, as if by hand."""

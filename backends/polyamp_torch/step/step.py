@@ -17,6 +17,7 @@ from polyamp.rules.batches import micro_batches
 from polyamp.rules.window import Window
 from polyamp_torch.arrays import to_device
 from polyamp_torch.step import running as buffers
+from polyamp_torch.step import together
 from polyamp_torch.step.bystanders import Bystanders
 from polyamp_torch.step.differentiate import dense, scaled_backward, set_aside
 from polyamp_torch.step.interrupts import Undisturbed
@@ -44,6 +45,8 @@ def _stepped(
     loss_fn: LossFunction, state: TorchState, batches: list[Any], window: Window, quiet: Undisturbed
 ) -> StepResult:
     state.check_unchanged()
+    if state.replicas.held is not None:
+        return together.stepped(loss_fn, state, batches, window, quiet)
     parameters = list(state.parameters.values())
     saved = buffers.snapshot(state.buffer_owners)
     sums = Sums(parameters) if len(batches) > 1 and parameters[0].dtype in NARROW else None

@@ -20,6 +20,7 @@ from polyamp.rules import clip, decide, refusals
 from polyamp.rules.decide import Skip
 from polyamp.rules.scale import LossScaleState, update
 from polyamp_torch.arrays import XP
+from polyamp_torch.compat import NOTHING
 from polyamp_torch.step import optimizers
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.differentiate import Values, set_aside
@@ -33,6 +34,17 @@ _ORDINARY: Final = (2.0**-100, 2.0**100)
 """Divisors whose quotients are as exact as float32 allows."""
 
 
+class Shared:
+    """A step's own numbers that are shared with other processes in the one reduction.
+
+    Attributes:
+        loss: of this process's batch; behind the update the mean over the replicas.
+    """
+
+    def __init__(self, loss: torch.Tensor | None = None) -> None:
+        self.loss = loss
+
+
 class Scaled(NamedTuple):
     """Gradients on their way into an update.
 
@@ -40,6 +52,7 @@ class Scaled(NamedTuple):
         values: one per parameter that has one, in the parameters' order.
         scale: scalar that they are still multiplied by, or None.
         settle: gives the buffers their values, by the flag.
+        shared: what else is shared with other processes, or None.
         places: the parameters into whose `.grad` they are still to be put; they are the caller's then, and not to be
             overwritten. None for gradients that stand there, and that nobody else has.
     """
@@ -48,6 +61,7 @@ class Scaled(NamedTuple):
     scale: torch.Tensor | None
     settle: Callable[[torch.Tensor | None], None]
     places: list[torch.Tensor] | None = None
+    shared: Shared | None = None
 
 
 def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
@@ -95,7 +109,11 @@ class _Verbs(decide.Verbs[TorchState, Scaled]):
         3.4e38 * clip_norm before unscaling.
         """
         clip_norm = state.recipe.clip_norm
-        norm, finite = measured(grads.values, grads.scale, least=state.scaler.min_scale, alike=state.one_device)
+        if state.replicas.several:
+            norm, finite = _agreed(state, grads)
+        else:
+            values = state.replicas.local(grads.values)
+            norm, finite = measured(values, grads.scale, least=state.scaler.min_scale, alike=state.one_device)
         by = divisor(norm, grads.scale, clip_norm)
         if by is not None and clip_norm is not None and not looks(norm.device):
             finite = finite & torch.isfinite(by.float())
@@ -144,21 +162,41 @@ def _update(
             values = [torch.empty_like(p).copy_(value) for p, value in zip(grads.places, values, strict=True)]
         for p, value in zip(grads.places, values, strict=True):
             p.grad = value
+    values = state.replicas.local(values)
     if by is not None:
         by = _divided_before(state, values, grads.scale, norm, by)
-    optimizers.apply(
-        state.optimizer,
-        state.recipe.optimizer,
-        state.step,
-        finite,
-        by=by,
-        grads=values,
-        kernels=state.kernels,
-        rates=state.rates,
-        groups=state.groups,
-    )
+    shards = state.shards
+    with NOTHING if shards is None else shards.inside(state.optimizer, _with(state, grads), values):
+        optimizers.apply(
+            state.optimizer,
+            state.recipe.optimizer,
+            state.step,
+            finite,
+            by=by,
+            grads=values,
+            kernels=state.kernels,
+            rates=state.rates,
+            groups=state.groups,
+        )
     for p in grads.places or ():  # another state's optimizer may hold it too, with a gradient of its own clipping
         p.grad = None
+
+
+def _with(state: TorchState, grads: Scaled) -> list[torch.Tensor]:
+    """The parameters that have gradients, in order."""
+    return grads.places or [p for p in state.parameters.values() if p.grad is not None]
+
+
+def _agreed(state: TorchState, grads: Scaled) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm and flag over all processes, and the mean of the loss into `grads.shared`."""
+    replicas, shared = state.replicas, grads.shared
+    parameters, values = _with(state, grads), replicas.local(grads.values)
+    loss = None if shared is None else shared.loss
+    least = state.scaler.min_scale
+    found = replicas.agreed(parameters, values, grads.scale, loss, least=least, alike=state.one_device)
+    if shared is not None:
+        shared.loss = found.loss
+    return found.norm, found.finite
 
 
 def _divided_before(

@@ -1,0 +1,44 @@
+"""The one small reduction of a step: the gradients' norm, their finite flag and the loss, over all processes (S9).
+
+One float64 vector of three numbers, summed, so that every process reads the same bits and so decides the same, on
+unlike hardware too. Called by `step.update`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Agreed(NamedTuple):
+    """What all processes read.
+
+    Attributes:
+        norm: of the gradients of all of them, float64 scalar.
+        finite: whether all are finite, boolean scalar.
+        loss: the mean over the replicas, float32 scalar; 0 where no loss was given.
+    """
+
+    norm: torch.Tensor
+    finite: torch.Tensor
+    loss: torch.Tensor
+
+
+@torch.no_grad()
+def agreed(squares: torch.Tensor, finite: torch.Tensor, loss: torch.Tensor | None, group: Any) -> Agreed:
+    """The sums over a group.
+
+    Args:
+        squares: this process's share of the squared norm, float64 scalar: what lies in several processes counts in
+            each by its part.
+        finite: whether the gradients that it holds are.
+        loss: of its batch, or None.
+        group: the processes.
+    """
+    own = torch.zeros_like(squares) if loss is None else loss.to(squares.device, torch.float64) / group.size()
+    vector = torch.stack((squares, (~finite).double(), own))
+    dist.all_reduce(vector, group=group)
+    norm, broken, mean = vector.unbind()
+    return Agreed(norm.sqrt(), broken == 0, mean.float())

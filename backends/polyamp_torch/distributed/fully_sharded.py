@@ -1,0 +1,75 @@
+"""What a step tells the modules that `fully_shard` was called on. Called by `engines`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from polyamp_torch.compat import local_of, version_of
+from polyamp_torch.distributed.compat import forget_gathered, gathered_by, send
+from polyamp_torch.distributed.engine import Engine, Slots
+
+
+class FullySharded(Engine):
+    """`FSDPModule`s that hold all trainable parameters of a model, over a mesh of one or two dimensions.
+
+    A forward pass gathers parameters from all processes, so each runs as many.
+    """
+
+    def __init__(self, name: str, group: Any, data: Any, count: int, rank: int, modules: Sequence[Any]) -> None:
+        super().__init__(name, group, data, count, rank, modules)
+        self.alike = True
+        inner = {id(part) for module in modules for part in module.modules() if part is not module}
+        self._outermost = [module for module in modules if id(module) not in inner]
+        self.reshard()
+
+    def reshard(self) -> None:
+        for module in self.modules:
+            module.reshard()
+
+    @contextlib.contextmanager
+    def window(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            for module in self._outermost:
+                if hasattr(module, "reset_iter_state"):  # torch 2.13
+                    module.reset_iter_state()
+            for module in self.modules:
+                module.reshard()
+                forget_gathered(module)
+            raise
+
+    @contextlib.contextmanager
+    def one_pass(self, *, last: bool) -> Iterator[None]:
+        if last:
+            yield
+            return
+        self._reduce(now=False)
+        try:
+            yield
+        finally:
+            self._reduce(now=True)
+
+    def _reduce(self, *, now: bool) -> None:
+        for module in self._outermost:
+            module.set_requires_gradient_sync(now)
+            module.set_is_last_backward(now)
+
+    def leaves(self) -> list[torch.Tensor]:
+        return [p for module in self.modules for p in gathered_by(module)]
+
+    def written(self, slots: Slots) -> list[tuple[Any, int]]:
+        return [(b, version_of(b)) for own in slots for b in own.values() if b is not None]
+
+    def send_running(self, slots: Slots, before: list[tuple[Any, int]] | None) -> None:
+        """Of the buffers that the forward pass wrote to; of all where that is not known."""
+        now = {id(b): b for own in slots for b in own.values() if b is not None}
+        if before is not None:
+            same = {id(b) for b, version in before if version_of(b) == version}
+            now = {key: b for key, b in now.items() if key not in same}
+        if now and self.count > 1:
+            send(self.data, [local_of(b) for b in now.values()])

@@ -1,0 +1,151 @@
+"""What a step tells `DistributedDataParallel`, and what of it would let the replicas part. Called by `engines`.
+
+Inside a step its broadcast of the buffers before the forward pass is off: the step sends them itself, once, when it is
+through, so that running statistics are the same on all ranks after every step and not only before the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from polyamp.errors import LossError, ModelError, UnsupportedError
+from polyamp_torch.distributed.compat import (
+    check_reduced,
+    forget_reduction,
+    has_delayed,
+    is_joined,
+    parameters_reduced,
+    send_buffers,
+)
+from polyamp_torch.distributed.engine import Engine, Slots
+
+
+class Replicated(Engine):
+    """One or several `DistributedDataParallel` that hold all trainable parameters of a model.
+
+    With `static_graph=True` torch learns the graph in the first backward passes that it reduces, and fails where
+    `no_sync` comes before: in the first window every pass is reduced. What is already the mean over the replicas stays.
+
+    Raises:
+        ModelError: a trainable parameter that none of them reduces.
+        UnsupportedError: options of theirs, or several groups.
+    """
+
+    def __init__(self, modules: Sequence[DistributedDataParallel], named: Mapping[str, torch.Tensor]) -> None:
+        group = modules[0].process_group
+        super().__init__("ddp", group, group, dist.get_world_size(group), dist.get_rank(group), modules)
+        for part in modules:
+            _check_options(part, group)
+        _check_all_reduced(modules, named)
+        self._ran: list[Any] = []
+        self.alike = any(part.static_graph for part in modules)
+
+    def prepare(self) -> None:
+        if any(is_joined(part) for part in self.modules):
+            raise UnsupportedError(
+                "DistributedDataParallel.join(): ranks that are through would wait in the step's own reduction for "
+                "ever. Give every rank the same number of batches: torch.utils.data.DistributedSampler does, with "
+                "drop_last=True or by repeating rows."
+            )
+
+    @contextlib.contextmanager
+    def window(self) -> Iterator[None]:
+        sent = [part.broadcast_buffers for part in self.modules]
+        hooks = [part.register_forward_pre_hook(self._note) for part in self.modules]
+        for part in self.modules:
+            part.broadcast_buffers = False
+        try:
+            yield
+            self.alike = False
+        except BaseException:
+            for part in self.modules:
+                forget_reduction(part)
+            raise
+        finally:
+            for part, send, hook in zip(self.modules, sent, hooks, strict=True):
+                part.broadcast_buffers = send
+                hook.remove()
+            self._ran = []
+
+    def _note(self, part: Any, _: Any) -> None:
+        self._ran.append(part)
+
+    @contextlib.contextmanager
+    def one_pass(self, *, last: bool) -> Iterator[None]:
+        self._ran = []
+        with contextlib.ExitStack() as stack:
+            if not last and not self.alike:
+                for part in self.modules:
+                    stack.enter_context(part.no_sync())
+            yield
+
+    def check_reduced(self, named: Mapping[str, torch.Tensor]) -> None:
+        for part in self.modules:
+            held = {id(p) for p in part.parameters()}
+            own = {name: p for name, p in named.items() if id(p) in held}
+            used = next((name for name, p in own.items() if p.grad is not None), None)
+            if used is not None and not any(ran is part for ran in self._ran):
+                raise LossError(
+                    f"loss_fn computed with the parameter {used!r} and did not call the DistributedDataParallel around "
+                    "it, which reduces gradients only in backward passes that follow its own forward pass. Call the "
+                    "model itself, model(...); what else is to run belongs into its forward()."
+                )
+            try:
+                check_reduced(part)
+            except RuntimeError as error:
+                unused = [name for name, p in own.items() if p.grad is None]
+                raise LossError(
+                    f"DistributedDataParallel waits for gradients that did not come: loss_fn does not depend on "
+                    f"{', '.join(map(repr, unused[:3])) or 'all that it computed'}. Make it "
+                    "DistributedDataParallel(model, find_unused_parameters=True)."
+                ) from error
+
+    def send_running(self, slots: Slots, before: Any) -> None:
+        for part in self.modules:
+            if part.broadcast_buffers and any(True for _ in part.buffers()):
+                send_buffers(part)
+
+
+def _check_options(part: DistributedDataParallel, group: Any) -> None:
+    if part.process_group != group:
+        raise UnsupportedError(
+            "model: it holds several DistributedDataParallel over different process groups. Make one around the whole "
+            "model, or give all of them one process_group."
+        )
+    if part.mixed_precision is not None:
+        raise UnsupportedError(
+            "DistributedDataParallel(mixed_precision=...) casts what the recipe's policy casts too. Leave it out; the "
+            "policy decides."
+        )
+    if has_delayed(part):
+        raise UnsupportedError(
+            "DistributedDataParallel(delay_all_reduce_named_params=...) reduces those gradients by a hook that the "
+            "step does not see. Leave it out."
+        )
+
+
+def _check_all_reduced(modules: Sequence[DistributedDataParallel], named: Mapping[str, torch.Tensor]) -> None:
+    known: set[int] = set()
+    for part in modules:
+        parameters, reduced = parameters_reduced(part)
+        now = {id(p) for p in part.parameters()} & set(map(id, parameters))
+        trained = {id(p) for p in parameters if p.requires_grad and id(p) in now}
+        if len(trained) != reduced:
+            raise ModelError(
+                f"model: DistributedDataParallel was made when {reduced} of its parameters were trained. Received: "
+                f"{len(trained)}. Freeze, thaw and replace first; then wrap the module again: "
+                "DistributedDataParallel(model.module)."
+            )
+        known |= trained
+    for name, p in named.items():
+        if id(p) not in known:
+            raise ModelError(
+                f"parameter {name!r} is in no DistributedDataParallel, so its gradients stay each rank's own and the "
+                "replicas would part. Wrap the whole model: DistributedDataParallel(model)."
+            )

@@ -1,0 +1,98 @@
+"""The step of a model that several processes train together (S9), in the order of `step`.
+
+Gradients are reduced over the replicas behind the last pass of the window; then norm, flag and loss are, in one small
+reduction, and every process decides by the same bits. Running statistics are rank 0's, sent once when the step is
+through. Called by the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from polyamp.results import LossFunction, StepResult
+from polyamp.rules.window import Window
+from polyamp_torch.step import running as buffers
+from polyamp_torch.step.bystanders import Bystanders
+from polyamp_torch.step.differentiate import dense, scaled_backward, set_aside
+from polyamp_torch.step.interrupts import Undisturbed
+from polyamp_torch.step.measure import looks
+from polyamp_torch.step.replicas import Pass
+from polyamp_torch.step.state import TorchState
+from polyamp_torch.step.update import Scaled, Shared, applied
+from polyamp_torch.step.window import NARROW, Sums, mean_and_stack, produced_by
+
+
+def stepped(
+    loss_fn: LossFunction, state: TorchState, batches: list[Any], window: Window, quiet: Undisturbed
+) -> StepResult:
+    """One step on one state, which is found as it was at `init`."""
+    held, count = state.replicas.held, state.recipe.accumulate_steps
+    assert held is not None
+    parameters = list(state.parameters.values())
+    narrow = count > 1 and parameters[0].dtype in NARROW
+    passes = state.replicas.passes(batches, window, count, narrow=narrow)
+    saved = buffers.snapshot(state.buffer_owners)
+    slots = [own for _, own in state.buffer_owners]
+    before = held.written(slots)
+    sums = Sums(parameters) if narrow else None
+    with set_aside(parameters, used_up=True), Bystanders(parameters, state.graphs, held.leaves) as others:
+        try:
+            with held.window():
+                losses, auxes = _passed(loss_fn, state, passes, sums, others, quiet)
+                if sums is None:
+                    held.check_reduced(state.parameters)
+            if len(passes) > 1:  # loss_fn may have changed the model between two of them
+                state.check_unchanged()
+            scale = state.scale_state.scale if state.scaler.scales else None
+            scale = produced_by(scale, float(count), state.device)
+            if sums is not None:
+                assert scale is not None
+                sums.give(scale)
+                scale = None
+            values = dense(state.parameters.items())
+            loss, aux = mean_and_stack(losses, auxes, window, stack=count > 1)
+        except BaseException:
+            buffers.settle(saved, torch.zeros((), dtype=torch.bool))
+            raise
+
+        def settle(finite: torch.Tensor | None) -> None:
+            buffers.settle(saved, finite)
+            if finite is None or not looks(finite.device) or bool(finite):
+                held.send_running(slots, before)
+
+        shared = Shared(loss)
+        (result,) = applied([state], [Scaled(values, scale, settle, shared=shared)], "all")
+    return result._replace(loss=shared.loss, aux=aux)
+
+
+def _passed(
+    loss_fn: LossFunction,
+    state: TorchState,
+    passes: list[Pass],
+    sums: Sums | None,
+    others: Bystanders,
+    quiet: Undisturbed,
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Every pass of a window: the losses and aux of those that count; the gradients are in the parameters or `sums`."""
+    held = state.replicas.held
+    assert held is not None
+    losses, auxes = [], []
+    for one in passes:
+        saved = None if one.counts else buffers.snapshot(state.buffer_owners)
+        with held.one_pass(last=one.last):
+            loss, aux = scaled_backward(loss_fn, [state], one.part, others, quiet, one.share)
+        if saved is None:
+            losses.append(loss)
+            auxes.append(aux)
+        else:
+            buffers.settle(saved, torch.zeros((), dtype=torch.bool))
+        if sums is not None:
+            held.check_reduced(state.parameters)
+            state.replicas.fit(state.parameters)
+            dense(state.parameters.items(), needed=False)
+            sums.take()
+    if sums is None:
+        state.replicas.fit(state.parameters)
+    return losses, auxes
