@@ -46,6 +46,7 @@ PARTS = (
     "tensorflow_step",
     "tensorflow_workloads",
     "tensorflow_peers",
+    "tensorflow_replicas",
 )
 TIMEOUT = 900.0
 """Seconds after which a part that hangs is ended."""

@@ -52,9 +52,16 @@ def on_replicas(strategy: Any, body: Callable[..., Any], tensors: Sequence[Any],
 
     Raises:
         BatchError: a batch that does not divide into equal parts.
+        UnsupportedError: called by a replica.
     """
     if not several(strategy):
         return body(*tensors)
+    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+        raise UnsupportedError(
+            "a step of polyamp runs on all replicas by itself. Received: a call inside strategy.run(...). Call "
+            "train_step, value_and_grad and apply_gradients outside of it; a loop of your own in there takes "
+            "polyamp_tensorflow.LossScaleOptimizer."
+        )
 
     divide = split and not _is_distributed(tensors)
     if divide:

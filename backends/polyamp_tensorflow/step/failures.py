@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from polyamp.errors import ModelError, PolyampError, TraceError, UnsupportedError
 from polyamp_tensorflow.models.layers import is_layer, modules
-from polyamp_tensorflow.step.distribution import USED_APART
+from polyamp_tensorflow.step.distribution import USED_APART, several
 from polyamp_tensorflow.step.state import TensorFlowState
 
 _NAMES: Final = {"half": "float16", "float": "float32", "double": "float64"}
@@ -37,12 +37,23 @@ def explained(error: Exception, states: Sequence[TensorFlowState]) -> PolyampErr
         return TraceError(_TRACED.format("none has .numpy()"))
     if isinstance(error, TypeError) and re.search(r"argument must be .*not '\w*Tensor'", text):
         return TraceError(_TRACED.format("float() and int() cannot take one"))
+    if isinstance(error, RuntimeError) and "merge_call` called while defining" in text and any(map(_windows, states)):
+        return UnsupportedError(
+            "on several replicas a window's micro-batches run in a loop, where TensorFlow's replicas cannot meet, and "
+            "something in loss_fn or the model has them meet, such as BatchNormalization(synchronized=True) or "
+            f"all_reduce. Received: accumulate_steps={states[0].recipe.accumulate_steps}. Use synchronized=False, or "
+            "accumulate_steps=1 with smaller batches."
+        )
     if isinstance(error, tf.errors.InvalidArgumentError) and USED_APART in text:
         named = re.search(re.escape(USED_APART) + r"[^A-Za-z0-9]*([^\]\n]*?)'?\]", text)
         return UnsupportedError(f"{USED_APART} {named[1] if named else ''}")
     if isinstance(error, TypeError | ValueError | tf.errors.InvalidArgumentError):
         return _mixed_dtypes(error, states)
     return None
+
+
+def _windows(state: TensorFlowState) -> bool:
+    return several(state.strategy) and state.recipe.accumulate_steps > 1
 
 
 def _mixed_dtypes(error: Exception, states: Sequence[TensorFlowState]) -> ModelError | None:

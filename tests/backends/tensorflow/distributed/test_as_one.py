@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.errors import BatchError
+from polyamp.errors import BatchError, UnsupportedError
 from polyamp_tensorflow.arrays import raw
 
 RNG = np.random.default_rng(0)
@@ -206,3 +206,18 @@ def test_s09_the_uneven_end_of_a_distributed_dataset(two_cpus: Any) -> None:
     for old, new in zip(before, copies(two_cpus, state), strict=True):
         np.testing.assert_array_equal(new, old)
     assert int(step(state, whole)[1].step) == 3
+
+
+def test_s20_where_replicas_cannot_meet_and_where_they_do_already(two_cpus: Any) -> None:
+    with two_cpus.scope():
+        x = keras.Input((4,))
+        synchronized = keras.layers.BatchNormalization(synchronized=True)
+        state = polyamp.init(keras.Model(x, keras.layers.Dense(2)(synchronized(x))), made(accumulate_steps=2))
+    before = copies(two_cpus, state)
+    step = polyamp.train_step(loss_fn, state.recipe)
+    with pytest.raises(UnsupportedError, match=r"synchronized=True.* Received: accumulate_steps=2. Use"):
+        step(state, ROWS[0])
+    with pytest.raises(UnsupportedError, match=r"Received: a call inside strategy\.run"):
+        two_cpus.run(lambda: step(state, ROWS[0]))
+    for old, new in zip(before, copies(two_cpus, state), strict=True):
+        np.testing.assert_array_equal(new, old)
