@@ -91,6 +91,13 @@ for _name, _seconds in {
     SUITES[f"doctest-{_name}"] = Suite([*PYTEST, *_quick, "--doctest-modules", _folder], _seconds[2])
     SUITES[f"examples-{_name}"] = Suite([*PYTEST, "tests/examples", f"--framework={_name}"], _seconds[3])
     SUITES[f"mistakes-{_name}"] = Suite([*PYTEST, *_quick, "tests/mistakes", f"--framework={_name}"], 15)
+_apart = "tests/backends/jax/distributed"  # JAX makes several devices of the CPU for a whole process or not at all
+SUITES["backend-jax"].command.append(f"--ignore={_apart}")
+SUITES["distributed-jax"] = Suite(
+    [*PYTEST, _apart],
+    40,
+    {"XLA_FLAGS": f"{xla.FLAGS if xla.known() else ''} --xla_force_host_platform_device_count=4"},
+)
 SUITES["conformance-jax"].command.extend(["-k", f"not {BITS}"])
 SUITES["conformance-jax-bits"] = Suite([*CONFORMANCE, "--polyamp-backend=jax", "-k", BITS], 20)
 

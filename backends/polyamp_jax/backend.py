@@ -34,8 +34,10 @@ from polyamp_jax.step import failures, resuming
 from polyamp_jax.step import state as states_
 from polyamp_jax.step import step as steps
 from polyamp_jax.step.differentiate import scaled_loss
+from polyamp_jax.step.layouts import scalar_placement
 from polyamp_jax.step.measure import norm_and_finite, unscaled_leaf
 from polyamp_jax.step.refresh import refreshed
+from polyamp_jax.step.replicas import check_axis_name
 
 if TYPE_CHECKING:
     from polyamp.parity.observing import Observer
@@ -65,7 +67,7 @@ class JaxBackend:
     def scalar(self, value: float, dtype: str, *, like: Any = None) -> Any:
         scalar = jnp.array(value, dtype)
         if isinstance(like, jax.Array) and not isinstance(like, jax.core.Tracer) and like.committed:
-            return jax.device_put(scalar, states_.scalar_placement(like))
+            return jax.device_put(scalar, scalar_placement(like))
         return scalar
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
@@ -155,18 +157,25 @@ class JaxBackend:
             recipe: the recipe.
             **options: `compile` (True): wrap in `jax.jit`. `donate` (True): the step consumes the state it is given,
                 so that new arrays take the place of the old; False keeps both, also when a step is interrupted.
+                `axis_name`: inside `pmap`, or `shard_map` with `check_vma=False`, the axes of the replicas, a name or
+                a tuple of names; a `shard_map` that checks needs none.
         """
-        refusals.check_options(options, ("compile", "donate"), function="train_step", backend=self.name)
-        return steps.Step(loss_fn, compiled=options.get("compile", True), donate=options.get("donate", True))
+        refusals.check_options(options, ("compile", "donate", "axis_name"), function="train_step", backend=self.name)
+        axis_name = options.get("axis_name")
+        check_axis_name(axis_name)
+        compiled, donate = options.get("compile", True), options.get("donate", True)
+        return steps.Step(loss_fn, compiled=compiled, donate=donate, axis_name=axis_name)
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
-        """The first half; `compile=False` leaves it to the caller's own `jax.jit`.
+        """The first half; `compile=False` leaves it to the caller's own `jax.jit`. `axis_name`: see `train_step`.
 
         The n-th call on one state draws the masks of the n-th micro-batch of a window (S12). Across calls of a
         function of your own that is compiled, see `polyamp_jax.continue_streams`.
         """
-        refusals.check_options(options, ("compile",), function="value_and_grad", backend=self.name)
-        return steps.value_and_grad(loss_fn, compiled=options.get("compile", True))
+        refusals.check_options(options, ("compile", "axis_name"), function="value_and_grad", backend=self.name)
+        axis_name = options.get("axis_name")
+        check_axis_name(axis_name)
+        return steps.value_and_grad(loss_fn, compiled=options.get("compile", True), axis_name=axis_name)
 
     def apply_gradients(
         self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip

@@ -380,6 +380,18 @@ def mapped_axes() -> tuple[Any, ...]:
     return axes
 
 
+def varying(value: Any) -> frozenset[Any]:
+    """Axes of a `shard_map` over which a value varies; always none where it does not check that (`check_vma=False`)."""
+    kind: Any = jax.typeof(value)
+    return frozenset(kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", ()))
+
+
+def vary(value: Any, axes: Sequence[Any]) -> Any:
+    """A value as one that varies over more axes of a `shard_map` that checks it."""
+    lax: Any = jax.lax
+    return lax.pcast(value, tuple(axes), to="varying") if hasattr(lax, "pcast") else lax.pvary(value, tuple(axes))
+
+
 def trace_state() -> Any:
     """What is being traced now; equal for two calls in one trace."""
     module: Any = extend_core if hasattr(extend_core, "get_opaque_trace_state") else jax.core

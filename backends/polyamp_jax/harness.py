@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
@@ -12,7 +14,9 @@ import optax
 from flax import linen
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
+from jax.sharding import Mesh, PartitionSpec
 
+import polyamp
 from polyamp.contract.harness import Layer, Observe
 from polyamp.demo import digits
 from polyamp.errors import UnsupportedError
@@ -94,7 +98,12 @@ class Transformer(linen.Module):  # type: ignore[misc]  # flax is not typed
 
 
 class JaxHarness:
-    """`Harness` over flax linen."""
+    """`Harness` over flax linen. Made before JAX starts, it asks for two devices of the CPU, which replicas need."""
+
+    def __init__(self) -> None:
+        if "device_count" not in os.environ.get("XLA_FLAGS", ""):
+            with contextlib.suppress(RuntimeError):  # JAX runs already; then `replicate` says so
+                jax.config.update("jax_num_cpu_devices", 2)  # type: ignore[no-untyped-call]  # JAX does not annotate it
 
     def array(self, value: Array) -> Any:
         return jnp.array(value)
@@ -196,7 +205,27 @@ class JaxHarness:
     def replicate(
         self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
     ) -> list[tuple[Any, StepResult]]:
-        raise UnsupportedError("the jax backend does not run replicas yet.")
+        devices = jax.devices()[: len(batches)]
+        if len(devices) < len(batches):
+            raise UnsupportedError(
+                f"{len(batches)} replicas need as many devices, set before JAX starts (XLA_FLAGS="
+                f"--xla_force_host_platform_device_count={len(batches)}). Received: {len(devices)}."
+            )
+        same, own = PartitionSpec(), PartitionSpec("replica")  # type: ignore[no-untyped-call]  # JAX does not annotate it
+        step = jax.shard_map(
+            polyamp.train_step(loss_fn, recipe),
+            mesh=Mesh(np.array(devices), ("replica",)),
+            in_specs=(same, own),
+            out_specs=(same, same),
+        )
+        state = polyamp.init(self.mlp(layers), recipe)
+        for parts in zip(*batches, strict=True):
+            whole = jax.tree.map(lambda *members: np.concatenate(members), *parts)
+            state, result = jax.jit(step)(state, whole)
+        return [
+            jax.tree.map(lambda leaf, number=number: leaf.addressable_shards[number].data, (state, result))
+            for number in range(len(batches))
+        ]
 
     def with_head(self, state: Any, head: Layer) -> Any:
         module, variables = state.model

@@ -20,11 +20,16 @@ from polyamp.rules.stuck import Watch
 from polyamp_jax.arrays import named_leaves, to_numpy
 from polyamp_jax.own_loop.differentiation import gradients
 from polyamp_jax.step.measure import unscaled_leaf
-from polyamp_jax.step.replicas import check_axes
+from polyamp_jax.step.replicas import AxisName, check_axis_name, replicas
 
 
 def scaled_value_and_grad(
-    fun: Callable[..., Any], scaler: LossScaler, *, argnums: int | Sequence[int] | Any = 0, has_aux: bool = False
+    fun: Callable[..., Any],
+    scaler: LossScaler,
+    *,
+    argnums: int | Sequence[int] | Any = 0,
+    has_aux: bool = False,
+    axis_name: AxisName = None,
 ) -> Callable[..., tuple[Any, Any, jax.Array]]:
     """`jax.value_and_grad` of the scaled loss, with the gradients unscaled and tested (S6, S7, S10).
 
@@ -37,6 +42,11 @@ def scaled_value_and_grad(
             differentiated as by `eqx.filter_value_and_grad`: by its inexact arrays, and None stands in every other
             place.
         has_aux: whether `fun` returns something beside the loss.
+        axis_name: inside `pmap`, or `shard_map` with `check_vma=False`, the axes of the replicas, a name or a tuple of
+            names. A `shard_map` that checks needs none.
+
+    Inside `shard_map` and `pmap` the loss and the gradients are the means over the replicas, and `finite` is the same
+    on all of them (S9). Gradients by arguments that are sharded there are each shard's own, of that mean.
 
     Returns:
         A function `(scale_state, *args, **kwargs) -> (value, grads, finite)`: `value` is what `fun` returned, the loss
@@ -48,7 +58,8 @@ def scaled_value_and_grad(
     Raises (from the returned function):
         LossScaleError: the first argument is not a `LossScaleState`.
         LossError: the loss is not a floating scalar.
-        UnsupportedError: it is called inside `shard_map` or `pmap`.
+        UnsupportedError: it is called inside `pmap`, or `shard_map` without checks, and `axis_name` does not name the
+            axes; ArgumentError: it names others.
         LossScaleStuckError: see `LossScaler.patience` (S17). The host looks at the `scale_state` that it is given, at
             call `patience`, 2 `patience` + 1, 3 `patience` + 2, ...; inside a `jit` of your own there is no value to
             look at, so read `scale_state.stuck` where your loop logs.
@@ -65,6 +76,7 @@ def scaled_value_and_grad(
         >>> scale_state = scaler.update(scale_state, finite)
     """
 
+    check_axis_name(axis_name)
     watch = Watch(shared=True)  # one function may serve several scale states
 
     @functools.wraps(fun)
@@ -74,14 +86,19 @@ def scaled_value_and_grad(
                 "the first argument of a function made by scaled_value_and_grad is the loss-scale state, made by "
                 f"scaler.init('jax'); the others are those of the loss. Received: {type(scale_state).__name__}."
             )
-        check_axes("scaled_value_and_grad")
+        around = replicas("scaled_value_and_grad", axis_name, [args, kwargs], ())
 
         @functools.wraps(fun)
         def scaled(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
             loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
-            return scaler.scale(loss, scale_state), (LossScaler.off().scale(loss, scale_state), aux)
+            product, wide = scaler.scale(loss, scale_state), LossScaler.off().scale(loss, scale_state)
+            if around is not None:
+                product, wide = around.loss(product), around.loss(wide)
+            return product, (wide, aux)
 
         grads, (loss, aux) = gradients(scaled, argnums, args, kwargs)
+        if around is not None:
+            loss, (grads,) = around.mean(loss, [grads], [grads])
         if scaler.checks:
             grads, finite = scaler.unscale(grads, scale_state)
         else:  # S19: neither a division nor a test

@@ -28,8 +28,8 @@ from polyamp_jax.precision.reading import BoundModel
 from polyamp_jax.step.dependence import gradients_made
 from polyamp_jax.step.failures import check_aux
 from polyamp_jax.step.measure import unscaled_leaf
-from polyamp_jax.step.optimizers import widened
-from polyamp_jax.step.replicas import check_axes
+from polyamp_jax.step.optimizers import like, widened
+from polyamp_jax.step.replicas import AxisName, Replicas, replicas
 from polyamp_jax.step.state import JaxState
 
 
@@ -50,46 +50,90 @@ class Pass(NamedTuple):
     running: list[Running]
 
 
-def separate(loss_fn: LossFunction, states: Sequence[JaxState], batch: Any) -> tuple[Any, list[Gradients]]:
+def separate(
+    loss_fn: LossFunction,
+    states: Sequence[JaxState],
+    batch: Any,
+    axis_name: AxisName = None,
+    what: str = "value_and_grad",
+) -> tuple[Any, list[Gradients]]:
     """The first half for one or several states: what `loss_fn` returned, and unscaled gradients (S6, S7)."""
-    check_axes("value_and_grad")
-    done = _differentiated(loss_fn, states, [computed(s) for s in states], [s.running for s in states], batch)
+    around = replicas(what, axis_name, batch, [state.params for state in states])
+    before = [state.running for state in states]
+    done = _differentiated(loss_fn, states, [computed(s) for s in states], before, batch, around)
+    loss, values, running = _together(around, states, done.loss, done.values, done.running)
     scale = scale_of(states[0])
     gradients = [
-        Gradients(unscaled(values, scale, state.params), running, done.loss)
-        for values, running, state in zip(done.values, done.running, states, strict=True)
+        Gradients(placed(unscaled(own, scale, state.params), state), after, loss)
+        for own, after, state in zip(values, running, states, strict=True)
     ]
-    return (done.loss if done.aux is None else (done.loss, done.aux)), gradients
+    return (loss if done.aux is None else (loss, done.aux)), gradients
 
 
-def accumulated(loss_fn: LossFunction, state: JaxState, batch: Any) -> tuple[Any, Any, Gradients]:
+def _together(
+    around: Replicas | None, states: Sequence[JaxState], loss: Any, values: list[Any], running: list[Running]
+) -> tuple[Any, list[Any], list[Running]]:
+    """Loss, gradients and running state as the means over the replicas (S9)."""
+    if around is None:
+        return loss, values, running
+    loss, values = around.mean(loss, values, [state.params for state in states])
+    pairs = zip(running, states, strict=True)
+    meant = [own._replace(statistics=around.statistics(own.statistics, s.running.statistics)) for own, s in pairs]
+    return loss, values, meant
+
+
+def accumulated(
+    loss_fn: LossFunction,
+    state: JaxState,
+    batch: Any,
+    axis_name: AxisName = None,
+    shards: tuple[int, ...] | None = None,
+) -> tuple[Any, Any, Gradients]:
     """The first half for one state over its micro-batches (S8): mean loss, stacked aux, unscaled mean gradients.
 
     In cast mode the parameters are cast once for all micro-batches; running state flows from one to the next.
+
+    Args:
+        loss_fn: the loss.
+        state: the state.
+        batch: the whole batch, or a list of micro-batches.
+        axis_name: see `replicas`.
+        shards: into how many shards each array of the batch is divided along axis 0, where that is known.
     """
-    check_axes("train_step")
     count = state.recipe.accumulate_steps
     if count == 1:
-        value, (gradients,) = separate(loss_fn, [state], batch)
+        value, (gradients,) = separate(loss_fn, [state], batch, axis_name, "train_step")
         return *(value if isinstance(value, tuple) else (value, None)), gradients
+    around = replicas("train_step", axis_name, batch, state.params, window=True)
+    own: Callable[[Any], Any] = around.own if around is not None else lambda tree: tree
     params = computed(state)
     window, parts = batches.in_runs(
-        batch, count, shapes=_shapes, tree_map=jax.tree.map, stack=jnp.stack, reshape=jnp.reshape
+        batch,
+        count,
+        shapes=_shapes,
+        tree_map=jax.tree.map,
+        stack=jnp.stack,
+        reshape=functools.partial(_folded, shards={} if shards is None else _by_array(batch, shards)),
     )
     runs = [(window.shares[run.start], members) for run, members in parts]
     idle: list[Any] = []  # of each run, what it does not depend on: its micro-batches are one program
+    still: list[Any] = []  # and which running statistics it leaves alone
 
     def one(share: float, carry: tuple[Running, Any], part: Any) -> tuple[tuple[Running, Any], tuple[Any, Any]]:
         running, total = carry
-        done = _differentiated(loss_fn, [state], [params], [running], part, share)
+        done = _differentiated(loss_fn, [state], [params], [running], part, around, share)
         idle[-1:] = [jax.tree.map(lambda _, g: g is None, total, done.values[0])]
         total = jax.tree.map(lambda t, g: t if g is None else t + g.astype(t.dtype), total, done.values[0])
-        return (done.running[0], total), (done.loss, done.aux)
+        after = done.running[0]
+        still[-1:] = [jax.tree.map(lambda a, b: a is b, after.statistics, running.statistics)]
+        return (after._replace(statistics=own(after.statistics)), placed(total, state)), (done.loss, done.aux)
 
-    carry = (state.running, jax.tree.map(jnp.zeros_like, widened(state.params)))
+    start = state.running._replace(statistics=own(state.running.statistics))
+    carry = (start, placed(own(jax.tree.map(jnp.zeros_like, widened(state.params))), state))
     losses, auxes = [], []
     for share, parts in runs:
         idle.append(None)
+        still.append(None)
         carry, (loss, aux) = jax.lax.scan(functools.partial(one, share), carry, parts)
         losses.append(loss)
         auxes.append(aux)
@@ -100,17 +144,53 @@ def accumulated(loss_fn: LossFunction, state: JaxState, batch: Any) -> tuple[Any
     else:
         weighed = [share * jnp.sum(own) for (share, _), own in zip(runs, losses, strict=True)]
         loss, aux = sum(weighed) / window.total, jax.tree.map(_joined, *auxes)
-    return loss, aux, Gradients(unscaled(mean, scale_of(state), state.params), running, loss)
+    if around is not None:  # what nobody wrote is the state's own array again, and takes no part in a mean
+        kept = jax.tree.map(
+            lambda old, new, *alone: old if all(alone) else new, state.running.statistics, running.statistics, *still
+        )
+        running = running._replace(statistics=kept)
+    loss, (mean,), (running,) = _together(around, [state], loss, [mean], [running])
+    return loss, aux, Gradients(placed(unscaled(mean, scale_of(state), state.params), state), running, loss)
 
 
-def scaled_loss(loss: Any, scale: Any | None, *, what: str = "loss_fn") -> tuple[jax.Array, jax.Array]:
-    """(scaled loss, loss), both float32 scalars (S6).
+def placed(values: Any, state: JaxState) -> Any:
+    """Gradients where the parameters lie, if that is known."""
+    if state.layout is None:
+        return values
+    return jax.tree.unflatten(jax.tree.structure(state.params), state.layout.kept(like(values, state.params)))
+
+
+def _by_array(batch: Any, shards: tuple[int, ...]) -> dict[int, int]:
+    leaves = jax.tree.leaves(batch)
+    return {id(leaf): count for leaf, count in zip(leaves, shards, strict=len(leaves) == len(shards))}
+
+
+def _folded(rows: Any, shape: tuple[int, ...], *, shards: dict[int, int]) -> Any:
+    """Rows as (micro-batches, rows of each, ...).
+
+    Of an array that is divided among devices along axis 0 each micro-batch takes its part from every shard: rows one
+    after another would lie on some of the devices only, and be moved.
+    """
+    count, size = shape[:2]
+    parts = shards.get(id(rows), 1)
+    if parts == 1 or size % parts:
+        return jnp.reshape(rows, shape)
+    split = jnp.reshape(rows, (parts, count, size // parts, *shape[2:]))
+    return jnp.reshape(jnp.swapaxes(split, 0, 1), shape)
+
+
+def scaled_loss(
+    loss: Any, scale: Any | None, *, what: str = "loss_fn", around: Replicas | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """(scaled loss, loss), both float32 scalars (S6), averaged over replicas as `Replicas.loss` says.
 
     Raises:
         LossError: not a floating scalar.
     """
     refusals.check_loss(jnp.shape(loss) if is_array(loss) else (), dtype_name(loss), what=what)
     wide = jnp.asarray(loss, jnp.float32).reshape(())
+    if around is not None:
+        wide = around.loss(wide)
     return (wide if scale is None else wide * scale), wide
 
 
@@ -120,6 +200,7 @@ def _differentiated(
     params: Sequence[Any],
     running: Sequence[Running],
     batch: Any,
+    around: Replicas | None = None,
     share: float = 1.0,
 ) -> Pass:
     """One forward and backward pass; the gradients hold what a micro-batch weighs (S8), the loss does not.
@@ -131,6 +212,9 @@ def _differentiated(
     check_has_rows(shape[0] for _, shape in _shapes(batch) if shape)
     keys = [keys_of(state, own.draws) for state, own in zip(states, running, strict=True)]
     scale = scale_of(states[0])
+    before = running
+    if around is not None:
+        keys, running = [around.keys(own) for own in keys], [around.entering(own) for own in running]
 
     # in cast mode loss_fn may use both a parameter's cast and, by model.params, the master itself
     masters = [None if own is state.params else state.params for own, state in zip(params, states, strict=True)]
@@ -144,10 +228,13 @@ def _differentiated(
         with matmul_precision(states[0].setup.plan):
             loss, aux = refusals.split_result(loss_fn(models[0] if len(models) == 1 else models, batch))
         check_aux(aux)
-        scaled, wide = scaled_loss(loss, scale)
+        scaled, wide = scaled_loss(loss, scale, around=around)
         return scaled if share == 1.0 else scaled * share, (wide, aux, [engine.running for engine in engines])
 
-    values, _, (loss, aux, after) = taken(loss_of, params, masters)
+    given = (params, masters) if around is None else (around.own(list(params)), around.own(masters))
+    values, _, (loss, aux, after) = taken(loss_of, *given)
+    if around is not None:
+        after = [around.leaving(*own) for own in zip(after, running, before, strict=True)]
     trees = [jax.tree.unflatten(jax.tree.structure(own), flat) for own, flat in zip(params, values, strict=True)]
     moved = [own._replace(draws=own.draws + 1) for own in after]
     return Pass(loss, aux, trees, moved)
@@ -176,7 +263,10 @@ def taken(
     program = jax.make_jaxpr(backward)(scaled)
     made = gradients_made(program)
     refusals.check_depends(any(made))
-    flat = compat.jaxpr_as_fun(program)(np.ones((), np.float32))
+    one: Any = np.ones((), np.float32)
+    if own := compat.varying(scaled):  # a loss that is each replica's own
+        one = compat.vary(one, sorted(own))
+    flat = compat.jaxpr_as_fun(program)(one)
     found = iter([gradient if depends else None for gradient, depends in zip(flat, made, strict=True)])
     values = [[next(found) for _ in jax.tree.leaves(own)] for own in params]
     for number, own in enumerate(masters):

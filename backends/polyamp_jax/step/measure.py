@@ -15,7 +15,10 @@ import jax.numpy as jnp
 from polyamp.errors import GradientError
 from polyamp.results import Gradients
 from polyamp.rules import refusals
+from polyamp_jax import compat
 from polyamp_jax.arrays import dtype_name, named_leaves, path_name
+from polyamp_jax.step.layouts import spread
+from polyamp_jax.step.optimizers import like
 from polyamp_jax.step.state import JaxState
 
 _SMALL: Final = 2**14  # elements; on a 2-core CPU a pass of its own costs more than copying so few
@@ -28,9 +31,75 @@ def norm_and_finite(leaves: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
     two stands in. An accelerator makes all the sums in one pass (`_three_sums`). XLA's CPU backend gives every sum its
     own pass, so there a second one, with the power that the first asks for, is quicker (`_two_sums`). Measurements and
     the compiled programs: `docs/measurements/jax_loss_scaling.md`.
+
+    Inside `shard_map` a gradient that varies over its axes is a shard, and the norm is that of all of them: one
+    all-reduce of four numbers, for norm and flag together. Where XLA divides the work by itself and nobody says how,
+    the sums are made in one pass on a CPU too, so that they are reduced together, and no gradients are laid end to end,
+    for which shards would be gathered.
     """
-    norm, finite = jax.lax.platform_dependent(list(leaves), cpu=_two_sums, default=_three_sums)
+    groups: dict[frozenset[Any], list[Any]] = {}
+    for leaf in leaves:
+        groups.setdefault(compat.varying(leaf), []).append(leaf)
+    over = sorted({axis for axes in groups for axis in axes})
+    if not over:
+        return _local(list(leaves))
+    whole, mine = jnp.zeros(4, jnp.float32), compat.vary(jnp.zeros(4, jnp.float32), over)
+    for axes, shards in groups.items():
+        part = _in_ranges(*_local(shards))
+        if axes:
+            mine += _once(part, [axis for axis in over if axis not in axes])
+        else:
+            whole += part
+    lax: Any = jax.lax  # JAX does not annotate its collectives
+    return _of_ranges(lax.psum(mine, tuple(over)) + whole)
+
+
+def norm_and_finite_of(state: JaxState, values: Any) -> tuple[jax.Array, jax.Array]:
+    """The same of a state's gradients, shard by shard where the state's layout is known.
+
+    Raises:
+        GradientError: a gradient differs between replicas that have one parameter together.
+    """
+    leaves = like(values, state.params)
+    for (path, param), grad in zip(jax.tree_util.tree_leaves_with_path(state.params), leaves, strict=True):
+        if grad is not None and (parted := compat.varying(grad) - compat.varying(param)):
+            named = ", ".join(map(repr, sorted(parted)))
+            raise GradientError(
+                f"the gradient of {path_name(path)!r} varies over {named}, and the parameter does not: replicas would "
+                f"part. Average it: jax.lax.pmean(gradient, {named})."
+            )
+    found = None if state.layout is None else state.layout.by_shards(norm_and_finite, leaves)
+    if found is not None:
+        norm, finite = found
+        return norm, finite
+    return norm_and_finite([leaf for leaf in leaves if leaf is not None])
+
+
+def _local(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
+    if any(map(spread, leaves)):
+        return _three_sums(leaves)
+    norm, finite = jax.lax.platform_dependent(leaves, cpu=_two_sums, default=_three_sums)
     return norm, finite
+
+
+def _in_ranges(norm: jax.Array, finite: jax.Array) -> jax.Array:
+    """A norm and a flag as numbers to be added to those of other shards, float32 of shape (4,): the three squares of
+    `_three_sums`, and 1 where something is not finite."""
+    enlarged = jnp.square(jnp.minimum(norm * 2.0**63, 2.0**40))
+    shrunk = jnp.square(jnp.maximum(norm * 2.0**-80, 2.0**-60))
+    return jnp.stack([jnp.square(norm), enlarged, shrunk, 1.0 - finite.astype(jnp.float32)])
+
+
+def _of_ranges(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+    plain, enlarged, shrunk, bad = sums
+    return _norm(plain, enlarged, shrunk), bad == 0.0
+
+
+def _once(part: jax.Array, axes: Sequence[Any]) -> jax.Array:
+    """What is the same along some axes, in one place of them only, so that it is counted once."""
+    for axis in axes:
+        part = jnp.where(jax.lax.axis_index(axis) == 0, part, 0.0)
+    return part
 
 
 def _two_sums(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
@@ -66,9 +135,12 @@ def _three_sums(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
     plain = _total([jnp.square(g) for g in leaves])
     enlarged = _total([jnp.square(jnp.minimum(jnp.abs(g * 2.0**63), 2.0**40)) for g in leaves])
     shrunk = _total([jnp.square(jnp.maximum(jnp.abs(g * 2.0**-80), 2.0**-60)) for g in leaves])
+    return _norm(plain, enlarged, shrunk).astype(jnp.float32), jnp.isfinite(shrunk) & ~jnp.isnan(plain)
+
+
+def _norm(plain: jax.Array, enlarged: jax.Array, shrunk: jax.Array) -> jax.Array:
     inner = jnp.where(plain < 2.0**-60, jnp.sqrt(enlarged) * 2.0**-63, jnp.sqrt(plain))
-    norm = jnp.where(jnp.isinf(plain), jnp.sqrt(shrunk) * 2.0**80, inner)
-    return norm.astype(jnp.float32), jnp.isfinite(shrunk) & ~jnp.isnan(plain)
+    return jnp.where(jnp.isinf(plain), jnp.sqrt(shrunk) * 2.0**80, inner)
 
 
 def _total(arrays: Sequence[Any]) -> jax.Array:

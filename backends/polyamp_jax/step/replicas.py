@@ -1,23 +1,230 @@
-"""Where a step may not run: inside functions that are mapped over replicas (S9). Called by the halves of the step."""
+"""A step inside `shard_map` or `pmap`: which axes its replicas are, and what is averaged over them (S9).
+
+In a `shard_map` that checks how values vary (`check_vma=True`, the default) JAX sums the gradient of whatever is the
+same on all replicas by itself. So the loss is averaged over the axes on which it varies *before* it is differentiated,
+and the gradients are its mean's, those of parameters that are sharded by the user too. Averaging gradients behind
+`jax.grad` instead would leave the sum.
+
+Without the checks, and in `pmap`, JAX sums nothing and says nothing: the replica's own gradients are averaged over
+`axis_name`. The same is done in a window of micro-batches (S8), with the parameters made to vary, so that replicas sum
+once at its end. `vmap` makes no replicas, whatever its axis is called. Called by the halves of the step and by
+`own_loop`.
+"""
 
 from __future__ import annotations
 
-from polyamp.errors import UnsupportedError
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from polyamp.errors import ArgumentError, UnsupportedError
 from polyamp_jax import compat
+from polyamp_jax.arrays import is_key
+from polyamp_jax.models.parts import Keys, Running
+
+AxisName = str | tuple[str, ...] | None
+"""What `axis_name=` takes."""
+_LAX: Final[Any] = jax.lax  # JAX does not annotate its collectives
 
 
-def check_axes(what: str) -> None:
-    """Refuse to step inside `shard_map` or `pmap`: gradients would be summed, or replicas would part (S9).
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+    """The replicas around what is being traced.
+
+    Attributes:
+        checked: whether JAX knows how values vary over them.
+        rows: axes over which the batch is divided; each has random masks of its own.
+        later: axes over which gradients are each replica's own until `mean`; over all others JAX has summed them.
+    """
+
+    checked: bool
+    rows: tuple[Any, ...]
+    later: tuple[Any, ...]
+
+    def own(self, tree: Any) -> Any:
+        """Arrays as each replica's own: the gradients by them are not summed."""
+        return jax.tree.map(self._own, tree)
+
+    def _own(self, leaf: Any) -> Any:
+        if not self.checked or is_key(leaf):
+            return leaf
+        missing = [axis for axis in self.later if axis not in compat.varying(leaf)]
+        return compat.vary(leaf, missing) if missing else leaf
+
+    def loss(self, loss: Any) -> Any:
+        """The loss as it is differentiated: its mean over the axes on which it varies, but for those of `later`."""
+        return self._own(averaged(loss, compat.varying(loss) - set(self.later)))
+
+    def mean(self, loss: Any, gradients: Sequence[Any], params: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The mean over the replicas of what is still each one's own, in one reduction.
+
+        Args:
+            loss: float32 scalar.
+            gradients: trees like `params` with None where there is none; summed in float32 at least.
+            params: the parameters; those that vary over an axis are shards of one, whose gradient is whole already.
+        """
+        if not self.later:
+            return loss, list(gradients)
+        count = math.prod(_size(axis) for axis in self.later)
+        structure: Any = jax.tree.structure(list(params))
+        flat = structure.flatten_up_to(list(gradients))
+        varied = [compat.varying(leaf) for leaf in jax.tree.leaves(list(params))]
+        shares = [_wide(loss) / count, *(None if g is None else _wide(g) / count for g in flat)]
+        summed = _summed(shares, [frozenset(self.later), *(frozenset(self.later) - own for own in varied)])
+        return summed[0], list(jax.tree.unflatten(structure, summed[1:]))
+
+    def keys(self, keys: Keys) -> Keys:
+        """Random keys with the number of the replica in them."""
+        return keys if not self.rows else {name: self._key(key) for name, key in keys.items()}
+
+    def entering(self, running: Running) -> Running:
+        """Running state as a pass gets it: the model's own random streams are this replica's."""
+        if not self.rows:
+            return running
+        return running._replace(streams=jax.tree.map(lambda x: self._key(x) if is_key(x) else x, running.streams))
+
+    def leaving(self, after: Running, given: Running, before: Running) -> Running:
+        """Running state as a pass leaves it: the streams have moved on as far, and are the same on all replicas.
+
+        Raises:
+            UnsupportedError: a stream has another key.
+        """
+        if not self.rows:
+            return after
+
+        def one(new: Any, own: Any, old: Any) -> Any:
+            if is_key(new) and new is not own:
+                raise UnsupportedError(
+                    "the model put another key into one of its random streams, and inside shard_map or pmap every "
+                    "replica would have its own from now on. Let the streams draw (rngs.dropout()), or make new ones "
+                    "outside of the step."
+                )
+            return old if is_key(new) else new
+
+        return after._replace(streams=jax.tree.map(one, after.streams, given.streams, before.streams))
+
+    def statistics(self, new: Any, old: Any) -> Any:
+        """Running statistics as the mean over the replicas; integers, such as counts, are the largest.
+
+        Args:
+            new: each replica's own.
+            old: those of the last step.
+        """
+        leaves, structure = jax.tree.flatten(new)
+        before = jax.tree.leaves(old)
+        over = [self._parted(after, prior) for after, prior in zip(leaves, before, strict=True)]
+        shares = []
+        for leaf, axes in zip(leaves, over, strict=True):
+            if axes and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+                shares.append(_LAX.pmax(leaf.astype(jnp.int32), tuple(sorted(axes))).astype(leaf.dtype))
+            else:
+                shares.append(leaf / math.prod(_size(axis) for axis in axes) if axes else leaf)
+        floats = [
+            axes if jnp.issubdtype(leaf.dtype, jnp.inexact) else frozenset[Any]()
+            for leaf, axes in zip(leaves, over, strict=True)
+        ]
+        return jax.tree.unflatten(structure, _summed(shares, floats))
+
+    def _parted(self, after: Any, before: Any) -> frozenset[Any]:
+        """Axes over which an array has become each replica's own."""
+        if after is before or is_key(after):
+            return frozenset()
+        if self.checked:
+            return compat.varying(after) - compat.varying(before)
+        return frozenset(self.later)
+
+    def _key(self, key: Any) -> Any:
+        return jax.random.fold_in(key, jax.lax.axis_index(self.rows))
+
+
+def replicas(what: str, axis_name: AxisName, batch: Any, params: Any, *, window: bool = False) -> Replicas | None:
+    """The replicas around what is being traced; None outside of `shard_map` and `pmap`.
+
+    Args:
+        what: who asks, for errors.
+        axis_name: the axes of replicas as the user named them.
+        batch: what each replica has its own of.
+        params: arrays that may be shards.
+        window: whether gradients are to stay each replica's own until `Replicas.mean`.
 
     Raises:
-        UnsupportedError: names the axes.
+        ArgumentError: `axis_name` names an axis that is not mapped here.
+        UnsupportedError: it is needed.
     """
-    axes = compat.mapped_axes()
-    if axes:
-        named = ", ".join(map(repr, axes))
-        raise UnsupportedError(
-            f"{what} does not run inside shard_map or pmap: replicas would take different decisions, or gradients be "
-            f"summed over them. Axes that are mapped here: {named}. Take the step out of the mapped function and give "
-            "jax.jit a sharded batch (jax.device_put with a NamedSharding): JAX then divides the work by itself. "
-            "loss_fn may use shard_map inside."
+    mapped = compat.mapped_axes()
+    named = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if unknown := [axis for axis in named if axis not in mapped]:
+        here = ", ".join(map(repr, mapped)) or "none: this is not inside shard_map or pmap"
+        raise ArgumentError(
+            f"axis_name must be an axis of the shard_map or pmap around {what}, or several as a tuple. Mapped here: "
+            f"{here}. Received: {', '.join(map(repr, unknown))}. "
+            + ("" if mapped else "Under jax.jit the devices come from the arrays' shardings: leave axis_name out.")
         )
+    if not mapped:
+        return None
+    if not is_checked(mapped):
+        if set(named) != set(mapped):
+            raise UnsupportedError(
+                f"{what} inside pmap, or shard_map with check_vma=False, needs axis_name=: JAX does not say there over "
+                f"which axes the batch is divided. Mapped here: {', '.join(map(repr, mapped))}; received: "
+                f"{axis_name!r}. Write axis_name={mapped[0] if len(mapped) == 1 else mapped!r} where the parameters "
+                "are the same on all of them; otherwise use shard_map with check_vma=True, which needs no name."
+            )
+        return Replicas(False, named, named)
+    rows = _varied(batch)
+    later = _in_order(mapped, {*rows, *_varied(params)}) if window else ()
+    return Replicas(True, _in_order(mapped, rows), later)
+
+
+def check_axis_name(axis_name: Any) -> None:
+    """Refuse what is neither a name nor a tuple of names.
+
+    Raises:
+        ArgumentError: says what came.
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if axis_name is not None and not (names and all(isinstance(name, str) for name in names)):
+        raise ArgumentError(f"axis_name must be the name of an axis, or a tuple of names. Received: {axis_name!r}.")
+
+
+def is_checked(mapped: Sequence[Any]) -> bool:
+    """Whether the `shard_map` around checks how values vary."""
+    return mapped[0] in compat.varying(jax.lax.axis_index(mapped[0]))
+
+
+def averaged(value: Any, axes: Collection[Any]) -> Any:
+    """The mean over some axes of the `shard_map` around; itself without any."""
+    return _LAX.pmean(value, tuple(sorted(axes))) if axes else value
+
+
+def _varied(tree: Any) -> set[Any]:
+    return {axis for leaf in jax.tree.leaves(tree) for axis in compat.varying(leaf)}
+
+
+def _in_order(mapped: Sequence[Any], axes: Collection[Any]) -> tuple[Any, ...]:
+    return tuple(axis for axis in mapped if axis in axes)
+
+
+def _size(axis: Any) -> int:
+    size: int = _LAX.psum(1, axis)  # of a Python number this is the size of the axis, known while tracing
+    return size
+
+
+def _wide(leaf: Any) -> Any:
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def _summed(leaves: Sequence[Any], over: Sequence[frozenset[Any]]) -> list[Any]:
+    """Each leaf summed over its own axes, those of equal axes together."""
+    found = list(leaves)
+    # in the order of the leaves: of a set's, processes would make different programs
+    for axes in dict.fromkeys(each for leaf, each in zip(leaves, over, strict=True) if leaf is not None and each):
+        numbers = [n for n, each in enumerate(over) if each == axes and leaves[n] is not None]
+        sums = _LAX.psum([leaves[n] for n in numbers], tuple(sorted(axes)))
+        for number, total in zip(numbers, sums, strict=True):
+            found[number] = total
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
+from types import EllipsisType
 from typing import Any, ClassVar
 
 import jax
@@ -31,6 +32,7 @@ from polyamp_jax.arrays import dtype_name, fresh, is_key, named_leaves, to_numpy
 from polyamp_jax.models.kinds import leaves_of
 from polyamp_jax.models.parts import Adapter, Opaque, Parts, Running, module_paths
 from polyamp_jax.step.extra_arguments import check_extra
+from polyamp_jax.step.layouts import Layout, layout_of, settled
 from polyamp_jax.step.optimizers import lagging, transformation, widened
 
 
@@ -102,10 +104,23 @@ class JaxState(ShownState):
     """Parameters known to have missed an update (S23), by number; None where it is not known, as inside a trace. It
     is no part of the pytree: `knowing` sets it on one object."""
 
-    def knowing(self, lagging: frozenset[int] | None) -> JaxState:
-        """This very state, with `lagging` known."""
+    _layout: ClassVar[Any] = ...
+    """What `layout` found, or was told; `...` before."""
+
+    def knowing(self, lagging: frozenset[int] | None, layout: Layout | EllipsisType | None = ...) -> JaxState:
+        """This very state, with `lagging` known, and `layout` where it is given."""
         object.__setattr__(self, "lagging", lagging)
+        if layout is not ...:
+            object.__setattr__(self, "_layout", layout)
         return self
+
+    @property
+    def layout(self) -> Layout | None:
+        """Where the arrays lie, if on several devices and known; looked up once for an object."""
+        if self._layout is ...:
+            object.__setattr__(self, "_layout", layout_of(jax.tree.leaves(self)))
+        found: Layout | None = self._layout
+        return found
 
     @property
     def watch(self) -> Watch:
@@ -172,7 +187,7 @@ class JaxState(ShownState):
 def with_streams(state: JaxState, running: Running) -> JaxState:
     """A state with the random streams of `running`, and all else its own."""
     own = state.running._replace(streams=running.streams, draws=running.draws)
-    return dataclasses.replace(state, running=own).knowing(state.lagging)
+    return dataclasses.replace(state, running=own).knowing(state.lagging, state.layout)
 
 
 def continue_streams(state: JaxState, gradients: Gradients) -> JaxState:
@@ -233,7 +248,8 @@ def create(
         step=jnp.array(0, jnp.int32),
         setup=setup,
     )
-    return _settled(state, next(iter(jax.tree.leaves(params)))).knowing(frozenset())
+    whole: JaxState = settled(state, jax.tree.leaves(params))
+    return whole.knowing(frozenset())
 
 
 def export(state: JaxState) -> dict[str, np.ndarray[Any, Any]]:
@@ -283,24 +299,6 @@ def _tree(state: JaxState) -> dict[str, Any]:
 
 def _arrays(state: JaxState) -> dict[str, Any]:
     return named_leaves(_tree(state))
-
-
-def scalar_placement(like: jax.Array) -> Any:
-    """Where a scalar that goes with `like` lies: on the same device, or replicated over the same mesh."""
-    if isinstance(like.sharding, jax.sharding.NamedSharding):
-        everywhere = jax.sharding.PartitionSpec()  # type: ignore[no-untyped-call]  # JAX does not annotate it
-        return jax.sharding.NamedSharding(like.sharding.mesh, everywhere)
-    return next(iter(like.devices()))
-
-
-def _settled(state: JaxState, like: jax.Array) -> JaxState:
-    """The state with all of it committed where the parameters are, if they are: the step's results will be, and a
-    mixture would compile the second step anew."""
-    if isinstance(like, jax.core.Tracer) or not like.committed:
-        return state
-    place = scalar_placement(like)
-    settled: JaxState = jax.tree.map(lambda leaf: leaf if leaf.committed else jax.device_put(leaf, place), state)
-    return settled
 
 
 def _like(leaf: Any, array: np.ndarray[Any, Any]) -> jax.Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from polyamp.results import Gradients, LossFunction, StepResult
 from polyamp.rules.decide import Skip
 from polyamp_jax.arrays import entering, is_key, made_first
 from polyamp_jax.step import differentiate
+from polyamp_jax.step.layouts import Layout, shards_of_rows, usable
+from polyamp_jax.step.replicas import AxisName
 from polyamp_jax.step.state import JaxState
 from polyamp_jax.step.update import applied
 
@@ -30,6 +32,20 @@ class Fixed:
     value: Any
 
 
+class Known(NamedTuple):
+    """What the host knows of a state and its batch, and a compiled step depends on.
+
+    Attributes:
+        lagging: the parameters that have missed an update.
+        layout: where the state's arrays lie.
+        rows: of a batch that is split into micro-batches: into how many shards each array is divided along axis 0.
+    """
+
+    lagging: frozenset[int] | None
+    layout: Layout | None
+    rows: tuple[int, ...] | None
+
+
 class Step:
     """`(state, batch) -> (state, result)`.
 
@@ -37,9 +53,11 @@ class Step:
         loss_fn: the loss.
         compiled: whether the step is wrapped in `jax.jit`.
         donate: whether the compiled step consumes its state.
+        axis_name: the axes of replicas, where JAX does not say which they are.
     """
 
-    def __init__(self, loss_fn: LossFunction, *, compiled: bool, donate: bool) -> None:
+    def __init__(self, loss_fn: LossFunction, *, compiled: bool, donate: bool, axis_name: AxisName = None) -> None:
+        self._axis_name = axis_name
         self._loss_fn = loss_fn
         self._compiled = compiled
         self._donate = compiled and donate
@@ -49,37 +67,45 @@ class Step:
     def __call__(self, state: JaxState, batch: Any) -> tuple[JaxState, StepResult]:
         batch = entering(batch, state.setup.plan, compiled=self._compiled)
         try:
-            state, result, lagging = self._call(state, batch, state.lagging)
+            known = self._known(state, batch)
+            state, result, lagging = self._call(state, batch, known)
         except Exception as error:
             refuse_gone([state], error)
             raise
-        return state.knowing(lagging.value), result
+        return state.knowing(lagging.value, known.layout), result
 
     def lower(self, state: JaxState, batch: Any) -> Any:
         """The compiled step's program for these arguments, as `jax.jit(...).lower` gives it."""
         call: Any = self._call
-        return call.lower(state, batch, state.lagging)
+        return call.lower(state, batch, self._known(state, batch))
 
-    def _run(self, state: JaxState, batch: Any, lagging: frozenset[int] | None) -> tuple[JaxState, StepResult, Fixed]:
-        loss, aux, gradients = differentiate.accumulated(self._loss_fn, state.knowing(lagging), batch)
+    def _known(self, state: JaxState, batch: Any) -> Known:
+        return Known(state.lagging, state.layout, shards_of_rows(batch) if state.recipe.accumulate_steps > 1 else None)
+
+    def _run(self, state: JaxState, batch: Any, known: Known) -> tuple[JaxState, StepResult, Fixed]:
+        state = state.knowing(known.lagging, usable(known.layout))
+        loss, aux, gradients = differentiate.accumulated(self._loss_fn, state, batch, self._axis_name, known.rows)
         (new,), (result,) = applied([state], [gradients], "all")
         if not self._donate:
             new = _own(new, state)
         return new, result._replace(loss=loss, aux=aux), Fixed(new.lagging)
 
 
-def value_and_grad(loss_fn: LossFunction, *, compiled: bool) -> Callable[..., tuple[Any, list[Gradients]]]:
+def value_and_grad(
+    loss_fn: LossFunction, *, compiled: bool, axis_name: AxisName = None
+) -> Callable[..., tuple[Any, list[Gradients]]]:
     """`(states, batch) -> (value, gradients)`; a second call on one state goes on where the first left the streams."""
 
-    def run(states: Sequence[JaxState], batch: Any) -> tuple[Any, list[Gradients]]:
-        return differentiate.separate(loss_fn, states, batch)
+    def run(states: Sequence[JaxState], batch: Any, layouts: tuple[Layout | None, ...]) -> tuple[Any, list[Gradients]]:
+        states = [s.knowing(s.lagging, usable(layout)) for s, layout in zip(states, layouts, strict=True)]
+        return differentiate.separate(loss_fn, states, batch, axis_name)
 
-    call = jax.jit(run) if compiled else run
+    call: Any = jax.jit(run, static_argnums=2) if compiled else run
 
     def go_on(states: Sequence[JaxState], batch: Any) -> tuple[Any, list[Gradients]]:
         batch = entering(batch, states[0].setup.plan, compiled=compiled)
         try:
-            value, gradients = call([state.continued() for state in states], batch)
+            value, gradients = call([s.continued() for s in states], batch, tuple(s.layout for s in states))
         except Exception as error:
             refuse_gone(states, error)
             raise
@@ -96,17 +122,19 @@ def apply_gradients(
     """`update.applied`, compiled; the model's own streams go on from the furthest call on each state."""
     latest = [state.continued().running.streams for state in states]
     try:
-        made, results, lagging = _applied(list(states), list(grads), latest, skip, tuple(s.lagging for s in states))
+        known = tuple(Known(state.lagging, state.layout, None) for state in states)
+        made, results, lagging = _applied(list(states), list(grads), latest, skip, known)
     except Exception as error:
         refuse_gone(states, error)
         raise
-    return [state.knowing(own) for state, own in zip(made, lagging.value, strict=True)], results
+    after = zip(made, lagging.value, known, strict=True)
+    return [state.knowing(own, before.layout) for state, own, before in after], results
 
 
 def _apply(
-    states: list[JaxState], grads: list[Gradients], latest: list[Any], skip: Skip, lagging: Sequence[Any]
+    states: list[JaxState], grads: list[Gradients], latest: list[Any], skip: Skip, known: Sequence[Known]
 ) -> tuple[list[JaxState], list[StepResult], Fixed]:
-    states = [state.knowing(own) for state, own in zip(states, lagging, strict=True)]
+    states = [s.knowing(own.lagging, usable(own.layout)) for s, own in zip(states, known, strict=True)]
     grads = [
         item._replace(running=item.running._replace(streams=jax.tree.map(_further, item.running.streams, streams)))
         for item, streams in zip(grads, latest, strict=True)
@@ -147,4 +175,4 @@ def _own(new: JaxState, old: JaxState) -> JaxState:
         return made_first(after) if after is before else after
 
     mine: JaxState = jax.tree.map(one, new, old)
-    return mine.knowing(new.lagging)
+    return mine.knowing(new.lagging, new.layout)

@@ -19,9 +19,8 @@ from polyamp.rules.decide import Decision, Measured, Skip
 from polyamp_jax.arrays import XP, chosen
 from polyamp_jax.models.parts import Running
 from polyamp_jax.step.extra_arguments import Asked
-from polyamp_jax.step.measure import fitted, norm_and_finite
+from polyamp_jax.step.measure import fitted, norm_and_finite_of
 from polyamp_jax.step.optimizers import like, updated
-from polyamp_jax.step.replicas import check_axes
 from polyamp_jax.step.state import JaxState
 
 
@@ -29,7 +28,6 @@ def applied(
     states: Sequence[JaxState], grads: Sequence[Gradients], skip: Skip
 ) -> tuple[list[JaxState], list[StepResult]]:
     """The second half for one or several states."""
-    check_axes("apply_gradients")
     return decide.update(states, grads, skip, _VERBS)
 
 
@@ -43,7 +41,7 @@ class JaxVerbs(decide.Verbs[JaxState, Gradients]):
 
     def measure(self, state: JaxState, grads: Gradients) -> Measured:
         values = fitted(state, grads)
-        norm, finite = norm_and_finite(jax.tree.leaves(values))
+        norm, finite = norm_and_finite_of(state, values)
         return Measured(norm, finite, values)
 
     def commit(self, state: JaxState, grads: Gradients, measured: Measured, decision: Decision) -> JaxState:
@@ -71,7 +69,10 @@ class JaxVerbs(decide.Verbs[JaxState, Gradients]):
             running=Running(statistics, running.streams, jnp.zeros_like(running.draws)),
             step=decision.step,
         )
-        return made if state.lagging is None else made.knowing(state.lagging | idle)
+        if state.layout is not None:
+            leaves, structure = jax.tree.flatten(made)
+            made = jax.tree.unflatten(structure, state.layout.kept(leaves))
+        return made.knowing(None if state.lagging is None else state.lagging | idle, state.layout)
 
 
 _VERBS: Final = JaxVerbs()

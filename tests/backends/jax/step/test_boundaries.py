@@ -1,10 +1,8 @@
-"""What a step refuses or says at its boundary: mapped axes, states that are gone, interrupts, signatures."""
+"""What a step refuses or says at its boundary: states that are gone, interrupts, signatures."""
 
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
 import sys
 from typing import Any
 
@@ -27,60 +25,6 @@ def loss_fn(model: Any, batch: Any) -> Any:
 
 def fresh() -> Any:
     return polyamp.init((lambda p, x: x @ p["w"], {"w": jnp.ones((2, 1))}), RECIPE)
-
-
-MAPPED = """
-import jax, jax.numpy as jnp, polyamp
-from jax.sharding import PartitionSpec as P
-from polyamp.errors import UnsupportedError
-from polyamp_jax import scaled_value_and_grad
-mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-recipe = polyamp.Recipe(policy="mixed_float16", optimizer=polyamp.adamw(0.1))
-loss_fn = lambda m, b: jnp.mean(m(b) ** 2)
-fresh = lambda: polyamp.init((lambda p, x: x @ p["w"], {"w": jnp.ones((2, 1))}), recipe)
-state, batch = fresh(), jnp.ones((4, 2))
-_, gradients = polyamp.value_and_grad(loss_fn)(state, batch)
-graded = scaled_value_and_grad(lambda w, x: jnp.mean(x @ w), recipe.loss_scaler)
-calls = {
-    "train_step": lambda s, b: polyamp.train_step(loss_fn, recipe)(s, b),
-    "train_step uncompiled": lambda s, b: polyamp.train_step(loss_fn, recipe, compile=False)(s, b),
-    "value_and_grad": lambda s, b: polyamp.value_and_grad(loss_fn)(s, b),
-    "apply_gradients": lambda s, b: polyamp.apply_gradients(s, gradients),
-    "scaled_value_and_grad": lambda s, b: graded(s.scale_state, s.params["w"], b),
-}
-for name, call in calls.items():
-    maps = {
-        "data": jax.shard_map(call, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False),
-        "replica": lambda s, b: jax.pmap(call, axis_name="replica", in_axes=(None, 0))(s, b.reshape(2, 2, 2)),
-    }
-    for axis, run in maps.items():
-        for run in (run, jax.jit(run)) if axis == "data" else (run,):
-            try:
-                run(fresh(), batch)
-            except UnsupportedError as error:
-                assert repr(axis) in str(error), error
-                assert str(error).startswith(name.split()[0]), (name, error)
-            else:
-                raise AssertionError(name)
-states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), state)
-ensemble = jax.vmap(polyamp.train_step(loss_fn, recipe), in_axes=(0, None))
-new, result = ensemble(states, batch)
-alone, _ = polyamp.train_step(loss_fn, recipe)(fresh(), batch)
-assert jnp.allclose(new.params["w"], alone.params["w"][None]), "an ensemble steps under vmap"
-sharded = jax.device_put(batch, jax.sharding.NamedSharding(mesh, P("data")))
-polyamp.train_step(loss_fn, recipe)(fresh(), sharded)
-inside = jax.shard_map(lambda b: jax.lax.pmean(jnp.mean(b), "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
-_, result = polyamp.train_step(lambda m, b: inside(m(b)), recipe)(fresh(), batch)
-assert float(result.loss) == 2.0, "shard_map inside the loss is fine"
-print("ok")
-"""
-
-
-def test_mapped_axes_are_refused_by_name() -> None:
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-W", "error", "-c", MAPPED]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **flags})
-    assert done.stdout.strip() == "ok", done.stderr
 
 
 def test_a_state_that_is_gone_is_said_to_be() -> None:
