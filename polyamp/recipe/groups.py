@@ -138,9 +138,11 @@ def check_groups(spec: Any, groups: Any) -> tuple[Group, ...]:
             arrays the optimizer keeps.
     """
     if isinstance(groups, Group) or not isinstance(groups, list | tuple) or not all(map(_is_group, groups)):
+        nested = isinstance(groups, list | tuple) and any(isinstance(item, list | tuple) for item in groups)
         raise RecipeError(
             "groups must be a list of polyamp.Group, such as [polyamp.Group('**/bias', weight_decay=0.0)]. Received: "
             f"groups={groups!r}."
+            + (" A list in a list: no_decay() gives one itself, groups=no_decay(...) + [...]." if nested else "")
         )
     own = [name for name in spec.field_names if name != "groups"]
     plain = {name: getattr(spec, name) for name in own}
