@@ -34,7 +34,7 @@ from polyamp_jax.step import failures, resuming
 from polyamp_jax.step import state as states_
 from polyamp_jax.step import step as steps
 from polyamp_jax.step.differentiate import scaled_loss
-from polyamp_jax.step.layouts import scalar_placement
+from polyamp_jax.step.layouts import scalar_placement, whole
 from polyamp_jax.step.measure import norm_and_finite, unscaled_leaf
 from polyamp_jax.step.refresh import refreshed
 from polyamp_jax.step.replicas import check_axis_name
@@ -183,7 +183,7 @@ class JaxBackend:
         return steps.apply_gradients(states, grads, skip)
 
     def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
-        return list(named_leaves(gradients.values).items())
+        return [(name, whole(leaf)) for name, leaf in named_leaves(gradients.values).items()]
 
     def export_state(self, state: Any) -> dict[str, np.ndarray[Any, Any]]:
         return states_.export(state)

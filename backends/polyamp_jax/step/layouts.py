@@ -137,6 +137,13 @@ def scalar_placement(like: jax.Array) -> Any:
     return next(iter(like.devices()))
 
 
+def whole(leaf: Any) -> Any:
+    """An array that every process can read; one that is divided among processes is gathered, and all of them ask."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or leaf.is_fully_addressable:
+        return leaf
+    return leaf if leaf.is_fully_replicated else jax.jit(lambda x: x, out_shardings=scalar_placement(leaf))(leaf)
+
+
 def settled(tree: Any, like: Sequence[Any]) -> Any:
     """A tree with all of it committed where the arrays of `like` are, if any of them is: a step's results will be, and
     a mixture would compile the second step anew.
