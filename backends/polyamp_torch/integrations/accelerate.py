@@ -96,13 +96,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         return self.settings.region(enabled=autocast_handler is None or autocast_handler.enabled)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Accelerate's preparation; of a model that FSDP2 shards too, which it does not hand to `prepare_model`."""
+        """Accelerate's preparation; of a model that FSDP2 shards too, which it does not hand to `prepare_model`.
+
+        Raises:
+            PolicyError: a model is prepared under another policy.
+            UnsupportedError: the `fsdp_plugin` has a mixed precision that contradicts the policy.
+        """
         if not self.is_fsdp2:
             return super().prepare(*args, **kwargs)
         models = {at: item for at, item in enumerate(args) if isinstance(item, nn.Module)}
         new = [at for at, model in models.items() if not self._entered(model)]
         try:
+            accelerate_sharded.derive(self.state.fsdp_plugin, self.settings.policy)
             prepared = super().prepare(*args, **kwargs)
+            for model in models.values():
+                self.settings.check_sharding(model)
         except BaseException:
             for at in new:
                 self._installed.pop(models[at], contextlib.ExitStack()).close()

@@ -11,6 +11,8 @@ from typing import Any, Final
 import torch
 
 from polyamp.errors import UnsupportedError
+from polyamp.recipe.policy import Policy
+from polyamp_torch.distributed.mixed_precision import mixed_precision_policy
 from polyamp_torch.integrations.loop_scaler import extra
 
 with extra("accelerate"):
@@ -36,15 +38,23 @@ def configuration(options: dict[str, Any]) -> Any:
 def settled(state: Any, plugin: Any) -> None:
     """Refuse the engines that bring a precision of their own, and shard on the CPU where it is asked for.
 
-    Accelerate drops an FSDP configuration without a word where ranks are on the CPU, and trains copies instead.
+    Accelerate drops an FSDP configuration without a word where ranks are on the CPU, and trains copies instead; and
+    where it is not told that they are on the CPU, it trains in each by itself.
 
     Args:
         state: the `AcceleratorState` as Accelerate has set it up.
         plugin: from `configuration`.
 
     Raises:
-        UnsupportedError: FSDP1, DeepSpeed, Megatron-LM or a TPU.
+        UnsupportedError: FSDP1, DeepSpeed, Megatron-LM or a TPU; or ranks that Accelerate does not connect.
     """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if state.distributed_type is DistributedType.NO and launched > 1 and "LOCAL_RANK" in os.environ:
+        raise UnsupportedError(
+            f"{launched} processes were launched, but Accelerate found no accelerators for them, and would train a "
+            "model of its own in each. Pass Accelerator(..., cpu=True), TrainingArguments(use_cpu=True), or launch with "
+            "`accelerate launch --cpu`."
+        )
     on_cpu = state.distributed_type is DistributedType.MULTI_CPU and plugin is not None
     sharded = on_cpu or state.distributed_type is DistributedType.FSDP
     config = plugin if on_cpu else getattr(state, "fsdp_plugin", None)
@@ -62,6 +72,12 @@ def settled(state: Any, plugin: Any) -> None:
     if on_cpu:
         PartialState().distributed_type = DistributedType.FSDP  # every `AcceleratorState()` copies it from there
         state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
+
+
+def derive(plugin: Any, policy: Policy) -> None:
+    """Have Accelerate shard with the mixed precision that follows from the policy, unless the plugin has one."""
+    if plugin.mixed_precision_policy is None:
+        plugin.mixed_precision_policy = mixed_precision_policy(policy)
 
 
 def makes_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -49,7 +49,8 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
         device: "cuda" or "cpu", where the Trainer puts the model; None: "cuda" where it is available.
 
     Raises:
-        UnsupportedError: a policy that the Trainer cannot honour; later, LBFGS under a scaler or another device.
+        UnsupportedError: a policy that the Trainer cannot honour; later, LBFGS under a scaler, another device, or units
+            of FSDP2 with a `MixedPrecisionPolicy` that contradicts the policy.
 
     Example:
         >>> plugin = MixedPrecision("mixed_bfloat16", device="cpu")
@@ -94,6 +95,7 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
         if not isinstance(module, pl.LightningModule):
             raise UnsupportedError(f"a LightningModule is expected. Received: {type(module).__name__}.")
         self.settings.check_device(module)
+        self.settings.check_sharding(module)
         self._held_back.close()
         if self.scaler is not None and module.automatic_optimization:
             self._module = module
@@ -201,7 +203,8 @@ class FabricPrecision(fabric_plugins.MixedPrecision):
         device: "cuda" or "cpu", where Fabric puts the model; None: "cuda" where it is available.
 
     Raises:
-        UnsupportedError: a policy that Fabric cannot honour; later, LBFGS under a scaler or another device.
+        UnsupportedError: a policy that Fabric cannot honour; later, LBFGS under a scaler, another device, or units of
+            FSDP2 with a `MixedPrecisionPolicy` that contradicts the policy.
 
     Example:
         >>> plugin = FabricPrecision("mixed_float16", device="cpu")
@@ -243,8 +246,10 @@ class FabricPrecision(fabric_plugins.MixedPrecision):
 
     def forward_context(self) -> Any:
         """The policy's autocast region, a `torch.autocast`."""
-        while self._unchecked:  # on their device by now
-            self.settings.check_device(self._unchecked.pop())
+        while self._unchecked:  # on their device, and sharded, by now
+            module = self._unchecked.pop()
+            self.settings.check_device(module)
+            self.settings.check_sharding(module)
         for module in self._modules:
             self.settings.remember(module)
         return self.settings.region(self._bound)

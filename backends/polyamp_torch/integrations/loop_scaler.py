@@ -21,6 +21,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.rules.plan import Plan
 from polyamp_torch.compat import never_compiled
+from polyamp_torch.distributed.mixed_precision import check_precision
 from polyamp_torch.own_loop.grad_scaler import GradScaler
 from polyamp_torch.own_loop.scaler_gradients import parameters_of
 from polyamp_torch.precision.autocast import autocast, matmul_precision
@@ -122,6 +123,10 @@ class Settings(NamedTuple):
                 f"device={self.device!r} is where polyamp's region and scaler are, but the model is on {found!r}. "
                 f"Pass device={found!r}."
             )
+
+    def check_sharding(self, module: nn.Module) -> None:
+        """Refuse a module that FSDP2 gathers, or whose gradients it reduces, in other dtypes than the policy says."""
+        check_precision(module, plan_for(module, self.policy))
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Refuse an optimizer that evaluates the loss by itself, under a scaler."""

@@ -64,9 +64,9 @@ class Net(nn.Sequential):
         return self[2](self[1](hidden))
 
 
-def sharded(net: nn.Module, mesh: Any = None) -> nn.Module:
+def sharded(net: nn.Module, **options: Any) -> nn.Module:
     for part in (*[part for part in net.children() if isinstance(part, nn.Linear)], net):
-        fully_shard(part, mesh=mesh)
+        fully_shard(part, **options)
     return net
 
 
@@ -146,7 +146,9 @@ def by_hand(rank: int, engine: str, kind: str) -> Seen:
     return noted.seen()
 
 
-def lightning(rank: int, engine: str, kind: str, folder: str = "", *, plain: bool = False) -> Seen:
+def lightning(
+    rank: int, engine: str, kind: str, folder: str = "", *, plain: bool = False, mp_policy: Any = None
+) -> Seen:
     """Lightning's Trainer, with an average of the weights under DDP; with a folder, resumed from half of the way.
 
     Args:
@@ -155,6 +157,7 @@ def lightning(rank: int, engine: str, kind: str, folder: str = "", *, plain: boo
         kind: of optimizer.
         folder: for checkpoints, or "".
         plain: with Lightning's own plugin.
+        mp_policy: of FSDP2's units; None for the one that follows from the policy.
     """
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
@@ -172,7 +175,11 @@ def lightning(rank: int, engine: str, kind: str, folder: str = "", *, plain: boo
         if engine == "fsdp2":
 
             def configure_model(self) -> None:
-                sharded(self.net, self.device_mesh["data_parallel"])
+                mesh = self.device_mesh["data_parallel"]
+                if mp_policy is not None:
+                    sharded(self.net, mesh=mesh, mp_policy=mp_policy)
+                else:
+                    polyamp_torch.fully_shard(self.net, POLICY, mesh=mesh, modules=nn.Linear)
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             return loss_of(self.net(batch[0]), batch[1])
@@ -237,7 +244,7 @@ def fabric(rank: int, engine: str, kind: str) -> Seen:
     from polyamp_torch.lightning import FabricPrecision
 
     def sharded_over(net: Any, mesh: Any) -> Any:
-        return sharded(net, mesh["data_parallel"])
+        return polyamp_torch.fully_shard(net, POLICY, mesh=mesh["data_parallel"], modules=nn.Linear)
 
     plugin = FabricPrecision(POLICY, SCALER, device="cpu")
     strategy: Any = DDPStrategy(find_unused_parameters=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from polyamp.errors import UnsupportedError
 from tests import ranks
@@ -41,16 +42,28 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
     found["plain accelerate"] = loops.accelerated(rank, "fsdp2", "sgd", plain=True)
     found["plain trainer"] = rank_trainer.trained(rank, "fsdp2", f"{folder}/plain", plain=True)
     found["refused"] = refused()
+    with pytest.raises(UnsupportedError) as error:
+        loops.lightning(rank, "fsdp2", "sgd", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    found["refused lightning"] = str(error.value)
     return found
 
 
-def refused() -> str:
-    with loops.fresh_accelerate():
-        from polyamp_torch.accelerate import Accelerator
+def refused() -> list[str]:
+    """What is said about ranks that Accelerate would not connect, FSDP1, and a mixed precision that contradicts ours."""
+    from polyamp_torch.accelerate import Accelerator
 
-        with pytest.raises(UnsupportedError) as error:
-            Accelerator("mixed_float16", cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
-    return str(error.value)
+    def prepared(options: dict[str, Any]) -> None:
+        plugin = FullyShardedDataParallelPlugin(**options) if options else None
+        made = Accelerator("mixed_float16", cpu=bool(options), fsdp_plugin=plugin)
+        net = loops.Net()
+        made.prepare(net, loops.optimizer_of(net.parameters(), "sgd"))
+
+    said = []
+    for options in ({}, {"fsdp_version": 1}, {"fsdp_version": 2, "mixed_precision_policy": "bf16"}):
+        with loops.fresh_accelerate(), pytest.raises(UnsupportedError) as error:
+            prepared(options)
+        said.append(str(error.value))
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +125,12 @@ def test_s13_trap_an_average_of_weights_and_a_schedule_move_on_a_skipped_step(fo
         assert ours.windows[-1][2] == pytest.approx(0.1 / 2**4)
 
 
+def test_lightning_refuses_units_in_another_precision_before_the_first_step(found: Found) -> None:
+    for rank in found:
+        assert "was sharded with a MixedPrecisionPolicy that contradicts" in rank["refused lightning"]
+        assert "param_dtype" in rank["refused lightning"]
+
+
 def test_trap_accelerate_drops_fsdp2_and_float16_on_the_cpu_without_a_word(found: Found) -> None:
     for rank in found:
         plain, ours = rank["plain accelerate"], rank["accelerate fsdp2"]
@@ -119,7 +138,11 @@ def test_trap_accelerate_drops_fsdp2_and_float16_on_the_cpu_without_a_word(found
         assert plain.dtype == torch.float32
         assert np.isnan(plain.weights[-1]).all(), "there is no scaler either"
         assert (ours.more["engine"], ours.kind) == ("DistributedType.FSDP", "DTensor")
-        assert "version 1. Pass FullyShardedDataParallelPlugin(fsdp_version=2)" in rank["refused"]
+        alone, first, second = rank["refused"]
+        if not torch.cuda.is_available():
+            assert "2 processes were launched, but Accelerate found no accelerators" in alone
+        assert "version 1. Pass FullyShardedDataParallelPlugin(fsdp_version=2)" in first
+        assert "'0/weight' was sharded with a MixedPrecisionPolicy that contradicts" in second
 
 
 def test_gradient_norms_are_those_of_the_whole_model_before_clipping(found: Found) -> None:

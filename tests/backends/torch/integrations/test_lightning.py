@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import runpy
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision as TheirPlugin
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
 import polyamp
@@ -400,6 +402,14 @@ def test_what_the_trainer_cannot_honour_is_refused() -> None:
         fit(Net(), MixedPrecision("mixed_bfloat16", device="cuda"), [1.0])
     with pytest.raises(UnsupportedError, match="LBFGS"):
         fit(Net(torch.optim.LBFGS), ours(), [1.0])
+
+
+def test_trap_sharded_models_cannot_be_trained_in_float16() -> None:
+    """Theirs refuses the precision, with which there would be no loss scale; ours runs, see `test_adapter_ranks`."""
+    with pytest.raises(ValueError, match=r"`ModelParallelStrategy` does not support .*'16-mixed'"):
+        pl.Trainer(strategy=ModelParallelStrategy(), precision="16-mixed", accelerator="cpu")
+    plugin = pickle.loads(pickle.dumps(ours()))
+    assert plugin.scaler.get_scale() == 16.0, "strategies that spawn processes send it"
 
 
 def test_without_lightning_the_error_holds_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
