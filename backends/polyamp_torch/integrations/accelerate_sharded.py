@@ -48,11 +48,11 @@ def settled(state: Any, plugin: Any) -> None:
     Raises:
         UnsupportedError: FSDP1, DeepSpeed, Megatron-LM or a TPU; or ranks that Accelerate does not connect.
     """
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if state.distributed_type is DistributedType.NO and launched > 1 and "LOCAL_RANK" in os.environ:
+    launched = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+    if state.distributed_type is DistributedType.NO and launched > 1:
         raise UnsupportedError(
             f"{launched} processes were launched, but Accelerate found no accelerators for them, and would train a "
-            "model of its own in each. Pass Accelerator(..., cpu=True), TrainingArguments(use_cpu=True), or launch with "
+            "model of its own in each. Pass cpu=True (in TrainingArguments use_cpu=True), or launch them by "
             "`accelerate launch --cpu`."
         )
     on_cpu = state.distributed_type is DistributedType.MULTI_CPU and plugin is not None

@@ -101,6 +101,22 @@ def vector(net: nn.Module) -> Weights:
     return torch.cat([whole(p).flatten() for name, p in net.named_parameters() if "unused" not in name]).numpy()
 
 
+@contextlib.contextmanager
+def fresh() -> Iterator[None]:
+    """A library's run that leaves nothing behind: Lightning and Accelerate write to the environment, and Accelerate
+    keeps its settings for the whole process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        os.environ.clear()
+        os.environ.update(before)
+
+
 class Noted:
     """Collects what a loop returns."""
 
@@ -146,6 +162,7 @@ def by_hand(rank: int, engine: str, kind: str) -> Seen:
     return noted.seen()
 
 
+@fresh()
 def lightning(
     rank: int, engine: str, kind: str, folder: str = "", *, plain: bool = False, mp_policy: Any = None
 ) -> Seen:
@@ -236,6 +253,7 @@ def lightning(
     return seen
 
 
+@fresh()
 def fabric(rank: int, engine: str, kind: str) -> Seen:
     """Fabric's loop."""
     from lightning.fabric import Fabric
@@ -270,21 +288,6 @@ def fabric(rank: int, engine: str, kind: str) -> Seen:
         assert plugin.scaler is not None
         noted.window(plugin.step_was_skipped, plugin.scaler.get_scale(), scheduler.get_last_lr()[0])
     return noted.seen()
-
-
-@contextlib.contextmanager
-def fresh_accelerate() -> Iterator[None]:
-    """Accelerate keeps its settings for the whole process, in the environment too."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def accelerated(rank: int, engine: str, kind: str, folder: str = "", *, plain: bool = False) -> Seen:
@@ -340,14 +343,14 @@ def accelerated(rank: int, engine: str, kind: str, folder: str = "", *, plain: b
         noted.more["engine"] = str(made.distributed_type)
         return noted.seen()
 
-    with fresh_accelerate():
+    with fresh():
         begin = begun()
         seen = run(begin, 0, 3)
         if folder:
             begin[0].save_state(folder)
         run(begin, 3, WINDOWS)
     if folder:
-        with fresh_accelerate():
+        with fresh():
             other = begun()
             other[0].load_state(folder)
             seen.more["resumed"] = run(other, 3, WINDOWS)

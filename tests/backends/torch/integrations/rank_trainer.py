@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 import polyamp
-from tests.backends.torch.integrations.rank_loops import INF, Weights, fresh_accelerate, whole
+from tests.backends.torch.integrations.rank_loops import INF, Weights, fresh, whole
 
 SCALER = polyamp.LossScaler(init_scale=16.0, growth_interval=100, on_stuck="ignore")
 VOCABULARY, LENGTH = 17, 8
@@ -72,7 +72,7 @@ def trained(rank: int, engine: str, folder: str, *, plain: bool = False, resume:
     dtypes: list[torch.dtype] = []
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    with fresh_accelerate():
+    with fresh():
         their = module.Accelerator
         if not plain:
             module.Accelerator = functools.partial(Accelerator, scaler=SCALER)

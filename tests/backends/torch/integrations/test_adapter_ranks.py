@@ -49,7 +49,7 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
 
 
 def refused() -> list[str]:
-    """What is said about ranks that Accelerate would not connect, FSDP1, and a mixed precision that contradicts ours."""
+    """What is said about ranks that Accelerate would leave alone, FSDP1, and a mixed precision of another policy."""
     from polyamp_torch.accelerate import Accelerator
 
     def prepared(options: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ def refused() -> list[str]:
 
     said = []
     for options in ({}, {"fsdp_version": 1}, {"fsdp_version": 2, "mixed_precision_policy": "bf16"}):
-        with loops.fresh_accelerate(), pytest.raises(UnsupportedError) as error:
+        with loops.fresh(), pytest.raises(UnsupportedError) as error:
             prepared(options)
         said.append(str(error.value))
     return said
