@@ -20,6 +20,7 @@ SECTIONS = {
     "targets": "polyamp against its targets",
     "peers": "Other libraries, polyamp over each",
     "workloads": "Workloads, polyamp over the handwritten step",
+    "replicas": "Several replicas, polyamp over the same loop by hand",
     "memory": "Peak memory of a step: activations, gradients and what the step allocates",
     "growth": "How overhead grows",
 }
