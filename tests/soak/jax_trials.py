@@ -1,4 +1,5 @@
-"""JAX's trials: parameters replicated or sharded over a mesh of forced host devices, the batch sharded.
+"""JAX's trials: parameters replicated or sharded over a mesh of forced host devices, the batch sharded; or all of the
+step inside `shard_map`.
 
 Seeds that differ in their data alone are trained by the same compiled step. The device that is given the same global
 batch is the first one of the mesh, alone.
@@ -10,7 +11,7 @@ import functools
 import hashlib
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import flax.linen as nn
@@ -71,11 +72,24 @@ def loss_fn(model: Any, batch: Any) -> Any:
 
 
 @functools.cache
-def made(policy: str, optimizer: str, clip: float | None, accumulate: int) -> tuple[polyamp.Recipe, Any]:
-    """A recipe, and a step that all trials share which differ in their data alone."""
+def made(
+    policy: str, optimizer: str, clip: float | None, accumulate: int, mapped: int
+) -> tuple[polyamp.Recipe, Callable[..., Any]]:
+    """A recipe, and a step that all trials share which differ in their data alone; `mapped` is the number of replicas
+    of `shard_map`, or 0."""
     trial = trials_.draw("jax", 0)._replace(policy=policy, optimizer=optimizer, clip_norm=clip, accumulate=accumulate)
     recipe = trial.recipe()
-    return recipe, polyamp.train_step(loss_fn, recipe)
+    step: Callable[..., Any] = polyamp.train_step(loss_fn, recipe)
+    if mapped:
+        everywhere, by_rows = PartitionSpec(), PartitionSpec(AXIS)
+        specs = {"in_specs": (everywhere, by_rows), "out_specs": (everywhere, everywhere)}
+        step = jax.jit(jax.shard_map(step, mesh=mesh_of(mapped), **specs))
+    return recipe, step
+
+
+def mesh_of(world: int) -> Mesh:
+    """So many devices."""
+    return Mesh(np.asarray(jax.devices()[:world]), (AXIS,))
 
 
 def variables(trial: Trial, nudge: float) -> tuple[Any, Any]:
@@ -108,14 +122,20 @@ def placed(trial: Trial, tree: Any, mesh: Mesh) -> Any:
 
 def trained(trial: Trial, policy: str = "", nudge: float = 0.0, *, alone: bool = False) -> Seen:
     """A trial on its mesh, or on one device."""
-    recipe, step = made(policy or trial.policy, trial.optimizer, trial.clip_norm, trial.accumulate)
+    inside, each = trial.engine == "shard_map", trial.norm == "batch"
+    split = trial.accumulate * trial.world if alone and inside and each else trial.accumulate
+    mapped = trial.world if inside and not alone else 0
+    recipe, step = made(policy or trial.policy, trial.optimizer, trial.clip_norm, split, mapped)
     module, tree = variables(trial, nudge)
-    mesh = Mesh(np.asarray(jax.devices()[: trial.world]), (AXIS,))
+    mesh = mesh_of(trial.world)
     state = polyamp.init((module, tree if alone else placed(trial, tree, mesh)), recipe)
     places = [device.id for device in jax.devices()[: 1 if alone else trial.world]]
     seen = Seen([[] for _ in places], [[] for _ in places], [], [], {})
     before = None if alone else shardings(state)
     for parts in trial.parts():
+        if alone and each and not inside:  # a micro-batch has its part of every shard, and is normalised by itself
+            cut = [{name: np.array_split(rows, split) for name, rows in part.items()} for part in parts]
+            parts = [{name: part[name][number] for name in part} for number in range(split) for part in cut]
         batch: Any = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         if not alone:
             batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(AXIS)))

@@ -24,7 +24,7 @@ RATE: Final = 1e-2
 
 ENGINES: Final[dict[str, dict[str, tuple[int, ...]]]] = {
     "torch": {"ddp": (2, 3, 4), "ddp-static": (2, 4), "fsdp2": (2, 3, 4), "hsdp": (4,)},
-    "jax": {"replicated": (2, 4), "sharded": (2, 4)},
+    "jax": {"replicated": (2, 4), "sharded": (2, 4), "shard_map": (2, 4)},
     "tensorflow": {"mirrored": (2, 3, 4)},
 }
 """Framework -> engine -> numbers of replicas."""
