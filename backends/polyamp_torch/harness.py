@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+import pickle
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+import polyamp
 from polyamp.contract.harness import Layer, Observe
 from polyamp.demo import digits
 from polyamp.errors import UnsupportedError
@@ -18,6 +26,8 @@ from polyamp.results import LossFunction, StepResult
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
 
 Array = np.ndarray[Any, Any]
+_LIMIT: Final = datetime.timedelta(minutes=4)
+"""What a training of two replicas may take, most of which is two interpreters that import torch."""
 
 
 class MLP(nn.Module):
@@ -193,7 +203,16 @@ class TorchHarness:
     def replicate(
         self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
     ) -> list[tuple[Any, StepResult]]:
-        raise UnsupportedError("the torch backend does not run replicas yet.")
+        store = _store(0, leads=True)
+        asked = [
+            (rank, len(batches), store.port, layers, recipe, loss_fn, list(own)) for rank, own in enumerate(batches)
+        ]
+        found = []
+        for arrays, result in _in_processes(asked):
+            state: Any = polyamp.init(MLP(layers, None), recipe)
+            state.load(arrays)
+            found.append((state, result))
+        return found
 
     def with_head(self, state: Any, head: Layer) -> None:
         setattr(state.model, f"dense{state.model.depth - 1}", linear(head.kernel, head.bias))
@@ -208,6 +227,62 @@ class TorchHarness:
         if kind == "adamw":
             return torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.1)
         return torch.optim.SGD(model.parameters(), lr=learning_rate)
+
+
+def _in_processes(asked: Sequence[Any]) -> list[Any]:
+    """What `_replica` gives for each, in as many processes."""
+    code = f"import pickle, sys; from {__name__} import {_replica.__name__} as run; run(*pickle.load(sys.stdin.buffer))"
+    begun = [
+        subprocess.Popen(  # this interpreter, with polyamp's own code
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in asked
+    ]
+    try:
+        for process, arguments in zip(begun, asked, strict=True):
+            assert process.stdin is not None
+            process.stdin.write(pickle.dumps(arguments))
+            process.stdin.close()
+            process.stdin = None
+        said = [process.communicate(timeout=_LIMIT.total_seconds()) for process in begun]
+    finally:
+        for process in begun:
+            process.kill()
+            process.wait()
+    for process, (_, errors) in zip(begun, said, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"a replica ended with {process.returncode}: {errors.decode()}")
+    return [pickle.loads(out) for out, _ in said]  # noqa: S301  # what this program's own process wrote
+
+
+def _store(port: int, *, leads: bool) -> Any:
+    kind: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, and not typed
+    return kind("127.0.0.1", port, is_master=leads, wait_for_workers=False, timeout=_LIMIT)
+
+
+def _replica(
+    rank: int,
+    count: int,
+    port: int,
+    layers: Sequence[Layer],
+    recipe: Recipe,
+    loss_fn: LossFunction,
+    batches: Sequence[Any],
+) -> None:
+    """One replica's training, in a process of its own; writes the arrays of its state and its last result."""
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = _store(port, leads=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=_LIMIT)
+    state: Any = polyamp.init(nn.parallel.DistributedDataParallel(MLP(layers, None)), recipe)
+    step = polyamp.train_step(loss_fn, recipe)
+    for batch in batches:
+        state, result = step(state, batch)
+    plain = StepResult(*(None if value is None else to_numpy(value) for value in result))
+    arrays = state.export()
+    dist.destroy_process_group()
+    sys.stdout.buffer.write(pickle.dumps((arrays, plain)))
 
 
 def linear(kernel: Array, bias: Array) -> nn.Linear:

@@ -5,5 +5,4 @@ from __future__ import annotations
 DEVIATIONS: list[tuple[str, str, str]] = [
     ("reference", "s04_sensitive_families_run_in_float32[linear algebra", "NumPy's tensor has no linear algebra"),
     ("reference", "s04_sensitive_families_run_in_float32[FFT", "NumPy's tensor has no FFT"),
-    ("torch", "s09_replicas", "the torch backend does not run replicas yet"),
 ]

@@ -30,6 +30,7 @@ class Engine:
         rank: which of them this process belongs to.
         modules: what of the model the engine itself put there, outermost first.
         alike: whether every process must run the same number of passes, because a pass waits for the others'.
+        keeps_gradients: whether gradients lie in memory that the next backward pass writes to.
     """
 
     def __init__(self, name: str, group: Any, data: Any, count: int, rank: int, modules: Sequence[Any] = ()) -> None:
@@ -40,6 +41,18 @@ class Engine:
         self.rank: Final = rank
         self.modules: Final = tuple(modules)
         self.alike = False
+        self.keeps_gradients = False
+
+    def check(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Refuse what would let the replicas part. Where ranks differ, their comparison is to say so first.
+
+        Args:
+            named: the trainable parameters by path.
+
+        Raises:
+            ModelError: a trainable parameter whose gradient the engine does not reduce.
+            UnsupportedError: options of the engine.
+        """
 
     def prepare(self) -> None:
         """Refuse what a step cannot be part of."""

@@ -8,17 +8,16 @@ held it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from polyamp.errors import ModelError, UnsupportedError
+from polyamp.errors import UnsupportedError
 from polyamp_torch.compat import flat_group_of, meshes_of
 from polyamp_torch.distributed.engine import Engine
 from polyamp_torch.distributed.fully_sharded import FullySharded
@@ -32,15 +31,11 @@ def sharded(model: nn.Module) -> list[Any]:
     return [part for part in model.modules() if isinstance(part, FSDPModule)]
 
 
-def found(model: nn.Module, named: Mapping[str, torch.Tensor]) -> Engine | None:
+def found(model: nn.Module) -> Engine | None:
     """The engine around or inside a model; None where there is none.
 
-    Args:
-        model: the user's module.
-        named: its trainable parameters by path.
-
     Raises:
-        UnsupportedError: one that polyamp does not train with, two of them, or one that holds only a part.
+        UnsupportedError: one that polyamp does not train with, or two of them.
     """
     parts = list(model.modules())
     if any(isinstance(part, FullyShardedDataParallel) for part in parts):
@@ -56,7 +51,7 @@ def found(model: nn.Module, named: Mapping[str, torch.Tensor]) -> Engine | None:
                 "model: DistributedDataParallel around parameters that are sharded. Use fully_shard over a mesh of two "
                 "dimensions, or fully_shard and parallelize_module, in its place."
             )
-        return Replicated(replicated, named)
+        return Replicated(replicated)
     parts = sharded(model)
     meshes = [mesh for part in parts for mesh in meshes_of(part)]
     if not spread and not meshes:
@@ -65,27 +60,10 @@ def found(model: nn.Module, named: Mapping[str, torch.Tensor]) -> Engine | None:
     if not meshes:
         return Engine("tensor_parallel", group, None, 1, 0)
     of_data = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
-    _check_sharded(named, of_data)
     parallel = any(not of_data.issuperset(p.device_mesh.mesh.flatten().tolist()) for p in spread)
     ranks = sorted(of_data)
     name = "fsdp2+tensor_parallel" if parallel else "fsdp2"
     return FullySharded(name, group, _group_of(meshes), len(ranks), ranks.index(dist.get_rank()), parts)
-
-
-def _check_sharded(named: Mapping[str, torch.Tensor], of_data: set[int]) -> None:
-    """Refuse trainable parameters whose gradients nobody reduces over the replicas.
-
-    Raises:
-        ModelError: names the first.
-    """
-    for name, p in named.items():
-        held = set(p.device_mesh.mesh.flatten().tolist()) if isinstance(p, DTensor) else set()
-        if len(of_data) > 1 and not of_data <= held:
-            raise ModelError(
-                f"parameter {name!r} is in no module that fully_shard was called on, so its gradients stay each "
-                "rank's own and the replicas would part. Call fully_shard(model) on the whole model as well, after its "
-                "parts, or freeze the parameter."
-            )
 
 
 def _group_of(meshes: Iterable[Any]) -> Any:

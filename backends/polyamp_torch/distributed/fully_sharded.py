@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from polyamp.errors import ModelError
 from polyamp_torch.compat import local_of, version_of
 from polyamp_torch.distributed.compat import forget_gathered, gathered_by, send
 from polyamp_torch.distributed.engine import Engine, Slots
@@ -25,6 +28,16 @@ class FullySharded(Engine):
         inner = {id(part) for module in modules for part in module.modules() if part is not module}
         self._outermost = [module for module in modules if id(module) not in inner]
         self.reshard()
+
+    def check(self, named: Mapping[str, torch.Tensor]) -> None:
+        for name, p in named.items():
+            held = set(p.device_mesh.mesh.flatten().tolist()) if isinstance(p, DTensor) else set()
+            if self.count > 1 and not set(dist.get_process_group_ranks(self.data)) <= held:
+                raise ModelError(
+                    f"parameter {name!r} is in no module that fully_shard was called on, so its gradients stay each "
+                    "rank's own and the replicas would part. Call fully_shard(model) on the whole model as well, after "
+                    "its parts, or freeze the parameter."
+                )
 
     def reshard(self) -> None:
         for module in self.modules:

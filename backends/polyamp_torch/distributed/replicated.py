@@ -31,20 +31,19 @@ class Replicated(Engine):
 
     With `static_graph=True` torch learns the graph in the first backward passes that it reduces, and fails where
     `no_sync` comes before: in the first window every pass is reduced. What is already the mean over the replicas stays.
-
-    Raises:
-        ModelError: a trainable parameter that none of them reduces.
-        UnsupportedError: options of theirs, or several groups.
     """
 
-    def __init__(self, modules: Sequence[DistributedDataParallel], named: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, modules: Sequence[DistributedDataParallel]) -> None:
         group = modules[0].process_group
         super().__init__("ddp", group, group, dist.get_world_size(group), dist.get_rank(group), modules)
-        for part in modules:
-            _check_options(part, group)
-        _check_all_reduced(modules, named)
         self._ran: list[Any] = []
         self.alike = any(part.static_graph for part in modules)
+        self.keeps_gradients = any(part.gradient_as_bucket_view for part in modules)
+
+    def check(self, named: Mapping[str, torch.Tensor]) -> None:
+        for part in self.modules:
+            _check_options(part, self.group)
+        _check_all_reduced(self.modules, named)
 
     def prepare(self) -> None:
         if any(is_joined(part) for part in self.modules):

@@ -23,6 +23,14 @@ OPTIONS: Final = ("backend", "mode", "options", "dynamic")
 """What `compile={...}` may hold: arguments of `torch.compile`."""
 
 
+_ENGINES: Final = {
+    "ddp": "DistributedDataParallel",
+    "fsdp2": "fully_shard",
+    "tensor_parallel": "parallelize_module",
+    "fsdp2+tensor_parallel": "fully_shard and parallelize_module",
+}
+
+
 class CompiledStep:
     """The compiled step of one loss function; every state has a graph of its own.
 
@@ -60,6 +68,12 @@ class CompiledStep:
 
     def _stepped(self, state: TorchState, batches: list[Any], window: Window, quiet: Undisturbed) -> StepResult:
         state.check_unchanged()
+        if state.replicas.engine is not None:
+            raise UnsupportedError(
+                f"train_step(compile=True) compiles the step of one process. Received: a model held by "
+                f"{_ENGINES[state.replicas.engine]}. Use compile=False, and compile the model: model.compile() before "
+                "it is wrapped or sharded."
+            )
         graph = self._graphs.get(state)
         if not is_spec(self._recipe.optimizer):
             return self._with_native(graph, state, batches, window, quiet)

@@ -6,6 +6,7 @@ Called by the step, by `compile_trial`, and, for people who run the two halves, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
@@ -17,7 +18,7 @@ from polyamp.results import Gradients, LossFunction
 from polyamp.rules import refusals
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import dtype_name, to_device
-from polyamp_torch.compat import foreach_mul_
+from polyamp_torch.compat import foreach_mul_, local_of
 from polyamp_torch.precision.autocast import matmul_precision, opened
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Bystanders, Graphs, made
@@ -78,18 +79,38 @@ def _differentiated(
     parameters = [p for _, p in named]
     graphs = states[0].graphs if len(states) == 1 else Graphs()
     try:
-        with set_aside(parameters), Bystanders(parameters, graphs) as others:
-            loss, aux = scaled_backward(loss_fn, states, batch, others, quiet)
+        with set_aside(parameters), Bystanders(parameters, graphs, functools.partial(_leaves, states)) as others:
+            with contextlib.ExitStack() as engines:
+                for state in states:
+                    state.replicas.enter(engines)
+                loss, aux = scaled_backward(loss_fn, states, batch, others, quiet)
+                for state in states:
+                    state.replicas.fit(state.parameters)
+            found: list[Values] = [_gradients(state) for state in states]
             values = dense(named)
-            found: list[Values] = [{name: p.grad for name, p in state.parameters.items()} for state in states]
     finally:
         running = [buffers.taken_back(item) for item in saved]
     if states[0].scaler.scales:  # the loss was multiplied by the first's scale
         factor = reciprocal(states[0].scale_state.scale)
-        for bucket in bucketed(values):
+        for bucket in bucketed(list(map(local_of, values))):
             foreach_mul_(bucket, factor.to(bucket[0].device))
     grads = [Gradients(values, own, loss) for values, own in zip(found, running, strict=True)]
     return (loss if aux is None else (loss, aux)), grads
+
+
+def _leaves(states: Sequence[TorchState]) -> list[torch.Tensor]:
+    """Leaves of the graph that stand for parameters of the states, where they are not those themselves."""
+    return [leaf for state in states if state.replicas.held is not None for leaf in state.replicas.held.leaves()]
+
+
+def _gradients(state: TorchState) -> Values:
+    """What the backward pass left. What the engine writes its next gradients into is copied."""
+    held = state.replicas.held
+    if held is None or not held.keeps_gradients:
+        return {name: p.grad for name, p in state.parameters.items()}
+    for p in state.parameters.values():
+        p.grad = None if p.grad is None else p.grad.clone()
+    return {name: p.grad for name, p in state.parameters.items()}
 
 
 def scaled_backward(

@@ -17,6 +17,7 @@ from polyamp.rules.growing import Growth, Known
 from polyamp.rules.scale import LossScaleState
 from polyamp_torch.precision.paths import path_of
 from polyamp_torch.step.interrupts import Undisturbed
+from polyamp_torch.step.replicas import check
 from polyamp_torch.step.state import TorchState
 
 
@@ -34,6 +35,7 @@ def refreshed(state: TorchState, model: Any, growth: Growth) -> TorchState:
         stayed = growth.stayed(_known(state.shapes()), _known(_trained(model)))
         native = not is_spec(state.recipe.optimizer)
         new = _with_native(state, model, stayed) if native else TorchState(model, state.recipe, state.backend)
+        check(new)
         if not native:
             _carry(state, new, stayed)
         new.scale_state = LossScaleState(*(field.to(new.device) for field in state.scale_state))
@@ -110,7 +112,9 @@ def _with_native(state: TorchState, model: torch.nn.Module, stayed: dict[str, st
     slots = dict(optimizer.state)
     try:
         _edit(state, model, stayed)
-        return TorchState(model, state.recipe, state.backend)
+        new = TorchState(model, state.recipe, state.backend)
+        check(new)
+        return new
     except BaseException:
         for group, params in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = params

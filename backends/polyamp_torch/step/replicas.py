@@ -145,8 +145,17 @@ class Replicas:
         whole: torch.Tensor = loss if local_of(loss) is loss else sharded.full_tensor()
         return whole
 
+    def enter(self, engines: contextlib.ExitStack) -> None:
+        """Have the engine ready for a single pass, in the blocks that are closed with these."""
+        if self.held is not None:
+            engines.enter_context(self.held.window())
+            engines.enter_context(self.held.one_pass(last=True))
+
     def fit(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Give the gradients that a backward pass left the form that their parameters have."""
+        """Behind the last pass: refuse gradients that were not reduced over the replicas, and give the others the form
+        that their parameters have."""
+        if self.held is not None:
+            self.held.check_reduced(named)
         if self.sharded:
             from polyamp_torch.distributed.engine import fitted
 
@@ -161,7 +170,6 @@ def replicas_of(model: nn.Module) -> Replicas:
 
     Raises:
         UnsupportedError: an engine that polyamp does not train with.
-        ModelError: a trainable parameter that the engine does not hold.
     """
     spread = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     sharding = sys.modules.get("torch.distributed.fsdp")
@@ -175,18 +183,19 @@ def replicas_of(model: nn.Module) -> Replicas:
         part.reshard()
     path = path_of(model)
     named = {path(name): p for name, p in model.named_parameters() if p.requires_grad}
-    found = engines.found(model, named)
+    found = engines.found(model)
     return ALONE if found is None else Replicas(found, named)
 
 
 def compare(state: Any) -> None:
-    """At the end of `init` on several ranks: compare what they bring (S32).
+    """At the end of `init` on several ranks: compare what they bring (S32), then see whether it can be trained.
 
     Raises:
         ReplicaError: names the ranks that differ, and in what they do; or that did not come.
     """
     replicas = state.replicas
     if replicas.guard is None:
+        check(state)
         return
     from polyamp.train.ranks import brought
     from polyamp_torch.distributed.brought import described
@@ -194,6 +203,18 @@ def compare(state: Any) -> None:
     sections, part = described(state.model, replicas.engine, replicas.modules)
     replicas.guard.inits += 1
     of_ranks.compare(replicas.guard.board.group, replicas.guard.inits, brought(state) | sections, part)
+    check(state)
+
+
+def check(state: Any) -> None:
+    """Refuse a model whose engine would let the replicas part.
+
+    Raises:
+        ModelError: a trainable parameter that the engine does not hold.
+        UnsupportedError: options of the engine.
+    """
+    if state.replicas.held is not None:
+        state.replicas.held.check(state.parameters)
 
 
 def guarded(states: Sequence[Any], *, second: bool = False) -> contextlib.AbstractContextManager[None]:

@@ -41,8 +41,6 @@ def stepped(
         try:
             with held.window():
                 losses, auxes = _passed(loss_fn, state, passes, sums, others, quiet)
-                if sums is None:
-                    held.check_reduced(state.parameters)
             if len(passes) > 1:  # loss_fn may have changed the model between two of them
                 state.check_unchanged()
             scale = state.scale_state.scale if state.scaler.scales else None
@@ -89,7 +87,6 @@ def _passed(
         else:
             buffers.settle(saved, torch.zeros((), dtype=torch.bool))
         if sums is not None:
-            held.check_reduced(state.parameters)
             state.replicas.fit(state.parameters)
             dense(state.parameters.items(), needed=False)
             sums.take()

@@ -14,13 +14,14 @@ from typing import Final, NamedTuple
 import torch
 
 from polyamp.arrays import PYTHON
+from polyamp.errors import GradientError
 from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, StepResult
 from polyamp.rules import clip, decide, refusals
 from polyamp.rules.decide import Skip
 from polyamp.rules.scale import LossScaleState, update
 from polyamp_torch.arrays import XP
-from polyamp_torch.compat import NOTHING
+from polyamp_torch.compat import NOTHING, local_of
 from polyamp_torch.step import optimizers
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.differentiate import Values, set_aside
@@ -79,11 +80,19 @@ def _applied_to(states: Sequence[TorchState], grads: Sequence[Gradients], skip: 
         _require(state, item.values)
         fitted = _fitted(state, item.values)
         places: list[torch.Tensor] = [state.parameters[name] for name in fitted]
-        settle = functools.partial(buffers.commit, state.model, item.running)
+        settle = functools.partial(_settle, state, item.running)
         ready.append(Scaled(list(fitted.values()), None, settle, places))
     parameters = {id(p): p for state in states for p in state.parameters.values()}
     with set_aside(list(parameters.values()), used_up=True):
         return applied(states, ready, skip)
+
+
+def _settle(state: TorchState, running: buffers.Running, finite: torch.Tensor | None) -> None:
+    """The running statistics of the gradients become the model's, rank 0's on every rank."""
+    buffers.commit(state.model, running, finite)
+    held = state.replicas.held
+    if held is not None and running and (finite is None or not looks(finite.device) or bool(finite)):
+        held.send_running([own for _, own in state.buffer_owners], None)
 
 
 @torch.no_grad()
@@ -220,6 +229,13 @@ def _fitted(state: TorchState, values: Values) -> dict[str, torch.Tensor]:
         value = values[name]
         if value is None:
             continue
+        if (local_of(value) is value) != (local_of(parameter) is parameter):
+            raise GradientError(
+                f"the gradient of {name!r} must be sharded as the parameter is. Received: "
+                f"{'a whole tensor for a sharded parameter' if local_of(value) is value else 'a sharded tensor'}. "
+                "torch.distributed.tensor.distribute_tensor(gradient, parameter.device_mesh, parameter.placements) "
+                "makes one."
+            )
         if value.dtype != parameter.dtype or value.stride() != parameter.stride():
             value = torch.empty_like(parameter).copy_(value)
         fitted[name] = value.detach()

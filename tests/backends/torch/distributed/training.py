@@ -104,7 +104,7 @@ def digest(state: Any, *more: torch.Tensor) -> str:
     """A checksum of their bits."""
     sum_ = hashlib.sha256()
     for tensor in (*arrays(state).values(), *more):
-        sum_.update(tensor.contiguous().numpy().tobytes())
+        sum_.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return sum_.hexdigest()
 
 
