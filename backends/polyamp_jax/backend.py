@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from polyamp.arrays import ArrayNamespace
 from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
+from polyamp.contract.parts import Parts
 from polyamp.contract.report import CastingReport
 from polyamp.errors import GradientError, PolyampError
 from polyamp.recipe.policy import Policy
@@ -185,10 +187,15 @@ class JaxBackend:
     def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
         return [(name, whole(leaf)) for name, leaf in named_leaves(gradients.values).items()]
 
+    def in_parts(self, state: Any) -> AbstractContextManager[Parts]:
+        from polyamp_jax.step.parts import in_parts
+
+        return in_parts(state)
+
     def export_state(self, state: Any) -> dict[str, np.ndarray[Any, Any]]:
         return states_.export(state)
 
-    def import_state(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> states_.JaxState:
+    def import_state(self, state: Any, arrays: Mapping[str, Any]) -> states_.JaxState:
         return states_.replaced(state, arrays)
 
     def optimizer_settings(self, state: Any) -> dict[str, Any]:

@@ -259,18 +259,44 @@ def export(state: JaxState) -> dict[str, np.ndarray[Any, Any]]:
         CheckpointError: the state was donated to a step, before or meanwhile.
     """
     try:
-        return {name: to_numpy(leaf) for name, leaf in _arrays(state).items()}
+        return {name: _on_host(leaf) for name, leaf in _arrays(state).items()}
     except (RuntimeError, ValueError) as error:
-        if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
-            raise
+        check_held(state, error)
+        raise
+
+
+def check_held(state: JaxState, error: Exception | None = None) -> None:
+    """Refuse a state whose arrays are gone.
+
+    Raises:
+        CheckpointError: it was donated to a step.
+    """
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
         raise CheckpointError(
             "this state was donated to a step, so its arrays are gone. Save the state that the step returned, before "
             "the next step begins; from another thread, with train_step(..., donate=False), which keeps both."
         ) from error
 
 
-def replaced(state: JaxState, arrays: Mapping[str, np.ndarray[Any, Any]]) -> JaxState:
-    """The state with its arrays replaced by those of the same names, with dtypes and placement kept."""
+def named_arrays(state: JaxState) -> dict[str, Any]:
+    """The arrays themselves, by the names of `export`."""
+    return _arrays(state)
+
+
+def _on_host(leaf: Any) -> np.ndarray[Any, Any]:
+    """A copy on the host, gathered where several processes hold it; then each of them calls this."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    return to_numpy(leaf)
+
+
+def replaced(state: JaxState, arrays: Mapping[str, Any]) -> JaxState:
+    """The state with its arrays replaced by those of the same names, with dtypes and placement kept.
+
+    NumPy's are whole, JAX's already lie where they belong.
+    """
     names = iter(_arrays(state))
     leaves, structure = jax.tree.flatten(_tree(state))
     new = jax.tree.unflatten(structure, [_like(leaf, arrays[next(names)]) for leaf in leaves])
@@ -301,9 +327,17 @@ def _arrays(state: JaxState) -> dict[str, Any]:
     return named_leaves(_tree(state))
 
 
-def _like(leaf: Any, array: np.ndarray[Any, Any]) -> jax.Array:
+def _like(leaf: Any, array: Any) -> jax.Array:
+    new: jax.Array
+    if isinstance(array, jax.Array):
+        return array
+    if not leaf.is_fully_addressable:  # every process has the whole, and puts its part on its devices
+        old = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        data = np.asarray(array, old.dtype)
+        new = jax.make_array_from_callback(old.shape, old.sharding, lambda index: data[index])
+        return jax.random.wrap_key_data(new, impl=jax.random.key_impl(leaf)) if is_key(leaf) else new
     if is_key(leaf):
-        new: jax.Array = jax.random.wrap_key_data(jnp.array(array), impl=jax.random.key_impl(leaf))
+        new = jax.random.wrap_key_data(jnp.array(array), impl=jax.random.key_impl(leaf))
     else:
         new = jnp.array(array, dtype=leaf.dtype, copy=True)
     if leaf.committed:
