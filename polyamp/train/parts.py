@@ -6,6 +6,7 @@ Called by `checkpoint` and `sharded`. What a backend has to offer for several pr
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -75,6 +76,26 @@ class Alone:
 
     def drawn(self, name: str, seed: int) -> Array:
         raise NotImplementedError("one process has no stream of its own beside the others'")
+
+
+class Alike(Alone):
+    """`Parts` of a state of which every process holds all, as under data parallelism: the first process writes."""
+
+    def __init__(self, state: Any, processes: Processes) -> None:
+        super().__init__(state)
+        self.processes = processes
+        self.replica = (processes.rank, processes.count)
+
+    def write(self, folder: Path, more: Mapping[str, Array]) -> None:
+        first = self.processes.rank == 0
+        put = functools.partial(super().write, folder, more)
+        together(self.processes, "could not write", lambda: put() if first else None)
+
+    def read(self, folder: Path, forms: Mapping[str, Form]) -> dict[str, Array]:
+        found: list[dict[str, Array]] = []
+        get = functools.partial(super().read, folder, forms)
+        together(self.processes, "could not read", lambda: found.append(get()))
+        return found[0]
 
 
 def read_file(file: Path, forms: Mapping[str, Form]) -> dict[str, Array]:
