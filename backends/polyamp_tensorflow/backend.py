@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 import tensorflow as tf
@@ -10,6 +11,7 @@ import tensorflow as tf
 from polyamp.arrays import ArrayNamespace
 from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
+from polyamp.contract.parts import Parts
 from polyamp.errors import PolyampError, RecipeError
 from polyamp.porting.layouts.converter import Converter
 from polyamp.recipe.policy import Policy
@@ -156,6 +158,11 @@ class TensorFlowBackend:
 
     def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
         return list(gradients.values.items())
+
+    def in_parts(self, state: Any) -> AbstractContextManager[Parts]:
+        from polyamp_tensorflow.step.parts import in_parts
+
+        return in_parts(state)
 
     def export_state(self, state: Any) -> dict[str, Array]:
         exported: dict[str, Array] = state.export()

@@ -54,9 +54,14 @@ def end(workers: list[subprocess.Popen[str]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
     """What each of the two workers saw, by loop and overflow."""
-    workers = start_workers("polyamp")
+    workers = start_workers("polyamp", str(folder))
     try:
         ended = [worker.communicate(timeout=SECONDS) for worker in workers]
     except subprocess.TimeoutExpired:
@@ -113,6 +118,18 @@ def test_s23_what_one_worker_uses_and_another_does_not_is_refused_on_both(result
         assert "one process and not in another" in message
         assert "first/kernel, first/bias, second/kernel, second/bias" in message
         assert "neither" not in message
+
+
+def test_s33_workers_save_together_and_any_number_goes_on(results: list[dict[str, Any]], folder: Path) -> None:
+    first, second = (result["checkpoints"] for result in results)
+    assert first["saved"] == second["saved"] == first["restored"] == second["restored"]
+    assert first["straight"] == second["straight"] == first["resumed"] == second["resumed"]
+    said = json.loads((folder / "checkpoint" / "polyamp.json").read_text())
+    assert (said["processes"], list(said["files"])) == (2, ["state.safetensors"])
+    for found, kind in ((first, "CheckpointError: rank 1 could not read "), (second, "IsADirectoryError: ")):
+        assert found["refused"].startswith(kind)
+    assert repr(weights(restored(folder / "checkpoint").model)) == first["saved"]
+    assert repr(weights(restored(folder / "file").model)) == first["saved"]
 
 
 def test_keras_own_scaler_hangs_where_polyamp_skips() -> None:
@@ -229,6 +246,53 @@ def statistics(strategy: Any) -> dict[str, Any]:
     return {**seen, "kept": repr(weights(model))}
 
 
+def restored(path: Path | None, strategy: Any = None) -> Any:
+    """A new state, with what a checkpoint holds."""
+    import contextlib
+
+    import keras
+
+    import polyamp
+
+    recipe = polyamp.Recipe(optimizer=polyamp.adamw(1e-2), scaler=polyamp.LossScaler(init_scale=1024.0), clip_norm=1.0)
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        keras.utils.set_random_seed(7)
+        layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+        state = polyamp.init(keras.Sequential([keras.Input((4,)), *layers]), recipe)
+    return state if path is None else polyamp.restore(state, path)
+
+
+def checkpoints(strategy: Any, folder: Path) -> dict[str, str]:
+    """Two workers save, go on, and go on once more from what they saved; then one of them names no checkpoint."""
+    import tensorflow as tf
+
+    import polyamp
+
+    index, state = strategy.cluster_resolver.task_id, restored(None, strategy)
+
+    def squares(model: Any, batch: Any) -> Any:
+        return tf.reduce_mean(tf.square(model(batch[0]) - batch[1]))
+
+    def on(state: Any, first: int, last: int) -> str:
+        step = polyamp.train_step(squares, state.recipe)
+        for x, y in make_batches({1: 1})[first:last]:
+            step(state, (x[4 * index : 4 * index + 4], y[4 * index : 4 * index + 4]))
+        return repr(weights(state.model))
+
+    seen = {"saved": on(state, 0, 3)}
+    polyamp.save(state, folder / "checkpoint")
+    polyamp.save(state, folder / "file", sharded=False)
+    seen["straight"] = on(state, 3, 4)
+    other = restored(folder / "checkpoint", strategy)
+    seen["restored"] = repr(weights(other.model))
+    seen["resumed"] = on(other, 3, 4)
+    try:
+        polyamp.restore(other, folder / "checkpoint" if index == 0 else folder)
+    except Exception as error:  # noqa: BLE001  # what it is, is what the test asks
+        seen["refused"] = f"{type(error).__name__}: {error}"
+    return seen
+
+
 def apart(strategy: Any) -> list[Any]:
     """Each worker's loss depends on a head of its own; then on the same one."""
     import keras
@@ -325,4 +389,5 @@ if __name__ == "__main__":
 
         both = tf.distribute.MultiWorkerMirroredStrategy()
         everything = {f"{loop}, {bad}": train(loop, bad, both) for loop in LOOPS for bad in OVERFLOWS}
+        everything |= {"checkpoints": checkpoints(both, Path(sys.argv[2]))}
         print(json.dumps({**everything, "statistics": statistics(both), "apart": apart(both)}), flush=True)

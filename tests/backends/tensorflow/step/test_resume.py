@@ -8,9 +8,11 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import polyamp
 from polyamp.errors import CheckpointError
+from polyamp_tensorflow.arrays import raw
 
 
 def made(optimizer: Any) -> Any:
@@ -54,3 +56,34 @@ def test_s22_a_negative_count_of_a_native_optimizer_changes_nothing(tmp_path: Pa
     with pytest.raises(CheckpointError, match=r"optimizer/0000 is -5, and a count is never negative"):
         polyamp.restore(state, tmp_path / "forged")
     assert int(state.optimizer.iterations) == 3
+
+
+def everywhere(state: Any, strategy: Any) -> list[list[bytes]]:
+    """The bytes of every variable, a list for each replica."""
+    held = [strategy.experimental_local_results(raw(variable)) for variable in state._everything().values()]
+    return [[np.asarray(copies[replica]).tobytes() for copies in held] for replica in range(len(held[0]))]
+
+
+def test_s33_two_replicas_save_and_four_or_one_go_on(two_cpus: Any, four_cpus: Any, tmp_path: Path) -> None:
+    def fresh(strategy: Any, seed: int) -> Any:
+        recipe = polyamp.Recipe(optimizer=polyamp.adamw(1e-2), scaler=polyamp.LossScaler(init_scale=64.0))
+        with strategy.scope():
+            keras.utils.set_random_seed(seed)
+            layers = [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+            return polyamp.init(keras.Sequential([keras.Input((4,)), *layers]), recipe)
+
+    def step(state: Any) -> Any:
+        x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+        return polyamp.train_step(lambda model, batch: tf.reduce_mean(model(batch) ** 2), state.recipe)(state, x)[0]
+
+    state = step(fresh(two_cpus, 0))
+    polyamp.save(state, tmp_path / "file")
+    polyamp.save(state, tmp_path / "folder", sharded=True)
+    assert (tmp_path / "file").is_file()
+    (saved, *others) = everywhere(state, two_cpus)
+    assert others == [saved]
+    for strategy, count in ((two_cpus, 2), (four_cpus, 4), (tf.distribute.get_strategy(), 1)):
+        for name in ("file", "folder"):
+            restored = polyamp.restore(fresh(strategy, 1), tmp_path / name)
+            assert everywhere(restored, strategy) == [saved] * count
+    step(restored)
