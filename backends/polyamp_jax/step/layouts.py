@@ -163,6 +163,9 @@ def settled(tree: Any, like: Sequence[Any]) -> Any:
         place = scalar_placement(widest)
         if isinstance(place, NamedSharding) and _explicit(place.mesh):  # as the type of the step's result spells it
             place = NamedSharding(place.mesh, _everywhere(leaf.ndim))
+        if is_key(leaf):  # which `device_put` takes to devices of this process alone
+            data = jax.device_put(jax.random.key_data(leaf), place)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         return jax.device_put(leaf, place)
 
     return jax.tree.map(one, tree)
