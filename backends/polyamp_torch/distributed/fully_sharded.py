@@ -79,10 +79,16 @@ class FullySharded(Engine):
         return [(b, version_of(b)) for own in slots for b in own.values() if b is not None]
 
     def send_running(self, slots: Slots, before: list[tuple[Any, int]] | None) -> None:
-        """Of the buffers that the forward pass wrote to; of all where that is not known."""
-        now = {id(b): b for own in slots for b in own.values() if b is not None}
-        if before is not None:
-            same = {id(b) for b, version in before if version_of(b) == version}
-            now = {key: b for key, b in now.items() if key not in same}
+        """Of the modules that the forward pass wrote to all buffers; of all modules where that is not known.
+
+        A batch normalisation's kernel moves no version counter of the statistics that it writes, only of the count
+        beside them. Which are sent must not depend on values, which are each rank's own.
+        """
+        same = {id(b) for b, version in before or () if version_of(b) == version}
+        now: dict[int, torch.Tensor] = {}
+        for own in slots:
+            held = {id(b): b for b in own.values() if b is not None}
+            if not held.keys() <= same:
+                now |= held
         if now and self.count > 1:
             send(self.data, [local_of(b) for b in now.values()])
