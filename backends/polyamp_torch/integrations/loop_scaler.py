@@ -212,9 +212,13 @@ class LoopScaler(GradScaler):
         Raises:
             GradientError: the optimizer's parameters have no gradients.
         """
-        if all(p.grad is None for p in parameters_of(optimizer)):  # of a fused one too, whose update would find no flag
+        parameters = parameters_of(optimizer)
+        here = any(p.grad is not None for p in parameters)
+        if here or self._shards.group(parameters) is not None:  # other ranks may have some
+            result = super().step(optimizer, *args, **kwargs)
+            here = bool(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
+        if not here:  # of a fused one too, whose update would find no flag
             raise GradientError("step() found no gradients in the optimizer's parameters. Run a backward pass first.")
-        result = super().step(optimizer, *args, **kwargs)
         (flag,) = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
         self._flags[optimizer] = flag
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if self._remembered else set()

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import polyamp
@@ -26,7 +28,14 @@ from polyamp_torch.step import running
 INF = float("inf")
 WINDOWS, CLIP = 6, 0.5
 SCALER = polyamp.LossScaler(init_scale=16.0, growth_interval=2, on_stuck="ignore")
-POLICY = polyamp.Policy("mixed_float16")
+ALONE = ("one", "tensor")
+"""One process without an engine, and two that divide one model: compared in float32, where sums may be divided."""
+
+
+def policy_of(engine: str) -> polyamp.Policy:
+    return polyamp.Policy("float32" if engine in ALONE else "mixed_float16")
+
+
 Weights = np.ndarray[Any, Any]
 """Not tensors, whose memory would go with the process that made them."""
 
@@ -70,15 +79,16 @@ def sharded(net: nn.Module, **options: Any) -> nn.Module:
     return net
 
 
-def batches(rank: int, *, overflows: bool = True) -> list[Any]:
-    """This rank's half of every micro-batch: inputs, and gains of which an infinite one overflows."""
+def batches(rank: int, engine: str) -> list[Any]:
+    """This rank's half of every micro-batch, or all of it where there is one replica: inputs, and gains of which an
+    infinite one overflows."""
     generator = torch.Generator().manual_seed(1)
+    rows = slice(None) if engine in ALONE else slice(rank * 4, rank * 4 + 4)
     found = []
     for at in range(2 * WINDOWS):
         x, gain = torch.randn(8, 4, generator=generator), torch.ones(8, 1)
-        if overflows:
-            gain[7 if at == 2 else 0] = INF if at in (2, 7) else 1.0
-        found.append((x[rank * 4 : rank * 4 + 4], gain[rank * 4 : rank * 4 + 4]))
+        gain[7 if at == 2 else 0] = INF if at in (2, 7) else 1.0
+        found.append((x[rows], gain[rows]))
     return found
 
 
@@ -135,18 +145,20 @@ class Noted:
 def by_hand(rank: int, engine: str, kind: str) -> Seen:
     """The loop that the libraries' are held to."""
     net = Net(spare=engine == "ddp")
-    model: Any = DistributedDataParallel(net, find_unused_parameters=True) if engine == "ddp" else sharded(net)
+    model: Any = net if engine == "one" else sharded(net) if engine == "fsdp2" else None
+    if engine == "ddp":
+        model = DistributedDataParallel(net, find_unused_parameters=True)
     optimizer = optimizer_of(model.parameters(), kind)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    scaler, noted, rows = polyamp_torch.GradScaler(SCALER), Noted(net), batches(rank)
+    scaler, noted, rows = polyamp_torch.GradScaler(SCALER), Noted(net), batches(rank, engine)
     for at in range(WINDOWS):
         before = running.snapshot(model)
         for last in (False, True):
             x, gain = rows[2 * at + last]
-            if engine != "ddp":
+            if engine == "fsdp2":
                 model.set_requires_gradient_sync(last)
             with contextlib.nullcontext() if last or engine != "ddp" else model.no_sync():
-                with polyamp_torch.autocast(POLICY, "cpu"):
+                with polyamp_torch.autocast(policy_of(engine), "cpu"):
                     loss = loss_of(model(x), gain) / 2
                 scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -170,7 +182,7 @@ def lightning(
 
     Args:
         rank: of this process.
-        engine: "ddp" or "fsdp2".
+        engine: "ddp", "fsdp2" or "tensor".
         kind: of optimizer.
         folder: for checkpoints, or "".
         plain: with Lightning's own plugin.
@@ -189,6 +201,15 @@ def lightning(
             self.net = Net(spare=engine == "ddp")
             self.noted = Noted(self.net)
 
+        if engine == "tensor":
+
+            def configure_model(self) -> None:
+                plan = {
+                    "0": ColwiseParallel(output_layouts=Replicate()),
+                    "2": RowwiseParallel(input_layouts=Replicate()),
+                }
+                parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+
         if engine == "fsdp2":
 
             def configure_model(self) -> None:
@@ -196,7 +217,7 @@ def lightning(
                 if mp_policy is not None:
                     sharded(self.net, mesh=mesh, mp_policy=mp_policy)
                 else:
-                    polyamp_torch.fully_shard(self.net, POLICY, mesh=mesh, modules=nn.Linear)
+                    polyamp_torch.fully_shard(self.net, policy_of(engine), mesh=mesh, modules=nn.Linear)
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             return loss_of(self.net(batch[0]), batch[1])
@@ -225,12 +246,14 @@ def lightning(
                 module.noted.more.setdefault("averaged", []).append(int(model.n_averaged))
 
     def trained(rows: list[Any], epochs: int = 1, *, saved: str | None = None, checkpoint: str | None = None) -> Seen:
-        plugin: Any = MixedPrecision(POLICY, SCALER, device="cpu")
+        plugin: Any = MixedPrecision(policy_of(engine), SCALER, device="cpu")
         if plain:
             plugin = Theirs("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2))
         strategy: Any = DDPStrategy(find_unused_parameters=True)
         if engine == "fsdp2":
             strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        elif engine == "tensor":
+            strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
         callbacks: list[Any] = [EMAWeightAveraging(decay=0.5), Averaged()] if engine == "ddp" else []
         callbacks += [ModelCheckpoint(saved, "half")] if saved else []
         trainer = pl.Trainer(
@@ -245,7 +268,7 @@ def lightning(
         seen: Seen = module.noted.seen()
         return seen
 
-    rows = batches(rank)
+    rows = batches(rank, engine)
     seen = trained(rows)
     if folder:
         trained(rows[:WINDOWS], saved=folder)
@@ -262,9 +285,9 @@ def fabric(rank: int, engine: str, kind: str) -> Seen:
     from polyamp_torch.lightning import FabricPrecision
 
     def sharded_over(net: Any, mesh: Any) -> Any:
-        return polyamp_torch.fully_shard(net, POLICY, mesh=mesh["data_parallel"], modules=nn.Linear)
+        return polyamp_torch.fully_shard(net, policy_of(engine), mesh=mesh["data_parallel"], modules=nn.Linear)
 
-    plugin = FabricPrecision(POLICY, SCALER, device="cpu")
+    plugin = FabricPrecision(policy_of(engine), SCALER, device="cpu")
     strategy: Any = DDPStrategy(find_unused_parameters=True)
     if engine == "fsdp2":
         strategy = ModelParallelStrategy(sharded_over, data_parallel_size=2, tensor_parallel_size=1)
@@ -274,7 +297,7 @@ def fabric(rank: int, engine: str, kind: str) -> Seen:
     model = made.setup_module(net)
     optimizer = made.setup_optimizers(optimizer_of(model.parameters(), kind))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    noted, rows = Noted(net), batches(rank)
+    noted, rows = Noted(net), batches(rank, engine)
     for at in range(WINDOWS):
         for last in (False, True):
             x, gain = rows[2 * at + last]
@@ -318,7 +341,7 @@ def accelerated(rank: int, engine: str, kind: str, folder: str = "", *, plain: b
         make = (
             functools.partial(accelerate.Accelerator, mixed_precision="fp16")
             if plain
-            else functools.partial(Accelerator, POLICY, SCALER)
+            else functools.partial(Accelerator, policy_of(engine), SCALER)
         )
         made = make(**options)
         net = Net(spare=engine == "ddp")
@@ -328,7 +351,7 @@ def accelerated(rank: int, engine: str, kind: str, folder: str = "", *, plain: b
 
     def run(begun: tuple[Any, Any, Any, Any, Noted], first: int, end: int) -> Seen:
         made, model, optimizer, scheduler, noted = begun
-        for x, gain in batches(rank)[2 * first : 2 * end]:
+        for x, gain in batches(rank, engine)[2 * first : 2 * end]:
             with made.accumulate(model):
                 made.backward(loss_of(model(x), gain))
                 if made.sync_gradients:

@@ -38,6 +38,8 @@ def everything(rank: int, folder: str) -> dict[str, Any]:
         found[f"accelerate {engine}"] = loops.accelerated(rank, engine, kind, f"{folder}/accelerate {engine}")
         found[f"trainer {engine}"] = rank_trainer.trained(rank, engine, folder)
         found[f"trainer {engine} resumed"] = rank_trainer.trained(rank, engine, folder, resume=True)
+    found["hand one"] = loops.by_hand(rank, "one", "sgd")
+    found["lightning tensor"] = loops.lightning(rank, "tensor", "sgd")
     found["plain lightning"] = loops.lightning(rank, "ddp", "sgd", plain=True)
     found["plain accelerate"] = loops.accelerated(rank, "fsdp2", "sgd", plain=True)
     found["plain trainer"] = rank_trainer.trained(rank, "fsdp2", f"{folder}/plain", plain=True)
@@ -123,6 +125,17 @@ def test_s13_trap_an_average_of_weights_and_a_schedule_move_on_a_skipped_step(fo
         assert ours.more["resumed"].more["averaged"] == [2, 3, 4]
         assert plain.windows[-1][2] == pytest.approx(0.1 / 2**6)
         assert ours.windows[-1][2] == pytest.approx(0.1 / 2**4)
+
+
+def test_s09_a_tensor_parallel_plan_is_clipped_by_one_norm_and_skips_on_both_ranks(found: Found) -> None:
+    """Beside gradients that are divided there are whole ones, of the batch norm."""
+    for rank in found:
+        seen, one = rank["lightning tensor"], rank["hand one"]
+        assert seen.kind == "DTensor"
+        assert seen.windows == one.windows
+        for ours, whole in zip(seen.weights, one.weights, strict=True):
+            np.testing.assert_allclose(ours, whole, rtol=1e-5, atol=1e-6)
+    assert same(found[0]["lightning tensor"].weights, found[1]["lightning tensor"].weights)
 
 
 def test_lightning_refuses_units_in_another_precision_before_the_first_step(found: Found) -> None:
