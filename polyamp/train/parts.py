@@ -159,9 +159,13 @@ def together(processes: Processes, what: str, action: Callable[[], _Value]) -> l
     except Exception as error:  # noqa: BLE001  # whatever it is, the others have to hear of it
         own = error
         said["error"] = f"{type(error).__name__}: {error}"
-    every = [json.loads(each) for each in processes.gather(json.dumps(said).encode())]
+    heard = processes.gather(json.dumps(said).encode())
     if own is not None:
         raise own
+    try:
+        every = [dict(json.loads(each)) for each in heard]
+    except (ValueError, TypeError) as error:  # a file here and a folder there: other things are said of each
+        raise CheckpointError("the ranks name different checkpoints. All of them must give the same path.") from error
     failed = [(rank, each["error"]) for rank, each in enumerate(every) if "error" in each]
     if failed:
         rank, error_text = failed[0]
