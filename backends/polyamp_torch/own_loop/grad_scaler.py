@@ -342,7 +342,7 @@ class GradScaler(ScalerState):
         """
         run, scale = self._run, self._scale_of_gradients()
         flags = list(record["found_inf_per_device"].values())
-        parameters = parameters_of(optimizer) if agrees else []
+        parameters = parameters_of(optimizer) if agrees and self._shards.several() else []
         if self.skip == "all":
             flags += self._other_flags(optimizer, parameters)
         found = together(flags, scale) if flags else torch.zeros_like(scale)

@@ -20,9 +20,13 @@ from polyamp_torch.compat import flat_group_of, is_flattened_by_fsdp1
 from polyamp_torch.own_loop.scaler_state import GradScalerError
 
 
+def _are_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def spread() -> Any:
     """`DTensor`, or () where no tensor of this process can be one: for `isinstance`."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _are_ranks():
         return ()
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
@@ -84,6 +88,10 @@ class Shards:
             yield
         finally:
             self.put_off = False
+
+    def several(self) -> bool:
+        """Whether there may be other ranks to decide with; False on one device, without looking at a parameter."""
+        return self.given is not None or _are_ranks()
 
     def group(self, parameters: Sequence[torch.Tensor]) -> Any:
         """The process group of the ranks over which some parameters are spread; None where this rank decides alone.
