@@ -15,6 +15,8 @@ from polyamp_torch.compat import local_of, version_of
 from polyamp_torch.distributed.compat import forget_gathered, gathered_by, send
 from polyamp_torch.distributed.engine import Engine, Slots
 
+_STATISTICS = "running_mean"
+
 
 class FullySharded(Engine):
     """`FSDPModule`s that hold all trainable parameters of a model, over a mesh of one or two dimensions.
@@ -81,14 +83,14 @@ class FullySharded(Engine):
     def send_running(self, slots: Slots, before: list[tuple[Any, int]] | None) -> None:
         """Of the modules that the forward pass wrote to all buffers; of all modules where that is not known.
 
-        A batch normalisation's kernel moves no version counter of the statistics that it writes, only of the count
-        beside them. Which are sent must not depend on values, which are each rank's own.
+        A batch normalisation's kernel moves no version counter of the statistics that it writes: where some stand by
+        torch's name for them, they are sent. Which are sent must not depend on values, which are each rank's own.
         """
         same = {id(b) for b, version in before or () if version_of(b) == version}
         now: dict[int, torch.Tensor] = {}
         for own in slots:
             held = {id(b): b for b in own.values() if b is not None}
-            if not held.keys() <= same:
+            if _STATISTICS in own or not held.keys() <= same:
                 now |= held
         if now and self.count > 1:
             send(self.data, [local_of(b) for b in now.values()])
