@@ -24,6 +24,7 @@ from polyamp_torch.arrays import from_numpy
 from polyamp_torch.porting.tensors import place_of
 from polyamp_torch.porting.walk import module_of, wrapped
 from polyamp_torch.precision.bound import device_of
+from polyamp_torch.precision.paths import path_of
 
 Array = np.ndarray[Any, Any]
 
@@ -84,8 +85,9 @@ def _copied(module: nn.Module) -> tuple[nn.Module, dict[str, nn.Parameter]]:
         raise PortError(
             f"the check runs a copy of the model, and it cannot be copied: {type(error).__name__}: {error}"
         ) from error
+    path = path_of(module)
     parameters = {
-        name.replace(".", "/"): memo[id(parameter)]
+        path(name): memo[id(parameter)]
         for name, parameter in module.named_parameters()
         if parameter.is_floating_point()
     }

@@ -17,6 +17,7 @@ from polyamp.rules.scale import LossScaleState
 from polyamp_torch.arrays import from_numpy, to_numpy
 from polyamp_torch.own_loop.scaler_state import SAVED
 from polyamp_torch.porting.optimizers import layout_of
+from polyamp_torch.precision.paths import path_of
 from polyamp_torch.step import optimizer_state
 
 Array = np.ndarray[Any, Any]
@@ -46,7 +47,8 @@ class TorchTraining:
         self.model = model
         self.optimizer = optimizer
         self.loss_scaler = loss_scaler
-        self._paths = {id(p): name.replace(".", "/") for name, p in model.named_parameters() if p.requires_grad}
+        self._path = path_of(model)
+        self._paths = {id(p): self._path(name) for name, p in model.named_parameters() if p.requires_grad}
         self._own = _optimizer_of(model, optimizer)
         held = [id(p) for group in self._own.param_groups for p in group["params"]]
         if not set(self._paths) <= set(held):
@@ -77,8 +79,8 @@ class TorchTraining:
         return {**PRESETS["torch"], "min_scale": 2.0**-126, **constants}
 
     def arrays(self) -> dict[str, Array]:
-        arrays = {f"model/{name.replace('.', '/')}": to_numpy(p) for name, p in self.model.named_parameters()}
-        arrays |= {f"running/{name.replace('.', '/')}": to_numpy(b) for name, b in self.model.named_buffers()}
+        arrays = {f"model/{self._path(name)}": to_numpy(p) for name, p in self.model.named_parameters()}
+        arrays |= {f"running/{self._path(name)}": to_numpy(b) for name, b in self.model.named_buffers()}
         exported = optimizer_state.export(self._own, self._names(), None)
         arrays |= {f"optimizer/{name}": array for name, array in exported.items()}
         if self._scale is not None:
@@ -97,7 +99,7 @@ class TorchTraining:
         with torch.no_grad():
             for kind, named in (("model", self.model.named_parameters()), ("running", self.model.named_buffers())):
                 for name, tensor in named:
-                    tensor.copy_(from_numpy(arrays[f"{kind}/{name.replace('.', '/')}"]))
+                    tensor.copy_(from_numpy(arrays[f"{kind}/{self._path(name)}"]))
         prefix = "optimizer/"
         own = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
         optimizer_state.load(self._own, self._names(), own)

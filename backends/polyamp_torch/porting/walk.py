@@ -24,6 +24,7 @@ from polyamp_torch.porting import attention, layers, paddings, plain, recurrent
 from polyamp_torch.porting.found import Found, expression
 from polyamp_torch.porting.tensors import lazy, place_of
 from polyamp_torch.precision.bound import BoundModule, inside
+from polyamp_torch.precision.paths import path_of
 
 _READERS: Final = {**layers.READERS, **recurrent.READERS, **attention.READERS, **plain.READERS}
 _COUNTER: Final = "counts batches; torch alone keeps it"
@@ -58,7 +59,8 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
-    return {name.replace(".", "/"): tensor for name, tensor in named}
+    path = path_of(module)
+    return {path(name): tensor for name, tensor in named}
 
 
 def wrapped(module: nn.Module) -> str | None:
@@ -95,6 +97,7 @@ class _Walk:
     def __init__(self, module: nn.Module) -> None:
         self.root = module
         self.short = short_paths(module)
+        self.path = path_of(module)
         self.layers: list[NativeLayer] = []
         self.left: dict[str, str] = {}
         self.first: dict[tuple[Any, ...], str] = {}
@@ -118,8 +121,9 @@ class _Walk:
         before: nn.Module | None = None
         for name, child in module.named_children():
             inner = f"{place}.{name}".lstrip(".")
-            own = list(named_tensors(child))
-            claimed = own and all(f"{inner}.{array.replace('/', '.')}" in self.claimed for array in own)
+            kinds = (child.named_parameters, child.named_buffers)
+            own = [array for named in kinds for array, _ in named(remove_duplicate=False)]
+            claimed = own and all(f"{inner}.{array}" in self.claimed for array in own)
             if not claimed:
                 self.visit(child, inner, before if isinstance(module, nn.Sequential) else None)
             before = child
@@ -152,7 +156,7 @@ class _Walk:
 
     def leaf(self, tensor: torch.Tensor, name: str) -> Leaf:
         self.claimed.add(name)
-        name = name.replace(".", "/")
+        name = self.path(name)
         array = lazy(tensor, name)
         first = self.first.setdefault(place_of(tensor), name)
         trainable = isinstance(tensor, nn.Parameter) and (tensor.is_floating_point() or tensor.is_complex())
@@ -168,9 +172,9 @@ class _Walk:
                 continue
             numbers = buffer.is_floating_point() or buffer.is_complex()
             if name in left_out_of_checkpoints(module):
-                self.left[full.replace(".", "/")] = _NOT_SAVED
+                self.left[self.path(full)] = _NOT_SAVED
             elif not numbers:
-                self.left[full.replace(".", "/")] = _COUNTER if name == "num_batches_tracked" else _INTEGERS
+                self.left[self.path(full)] = _COUNTER if name == "num_batches_tracked" else _INTEGERS
             else:
                 self.lone(buffer, name, place, module)
 
