@@ -64,6 +64,14 @@ def hsdp(net: nn.Module) -> nn.Module:
     return net
 
 
+def two_axes(net: nn.Module) -> nn.Module:
+    """Sharded over one axis of a mesh, and over the other one by tensor parallelism, but for the first layer."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    plan: Any = {"1": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(net, mesh["tensor"], plan)
+    return fully_shard(net, mesh=mesh["data"])  # type: ignore[return-value]  # torch has a mixin here
+
+
 def tensor_parallel(net: nn.Module) -> nn.Module:
     """The last two layers over the ranks; those before, if there are any, stay plain tensors."""
     last = len(net) - 1  # type: ignore[arg-type]  # a Sequential
@@ -243,6 +251,24 @@ def two_optimizers(skip: Any, *, first_is_unscaled: bool) -> list[tuple[bool, bo
     return found
 
 
+def windows(rank: int) -> list[tuple[bool, float]]:
+    """Two backward passes a step, of which the last one reduces; the second rank overflows in either, or in none."""
+    net = fsdp(made())
+    optimizer, scaler, found = ADAMW(net.parameters(), 1e-2, fused=True), ours(), []
+    for gains in ((1.0, 1.0), (INF, 1.0), (1.0, INF), (1.0, 1.0)):
+        optimizer.zero_grad()
+        for number, gain in enumerate(gains):
+            net.set_requires_gradient_sync(number == 1)  # type: ignore[operator]  # an FSDPModule
+            factor = torch.tensor([1.0, gain if rank == 1 else 1.0])
+            scaler.scale((net(torch.ones(2, 4)) * factor).sum() / 2).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((scaler.step_was_skipped, scaler.get_scale()))
+    return found
+
+
 def backward_after_unscale() -> str:
     """The gradients of the root's parameters come when the backward pass has ended."""
     net = fully_shard(nn.Linear(2, 2))
@@ -302,6 +328,7 @@ def two(rank: int) -> dict[str, Any]:
             for skip in ("all", "each")
             for unscaled in (False, True)
         }
+        found["windows"] = windows(rank)
         found["backward"] = backward_after_unscale()
         found["fsdp1"] = [flat(group=group, original=original) for group in (False, True) for original in (False, True)]
         found["sgd, fused"] = sharded_sgd()
@@ -313,8 +340,10 @@ def four(rank: int) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found: dict[str, Any] = {"hsdp": like_one_process(hsdp)}
-        meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "shard"))["shard"]]
-        net = fully_shard(nn.Linear(4, 2), mesh=meshes[0])
+        both = Loop(two_axes(made()), OPTIMIZERS["sgd, one by one"], ours(), clip=False)
+        found["two axes"] = both.skipped, both.collectives
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "shard"))["shard"]
+        net = fully_shard(nn.Linear(4, 2), mesh=mesh)
         optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), ours()
         gain = INF if rank >= 2 else 1.0
         scaler.scale((net(torch.ones(1, 4)) * torch.tensor([1.0, gain])).sum()).backward()
@@ -342,6 +371,7 @@ def test_s09_several_axes_and_groups_beside_each_other() -> None:
     found = ranks.run(four, 4)
     for each in found:
         assert each["hsdp"] == [(name, (True, [1] * 4)) for name in OPTIMIZERS for _ in range(2)]
+        assert each["two axes"] == ([False, False, True, False], [1] * 4)
     assert [each["pairs"] for each in found] == [1024.0, 1024.0, 512.0, 512.0]
 
 
@@ -364,6 +394,11 @@ def test_s09_a_rank_without_gradients_decides_with_the_others(of_two: list[dict[
         assert found["without"] == [(False, 1024.0)] * 4 + [(True, 512.0)] * 4
         assert found["none at all"].startswith("GradientError: step() found no gradients")
     assert of_two[1]["torch, without"].startswith("AssertionError: No inf checks were recorded")
+
+
+def test_s08_s09_a_window_overflows_once(of_two: list[dict[str, Any]]) -> None:
+    for found in of_two:
+        assert found["windows"] == [(False, 1024.0), (True, 512.0), (True, 256.0), (False, 256.0)]
 
 
 def test_s14_optimizers_of_sharded_layers_are_one_decision(of_two: list[dict[str, Any]]) -> None:
