@@ -9,6 +9,7 @@ say. Anything that this module does not know counts as a gradient.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -37,6 +38,10 @@ _LINEAR: Final = frozenset(
 """Operations that make zeros of zeros; operands that are no floats choose or index."""
 _PRODUCTS: Final = frozenset(("conv_general_dilated", "dot_general", "mul"))
 """Operations that make zeros where one operand is zeros."""
+_PASSING: Final = frozenset(
+    ("add_any", "convert_element_type", "copy", "div", "mul", "reshape", "squeeze", "expand_dims", "transpose")
+)
+"""Operations through which an array is still the same but for its form, or is added to another."""
 _READS: Final = frozenset(("get", "ref_get", "freeze", "ref_freeze"))
 _WRITES: Final = frozenset(("swap", "ref_swap", "addupdate", "ref_addupdate"))
 
@@ -49,6 +54,34 @@ def gradients_made(backward: compat.ClosedJaxpr) -> list[bool]:
     """
     kinds = _Flow().run(backward.jaxpr, [_FIXED] * len(backward.jaxpr.constvars), [_MADE])[0]
     return [kind != _ZERO for kind in kinds]
+
+
+def scattered(backward: compat.ClosedJaxpr) -> list[bool]:
+    """For each output of a backward pass whether it is what a `psum_scatter` gave, but for casts, shapes and factors:
+    the gradient of an array that was gathered from shards.
+
+    Args:
+        backward: the program of the backward pass.
+    """
+    made = {var: eqn for eqn in backward.jaxpr.eqns for var in eqn.outvars}
+
+    @functools.cache
+    def of(var: Any) -> bool:
+        eqn = made.get(var)
+        if eqn is None:
+            return False
+        name = compat.name_of(eqn)
+        if name == "reduce_scatter":
+            return True
+        if name == "jit":
+            inner: Any = eqn.params["jaxpr"]
+            return scattered(inner)[eqn.outvars.index(var)] or any(map(found, eqn.invars))
+        return name in _PASSING and any(map(found, eqn.invars))
+
+    def found(atom: Any) -> bool:
+        return not isinstance(atom, compat.Literal) and of(atom)
+
+    return [found(atom) for atom in backward.jaxpr.outvars]
 
 
 class _Flow:

@@ -25,11 +25,11 @@ from polyamp_jax.models.parts import Keys, Running
 from polyamp_jax.precision.bound import Engine
 from polyamp_jax.precision.cast_mode import compute_params
 from polyamp_jax.precision.reading import BoundModel
-from polyamp_jax.step.dependence import gradients_made
+from polyamp_jax.step.dependence import gradients_made, scattered
 from polyamp_jax.step.failures import check_aux
 from polyamp_jax.step.measure import unscaled_leaf
 from polyamp_jax.step.optimizers import like, widened
-from polyamp_jax.step.replicas import AxisName, Replicas, replicas
+from polyamp_jax.step.replicas import AxisName, Replicas, check_whole, replicas
 from polyamp_jax.step.state import JaxState
 
 
@@ -262,6 +262,8 @@ def taken(
         raise
     program = jax.make_jaxpr(backward)(scaled)
     made = gradients_made(program)
+    if compat.mapped_axes():
+        check_whole(scattered(program), [params, masters, *others])
     refusals.check_depends(any(made))
     one: Any = np.ones((), np.float32)
     if own := compat.varying(scaled):  # a loss that is each replica's own

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from polyamp.errors import ArgumentError, UnsupportedError
 from polyamp_jax import compat
-from polyamp_jax.arrays import is_key
+from polyamp_jax.arrays import is_key, path_name
 from polyamp_jax.models.parts import Keys, Running
 
 AxisName = str | tuple[str, ...] | None
@@ -194,6 +194,27 @@ def check_axis_name(axis_name: Any) -> None:
 def is_checked(mapped: Sequence[Any]) -> bool:
     """Whether the `shard_map` around checks how values vary."""
     return mapped[0] in compat.varying(jax.lax.axis_index(mapped[0]))
+
+
+def check_whole(scattered: Sequence[bool], differentiated: Any) -> None:
+    """Refuse shards of parameters where JAX does not say that they are some: their gradients would be averaged.
+
+    Args:
+        scattered: of each array, whether its gradient comes scattered out of the backward pass.
+        differentiated: the arrays.
+
+    Raises:
+        UnsupportedError: says which.
+    """
+    if not any(scattered) or is_checked(compat.mapped_axes()):
+        return
+    paths = [path_name(path[2:]) or "params" for path, _ in jax.tree_util.tree_leaves_with_path(differentiated)]
+    named = ", ".join(repr(path) for path, shard in zip(paths, scattered, strict=True) if shard)
+    raise UnsupportedError(
+        f"loss_fn gathers {named} from the replicas, so that each holds a shard of it. Inside pmap, or shard_map with "
+        "check_vma=False, JAX does not say so, and the gradients of different shards would be averaged. Use shard_map "
+        "with check_vma=True, or arrays with a NamedSharding under jax.jit."
+    )
 
 
 def averaged(value: Any, axes: Collection[Any]) -> Any:

@@ -221,6 +221,23 @@ def test_what_cannot_be_known_is_refused_by_name() -> None:
     with pytest.raises(ArgumentError, match=r"axis_name must be the name of an axis.*Received: 3"):
         polyamp.train_step(loss_fn, recipe, axis_name=3)(state, whole_batch(0))
 
+    def gathered(model: Any, batch: Any) -> Any:
+        whole = jax.lax.all_gather(model.params, "data", tiled=True)
+        return polyamp.losses.mean_squared_error(batch["x"] @ whole[:4], batch["y"])
+
+    def contrasted(model: Any, batch: Any) -> Any:  # gathers what the model computes, which is as it should be
+        every = jax.lax.all_gather(model(batch["x"]), "data", tiled=True)
+        return jnp.mean((model(batch["x"]) @ every.T) ** 2)
+
+    for way in WAYS[1:]:
+        with pytest.raises(UnsupportedError, match=r"loss_fn gathers 'params' from the replicas.*check_vma=True"):
+            over_replicas(way, polyamp.train_step(gathered, recipe, **NAMED[way]))(state, whole_batch(0))
+        new, _ = over_replicas(way, polyamp.train_step(contrasted, recipe, **NAMED[way]))(state, whole_batch(0))
+        alone, _ = polyamp.train_step(lambda m, b: jnp.mean((m(b["x"]) @ m(b["x"]).T) ** 2), recipe, donate=False)(
+            state, whole_batch(0)
+        )
+        np.testing.assert_allclose(new.params, alone.params, rtol=1e-5)
+
     def unreduced(state: Any, batch: Any) -> Any:
         _, gradients = polyamp.value_and_grad(loss_fn)(state, batch)
         own = gradients.values * batch["gain"][0, 0]
@@ -237,7 +254,8 @@ def test_vmap_makes_no_replicas() -> None:
     states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), state)
     parts = [whole_batch(0), whole_batch(1, poisoned=3)]
     both = jax.tree.map(lambda *each: jnp.stack(each), *parts)
-    new, result = jax.vmap(polyamp.train_step(loss_fn, recipe, donate=False), axis_name="data")(states, both)
+    name: dict[str, Any] = {"axis_name": "data"} if jax.__version_info__ >= (0, 8) else {}  # there it looks like pmap
+    new, result = jax.vmap(polyamp.train_step(loss_fn, recipe, donate=False), **name)(states, both)
     assert result.skipped.tolist() == [False, True]
     alone, _ = polyamp.train_step(loss_fn, recipe, donate=False)(state, parts[0])
     np.testing.assert_allclose(new.params[0], alone.params, rtol=1e-6)
