@@ -42,8 +42,12 @@ _SOURCE: Final = re.compile(r"\[\S+\.(cc|cpp|h|cu):\d+\] ")
 class Store(Protocol):
     """What the ranks share: small values by name, as torch's `TCPStore` or JAX's coordination service keep them.
 
-    Every method may raise `ConnectionError`: what keeps the values is gone.
+    Every method may raise `OSError`, such as `ConnectionError`: what keeps the values is gone.
     """
+
+    def reach(self) -> None:
+        """Raise `ConnectionError`, or another `OSError`, if what keeps the values does not answer; asked before the
+        other methods where it may be gone."""
 
     def set(self, key: str, value: bytes) -> None:
         """Put a value."""
@@ -132,7 +136,7 @@ class _Comparison:
         try:
             self.put({"digests": {title: _digest(lines) for title, lines in brought.items()}, "part": part})
             words = self._led(brought) if self.group.place == 0 else self._followed(brought)
-        except ConnectionError as error:
+        except OSError as error:
             raise ReplicaError(lost_store(self.group)) from error
         if words:
             raise ReplicaError(words)

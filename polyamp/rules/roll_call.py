@@ -28,6 +28,8 @@ PATIENCE: Final = 6.0
 """Seconds that a roll call waits for answers."""
 INTERVAL: Final = 0.5
 """Seconds between two looks of the thread; with more than 200 ranks it looks less often, for the store's sake."""
+_LINGERS: Final = 3.0
+"""Seconds that a process which keeps the store stays for the others."""
 _MOST: Final = 8
 _AGAIN: Final = "Start all ranks again and polyamp.restore the last checkpoint: this state is not to be used again."
 _LOG: Final = logging.getLogger("polyamp")
@@ -38,6 +40,7 @@ class Board:
 
     Attributes:
         group: the ranks.
+        hosts: whether the store ends with this process.
         begun: how many steps this rank began.
         inside: whether it is in one.
         failed: whether a step failed, before it is known why.
@@ -45,8 +48,9 @@ class Board:
         over: set at the end of the process.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, *, hosts: bool = False) -> None:
         self.group = group
+        self.hosts = hosts
         self.begun = 0
         self.inside = False
         self.failed = False
@@ -54,6 +58,8 @@ class Board:
         self.over = threading.Event()
         self._thread = threading.get_ident()
         self._since = time.monotonic()
+        self._heard = ""
+        self._told = False
         self._process = os.getpid()
         self._set(f"who/{group.place}", presence.own())
         multiprocessing.util.Finalize(self, _end, args=(weakref.ref(self),), exitpriority=100)
@@ -75,49 +81,66 @@ class Board:
         told = f"rank {me} raised {shortened(error)} in step {self.begun}"
         self.broken = f"{told}."
         try:
+            self.group.store.reach()
             self._put("raised", {"words": told})
             self._set("called", {"words": told})
-        except ConnectionError:  # the launcher is gone: nobody can be told, and the error is on its way
+            self._told = True
+        except OSError:  # the launcher is gone: nobody can be told, and the error is on its way
             return
         error.add_note(
             f"polyamp: this is rank {me} of {ranks}, in step {self.begun}. The other ranks end with ReplicaError, "
             "which says so. This state is not to be used again."
         )
 
-    def parted(self, error: BaseException) -> ReplicaError:
+    def parted(self, what: str) -> ReplicaError:
         """The error of a rank whose collective failed, which is to be raised from that failure.
 
         Takes up to `PATIENCE` seconds, which only a rank that does not answer costs.
+
+        Args:
+            what: the failure, in one line.
         """
         self.failed = True
-        me, what = self.group.names[self.group.place], shortened(error, 200)
+        me = self.group.names[self.group.place]
         try:
+            self.group.store.reach()
             self._put("answers", {"place": self.group.place, "how": "failed", "step": self.begun, "error": what})
             self._set("called", {"words": ""})
             words = self._found()
-        except ConnectionError:
-            words = lost_store(self.group)
+        except OSError:
+            words = self._heard or lost_store(self.group)
         self.broken = f"{words} (The collective of rank {me} failed in step {self.begun}: {what})"
         return ReplicaError(f"{self.broken} {_AGAIN}")
 
     def ended(self) -> None:
-        """Say that this rank's program is over. Called when the process ends in a way of which it hears."""
+        """Say that this rank's program is over. Called when the process ends in a way of which it hears.
+
+        Where the store ends with this process, a rank that raised waits until the others have heard of it.
+        """
+        end = time.monotonic() + _LINGERS
+        while self.hosts and self._told and time.monotonic() < end:
+            if self.group.store.add("answers", 0) >= len(self.group.names) - 1:
+                return
+            time.sleep(0.05)
         if self.broken or self._process != os.getpid():
             return
         error = getattr(sys, "last_value", None)  # what ended the program, where nobody caught it
         why = "" if error is None else f": its program raised {shortened(error)} outside of a step"
         self.broken = f"rank {self.group.names[self.group.place]} ended after step {self.begun}{why}."
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):
+            self.group.store.reach()
             self._put("ended", {"place": self.group.place, "words": self.broken[:-1]})
 
     def answer(self) -> bool:
         """If the roll was called, say where this rank is. Called by the thread that looks after a long step."""
+        self.group.store.reach()
         value = self.group.store.get("called", 0.0)
         if value is None:
             return False
         if self.failed:  # and says so itself
             return True
         words = str(json.loads(value)["words"])
+        self._heard = f"{words}." if words else ""
         here = {"place": self.group.place, "how": "there", "step": self.begun, "inside": self.inside}
         seconds = time.monotonic() - self._since
         self._put("answers", {**here, "seconds": round(seconds), "where": presence.where(self._thread)})
@@ -241,7 +264,7 @@ class _Looking(threading.Thread):
                 try:
                     if board.answer():
                         return
-                except ConnectionError:  # the launcher is gone, and with it whoever could ask
+                except OSError:  # the launcher is gone, and with it whoever could ask
                     return
             seen = (board.begun, board.inside)
             del board
@@ -261,6 +284,9 @@ class Shelf:
         self._values: dict[str, bytes] = {}
         self._counts: dict[str, int] = {}
         self._changed = threading.Condition()
+
+    def reach(self) -> None:
+        """See `Store`."""
 
     def set(self, key: str, value: bytes) -> None:
         """See `Store`."""

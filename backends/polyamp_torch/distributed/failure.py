@@ -7,6 +7,8 @@ Called by `step.replicas`. What ranks compare, leave for each other and say is `
 from __future__ import annotations
 
 import datetime
+import os
+import socket
 import time
 import weakref
 from types import TracebackType
@@ -14,7 +16,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from polyamp.rules.replicas import Group
+from polyamp.rules.replicas import Group, shortened
 from polyamp.rules.roll_call import Board
 from polyamp_torch.compat import prefixed, timeout_of
 
@@ -40,6 +42,16 @@ class Kept:
 
     def __init__(self, store: Any, prefix: str) -> None:
         self._store = prefixed(prefix, store)
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        self._host = (store.host, store.port) if hasattr(store, "port") else None
+
+    def reach(self) -> None:
+        """See `Store`. torch itself would write its own stack to standard error if nobody answers."""
+        if self._host is None:
+            return
+        with socket.create_connection(self._host, 2.0):
+            pass
 
     def set(self, key: str, value: bytes) -> None:
         """See `Store`."""
@@ -97,7 +109,8 @@ class Guard:
             self.board.inside = False
             return
         if of_a_collective(error):
-            raise self.board.parted(error) from error
+            what = shortened(error, 300).partition(" This is typically caused by ")[0]
+            raise self.board.parted(what) from error
         self.board.raised(error)
 
 
@@ -130,7 +143,9 @@ def guard_of(group: Any) -> Guard | None:
     store = Kept(group.get_group_store(), f"polyamp/{made}/")
     names = dist.get_process_group_ranks(group)
     seconds = timeout_of(group) or datetime.timedelta(minutes=30)
-    guard = Guard(Board(Group(store, dist.get_rank(group), names, seconds.total_seconds())))
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps it; else rank 0 does
+    hosts = dist.get_rank() == 0 and not launched
+    guard = Guard(Board(Group(store, dist.get_rank(group), names, seconds.total_seconds()), hosts=hosts))
     _guards.append((weakref.ref(group), guard))
     return guard
 

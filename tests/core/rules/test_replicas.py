@@ -110,7 +110,7 @@ def test_s32_the_rank_that_raised_is_named_with_its_error() -> None:
                 board.check()
             return ""
         time.sleep(0.1)
-        raised = board.parted(RuntimeError("closed"))
+        raised = board.parted("RuntimeError: closed")
         with pytest.raises(ReplicaError, match="rank 2 raised"):
             board.check()
         return str(raised)
@@ -134,7 +134,7 @@ def test_s32_a_rank_that_ended_and_one_that_was_killed() -> None:
             board.ended()
             return ""
         time.sleep(0.1)
-        return str(board.parted(RuntimeError("closed")))
+        return str(board.parted("RuntimeError: closed"))
 
     assert on_ranks(2, run)[0].startswith("rank 1 ended after step 5. (The coll")
 
@@ -148,7 +148,7 @@ def test_s32_the_killed_rank_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -
             group.store.set("who/1", b'{"host": "%b", "pid": 1, "start": "-1"}' % presence.own()["host"].encode())
             return ""
         time.sleep(0.1)
-        return str(board.parted(RuntimeError("closed")))
+        return str(board.parted("RuntimeError: closed"))
 
     begun = time.monotonic()
     found = on_ranks(3, run)
@@ -165,7 +165,7 @@ def test_s32_the_rank_that_hangs_says_where_by_its_thread(caplog: pytest.LogCapt
         if group.place == 1:
             over.wait(20)
             return ""
-        words = str(board.parted(RuntimeError("Timed out")))
+        words = str(board.parted("RuntimeError: Timed out"))
         over.set()
         return words
 
@@ -182,7 +182,7 @@ def test_s32_who_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         if group.place == 1:
             board.failed = True  # its thread says nothing
             return ""
-        return str(board.parted(RuntimeError("Timed out")))
+        return str(board.parted("RuntimeError: Timed out"))
 
     assert on_ranks(2, run)[0].startswith(
         "rank 1 did not answer within 0.5 s: it was killed, hangs, or its machine is lost."

@@ -99,7 +99,9 @@ CASES = [
     ("ddp", 4, 1, "kill", "after forward", GONE),
     ("ddp", 2, 0, "kill", "outside", GONE),
     ("ddp", 2, 1, "sleep", "outside", "rank {} hangs: it has not come back since step 3, for "),
-    ("ddp", 4, 2, "sleep", "after forward", "rank {} hangs: it is still in step 4, for "),
+    ("fsdp2", 2, 0, "raise", "backward", RAISED),
+    ("fsdp2", 4, 2, "kill", "after forward", GONE),
+    ("fsdp2", 4, 2, "sleep", "after forward", "rank {} hangs: it is still in step 4, for "),
 ]
 
 
@@ -179,11 +181,11 @@ def test_s32_init_refuses_what_parts_on_every_rank(world: int) -> None:
             ("recipes", "'clip_norm = 2.0' there, 'clip_norm = 1.0' here"),
             (
                 "parameters",
-                "'module/0/weight: float32 [8, 4], not trained' there, 'module/0/weight: float32 [8, 4]' here",
+                "'0/weight: float32 [8, 4], not trained' there, '0/weight: float32 [8, 4]' here",
             ),
-            ("values", "'module.0.weight: values with the checksum "),
-            ("buffers", "'module/count: float32 [3]' there, 'module/seen: float32 [3]' here"),
-            ("values", "'module.seen: values with the checksum "),
+            ("values", "'0.weight: values with the checksum "),
+            ("buffers", "'count: float32 [3]' there, 'seen: float32 [3]' here"),
+            ("values", "'seen: values with the checksum "),
             ("recipes", "'scaler.growth_interval = 9' there, 'scaler.growth_interval = 7' here"),
             ("init", ""),
             ("", ""),
