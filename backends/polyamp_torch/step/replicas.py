@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from polyamp.errors import PolyampError
 from polyamp.rules import replicas as of_ranks
 from polyamp.rules.window import Window
 from polyamp_torch.compat import NOTHING, local_of
@@ -231,7 +232,10 @@ def withdraw(model: Any, error: BaseException) -> None:
     """Where `init` raised on this rank: the others need not wait for it."""
     try:
         guard = replicas_of(model).guard
-    except Exception:  # noqa: BLE001  # no model, or one that no rank can train
+    except PolyampError:  # that is what `init` raised, before it came to know the group
+        groups = [part.process_group for part in model.modules() if isinstance(part, DistributedDataParallel)]
+        guard = _guard(groups[0]) if groups and groups[0].size() > 1 else None
+    except AttributeError:  # no model
         return
     if guard is not None:
         guard.inits += 1

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import polyamp
-from polyamp.errors import PolicyError, ReplicaError
+from polyamp.errors import ModelError, PolicyError, ReplicaError
 from tests import ranks
 
 WAIT = 3.0
@@ -162,36 +162,36 @@ def refused(rank: int, engine: str) -> list[str]:
         try:
             polyamp.init(build(), made)
             found.append("")
-        except PolicyError as error:
-            found.append(f"polyamp.init raised PolicyError: {error} on rank {rank}")
+        except (PolicyError, ModelError) as error:
+            found.append(f"polyamp.init raised {type(error).__name__}: {' '.join(str(error).split())} on rank {rank}")
         except ReplicaError as error:
             found.append(str(error))
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_s32_init_refuses_what_parts_on_every_rank(world: int) -> None:
-    found = ranks.run(refused, world, "ddp")
+NOT_TRAINED = "'0/weight: float32 [8, 4]{0}, not trained' there, '0/weight: float32 [8, 4]{0}' here"
+BROUGHT = [
+    "",
+    "rank 1 brings other recipes than {}: 'clip_norm = 2.0' there, 'clip_norm = 1.0' here",
+    "polyamp.init raised ModelError: model: DistributedDataParallel was made when 4 of its parameters were trained",
+    "rank 1 brings other values than {}: '0/weight: values with the checksum ",
+    "rank 1 brings other buffers than {}: 'count: float32 [3]' there, 'seen: float32 [3]' here",
+    "rank 1 brings other values than {}: 'seen: values with the checksum ",
+    "rank 1 brings other recipes than {}: 'scaler.growth_interval = 9' there, 'scaler.growth_interval = 7' here",
+    "polyamp.init raised PolicyError: ",
+    "",
+]
+SHARDED = {
+    2: "rank 1 brings other parameters than {}: " + NOT_TRAINED.format(", S(0)"),
+    3: "",  # every rank has shards of its own
+}
+
+
+@pytest.mark.parametrize(("engine", "world"), [("ddp", 4), ("fsdp2", 2)])
+def test_s32_init_refuses_what_parts_on_every_rank(engine: str, world: int) -> None:
+    found = ranks.run(refused, world, engine)
     assert found == [found[0]] * world
-    rest = {2: "rank 0", 4: "ranks 0, 2 and 3"}[world]
-    for said, (what, lines) in zip(
-        found[0],
-        [
-            ("", ""),
-            ("recipes", "'clip_norm = 2.0' there, 'clip_norm = 1.0' here"),
-            (
-                "parameters",
-                "'0/weight: float32 [8, 4], not trained' there, '0/weight: float32 [8, 4]' here",
-            ),
-            ("values", "'0.weight: values with the checksum "),
-            ("buffers", "'count: float32 [3]' there, 'seen: float32 [3]' here"),
-            ("values", "'seen: values with the checksum "),
-            ("recipes", "'scaler.growth_interval = 9' there, 'scaler.growth_interval = 7' here"),
-            ("init", ""),
-            ("", ""),
-        ],
-        strict=True,
-    ):
-        begins = f"rank 1 brings other {what} than {rest}: {lines}" if lines else ""
-        assert said.startswith("polyamp.init raised PolicyError: " if what == "init" else begins), said
-        assert bool(said) == bool(what)
+    for number, (said, words) in enumerate(zip(found[0], BROUGHT, strict=True)):
+        expected = SHARDED.get(number, words) if engine == "fsdp2" else words
+        assert said.startswith(expected.format({2: "rank 0", 4: "ranks 0, 2 and 3"}[world])), said
+        assert bool(said) == bool(expected)
