@@ -229,8 +229,14 @@ class Board:
         other = sorted(self.group.names[entry["place"]] for entry in answers if entry["step"] != step)
         if other:
             return f"{called(other)} took another number of steps than the others, who are in step {step}."
-        errors = "; ".join(f"rank {self.group.names[entry['place']]}: {entry['error']}" for entry in answers[:_MOST])
-        return f"All ranks answer, and on each a collective failed in step {step}: {errors}."
+        errors = [str(entry["error"]) for entry in answers]
+        usual = max(dict.fromkeys(errors), key=errors.count)
+        if 2 * errors.count(usual) > len(errors) > errors.count(usual):
+            odd = [entry for entry in answers if entry["error"] != usual]
+            ranks = called(sorted(self.group.names[entry["place"]] for entry in odd))
+            return f"{ranks} parted from the others in step {step}: {odd[0]['error']} there, {usual} on the others."
+        listed = "; ".join(f"rank {self.group.names[entry['place']]}: {entry['error']}" for entry in answers[:_MOST])
+        return f"All ranks answer, and on each a collective failed in step {step}: {listed}."
 
     def _put(self, name: str, what: Mapping[str, Any]) -> None:
         self._set(f"{name}/{self.group.store.add(name, 1)}", what)

@@ -1,6 +1,6 @@
 """The one small reduction of a step: the gradients' norm, their finite flag and the loss, over all processes (S9).
 
-One float64 vector of three numbers, summed, so that every process reads the same bits and so decides the same, on
+One float64 vector of four numbers, summed, so that every process reads the same bits and so decides the same, on
 unlike hardware too. Called by `step.update`.
 """
 
@@ -19,15 +19,17 @@ class Agreed(NamedTuple):
         norm: of the gradients of all of them, float64 scalar.
         finite: whether all are finite, boolean scalar.
         loss: the mean over the replicas, float32 scalar; 0 where no loss was given.
+        marks: the sum of what each says of its program, float64 scalar.
     """
 
     norm: torch.Tensor
     finite: torch.Tensor
     loss: torch.Tensor
+    marks: torch.Tensor
 
 
 @torch.no_grad()
-def agreed(squares: torch.Tensor, finite: torch.Tensor, loss: torch.Tensor | None, group: Any) -> Agreed:
+def agreed(squares: torch.Tensor, finite: torch.Tensor, loss: torch.Tensor | None, group: Any, mark: int = 0) -> Agreed:
     """The sums over a group.
 
     Args:
@@ -36,9 +38,10 @@ def agreed(squares: torch.Tensor, finite: torch.Tensor, loss: torch.Tensor | Non
         finite: whether the gradients that it holds are.
         loss: of its batch, or None.
         group: the processes.
+        mark: a small number that is the same where programs are: of the step, the state and the gradients (S32).
     """
     own = torch.zeros_like(squares) if loss is None else loss.to(squares.device, torch.float64) / group.size()
-    vector = torch.stack((squares, (~finite).double(), own))
+    vector = torch.stack((squares, (~finite).double(), own, squares.new_full((), mark)))
     dist.all_reduce(vector, group=group)
-    norm, broken, mean = vector.unbind()
-    return Agreed(norm.sqrt(), broken == 0, mean.float())
+    norm, broken, mean, marks = vector.unbind()
+    return Agreed(norm.sqrt(), broken == 0, mean.float(), marks)

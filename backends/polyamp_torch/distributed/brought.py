@@ -77,7 +77,8 @@ def _bits(tensor: torch.Tensor, *, width: int = 0) -> torch.Tensor:
 
 def _on_host(tensor: torch.Tensor) -> int:
     """0.2 s for a gigabyte."""
-    return zlib.crc32(_bits(tensor, width=1).numpy())
+    values: Any = _bits(tensor, width=1).numpy()
+    return zlib.crc32(values)
 
 
 @torch.no_grad()

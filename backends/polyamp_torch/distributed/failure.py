@@ -30,6 +30,8 @@ _WORDS: Final = (
     "ProcessGroup",
 )
 """What a `RuntimeError` of a collective holds in torch 2.7 to 2.13; others are a `torch.distributed.DistError`."""
+_MARKS: Final = 1 << 20
+"""Sums of so many from any number of ranks are exact in float64."""
 _FIRST, _LONGEST = 0.001, 0.05
 """Seconds between two questions to the store, which become longer."""
 
@@ -82,6 +84,10 @@ class Kept:
             raise ConnectionError(str(error)) from error
 
 
+class PartedError(RuntimeError):
+    """The ranks' one small reduction shows that they do not run the same program."""
+
+
 class Guard:
     """A block around a step, on several ranks: what leaves it is told to the others, or is told by them.
 
@@ -104,6 +110,14 @@ class Guard:
         board.begun += self._steps
         board.inside = True
 
+    def mark(self, state: int, gradients: int) -> int:
+        """A small number that is the same on all ranks while their programs are."""
+        return (self.board.begun * 7919 + state * 104729 + gradients * 1299709) % _MARKS
+
+    def refuse(self, state: int, gradients: int) -> None:
+        """Raise `PartedError`, with what this rank is at."""
+        raise PartedError(f"step {self.board.begun}, of state {state}, with gradients of {gradients} parameters")
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None:
             self.board.inside = False
@@ -123,7 +137,7 @@ def of_a_collective(error: BaseException | None) -> bool:
     False
     """
     while error is not None:
-        if isinstance(error, dist.DistError):
+        if isinstance(error, dist.DistError | PartedError):
             return True
         if type(error) is RuntimeError and any(word in str(error) for word in _WORDS):
             return True

@@ -20,7 +20,7 @@ from polyamp.rules import replicas as of_ranks
 from polyamp.rules.window import Window
 from polyamp_torch.compat import NOTHING, local_of
 from polyamp_torch.precision.paths import path_of
-from polyamp_torch.step.measure import measured
+from polyamp_torch.step.measure import looks, measured
 
 if TYPE_CHECKING:
     from polyamp_torch.distributed.agreement import Agreed
@@ -57,6 +57,7 @@ class Replicas:
         sharded: whether parameters lie in parts in several processes.
         modules: what of the model belongs to the engine, outermost first.
         guard: the block that a step of several processes runs in (S32); None on one device.
+        number: which of the group's states this is, from 1; 0 for one that did not come from `init`.
     """
 
     def __init__(self, held: Engine | None, named: Mapping[str, torch.Tensor]) -> None:
@@ -69,6 +70,7 @@ class Replicas:
         self.modules: tuple[Any, ...] = () if held is None else held.modules
         self.several = self.group is not None and self.group.size() > 1
         self.guard: Any = _guard(self.group) if self.several else None
+        self.number = 0
         self.sharded = any(local_of(p) is not p for p in named.values())
         self._parts: dict[int, float] = {}
         if held is not None:
@@ -100,6 +102,10 @@ class Replicas:
             scale: what the gradients are multiplied by, or None.
             loss: of this process's batch, or None.
             **how: to measure; see `measured`.
+
+        Raises:
+            PartedError: the processes are in different steps, or have gradients of different parameters. Known where
+                reading a number waits for nothing.
         """
         from polyamp_torch.distributed.agreement import agreed
 
@@ -114,7 +120,11 @@ class Replicas:
             norm, own = measured(members, scale, **how)
             squares = squares + norm.to(device, torch.float64).square() * part
             finite = finite & own.to(device)
-        return agreed(squares, finite, loss, self.group)
+        mark = 0 if self.guard is None else self.guard.mark(self.number, len(grads))
+        found = agreed(squares, finite, loss, self.group, mark)
+        if looks(device) and found.marks.item() != mark * self.group.size():
+            self.guard.refuse(self.number, len(grads))
+        return found
 
     def passes(self, parts: list[Any], window: Window, count: int, *, narrow: bool) -> list[Pass]:
         """The passes of a window (S8), which is reduced over the replicas behind the last one.
@@ -203,6 +213,7 @@ def compare(state: Any) -> None:
 
     sections, part = described(state.model, replicas.engine, replicas.modules)
     replicas.guard.inits += 1
+    replicas.number = replicas.guard.inits
     of_ranks.compare(replicas.guard.board.group, replicas.guard.inits, brought(state) | sections, part)
     check(state)
 

@@ -195,3 +195,46 @@ def test_s32_init_refuses_what_parts_on_every_rank(engine: str, world: int) -> N
         expected = SHARDED.get(number, words) if engine == "fsdp2" else words
         assert said.startswith(expected.format({2: "rank 0", 4: "ranks 0, 2 and 3"}[world])), said
         assert bool(said) == bool(expected)
+
+
+def crossed(rank: int, fault: str) -> list[str]:
+    """What each rank is told whose programs part without an error, and by the next step of both states then."""
+    made = recipe()
+    states = [polyamp.init(network("ddp", seed=seed), made) for seed in (0, 1)]
+    step = polyamp.train_step(loss_fn, made)
+    said = []
+    order = [0, 1, 0, 1]
+    if rank == 1 and fault == "order":
+        order = [0, 1, 1, 0]
+    if rank == 1 and fault == "early":
+        order = [0, 1, 0]
+    if rank == 1 and fault == "bad batch":
+        order = [0, 1, -1, 0, 1]
+    for number in order:
+        try:
+            step(states[number], torch.ones(4, 4) if number >= 0 else torch.ones(4, 3))
+        except (ReplicaError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_s32_states_that_are_stepped_in_another_order_do_not_mix() -> None:
+    """Their gradients have one shape, so that the collectives themselves pair."""
+    one, other = ranks.run(crossed, 4, "order", leave=False)[:2]
+    begins = "rank 1 parted from the others in step 3: PartedError: step 3, of state 2, with gradients of 4 parameters "
+    assert len(one) == len(other) == 2
+    assert one[0].startswith(f"ReplicaError: {begins}there, PartedError: step 3, of state 1, ")
+    assert one[1].startswith(f"ReplicaError: {begins}")
+    assert "(The collective of rank 1 failed in step 3" in other[0]
+
+
+def test_s32_a_rank_that_ends_early_or_goes_on_after_an_error_is_named() -> None:
+    one, other = ranks.run(crossed, 2, "early", leave=False)
+    assert one[0].startswith("ReplicaError: rank 1 ended after step 3. (The collective of rank 0 failed in step 4")
+    assert other == []
+    one, other = ranks.run(crossed, 2, "bad batch", leave=False)
+    assert one[0].startswith("ReplicaError: rank 1 raised RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+    assert other[0].startswith("RuntimeError: mat1 and mat2")
+    assert [each.partition(" (4x3")[0] for each in other[1:]] == [
+        "ReplicaError: rank 1 raised RuntimeError: mat1 and mat2 shapes cannot be multiplied"
+    ] * 2
