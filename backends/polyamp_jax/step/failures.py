@@ -10,7 +10,17 @@ from typing import Any, Final
 
 import jax
 
-from polyamp.errors import BatchError, LossError, ModelError, PolyampError, RecipeError, TraceError, described
+from polyamp.errors import (
+    BatchError,
+    LossError,
+    ModelError,
+    PolyampError,
+    RecipeError,
+    ReplicaError,
+    TraceError,
+    described,
+)
+from polyamp.rules.replicas import called, shortened
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array
 from polyamp_jax.precision.reading import TRANSFORMED, BoundModel
@@ -21,6 +31,7 @@ _VALUES: Final = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
+_COLLECTIVE: Final = re.compile(r"(Gloo|NCCL) \S+ (failed|operation)|Gloo context initialization failed")
 _CALLS: Final = {
     "TracerBoolConversionError": "Python cannot branch on one with if, and, or, not",
     "TracerArrayConversionError": "NumPy cannot take one",
@@ -32,6 +43,8 @@ _CALLS: Final = {
 def explained(error: Exception, batch: Any) -> PolyampError | None:
     """The error to raise in place of JAX's; None if it is not known what was mistaken."""
     text = str(error)
+    if _COLLECTIVE.search(text) and jax.process_count() > 1:
+        return _other_process(error)
     if isinstance(error, _VALUES):
         what = _CALLS.get(type(error).__name__)
         if what is None:
@@ -120,4 +133,20 @@ def _registered(leaf: Any) -> str:
         f"Make it known to JAX with @jax.tree_util.register_dataclass above class {type(leaf).__name__}, or "
         "use a dict or "
         "a NamedTuple."
+    )
+
+
+def _named(processes: list[int]) -> str:
+    return called(processes).replace("ranks", "processes").replace("rank", "process")
+
+
+def _other_process(error: Exception) -> ReplicaError:
+    """Of two processes it is the other one; of more JAX does not say which before its service has missed it."""
+    others = [number for number in range(jax.process_count()) if number != jax.process_index()]
+    return ReplicaError(
+        f"{_named(others)} "
+        f"{'ended, raised or was killed' if len(others) == 1 else 'did not all take part: one ended, raised or died'}: "
+        f"a collective of process {jax.process_index()} failed ({shortened(error, 200)}). Look at what the others "
+        "printed. Start all processes again and polyamp.restore the last checkpoint: this state is not to be used "
+        "again."
     )
