@@ -11,7 +11,8 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from polyamp.errors import ModelError, PolyampError, TraceError, UnsupportedError
+from polyamp.errors import ModelError, PolyampError, ReplicaError, TraceError, UnsupportedError
+from polyamp.rules.replicas import called
 from polyamp_tensorflow.models.layers import is_layer, modules
 from polyamp_tensorflow.step.distribution import USED_APART, several
 from polyamp_tensorflow.step.state import TensorFlowState
@@ -29,6 +30,8 @@ _TRACED: Final = (
 def explained(error: Exception, states: Sequence[TensorFlowState]) -> PolyampError | None:
     """The error to raise in place of TensorFlow's; None if it is not known what was mistaken."""
     text = str(error)
+    if isinstance(error, tf.errors.OpError) and "Collective ops is aborted by" in text:
+        return _other_worker(text)
     if isinstance(error, tf.errors.OperatorNotAllowedInGraphError):
         return TraceError(_TRACED.format("Python cannot branch on one, or loop over one"))
     if isinstance(error, NotImplementedError) and "to a numpy array" in text:
@@ -50,6 +53,18 @@ def explained(error: Exception, states: Sequence[TensorFlowState]) -> PolyampErr
     if isinstance(error, TypeError | ValueError | tf.errors.InvalidArgumentError):
         return _mixed_dtypes(error, states)
     return None
+
+
+def _other_worker(text: str) -> ReplicaError:
+    """TensorFlow's own look at its peers names the tasks that stopped sending heartbeats, or that did not answer."""
+    tasks = sorted({int(number) for number in re.findall(r"/job:worker(?:/replica:\d+)?/task:(\d+)", text)})
+    workers = called(tasks).replace("rank", "worker") if tasks else "another worker"
+    reason = " ".join(text.partition("Collective ops is aborted by: ")[2].partition("The error could be")[0].split())
+    return ReplicaError(
+        f"{workers} ended, raised or was killed: a collective of this one was aborted ({reason[:300]}). Look at what "
+        "it printed. Start all workers again and polyamp.restore the last checkpoint: this state is not to be used "
+        "again."
+    )
 
 
 def _windows(state: TensorFlowState) -> bool:

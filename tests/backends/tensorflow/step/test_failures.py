@@ -11,7 +11,8 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.errors import ModelError
+from polyamp.errors import ModelError, ReplicaError
+from polyamp_tensorflow.step import failures
 
 X = np.linspace(-1.0, 1.0, 12, dtype=np.float32).reshape(4, 3)
 
@@ -63,3 +64,18 @@ def test_an_error_of_the_models_own_stays_its_own() -> None:
     with pytest.raises(ValueError, match="broken on purpose") as caught:
         polyamp.train_step(lambda model, batch: tf.reduce_sum(broken(model(batch["x"]))), recipe)(state, {"x": X})
     assert "{'x': float32[4, 3]}" in caught.value.__notes__[0]
+
+
+def test_s32_the_worker_that_is_gone_is_named() -> None:
+    """The words are TensorFlow 2.21's, of two workers of which the second was killed."""
+    words = (
+        "Graph execution error:\n\nCollective ops is aborted by: Error reported from /job:worker/task:1: The following "
+        "tasks are unhealthy (stopped sending heartbeats):\n/job:worker/replica:0/task:1\nThe tasks have crashed.\nThe "
+        "error could be from a previous operation. Restart your program to reset.\n [[{{node CollectiveReduceV2}}]]"
+    )
+    error = failures.explained(tf.errors.UnavailableError(None, None, words), [])
+    assert isinstance(error, ReplicaError)
+    assert str(error).startswith(
+        "worker 1 ended, raised or was killed: a collective of this one was aborted (Error reported from "
+        "/job:worker/task:1: The following tasks are unhealthy"
+    )
