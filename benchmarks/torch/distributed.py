@@ -3,7 +3,7 @@
     ddp, fsdp2     a GPT of 1 million parameters and one of 25 million, in float32, bfloat16 and float16, clipped; and
                    accumulated over four micro-batches
     added          what polyamp's step sends beside the engine's own: collectives, and elements of them
-    one reduction  what a reduction of three numbers takes, the one that polyamp adds
+    one reduction  what a reduction of four numbers takes, the one that polyamp adds
 
 By hand is what a careful user writes: `no_sync`, or `set_requires_gradient_sync`, before all but the last micro-batch,
 `torch.autocast` around the forward pass, `torch.amp.GradScaler` in float16, `clip_grad_norm_`, torch's fused AdamW. It
@@ -230,15 +230,15 @@ def added(case: Case) -> Iterator[Entry]:
 
 
 def one_reduction(settings: Settings) -> Entry:
-    """Seconds of an all-reduce of three float64, the vector that polyamp sends."""
-    times, vector = [], torch.zeros(3, dtype=torch.float64)
+    """Seconds of an all-reduce of four float64, the vector that polyamp sends."""
+    times, vector = [], torch.zeros(4, dtype=torch.float64)
     for _ in range(settings.rounds):
         dist.barrier()
         begin = time.perf_counter()
         dist.all_reduce(vector)
         times.append(time.perf_counter() - begin)
     own = Side(f"{dist.get_world_size()} processes", agreed(times))
-    return Entry(section="replicas", name="one reduction of three numbers", unit="s", own=own)
+    return Entry(section="replicas", name="one reduction of four numbers", unit="s", own=own)
 
 
 def ranks(arguments: Sequence[str], processes: int) -> int:
