@@ -40,6 +40,15 @@ def data_of(path: Path) -> Path:
     return path / json.loads((path / "polyamp.json").read_text())["data"]
 
 
+def test_s33_the_guides_example_runs() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "checkpoints_of_many.md").read_text(encoding="utf-8")
+    code = guide.split("```python\n")[1].split("```")[0]
+    found: dict[str, Any] = {}
+    exec(compile(code, "guide", "exec"), found)  # the page's own lines
+    parameters = [found[name].model.parameters for name in ("state", "other")]
+    assert all(np.array_equal(parameters[0][name], array) for name, array in parameters[1].items())
+
+
 def rewritten(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the manifest, with a digest that is right."""
     said = json.loads((path / "polyamp.json").read_text())

@@ -242,6 +242,19 @@ def test_s33_every_rank_refuses_what_one_refuses(of_four: Any, folder: Path, tmp
         assert nowhere.startswith("FileNotFoundError" if rank == 1 else "CheckpointError: rank 1 could not read ")
 
 
+def as_the_guide_says(rank: int, folder: str) -> int:
+    guide = Path(__file__).parents[4] / "docs" / "guides" / "checkpoints_of_many.md"
+    os.chdir(folder)
+    found: dict[str, Any] = {}
+    exec(guide.read_text(encoding="utf-8").split("```python torch\n")[1].split("```")[0], found)
+    return int(found["state"].step)
+
+
+def test_s33_the_guides_program_resumes(tmp_path: Path) -> None:
+    assert ranks.run(as_the_guide_says, 2, str(tmp_path)) == [2, 2]
+    assert ranks.run(as_the_guide_says, 3, str(tmp_path)) == [4, 4, 4]
+
+
 def killed(rank: int, folder: str, when: str) -> str:
     """Save over an older checkpoint; rank 1, or 0 around the manifest, is killed at a moment of its own."""
     from polyamp.train import sharded
