@@ -71,6 +71,7 @@ SUITES: dict[str, Suite] = {
     "porting": Suite([*PYTEST, "tests/porting"], 120),
     "parity": Suite([*PYTEST, *QUICK_XLA, "tests/parity"], 60),
     "packaging": Suite([*PYTEST, "tests/packaging"], 60),
+    "soak": Suite([*PYTEST, "tests/soak"], 60),
     # Only that every benchmark runs to its end: the figures of a quick run beside other suites mean nothing.
     "benchmarks": Suite(
         [sys.executable, "benchmarks/bench.py", "--quick", "--here", "--out", "out/bench-quick"],
