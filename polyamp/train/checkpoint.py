@@ -92,13 +92,15 @@ def save(state: Any, path: str | os.PathLike[str], *, sharded: bool | None = Non
     with in_parts(state) as parts:
         if sharded or (sharded is None and parts.processes.count > 1):
             folder.write(parts, file, _meta(state), replace=not dry_run)
-        elif parts.processes.count > 1:
+            return
+        if parts.processes.count > 1:
             content = _content_of(state, parts.whole())
             first = parts.processes.rank == 0
             put = functools.partial(write_atomically, file, content, replace=not dry_run)
             together(parts.processes, f"could not write {file}", lambda: put() if first else None)
-        else:
-            write_atomically(file, _content_of(state, state.backend.export_state(state)), replace=not dry_run)
+            return
+    content = _content_of(state, state.backend.export_state(state))
+    write_atomically(file, content, replace=not dry_run)  # while another thread may step on
 
 
 def _content_of(state: Any, exported: Arrays) -> bytes:

@@ -5,27 +5,30 @@ The several processes are threads (`divided_state`), each with rows of its own. 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from array_state import ArrayState, example
+from array_state import ArrayBackend, ArrayState, example
 from divided_state import DIVIDED, Threads, ranks
 from divided_state import example as part
 
 import polyamp
 from polyamp import ArgumentError, CheckpointError
+from polyamp.contract.parts import Parts
 from polyamp.errors import ReplicaError
 from polyamp.files import only_writer
 from polyamp.rules import streams
-from polyamp.train import sharded, tensors
+from polyamp.train import checkpoint, sharded, tensors
+from polyamp.train.parts import Alone
 
 
 @pytest.fixture
@@ -161,6 +164,27 @@ def test_s33_every_damaged_byte_is_found(saved: Path) -> None:
     shutil.rmtree(data_of(saved))
     with pytest.raises(CheckpointError, match=r"is not whole: state\.safetensors is missing"):
         polyamp.restore(example(2), saved)
+
+
+def test_s22_another_thread_steps_on_while_one_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[str] = []
+
+    class Watched(ArrayBackend):
+        @contextlib.contextmanager
+        def in_parts(self, state: ArrayState) -> Iterator[Parts]:
+            held.append("the turn")
+            yield Alone(state)
+            held.remove("the turn")
+
+    inner, seen = checkpoint.write_atomically, list[list[str]]()
+
+    def noting(*args: Any, **kwargs: Any) -> None:
+        seen.append(list(held))
+        inner(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "write_atomically", noting)
+    polyamp.save(ArrayState(example(1).arrays, Watched()), tmp_path / "file")
+    assert seen == [[]]
 
 
 FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
