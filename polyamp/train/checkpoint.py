@@ -303,9 +303,10 @@ def _content(path: Path) -> bytes:
     except FileNotFoundError as error:
         raise missing(path) from error
     except IsADirectoryError as error:
-        raise IsADirectoryError(
-            error.errno, f"{path.absolute()} is a folder; polyamp.save wrote a file. Name the file", str(path)
-        ) from error
+        said = "polyamp.save wrote a file. Name the file"
+        if (path / folder.MANIFEST).exists():
+            said = "its own framework reads it: restore it in one process, and save one file (sharded=False)"
+        raise IsADirectoryError(error.errno, f"{path.absolute()} is a folder; {said}", str(path)) from error
 
 
 def _what(content: bytes, error: Exception) -> str:

@@ -116,6 +116,8 @@ def test_s33_what_a_folder_may_not_replace(saved: Path, tmp_path: Path) -> None:
         polyamp.save(example(2), tmp_path / "none" / "checkpoint", sharded=True)
     with pytest.raises(IsADirectoryError):
         polyamp.save(example(2), saved)
+    with pytest.raises(IsADirectoryError, match=r"its own framework reads it: restore it in one process, and save one"):
+        checkpoint.read(saved)
     with pytest.raises(IsADirectoryError, match=r"without polyamp\.json: no save into it came to its end"):
         polyamp.restore(example(2), tmp_path / "other")
     with pytest.raises(ArgumentError, match=r"sharded must be True, False or None\. Received: sharded='yes'"):
