@@ -62,7 +62,7 @@ def training(rank: int, engine: str, failing: int, fault: str, where: str) -> tu
         if fault == "exit":
             os._exit(0)
         if fault == "sleep":
-            time.sleep(WAIT + ROLL)
+            time.sleep(WAIT + 5)
             os._exit(0)
 
     def failing_loss(model: Any, batch: Any) -> Any:
@@ -173,7 +173,7 @@ NOT_TRAINED = "'0/weight: float32 [8, 4]{0}, not trained' there, '0/weight: floa
 BROUGHT = [
     "",
     "rank 1 brings other recipes than {}: 'clip_norm = 2.0' there, 'clip_norm = 1.0' here",
-    "polyamp.init raised ModelError: model: DistributedDataParallel was made when 4 of its parameters were trained",
+    "rank 1 brings other parameters than {}: " + NOT_TRAINED.replace("{0}", ""),
     "rank 1 brings other values than {}: '0/weight: values with the checksum ",
     "rank 1 brings other buffers than {}: 'count: float32 [3]' there, 'seen: float32 [3]' here",
     "rank 1 brings other values than {}: 'seen: values with the checksum ",
