@@ -40,8 +40,21 @@ def agreed(squares: torch.Tensor, finite: torch.Tensor, loss: torch.Tensor | Non
         group: the processes.
         mark: a small number that is the same where programs are: of the step, the state and the gradients (S32).
     """
+    if squares.device.type == "cpu":
+        return _on_the_host(squares, finite, loss, group, mark)
     own = torch.zeros_like(squares) if loss is None else loss.to(squares.device, torch.float64) / group.size()
     vector = torch.stack((squares, (~finite).double(), own, squares.new_full((), mark)))
+    dist.all_reduce(vector, group=group)
+    norm, broken, mean, marks = vector.unbind()
+    return Agreed(norm.sqrt(), broken == 0, mean.float(), marks)
+
+
+def _on_the_host(
+    squares: torch.Tensor, finite: torch.Tensor, loss: torch.Tensor | None, group: Any, mark: int
+) -> Agreed:
+    """The same over Python's numbers, where reading costs nothing: a fourth of the operations."""
+    own = 0.0 if loss is None else loss.item() / group.size()
+    vector = torch.tensor((squares.item(), float(not finite.item()), own, float(mark)), dtype=torch.float64)
     dist.all_reduce(vector, group=group)
     norm, broken, mean, marks = vector.unbind()
     return Agreed(norm.sqrt(), broken == 0, mean.float(), marks)

@@ -50,6 +50,24 @@ def forget_reduction(wrapped: Any) -> None:
     wrapped.reducer._reset_state()
 
 
+def sends_buffers(wrapped: Any, *, now: bool) -> bool:
+    """Whether a `DistributedDataParallel` sends the buffers before a forward pass, and from now on. The public
+    `broadcast_buffers` says the same, through `nn.Module.__setattr__`, which is slow for what is done twice a step."""
+    own = vars(wrapped)
+    name = "forward_sync_buffers" if "forward_sync_buffers" in own else "broadcast_buffers"  # older torch
+    before: bool = own[name]
+    own[name] = now
+    return before
+
+
+def ran_forward(wrapped: Any, *, before: bool | None = None) -> bool:
+    """Whether a forward pass whose gradients are reduced came since this was set to False, as its end sets it."""
+    own = vars(wrapped)
+    if before is not None:
+        own["require_forward_param_sync"] = before
+    return bool(own["require_forward_param_sync"])
+
+
 def send_buffers(wrapped: Any) -> None:
     """What a `DistributedDataParallel` does with the buffers before each forward pass: rank 0's to all."""
     wrapped._sync_buffers()

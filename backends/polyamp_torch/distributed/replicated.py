@@ -21,7 +21,9 @@ from polyamp_torch.distributed.compat import (
     has_delayed,
     is_joined,
     parameters_reduced,
+    ran_forward,
     send_buffers,
+    sends_buffers,
 )
 from polyamp_torch.distributed.engine import Engine, Slots
 
@@ -36,7 +38,6 @@ class Replicated(Engine):
     def __init__(self, modules: Sequence[DistributedDataParallel]) -> None:
         group = modules[0].process_group
         super().__init__("ddp", group, group, dist.get_world_size(group), dist.get_rank(group), modules)
-        self._ran: list[Any] = []
         self.alike = any(part.static_graph for part in modules)
         self.keeps_gradients = any(part.gradient_as_bucket_view for part in modules)
 
@@ -55,10 +56,7 @@ class Replicated(Engine):
 
     @contextlib.contextmanager
     def window(self) -> Iterator[None]:
-        sent = [part.broadcast_buffers for part in self.modules]
-        hooks = [part.register_forward_pre_hook(self._note) for part in self.modules]
-        for part in self.modules:
-            part.broadcast_buffers = False
+        sent = [sends_buffers(part, now=False) for part in self.modules]
         try:
             yield
             self.alike = False
@@ -67,48 +65,56 @@ class Replicated(Engine):
                 forget_reduction(part)
             raise
         finally:
-            for part, send, hook in zip(self.modules, sent, hooks, strict=True):
-                part.broadcast_buffers = send
-                hook.remove()
-            self._ran = []
-
-    def _note(self, part: Any, _: Any) -> None:
-        self._ran.append(part)
+            for part, send in zip(self.modules, sent, strict=True):
+                sends_buffers(part, now=send)
+                ran_forward(part, before=True)  # as a forward pass by hand leaves it
 
     @contextlib.contextmanager
     def one_pass(self, *, last: bool) -> Iterator[None]:
-        self._ran = []
+        for part in self.modules:
+            ran_forward(part, before=False)
+        if last or self.alike:
+            yield
+            return
         with contextlib.ExitStack() as stack:
-            if not last and not self.alike:
-                for part in self.modules:
-                    stack.enter_context(part.no_sync())
+            for part in self.modules:
+                stack.enter_context(part.no_sync())
             yield
 
     def check_reduced(self, named: Mapping[str, torch.Tensor]) -> None:
         for part in self.modules:
-            held = {id(p) for p in part.parameters()}
-            own = {name: p for name, p in named.items() if id(p) in held}
-            used = next((name for name, p in own.items() if p.grad is not None), None)
-            if used is not None and not any(ran is part for ran in self._ran):
-                raise LossError(
-                    f"loss_fn computed with the parameter {used!r} and did not call the DistributedDataParallel around "
-                    "it, which reduces gradients only in backward passes that follow its own forward pass. Call the "
-                    "model itself, model(...); what else is to run belongs into its forward()."
-                )
+            if not ran_forward(part):
+                self._check_unused(part, named)
             try:
                 check_reduced(part)
             except RuntimeError as error:
-                unused = [name for name, p in own.items() if p.grad is None]
+                unused = [name for name, p in _own(part, named) if p.grad is None]
                 raise LossError(
                     f"DistributedDataParallel waits for gradients that did not come: loss_fn does not depend on "
                     f"{', '.join(map(repr, unused[:3])) or 'all that it computed'}. Make it "
                     "DistributedDataParallel(model, find_unused_parameters=True)."
                 ) from error
 
+    def _check_unused(self, part: Any, named: Mapping[str, torch.Tensor]) -> None:
+        used = next((name for name, p in _own(part, named) if p.grad is not None), None)
+        if used is not None:
+            raise LossError(
+                f"loss_fn computed with the parameter {used!r} and did not call the DistributedDataParallel around "
+                "it, which reduces gradients only in backward passes that follow its own forward pass. Call the "
+                "model itself, model(...); what else is to run belongs into its forward()."
+            )
+
     def send_running(self, slots: Slots, before: Any) -> None:
-        for part in self.modules:
-            if part.broadcast_buffers and any(True for _ in part.buffers()):
-                send_buffers(part)
+        if any(slots):
+            for part in self.modules:
+                if part.broadcast_buffers and any(True for _ in part.buffers()):
+                    send_buffers(part)
+
+
+def _own(part: Any, named: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """The trainable parameters that lie in a `DistributedDataParallel`."""
+    held = {id(p) for p in part.parameters()}
+    return [(name, p) for name, p in named.items() if id(p) in held]
 
 
 def _check_options(part: DistributedDataParallel, group: Any) -> None:

@@ -114,12 +114,16 @@ class Replicas:
         for p, grad in zip(parameters, grads, strict=True):
             if grad.numel():
                 classes.setdefault(self._parts[id(p)], []).append(grad)
-        squares = torch.zeros((), dtype=torch.float64, device=device)
-        finite = torch.ones((), dtype=torch.bool, device=device)
+        shares, flags = [], []
         for part, members in classes.items():
             norm, own = measured(members, scale, **how)
-            squares = squares + norm.to(device, torch.float64).square() * part
-            finite = finite & own.to(device)
+            shares.append(norm.to(device, torch.float64).square() * part)
+            flags.append(own.to(device))
+        if not shares:  # every shard that lies here is empty
+            shares = [torch.zeros((), dtype=torch.float64, device=device)]
+            flags = [torch.ones((), dtype=torch.bool, device=device)]
+        squares = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
+        finite = flags[0] if len(flags) == 1 else torch.stack(flags).all()
         mark = 0 if self.guard is None else self.guard.mark(self.number, len(grads))
         found = agreed(squares, finite, loss, self.group, mark)
         if looks(device) and found.marks.item() != mark * self.group.size():
