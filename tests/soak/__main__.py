@@ -122,6 +122,10 @@ def main() -> int:
         found[framework] = []
         for outcome in outcomes(framework, options.seeds or range(COUNTS[framework]), options.silence):
             found[framework].append(outcome)
+            if len(found[framework]) % 25 == 0:
+                bad = sum(bool(each.failures) for each in found[framework])
+                seconds = time.perf_counter() - began
+                print(f"{framework}: {len(found[framework])} trials, {bad} failed, {seconds:.0f} s", flush=True)
             if outcome.failures:
                 print(f"{framework} seed {outcome.seed}: {draw(framework, outcome.seed)}", flush=True)
                 print("".join(f"    {text}\n" for text in outcome.failures), flush=True)
