@@ -76,7 +76,7 @@ def _bits(tensor: torch.Tensor, *, width: int = 0) -> torch.Tensor:
 
 
 def _on_host(tensor: torch.Tensor) -> int:
-    """0.2 s for a gigabyte."""
+    """About 1 s for a gigabyte."""
     values: Any = _bits(tensor, width=1).numpy()
     return zlib.crc32(values)
 
