@@ -1,7 +1,8 @@
 """The one small reduction of a step: the gradients' norm, their finite flag and the loss, over all processes (S9).
 
 One float64 vector of four numbers, summed, so that every process reads the same bits and so decides the same, on
-unlike hardware too. Called by `step.update`.
+unlike hardware too. Where the engine leaves the same gradients in every process each measures them by itself, and what
+is still to be summed, the loss, is under way while the backward pass runs (`begun`). Called by `step.replicas`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,29 @@ class Agreed(NamedTuple):
     finite: torch.Tensor
     loss: torch.Tensor
     marks: torch.Tensor
+
+
+class Begun:
+    """The sums of the loss and the mark, on their way.
+
+    Args:
+        loss: of this process's batch.
+        group: the processes.
+        mark: as in `agreed`.
+    """
+
+    @torch.no_grad()
+    def __init__(self, loss: torch.Tensor, group: Any, mark: int) -> None:
+        self.mark = mark
+        own = loss.detach().to(torch.float64) / group.size()
+        self._sums = torch.stack((own, own.new_full((), mark)))
+        self._work: Any = dist.all_reduce(self._sums, group=group, async_op=True)
+
+    def arrived(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean loss, float32, and the sum of the marks, float64 scalars; a device waits for them by itself."""
+        self._work.wait()
+        mean, marks = self._sums.unbind()
+        return mean.float(), marks
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ class Engine:
         modules: what of the model the engine itself put there, outermost first.
         alike: whether every process must run the same number of passes, because a pass waits for the others'.
         keeps_gradients: whether gradients lie in memory that the next backward pass writes to.
+        same: whether behind the last pass every process has the same gradients, whole and bit for bit.
     """
 
     def __init__(self, name: str, group: Any, data: Any, count: int, rank: int, modules: Sequence[Any] = ()) -> None:
@@ -42,6 +43,7 @@ class Engine:
         self.modules: Final = tuple(modules)
         self.alike = False
         self.keeps_gradients = False
+        self.same = False
 
     def check(self, named: Mapping[str, torch.Tensor]) -> None:
         """Refuse what would let the replicas part. Where ranks differ, their comparison is to say so first.

@@ -25,6 +25,7 @@ _WORDS: Final = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Timed out waiting",
+    "caused pair closure",
     "[Gloo]",
     "NCCL",
     "ProcessGroup",

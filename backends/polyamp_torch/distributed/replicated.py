@@ -40,6 +40,7 @@ class Replicated(Engine):
         super().__init__("ddp", group, group, dist.get_world_size(group), dist.get_rank(group), modules)
         self.alike = any(part.static_graph for part in modules)
         self.keeps_gradients = any(part.gradient_as_bucket_view for part in modules)
+        self.same = True
 
     def check(self, named: Mapping[str, torch.Tensor]) -> None:
         for part in self.modules:

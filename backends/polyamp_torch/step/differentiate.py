@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -120,12 +120,13 @@ def scaled_backward(
     others: Bystanders,
     quiet: Undisturbed,
     share: float = 1.0,
+    between: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, Any]:
     """The float32 loss and aux; the gradients of the scaled loss, times what a micro-batch weighs (S8), are added to
     the parameters' `.grad` (S6).
 
     The casts stay installed during the backward pass, in which activation checkpointing runs the model again. An
-    interrupt arrives while `loss_fn` or the backward pass runs.
+    interrupt arrives while `loss_fn` or the backward pass runs. `between` is called with the loss between the two.
     """
     plan, scaler = states[0].plan, states[0].scaler
     models = tuple(state.bound for state in states)
@@ -161,6 +162,8 @@ def scaled_backward(
         scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
         scaled = scaled if share == 1.0 else scaled * share
         others.look(loss_fn, wide, size)
+        if between is not None:
+            between(wide.detach())
         with quiet.disturbed:
             torch.autograd.backward(scaled)
     return wide.detach(), map_tree(_detached, aux)

@@ -23,7 +23,7 @@ from polyamp_torch.precision.paths import path_of
 from polyamp_torch.step.measure import looks, measured
 
 if TYPE_CHECKING:
-    from polyamp_torch.distributed.agreement import Agreed
+    from polyamp_torch.distributed.agreement import Agreed, Begun
     from polyamp_torch.distributed.engine import Engine
 
 
@@ -86,12 +86,28 @@ class Replicas:
 
         return locals_of(tensors)
 
+    def begin(self, loss: torch.Tensor) -> Begun | None:
+        """Before the last backward pass of a window: send the loss off, if nothing but it needs a reduction."""
+        if not self.several or self.held is None or not self.held.same:
+            return None
+        from polyamp_torch.distributed.agreement import Begun
+
+        return Begun(loss, self.group, self._mark(0))
+
+    def _mark(self, gradients: int) -> int:
+        return 0 if self.guard is None else int(self.guard.mark(self.number, gradients))
+
+    def _check_marks(self, marks: torch.Tensor, mark: int, gradients: int) -> None:
+        if looks(marks.device) and marks.item() != mark * self.group.size():
+            self.guard.refuse(self.number, gradients)
+
     def agreed(
         self,
         parameters: list[torch.Tensor],
         grads: list[torch.Tensor],
         scale: torch.Tensor | None,
         loss: torch.Tensor | None,
+        begun: Begun | None = None,
         **how: Any,
     ) -> Agreed:
         """Norm, flag and mean loss over all processes, in one small reduction.
@@ -101,14 +117,20 @@ class Replicas:
             grads: what this process holds of these, in the same order.
             scale: what the gradients are multiplied by, or None.
             loss: of this process's batch, or None.
+            begun: what `begin` returned: then each process measures the gradients by itself, which are the same in all.
             **how: to measure; see `measured`.
 
         Raises:
             PartedError: the processes are in different steps, or have gradients of different parameters. Known where
                 reading a number waits for nothing.
         """
-        from polyamp_torch.distributed.agreement import agreed
+        from polyamp_torch.distributed.agreement import Agreed, agreed
 
+        if begun is not None:
+            norm, finite = measured(grads, scale, **how)
+            mean, marks = begun.arrived()
+            self._check_marks(marks, begun.mark, len(grads))
+            return Agreed(norm, finite, mean, marks)
         device = grads[0].device
         classes: dict[float, list[torch.Tensor]] = {}
         for p, grad in zip(parameters, grads, strict=True):
@@ -124,10 +146,9 @@ class Replicas:
             flags = [torch.ones((), dtype=torch.bool, device=device)]
         squares = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
         finite = flags[0] if len(flags) == 1 else torch.stack(flags).all()
-        mark = 0 if self.guard is None else self.guard.mark(self.number, len(grads))
+        mark = self._mark(len(grads))
         found = agreed(squares, finite, loss, self.group, mark)
-        if looks(device) and found.marks.item() != mark * self.group.size():
-            self.guard.refuse(self.number, len(grads))
+        self._check_marks(found.marks, mark, len(grads))
         return found
 
     def passes(self, parts: list[Any], window: Window, count: int, *, narrow: bool) -> list[Pass]:

@@ -1,7 +1,8 @@
 """The step of a model that several processes train together (S9), in the order of `step`.
 
 Gradients are reduced over the replicas behind the last pass of the window; then norm, flag and loss are, in one small
-reduction, and every process decides by the same bits. Running statistics are rank 0's, sent once when the step is
+reduction, and every process decides by the same bits. Where all have the same gradients then, that reduction is of the
+loss alone and goes its way before the last backward pass. Running statistics are rank 0's, sent once when the step is
 through. Called by the step.
 """
 
@@ -21,7 +22,7 @@ from polyamp_torch.step.measure import looks
 from polyamp_torch.step.replicas import Pass
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.update import Scaled, Shared, applied
-from polyamp_torch.step.window import NARROW, Sums, mean_and_stack, produced_by
+from polyamp_torch.step.window import NARROW, Sums, mean, mean_and_stack, produced_by
 
 
 def stepped(
@@ -37,10 +38,11 @@ def stepped(
     slots = [own for _, own in state.buffer_owners]
     before = held.written(slots)
     sums = Sums(parameters) if narrow else None
+    shared = Shared()
     with set_aside(parameters, used_up=True), Bystanders(parameters, state.graphs, held.leaves) as others:
         try:
             with held.window():
-                losses, auxes = _passed(loss_fn, state, passes, sums, others, quiet)
+                losses, auxes = _passed(loss_fn, state, passes, window, shared, sums, others, quiet)
             if len(passes) > 1:  # loss_fn may have changed the model between two of them
                 state.check_unchanged()
             scale = state.scale_state.scale if state.scaler.scales else None
@@ -60,7 +62,7 @@ def stepped(
             if finite is None or not looks(finite.device) or bool(finite):
                 held.send_running(slots, before)
 
-        shared = Shared(loss)
+        shared.loss = loss
         (result,) = applied([state], [Scaled(values, scale, settle, shared=shared)], "all")
     return result._replace(loss=shared.loss, aux=aux)
 
@@ -69,6 +71,8 @@ def _passed(
     loss_fn: LossFunction,
     state: TorchState,
     passes: list[Pass],
+    window: Window,
+    shared: Shared,
     sums: Sums | None,
     others: Bystanders,
     quiet: Undisturbed,
@@ -76,11 +80,18 @@ def _passed(
     """Every pass of a window: the losses and aux of those that count; the gradients are in the parameters or `sums`."""
     held = state.replicas.held
     assert held is not None
-    losses, auxes = [], []
-    for one in passes:
+    losses: list[torch.Tensor] = []
+    auxes = []
+
+    def begin(loss: torch.Tensor) -> None:
+        """Before the last backward pass, so that on every rank it comes before what that one sends."""
+        shared.begun = state.replicas.begin(mean([*losses, loss] if passes[-1].counts else losses, window))
+
+    for number, one in enumerate(passes, 1):
+        between = begin if number == len(passes) else None
         saved = None if one.counts else buffers.snapshot(state.buffer_owners)
         with held.one_pass(last=one.last):
-            loss, aux = scaled_backward(loss_fn, [state], one.part, others, quiet, one.share)
+            loss, aux = scaled_backward(loss_fn, [state], one.part, others, quiet, one.share, between)
         if saved is None:
             losses.append(loss)
             auxes.append(aux)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -31,6 +31,9 @@ from polyamp_torch.step.replicas import guarded
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.turns import together
 
+if TYPE_CHECKING:
+    from polyamp_torch.distributed.agreement import Begun
+
 _ORDINARY: Final = (2.0**-100, 2.0**100)
 """Divisors whose quotients are as exact as float32 allows."""
 
@@ -40,10 +43,12 @@ class Shared:
 
     Attributes:
         loss: of this process's batch; behind the update the mean over the replicas.
+        begun: the reduction of the loss where it is under way already, or None.
     """
 
-    def __init__(self, loss: torch.Tensor | None = None) -> None:
+    def __init__(self, loss: torch.Tensor | None = None, begun: Begun | None = None) -> None:
         self.loss = loss
+        self.begun = begun
 
 
 class Scaled(NamedTuple):
@@ -200,9 +205,9 @@ def _agreed(state: TorchState, grads: Scaled) -> tuple[torch.Tensor, torch.Tenso
     """Norm and flag over all processes, and the mean of the loss into `grads.shared`."""
     replicas, shared = state.replicas, grads.shared
     parameters, values = _with(state, grads), replicas.local(grads.values)
-    loss = None if shared is None else shared.loss
+    loss, begun = (None, None) if shared is None else (shared.loss, shared.begun)
     least = state.scaler.min_scale
-    found = replicas.agreed(parameters, values, grads.scale, loss, least=least, alike=state.one_device)
+    found = replicas.agreed(parameters, values, grads.scale, loss, begun, least=least, alike=state.one_device)
     if shared is not None:
         shared.loss = found.loss
     return found.norm, found.finite

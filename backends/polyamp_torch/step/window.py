@@ -70,11 +70,17 @@ def mean_and_stack(
     """
     if not stack:
         return losses[0], auxes[0]
-    aux = None if auxes[0] is None else map_trees(_stack, auxes)
+    return mean(losses, window), None if auxes[0] is None else map_trees(_stack, auxes)
+
+
+def mean(losses: list[torch.Tensor], window: Window) -> torch.Tensor:
+    """The mean of a window's losses by their shares."""
+    if len(losses) == 1:
+        return losses[0]
     if window.even:
-        return torch.stack(losses).mean(), aux
+        return torch.stack(losses).mean()
     weighed = [loss * share for loss, share in zip(losses, window.shares, strict=True)]
-    return torch.stack(weighed).sum() / window.total, aux
+    return torch.stack(weighed).sum() / window.total
 
 
 def _stack(leaves: list[Any]) -> Any:
