@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import polyamp
 import polyamp_torch
@@ -18,7 +19,22 @@ def _product(policy: Any) -> torch.dtype:
         return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
-ROWS: dict[str, Any] = {"autocast": _product}
+def _sharded(policy: Any) -> Any:
+    """In a process group of one, on which nothing is sent."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(2, 2)
+        polyamp_torch.fully_shard(model, policy)
+        return model(torch.ones(1, 2)).dtype
+    finally:
+        dist.destroy_process_group()
+
+
+ROWS: dict[str, Any] = {
+    "autocast": _product,
+    "fully_shard": _sharded,
+    "mixed_precision_policy": polyamp_torch.mixed_precision_policy,
+}
 
 
 def test_every_function_has_a_row() -> None:
