@@ -118,7 +118,7 @@ ROWS: Final = [
         "NotADirectoryError",
         r"notes\.txt is a file, not a folder",
     ),
-    Row("polyamp.restore(state, folder)", "IsADirectoryError", r"is a folder without polyamp\.json.*that polyamp\.save wrote"),
+    Row("polyamp.restore(state, folder)", "IsADirectoryError", r"without polyamp\.json.*that polyamp\.save wrote"),
     Row(
         "polyamp.restore(state, folder / 'state')",
         "FileNotFoundError",
