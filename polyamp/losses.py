@@ -4,11 +4,14 @@ They are dispatched on the array's type. Each takes the framework's own arrays; 
 arrays as well. The formulas are written here, over the few functions that a backend offers
 (`polyamp.contract.backend.LossFunctions`). Shapes that do not match are refused, not broadcast.
 
-`regularization` is what a model adds to the loss by itself (S25); `sum_of_squares` makes a penalty of parameters.
+A mean notes what it divides by, so that a step can weigh micro-batches and replicas (S8); `Mean` and `count` say it of
+a loss of your own. `regularization` is what a model adds to the loss by itself (S25); `sum_of_squares` makes a penalty
+of parameters.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
@@ -16,18 +19,48 @@ from polyamp.contract.backend import LossFunctions
 from polyamp.contract.dispatch import backend_of
 from polyamp.errors import LossError
 from polyamp.results import ArrayT
+from polyamp.rules import weights as of_batches
 from polyamp.rules.labels import (
     check_class_weights,
     check_ignore_index,
     check_label_range,
     check_labels,
     check_loss_pair,
+    check_mean,
     check_reduction,
     check_smoothing,
     check_weights,
 )
 
 Reduction = Literal["mean", "sum", "none"]
+
+
+class Mean(of_batches.Mean):
+    """A loss of your own as a total and what it is divided by, for `loss_fn` to return (S8, S9).
+
+    A step adds totals and counts over its micro-batches and replicas before it divides, so that its result is that of
+    one batch. `Mean`s can be added, subtracted, and multiplied and divided by numbers: `ce + 0.1 * boxes`, each with a
+    count of its own. An array that is added to one counts by the rows of its batch. A count of 0 everywhere skips the
+    step.
+
+    Args:
+        total: a floating scalar of the framework: the sum over what counts.
+        count: how many elements, or what sum of weights: a number or a scalar of the framework, at least 0.
+
+    Raises:
+        LossError: a total that is no floating scalar, or a count that is no scalar.
+
+    >>> import numpy as np
+    >>> losses, mask = np.array([1.0, 3.0, 5.0], "f4"), np.array([1.0, 1.0, 0.0], "f4")
+    >>> Mean((losses * mask).sum(), mask.sum()) + 0.5 * Mean(losses.sum(), 3)
+    Mean(1.0 * 4.0 / 2.0 + 0.5 * 9.0 / 3.0)
+    """
+
+    def __init__(self, total: Any, count: Any) -> None:
+        check_mean(total, count)
+        losses = backend_of(total).losses
+        with losses.in_float32():
+            super().__init__([of_batches.Term(1.0, losses.wide(total, total), losses.constant(_array(count), total))])
 
 
 def mean_squared_error(
@@ -62,8 +95,9 @@ def mean_squared_error(
         if weights is None:
             return _reduced(losses, values, reduction)
         factors = _weights(losses, weights, predictions)
-        if reduction == "mean":  # both means are over elements; torch's quotient of sums, whatever is broadcast
-            return losses.mean(values * factors) / losses.mean(factors)
+        if reduction == "mean":  # torch's quotient of sums, whatever is broadcast
+            count = _sum_over(losses, factors, values)
+            return _quotient(losses, losses.sum(values * factors), count, values.shape, _LINES["weights"])
         return _reduced(losses, values * factors, reduction)
 
 
@@ -116,6 +150,7 @@ def softmax_cross_entropy(
     check_smoothing(label_smoothing)
     losses = backend_of(logits).losses
     soft = check_labels(logits, labels)
+    rows_shape = tuple(getattr(logits, "shape", ()))[:-1]
     check_ignore_index(ignore_index, soft=soft)
     with losses.in_float32():
         weights = None
@@ -128,10 +163,14 @@ def softmax_cross_entropy(
         if seen is not None:
             check_label_range(seen, losses.classes(logits), ignore_index)
             if ignore_index is None and weights is None and not label_smoothing:
-                return losses.softmax_cross_entropy(logits, losses.indices(labels, logits), reduction)
+                loss = losses.softmax_cross_entropy(logits, losses.indices(labels, logits), reduction)
+                if reduction == "mean":
+                    of_batches.note(loss, None, rows_shape)
+                return loss
         rows, shares = _hard_rows(losses, logits, labels, seen is None, ignore_index, label_smoothing, weights)
         if reduction == "mean" and shares is not None:
-            return losses.sum(rows) / losses.sum(shares)
+            line = _LINES["labels" if weights is None else "classes"]
+            return _quotient(losses, losses.sum(rows), losses.sum(shares), rows_shape, line)
         return _reduced(losses, rows, reduction)
 
 
@@ -195,6 +234,24 @@ def huber(
         values = losses.huber(predictions, targets, delta)
         factors = None if weights is None else _weights(losses, weights, predictions)
         return _reduced(losses, values if factors is None else values * factors, reduction)
+
+
+def count(values: Any) -> Any:
+    """How many elements count, for `Mean` and for `train_step(weight=...)`: the sum, without a gradient.
+
+    Args:
+        values: a boolean array, such as `batch["labels"] != -100`, or weights.
+
+    Returns:
+        A float32 scalar of the framework.
+
+    >>> import numpy as np
+    >>> float(count(np.array([3, -100, 7]) != -100))
+    2.0
+    """
+    losses = backend_of(values).losses
+    with losses.in_float32():
+        return losses.constant(losses.sum(losses.constant(values, values)), values)
 
 
 def sum_of_squares(values: Any) -> Any:
@@ -314,7 +371,42 @@ def _weights(losses: LossFunctions, weights: Any, like: Any) -> Any:
 def _reduced(losses: LossFunctions, values: Any, reduction: str) -> Any:
     if reduction == "none":
         return values
-    return losses.mean(values) if reduction == "mean" else losses.sum(values)
+    if reduction == "sum":
+        return losses.sum(values)
+    loss = losses.mean(values)
+    of_batches.note(loss, None, values.shape)
+    return loss
+
+
+def _quotient(losses: LossFunctions, total: Any, count: Any, shape: Any, line: str) -> Any:
+    """A mean over what counts: NaN, with gradients of 0, where nothing does."""
+    fixed = losses.constant(count, total)
+    some = fixed > 0.0
+    loss = total / losses.where(some, count, 1.0) + losses.where(some, 0.0, float("nan"))
+    of_batches.note(loss, fixed, shape, line)
+    return loss
+
+
+def _sum_over(losses: LossFunctions, factors: Any, values: Any) -> Any:
+    """The sum of factors that broadcast to `values`, over all of its elements."""
+    if None in tuple(values.shape):  # not known while tracing
+        return losses.sum(losses.where(values < 0.0, factors, factors))
+    return losses.mean(factors) * float(math.prod(values.shape))
+
+
+def _array(count: Any) -> Any:
+    """A number of Python's as one of NumPy's."""
+    import numpy as np
+
+    return np.float32(count) if isinstance(count, int | float) else count
+
+
+_LINES: Final = {
+    "labels": "polyamp.losses.count(batch['labels'] != ignore_index)",
+    "classes": "polyamp.losses.count(class_weights[batch['labels']])",
+    "weights": "polyamp.losses.count(batch['weights'])",
+}
+"""What a loss divides by -> how to write it in `train_step(weight=lambda batch: ...)`."""
 
 
 def __getattr__(name: str) -> Any:

@@ -24,12 +24,16 @@ class StepResult(NamedTuple, Generic[ArrayT]):
     The step itself does not, but for the look of S17 and native torch optimizers without fused kernels.
 
     Attributes:
-        loss: the unscaled loss, float32 scalar; the mean over micro-batches. None from `apply_gradients`.
+        loss: the unscaled loss, float32 scalar; the mean over micro-batches and replicas by their weights (S8, S9).
+            None from `apply_gradients`.
         aux: what `loss_fn` returned beside the loss, or None; stacked along a new leading axis when accumulating.
         grad_norm: global L2 norm of the unscaled gradients before clipping (S11), float32 scalar.
         scale: the loss scale after this step's adjustment, float32 scalar.
-        skipped: True when the gradients were not finite and nothing was applied (S12), boolean scalar.
+        skipped: True when nothing was applied (S12), boolean scalar: the gradients were not finite, or `weight` is 0.
         step: number of updates applied so far (S13), int32 scalar.
+        weight: what the mean of the loss is over, summed over micro-batches and replicas, float32 scalar, where that
+            depends on values: labels that are not ignored, class weights, or what `train_step(weight=...)` gave. At 0
+            there is nothing to learn: the step is skipped, and the loss is 0. None for a mean over the rows.
     """
 
     loss: ArrayT
@@ -38,6 +42,7 @@ class StepResult(NamedTuple, Generic[ArrayT]):
     scale: ArrayT
     skipped: ArrayT
     step: ArrayT
+    weight: ArrayT | None = None
 
     def _repr_html_(self) -> str:
         shown = {name: value for name, value in self._asdict().items() if value is not None}
@@ -56,11 +61,13 @@ class Gradients(NamedTuple):
             travel here too and move on in both cases; elsewhere they have moved on already.
         loss: the unscaled loss that they are the gradients of, float32 scalar, for optimizers that ask for its value
             (optax's `value=`); None where it is not known, as in `Gradients` made by hand.
+        weight: see `StepResult.weight`; gradients whose weight is 0 are not applied.
     """
 
     values: Any
     running: Any
     loss: Any = None
+    weight: Any = None
 
 
 LossFunction = Callable[[Any, Any], Any]

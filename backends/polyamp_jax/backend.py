@@ -162,11 +162,13 @@ class JaxBackend:
                 `axis_name`: inside `pmap`, or `shard_map` with `check_vma=False`, the axes of the replicas, a name or
                 a tuple of names; a `shard_map` that checks needs none.
         """
-        refusals.check_options(options, ("compile", "donate", "axis_name"), function="train_step", backend=self.name)
+        accepted = ("compile", "donate", "axis_name", "weight")
+        refusals.check_options(options, accepted, function="train_step", backend=self.name)
         axis_name = options.get("axis_name")
         check_axis_name(axis_name)
         compiled, donate = options.get("compile", True), options.get("donate", True)
-        return steps.Step(loss_fn, compiled=compiled, donate=donate, axis_name=axis_name)
+        weight = options.get("weight")
+        return steps.Step(loss_fn, compiled=compiled, donate=donate, axis_name=axis_name, weight=weight)
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
         """The first half; `compile=False` leaves it to the caller's own `jax.jit`. `axis_name`: see `train_step`.
@@ -174,10 +176,12 @@ class JaxBackend:
         The n-th call on one state draws the masks of the n-th micro-batch of a window (S12). Across calls of a
         function of your own that is compiled, see `polyamp_jax.continue_streams`.
         """
-        refusals.check_options(options, ("compile", "axis_name"), function="value_and_grad", backend=self.name)
+        accepted = ("compile", "axis_name", "weight")
+        refusals.check_options(options, accepted, function="value_and_grad", backend=self.name)
         axis_name = options.get("axis_name")
         check_axis_name(axis_name)
-        return steps.value_and_grad(loss_fn, compiled=options.get("compile", True), axis_name=axis_name)
+        compiled, weight = options.get("compile", True), options.get("weight")
+        return steps.value_and_grad(loss_fn, compiled=compiled, axis_name=axis_name, weight=weight)
 
     def apply_gradients(
         self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip

@@ -22,6 +22,9 @@ class JaxLosses:
     def wide(self, values: Any, like: Any) -> Any:
         return _wide(values)
 
+    def constant(self, values: Any, like: Any) -> Any:
+        return jax.lax.stop_gradient(_wide(values))
+
     def indices(self, labels: Any, like: Any) -> Any:
         labels = jnp.asarray(labels)
         narrow = labels.dtype.itemsize < 4

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from polyamp.parity.observing import Observer
     from polyamp.porting.states.layout import StateConverter
 
-_STEP_OPTIONS: Final = ("compile", "jit_compile")
+_STEP_OPTIONS: Final = ("compile", "jit_compile", "weight")
 
 
 class TensorFlowBackend:
@@ -119,8 +119,9 @@ class TensorFlowBackend:
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
         check_options(options, _STEP_OPTIONS, function="train_step", backend=self.name)
+        weight = options.pop("weight", None)
         body = GraphFunction(
-            lambda states, batch: step.full_step(states, loss_fn, batch), **{"jit_compile": None, **options}
+            lambda states, batch: step.full_step(states, loss_fn, batch, weight), **{"jit_compile": None, **options}
         )
         accumulates = recipe.accumulate_steps > 1
 
@@ -134,8 +135,9 @@ class TensorFlowBackend:
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
         check_options(options, _STEP_OPTIONS, function="value_and_grad", backend=self.name)
+        weight = options.pop("weight", None)
         body = GraphFunction(
-            lambda states, batch: differentiate(states, loss_fn, batch, 1), **{"jit_compile": None, **options}
+            lambda states, batch: differentiate(states, loss_fn, batch, 1, weight), **{"jit_compile": None, **options}
         )
 
         def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:

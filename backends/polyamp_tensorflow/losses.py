@@ -18,6 +18,9 @@ class TensorFlowLosses:
     def wide(self, values: Any, like: Any) -> Any:
         return _wide(values)
 
+    def constant(self, values: Any, like: Any) -> Any:
+        return tf.stop_gradient(_wide(values))
+
     def indices(self, labels: Any, like: Any) -> Any:
         labels = tf.convert_to_tensor(labels)
         if labels.dtype in (tf.int32, tf.int64):

@@ -143,24 +143,25 @@ class TorchBackend:
         return state
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
-        refusals.check_options(options, ("compile",), function="train_step", backend=self.name)
+        refusals.check_options(options, ("compile", "weight"), function="train_step", backend=self.name)
+        weight = options.get("weight")
         how = options.get("compile", False)
         if not isinstance(how, bool | Mapping):
             raise UnsupportedError(
                 f"compile must be True, False or a dict of torch.compile's options. Received: compile={how!r}."
             )
         if how is False:
-            return lambda state, batch: (state, step.train_step(loss_fn, recipe, state, batch))
+            return lambda state, batch: (state, step.train_step(loss_fn, recipe, state, batch, weight))
         from polyamp_torch.step.compiled_step import (
             CompiledStep,  # imports torch.func, which an eager step does not need
         )
 
-        compiled = CompiledStep(loss_fn, recipe, how if isinstance(how, Mapping) else {})
+        compiled = CompiledStep(loss_fn, recipe, how if isinstance(how, Mapping) else {}, weight)
         return lambda state, batch: (state, compiled(state, batch))
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
-        refusals.check_options(options, (), function="value_and_grad", backend=self.name)
-        return lambda states, batch: differentiate.value_and_grad(loss_fn, states, batch)
+        refusals.check_options(options, ("weight",), function="value_and_grad", backend=self.name)
+        return lambda states, batch: differentiate.value_and_grad(loss_fn, states, batch, options.get("weight"))
 
     def apply_gradients(
         self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip

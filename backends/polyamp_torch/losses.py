@@ -21,6 +21,9 @@ class TorchLosses:
     def wide(self, values: Any, like: torch.Tensor) -> torch.Tensor:
         return _wide(_tensor(values, like))
 
+    def constant(self, values: Any, like: torch.Tensor) -> torch.Tensor:
+        return self.wide(values, like).detach()
+
     def indices(self, labels: Any, like: torch.Tensor) -> torch.Tensor:
         return _tensor(labels, like).long()
 

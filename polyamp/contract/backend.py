@@ -105,6 +105,9 @@ class LossFunctions(Protocol):
     def wide(self, values: Any, like: Any) -> Any:
         """Native or NumPy numbers as a float32 array beside `like`, differentiably."""
 
+    def constant(self, values: Any, like: Any) -> Any:
+        """The same without a gradient, for counts."""
+
     def indices(self, labels: Any, like: Any) -> Any:
         """Native or NumPy labels as an array of signed integers beside `like`."""
 

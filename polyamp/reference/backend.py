@@ -19,22 +19,22 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import XP, Array, cast_tree, dtype_name, is_floating
+from polyamp.reference.differentiate import accumulate, entered, separate
 from polyamp.reference.harness import ReferenceHarness
 from polyamp.reference.losses import ReferenceLosses
 from polyamp.reference.models import MLP, BoundMLP
 from polyamp.reference.tensor import Tensor
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import clip, decide, refusals
-from polyamp.rules.batches import check_has_rows, host_array, micro_batches
+from polyamp.rules.batches import micro_batches
 from polyamp.rules.decide import Decision, Measured, Skip
 from polyamp.rules.growing import Growth, Known, needs_model
 from polyamp.rules.kinds import Leaf
 from polyamp.rules.plan import Plan
 from polyamp.rules.scale import LossScaleState
 from polyamp.rules.stuck import Watch
-from polyamp.rules.window import Window, joins
 from polyamp.shown import ShownState
-from polyamp.trees import leaves, map_tree, map_trees
+from polyamp.trees import map_tree
 
 if TYPE_CHECKING:
     from polyamp.parity.observing import Observer
@@ -181,25 +181,25 @@ class ReferenceBackend:
         )
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
-        refusals.check_options(options, (), function="train_step", backend=self.name)
+        refusals.check_options(options, ("weight",), function="train_step", backend=self.name)
+        weight = options.get("weight")
 
         def step(state: Any, batch: Any) -> tuple[Any, StepResult]:
             with np.errstate(all="ignore"):
-                parts, window = micro_batches(_entered(batch, recipe), recipe.accumulate_steps)
-                loss, aux, grads = _accumulated(loss_fn, state, parts, window)
+                parts, window = micro_batches(entered(batch, recipe), recipe.accumulate_steps)
+                loss, aux, grads = accumulate(loss_fn, state, parts, window, weight)
                 (state,), (result,) = self.apply_gradients([state], [grads], "all")
             return state, result._replace(loss=loss, aux=aux)
 
         return step
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
-        refusals.check_options(options, (), function="value_and_grad", backend=self.name)
+        refusals.check_options(options, ("weight",), function="value_and_grad", backend=self.name)
+        weight = options.get("weight")
 
         def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:
-            batch = _entered(batch, states[0].recipe)
             with np.errstate(all="ignore"):
-                loss, aux, scaled = _scaled_gradients(loss_fn, states, batch)
-                grads = [_unscaled(item, states[0]) for item in scaled]  # the loss was multiplied by the first's scale
+                loss, aux, grads = separate(loss_fn, states, entered(batch, states[0].recipe), weight)
             return (loss if aux is None else (loss, aux)), grads
 
         return run
@@ -300,66 +300,6 @@ class ReferenceBackend:
 BACKEND: Final[Backend] = ReferenceBackend()
 
 
-def _entered(batch: Any, recipe: Recipe) -> Any:
-    """The batch as it goes into a step: not empty (S24), and NumPy's float64 as float32 (S26)."""
-    check_has_rows(len(leaf) for _, leaf in leaves(batch) if isinstance(leaf, np.ndarray) and leaf.ndim)
-    numbers = (np.ndarray, np.generic)
-    return map_tree(lambda x: host_array(x, recipe.policy.param) if isinstance(x, numbers) else x, batch)
-
-
-def _scaled_gradients(
-    loss_fn: LossFunction, states: Sequence[Any], batch: Any, share: float = 1.0
-) -> tuple[Any, Any, list[Gradients]]:
-    """Float32 loss, aux, and per state the scaled gradients in float32 with the new running statistics (S6); `share` is
-    what a micro-batch weighs (S8)."""
-    models, inputs = [], []
-    for state in states:
-        tensors = {name: Tensor(value) for name, value in state.model.parameters.items()}
-        models.append(state.model.with_arrays(tensors, state.model.running))
-        inputs.append(tensors)
-    bound = [BoundMLP(model, state.plan) for model, state in zip(models, states, strict=True)]
-    loss, aux = refusals.split_result(loss_fn(bound[0] if len(bound) == 1 else tuple(bound), batch))
-    if not isinstance(loss, Tensor):
-        raise GradientError("loss_fn returned a loss that does not depend on the model.")
-    refusals.check_loss(loss.shape, dtype_name(loss.dtype))
-    wide = ops.cast(loss, "float32")
-    scaler: LossScaler = states[0].recipe.loss_scaler
-    scaled = wide * states[0].scale_state.scale if scaler.scales else wide
-    scaled = scaled if share == 1.0 else scaled * np.float32(share)
-    flat = ops.gradients(scaled, [value for tensors in inputs for value in tensors.values()])
-    results, rest = [], iter(flat)
-    for model, tensors in zip(models, inputs, strict=True):
-        results.append(Gradients({name: next(rest) for name in tensors}, model.running, wide.data.reshape(())))
-    return wide.data.reshape(()), map_tree(_value, aux), results
-
-
-def _accumulated(loss_fn: LossFunction, state: Any, batches: list[Any], window: Window) -> tuple[Any, Any, Gradients]:
-    """Mean loss, stacked aux and unscaled gradients over micro-batches, each by its share of the rows (S8)."""
-    losses, auxes, total = [], [], None
-    for batch, share in zip(batches, window.shares, strict=True):
-        loss, aux, (scaled,) = _scaled_gradients(loss_fn, [state], batch, share)
-        losses.append(loss * np.float32(share))
-        auxes.append(aux)
-        total = scaled.values if total is None else {k: _sum(total[k], v) for k, v in scaled.values.items()}
-        state = msgspec.structs.replace(state, model=state.model.with_arrays(state.model.parameters, scaled.running))
-    assert total is not None
-    if state.recipe.accumulate_steps == 1:
-        return losses[0], auxes[0], _unscaled(Gradients(total, scaled.running), state)
-    by = np.float32(window.total)
-    mean = {name: None if value is None else value / by for name, value in total.items()}
-    stacked = None if auxes[0] is None else map_trees(_stack, auxes)
-    loss = np.sum(np.stack(losses), dtype=np.float32) / by
-    return np.asarray(loss), stacked, _unscaled(Gradients(mean, scaled.running), state)
-
-
-def _unscaled(scaled: Gradients, state: Any) -> Gradients:
-    """Gradients divided by the scale that produced them, float32 (S7)."""
-    if not state.recipe.loss_scaler.scales:
-        return scaled
-    scale = state.scale_state.scale
-    return scaled._replace(values={k: None if v is None else v / scale for k, v in scaled.values.items()})
-
-
 class ReferenceVerbs(decide.Verbs[ReferenceState, Gradients]):
     """The second half of a step: S9 to S14 are `decide.update`."""
 
@@ -372,7 +312,8 @@ class ReferenceVerbs(decide.Verbs[ReferenceState, Gradients]):
         """The norm in float64, and whether every gradient is finite."""
         present = _present(grads).values()
         norm = np.float32(np.sqrt(sum(float(np.sum(np.square(v, dtype=np.float64))) for v in present)))
-        return Measured(np.asarray(norm), np.asarray(all(np.isfinite(value).all() for value in present)))
+        finite = np.asarray(all(np.isfinite(value).all() for value in present))
+        return Measured(np.asarray(norm), finite, weight=grads.weight)
 
     def commit(self, state: ReferenceState, grads: Gradients, measured: Measured, decision: Decision) -> ReferenceState:
         """Clip and step each parameter that has a gradient, and take the running statistics."""
@@ -401,19 +342,3 @@ class ReferenceVerbs(decide.Verbs[ReferenceState, Gradients]):
 def _present(grads: Gradients) -> dict[str, Array]:
     """The gradients without the None of what the loss does not depend on."""
     return {name: value for name, value in grads.values.items() if value is not None}
-
-
-def _sum(one: Array | None, other: Array | None) -> Array | None:
-    """The sum over micro-batches, in float32; one that does not depend on the parameter adds nothing."""
-    if one is None or other is None:
-        return other if one is None else one
-    return one.astype(np.float32) + other
-
-
-def _value(leaf: Any) -> Any:
-    return leaf.data if isinstance(leaf, Tensor) else leaf
-
-
-def _stack(leaves: list[Any]) -> Array:
-    arrays = [np.asarray(leaf) for leaf in leaves]
-    return np.concatenate(arrays) if joins([array.shape for array in arrays]) else np.stack(arrays)

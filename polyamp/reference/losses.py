@@ -21,6 +21,9 @@ class ReferenceLosses:
     def wide(self, values: Any, like: Any) -> Any:
         return _like(like, _wide(values))
 
+    def constant(self, values: Any, like: Any) -> Any:
+        return np.asarray(values.data if isinstance(values, Tensor) else values, np.float32)
+
     def indices(self, labels: Any, like: Any) -> Array:
         return self.on_host(labels).astype(np.int64)
 

@@ -3,6 +3,7 @@
     for every state: measure(gradients) -> norm, finite flag          S10, S11: reduced over replicas, unscaled
     every = all flags
     for every state: finite = every or its own (skip="all" / "each")  S14; None where the scaler checks nothing
+                     counts = its weight is above 0                    S8; None where it does not depend on values
                      scale, step, skipped                              S13, S15: one adjustment, on `every`
                      commit: clip, optimizer, running statistics where finite, and the new scale and step
 
@@ -55,18 +56,21 @@ class Measured(NamedTuple):
         norm: global L2 norm of the unscaled gradients before clipping, scalar (S11).
         finite: whether all of them are finite after unscaling, boolean scalar (S10).
         more: whatever the backend's `commit` can use again, such as unscaled gradients or the divisor.
+        weight: what the mean of the loss is over, scalar (S8); None where it is not 0 whatever the batch holds.
     """
 
     norm: Any
     finite: Any
     more: Any = None
+    weight: Any = None
 
 
 class Decision(NamedTuple):
     """What becomes of one state.
 
     Attributes:
-        finite: whether the update is applied, boolean scalar; None where nothing is checked, and it always is.
+        finite: whether the update is applied, boolean scalar: the gradients are finite and the weight is not 0; None
+            where neither is in question, and it always is.
         scale_state: the loss-scale state after the step.
         step: applied updates after the step.
         skipped: the contrary of `finite`, boolean scalar.
@@ -107,9 +111,9 @@ class Verbs(ABC, Generic[S, G]):
             together = together & flag
         return together
 
-    def concluded(self, state: S, finite: Any, every: Any) -> Decision:
+    def concluded(self, state: S, finite: Any, every: Any, counts: Any = None) -> Decision:
         """The counters and the scale after the step."""
-        return concluded(self.scaler(state), state.scale_state, state.step, finite, every, self.xp)
+        return concluded(self.scaler(state), state.scale_state, state.step, finite, every, self.xp, counts)
 
 
 def update(states: Sequence[S], grads: Sequence[G], skip: Skip, verbs: Verbs[S, G]) -> tuple[list[S], list[StepResult]]:
@@ -130,14 +134,22 @@ def update(states: Sequence[S], grads: Sequence[G], skip: Skip, verbs: Verbs[S, 
     for state, item, found in zip(states, grads, measured, strict=True):
         checks = verbs.scaler(state).checks
         finite = (every if skip == "all" else found.finite) if checks else None
-        decision = verbs.concluded(state, finite, every)
+        counts = None if found.weight is None else found.weight > 0.0
+        decision = verbs.concluded(state, finite, every, counts)
         after.append(verbs.commit(state, item, found, decision))
-        results.append(StepResult(None, None, found.norm, decision.scale_state.scale, decision.skipped, decision.step))
+        scale, skipped, step = decision.scale_state.scale, decision.skipped, decision.step
+        results.append(StepResult(None, None, found.norm, scale, skipped, step, found.weight))
     return after, results
 
 
 def concluded(
-    scaler: Scaler, scale_state: LossScaleState, step: Any, finite: Any, every: Any, xp: ArrayNamespace
+    scaler: Scaler,
+    scale_state: LossScaleState,
+    step: Any,
+    finite: Any,
+    every: Any,
+    xp: ArrayNamespace,
+    counts: Any = None,
 ) -> Decision:
     """Scale, count and verdict of one state after a step (S13, S15), branch-free.
 
@@ -145,12 +157,18 @@ def concluded(
         scaler: its constants.
         scale_state: before the step.
         step: applied updates before the step.
-        finite: whether this state's update is applied; None where nothing is checked.
+        finite: whether this state's gradients are finite; None where nothing is checked.
         every: whether no state overflowed, which moves the scale (S14).
         xp: the framework's array namespace.
+        counts: whether the weight of the batch is above 0; None where that is not in question. A step without any
+            weight says nothing of the scale, which stays, and is counted as skipped.
     """
     one, zero = xp.asarray(1, step), xp.asarray(0, step)
-    if finite is None:
+    if finite is None and counts is None:
         return Decision(None, scale_state, step + one, one < zero)
     moved = scales.update(scaler, scale_state, every, xp) if scaler.checks else scale_state
+    if counts is not None:
+        passed = scale_state._replace(skipped=scale_state.skipped + xp.asarray(1, scale_state.skipped))
+        moved = LossScaleState(*(xp.where(counts, new, old) for new, old in zip(moved, passed, strict=True)))
+        finite = counts if finite is None else finite & counts
     return Decision(finite, moved, step + xp.where(finite, one, zero), ~finite)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from polyamp.errors import LossError
+from polyamp.errors import LossError, described
 
 
 def check_reduction(reduction: str) -> None:
@@ -120,6 +120,20 @@ def check_weights(weights: Any, predictions: Any) -> None:
         raise LossError(
             f"weights must broadcast to the shape of the predictions, {whole}. Received shape: {own}. Weights of the "
             "rows of an array with more axes: add axes of 1 behind."
+        )
+
+
+def check_mean(total: Any, count: Any) -> None:
+    """Refuse a total or a count that is no scalar."""
+    if not hasattr(total, "dtype") or tuple(getattr(total, "shape", (0,))) not in ((), (1,)):
+        raise LossError(f"Mean(total, count): total must be a floating scalar. Received: {described(total)}.")
+    if isinstance(count, int | float) and not isinstance(count, bool):
+        if not 0.0 <= count < float("inf"):
+            raise LossError(f"Mean(total, count): count must be at least 0 and finite. Received: {count}.")
+    elif not hasattr(count, "dtype") or tuple(getattr(count, "shape", (0,))) != ():
+        raise LossError(
+            "Mean(total, count): count must be a number or a scalar, what the total is to be divided by. Received: "
+            f"{described(count)}."
         )
 
 

@@ -21,6 +21,19 @@ _STATE: Final = "state must be what polyamp.init returned"
 _MAKE: Final = "Make one: state = polyamp.init(model, recipe)."
 
 
+def check_weight(weight: Any) -> None:
+    """Refuse what cannot say how much a batch counts.
+
+    Raises:
+        ArgumentError: it is no function.
+    """
+    if weight is not None and not callable(weight):
+        raise ArgumentError(
+            "weight must be a function of a batch that returns what the mean of its loss is over, such as "
+            f"weight=lambda batch: (batch['labels'] != -100).sum(). Received: {described(weight)}."
+        )
+
+
 def is_state(value: Any) -> bool:
     """Whether a value is a training state of some backend."""
     return all(hasattr(value, name) for name in ("backend", "recipe"))

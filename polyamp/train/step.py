@@ -16,6 +16,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import stuck
 from polyamp.rules.decide import Skip
+from polyamp.rules.weights import WeightFunction
 from polyamp.train import arguments
 
 M = TypeVar("M")
@@ -121,12 +122,18 @@ class TrainStep:
         return list(names)
 
 
-def train_step(loss_fn: LossFunction, recipe: Recipe, **options: Any) -> TrainStep:
+def train_step(
+    loss_fn: LossFunction, recipe: Recipe, *, weight: WeightFunction | None = None, **options: Any
+) -> TrainStep:
     """A training step for any framework.
 
     Args:
-        loss_fn: `loss_fn(model, batch)` returning a scalar loss, or `(loss, aux)`.
+        loss_fn: `loss_fn(model, batch)` returning a scalar loss, or `(loss, aux)`; the loss may be a
+            `polyamp.losses.Mean`.
         recipe: the recipe that the state was made with.
+        weight: `weight(batch)` returns what the mean of that batch's loss is over: a number or a scalar of the
+            framework, 0 for a batch that has nothing to say. Micro-batches and replicas count by it (S8, S9). Without
+            it they count by their rows, or by what a loss of `polyamp.losses` divided by.
         **options: what the state's backend accepts, such as `compile=` (JAX and TensorFlow compile by default).
 
     Returns:
@@ -154,7 +161,8 @@ def train_step(loss_fn: LossFunction, recipe: Recipe, **options: Any) -> TrainSt
     arguments.check_loss_fn(loss_fn, "polyamp.train_step(loss_fn, recipe)", registry.entries())
     if not isinstance(recipe, Recipe):
         raise arguments.no_recipe(recipe, "Write polyamp.train_step(loss_fn, recipe)")
-    return TrainStep(loss_fn, recipe, options)
+    arguments.check_weight(weight)
+    return TrainStep(loss_fn, recipe, options if weight is None else {**options, "weight": weight})
 
 
 class ValueAndGradients(Protocol):
@@ -166,12 +174,12 @@ class ValueAndGradients(Protocol):
     def __call__(self, state: list[State[M]], batch: Any) -> tuple[Any, list[Gradients]]: ...
 
 
-def value_and_grad(loss_fn: LossFunction, **options: Any) -> ValueAndGradients:
+def value_and_grad(loss_fn: LossFunction, *, weight: WeightFunction | None = None, **options: Any) -> ValueAndGradients:
     """The first half of a step: `value, gradients = value_and_grad(loss_fn)(state, batch)`.
 
     The loss is scaled before differentiation and the gradients are unscaled after it (S6, S7). Given a list of states,
     `loss_fn` sees a tuple of their models and a list of `Gradients` comes back. Nothing in the state
-    changes but the random streams (S12).
+    changes but the random streams (S12). `weight` is that of `train_step`, by which replicas count (S9).
 
     Returns:
         A callable. `value` is what `loss_fn` returned, with the unscaled loss in float32. A parameter that several
@@ -182,6 +190,8 @@ def value_and_grad(loss_fn: LossFunction, **options: Any) -> ValueAndGradients:
         RecipeError: one state twice.
     """
     arguments.check_loss_fn(loss_fn, "polyamp.value_and_grad(loss_fn)(state, batch)", registry.entries())
+    arguments.check_weight(weight)
+    options = options if weight is None else {**options, "weight": weight}
     runs: dict[str, ValueAndGrad] = {}
 
     def run(state: Any, batch: Any) -> Any:

@@ -93,12 +93,12 @@ def scaled_value_and_grad(
             loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
             product, wide = scaler.scale(loss, scale_state), LossScaler.off().scale(loss, scale_state)
             if around is not None:
-                product, wide = around.loss(product), around.loss(wide)
+                product, wide = around.loss(product)[0], around.loss(wide)[0]
             return product, (wide, aux)
 
         grads, (loss, aux) = gradients(scaled, argnums, args, kwargs)
         if around is not None:
-            loss, (grads,) = around.mean(loss, [grads], [grads])
+            loss, (grads,), _ = around.reduced(loss, [grads], [grads])
         if scaler.checks:
             grads, finite = scaler.unscale(grads, scale_state)
         else:  # S19: neither a division nor a test

@@ -16,11 +16,12 @@ import numpy as np
 
 from polyamp.errors import TraceError
 from polyamp.results import Gradients, LossFunction
-from polyamp.rules import batches, refusals
+from polyamp.rules import batches, refusals, weights
 from polyamp.rules.batches import check_has_rows
-from polyamp.rules.window import joins
+from polyamp.rules.weights import Totals, WeightFunction
+from polyamp.rules.window import Window, joins
 from polyamp_jax import compat
-from polyamp_jax.arrays import dtype_name, is_array, matmul_precision
+from polyamp_jax.arrays import XP, dtype_name, is_array, matmul_precision
 from polyamp_jax.models.parts import Keys, Running
 from polyamp_jax.precision.bound import Engine
 from polyamp_jax.precision.cast_mode import compute_params
@@ -42,12 +43,37 @@ class Pass(NamedTuple):
         values: per model, gradients of the scaled loss in the dtypes of the computation; None for a parameter on which
             the loss does not depend (S23).
         running: per model, its running state afterwards.
+        weight: what the loss is a mean over, float32 scalar (S8); None where it counts by its rows. The gradients do
+            not hold it yet, unless replicas add them up by themselves.
+        counts: of each term of a sum of means; empty for any other loss.
+        unit: what the weight is counted in.
     """
 
     loss: Any
     aux: Any
     values: list[Any]
     running: list[Running]
+    weight: Any = None
+    counts: Sequence[Any] = ()
+    unit: float = 1.0
+
+
+class Weighing(NamedTuple):
+    """What a batch counts (S8, S9).
+
+    Attributes:
+        function: `weight=` of the user's, or None.
+        share: for a micro-batch that counts by its rows: they over those of the largest.
+        rows: of the batch; None where it is the only one.
+        most: rows of the largest micro-batch; None where there is only one.
+        totals: what the terms of a sum of means are divided by, or None.
+    """
+
+    function: WeightFunction | None = None
+    share: float = 1.0
+    rows: int | None = None
+    most: int | None = None
+    totals: Totals | None = None
 
 
 def separate(
@@ -56,30 +82,57 @@ def separate(
     batch: Any,
     axis_name: AxisName = None,
     what: str = "value_and_grad",
+    weight: WeightFunction | None = None,
 ) -> tuple[Any, list[Gradients]]:
     """The first half for one or several states: what `loss_fn` returned, and unscaled gradients (S6, S7)."""
     around = replicas(what, axis_name, batch, [state.params for state in states])
-    before = [state.running for state in states]
-    done = _differentiated(loss_fn, states, [computed(s) for s in states], before, batch, around)
-    loss, values, running = _together(around, states, done.loss, done.values, done.running)
+    before, params = [state.running for state in states], [computed(s) for s in states]
+    weighing = Weighing(weight)
+    done = _differentiated(loss_fn, states, params, before, batch, around, weighing)
+    if around is not None and done.counts:
+        weighing = Weighing(totals=around.totals(weights.totals_of([done.counts])))
+        done = _differentiated(loss_fn, states, params, before, batch, around, weighing)
+    own = done.loss if done.weight is None else done.loss * done.weight
+    loss, values, running, whole = _together(around, states, own, done.values, done.running, done.weight)
+    if whole is not None:
+        loss = loss / _divisor(whole)
+        values = values if around is None or not around.later else _divided(values, _divisor(whole))
+        whole = whole * done.unit
+    if weighing.totals is not None:
+        whole = sum(weighing.totals.counts)
     scale = scale_of(states[0])
     gradients = [
-        Gradients(placed(unscaled(own, scale, state.params), state), after, loss)
+        Gradients(placed(unscaled(own, scale, state.params), state), after, loss, whole)
         for own, after, state in zip(values, running, states, strict=True)
     ]
     return (loss if done.aux is None else (loss, done.aux)), gradients
 
 
 def _together(
-    around: Replicas | None, states: Sequence[JaxState], loss: Any, values: list[Any], running: list[Running]
-) -> tuple[Any, list[Any], list[Running]]:
-    """Loss, gradients and running state as the means over the replicas (S9)."""
+    around: Replicas | None,
+    states: Sequence[JaxState],
+    loss: Any,
+    values: list[Any],
+    running: list[Running],
+    weight: Any,
+) -> tuple[Any, list[Any], list[Running], Any]:
+    """Loss, gradients, running state and weight over the replicas (S9): means, but sums of the loss and the gradients
+    where these hold their weight."""
     if around is None:
-        return loss, values, running
-    loss, values = around.mean(loss, values, [state.params for state in states])
+        return loss, values, running, weight
+    loss, values, weight = around.reduced(loss, values, [state.params for state in states], weight)
     pairs = zip(running, states, strict=True)
     meant = [own._replace(statistics=around.statistics(own.statistics, s.running.statistics)) for own, s in pairs]
-    return loss, values, meant
+    return loss, values, meant, weight
+
+
+def _divisor(weight: Any) -> Any:
+    """What a sum by weights is divided by; where nothing counts, by 1."""
+    return jnp.where(weight > 0.0, weight, 1.0)
+
+
+def _divided(values: Any, by: Any) -> Any:
+    return jax.tree.map(lambda g: g / by.astype(g.dtype), values)
 
 
 def accumulated(
@@ -88,6 +141,7 @@ def accumulated(
     batch: Any,
     axis_name: AxisName = None,
     shards: tuple[int, ...] | None = None,
+    weight: WeightFunction | None = None,
 ) -> tuple[Any, Any, Gradients]:
     """The first half for one state over its micro-batches (S8): mean loss, stacked aux, unscaled mean gradients.
 
@@ -99,13 +153,13 @@ def accumulated(
         batch: the whole batch, or a list of micro-batches.
         axis_name: see `replicas`.
         shards: into how many shards each array of the batch is divided along axis 0, where that is known.
+        weight: `weight=` of `train_step`.
     """
     count = state.recipe.accumulate_steps
     if count == 1:
-        value, (gradients,) = separate(loss_fn, [state], batch, axis_name, "train_step")
+        value, (gradients,) = separate(loss_fn, [state], batch, axis_name, "train_step", weight)
         return *(value if isinstance(value, tuple) else (value, None)), gradients
     around = replicas("train_step", axis_name, batch, state.params, window=True)
-    own: Callable[[Any], Any] = around.own if around is not None else lambda tree: tree
     params = computed(state)
     window, parts = batches.in_runs(
         batch,
@@ -115,42 +169,94 @@ def accumulated(
         stack=jnp.stack,
         reshape=functools.partial(_folded, shards={} if shards is None else _by_array(batch, shards)),
     )
-    runs = [(window.shares[run.start], members) for run, members in parts]
+    done = _window(loss_fn, state, params, window, parts, around, Weighing(weight))
+    totals = None
+    if done.counts and (len(window.sizes) > 1 or around is not None):
+        totals = weights.totals_of(done.counts)
+        totals = totals if around is None else around.totals(totals)
+        done = _window(loss_fn, state, params, window, parts, around, Weighing(weight, totals=totals))
+    loss, (mean,), (running,), whole = _together(around, [state], done.loss, done.values, done.running, done.weight)
+    if whole is not None:
+        loss, mean, whole = loss / _divisor(whole), _divided(mean, _divisor(whole)), whole * done.unit
+    if totals is not None:
+        whole = sum(totals.counts)
+    gradients = placed(unscaled(mean, scale_of(state), state.params), state)
+    return loss, done.aux, Gradients(gradients, running, loss, whole)
+
+
+def _window(
+    loss_fn: LossFunction,
+    state: JaxState,
+    params: Any,
+    window: Window,
+    parts: Sequence[tuple[range, Any]],
+    around: Replicas | None,
+    weighing: Weighing,
+) -> Pass:
+    """All micro-batches of a window: the mean of their losses and scaled gradients by the rows; or, where they have
+    weights, the sums by these. The counts of a sum of means are one list for each micro-batch."""
+    own: Callable[[Any], Any] = around.own if around is not None else lambda tree: tree
     idle: list[Any] = []  # of each run, what it does not depend on: its micro-batches are one program
     still: list[Any] = []  # and which running statistics it leaves alone
+    units = [1.0]
 
-    def one(share: float, carry: tuple[Running, Any], part: Any) -> tuple[tuple[Running, Any], tuple[Any, Any]]:
+    def one(how: Weighing, carry: tuple[Running, Any], part: Any) -> tuple[tuple[Running, Any], Any]:
         running, total = carry
-        done = _differentiated(loss_fn, [state], [params], [running], part, around, share)
+        done = _differentiated(loss_fn, [state], [params], [running], part, around, how)
         idle[-1:] = [jax.tree.map(lambda _, g: g is None, total, done.values[0])]
-        total = jax.tree.map(lambda t, g: t if g is None else t + g.astype(t.dtype), total, done.values[0])
+        by = None if around is not None and around.later else done.weight
+        total = jax.tree.map(lambda t, g: t if g is None else t + _times(g.astype(t.dtype), by), total, *done.values)
         after = done.running[0]
         still[-1:] = [jax.tree.map(lambda a, b: a is b, after.statistics, running.statistics)]
-        return (after._replace(statistics=own(after.statistics)), placed(total, state)), (done.loss, done.aux)
+        carry = (after._replace(statistics=own(after.statistics)), placed(total, state))
+        units[:] = [done.unit]
+        return carry, (done.loss, done.aux, done.weight, list(done.counts))
 
     start = state.running._replace(statistics=own(state.running.statistics))
     carry = (start, placed(own(jax.tree.map(jnp.zeros_like, widened(state.params))), state))
-    losses, auxes = [], []
-    for share, parts in runs:
+    shares = [1.0 if weighing.totals is not None else window.shares[run.start] for run, _ in parts]
+    outputs = []
+    for share, (run, members) in zip(shares, parts, strict=True):
         idle.append(None)
         still.append(None)
-        carry, (loss, aux) = jax.lax.scan(functools.partial(one, share), carry, parts)
-        losses.append(loss)
-        auxes.append(aux)
+        how = weighing._replace(share=share, rows=window.sizes[run.start], most=max(window.sizes))
+        carry, output = jax.lax.scan(functools.partial(one, how), carry, members)
+        outputs.append(output)
     running, total = carry
-    mean = jax.tree.map(lambda t, *none: None if all(none) else t / window.total, total, *idle)
-    if len(runs) == 1:
-        loss, aux = jnp.mean(losses[0]), auxes[0]
+    losses, auxes, given, counts = (list(column) for column in zip(*outputs, strict=True))
+    loss: Any
+    weight: Any
+    if any(item is None for item in given):
+        weights.check_alike([item is not None for item in given])
+        whole, weight = sum(share * len(run) for share, (run, _) in zip(shares, parts, strict=True)), None
+        if len(parts) == 1:
+            loss = jnp.mean(losses[0])
+        else:
+            loss = sum(share * jnp.sum(own) for share, own in zip(shares, losses, strict=True)) / whole
+        total = jax.tree.map(lambda t, *none: None if all(none) else t / whole, total, *idle)
     else:
-        weighed = [share * jnp.sum(own) for (share, _), own in zip(runs, losses, strict=True)]
-        loss, aux = sum(weighed) / window.total, jax.tree.map(_joined, *auxes)
+        loss = sum(jnp.sum(by * own) for by, own in zip(given, losses, strict=True))
+        weight = sum(jnp.sum(by) for by in given)
+        total = jax.tree.map(lambda t, *none: None if all(none) else t, total, *idle)
+    aux = auxes[0] if len(parts) == 1 else jax.tree.map(_joined, *auxes)
     if around is not None:  # what nobody wrote is the state's own array again, and takes no part in a mean
         kept = jax.tree.map(
             lambda old, new, *alone: old if all(alone) else new, state.running.statistics, running.statistics, *still
         )
         running = running._replace(statistics=kept)
-    loss, (mean,), (running,) = _together(around, [state], loss, [mean], [running])
-    return loss, aux, Gradients(placed(unscaled(mean, scale_of(state), state.params), state), running, loss)
+    every = [
+        [column[n] for column in group]
+        for group, (run, _) in zip(counts, parts, strict=True)
+        for n in range(len(run) if group else 0)
+    ]
+    return Pass(loss, aux, [total], [running], weight, every, units[0])
+
+
+def _times(gradient: Any, weight: Any) -> Any:
+    """A gradient times what its micro-batch counts; zeros where that is 0, whatever the gradient holds."""
+    if weight is None:
+        return gradient
+    return jnp.where(weight > 0.0, gradient * weight.astype(gradient.dtype), 0.0)
 
 
 def placed(values: Any, state: JaxState) -> Any:
@@ -179,18 +285,14 @@ def _folded(rows: Any, shape: tuple[int, ...], *, shards: dict[int, int]) -> Any
     return jnp.reshape(jnp.swapaxes(split, 0, 1), shape)
 
 
-def scaled_loss(
-    loss: Any, scale: Any | None, *, what: str = "loss_fn", around: Replicas | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """(scaled loss, loss), both float32 scalars (S6), averaged over replicas as `Replicas.loss` says.
+def scaled_loss(loss: Any, scale: Any | None, *, what: str = "loss_fn") -> tuple[jax.Array, jax.Array]:
+    """(scaled loss, loss), both float32 scalars (S6).
 
     Raises:
         LossError: not a floating scalar.
     """
     refusals.check_loss(jnp.shape(loss) if is_array(loss) else (), dtype_name(loss), what=what)
     wide = jnp.asarray(loss, jnp.float32).reshape(())
-    if around is not None:
-        wide = around.loss(wide)
     return (wide if scale is None else wide * scale), wide
 
 
@@ -200,10 +302,10 @@ def _differentiated(
     params: Sequence[Any],
     running: Sequence[Running],
     batch: Any,
-    around: Replicas | None = None,
-    share: float = 1.0,
+    around: Replicas | None,
+    weighing: Weighing,
 ) -> Pass:
-    """One forward and backward pass; the gradients hold what a micro-batch weighs (S8), the loss does not.
+    """One forward and backward pass.
 
     Raises:
         LossError: not a floating scalar, or none of the parameters has a gradient (S23).
@@ -212,9 +314,16 @@ def _differentiated(
     check_has_rows(shape[0] for _, shape in _shapes(batch) if shape)
     keys = [keys_of(state, own.draws) for state, own in zip(states, running, strict=True)]
     scale = scale_of(states[0])
-    before = running
+    before, given = running, weights.of_batch(weighing.function, batch)
+    several = around is not None or weighing.rows is not None
+    units = [1.0]
     if around is not None:
         keys, running = [around.keys(own) for own in keys], [around.entering(own) for own in running]
+
+    def unit(loss: weights.Loss) -> float:
+        """What the weight of the largest micro-batch is at most, the same number on all replicas."""
+        rows = weighing.rows or _rows(batch)
+        return (loss.size or rows) / rows * (weighing.most or rows)
 
     # in cast mode loss_fn may use both a parameter's cast and, by model.params, the master itself
     masters = [None if own is state.params else state.params for own, state in zip(params, states, strict=True)]
@@ -226,18 +335,46 @@ def _differentiated(
         ]
         models = tuple(map(BoundModel, engines))
         with matmul_precision(states[0].setup.plan):
-            loss, aux = refusals.split_result(loss_fn(models[0] if len(models) == 1 else models, batch))
-        check_aux(aux)
-        scaled, wide = scaled_loss(loss, scale, around=around)
-        return scaled if share == 1.0 else scaled * share, (wide, aux, [engine.running for engine in engines])
+            result, found = weights.call(loss_fn, models[0] if len(models) == 1 else models, batch)
+        loss = weights.read(result, found, XP, weight=given, totals=weighing.totals, rows=weighing.rows or 1)
+        if several and weights.is_unclear(loss, found):
+            weights.warn_unclear(loss_fn, weights.line_of(found))
+        check_aux(loss.aux)
+        _, wide = scaled_loss(loss.value, None)
+        weight = None if loss.weight is None else _constant(loss.weight)
+        if weight is not None:
+            wide = jnp.where(weight > 0.0, wide, 0.0)
+        if around is not None:
+            if weight is not None and around.later:  # the scaled loss holds it, and stays about as large
+                weight = weight / unit(loss)
+            wide, weight = around.loss(wide, weight)
+        scaled = wide if scale is None else wide * scale
+        if weight is not None and around is not None and around.later:
+            units[:] = [unit(loss)]
+            scaled = scaled * weight
+        elif weighing.share != 1.0 and weight is None:
+            scaled = scaled * weighing.share
+        counts = [_constant(count) for count in weights.counts_of(loss, weighing.rows or _rows(batch))]
+        return scaled, (wide, loss.aux, [engine.running for engine in engines], weight, counts if several else [])
 
-    given = (params, masters) if around is None else (around.own(list(params)), around.own(masters))
-    values, _, (loss, aux, after) = taken(loss_of, *given)
+    trees = (params, masters) if around is None else (around.own(list(params)), around.own(masters))
+    values, _, (loss, aux, after, weight, counts) = taken(loss_of, *trees)
     if around is not None:
         after = [around.leaving(*own) for own in zip(after, running, before, strict=True)]
-    trees = [jax.tree.unflatten(jax.tree.structure(own), flat) for own, flat in zip(params, values, strict=True)]
+    made = [jax.tree.unflatten(jax.tree.structure(own), flat) for own, flat in zip(params, values, strict=True)]
     moved = [own._replace(draws=own.draws + 1) for own in after]
-    return Pass(loss, aux, trees, moved)
+    return Pass(loss, aux, made, moved, weight, counts, units[0])
+
+
+def _constant(value: Any) -> jax.Array:
+    """A number or a scalar in float32, without a gradient."""
+    return jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
+
+
+def _rows(batch: Any) -> int:
+    """The rows of a batch; 1 where its arrays do not agree."""
+    lengths = {shape[0] for _, shape in _shapes(batch) if shape}
+    return lengths.pop() if len(lengths) == 1 else 1
 
 
 def taken(

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from polyamp.errors import ArgumentError, UnsupportedError
+from polyamp.rules.weights import Totals
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_key, path_name
 from polyamp_jax.models.parts import Keys, Running
@@ -55,27 +56,50 @@ class Replicas:
         missing = [axis for axis in self.later if axis not in compat.varying(leaf)]
         return compat.vary(leaf, missing) if missing else leaf
 
-    def loss(self, loss: Any) -> Any:
-        """The loss as it is differentiated: its mean over the axes on which it varies, but for those of `later`."""
-        return self._own(averaged(loss, compat.varying(loss) - set(self.later)))
+    def loss(self, loss: Any, weight: Any = None) -> tuple[Any, Any]:
+        """The loss as it is differentiated: its mean over the axes on which it varies, but for those of `later`; and
+        the sum of the weights that replicas count by, where they have some (S9), in the same reduction."""
+        axes = compat.varying(loss) - set(self.later)
+        if weight is None:
+            return self._own(averaged(loss, axes)), None
+        axes |= compat.varying(weight) - set(self.later)
+        if axes:
+            pair = [compat.vary(part, sorted(axes - compat.varying(part))) for part in (loss * weight, weight)]
+            total, weight = _LAX.psum(pair, tuple(sorted(axes)))
+            loss = total / jnp.where(weight > 0.0, weight, 1.0)
+        return self._own(loss), self._own(weight)
 
-    def mean(self, loss: Any, gradients: Sequence[Any], params: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The mean over the replicas of what is still each one's own, in one reduction.
+    def reduced(
+        self, loss: Any, gradients: Sequence[Any], params: Sequence[Any], weight: Any = None
+    ) -> tuple[Any, list[Any], Any]:
+        """What is still each replica's own over all of them, in one reduction: means, or, where replicas have weights
+        that loss and gradients hold already, sums.
 
         Args:
             loss: float32 scalar.
             gradients: trees like `params` with None where there is none; summed in float32 at least.
             params: the parameters; those that vary over an axis are shards of one, whose gradient is whole already.
+            weight: what this replica counts, float32 scalar, or None.
         """
         if not self.later:
-            return loss, list(gradients)
-        count = math.prod(_size(axis) for axis in self.later)
+            return loss, list(gradients), weight
+        count = math.prod(_size(axis) for axis in self.later) if weight is None else 1
         structure: Any = jax.tree.structure(list(params))
         flat = structure.flatten_up_to(list(gradients))
         varied = [compat.varying(leaf) for leaf in jax.tree.leaves(list(params))]
-        shares = [_wide(loss) / count, *(None if g is None else _wide(g) / count for g in flat)]
-        summed = _summed(shares, [frozenset(self.later), *(frozenset(self.later) - own for own in varied)])
-        return summed[0], list(jax.tree.unflatten(structure, summed[1:]))
+        over = frozenset(self.later)
+        shares = [_wide(loss) / count, weight, *(None if g is None else _wide(g) / count for g in flat)]
+        summed = _summed(shares, [over, over, *(over - own for own in varied)])
+        return summed[0], list(jax.tree.unflatten(structure, summed[2:])), summed[1]
+
+    def totals(self, totals: Totals) -> Totals:
+        """Those of all replicas, from this one's own."""
+        count = math.prod(_size(axis) for axis in self.rows)
+        axes = tuple(self.rows)
+        own = [jnp.asarray(c, jnp.float32) for c in totals.counts]
+        if self.checked:
+            own = [compat.vary(c, [axis for axis in axes if axis not in compat.varying(c)]) for c in own]
+        return Totals(_LAX.psum(own, axes) if axes else own, totals.parts * count)
 
     def keys(self, keys: Keys) -> Keys:
         """Random keys with the number of the replica in them."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from polyamp.errors import StateError
 from polyamp.results import Gradients, LossFunction, StepResult
 from polyamp.rules.decide import Skip
+from polyamp.rules.weights import WeightFunction
 from polyamp_jax.arrays import entering, is_key, made_first
 from polyamp_jax.step import differentiate
 from polyamp_jax.step.layouts import Layout, shards_of_rows, usable
@@ -54,10 +55,20 @@ class Step:
         compiled: whether the step is wrapped in `jax.jit`.
         donate: whether the compiled step consumes its state.
         axis_name: the axes of replicas, where JAX does not say which they are.
+        weight: what a batch counts, or None.
     """
 
-    def __init__(self, loss_fn: LossFunction, *, compiled: bool, donate: bool, axis_name: AxisName = None) -> None:
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        *,
+        compiled: bool,
+        donate: bool,
+        axis_name: AxisName = None,
+        weight: WeightFunction | None = None,
+    ) -> None:
         self._axis_name = axis_name
+        self._weight = weight
         self._loss_fn = loss_fn
         self._compiled = compiled
         self._donate = compiled and donate
@@ -84,7 +95,9 @@ class Step:
 
     def _run(self, state: JaxState, batch: Any, known: Known) -> tuple[JaxState, StepResult, Fixed]:
         state = state.knowing(known.lagging, usable(known.layout))
-        loss, aux, gradients = differentiate.accumulated(self._loss_fn, state, batch, self._axis_name, known.rows)
+        loss, aux, gradients = differentiate.accumulated(
+            self._loss_fn, state, batch, self._axis_name, known.rows, self._weight
+        )
         (new,), (result,) = applied([state], [gradients], "all")
         if not self._donate:
             new = _own(new, state)
@@ -92,13 +105,13 @@ class Step:
 
 
 def value_and_grad(
-    loss_fn: LossFunction, *, compiled: bool, axis_name: AxisName = None
+    loss_fn: LossFunction, *, compiled: bool, axis_name: AxisName = None, weight: WeightFunction | None = None
 ) -> Callable[..., tuple[Any, list[Gradients]]]:
     """`(states, batch) -> (value, gradients)`; a second call on one state goes on where the first left the streams."""
 
     def run(states: Sequence[JaxState], batch: Any, layouts: tuple[Layout | None, ...]) -> tuple[Any, list[Gradients]]:
         states = [s.knowing(s.lagging, usable(layout)) for s, layout in zip(states, layouts, strict=True)]
-        return differentiate.separate(loss_fn, states, batch, axis_name)
+        return differentiate.separate(loss_fn, states, batch, axis_name, weight=weight)
 
     call: Any = jax.jit(run, static_argnums=2) if compiled else run
 

@@ -42,7 +42,7 @@ class JaxVerbs(decide.Verbs[JaxState, Gradients]):
     def measure(self, state: JaxState, grads: Gradients) -> Measured:
         values = fitted(state, grads)
         norm, finite = norm_and_finite_of(state, values)
-        return Measured(norm, finite, values)
+        return Measured(norm, finite, values, grads.weight)
 
     def commit(self, state: JaxState, grads: Gradients, measured: Measured, decision: Decision) -> JaxState:
         """Clip, update and choose.

@@ -7,7 +7,7 @@ forward pass did to running statistics, and the host looks for a stuck scale onc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import keras
@@ -22,6 +22,7 @@ from polyamp_tensorflow.arrays import dtype_name
 from polyamp_tensorflow.compat import build_by, build_symbolically
 from polyamp_tensorflow.models.layers import is_built
 from polyamp_tensorflow.models.variables import variables_of
+from polyamp_tensorflow.own_loop import loss_weights
 from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
 from polyamp_tensorflow.precision.autocast import AppliedPolicy, matmul_precision, planned
 from polyamp_tensorflow.step import replicas
@@ -48,8 +49,9 @@ def compile(  # noqa: A001  # Keras's word for it
     """`model.compile` by a recipe: then `fit`, `evaluate` and `predict` follow its policy, scaler, optimizer and clip.
 
     The policy is put on the model for good, and variables stay float32. Each batch that `fit` draws is a micro-batch,
-    as with Keras's own accumulation: `accumulate_steps` of them make one update, and each counts by its rows (S8). A
-    window that an epoch's end leaves open goes on in the next epoch.
+    as with Keras's own accumulation: `accumulate_steps` of them make one update, and each counts by its rows, or by
+    what its loss divides by: the mask of its output, or sample weights with `reduction="mean_with_sample_weight"` (S8).
+    A window that an epoch's end leaves open goes on in the next epoch.
 
     Args:
         model: a built `keras.Model`; under a strategy, made in its scope.
@@ -146,7 +148,7 @@ def guard(model: Any, policy: Policy | str | None = None) -> None:
         with contextlib.ExitStack() as stack:
             if isinstance(model.optimizer, LossScaleOptimizer):  # the user may have compiled the model anew
                 stack.enter_context(model.optimizer.keep_statistics(model))
-                stack.enter_context(_counted(model.optimizer, data))
+                stack.enter_context(_counted(model, model.optimizer, data))
             logs = cls.train_step(model, data)
         return _as_vectors(logs) if several_workers else logs
 
@@ -159,13 +161,17 @@ def guard(model: Any, policy: Policy | str | None = None) -> None:
         setattr(model, name, None)
 
 
-def _counted(optimizer: LossScaleOptimizer, data: Any) -> contextlib.AbstractContextManager[None]:
-    """The block in which a micro-batch counts by its rows; those of all replicas together."""
+@contextlib.contextmanager
+def _counted(model: Any, optimizer: LossScaleOptimizer, data: Any) -> Iterator[None]:
+    """The block in which a micro-batch counts by its rows, those of all replicas together, or by what its loss divides
+    by."""
     arrays = [leaf for leaf in keras.tree.flatten(data) if tf.is_tensor(leaf) and leaf.shape.rank]
     if optimizer.accumulate_steps == 1 or not arrays:
-        return contextlib.nullcontext()
+        yield
+        return
     (rows,) = replicas.total([tf.cast(tf.shape(arrays[0])[0], tf.float32)])
-    return optimizer.micro_batch(rows)
+    with optimizer.micro_batch(rows), loss_weights.noted(model, optimizer.count_micro_batch):
+        yield
 
 
 def _build_on_first_batch(model: Any, iterator: Any, data_batch: Any) -> None:

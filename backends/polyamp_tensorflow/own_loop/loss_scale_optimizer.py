@@ -250,7 +250,8 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         micro-batches count alike.
 
         Args:
-            rows: examples in the micro-batch, of all replicas together; a number, or an integer scalar.
+            rows: examples in the micro-batch, or what else its loss is a mean over, of all replicas together; a number,
+                or a scalar.
         """
         if self.accumulate_steps > 1:
             self._share = window.share_of(self._held({}) if self.built else None, tf.cast(rows, tf.float32))
@@ -258,6 +259,15 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             yield
         finally:
             self._share = None
+
+    def count_micro_batch(self, weight: Any) -> None:
+        """In a `micro_batch` block, before `scale_loss`: the micro-batch counts by this and not by its rows.
+
+        Args:
+            weight: what its loss is a mean over, a float32 scalar, of all replicas together; at least 0.
+        """
+        if self._share is not None:
+            self._share = window.share_of(self._held({}) if self.built else None, weight)
 
     def prepare_statistics(self, model: Any) -> None:
         """Create what `keep_statistics` needs with `accumulate_steps`; call it in a strategy's scope beforehand.

@@ -126,7 +126,7 @@ class _Verbs(decide.Verbs[Call, list[Any]]):
             *tf.cond(
                 _window_ends(held),
                 lambda: tuple(_measured(held, grads)),
-                lambda: (tf.constant(1.0), tf.constant(True), grads),
+                lambda: (tf.constant(1.0), tf.constant(True), grads, None if held.share is None else tf.constant(1.0)),
             )
         )
 
@@ -137,15 +137,15 @@ class _Verbs(decide.Verbs[Call, list[Any]]):
             run: replicas.Run, sums: Any, unscaled: Any, norm: Any, finite: Any, scale: Any, rows: Any
         ) -> None:
             def end() -> None:
-                _end_window(run, state, unscaled, norm, finite, scale)
+                _end_window(run, state, unscaled, norm, finite, scale, may_skip=decision.finite is not None)
 
             if held.sums:
                 tf.cond(_window_ends(held), end, lambda: _add(state, sums, rows))
             else:
                 end()
 
-        scale = list(decision.scale_state)
-        replicas.together(write_all, grads, measured.more, measured.norm, measured.finite, scale, _rows_after(held))
+        scale, finite = list(decision.scale_state), measured.finite if decision.finite is None else decision.finite
+        replicas.together(write_all, grads, measured.more, measured.norm, finite, scale, _rows_after(held))
         return state
 
 
@@ -161,13 +161,16 @@ def _window_ends(held: Held) -> Any:
 
 
 def share_of(held: Held | None, rows: Any) -> Share:
-    """The share of a micro-batch of so many rows; of the first one where nothing is held yet."""
+    """The share of a micro-batch of so many rows, or what else it counts by; of the first one where nothing is held
+    yet."""
+    one = tf.ones_like(rows)
     if held is None:
-        return Share(tf.ones_like(rows), rows, tf.ones_like(rows))
+        return Share(tf.where(rows > 0.0, one, 0.0), rows, one)
     before = raw(held.rows)[0]
     before = tf.where(tf.equal(raw(held.micro_step), 0) | tf.equal(before, 0.0), rows, before)
     most = tf.maximum(before, rows)
-    return Share(rows / most, most, before / most)
+    by = tf.where(most > 0.0, most, one)  # nothing has counted yet
+    return Share(rows / by, most, before / by)
 
 
 def _rows_after(held: Held) -> Any:
@@ -182,16 +185,19 @@ def _rows_after(held: Held) -> Any:
 def _measured(held: Held, gradients: list[Any]) -> Measured:
     """Norm, flag and the unscaled gradients; no norm where neither the flag nor a clip asks for it."""
     count: Any = float(held.accumulate_steps)
-    scaler = held.scaler
+    scaler, weight = held.scaler, None
     if scaler.scales or held.sums:
         if held.sums:
             after = _rows_after(held)
             count = count + (raw(held.rows) if after is None else after)[1]
+            if held.share is not None:
+                weight = count
+                count = tf.where(count > 0.0, count, 1.0)
         divisor = raw(held.scale.scale) * count if scaler.scales else tf.convert_to_tensor(count)
         gradients = [gradient / tf.cast(divisor, gradient.dtype) for gradient in gradients]
     if not scaler.checks and held.clip_norm is None:
-        return Measured(tf.constant(1.0), tf.constant(True), gradients)
-    return Measured(*norm_and_flag(gradients), gradients)
+        return Measured(tf.constant(1.0), tf.constant(True), gradients, weight)
+    return Measured(*norm_and_flag(gradients), gradients, weight)
 
 
 def _add(call: Call, sums: Sequence[Any], rows: Any) -> None:
@@ -207,7 +213,9 @@ def _add(call: Call, sums: Sequence[Any], rows: Any) -> None:
     raw(held.skipped).assign(0)
 
 
-def _end_window(run: replicas.Run, call: Call, unscaled: Any, norm: Any, finite: Any, scale: Any) -> None:
+def _end_window(
+    run: replicas.Run, call: Call, unscaled: Any, norm: Any, finite: Any, scale: Any, *, may_skip: bool
+) -> None:
     """The update of all replicas or none, and what the decision says of the scale."""
     held = call.held
 
@@ -229,7 +237,7 @@ def _end_window(run: replicas.Run, call: Call, unscaled: Any, norm: Any, finite:
         before = tf.gather(replicas.shared(raw(held.used)), _owners(held, call.unused))
         tf.cond(tf.reduce_any(before > 0), lambda: update_all_but([]), lambda: update_all_but(call.unused))
 
-    if not held.scaler.checks:
+    if not may_skip:
         apply()
     else:
         flag = replicas.shared(finite)

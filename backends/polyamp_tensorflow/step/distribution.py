@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from polyamp.errors import BatchError, ModelError, UnsupportedError
+from polyamp.rules.weights import Totals
 from polyamp.rules.window import joins
 from polyamp_tensorflow.arrays import leaves
 from polyamp_tensorflow.compat import replicas_cannot_merge
@@ -77,14 +78,22 @@ def on_replicas(strategy: Any, body: Callable[..., Any], tensors: Sequence[Any],
     return keras.tree.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], found)
 
 
-def mean(tree: Any) -> Any:
-    """In a replica: the mean of each tensor over all replicas, in one reduction (one for each dtype)."""
+def reduced(sums: Any, means: Any) -> tuple[Any, Any]:
+    """In a replica: the sums of some tensors over all replicas and the means of others, in one reduction (one for each
+    dtype)."""
     count = tf.distribute.get_replica_context().num_replicas_in_sync
-    members = keras.tree.flatten(tree)
+    structure, members = [sums, means], keras.tree.flatten([sums, means])
     if count == 1 or not members:
-        return tree
-    means = [member / tf.cast(count, member.dtype) for member in total(members)]
-    return keras.tree.pack_sequence_as(tree, means)
+        return sums, means
+    sums, means = keras.tree.pack_sequence_as(structure, total(members))
+    return sums, keras.tree.map_structure(lambda member: member / tf.cast(count, member.dtype), means)
+
+
+def all_totals(counts: Sequence[Any], parts: int) -> Totals:
+    """In a replica: what the terms of a sum of means are divided by, from this replica's own counts over so many
+    micro-batches. With several replicas a reduction of its own: gradients wait for it."""
+    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    return Totals(counts if replicas == 1 else total(counts), parts * replicas)
 
 
 def stacked(tree: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.results import LossFunction, StepResult
+from polyamp.rules.weights import WeightFunction
 from polyamp_tensorflow.step.differentiate import bound, check_rows, differentiate, present
 from polyamp_tensorflow.step.state import States
 from polyamp_tensorflow.step.update import update
@@ -33,9 +34,9 @@ def build_models(states: States, loss_fn: LossFunction, batch: Any) -> None:
             state.finish_building()
 
 
-def full_step(states: States, loss_fn: LossFunction, batch: Any) -> StepResult:
+def full_step(states: States, loss_fn: LossFunction, batch: Any, weight: WeightFunction | None = None) -> StepResult:
     """Both halves for one state."""
-    loss, aux, gradients = differentiate(states, loss_fn, batch, states[0].recipe.accumulate_steps)
+    loss, aux, gradients = differentiate(states, loss_fn, batch, states[0].recipe.accumulate_steps, weight)
     with tf.control_dependencies(_what_may_fail(loss, aux)):
         (result,) = update(states, gradients, "all")
     return result._replace(loss=loss, aux=aux)

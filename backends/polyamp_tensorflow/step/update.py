@@ -42,7 +42,7 @@ class _Verbs(decide.Verbs[TensorFlowState, Gradients]):
     def measure(self, state: TensorFlowState, grads: Gradients) -> Measured:
         values = _fitting(state, grads)
         norm, finite = norm_and_flag(list(values.values()))
-        return Measured(norm, finite, values)
+        return Measured(norm, finite, values, grads.weight)
 
     def commit(
         self, state: TensorFlowState, grads: Gradients, measured: Measured, decision: Decision

@@ -11,6 +11,7 @@ import torch
 
 from polyamp.errors import PolyampError, UnsupportedError
 from polyamp.results import LossFunction
+from polyamp.rules.window import Window
 from polyamp_torch.compat import constant_when_compiled, tree_leaves
 from polyamp_torch.precision.attention import Attention
 from polyamp_torch.step import running as buffers
@@ -18,6 +19,7 @@ from polyamp_torch.step.bystanders import Bystanders
 from polyamp_torch.step.differentiate import scaled_backward, set_aside
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.state import TorchState
+from polyamp_torch.step.weighing import Weighing
 
 
 class Tried(NamedTuple):
@@ -51,7 +53,9 @@ def tried(loss_fn: LossFunction, state: TorchState, part: Any) -> Tried:
             Bystanders(parameters, state.graphs) as others,
             Attention(state.device.type, acting=False) as attention,
         ):
-            _, aux = scaled_backward(loss_fn, [state], part, others, quiet)
+            weighing = Weighing(None, [part], Window((1,)), state.replicas, state.device)
+            weighing.omits = False
+            _, aux = scaled_backward(loss_fn, [state], part, others, quiet, weighing)
             used = [name for name, p in state.parameters.items() if p.grad is not None]
         replaced = [name for name, (slots, own, buffer, _) in saved.items() if slots.get(own) is not buffer]
     finally:
@@ -60,6 +64,11 @@ def tried(loss_fn: LossFunction, state: TorchState, part: Any) -> Tried:
         raise UnsupportedError(
             f"train_step(compile=...): the forward pass replaces the buffer {replaced[0]!r}, which a compiled graph "
             "cannot follow. Write into it (buffer.copy_(value)), or use compile=False."
+        )
+    if weighing.sums_means:
+        raise UnsupportedError(
+            "train_step(compile=...) takes no sum of Means over different counts: over micro-batches, what they are "
+            "divided by has to be known first. Use compile=False, or one Mean."
         )
     for leaf in tree_leaves(aux):
         if not isinstance(leaf, torch.Tensor | int | float | str | None):

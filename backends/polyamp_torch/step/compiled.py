@@ -19,12 +19,13 @@ from torch import nn
 from polyamp.errors import PolyampError, UnsupportedError
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
-from polyamp.rules import refusals
-from polyamp.rules.scale import LossScaleState, update
+from polyamp.rules import decide, weights
+from polyamp.rules.scale import LossScaleState
+from polyamp.rules.weights import WeightFunction
 from polyamp.rules.window import Window
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import XP
-from polyamp_torch.compat import buffers_in, parameters_in, tree_flatten, tree_unflatten
+from polyamp_torch.compat import buffers_in, constant_when_compiled, parameters_in, tree_flatten, tree_unflatten
 from polyamp_torch.precision.attention import Attention
 from polyamp_torch.precision.autocast import matmul_precision, opened
 from polyamp_torch.precision.bound import BoundModule
@@ -36,7 +37,8 @@ from polyamp_torch.step.compile_trial import Watch, traced_again, tried
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import divisor, measured
 from polyamp_torch.step.state import TorchState
-from polyamp_torch.step.window import NARROW, mean_and_stack, produced_by
+from polyamp_torch.step.weighing import weighed
+from polyamp_torch.step.window import NARROW, produced_by, stacked
 
 Tensors = dict[str, torch.Tensor]
 
@@ -71,6 +73,7 @@ class Graph:
             step refuses is then refused in the same words.
         groups: the optimizer's specs, with the options that stand in its parameter groups; None for an optimizer of
             torch's own.
+        weight: `weight=` of the user's, or None.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Graph:
         state: TorchState,
         part: Any,
         groups: Groups | None,
+        weight: WeightFunction | None = None,
     ) -> None:
         if not state.one_device:
             raise UnsupportedError("train_step(compile=...) needs all parameters on one device. Use compile=False.")
@@ -89,6 +93,8 @@ class Graph:
         self.groups = groups
         self._recipe = recipe
         self._scaler = state.scaler
+        self._weight = weight
+        self._loss_fn = loss_fn
         self._device = state.device.type
         self._plan = plan = plan_for(state.model, recipe.policy.replace(float32_matmul=None))  # set around the graph
         self._bound = BoundModule(state.model, plan, state.device)
@@ -119,7 +125,7 @@ class Graph:
         rates = [group["lr"] for group in groups] if state.rates is None else state.rates.multiples()
         running = buffers.writable(state.buffer_owners)
         fixed = self._fixed({id(state.parameters[name]) for name in self._used} | set(map(id, running.values())))
-        losses, auxes, norm, scale_state, step, skipped = self._called(
+        loss, auxes, norm, scale_state, step, skipped, weight = self._called(
             state,
             batches,
             quiet,
@@ -136,8 +142,8 @@ class Graph:
         )
         state.scale_state, state.step = LossScaleState(*scale_state), step
         torch.clear_autocast_cache()
-        loss, aux = mean_and_stack(losses, auxes, window, stack=self._recipe.accumulate_steps > 1)
-        return StepResult(loss, map_tree(_detached, aux), norm, state.scale_state.scale, skipped, step)
+        aux = map_tree(_detached, stacked(auxes, stack=self._recipe.accumulate_steps > 1))
+        return StepResult(loss, aux, norm, state.scale_state.scale, skipped, step, weight)
 
     def _called(self, state: TorchState, batches: list[Any], quiet: Undisturbed, *arguments: Any) -> Any:
         """The compiled function's results, or what is to be raised."""
@@ -181,26 +187,28 @@ class Graph:
         batches: list[Any],
         shares: torch.Tensor | None,
     ) -> Any:
-        """The whole step; what a compiler sees. `shares` are None for equal micro-batches, which weigh 1 each."""
+        """The whole step; what a compiler sees. `shares` are None for micro-batches of equal rows."""
         traced_again(self._watch)
         recipe, scaler = self._recipe, self._scaler
-        losses, auxes, total, now = self._summed(parameters, fixed, running, scale_state.scale, batches, shares)
-        whole = float(len(batches)) if shares is None else shares.sum()
+        loss, auxes, total, now, whole, weight = self._summed(
+            parameters, fixed, running, scale_state.scale, batches, shares
+        )
         scale = produced_by(scale_state.scale if scaler.scales else None, whole, step.device)
-        norm, finite = measured(total, scale, least=scaler.min_scale, alike=True)
+        norm, finite = measured(total, scale, least=scaler.min_scale if weight is None else 0.0, alike=True)
         by = divisor(norm, scale, recipe.clip_norm)
         if by is not None:
             narrow = by if total[0].dtype == torch.float64 else by.float()
             finite = finite & torch.isfinite(narrow)
             total = [_wide(value) / narrow for value in total]
-        checked = finite if scaler.checks else None
+        some = None if weight is None else weight > 0.0
+        flag = finite if scaler.checks else None
+        decision = decide.concluded(scaler, scale_state, step, flag, finite, XP, some)
+        checked = decision.finite
         self._update(list(parameters.values()), total, slots, counts, rates, step, checked)
         for name, old in running.items():
             old.copy_(now[name] if checked is None else torch.where(checked, now[name], old))
-        if checked is None:
-            return losses, auxes, norm.float(), tuple(scale_state), step + 1, torch.zeros_like(finite)
-        after = update(scaler, scale_state, checked, XP)
-        return losses, auxes, norm.float(), tuple(after), step + checked.to(torch.int32), ~checked
+        skipped = torch.zeros_like(finite) if checked is None else decision.skipped
+        return loss, auxes, norm.float(), tuple(decision.scale_state), decision.step, skipped, weight
 
     def _summed(
         self,
@@ -210,19 +218,34 @@ class Graph:
         scale: torch.Tensor,
         batches: list[Any],
         shares: torch.Tensor | None,
-    ) -> tuple[list[torch.Tensor], list[Any], list[torch.Tensor], Tensors]:
-        """Losses, auxes, the sum of the scaled gradients over the micro-batches, and the buffers after them."""
+    ) -> tuple[torch.Tensor, list[Any], list[torch.Tensor], Tensors, Any, torch.Tensor | None]:
+        """The loss, auxes, the sum of the scaled gradients over the micro-batches, the buffers after them, what the sum
+        is to be divided by beside the scale, and the weight where it depends on values (S8)."""
         losses, auxes, total, now = [], [], None, running
+        given: list[Any] = []
+        several = len(batches) > 1
         for number, part in enumerate(batches):
             share = None if shares is None else shares[number]
-            grads, loss, aux, now = self._gradients(parameters, fixed, now, scale, part, share)
-            if len(batches) > 1:
+            grads, loss, aux, now, weight = self._gradients(parameters, fixed, now, scale, part, share, several)
+            if several:
                 grads = list(map(_wide, grads))  # summed in float32, whatever the parameters are stored in (S8)
+                if weight is not None:
+                    grads = [torch.where(weight > 0.0, grad * weight, torch.zeros_like(grad)) for grad in grads]
             total = grads if total is None else [one + other for one, other in zip(total, grads, strict=True)]
             losses.append(loss)
             auxes.append(aux)
+            given.append(weight)
         assert total is not None
-        return losses, auxes, total, now
+        weights.check_alike([weight is not None for weight in given])
+        if not several:
+            return losses[0], auxes, total, now, 1.0, given[0]
+        if given[0] is None:
+            factors: Any = [1.0] * len(batches) if shares is None else list(shares)
+            whole = float(len(batches)) if shares is None else shares.sum()
+            return weighed(losses, factors) / whole, auxes, total, now, whole, None
+        by = torch.stack(given).sum()
+        whole = torch.where(by > 0.0, by, torch.ones_like(by))
+        return weighed(losses, given) / whole, auxes, total, now, whole, by
 
     def _gradients(
         self,
@@ -232,10 +255,16 @@ class Graph:
         scale: torch.Tensor,
         part: Any,
         share: torch.Tensor | None,
-    ) -> tuple[list[torch.Tensor], torch.Tensor, Any, Tensors]:
-        """Gradients of the scaled loss times the share, the loss, aux, and the buffers after the forward pass."""
+        several: bool,
+    ) -> tuple[list[torch.Tensor], torch.Tensor, Any, Tensors, torch.Tensor | None]:
+        """Gradients of the scaled loss, times the share of one that counts by its rows; the loss, aux, the buffers
+        after the forward pass, and the weight."""
 
         kept: list[Any] = []
+        count = weights.of_batch(self._weight, part)
+
+        def run(named: Tensors, part: Any) -> Any:
+            return torch.func.functional_call(self._program, named, (part,))
 
         def scaled_loss(values: Tensors) -> Any:
             with torch.enable_grad(), self._attention(), opened(self._plan, self._device):
@@ -244,20 +273,29 @@ class Graph:
                 own = {name: value.clone() for name, value in before.items()}
                 named = {f"module.{name}": value for name, value in {**given, **own}.items()}
                 with self._bound.around(values):
-                    loss, aux = refusals.split_result(torch.func.functional_call(self._program, named, (part,)))
+                    result, found = weights.call(run, named, part)
+            read = weights.read(result, found, XP, weight=count)
+            if several and weights.is_unclear(read, found):
+                _warn_unclear(self._loss_fn, weights.line_of(found))
+            loss, aux = read.value, read.aux
             wide = loss.float().reshape(())
+            weight = None if read.weight is None else _scalar(read.weight, wide.device)
+            if weight is not None:
+                wide = torch.where(weight > 0.0, wide, torch.zeros_like(wide))
             after = {name: _changed(running[name], before[name], own[name]) for name in running}
             leaves, structure = tree_flatten(aux)
             kept.append((leaves, structure))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             scaled = wide * scale if self._scaler.scales else wide
-            return (scaled if share is None else scaled * share), (wide, tensors, after)
+            if share is not None and weight is None:
+                scaled = scaled * share
+            return scaled, (wide, tensors, after, [] if weight is None else [weight])
 
-        grads, (_, (loss, tensors, after)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(parameters)
+        grads, (_, (loss, tensors, after, given)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(parameters)
         leaves, structure = kept[0]
         found = iter(tensors)
         aux = tree_unflatten([next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
-        return list(grads.values()), loss.detach(), aux, after
+        return list(grads.values()), loss.detach(), aux, after, next(iter(given), None)
 
     def _attention(self) -> contextlib.AbstractContextManager[Any]:
         return Attention(self._device) if self._attends else contextlib.nullcontext()
@@ -359,6 +397,12 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+@constant_when_compiled
+def _warn_unclear(loss_fn: LossFunction, line: str) -> None:
+    """While tracing; a compiler does not look inside."""
+    weights.warn_unclear(loss_fn, line)
 
 
 def shares_of(window: Window, device: torch.device) -> torch.Tensor | None:

@@ -24,7 +24,7 @@ from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import looks
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.update import Scaled, applied
-from polyamp_torch.step.window import NARROW, mean_and_stack, produced_by
+from polyamp_torch.step.window import NARROW, produced_by, stacked
 
 
 class NativeGraph(Graph):
@@ -36,9 +36,8 @@ class NativeGraph(Graph):
         parameters = {name.replace("/", "."): p.detach() for name, p in zip(self._used, used, strict=True)}
         running = buffers.writable(state.buffer_owners)
         fixed = self._fixed(set(map(id, [*used, *running.values()])))
-        scale = produced_by(state.scale_state.scale if state.scaler.scales else None, window.total, state.device)
         narrow = len(batches) > 1 and used[0].dtype in NARROW  # divided in float32, rounded once (S8)
-        losses, auxes, values, now = self._called(
+        loss, auxes, values, now, whole, weight = self._called(
             state,
             batches,
             quiet,
@@ -48,13 +47,15 @@ class NativeGraph(Graph):
             state.scale_state.scale,
             batches,
             shares_of(window, state.device),
-            scale if narrow else None,
+            narrow,
         )
-        loss, aux = mean_and_stack(losses, auxes, window, stack=self._recipe.accumulate_steps > 1)
+        aux = stacked(auxes, stack=self._recipe.accumulate_steps > 1)
+        scale = produced_by(state.scale_state.scale if state.scaler.scales else None, whole, state.device)
         with set_aside(list(state.parameters.values()), used_up=True):
             grads = _placed(used, values)
             settle = functools.partial(_settle, running, now)
-            (result,) = applied([state], [Scaled(grads, None if narrow else scale, settle)], "all")
+            ready = Scaled(grads, None if narrow else scale, settle, weight=weight)
+            (result,) = applied([state], [ready], "all")
         return result._replace(loss=loss, aux=map_tree(_detached, aux))
 
     def _traced(self, *arguments: Any) -> Any:
@@ -69,15 +70,16 @@ class NativeGraph(Graph):
         scale: torch.Tensor,
         batches: list[Any],
         shares: torch.Tensor | None,
-        by: torch.Tensor | None,
+        narrow: bool,
     ) -> Any:
-        """`by` divides the sums here, of parameters that are stored in 16 bits."""
+        """`narrow`: the sums are divided here, since the parameters are stored in 16 bits."""
         traced_again(self._watch)
-        losses, auxes, total, now = self._summed(parameters, fixed, running, scale, batches, shares)
+        loss, auxes, total, now, whole, weight = self._summed(parameters, fixed, running, scale, batches, shares)
+        by = produced_by(scale if self._scaler.scales else None, whole, scale.device) if narrow else None
         if by is not None:
             divisor = by.float()
             total = [(value / divisor).to(p.dtype) for value, p in zip(total, parameters.values(), strict=True)]
-        return losses, auxes, total, now
+        return loss, auxes, total, now, whole, weight
 
 
 def _placed(parameters: Sequence[torch.Tensor], values: list[torch.Tensor]) -> list[torch.Tensor]:

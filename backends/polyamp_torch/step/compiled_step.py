@@ -12,6 +12,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
 from polyamp.rules import refusals
 from polyamp.rules.batches import micro_batches
+from polyamp.rules.weights import WeightFunction
 from polyamp.rules.window import Window
 from polyamp_torch.arrays import to_device
 from polyamp_torch.precision.shield import shield
@@ -39,12 +40,19 @@ class CompiledStep:
         loss_fn: the user's.
         recipe: the step's.
         options: arguments of `torch.compile`, of `OPTIONS`.
+        weight: `weight=` of the user's, or None.
 
     Raises:
         UnsupportedError: an option, or a recipe, that cannot be compiled.
     """
 
-    def __init__(self, loss_fn: LossFunction, recipe: Recipe, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        recipe: Recipe,
+        options: Mapping[str, Any],
+        weight: WeightFunction | None = None,
+    ) -> None:
         refusals.check_options(options, OPTIONS, function="train_step(compile={...})", backend="torch")
         if recipe.policy.overrides and recipe.policy.mode == "cast":
             raise UnsupportedError(
@@ -54,6 +62,7 @@ class CompiledStep:
         self._loss_fn = loss_fn
         self._recipe = recipe
         self._options = dict(options)
+        self._weight = weight
         self._graphs: weakref.WeakKeyDictionary[TorchState, Graph] = weakref.WeakKeyDictionary()
 
     def __call__(self, state: TorchState, batch: Any) -> StepResult:
@@ -81,7 +90,7 @@ class CompiledStep:
         groups = Groups.of(state)
         if graph is None or graph.groups != groups:  # their numbers are constants in the graph
             with quiet.disturbed:
-                graph = Graph(self._loss_fn, self._recipe, self._options, state, batches[0], groups)
+                graph = Graph(self._loss_fn, self._recipe, self._options, state, batches[0], groups, self._weight)
             self._graphs[state] = graph
         return graph.step(state, batches, window, quiet)
 
@@ -91,6 +100,6 @@ class CompiledStep:
         """The same with an optimizer of torch's own, which runs outside of the graph."""
         if graph is None:
             with quiet.disturbed:
-                graph = NativeGraph(self._loss_fn, self._recipe, self._options, state, batches[0], None)
+                graph = NativeGraph(self._loss_fn, self._recipe, self._options, state, batches[0], None, self._weight)
             self._graphs[state] = graph
         return graph.step(state, batches, window, quiet)

@@ -15,9 +15,11 @@ import torch
 
 from polyamp.errors import LossError, UnsupportedError
 from polyamp.results import Gradients, LossFunction
-from polyamp.rules import refusals
+from polyamp.rules import refusals, weights
+from polyamp.rules.weights import WeightFunction
+from polyamp.rules.window import Window
 from polyamp.trees import map_tree
-from polyamp_torch.arrays import dtype_name, to_device
+from polyamp_torch.arrays import XP, dtype_name, to_device
 from polyamp_torch.compat import foreach_mul_, local_of
 from polyamp_torch.precision.autocast import matmul_precision, opened
 from polyamp_torch.precision.shield import shield
@@ -29,6 +31,8 @@ from polyamp_torch.step.measure import reciprocal
 from polyamp_torch.step.replicas import guarded
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.turns import together
+from polyamp_torch.step.weighing import Weighing, divisor, rows_of, weighed
+from polyamp_torch.step.window import produced_by
 
 Values = dict[str, torch.Tensor | None]
 _LAYOUT: Final = operator.attrgetter("layout")
@@ -60,18 +64,24 @@ def set_aside(parameters: Sequence[torch.Tensor], *, used_up: bool = False) -> I
             p.grad = None if used_up else old
 
 
-def value_and_grad(loss_fn: LossFunction, states: Sequence[TorchState], batch: Any) -> tuple[Any, list[Gradients]]:
+def value_and_grad(
+    loss_fn: LossFunction, states: Sequence[TorchState], batch: Any, weight: WeightFunction | None = None
+) -> tuple[Any, list[Gradients]]:
     """The value of `loss_fn` and the unscaled gradients of each state; the states stay as they are.
 
     A parameter that several states share is in each of their `Gradients`, with the same tensor.
     """
     with guarded(states), Undisturbed() as quiet, together([state.turn for state in states]), shield():
         batch = to_device(batch, states[0].device, states[0].plan.param)
-        return _differentiated(loss_fn, states, batch, quiet)
+        return _differentiated(loss_fn, states, batch, quiet, weight)
 
 
 def _differentiated(
-    loss_fn: LossFunction, states: Sequence[TorchState], batch: Any, quiet: Undisturbed
+    loss_fn: LossFunction,
+    states: Sequence[TorchState],
+    batch: Any,
+    quiet: Undisturbed,
+    weight: WeightFunction | None,
 ) -> tuple[Any, list[Gradients]]:
     for state in states:
         state.check_unchanged()
@@ -79,23 +89,33 @@ def _differentiated(
     named = list({id(p): (name, p) for state in states for name, p in state.parameters.items()}.values())
     parameters = [p for _, p in named]
     graphs = states[0].graphs if len(states) == 1 else Graphs()
+    weighing = Weighing(weight, [batch], Window((1,)), states[0].replicas, states[0].device)
     try:
         with set_aside(parameters), Bystanders(parameters, graphs, functools.partial(_leaves, states)) as others:
             with contextlib.ExitStack() as engines:
                 for state in states:
                     state.replicas.enter(engines)
-                loss, aux = scaled_backward(loss_fn, states, batch, others, quiet)
+                loss, aux = scaled_backward(loss_fn, states, batch, others, quiet, weighing)
                 for state in states:
                     state.replicas.fit(state.parameters)
             found: list[Values] = [_gradients(state) for state in states]
-            values = dense(named)
+            total = weighing.total
+            if weighing.omits and isinstance(total, float) and total == 0.0:  # nothing counts, and no backward pass ran
+                found = [{name: torch.zeros_like(p) for name, p in state.parameters.items()} for state in states]
+                values = []
+            else:
+                values = dense(named)
     finally:
         running = [buffers.taken_back(item) for item in saved]
-    if states[0].scaler.scales:  # the loss was multiplied by the first's scale
-        factor = reciprocal(states[0].scale_state.scale)
+    if states[0].replicas.count > 1:
+        total = states[0].replicas.mean(total, states[0].device)
+    scale = produced_by(states[0].scale_state.scale if states[0].scaler.scales else None, divisor(total), loss.device)
+    if scale is not None:  # the loss was multiplied by the first's scale
+        factor = reciprocal(scale)
         for bucket in bucketed(list(map(local_of, values))):
             foreach_mul_(bucket, factor.to(bucket[0].device))
-    grads = [Gradients(values, own, loss) for values, own in zip(found, running, strict=True)]
+    counted = weighing.weight(total)
+    grads = [Gradients(values, own, loss, counted) for values, own in zip(found, running, strict=True)]
     return (loss if aux is None else (loss, aux)), grads
 
 
@@ -120,11 +140,14 @@ def scaled_backward(
     batch: Any,
     others: Bystanders,
     quiet: Undisturbed,
-    share: float = 1.0,
+    weighing: Weighing,
     between: Callable[[torch.Tensor], None] | None = None,
+    *,
+    counts: bool = True,
 ) -> tuple[torch.Tensor, Any]:
-    """The float32 loss and aux; the gradients of the scaled loss, times what a micro-batch weighs (S8), are added to
-    the parameters' `.grad` (S6).
+    """The float32 loss and aux; the gradients of the scaled loss, times what a micro-batch counts (S8), are added to
+    the parameters' `.grad` (S6). One that counts for nothing has the loss 0, and on one device no backward pass where
+    that is known on the host.
 
     The casts stay installed during the backward pass, in which activation checkpointing runs the model again. An
     interrupt arrives while `loss_fn` or the backward pass runs. `between` is called with the loss between the two.
@@ -139,8 +162,9 @@ def scaled_backward(
         before = made()
         ends = _ends(states[0], others.began)
         held = [p.grad for p in ends]
+        given = models[0] if len(models) == 1 else models
         with opened(plan, states[0].device.type), quiet.disturbed:
-            result = loss_fn(models[0] if len(models) == 1 else models, batch)
+            result, found = weights.call(loss_fn, given, batch)
         size = made() - before
         ran = any(p.grad is not grad for p, grad in zip(ends, held, strict=True))
         if ran or others.were_given(loss_fn, size):
@@ -148,7 +172,15 @@ def scaled_backward(
                 "loss_fn must not run the backward pass: polyamp does, on the scaled loss, and would add its gradients "
                 "to those that are there. Drop loss.backward(), and optimizer.step() and zero_grad() with it."
             )
-        loss, aux = refusals.split_result(result)
+
+        def count(part: Any) -> list[Any]:
+            with opened(plan, states[0].device.type), quiet.disturbed:
+                return _counts(loss_fn, given, states, part)
+
+        read = weighing.read(result, found, batch, count)
+        if weighing.among_others and weights.is_unclear(read, found):
+            weights.warn_unclear(loss_fn, weights.line_of(found))
+        loss, aux = read.value, read.aux
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             raise LossError(
                 "loss_fn must return a tensor that depends on the model's parameters. "
@@ -160,14 +192,30 @@ def scaled_backward(
         if states[0].replicas.sharded:
             loss = states[0].replicas.whole(loss)
         wide = loss.float().reshape(())
+        factor = weighing.counted(read, batch, counts=counts)
         scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
-        scaled = scaled if share == 1.0 else scaled * share
+        scaled = scaled if isinstance(factor, float) and factor == 1.0 else scaled * factor
         others.look(loss_fn, wide, size)
+        value = weighed([wide.detach()], [1.0 if factor else 0.0] if isinstance(factor, float) else [factor > 0.0])
         if between is not None:
-            between(wide.detach())
-        with quiet.disturbed:
-            torch.autograd.backward(scaled)
-    return wide.detach(), map_tree(_detached, aux)
+            between(value)
+        if not (weighing.omits and isinstance(factor, float) and factor == 0.0):
+            with quiet.disturbed:
+                torch.autograd.backward(scaled)
+    return value, map_tree(_detached, aux)
+
+
+def _counts(loss_fn: LossFunction, model: Any, states: Sequence[TorchState], part: Any) -> list[Any]:
+    """The counts of a sum of means for another micro-batch, by a forward pass that leaves nothing behind."""
+    devices = [states[0].device] if states[0].device.type == "cuda" else []
+    saved = [buffers.snapshot(state.buffer_owners) for state in states]
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            result, found = weights.call(loss_fn, model, part)
+            return weights.counts_of(weights.read(result, found, XP), rows_of(part, 1))
+    finally:
+        for item in saved:
+            buffers.taken_back(item)
 
 
 def _ends(state: TorchState, began: bool) -> list[torch.Tensor]:

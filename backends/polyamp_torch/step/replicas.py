@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -17,10 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from polyamp.errors import PolyampError
 from polyamp.rules import replicas as of_ranks
-from polyamp.rules.window import Window
+from polyamp.rules.weights import Totals
 from polyamp_torch.compat import NOTHING, local_of
 from polyamp_torch.precision.paths import path_of
 from polyamp_torch.step.measure import looks, measured
+
+Number = float | torch.Tensor
 
 if TYPE_CHECKING:
     from polyamp_torch.distributed.agreement import Agreed, Begun
@@ -32,15 +35,27 @@ class Pass(NamedTuple):
 
     Attributes:
         part: the micro-batch.
-        share: what its scaled loss is multiplied by.
         counts: False for one that is run because other processes wait for it, and leaves nothing behind.
         last: whether gradients are reduced over the replicas behind it.
     """
 
     part: Any
-    share: float
     counts: bool = True
     last: bool = True
+
+
+class Own(NamedTuple):
+    """This process's numbers for the one reduction of a step.
+
+    Attributes:
+        loss: the sum of its losses times what they count, or None.
+        total: the sum of what they count.
+        divided: what the gradients were divided by already.
+    """
+
+    loss: torch.Tensor | None = None
+    total: Number = 1.0
+    divided: float = 1.0
 
 
 class Replicas:
@@ -73,6 +88,7 @@ class Replicas:
         self.number = 0
         self.sharded = any(local_of(p) is not p for p in named.values())
         self._parts: dict[int, float] = {}
+        self._unit: float | None = None
         if held is not None:
             from polyamp_torch.distributed.engine import copies
 
@@ -86,13 +102,47 @@ class Replicas:
 
         return locals_of(tensors)
 
-    def begin(self, loss: torch.Tensor) -> Begun | None:
+    def unit(self, most: Callable[[], Number]) -> Number:
+        """What weights are counted in, so that the scaled loss stays about as large: on one device the most that a
+        micro-batch can count; for several replicas, which need the same one before they know each other's weights, the
+        power of two above the largest, on which they agree at the first step whose weight is not 0."""
+        if self.count == 1:
+            found = most()
+            return found or 1.0 if isinstance(found, float) else torch.where(found > 0.0, found, torch.ones_like(found))
+        if self._unit is None:
+            from polyamp_torch.distributed.agreement import largest
+
+            device = next((p.device for part in self.modules for p in part.parameters()), torch.device("cpu"))
+            found = largest(float(most()), self.group, device)
+            if found == 0.0:
+                return 1.0
+            self._unit = 2.0 ** math.ceil(math.log2(found))
+        return self._unit
+
+    def totals(self, totals: Totals, device: torch.device) -> Totals:
+        """Those of all replicas, from this one's own: a reduction that gradients wait for."""
+        if self.count == 1:
+            return totals
+        from polyamp_torch.distributed.agreement import summed
+
+        own = [*totals.counts, float(totals.parts)]
+        *counts, parts = summed(own, self.group, device) * (self.count / self.group.size())
+        return Totals(counts, round(parts.item()) if looks(device) else parts)
+
+    def mean(self, total: Number, device: torch.device) -> Number:
+        """The mean over the replicas of what each counts."""
+        from polyamp_torch.distributed.agreement import summed
+
+        found: torch.Tensor = summed([total], self.group, device)[0] / self.group.size()
+        return found.item() if looks(device) else found
+
+    def begin(self, loss: torch.Tensor, total: Number) -> Begun | None:
         """Before the last backward pass of a window: send the loss off, if nothing but it needs a reduction."""
         if not self.several or self.held is None or not self.held.same:
             return None
         from polyamp_torch.distributed.agreement import Begun
 
-        return Begun(loss, self.group, self._mark(0))
+        return Begun(loss, total, self.group, self._mark(0))
 
     def _mark(self, gradients: int) -> int:
         return 0 if self.guard is None else int(self.guard.mark(self.number, gradients))
@@ -106,7 +156,7 @@ class Replicas:
         parameters: list[torch.Tensor],
         grads: list[torch.Tensor],
         scale: torch.Tensor | None,
-        loss: torch.Tensor | None,
+        own: Own,
         begun: Begun | None = None,
         **how: Any,
     ) -> Agreed:
@@ -115,8 +165,8 @@ class Replicas:
         Args:
             parameters: those that have gradients.
             grads: what this process holds of these, in the same order.
-            scale: what the gradients are multiplied by, or None.
-            loss: of this process's batch, or None.
+            scale: what the gradients are multiplied by beside what their losses count, or None.
+            own: this process's numbers.
             begun: what `begin` returned: then each process measures the gradients by itself, which are the same in all.
             **how: to measure; see `measured`.
 
@@ -127,10 +177,11 @@ class Replicas:
         from polyamp_torch.distributed.agreement import Agreed, agreed
 
         if begun is not None:
+            loss, total, marks = begun.arrived()
+            scale = _scaled(scale, total, own.divided)
             norm, finite = measured(grads, scale, **how)
-            mean, marks = begun.arrived()
             self._check_marks(marks, begun.mark, len(grads))
-            return Agreed(norm, finite, mean, marks)
+            return Agreed(norm, finite, loss, total, marks, scale)
         device = grads[0].device
         classes: dict[float, list[torch.Tensor]] = {}
         for p, grad in zip(parameters, grads, strict=True):
@@ -138,42 +189,40 @@ class Replicas:
                 classes.setdefault(self._parts[id(p)], []).append(grad)
         shares, flags = [], []
         for part, members in classes.items():
-            norm, own = measured(members, scale, **how)
+            norm, flag = measured(members, scale, **how)
             shares.append(norm.to(device, torch.float64).square() * part)
-            flags.append(own.to(device))
+            flags.append(flag.to(device))
         if not shares:  # every shard that lies here is empty
             shares = [torch.zeros((), dtype=torch.float64, device=device)]
             flags = [torch.ones((), dtype=torch.bool, device=device)]
         squares = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
         finite = flags[0] if len(flags) == 1 else torch.stack(flags).all()
         mark = self._mark(len(grads))
-        found = agreed(squares, finite, loss, self.group, mark)
+        found = agreed(squares, finite, own.loss, own.total, self.group, mark)
         self._check_marks(found.marks, mark, len(grads))
-        return found
+        by = _scaled(None, found.total, own.divided)
+        if by is None:
+            return found._replace(scale=scale)
+        norm = found.norm / by
+        finite = found.finite & torch.isfinite(norm.float())  # a quotient that left float32 would be written
+        return found._replace(norm=norm, finite=finite, scale=_scaled(scale, found.total, own.divided))
 
-    def passes(self, parts: list[Any], window: Window, count: int, *, narrow: bool) -> list[Pass]:
-        """The passes of a window (S8), which is reduced over the replicas behind the last one.
-
-        Every replica divides by `count` though their windows differ, so the shares are larger where this one's is
-        shorter. Where each pass waits for the other processes, all run `count` of them.
+    def passes(self, parts: list[Any], count: int, *, narrow: bool) -> list[Pass]:
+        """The passes of a window (S8), which is reduced over the replicas behind the last one. Where each pass waits
+        for the other processes, all run `count` of them.
 
         Args:
             parts: the micro-batches.
-            window: what each weighs.
             count: the recipe's `accumulate_steps`.
             narrow: the gradients are summed in float32 behind each pass, as those of 16-bit parameters are, so that
                 each is reduced.
         """
         assert self.held is not None
-        factor = count / window.total if count > 1 else 1.0
         end = len(parts) - 1
         alike = self.several and (self.held.alike or narrow)
         more = count - len(parts) if alike else 0
-        found = [
-            Pass(part, share * factor, last=narrow or (number == end and not more))
-            for number, (part, share) in enumerate(zip(parts, window.shares, strict=True))
-        ]
-        return found + [Pass(parts[0], 0.0, counts=False, last=narrow or left == 1) for left in range(more, 0, -1)]
+        found = [Pass(part, last=narrow or (number == end and not more)) for number, part in enumerate(parts)]
+        return found + [Pass(parts[0], counts=False, last=narrow or left == 1) for left in range(more, 0, -1)]
 
     def whole(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss that is a sharded tensor, as under `loss_parallel`, as this process's own number."""
@@ -196,6 +245,15 @@ class Replicas:
             from polyamp_torch.distributed.engine import fitted
 
             fitted(named)
+
+
+def _scaled(scale: torch.Tensor | None, total: torch.Tensor, divided: float) -> torch.Tensor | None:
+    """What gradients are to be divided by: the scale times the mean of what the replicas count; where nothing counts
+    the scale alone. None for 1, where reading it waits for nothing."""
+    by = torch.where(total > 0.0, total, torch.ones_like(total)) / divided
+    if looks(by.device) and by.item() == 1.0:
+        return scale
+    return by if scale is None else scale.to(by.device, torch.float64) * by
 
 
 ALONE: Final = Replicas(None, {})

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from polyamp.results import LossFunction, StepResult
-from polyamp.rules.window import Window
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Bystanders
 from polyamp_torch.step.differentiate import dense, scaled_backward, set_aside
@@ -22,37 +21,37 @@ from polyamp_torch.step.measure import looks
 from polyamp_torch.step.replicas import Pass
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.update import Scaled, Shared, applied
-from polyamp_torch.step.window import NARROW, Sums, mean, mean_and_stack, produced_by
+from polyamp_torch.step.weighing import Weighing, weighed
+from polyamp_torch.step.window import NARROW, Sums, stacked
 
 
 def stepped(
-    loss_fn: LossFunction, state: TorchState, batches: list[Any], window: Window, quiet: Undisturbed
+    loss_fn: LossFunction, state: TorchState, batches: list[Any], weighing: Weighing, quiet: Undisturbed
 ) -> StepResult:
     """One step on one state, which is found as it was at `init`."""
     held, count = state.replicas.held, state.recipe.accumulate_steps
     assert held is not None
     parameters = list(state.parameters.values())
     narrow = count > 1 and parameters[0].dtype in NARROW
-    passes = state.replicas.passes(batches, window, count, narrow=narrow)
+    passes = state.replicas.passes(batches, count, narrow=narrow)
+    weighing.rest = [(one.part, one.counts) for one in passes[1:]]
     saved = buffers.snapshot(state.buffer_owners)
     slots = [own for _, own in state.buffer_owners]
     before = held.written(slots)
     sums = Sums(parameters) if narrow else None
-    shared = Shared()
+    shared = Shared(weighing, divided=float(count) if narrow else 1.0)
     with set_aside(parameters, used_up=True), Bystanders(parameters, state.graphs, held.leaves) as others:
         try:
             with held.window():
-                losses, auxes = _passed(loss_fn, state, passes, window, shared, sums, others, quiet)
+                losses, auxes = _passed(loss_fn, state, passes, shared, sums, others, quiet)
             if len(passes) > 1:  # loss_fn may have changed the model between two of them
                 state.check_unchanged()
             scale = state.scale_state.scale if state.scaler.scales else None
-            scale = produced_by(scale, float(count), state.device)
             if sums is not None:
-                assert scale is not None
-                sums.give(scale)
-                scale = None
+                assert scale is None  # parameters of 16 bits have no loss scale
+                sums.give(torch.full((), shared.divided))
             values = dense(state.parameters.items())
-            loss, aux = mean_and_stack(losses, auxes, window, stack=count > 1)
+            shared.loss, aux = weighed(losses, weighing.factors), stacked(auxes, stack=count > 1)
         except BaseException:
             buffers.settle(saved, torch.zeros((), dtype=torch.bool))
             raise
@@ -62,7 +61,6 @@ def stepped(
             if finite is None or not looks(finite.device) or bool(finite):
                 held.send_running(slots, before)
 
-        shared.loss = loss
         (result,) = applied([state], [Scaled(values, scale, settle, shared=shared)], "all")
     return result._replace(loss=shared.loss, aux=aux)
 
@@ -71,13 +69,13 @@ def _passed(
     loss_fn: LossFunction,
     state: TorchState,
     passes: list[Pass],
-    window: Window,
     shared: Shared,
     sums: Sums | None,
     others: Bystanders,
     quiet: Undisturbed,
 ) -> tuple[list[torch.Tensor], list[Any]]:
-    """Every pass of a window: the losses and aux of those that count; the gradients are in the parameters or `sums`."""
+    """Every pass of a window: the losses, and the aux of those that count; the gradients are in the parameters or
+    `sums`."""
     held = state.replicas.held
     assert held is not None
     losses: list[torch.Tensor] = []
@@ -85,15 +83,17 @@ def _passed(
 
     def begin(loss: torch.Tensor) -> None:
         """Before the last backward pass, so that on every rank it comes before what that one sends."""
-        shared.begun = state.replicas.begin(mean([*losses, loss] if passes[-1].counts else losses, window))
+        weighing = shared.weighing
+        shared.begun = state.replicas.begin(weighed([*losses, loss], weighing.factors), weighing.total)
 
     for number, one in enumerate(passes, 1):
         between = begin if number == len(passes) else None
         saved = None if one.counts else buffers.snapshot(state.buffer_owners)
         with held.one_pass(last=one.last):
-            loss, aux = scaled_backward(loss_fn, [state], one.part, others, quiet, one.share, between)
+            weighing = shared.weighing
+            loss, aux = scaled_backward(loss_fn, [state], one.part, others, quiet, weighing, between, counts=one.counts)
+        losses.append(loss)
         if saved is None:
-            losses.append(loss)
             auxes.append(aux)
         else:
             buffers.settle(saved, torch.zeros((), dtype=torch.bool))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -28,9 +28,10 @@ from polyamp_torch.step import running as buffers
 from polyamp_torch.step.differentiate import Values, set_aside
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import divide_, divide_in_two_steps_, divisor, looks, measured
-from polyamp_torch.step.replicas import guarded
+from polyamp_torch.step.replicas import Own, guarded
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.turns import together
+from polyamp_torch.step.weighing import Weighing
 
 if TYPE_CHECKING:
     from polyamp_torch.distributed.agreement import Begun
@@ -42,14 +43,23 @@ _ORDINARY: Final = (2.0**-100, 2.0**100)
 class Shared:
     """A step's own numbers that are shared with other processes in the one reduction.
 
+    Args:
+        weighing: what its micro-batches count.
+        divided: what the sums of the gradients were divided by already.
+
     Attributes:
-        loss: of this process's batch; behind the update the mean over the replicas.
+        loss: the sum of the losses of this process's micro-batches times what they count; behind the update the mean
+            over the replicas.
+        weight: behind the update, see `StepResult.weight`.
         begun: the reduction of the loss where it is under way already, or None.
     """
 
-    def __init__(self, loss: torch.Tensor | None = None, begun: Begun | None = None) -> None:
-        self.loss = loss
-        self.begun = begun
+    def __init__(self, weighing: Weighing, *, divided: float = 1.0) -> None:
+        self.weighing = weighing
+        self.divided = divided
+        self.loss: torch.Tensor | None = None
+        self.weight: torch.Tensor | None = None
+        self.begun: Begun | None = None
 
 
 class Scaled(NamedTuple):
@@ -60,6 +70,7 @@ class Scaled(NamedTuple):
         scale: scalar that they are still multiplied by, or None.
         settle: gives the buffers their values, by the flag.
         shared: what else is shared with other processes, or None.
+        weight: what the mean of the loss is over, float32 scalar, where that may be 0 (S8); else None.
         places: the parameters into whose `.grad` they are still to be put; they are the caller's then, and not to be
             overwritten. None for gradients that stand there, and that nobody else has.
     """
@@ -69,6 +80,7 @@ class Scaled(NamedTuple):
     settle: Callable[[torch.Tensor | None], None]
     places: list[torch.Tensor] | None = None
     shared: Shared | None = None
+    weight: torch.Tensor | None = None
 
 
 def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
@@ -87,7 +99,7 @@ def _applied_to(states: Sequence[TorchState], grads: Sequence[Gradients], skip: 
         fitted = _fitted(state, item.values)
         places: list[torch.Tensor] = [state.parameters[name] for name in fitted]
         settle = functools.partial(_settle, state, item.running)
-        ready.append(Scaled(list(fitted.values()), None, settle, places))
+        ready.append(Scaled(list(fitted.values()), None, settle, places, weight=item.weight))
     parameters = {id(p): p for state in states for p in state.parameters.values()}
     with set_aside(list(parameters.values()), used_up=True):
         return applied(states, ready, skip)
@@ -109,6 +121,16 @@ def applied(states: Sequence[TorchState], grads: Sequence[Scaled], skip: Skip) -
     return results
 
 
+def nothing_applied(state: TorchState, loss: torch.Tensor, aux: Any, weight: torch.Tensor | None) -> StepResult:
+    """The step of a batch in which nothing counts: it is skipped, and says nothing of the scale (S8)."""
+    yes = torch.ones((), dtype=torch.bool, device=state.device)
+    decision = decide.concluded(state.scaler, state.scale_state, state.step, yes, yes, XP, ~yes)
+    state.scale_state = decision.scale_state
+    return StepResult(
+        loss, aux, torch.zeros_like(loss), state.scale_state.scale, decision.skipped, decision.step, weight
+    )
+
+
 class _Verbs(decide.Verbs[TorchState, Scaled]):
     """What torch does in the second half. Unscaling, clipping and the update are one pass where the kernels can."""
 
@@ -123,23 +145,36 @@ class _Verbs(decide.Verbs[TorchState, Scaled]):
         Off the CPU, gradients that are so large that this divisor leaves float32 count as not finite: above
         3.4e38 * clip_norm before unscaling.
         """
-        clip_norm = state.recipe.clip_norm
+        clip_norm, scale, weight = state.recipe.clip_norm, grads.scale, grads.weight
         if state.replicas.several:
-            norm, finite = _agreed(state, grads)
+            norm, finite, scale = _agreed(state, grads)
+            weight = weight if grads.shared is None else grads.shared.weight
         else:
             values = state.replicas.local(grads.values)
-            norm, finite = measured(values, grads.scale, least=state.scaler.min_scale, alike=state.one_device)
-        by = divisor(norm, grads.scale, clip_norm)
+            least = state.scaler.min_scale if grads.weight is None else 0.0
+            norm, finite = measured(values, grads.scale, least=least, alike=state.one_device)
+        by = divisor(norm, scale, clip_norm)
         if by is not None and clip_norm is not None and not looks(norm.device):
             finite = finite & torch.isfinite(by.float())
-        return decide.Measured(norm.float(), finite, (norm, by))
+        return decide.Measured(norm.float(), finite, (norm, by, scale), weight)
 
     def every(self, flags: Sequence[torch.Tensor]) -> torch.Tensor:
         return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
 
-    def concluded(self, state: TorchState, finite: torch.Tensor | None, every: torch.Tensor) -> decide.Decision:
+    def concluded(
+        self,
+        state: TorchState,
+        finite: torch.Tensor | None,
+        every: torch.Tensor,
+        counts: torch.Tensor | None = None,
+    ) -> decide.Decision:
         """On the CPU over NumPy's float32 and int32 numbers, which is five times faster."""
         scaler, old, here = state.scaler, state.scale_state, state.device
+        if counts is not None and looks(here) and bool(counts):
+            counts = None
+        if counts is not None:
+            finite = None if finite is None else finite.to(here)
+            return decide.concluded(scaler, old, state.step, finite, every.to(here), XP, counts.to(here))
         if finite is None:
             return decide.Decision(None, old, state.step + 1, torch.zeros((), dtype=torch.bool, device=here))
         finite = finite.to(here)
@@ -152,8 +187,8 @@ class _Verbs(decide.Verbs[TorchState, Scaled]):
     def commit(
         self, state: TorchState, grads: Scaled, measured: decide.Measured, decision: decide.Decision
     ) -> TorchState:
-        norm, by = measured.more
-        _update(state, grads, norm, by, decision.finite)
+        norm, by, scale = measured.more
+        _update(state, grads._replace(scale=scale), norm, by, decision.finite)
         grads.settle(decision.finite)
         state.scale_state, state.step = decision.scale_state, decision.step
         return state
@@ -202,16 +237,18 @@ def _with(state: TorchState, grads: Scaled) -> list[torch.Tensor]:
     return grads.places or [p for p in state.parameters.values() if p.grad is not None]
 
 
-def _agreed(state: TorchState, grads: Scaled) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm and flag over all processes, and the mean of the loss into `grads.shared`."""
+def _agreed(state: TorchState, grads: Scaled) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Norm and flag over all processes, and what the gradients are still multiplied by; the mean of the loss and the
+    weight go into `grads.shared`."""
     replicas, shared = state.replicas, grads.shared
     parameters, values = _with(state, grads), replicas.local(grads.values)
-    loss, begun = (None, None) if shared is None else (shared.loss, shared.begun)
-    least = state.scaler.min_scale
-    found = replicas.agreed(parameters, values, grads.scale, loss, begun, least=least, alike=state.one_device)
+    own = Own() if shared is None else Own(shared.loss, shared.weighing.total, shared.divided)
+    begun = None if shared is None else shared.begun
+    found = replicas.agreed(parameters, values, grads.scale, own, begun, alike=state.one_device)
     if shared is not None:
         shared.loss = found.loss
-    return found.norm, found.finite
+        shared.weight = shared.weighing.weight(found.total * replicas.count)
+    return found.norm, found.finite, found.scale
 
 
 def _divided_before(

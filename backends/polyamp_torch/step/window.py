@@ -1,6 +1,5 @@
-"""The numbers of a window of micro-batches (S8): the mean of the losses, what the sum of the gradients is divided by,
-and sums in float32 for parameters that are stored in 16 bits. Called by the step and the compiled step. What each
-micro-batch weighs is `polyamp.rules.window`'s.
+"""The numbers of a window of micro-batches (S8): aux, what the sum of the gradients is divided by, and sums in float32
+for parameters that are stored in 16 bits. What each micro-batch counts is in `weighing`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from polyamp.errors import BatchError
-from polyamp.rules.window import Window, joins
+from polyamp.rules.window import joins
 from polyamp.trees import map_trees
 
 NARROW: Final = (torch.float16, torch.bfloat16)
@@ -57,30 +56,16 @@ def produced_by(scale: torch.Tensor | None, total: Any, device: torch.device) ->
     return by
 
 
-def mean_and_stack(
-    losses: list[torch.Tensor], auxes: list[Any], window: Window, *, stack: bool
-) -> tuple[torch.Tensor, Any]:
-    """The loss and aux of a window: the mean over micro-batches by their shares, and aux with a new leading axis (S8).
+def stacked(auxes: list[Any], *, stack: bool) -> Any:
+    """The aux of a window, with a new leading axis (S8).
 
     Args:
-        losses: of each micro-batch.
-        auxes: of each.
-        window: what each weighs.
+        auxes: of each micro-batch.
         stack: whether the recipe accumulates; a window of one micro-batch is stacked too then.
     """
-    if not stack:
-        return losses[0], auxes[0]
-    return mean(losses, window), None if auxes[0] is None else map_trees(_stack, auxes)
-
-
-def mean(losses: list[torch.Tensor], window: Window) -> torch.Tensor:
-    """The mean of a window's losses by their shares."""
-    if len(losses) == 1:
-        return losses[0]
-    if window.even:
-        return torch.stack(losses).mean()
-    weighed = [loss * share for loss, share in zip(losses, window.shares, strict=True)]
-    return torch.stack(weighed).sum() / window.total
+    if not stack or auxes[0] is None:
+        return auxes[0]
+    return map_trees(_stack, auxes)
 
 
 def _stack(leaves: list[Any]) -> Any:

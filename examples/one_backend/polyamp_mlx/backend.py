@@ -22,7 +22,7 @@ from polyamp.recipe.members import members
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
-from polyamp.rules import decide, refusals
+from polyamp.rules import decide, refusals, weights
 from polyamp.rules.decide import Skip
 from polyamp.rules.growing import Growth, Known, needs_model
 from polyamp.rules.scale import LossScaleState
@@ -120,11 +120,12 @@ class MLXBackend:
         )
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
-        refusals.check_options(options, (), function="train_step", backend=self.name)
-        return functools.partial(step, loss_fn)
+        refusals.check_options(options, ("weight",), function="train_step", backend=self.name)
+        return functools.partial(step, loss_fn, weight=options.get("weight"))
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
-        refusals.check_options(options, (), function="value_and_grad", backend=self.name)
+        refusals.check_options(options, ("weight",), function="value_and_grad", backend=self.name)
+        weight = options.get("weight")
 
         def masters(grads: Gradients, state: MLXState) -> Gradients:
             return grads._replace(values=cast_tree(grads.values, state.recipe.policy.param))  # S3
@@ -132,7 +133,9 @@ class MLXBackend:
         def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:
             first = states[0]
             batch = entered(batch, first.recipe.policy.param)
-            loss, aux, scaled = differentiated(loss_fn, states, batch, next(first.draws))
+            given = weights.of_batch(weight, batch)
+            found, scaled = differentiated(loss_fn, states, batch, next(first.draws), weight=given)
+            loss, aux = found.value, found.aux
             grads = [masters(unscaled(item, first), state) for item, state in zip(scaled, states, strict=True)]
             computed((loss, aux, grads))
             return (loss if aux is None else (loss, aux)), grads

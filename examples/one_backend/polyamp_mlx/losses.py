@@ -21,6 +21,9 @@ class MLXLosses:
     def wide(self, values: Any, like: Any) -> Any:
         return _wide(values)
 
+    def constant(self, values: Any, like: Any) -> Any:
+        return mx.stop_gradient(_wide(values))
+
     def indices(self, labels: Any, like: Any) -> Any:
         return to_device(labels).astype(mx.int32)
 

@@ -50,4 +50,4 @@ def measured(grads: Gradients) -> Measured:
     largest = mx.max(mx.stack([mx.max(mx.abs(value)) for value in values]))
     unit = mx.where(finite & (largest > 0), largest, 1.0)
     squares = mx.stack([mx.sum(mx.square(value / unit)) for value in values])
-    return Measured(unit * mx.sqrt(mx.sum(squares)), finite)
+    return Measured(unit * mx.sqrt(mx.sum(squares)), finite, weight=grads.weight)

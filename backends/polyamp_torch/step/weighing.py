@@ -1,0 +1,206 @@
+"""What a micro-batch counts in a torch step (S8, S9): its weight over a unit, which its scaled loss is multiplied by.
+
+The unit keeps the scaled loss about as large as without weights. On one device it is the most that the largest
+micro-batch can count. Ranks need the same one before they know each other's weights: they agree on a power of two at
+their first step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from polyamp.rules import weights
+from polyamp.rules.weights import Count, Loss, Totals, WeightFunction
+from polyamp.rules.window import Window
+from polyamp.trees import leaves
+from polyamp_torch.arrays import XP
+from polyamp_torch.step.measure import looks
+from polyamp_torch.step.replicas import Number, Replicas
+
+
+class Weighing:
+    """The weights of one step's micro-batches.
+
+    Args:
+        function: `weight=` of the user's, or None.
+        parts: the micro-batches.
+        window: their rows.
+        replicas: of the state.
+        device: of the state.
+
+    Attributes:
+        factors: what the scaled loss of each pass so far was multiplied by.
+        among_others: whether there are other micro-batches or replicas.
+        sums_means: whether a loss was a sum of means over different counts.
+        rest: the passes after the first one, for a sum of means: (micro-batch, whether it counts).
+        omits: whether a pass that counts for nothing needs no backward pass: nobody else waits for it.
+    """
+
+    def __init__(
+        self,
+        function: WeightFunction | None,
+        parts: Sequence[Any],
+        window: Window,
+        replicas: Replicas,
+        device: torch.device,
+    ) -> None:
+        self.factors: list[Number] = []
+        self.among_others = len(parts) > 1 or replicas.count > 1
+        self.sums_means = False
+        self.omits = replicas.held is None
+        self.rest: list[tuple[Any, bool]] = [(part, True) for part in parts[1:]]
+        self._given = None if function is None else [self._number(weights.of_batch(function, p), device) for p in parts]
+        self._window = window
+        self._replicas = replicas
+        self._parts = parts
+        self._device = device
+        self._totals: Totals | None = None
+        self._unit: Number | None = None
+        self._own: list[bool] = []
+        self._alone: Number | None = None
+
+    @staticmethod
+    def _number(weight: Any, device: torch.device) -> Number:
+        """A weight on the host, where reading it waits for nothing, and on the device elsewhere; float32 in both."""
+        if not isinstance(weight, torch.Tensor):
+            return float(weight)
+        wide = weight.detach().float()
+        return float(wide) if looks(wide.device) else wide.to(device)
+
+    def read(self, result: Any, found: Sequence[Count], part: Any, count: Callable[[Any], list[Any]]) -> Loss:
+        """The loss of the next pass.
+
+        Args:
+            result: what `loss_fn` returned.
+            found: the means that it made.
+            part: its micro-batch.
+            count: the counts of a sum of means for another micro-batch, by a forward pass.
+        """
+        number = len(self.factors)
+        own = None if self._given is None else self._given[min(number, len(self._given) - 1)]
+        rows = self._rows(number, part) if self.among_others else 1.0
+        read = functools.partial(weights.read, result, found, XP, weight=own, rows=rows)
+        loss = read(totals=self._totals)
+        self.sums_means |= bool(loss.terms)
+        if loss.terms and self._totals is None and self.among_others:
+            every = [weights.counts_of(loss, rows), *(count(other) for other, counts in self.rest if counts)]
+            for other, counts in self.rest:
+                if not counts:  # other ranks wait for this pass
+                    count(other)
+            self._totals = self._replicas.totals(weights.totals_of(every), self._device)
+            loss = read(totals=self._totals)
+        return loss
+
+    def counted(self, loss: Loss, part: Any, *, counts: bool = True) -> Number:
+        """What the scaled loss of the next pass is to be multiplied by.
+
+        Args:
+            loss: as `read` gave it.
+            part: its micro-batch.
+            counts: False for a pass that other ranks wait for.
+        """
+        number = len(self.factors)
+        self._own.append(loss.weight is not None)
+        weights.check_alike(self._own)
+        factor = self._factor(loss, number, part) if counts else 0.0
+        self.factors.append(factor)
+        return factor
+
+    def _factor(self, loss: Loss, number: int, part: Any) -> Number:
+        if self._totals is not None:
+            return 1.0
+        weight = None if loss.weight is None else self._number(loss.weight, self._device)
+        if not self.among_others:
+            self._alone = weight
+            return 0.0 if isinstance(weight, float) and weight == 0.0 else 1.0
+        shares = self._window.shares
+        if self._replicas.count == 1 and weight is None:
+            return shares[number]
+        rows = self._rows(number, part)
+        if self._unit is None:
+            self._unit = self._replicas.unit(functools.partial(self._most, loss, weight, rows, shares[number]))
+        if weight is None:
+            weight = float(rows if loss.size is None else loss.size)
+        return weight / self._unit
+
+    def _most(self, loss: Loss, weight: Number | None, rows: float, share: float) -> Number:
+        """What the largest micro-batch can count."""
+        if self._given is not None:
+            most = functools.reduce(_larger, self._given)
+        elif loss.size is not None:
+            most = loss.size / share
+        elif weight is None:
+            most = rows / share
+        else:
+            most = weight
+        return most
+
+    def _rows(self, number: int, part: Any) -> float:
+        return rows_of(part, self._window.sizes[min(number, len(self._window.sizes) - 1)])
+
+    @property
+    def total(self) -> Number:
+        """The sum of the factors, a float where all are."""
+        numbers = [factor for factor in self.factors if isinstance(factor, float)]
+        if len(numbers) == len(self.factors):
+            return math.fsum(numbers)
+        rest = [factor for factor in self.factors if not isinstance(factor, float)]
+        return torch.stack(rest).sum() + math.fsum(numbers)
+
+    @property
+    def decides(self) -> bool:
+        """Whether the weight depends on values, so that it may be 0."""
+        return any(self._own) or self._totals is not None
+
+    def weight(self, total: Number) -> torch.Tensor | None:
+        """What the mean of the loss is over, from the sum of the factors; None where it does not depend on values."""
+        if self._totals is not None:
+            total = sum(self._totals.counts)
+            return torch.as_tensor(total, dtype=torch.float32, device=self._device)
+        if not any(self._own):
+            return None
+        found = self._alone if self._unit is None else total * self._unit
+        return torch.as_tensor(found, dtype=torch.float32, device=self._device)
+
+    def mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of the losses times their factors, divided by the factors' sum; of no factor 0."""
+        return weighed(losses, self.factors) / divisor(self.total)
+
+
+def rows_of(part: Any, otherwise: int) -> float:
+    """The rows of a micro-batch; of one whose arrays do not agree, its part of the window."""
+    lengths = {len(leaf) for _, leaf in leaves(part) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    return float(lengths.pop() if len(lengths) == 1 else otherwise)
+
+
+def weighed(losses: Sequence[torch.Tensor], factors: Sequence[Number]) -> torch.Tensor:
+    """The sum of losses times what they count; one that counts for nothing adds nothing, whatever it is."""
+    if all(isinstance(factor, float) and factor == 1.0 for factor in factors):
+        return losses[0] if len(losses) == 1 else torch.stack(list(losses)).sum()
+    return torch.stack([_times(loss, factor) for loss, factor in zip(losses, factors, strict=True)]).sum()
+
+
+def _times(loss: torch.Tensor, factor: Number) -> torch.Tensor:
+    if isinstance(factor, float):
+        return loss * factor if factor else torch.zeros_like(loss)
+    return torch.where(factor > 0.0, loss * factor, torch.zeros_like(loss))
+
+
+def _larger(one: Number, other: Number) -> Number:
+    if isinstance(one, float) and isinstance(other, float):
+        return max(one, other)
+    like = one if isinstance(one, torch.Tensor) else other
+    assert isinstance(like, torch.Tensor)
+    return torch.maximum(torch.as_tensor(one, device=like.device), torch.as_tensor(other, device=like.device))
+
+
+def divisor(total: Number) -> Number:
+    """What a sum by weights is divided by; where nothing counts, by 1."""
+    if isinstance(total, float):
+        return total or 1.0
+    return torch.where(total > 0.0, total, torch.ones_like(total))

@@ -1,0 +1,243 @@
+"""Rules S8 and S24 where the mean of a loss is not over rows: a step's result is that of one batch of all its rows."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyamp
+from polyamp.conformance.problems import Batch, flat, layers, number, recipe, relative, unmoved
+from polyamp.contract.backend import Backend
+from polyamp.contract.harness import Harness
+from polyamp.errors import ArgumentError, LossError
+
+LOSSES: Any = polyamp.losses
+IGNORED = -100
+CLASSES = np.array([0.5, 2.0, 1.0], "f4")
+SETTINGS: dict[str, Any] = {"optimizer": polyamp.adamw(1e-2), "clip_norm": 0.5}
+
+Loss = Callable[[Any, Batch], Any]
+
+
+def whole(seed: int = 0, *, size: int = 12) -> Batch:
+    """Rows whose labels and weights count for more and more; those of the first three count for nothing."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 3, size=size)
+    counts = np.arange(size) >= 3
+    return {
+        "x": rng.normal(size=(size, 4)).astype("f4"),
+        "y": rng.normal(size=(size, 3)).astype("f4"),
+        "labels": np.where(counts, labels, IGNORED),
+        "classes": labels,
+        "weights": np.where(counts, rng.uniform(0.2, 3.0, size), 0.0).astype("f4")[:, None],
+    }
+
+
+def parts(batch: Batch, lengths: list[int]) -> list[Batch]:
+    """The batch in micro-batches of these lengths."""
+    ends = np.cumsum(lengths)
+    return [{k: v[end - n : end] for k, v in batch.items()} for n, end in zip(lengths, ends, strict=True)]
+
+
+def ignored(model: Any, batch: Batch) -> Any:
+    return LOSSES.softmax_cross_entropy(model(batch["x"]), batch["labels"], ignore_index=IGNORED)
+
+
+def weighted_classes(model: Any, batch: Batch) -> Any:
+    return LOSSES.softmax_cross_entropy(
+        model(batch["x"]), batch["labels"], ignore_index=IGNORED, class_weights=CLASSES, label_smoothing=0.1
+    )
+
+
+def class_weights(model: Any, batch: Batch) -> Any:
+    return LOSSES.softmax_cross_entropy(model(batch["x"]), batch["classes"], class_weights=CLASSES)
+
+
+def weighted_elements(model: Any, batch: Batch) -> Any:
+    return LOSSES.mean_squared_error(model(batch["x"]), batch["y"], weights=batch["weights"]), {"rows": batch["x"]}
+
+
+def as_mean(model: Any, batch: Batch) -> Any:
+    total = LOSSES.softmax_cross_entropy(model(batch["x"]), batch["labels"], ignore_index=IGNORED, reduction="sum")
+    return LOSSES.Mean(total, number_of(batch))
+
+
+def number_of(batch: Batch) -> Any:
+    """How many labels count, in float32, in NumPy or in the framework."""
+    return LOSSES.count(batch["labels"] != IGNORED)
+
+
+def as_sum_of_means(model: Any, batch: Batch) -> Any:
+    """Over the labels that count, over weights, and over the rows."""
+    outputs = model(batch["x"])
+    labels = LOSSES.softmax_cross_entropy(outputs, batch["labels"], ignore_index=IGNORED, reduction="sum")
+    squares = LOSSES.mean_squared_error(outputs, batch["y"], weights=batch["weights"], reduction="sum")
+    plain = LOSSES.huber(outputs, batch["y"])
+    whole = LOSSES.Mean(labels, number_of(batch)) - 0.1 * LOSSES.Mean(-squares, LOSSES.count(batch["weights"]) * 3.0)
+    return whole + 0.5 * plain
+
+
+CASES: list[tuple[Loss, list[int]]] = [
+    (ignored, [2, 7, 2, 1]),
+    (weighted_classes, [4, 4, 4]),
+    (class_weights, [6, 6]),
+    (weighted_elements, [2, 7, 2, 1]),
+    (as_mean, [4, 4, 4]),
+    (as_sum_of_means, [2, 7, 2, 1]),
+]
+
+
+def trained(
+    harness: Harness, loss_fn: Loss, count: int, batches: list[Any], policy: str = "float32", **options: Any
+) -> tuple[Any, list[polyamp.StepResult]]:
+    scaler = polyamp.LossScaler(init_scale=256.0) if policy == "mixed_float16" else None
+    made = recipe(policy, accumulate_steps=count, scaler=scaler, **SETTINGS)
+    state = polyamp.init(harness.mlp(layers()), made)
+    step = polyamp.train_step(loss_fn, made, **options)
+    results = []
+    for batch in batches:
+        state, result = step(state, batch)
+        results.append(result)
+    return state, results
+
+
+@pytest.mark.parametrize(("loss_fn", "lengths"), CASES)
+def test_s08_a_mean_over_what_counts_is_that_of_one_batch(
+    backend: Backend, harness: Harness, loss_fn: Loss, lengths: list[int]
+) -> None:
+    """Loss, norm before clipping and parameters; a micro-batch that counts for nothing among them."""
+    batches = [whole(seed) for seed in range(2)]
+    state, results = trained(harness, loss_fn, 1, batches)
+    split, found = trained(harness, loss_fn, len(lengths), [parts(batch, lengths) for batch in batches])
+    for one, other in zip(results, found, strict=True):
+        assert not bool(backend.to_numpy(other.skipped))
+        assert relative(number(backend, one.loss), number(backend, other.loss)) < 2e-6
+        assert relative(number(backend, one.grad_norm), number(backend, other.grad_norm)) < 1e-5
+        assert one.weight is None or relative(number(backend, one.weight), number(backend, other.weight)) < 1e-6
+    assert np.abs(flat(harness, state) - flat(harness, split)).max() < 2e-6
+
+
+def test_s08_a_batch_that_is_split_counts_by_its_labels(backend: Backend, harness: Harness) -> None:
+    batches = [whole(seed) for seed in range(2)]
+    state, _ = trained(harness, ignored, 1, batches)
+    split, found = trained(harness, ignored, 4, batches)
+    assert [number(backend, result.weight) for result in found] == [9.0, 9.0]
+    assert np.abs(flat(harness, state) - flat(harness, split)).max() < 2e-6
+
+
+def test_s08_weight_says_what_a_loss_of_ones_own_is_a_mean_over(backend: Backend, harness: Harness) -> None:
+    def own_sum(model: Any, batch: Batch) -> Any:
+        return ignored(model, batch) * 1.0
+
+    batches = [whole(seed) for seed in range(2)]
+    state, _ = trained(harness, ignored, 1, batches)
+    split, found = trained(harness, own_sum, 4, batches, weight=number_of)
+    assert [number(backend, result.weight) for result in found] == [9.0, 9.0]
+    assert np.abs(flat(harness, state) - flat(harness, split)).max() < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("policy", "loss_fn", "count"),
+    [("float32", ignored, 1), ("mixed_float16", ignored, 3), ("mixed_float16", as_mean, 1), ("float32", as_mean, 3)],
+)
+def test_s08_a_step_without_any_weight_is_skipped_and_says_so(
+    backend: Backend, harness: Harness, policy: str, loss_fn: Loss, count: int
+) -> None:
+    """The loss is 0 and not NaN, nothing moves, the loss scale neither; the next step is applied."""
+    empty = whole(1)
+    empty["labels"][:], empty["weights"][:] = IGNORED, 0.0
+    state, _ = trained(harness, loss_fn, count, [whole(0)], policy)
+    step = polyamp.train_step(loss_fn, state.recipe)
+    before = {name: np.array(value) for name, value in backend.export_state(state).items()}
+    state, result = step(state, empty)
+    assert bool(backend.to_numpy(result.skipped))
+    assert (number(backend, result.loss), number(backend, result.weight)) == (0.0, 0.0)
+    after = backend.export_state(state)
+    assert unmoved(before, after) == []
+    moved = {name for name in before if name.startswith("loss_scale/") and before[name] != after[name]}
+    assert moved == {"loss_scale/skipped"}
+    _, result = step(state, whole(2))
+    assert not bool(backend.to_numpy(result.skipped))
+    assert number(backend, result.step) == 2
+
+
+def test_s08_gradients_without_any_weight_are_not_applied(backend: Backend, harness: Harness) -> None:
+    """The two halves; weight decay would move the parameters where gradients of zeros were applied."""
+    made = recipe(optimizer=polyamp.adamw(1e-2, weight_decay=0.5))
+    state = polyamp.init(harness.mlp(layers()), made)
+    empty = whole(1)
+    empty["labels"][:] = IGNORED
+    before = flat(harness, state)
+    loss, gradients = polyamp.value_and_grad(ignored)(state, empty)
+    state, result = polyamp.apply_gradients(state, gradients)
+    assert number(backend, loss) == 0.0
+    assert bool(backend.to_numpy(result.skipped))
+    assert np.array_equal(flat(harness, state), before)
+
+
+def test_s08_an_overflow_skips_the_window_whatever_else_counts(backend: Backend, harness: Harness) -> None:
+    made = recipe("mixed_float16", accumulate_steps=3, scaler=polyamp.LossScaler(init_scale=16.0))
+    state = polyamp.init(harness.mlp(layers()), made)
+    broken = whole()
+    broken["x"][-1] = np.inf
+    before = flat(harness, state)
+    state, result = polyamp.train_step(ignored, made)(state, broken)
+    assert (bool(backend.to_numpy(result.skipped)), number(backend, result.scale)) == (True, 8.0)
+    assert np.array_equal(flat(harness, state), before)
+
+
+def test_s08_the_scale_of_the_gradients_does_not_move_with_the_counts(backend: Backend, harness: Harness) -> None:
+    """What is multiplied by the loss scale stays as large as without weights: a scale that fits still fits."""
+    made = recipe("mixed_float16", accumulate_steps=2, scaler=polyamp.LossScaler(init_scale=2.0**12), **SETTINGS)
+    state = polyamp.init(harness.mlp(layers()), made)
+    batches = whole(size=64)
+    batches["labels"][:62] = np.where(np.arange(62) % 31 == 0, 1, IGNORED)
+    state, result = polyamp.train_step(ignored, made)(state, batches)
+    assert (bool(backend.to_numpy(result.skipped)), number(backend, result.weight)) == (False, 4.0)
+
+
+def test_s08_what_the_step_cannot_know_is_said_once(backend: Backend, harness: Harness) -> None:
+    def own_sum(model: Any, batch: Batch) -> Any:
+        return ignored(model, batch) + 0.1 * LOSSES.mean_squared_error(model(batch["x"]), batch["y"])
+
+    with pytest.warns(UserWarning, match=r"weight=lambda batch: polyamp.losses.count\(batch\['labels'\] != "):
+        trained(harness, own_sum, 2, [whole()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(harness, own_sum, 2, [whole()])
+        trained(harness, lambda model, batch: own_sum(model, batch), 1, [whole()])  # one batch: nothing to weigh
+
+
+def test_s20_weights_that_say_nothing_are_refused(backend: Backend, harness: Harness) -> None:
+    state = polyamp.init(harness.mlp(layers()), recipe())
+    with pytest.raises(ArgumentError, match="weight must be a function of a batch"):
+        polyamp.train_step(ignored, state.recipe, weight=3.0)  # type: ignore[arg-type]
+    refused: list[tuple[Any, str]] = [
+        (-1.0, "at least 0"),
+        ("many", "a number or a scalar"),
+        (np.ones(3), "a scalar array"),
+    ]
+    for given, match in refused:
+        with pytest.raises(LossError, match=match):
+            polyamp.train_step(ignored, state.recipe, weight=functools.partial(lambda own, batch: own, given))(
+                state, whole()
+            )
+    with pytest.raises(LossError, match="has its own count"):
+        polyamp.train_step(as_mean, state.recipe, weight=lambda batch: 1.0)(state, whole())
+
+
+def test_s24_a_mean_is_a_total_and_a_count(backend: Backend, harness: Harness) -> None:
+    total = harness.array(np.asarray(6.0, np.float32))
+    with pytest.raises(LossError, match="total must be a floating scalar"):
+        LOSSES.Mean(harness.array(np.ones(3, np.float32)), 2)
+    with pytest.raises(LossError, match="count must be at least 0"):
+        LOSSES.Mean(total, -2)
+    with pytest.raises(LossError, match="count must be a number or a scalar"):
+        LOSSES.Mean(total, harness.array(np.ones(3, np.float32)))
+    with pytest.raises(LossError, match="not by another Mean"):
+        LOSSES.Mean(total, 2) * LOSSES.Mean(total, 2)

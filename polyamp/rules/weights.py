@@ -1,0 +1,333 @@
+"""S8, S9: what the mean of a loss is over, and so how much a micro-batch or a replica counts.
+
+A function of `polyamp.losses` notes what it divided by. If `loss_fn` returns that very array, its count is the weight
+of the batch; a `Mean` brings its own, `train_step(weight=...)` gives one for any other loss, and without any of these a
+batch counts by its rows. It knows no framework.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from polyamp.arrays import ArrayNamespace
+from polyamp.errors import LossError, described
+from polyamp.rules.refusals import split_result
+
+WeightFunction = Callable[[Any], Any]
+"""`weight(batch)`: what the mean of the batch's loss is over, a number or a scalar of the framework."""
+
+
+class Count(NamedTuple):
+    """What a loss of `polyamp.losses` was divided by.
+
+    Attributes:
+        loss: the mean.
+        count: what it was divided by, a float32 scalar; None where that is the number of its elements.
+        size: the number of its elements; None where a compiler does not know it.
+        line: how to write `count` for a batch, for `weight=`.
+    """
+
+    loss: Any
+    count: Any
+    size: int | None
+    line: str
+
+
+class _Notes(threading.local):
+    """The lists that losses are noted in, one for each `loss_fn` that runs in this thread."""
+
+    def __init__(self) -> None:
+        self.lists: list[list[Count]] = []
+
+
+_NOTES: Final = _Notes()
+
+
+def note(loss: Any, count: Any, shape: Sequence[int | None], line: str = "") -> None:
+    """Note a mean, for the step that runs `loss_fn`.
+
+    Args:
+        loss: the mean, a scalar.
+        count: see `Count`.
+        shape: of what it is the mean of.
+        line: see `Count`.
+    """
+    if _NOTES.lists:
+        known = [length for length in shape if length is not None]
+        size = math.prod(known) if len(known) == len(shape) else None
+        _NOTES.lists[-1].append(Count(loss, count, size, line))
+
+
+def call(loss_fn: Callable[[Any, Any], Any], model: Any, batch: Any) -> tuple[Any, list[Count]]:
+    """What `loss_fn` returns, and the means that it made."""
+    found: list[Count] = []
+    _NOTES.lists.append(found)
+    try:
+        result = loss_fn(model, batch)
+    finally:
+        _NOTES.lists.pop()
+    return result, found
+
+
+class Term(NamedTuple):
+    """One summand of a `Mean`: `factor * total / count`; a count of None is that of the rows."""
+
+    factor: Any
+    total: Any
+    count: Any
+
+
+class Mean:
+    """A loss as a total and what it is divided by, so that a step knows what its mean is over; or a sum of such."""
+
+    __array_ufunc__ = None  # so that NumPy leaves `array + mean` to `__radd__`
+
+    def __init__(self, terms: Sequence[Term]) -> None:
+        self.terms: Final = tuple(terms)
+
+    def __add__(self, other: Any) -> Mean:
+        return Mean((*self.terms, *_terms(other)))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Mean:
+        return Mean((*self.terms, *(-Mean(_terms(other))).terms))
+
+    def __rsub__(self, other: Any) -> Mean:
+        return Mean((*(-self).terms, *_terms(other)))
+
+    def __neg__(self) -> Mean:
+        return Mean([Term(-term.factor, term.total, term.count) for term in self.terms])
+
+    def __mul__(self, factor: Any) -> Mean:
+        if isinstance(factor, Mean):
+            raise LossError("a Mean can be added to another and multiplied by a number, not by another Mean.")
+        return Mean([Term(term.factor * factor, term.total, term.count) for term in self.terms])
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Mean:
+        if isinstance(divisor, Mean):
+            raise LossError("a Mean can be added to another and divided by a number, not by another Mean.")
+        return Mean([Term(term.factor / divisor, term.total, term.count) for term in self.terms])
+
+    def __repr__(self) -> str:
+        return f"Mean({' + '.join(f'{t.factor} * {t.total} / {t.count}' for t in self.terms)})"
+
+
+def _terms(value: Any) -> tuple[Term, ...]:
+    return value.terms if isinstance(value, Mean) else (Term(1.0, value, None),)
+
+
+class Loss(NamedTuple):
+    """What `loss_fn` returned.
+
+    Attributes:
+        value: the loss, an array. Of a `Mean` whose count is 0 it is 0.
+        aux: what came beside it.
+        weight: what its mean is over, a number or a float32 scalar, where that depends on values; None where it does
+            not, or nobody says.
+        size: the number of elements that the mean is over at most; None where nobody says.
+        terms: the summands, where the loss is a sum of means over different counts; else none.
+    """
+
+    value: Any
+    aux: Any
+    weight: Any
+    size: int | None
+    terms: tuple[Term, ...] = ()
+
+    @property
+    def own(self) -> Any:
+        """The weight, or else the number of elements; None where nobody says."""
+        return self.size if self.weight is None else self.weight
+
+
+def read(
+    result: Any,
+    found: Sequence[Count],
+    xp: ArrayNamespace,
+    *,
+    weight: Any = None,
+    totals: Totals | None = None,
+    rows: Any = 1,
+) -> Loss:
+    """The loss that `loss_fn` returned, and its weight.
+
+    Args:
+        result: what it returned: a loss, or (loss, aux).
+        found: the means that `polyamp.losses` made on the way.
+        xp: the framework's array namespace.
+        weight: what `train_step(weight=...)` gave for this batch, or None.
+        totals: of a sum of means over different counts, those of all micro-batches and replicas (`totals_of`).
+        rows: of this batch, for such a sum.
+
+    Raises:
+        LossError: neither of them; or a `Mean` beside a `weight`.
+    """
+    first = result[0] if isinstance(result, tuple) and result else result
+    if isinstance(first, Mean):
+        if isinstance(result, tuple) and len(result) != 2:
+            split_result(result)
+        if weight is not None:
+            raise LossError(
+                "loss_fn returned a Mean, which has its own count, and train_step was given weight= too. Drop one."
+            )
+        aux = result[1] if isinstance(result, tuple) else None
+        return _of_mean(first, aux, xp, totals, rows)
+    loss, aux = split_result(result)
+    if weight is not None:
+        return Loss(loss, aux, weight, None)
+    own = next((item for item in found if item.loss is loss), None)
+    return Loss(loss, aux, None, None) if own is None else Loss(loss, aux, own.count, own.size)
+
+
+class Totals(NamedTuple):
+    """What the terms of a sum of means are divided by.
+
+    Attributes:
+        counts: of each term, its count over all micro-batches and replicas.
+        parts: how many micro-batches and replicas there are together.
+    """
+
+    counts: Sequence[Any]
+    parts: int
+
+
+def counts_of(loss: Loss, rows: Any) -> list[Any]:
+    """The count of each term of a batch, which has so many rows."""
+    return [rows if term.count is None else term.count for term in loss.terms]
+
+
+def totals_of(counts: Sequence[Sequence[Any]]) -> Totals:
+    """The totals over micro-batches, from `counts_of` each.
+
+    Raises:
+        LossError: they have not the same terms.
+    """
+    if len({len(own) for own in counts}) > 1:
+        raise LossError("loss_fn must return a sum of as many Means over different counts for every micro-batch.")
+    return Totals([sum(own) for own in zip(*counts, strict=True)], len(counts))
+
+
+def _of_mean(mean: Mean, aux: Any, xp: ArrayNamespace, totals: Totals | None, rows: Any) -> Loss:
+    terms = _together(mean.terms)
+    if totals is not None:  # each part of the whole, times their number: the mean of these is the whole
+        wholes = [
+            t._replace(total=t.total * (rows if t.count is None else 1.0) * float(totals.parts), count=by)
+            for t, by in zip(terms, totals.counts, strict=True)
+        ]
+        return Loss(sum(_quotient(term, xp) for term in wholes), aux, None, None, terms)
+    value = sum(_quotient(term, xp) for term in terms)
+    if len(terms) == 1:
+        return Loss(value, aux, terms[0].count, None)
+    return Loss(value, aux, None, None, terms)
+
+
+def _together(terms: Sequence[Term]) -> tuple[Term, ...]:
+    """Terms over the very same count as one."""
+    groups: dict[int, list[Term]] = {}
+    for term in terms:
+        groups.setdefault(id(term.count), []).append(term)
+    return tuple(
+        own[0] if len(own) == 1 else Term(1.0, sum(t.factor * t.total for t in own), own[0].count)
+        for own in groups.values()
+    )
+
+
+def _quotient(term: Term, xp: ArrayNamespace) -> Any:
+    if term.count is None:
+        return term.factor * term.total
+    if isinstance(term.count, int | float):
+        return term.factor * (term.total / (term.count or 1.0))
+    one = xp.asarray(1.0, term.count)
+    return term.factor * (term.total / xp.where(term.count > 0.0, term.count, one))
+
+
+def is_unclear(loss: Loss, found: Sequence[Count]) -> bool:
+    """Whether a mean over ignored or weighted elements went into a loss that does not say what it is over."""
+    return loss.own is None and not loss.terms and any(item.count is not None for item in found)
+
+
+_TOLD: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+
+def line_of(found: Sequence[Count]) -> str:
+    """How to write what the first mean over ignored or weighted elements was divided by."""
+    return next(item.line for item in found if item.count is not None)
+
+
+def warn_unclear(loss_fn: Any, line: str, *, stacklevel: int = 2) -> None:
+    """Say once for a `loss_fn` that its micro-batches and replicas count by their rows though its losses do not.
+
+    Args:
+        loss_fn: the user's.
+        line: see `line_of`.
+    """
+    try:
+        if loss_fn in _TOLD:
+            return
+        _TOLD.add(loss_fn)
+    except TypeError:  # what cannot be referred to weakly is told each time
+        pass
+    warnings.warn(
+        "loss_fn puts a loss of polyamp.losses with ignored or weighted elements into a sum of its own, so that the "
+        "step cannot know what the mean is over: micro-batches and replicas count by their rows, and the result is not "
+        f"that of one batch where their counts differ. Write polyamp.train_step(loss_fn, recipe, weight=lambda batch: "
+        f"{line}), or return polyamp.losses.Mean(total, count) and add to that.",
+        UserWarning,
+        stacklevel=stacklevel,
+    )
+
+
+def of_batch(weight: WeightFunction | None, batch: Any) -> Any:
+    """What `weight` gives for a batch; None without one.
+
+    Raises:
+        LossError: no scalar, or a number that is negative or not finite.
+    """
+    if weight is None:
+        return None
+    found = weight(batch)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        if not hasattr(found, "dtype") or tuple(getattr(found, "shape", (0,))) != ():
+            raise LossError(
+                "weight(batch) must return what the mean of the batch's loss is over: a number or a scalar array. "
+                f"Received: {described(found)}."
+            )
+        return found
+    if not 0.0 <= found < math.inf:
+        raise LossError(f"weight(batch) must be at least 0 and finite. Received: {found}.")
+    return float(found)
+
+
+def consistent(given: Sequence[Loss]) -> bool:
+    """Whether the losses of a window have weights of their own; False where they count by their rows.
+
+    Raises:
+        LossError: see `check_alike`.
+    """
+    own = [loss.weight is not None for loss in given]
+    check_alike(own)
+    return any(own)
+
+
+def check_alike(own: Sequence[bool]) -> None:
+    """Refuse a window in which some losses have weights of their own.
+
+    Args:
+        own: whether each has.
+
+    Raises:
+        LossError: some have and some have not.
+    """
+    if any(own) and not all(own):
+        raise LossError(
+            "loss_fn returned a mean over what counts for some micro-batches of the window and not for others, so that "
+            "they cannot be added up. Return the same kind of loss for all, or give train_step(..., weight=...)."
+        )

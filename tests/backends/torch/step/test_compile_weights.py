@@ -1,0 +1,69 @@
+"""`train_step(compile=True)` with losses that are no mean over rows (S8): equal to the eager step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import polyamp
+from polyamp.errors import UnsupportedError
+
+TRACED: dict[str, Any] = {"backend": "aot_eager"}
+
+
+def given(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    labels = torch.randint(0, 3, (8,), generator=generator)
+    labels[: (5, 7, 8)[step]] = -100
+    return {"x": torch.randn(8, 4, generator=generator), "labels": labels}
+
+
+def ignoring(model: Any, batch: Any) -> torch.Tensor:
+    return polyamp.losses.softmax_cross_entropy(model(batch["x"]), batch["labels"], ignore_index=-100)
+
+
+def number_of(batch: Any) -> Any:
+    return polyamp.losses.count(batch["labels"] != -100)
+
+
+def own_sum(model: Any, batch: Any) -> torch.Tensor:
+    return ignoring(model, batch) * 1.0
+
+
+def means(model: Any, batch: Any) -> Any:
+    outputs = model(batch["x"])
+    rows = polyamp.losses.softmax_cross_entropy(outputs, batch["labels"], ignore_index=-100, reduction="sum")
+    return polyamp.losses.Mean(rows, number_of(batch)) + 0.1 * outputs.square().mean()
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["spec", "native"])
+@pytest.mark.parametrize(("loss_fn", "options"), [(ignoring, {}), (own_sum, {"weight": number_of})], ids=["loss", "fn"])
+def test_s08_a_compiled_window_counts_by_the_labels(loss_fn: Any, options: Any, native: bool) -> None:
+    """The last window has no label that counts: it is skipped, and Adam's decay does not move anything."""
+    found = []
+    for how in ({}, {"compile": TRACED}):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2) if native else polyamp.adamw(1e-2)
+        recipe = polyamp.Recipe(policy="float32", optimizer=optimizer, clip_norm=0.5, accumulate_steps=2)
+        state = polyamp.init(model, recipe)
+        step = polyamp.train_step(loss_fn, recipe, **how, **options)
+        results = []
+        for number in range(3):
+            state, result = step(state, given(number))
+            results.append([float(result.loss), float(result.weight), float(result.skipped), float(result.step)])
+        found.append((torch.tensor(results), model.weight.detach().clone()))
+    (eager, weight), (compiled, other) = found
+    assert eager[:, 1:].tolist() == [[3.0, 0.0, 1.0], [1.0, 0.0, 2.0], [0.0, 1.0, 2.0]]
+    torch.testing.assert_close(compiled, eager, rtol=2e-6, atol=0.0)
+    torch.testing.assert_close(other, weight, rtol=2e-6, atol=1e-7)
+
+
+def test_s20_a_compiled_window_refuses_a_sum_of_means() -> None:
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1), accumulate_steps=2)
+    state = polyamp.init(nn.Linear(4, 3), recipe)
+    with pytest.raises(UnsupportedError, match="takes no sum of Means over different counts"):
+        polyamp.train_step(means, recipe, compile=TRACED)(state, given(0))
