@@ -72,7 +72,7 @@ class Native:
 @pytest.mark.parametrize("record", RECORDS, ids=repr)
 def test_repr_evaluates_back_and_copies_are_equal(record: Any) -> None:
     copies = [
-        eval(repr(record), vars(polyamp)),
+        eval(repr(record), {name: getattr(polyamp, name) for name in polyamp.__all__}),
         pickle.loads(pickle.dumps(record)),
         copy.copy(record),
         copy.deepcopy(record),
