@@ -24,6 +24,7 @@ from tests.fuzz.judge import judged
 from tests.fuzz.minimise import BUDGET, smallest
 from tests.fuzz.pool import Pool
 from tests.fuzz.worker import BUILDERS, FRAMEWORKS
+from tests.seeds import seeds
 
 
 def program(description: Description, framework: str) -> str:
@@ -94,15 +95,6 @@ def main() -> int:
         seconds = ", ".join(f"{name} {value:.0f} s" for name, value in pool.seconds.items())
     print(f"{len(chosen)} descriptions, {len(failed)} failed: {failed}; processor time: {seconds}")
     return int(bool(failed))
-
-
-def seeds(text: str) -> list[int]:
-    """ "3", "0-20" (20 left out), "1,5,10-12" as numbers."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, end = part.partition("-")
-        found += range(int(first), int(end)) if end else [int(first)]
-    return found
 
 
 if __name__ == "__main__":
