@@ -23,6 +23,7 @@ import json
 import queue
 import random
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -108,11 +109,10 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--only", default="*", metavar="GLOB", help="of these files alone")
     parser.add_argument("--log", type=Path, help="a file that gets a line of JSON per seed; seeds in it are left out")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time, each in a copy of its own (default: 1)")
-    parser.add_argument(
-        "--whole", action="store_true", help="at the end all tests of the backend, or of the frameworks"
-    )
+    parser.add_argument("--whole", action="store_true", help="at the end all tests of the backend or of the core")
     parser.add_argument("--list", action="store_true", help="say what would be tried, and run nothing")
     arguments = parser.parse_args(given)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs in the copies is ended with this
     draw = Draw(arguments.only)
     done = [json.loads(line) for line in arguments.log.open()] if arguments.log and arguments.log.exists() else []
     chosen = [seed for seed in seeds(arguments.seeds) if seed not in {row["seed"] for row in done}]
@@ -124,9 +124,10 @@ def main(given: list[str] | None = None) -> int:
     free: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
 
     def run(seed: int) -> dict[str, Any]:
+        path, text, mutant = draw(seed)
         sandbox = free.get()
         try:
-            return tried(sandbox, seed, *(drawn := draw(seed)), stages(drawn[0], whole=arguments.whole))
+            return tried(sandbox, seed, path, text, mutant, stages(path, whole=arguments.whole, root=sandbox.root))
         finally:
             free.put(sandbox)
 
@@ -136,7 +137,8 @@ def main(given: list[str] | None = None) -> int:
         for copy in copies:
             free.put(copy)
         try:
-            for row in pool.map(run, chosen):
+            for future in concurrent.futures.as_completed([pool.submit(run, seed) for seed in chosen]):
+                row = future.result()
                 rows.append(row)
                 print(shown(row), flush=True)
                 if arguments.log:
@@ -144,9 +146,9 @@ def main(given: list[str] | None = None) -> int:
                         file.write(json.dumps(row) + "\n")
             failing = failing_anyway(copies[0], rows)
         finally:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
             for copy in copies:
-                copy.__exit__(None, None, None)
+                copy.close()
     counts = collections.Counter(row["verdict"] for row in rows)
     print(f"{len(rows)} mutants: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     for test in sorted(failing):

@@ -51,11 +51,19 @@ class Sandbox:
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / name, self.root / name)
         self._stamp = 0
+        self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what runs in the copy, and remove it."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         shutil.rmtree(self.root, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -88,6 +96,7 @@ class Sandbox:
             errors="replace",
             start_new_session=True,
         ) as process:
+            self._process = process
             try:
                 output, _ = process.communicate(timeout=seconds)
                 status: int | None = process.returncode
@@ -96,5 +105,6 @@ class Sandbox:
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+                self._process = None
         found = re.search(r"^(?:FAILED|ERROR) (\S+(?: [^-\s]\S*)*)", output, re.MULTILINE)
         return Outcome(status, found[1] if found else "", output)
