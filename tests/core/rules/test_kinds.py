@@ -58,6 +58,8 @@ def test_s27_kinds_by_class(classes: tuple[str, ...], leaf: str, kinds: str) -> 
     ("kind", "leaf", "beside", "wanted"),
     [
         ("bias", Leaf("lora/B", 2, ("LoRA", "Module", "object")), "lora/A", False),
+        ("bias", Leaf("mlp/b1", 2, ("MLP", "Module", "object")), "mlp/w1", True),
+        ("norm", Leaf("n/weight", 1, ("GroupNorm1d", "Module")), "n/bias", True),
         ("bias", Leaf("odd/b", 1, ("Affine", "Module", "object")), "odd/w", True),
         ("bias", Leaf("linear/b", 2), "linear/w", True),
         ("norm", Leaf("head/weight", 2, ("NormalizedLinear", "Linear")), "head/bias", False),
