@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.fuzz.build_reference import can
 from tests.fuzz.compare import findings
-from tests.fuzz.grammar import Description, describe
+from tests.fuzz.grammar import FEATURES, READY, Description, describe
 from tests.fuzz.judge import judged
 from tests.fuzz.minimise import BUDGET, smallest
 from tests.fuzz.pool import Pool
@@ -56,6 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0-20", help="one seed, a range with its end left out, or a list of both")
     parser.add_argument("--description", type=json.loads, help="a description as JSON, in place of seeds")
+    parser.add_argument("--features", nargs="*", default=list(READY), choices=FEATURES, help="of the grammar, to add")
     parser.add_argument("--frameworks", nargs="+", default=list(BUILDERS), choices=BUILDERS)
     parser.add_argument(
         "--seldom", type=int, default=10, metavar="N",
@@ -66,7 +67,11 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds to minimise one failure; 0: do not")
     parser.add_argument("--progress", type=Path, help="a file that gets a line per seed")
     arguments = parser.parse_args()
-    chosen = [arguments.description] if arguments.description else [describe(s) for s in seeds(arguments.seeds)]
+    chosen = (
+        [arguments.description]
+        if arguments.description
+        else [describe(seed, arguments.features) for seed in seeds(arguments.seeds)]
+    )
     failed: list[Any] = []
     begun = time.monotonic()
     with Pool(arguments.frameworks, together=arguments.together, quick=not arguments.thorough_xla) as pool:
@@ -75,7 +80,7 @@ def main() -> int:
 
             def check(candidate: Description, seldom: bool = seldom) -> list[str]:
                 records = pool.train(candidate, compiled=seldom, every_baseline=seldom)
-                return judged(candidate, findings(candidate, *records), pool)
+                return judged(candidate, findings(candidate, *records) + pool.whole(candidate, *records), pool)
 
             found = check(description)
             if found:

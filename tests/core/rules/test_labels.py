@@ -141,7 +141,7 @@ def test_s24_weights_broadcast_to_the_predictions(shape: Any) -> None:
     labels.check_weights(Traced(shape), LOGITS)
 
 
-@pytest.mark.parametrize("shape", [(4,), (2,), (3, 4), (0,), (1, 4, 3), (1, 1, 1), (None, 4, 3), (4, 2)])
+@pytest.mark.parametrize("shape", [(4,), (2,), (3, 4), (0,), (1, 4, 3), (1, 1, 1), (None, 4, 3), (4, 2), (5, 3)])
 def test_s24_other_weights_are_refused(shape: Any) -> None:
     with pytest.raises(LossError, match=r"shape of the predictions, \(4, 3\)\. Received shape: \(.*axes of 1 behind\."):
         labels.check_weights(Traced(shape), LOGITS)
