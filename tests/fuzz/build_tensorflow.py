@@ -343,7 +343,10 @@ def _made(layer: dict[str, Any], own: Weights, n: int, dtype: str | None = None)
         made.scale.assign(own["scale"])
         return made
     if op in ("layer_norm", "group_norm", "batch_norm"):
-        settings: dict[str, Any] = {"gamma_initializer": _constant(own["scale"]), "beta_initializer": _constant(own["bias"])}
+        settings: dict[str, Any] = {
+            "gamma_initializer": _constant(own["scale"]),
+            "beta_initializer": _constant(own["bias"]),
+        }
         settings["dtype"] = dtype
         if op == "layer_norm":
             return keras.layers.LayerNormalization(epsilon=1e-5, name=name, **settings)
