@@ -2,7 +2,7 @@
 # three minutes. make test-jax-oldest, test-jax-newest: the ends of the supported range of JAX, in environments of their
 # own. make bench: what is measured, not tested, in environments of its own too; make bench BENCH=--quick shows in two
 # minutes that all of it works. make fuzz SEEDS=0-2000: random networks compared over the frameworks; SEED=123: one of
-# them again.
+# them again. make mutants COUNT=20: random small faults in the library, and whether the tests notice; SEED=17, SEEDS=5-9.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test check lint bench fuzz soak test-jax-oldest test-jax-newest clean
+.PHONY: demo test check lint bench fuzz mutants soak test-jax-oldest test-jax-newest clean
 
 demo: $(STAMP)
 	$(BIN)/polyamp demo
@@ -32,6 +32,11 @@ SEEDS ?= 0-200
 
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --seeds $(or $(SEED),$(SEEDS)) $(FUZZ)
+
+COUNT ?= 20
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --seeds $(or $(SEED),$(if $(filter file,$(origin SEEDS)),0-$(COUNT),$(SEEDS))) $(MUTANTS)
 
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak $(SOAK)

@@ -63,8 +63,8 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         **dict.fromkeys(("T_max", "decay_steps", "num_steps", "transition_steps"), "steps"),
         **dict.fromkeys(("warmup", "num_warmup_steps", "warmup_iters", "warmup_epochs"), "warmup_steps"),
         **dict.fromkeys(("total", "num_training_steps", "decay_steps", "total_iters", "max_steps"), "total_steps"),
-        **dict.fromkeys(("lr", "learning_rate", "init_value", "initial_learning_rate", "peak_value", "max_lr"),
-                        "peak"),
+        **dict.fromkeys(("lr", "learning_rate", "initial_learning_rate", "peak_value", "max_lr"), "peak"),
+        **dict.fromkeys(("init_value", "warmup_lr_init", "warmup_init_lr"), "start"),
         **dict.fromkeys(("eta_min", "end_value", "min_lr", "final_lr"), "end"),
         **dict.fromkeys(("step_size", "decay_every"), "every"),
         **dict.fromkeys(("gamma", "decay_rate"), "factor"),
@@ -94,8 +94,8 @@ def advice(word: str, fields: Sequence[str], given: Sequence[str]) -> str:
     sentences: dict[str, None] = {}
     for name in given:
         known = table.get(name) or next((value for key, value in table.items() if key.lower() == name.lower()), "")
-        if known == "peak" and known not in fields:
-            known = next((other for other in ("value", "initial") if other in fields), "")
+        if known in ("start", "peak") and known not in fields:
+            known = next((other for other in ("peak", "value", "initial") if other in fields), "")
         if " " in known:
             sentences[known] = None
         elif known in fields:

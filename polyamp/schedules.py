@@ -2,6 +2,13 @@
 
 `schedule(count)` is the learning rate of the update that follows `count` applied ones, so the first update uses
 `schedule(0)`. The formulas run on Python numbers and, given a namespace, on any framework's scalars.
+
+A warmup is a straight line from `start` at `count == origin` to `peak` at `count == warmup_steps`. Whatever its origin,
+it has `warmup_steps` updates below `peak`:
+
+- `origin=0`, as in optax and transformers: the first update has `start`. With `start=0.0` it changes no parameter.
+- `origin=-1`, as in nanoGPT: `start` lies one update before the first, which has
+  `start + (peak - start) / (warmup_steps + 1)`.
 """
 
 from __future__ import annotations
@@ -46,10 +53,18 @@ class Constant(_Schedule):
 
 
 class LinearWarmup(_Schedule):
-    """A straight line from `start` to `peak` over `steps` updates, then `peak`.
+    """A straight line from `start` at `count == origin` to `peak` at `count == steps`, then `peak`.
 
-    >>> linear_warmup(1.0, 4)(2)
-    0.5
+    Args:
+        peak: the rate from `count == steps` on.
+        steps: updates below `peak`, at least 1.
+        start: the rate at `count == origin`.
+        origin: 0, or a negative integer: 0 gives the first update `start`; -1 the first rate above it.
+
+    >>> [linear_warmup(1.0, 4)(count) for count in range(5)]
+    [0.0, 0.25, 0.5, 0.75, 1.0]
+    >>> [linear_warmup(1.0, 4, origin=-1)(count) for count in range(5)]
+    [0.2, 0.4, 0.6, 0.8, 1.0]
     """
 
     tag: ClassVar[str] = "linear_warmup"
@@ -57,14 +72,16 @@ class LinearWarmup(_Schedule):
     peak: float
     steps: int
     start: float = 0.0
+    origin: int = 0
 
     def __post_init__(self) -> None:
         _rate("peak", self.peak)
         _rate("start", self.start)
         _steps("steps", self.steps, "peak")
+        _origin(self.origin)
 
     def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
-        return self.start + (self.peak - self.start) * _progress(count, self.steps, xp)
+        return self.start + (self.peak - self.start) * _progress(count, self.steps, xp, self.origin)
 
 
 class Cosine(_Schedule):
@@ -90,7 +107,17 @@ class Cosine(_Schedule):
 
 
 class WarmupCosine(_Schedule):
-    """`linear_warmup` to `peak` over `warmup_steps`, then `cosine` to `end` at `total_steps`.
+    """`linear_warmup` to `peak` at `count == warmup_steps`, then `cosine` to `end` at `count == total_steps`.
+
+    With `origin=-1` and `start=0.0` it is nanoGPT's `get_lr` (github.com/karpathy/nanoGPT, train.py).
+
+    Args:
+        peak: the rate at `count == warmup_steps`.
+        warmup_steps: updates of the warmup, all below `peak`; at least 1.
+        total_steps: the count from which the rate is `end`. It counts the warmup too.
+        start: the warmup's rate at `count == origin`.
+        end: the last rate.
+        origin: 0, or a negative integer: 0 gives the first update `start`; -1 the first rate above it.
 
     >>> warmup_cosine(1.0, warmup_steps=2, total_steps=4)(1)
     0.5
@@ -103,12 +130,14 @@ class WarmupCosine(_Schedule):
     total_steps: int
     start: float = 0.0
     end: float = 0.0
+    origin: int = 0
 
     def __post_init__(self) -> None:
         for name in ("peak", "start", "end"):
             _rate(name, getattr(self, name))
         _steps("warmup_steps", self.warmup_steps, "peak")
         _steps("total_steps", self.total_steps, "peak")
+        _origin(self.origin)
         if self.total_steps <= self.warmup_steps:
             raise RecipeError(
                 f"total_steps must exceed warmup_steps={self.warmup_steps}. Received: "
@@ -118,7 +147,7 @@ class WarmupCosine(_Schedule):
 
     def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
         count = count * 1.0
-        rising = self.start + (self.peak - self.start) * _progress(count, self.warmup_steps, xp)
+        rising = self.start + (self.peak - self.start) * _progress(count, self.warmup_steps, xp, self.origin)
         after = _progress(count - self.warmup_steps, self.total_steps - self.warmup_steps, xp)
         return xp.where(count < self.warmup_steps, rising, _half_cosine(self.peak, self.end, after, xp))
 
@@ -214,9 +243,9 @@ def is_schedule(value: Any) -> TypeGuard[Schedule]:
     return isinstance(value, _Schedule)
 
 
-def _progress(count: Any, steps: int, xp: ArrayNamespace) -> Any:
-    """`count / steps`, held between 0 and 1."""
-    share = (count * 1.0) / steps
+def _progress(count: Any, steps: int, xp: ArrayNamespace, origin: int = 0) -> Any:
+    """How far `count` is from `origin` to `steps`, held between 0 and 1."""
+    share = (count * 1.0 - origin) / (steps - origin) if origin else (count * 1.0) / steps
     return xp.minimum(xp.maximum(share, xp.asarray(0.0, share)), xp.asarray(1.0, share))
 
 
@@ -235,4 +264,12 @@ def _steps(name: str, value: Any, first: str = "the rate") -> None:
         swapped = f" Are {first} and {name} swapped? First comes {first}." if fraction else ""
         raise RecipeError(
             f"{name} must be an integer of at least 1. Received: {name}={value!r}.{swapped}{as_plain(value)}"
+        )
+
+
+def _origin(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value > 0:
+        raise RecipeError(
+            "origin must be 0 (the first update has the rate `start`) or a negative integer (-1: it has the next rate "
+            f"of the line). Received: origin={value!r}.{as_plain(value)}"
         )

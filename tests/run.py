@@ -66,6 +66,7 @@ SUITES: dict[str, Suite] = {
         10,
     ),
     "conformance-reference": Suite([*CONFORMANCE, "--polyamp-backend=reference"], 15),
+    "mutants": Suite([*PYTEST, "tests/mutants"], 15),
     "fuzz": Suite([*PYTEST, "tests/fuzz"], 60),
     "programs": Suite([*PYTEST, "tests/programs"], 35),
     "porting": Suite([*PYTEST, "tests/porting"], 120),

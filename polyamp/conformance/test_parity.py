@@ -45,9 +45,9 @@ def test_s21_float32_curves_agree_over_100_steps(backend: Backend, harness: Harn
 
 
 SCHEDULES: dict[str, polyamp.schedules.Schedule] = {
-    "linear_warmup": polyamp.schedules.linear_warmup(0.1, 10),
+    "linear_warmup": polyamp.schedules.linear_warmup(0.1, 10, start=0.01, origin=-1),
     "cosine": polyamp.schedules.cosine(0.1, 25),
-    "warmup_cosine": polyamp.schedules.warmup_cosine(0.1, 5, 25),
+    "warmup_cosine": polyamp.schedules.warmup_cosine(0.1, 5, 25, origin=-1),
     "step": polyamp.schedules.step(0.1, every=7, factor=0.5),
     "piecewise": polyamp.schedules.piecewise((0.1, 0.01), (12,)),
 }

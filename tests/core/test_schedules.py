@@ -18,6 +18,7 @@ from polyamp.schedules import is_schedule
 
 RATES = st.floats(0.0, 10.0, allow_subnormal=False)
 STEPS = st.integers(1, 500)
+ORIGINS = st.integers(-3, 0)
 ONE: Any = 1
 FIVE: Any = 5
 
@@ -29,10 +30,15 @@ def any_schedule(draw: st.DrawFn) -> Any:
     boundaries = tuple(sorted(draw(st.sets(STEPS, max_size=4))))
     makers: list[Callable[[], Any]] = [
         lambda: schedules.constant(rates[0]),
-        lambda: schedules.linear_warmup(rates[0], steps[0], start=rates[1]),
+        lambda: schedules.linear_warmup(rates[0], steps[0], start=rates[1], origin=draw(ORIGINS)),
         lambda: schedules.cosine(rates[0], steps[0], end=rates[1]),
         lambda: schedules.warmup_cosine(
-            rates[0], warmup_steps=steps[0], total_steps=steps[1] + 1, start=rates[1], end=rates[2]
+            rates[0],
+            warmup_steps=steps[0],
+            total_steps=steps[1] + 1,
+            start=rates[1],
+            end=rates[2],
+            origin=draw(ORIGINS),
         ),
         lambda: schedules.step(rates[0], every=steps[0], factor=draw(st.floats(0.0, 1.0, allow_subnormal=False))),
         lambda: schedules.piecewise(tuple(draw(RATES) for _ in range(len(boundaries) + 1)), boundaries=boundaries),
@@ -43,6 +49,10 @@ def any_schedule(draw: st.DrawFn) -> Any:
 CLOSED_FORMS: list[tuple[Any, Callable[[int], float]]] = [
     (schedules.constant(0.3), lambda _: 0.3),
     (schedules.linear_warmup(2.0, 8, start=0.5), lambda n: 0.5 + 1.5 * n / 8 if n < 8 else 2.0),
+    (
+        schedules.linear_warmup(2.0, 8, start=0.5, origin=-2),
+        lambda n: 0.5 + 1.5 * (n + 2) / 10 if n < 8 else 2.0,
+    ),
     (schedules.cosine(2.0, 20, end=0.5), lambda n: 0.5 + 0.75 * (1 + math.cos(math.pi * min(n, 20) / 20))),
     (
         schedules.warmup_cosine(1.0, warmup_steps=5, total_steps=25, start=0.1, end=0.2),
@@ -86,6 +96,52 @@ def test_ends() -> None:
     assert schedules.linear_warmup(0.3, 7)(7) == 0.3
     assert schedules.step(1.0, every=3, factor=0.0)(2) == 1.0
     assert schedules.step(1.0, every=3, factor=0.0)(3) == 0.0
+
+
+def nanogpt_rate(count: int, peak: float, warmup_steps: int, total_steps: int, end: float) -> float:
+    """`get_lr` of github.com/karpathy/nanoGPT, train.py, with its globals as arguments: `learning_rate`,
+    `warmup_iters`, `lr_decay_iters` and `min_lr`. The first update is `count` 0."""
+    if count < warmup_steps:
+        return peak * (count + 1) / (warmup_steps + 1)
+    if count > total_steps:
+        return end
+    decay_ratio = (count - warmup_steps) / (total_steps - warmup_steps)
+    return end + 0.5 * (1.0 + math.cos(math.pi * decay_ratio)) * (peak - end)
+
+
+@pytest.mark.parametrize(("warmup_steps", "total_steps"), [(5, 60), (1, 2), (2000, 600_000)])
+def test_s13_a_warmup_from_one_update_before_the_first_is_nanogpts(warmup_steps: int, total_steps: int) -> None:
+    schedule = schedules.warmup_cosine(6e-4, warmup_steps, total_steps, end=6e-5, origin=-1)
+    counts = sorted({*range(12), warmup_steps - 1, warmup_steps, warmup_steps + 1, total_steps - 1, total_steps})
+    for count in (*counts, total_steps + 1, 2 * total_steps):
+        expected = nanogpt_rate(count, 6e-4, warmup_steps, total_steps, 6e-5)
+        assert schedule(count) == pytest.approx(expected, rel=1e-13)
+        on_device = schedule(np.float32(count), XP)
+        assert on_device.dtype == np.float32
+        assert float(on_device) == pytest.approx(expected, rel=1e-6)
+    if warmup_steps > 1:
+        line = schedules.linear_warmup(6e-4, warmup_steps, origin=-1)
+        assert [line(count) for count in range(5)] == [schedule(count) for count in range(5)]
+
+
+@pytest.mark.parametrize("origin", [0, -1, -3])
+def test_s13_a_warmup_has_its_start_at_its_origin_and_its_peak_after_its_steps(origin: int) -> None:
+    """The two points that the documentation names; with an origin of 0 the bits are those of the plain line."""
+    for schedule in (
+        schedules.linear_warmup(2.0, 6, start=0.5, origin=origin),
+        schedules.warmup_cosine(2.0, 6, 30, start=0.5, origin=origin),
+    ):
+        assert schedule(origin) == 0.5
+        assert schedule(0) == (0.5 if origin == 0 else 0.5 + 1.5 * -origin / (6 - origin))
+        assert schedule(5) < 2.0 == schedule(6)
+    assert schedules.linear_warmup(2.0, 6, start=0.5)(5) == 0.5 + 1.5 * (5.0 / 6)
+
+
+@pytest.mark.parametrize("value", [1, -1.0, True, None, "first"])
+def test_s20_an_impossible_origin_is_refused(value: Any) -> None:
+    for make in (schedules.linear_warmup(1.0, 3).replace, schedules.warmup_cosine(1.0, 1, 3).replace):
+        with pytest.raises(RecipeError, match=r"origin must be 0 .*or a negative integer .*Received: origin="):
+            make(origin=value)
 
 
 def test_lists_become_tuples() -> None:

@@ -19,11 +19,12 @@ from typing import Any
 
 from tests.fuzz.build_reference import can
 from tests.fuzz.compare import findings
-from tests.fuzz.grammar import Description, describe
+from tests.fuzz.grammar import FEATURES, READY, Description, describe
 from tests.fuzz.judge import judged
 from tests.fuzz.minimise import BUDGET, smallest
 from tests.fuzz.pool import Pool
 from tests.fuzz.worker import BUILDERS, FRAMEWORKS
+from tests.seeds import seeds
 
 
 def program(description: Description, framework: str) -> str:
@@ -55,6 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0-20", help="one seed, a range with its end left out, or a list of both")
     parser.add_argument("--description", type=json.loads, help="a description as JSON, in place of seeds")
+    parser.add_argument("--features", nargs="*", default=list(READY), choices=FEATURES, help="of the grammar, to add")
     parser.add_argument("--frameworks", nargs="+", default=list(BUILDERS), choices=BUILDERS)
     parser.add_argument(
         "--seldom", type=int, default=10, metavar="N",
@@ -65,7 +67,11 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds to minimise one failure; 0: do not")
     parser.add_argument("--progress", type=Path, help="a file that gets a line per seed")
     arguments = parser.parse_args()
-    chosen = [arguments.description] if arguments.description else [describe(s) for s in seeds(arguments.seeds)]
+    chosen = (
+        [arguments.description]
+        if arguments.description
+        else [describe(seed, arguments.features) for seed in seeds(arguments.seeds)]
+    )
     failed: list[Any] = []
     begun = time.monotonic()
     with Pool(arguments.frameworks, together=arguments.together, quick=not arguments.thorough_xla) as pool:
@@ -74,7 +80,7 @@ def main() -> int:
 
             def check(candidate: Description, seldom: bool = seldom) -> list[str]:
                 records = pool.train(candidate, compiled=seldom, every_baseline=seldom)
-                return judged(candidate, findings(candidate, *records), pool)
+                return judged(candidate, findings(candidate, *records) + pool.whole(candidate, *records), pool)
 
             found = check(description)
             if found:
@@ -94,15 +100,6 @@ def main() -> int:
         seconds = ", ".join(f"{name} {value:.0f} s" for name, value in pool.seconds.items())
     print(f"{len(chosen)} descriptions, {len(failed)} failed: {failed}; processor time: {seconds}")
     return int(bool(failed))
-
-
-def seeds(text: str) -> list[int]:
-    """ "3", "0-20" (20 left out), "1,5,10-12" as numbers."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, end = part.partition("-")
-        found += range(int(first), int(end)) if end else [int(first)]
-    return found
 
 
 if __name__ == "__main__":

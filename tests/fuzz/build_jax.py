@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
-from tests.fuzz.grammar import LENGTH, Description, walk
+import polyamp
+from tests.fuzz.grammar import CLAMP, LENGTH, Description, walk
 from tests.fuzz.problem import Weights, widths
 
+FLOAT32 = polyamp.Policy("float32")
 ACTIVATIONS = {
     "relu": jax.nn.relu,
     "tanh": jnp.tanh,
@@ -106,6 +108,9 @@ def _through(layers: list[Any], parts: Any, h: Any) -> Any:
             h = ACTIVATIONS[op](h)
         elif op == "residual":
             h = h + _through(layer["layers"], parts, h)
+        elif op == "region":
+            inner = layer["layers"]
+            h = FLOAT32.autocast(lambda given, inner=inner: _through(inner, parts, given))(h)
         elif op == "tied":
             h = parts(layer["of"], h)
         elif op == "detached":
@@ -161,6 +166,16 @@ class Part(nnx.Module):
         return h @ self.table[...].T
 
 
+class Clamped(nnx.Linear):
+    """Writes its kernel within bounds before it uses it; the gradient is that of the kernel that was written."""
+
+    def __call__(self, x: Any, **options: Any) -> Any:
+        """The product with the kernel that was written."""
+        kernel = self.kernel[...]
+        self.kernel[...] = kernel + jax.lax.stop_gradient(jnp.clip(kernel, -CLAMP, CLAMP) - kernel)
+        return super().__call__(x, **options)
+
+
 class NnxNet(nnx.Module):
     """Layers by name: flax's own where it has one, `Part` for the rest."""
 
@@ -193,19 +208,21 @@ class NnxParts:
 
 def _nnx_layer(layer: dict[str, Any], own: Weights, n: int) -> Any:
     op, rngs = layer["op"], nnx.Rngs(0)
+    stored = next(iter(own.values())).dtype
     made: Any
     if op in ("dense", "unused", "detached", "zeroed"):
-        made = nnx.Linear(n, layer["width"], use_bias="bias" in own, rngs=rngs)
+        kind = Clamped if layer.get("clamp") else nnx.Linear
+        made = kind(n, layer["width"], use_bias="bias" in own, param_dtype=stored, rngs=rngs)
     elif op == "conv":
-        made = nnx.Conv(n, layer["width"], (3, 3), use_bias="bias" in own, rngs=rngs)
+        made = nnx.Conv(n, layer["width"], (3, 3), use_bias="bias" in own, param_dtype=stored, rngs=rngs)
     elif op == "layer_norm":
-        made = nnx.LayerNorm(n, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+        made = nnx.LayerNorm(n, epsilon=1e-5, use_fast_variance=False, param_dtype=stored, rngs=rngs)
     elif op == "batch_norm":
-        made = nnx.BatchNorm(n, momentum=0.9, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+        made = nnx.BatchNorm(n, momentum=0.9, epsilon=1e-5, use_fast_variance=False, param_dtype=stored, rngs=rngs)
     elif op == "group_norm":
-        made = nnx.GroupNorm(n, num_groups=2, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+        made = nnx.GroupNorm(n, num_groups=2, epsilon=1e-5, use_fast_variance=False, param_dtype=stored, rngs=rngs)
     elif op == "rms_norm":
-        made = nnx.RMSNorm(n, epsilon=1e-5, rngs=rngs)
+        made = nnx.RMSNorm(n, epsilon=1e-5, param_dtype=stored, rngs=rngs)
     else:
         return Part(layer, own)
     for name, value in own.items():

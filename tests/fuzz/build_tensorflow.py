@@ -6,9 +6,10 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from tests.fuzz.grammar import LENGTH, SIZE, Description, walk
-from tests.fuzz.problem import Weights, width_of_input, widths
+from tests.fuzz.grammar import CLAMP, LENGTH, SIZE, Description, walk
+from tests.fuzz.problem import Weights, wide, width_of_input, widths
 
 ops = keras.ops
 ACTIVATIONS = {
@@ -30,6 +31,17 @@ ACTIVATIONS = {
 
 def build(description: Description, weights: Weights) -> Any:
     """The model with these weights."""
+    if wide(description):
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy("float64")
+        try:
+            return _built(description, weights)
+        finally:
+            keras.config.set_dtype_policy(before)
+    return _built(description, weights)
+
+
+def _built(description: Description, weights: Weights) -> Any:
     net = Net(description, weights)
     if description["models"]["tensorflow"] == "subclass":
         net.build(None)
@@ -97,11 +109,13 @@ class Net(keras.Model):
         self.unused: list[str] = []
         self.pools: dict[str, Any] = {}
         given = widths(description)
+        regions = [layer for layer in walk(description["layers"]) if layer["op"] == "region"]
+        single = {layer.get("name") for region in regions for layer in walk(region["layers"])}
         for layer in [*walk(description["layers"]), *({"op": "dense", **head} for head in description["heads"])]:
             if "name" in layer and "tied" not in layer:
                 name = layer["name"]
                 own = {k.partition("/")[2]: v for k, v in weights.items() if k.startswith(f"{name}/")}
-                self.parts[name] = _made(layer, own, given[name])
+                self.parts[name] = _made(layer, own, given[name], "float32" if name in single else None)
                 if layer["op"] == "unused":
                     self.unused.append(name)
                     self.parts[name].build((None, given[name]))
@@ -129,6 +143,8 @@ class Net(keras.Model):
                 h = ACTIVATIONS[op](h)
             elif op == "residual":
                 h = h + self._through(layer["layers"], h)
+            elif op == "region":
+                h = self._through(layer["layers"], ops.cast(h, "float32"))
             elif op == "tied":
                 h = self.parts[layer["of"]](h)
             elif op == "detached":
@@ -147,6 +163,16 @@ class Net(keras.Model):
         if "tied" in head:
             return self.parts[head["tied"]](h, reverse=True)
         return self.parts[head["name"]](h)
+
+
+class Clamped(keras.layers.Dense):
+    """Writes its kernel within bounds before it uses it."""
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        """The product with the kernel that was written."""
+        raw = self._kernel._value  # the master, not its cast
+        raw.assign(tf.clip_by_value(raw, -CLAMP, CLAMP))
+        return super().call(inputs, training=training)
 
 
 class Positions(keras.layers.Layer):
@@ -284,10 +310,10 @@ def _constant(value: Any) -> Any:
     return keras.initializers.Constant(value)
 
 
-def _dense(own: Weights, name: str) -> Any:
+def _dense(own: Weights, name: str, *, clamp: bool = False, dtype: str | None = None) -> Any:
     settings = {"bias_initializer": _constant(own["bias"])} if "bias" in own else {"use_bias": False}
-    return keras.layers.Dense(
-        own["kernel"].shape[1], kernel_initializer=_constant(own["kernel"]), name=name, **settings
+    return (Clamped if clamp else keras.layers.Dense)(
+        own["kernel"].shape[1], kernel_initializer=_constant(own["kernel"]), name=name, dtype=dtype, **settings
     )
 
 
@@ -297,10 +323,11 @@ def _gates(value: Any) -> Any:
     return np.concatenate([second, first, third], axis=-1)
 
 
-def _made(layer: dict[str, Any], own: Weights, n: int) -> Any:
+def _made(layer: dict[str, Any], own: Weights, n: int, dtype: str | None = None) -> Any:
+    """The layer; `dtype` is its own where it stands in a region."""
     op, name = layer["op"], layer["name"]
     if op in ("dense", "unused", "detached", "zeroed"):
-        return _dense(own, name)
+        return _dense(own, name, clamp=layer.get("clamp", False), dtype=dtype)
     if op == "conv":
         settings = {"bias_initializer": _constant(own["bias"])} if "bias" in own else {"use_bias": False}
         return keras.layers.Conv2D(
@@ -311,12 +338,16 @@ def _made(layer: dict[str, Any], own: Weights, n: int) -> Any:
             *own["table"].shape, embeddings_initializer=_constant(own["table"]), name=name
         )
     if op == "rms_norm":
-        made = keras.layers.RMSNormalization(epsilon=1e-5, name=name)
+        made = keras.layers.RMSNormalization(epsilon=1e-5, name=name, dtype=dtype)
         made.build((None, n))
         made.scale.assign(own["scale"])
         return made
     if op in ("layer_norm", "group_norm", "batch_norm"):
-        settings = {"gamma_initializer": _constant(own["scale"]), "beta_initializer": _constant(own["bias"])}
+        settings: dict[str, Any] = {
+            "gamma_initializer": _constant(own["scale"]),
+            "beta_initializer": _constant(own["bias"]),
+        }
+        settings["dtype"] = dtype
         if op == "layer_norm":
             return keras.layers.LayerNormalization(epsilon=1e-5, name=name, **settings)
         if op == "group_norm":
@@ -332,4 +363,4 @@ def _made(layer: dict[str, Any], own: Weights, n: int) -> Any:
         return (NativeAttention if layer["native"] else Attention)(layer, own, name=name)
     if op == "rnn":
         return Rnn(own, name=name)
-    return Positions(own["table"], name=name) if op == "positions" else Scale(own["scale"], name=name)
+    return Positions(own["table"], name=name) if op == "positions" else Scale(own["scale"], name=name, dtype=dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.fuzz.grammar import LENGTH, Description, walk
-from tests.fuzz.problem import Weights, widths
+from tests.fuzz.grammar import CLAMP, LENGTH, Description, walk
+from tests.fuzz.problem import Weights, wide, widths
 
 ACTIVATIONS = {
     "relu": torch.relu,
@@ -31,7 +33,18 @@ ACTIVATIONS = {
 
 def build(description: Description, weights: Weights) -> nn.Module:
     """The module with these weights."""
-    return Net(description, weights)
+    with _default_dtype(torch.float64 if wide(description) else torch.float32):
+        return Net(description, weights)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def running(state: Any, description: Description, updates: int) -> dict[str, Any]:
@@ -67,6 +80,7 @@ class Net(nn.Module):
     def __init__(self, description: Description, weights: Weights) -> None:
         super().__init__()
         self.description = description
+        self.calls = 0
         self.generator = torch.Generator().manual_seed(description.get("jiggled", 0))
         given = widths(description)
         for layer in walk(description["layers"]):
@@ -74,6 +88,8 @@ class Net(nn.Module):
                 own = {k.partition("/")[2]: torch.from_numpy(v.copy()) for k, v in weights.items()
                        if k.startswith(f"{layer['name']}/")}  # fmt: skip
                 self.add_module(layer["name"], _made(layer, given[layer["name"]], own, description["kind"]))
+                if layer.get("clamp"):
+                    self.get_submodule(layer["name"]).clamp = CLAMP
         for head in description["heads"]:
             if "tied" not in head:
                 own = {k.partition("/")[2]: torch.from_numpy(v.copy()) for k, v in weights.items()
@@ -82,6 +98,8 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One output per head."""
+        if self.description.get("python"):
+            self.calls += 1
         h = self._through(self.description["layers"], x)
         return tuple(self._head(head, h) for head in self.description["heads"])
 
@@ -92,6 +110,9 @@ class Net(nn.Module):
                 h = ACTIVATIONS[op](h)
             elif op == "residual":
                 h = h + self._through(layer["layers"], h)
+            elif op == "region":
+                with torch.autocast("cpu", enabled=False):
+                    h = self._through(layer["layers"], h.float())
             elif op == "tied":
                 h = self.get_submodule(layer["of"])(h)
             elif op == "detached":
@@ -127,7 +148,16 @@ class Net(nn.Module):
 
 
 class Dense(nn.Linear):
-    """`nn.Linear`, so that its parameters are found by its class."""
+    """`nn.Linear`, so that its parameters are found by its class; it may keep its kernel within bounds."""
+
+    clamp: float | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The product with the kernel that was written."""
+        if self.clamp is not None:
+            with torch.no_grad():
+                self.weight.clamp_(-self.clamp, self.clamp)
+        return super().forward(x)
 
 
 class Conv(nn.Conv2d):

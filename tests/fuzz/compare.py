@@ -21,6 +21,8 @@ UNEVEN: Final = 8.0
 FLOOR: Final = {"mixed_bfloat16": 0.01, "mixed_float16": 0.00125}
 """Distances that one rounding more or less makes in so small a network; below them `UNEVEN` says nothing. Usual ones
 are a third of them and less."""
+FLOAT64: Final = (1e-10, 1e-11)
+"""Relative and absolute: parameters under a float64 policy, of which Adam's first steps blow up the last digits."""
 EXACT: Final = ("scale", "skipped", "step")
 CURVES: Final = ("loss", "plain", "grad_norm")
 ADAPTIVE: Final = ("adam", "adamw", "rmsprop", "adagrad", "lion")
@@ -48,8 +50,8 @@ def findings(description: Description, records: Mapping[str, Record], baselines:
             found += _exact(first, whole[first], name, whole[name])
     for n, one in enumerate(wide):
         found += [text for other in list(wide)[n + 1 :] for text in _exact(one, wide[one], other, wide[other])]
-    found += _float32(description, wide)
-    if description["policy"]["name"] != "float32" and wide:
+    found += _wide(description, wide)
+    if description["policy"]["name"] not in ("float32", "float64") and wide:
         shared = next(iter(wide.values()))
         found += _mixed(description, whole, {name: wide.get(name, shared) for name in whole})
     return list(dict.fromkeys(found))
@@ -87,7 +89,33 @@ def distance(a: Any, b: Any, *, least: float = 1e-3) -> float:
     return float((np.abs(x - y) / size).max())
 
 
-def _float32(description: Description, wide: Mapping[str, Record]) -> list[str]:
+def as_one_batch(wide: Record, whole: Record) -> list[str]:
+    """What is wrong with a window whose micro-batches count unequally: its result is that of one batch (S8).
+
+    Args:
+        wide: a framework's record in float32.
+        whole: the same framework's, of the description that `one_batch` gives.
+    """
+    if "error" in whole:
+        return [f"in one batch: {whole['error']}"]
+    found = []
+    for what in ("loss", "grad_norm"):
+        apart = distance(wide[what], whole[what])
+        if apart > FLOAT32 * 4:
+            found.append(
+                f"S8: {what} is {apart:.1e} from one batch: {_short(wide[what])}, one batch {_short(whole[what])}"
+            )
+    return found
+
+
+def one_batch(description: Description) -> Description | None:
+    """The description without micro-batches and in float32; None where they are not to count unequally."""
+    if not description.get("counts"):
+        return None
+    return {**description, "accumulate_steps": 1, "listed": False, "policy": {"name": "float32"}}
+
+
+def _wide(description: Description, wide: Mapping[str, Record]) -> list[str]:
     found = []
     names = list(wide)
     for n, one in enumerate(names):
@@ -110,15 +138,17 @@ def _arrays(description: Description, kind: str, one: str, a: Record, other: str
         return [f"names of {kind} differ: {one} {sorted(set(a[kind]) - set(b[kind]))}, {other} "
                 f"{sorted(set(b[kind]) - set(a[kind]))}"]  # fmt: skip
     found = []
+    single = "float64" if description["policy"]["name"] == "float64" else "float32"
     spared = 0.05 if description["optimizer"]["type"] in ADAPTIVE else 0.0
     for name, value in a[kind].items():
         x, y = decode(value).astype(np.float64), decode(b[kind][name]).astype(np.float64)
         if x.shape != y.shape:
             found.append(f"{kind} {name}: shapes {x.shape} and {y.shape}")
             continue
-        off = np.abs(x - y) > 2e-4 * np.maximum(np.abs(x), np.abs(y)) + 1e-5
+        relative, absolute = FLOAT64 if description["policy"]["name"] == "float64" else (2e-4, 1e-5)
+        off = np.abs(x - y) > relative * np.maximum(np.abs(x), np.abs(y)) + absolute
         if off.sum() > max(spared * off.size, 1 if spared else 0):
-            found.append(f"float32 {kind} {name}: {off.sum()} of {off.size} elements differ, by up to "
+            found.append(f"{single} {kind} {name}: {off.sum()} of {off.size} elements differ, by up to "
                          f"{np.abs(x - y).max():.1e}: {one}, {other}")  # fmt: skip
     return found
 
@@ -158,6 +188,8 @@ def _has_narrow_product(description: Description) -> bool:
     if description["policy"].get("mode") == "cast":
         return True
     wide = {glob.rstrip("*") for glob in description["policy"].get("overrides", {})}
+    regions = [layer for layer in walk(description["layers"]) if layer["op"] == "region"]
+    wide |= {layer.get("name", "") for region in regions for layer in walk(region["layers"])}
     products = [layer["name"] for layer in walk(description["layers"]) if layer["op"] in PRODUCTS]
     heads = [head.get("tied") or head["name"] for head in description["heads"]]
     return bool({*products, *heads} - wide)

@@ -15,6 +15,7 @@ the command, the tests and the minimiser. What keeps the comparison meaningful i
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 Description = dict[str, Any]
@@ -30,6 +31,23 @@ SENSITIVE: Final = ("softmax", "hand_softmax", "log_gate", "inner", "cumsum", "l
 PRODUCTS: Final = ("dense", "conv", "attention", "rnn", "gru")
 """Layers with matrix products; heads are dense layers."""
 NORMS: Final = ("layer_norm", "rms_norm", "batch_norm", "group_norm")
+FEATURES: Final = ("writes", "counts", "regions", "float64", "python")
+"""What networks may have beyond the rest of the grammar. Each is drawn by itself and can be left out:
+
+- writes: a dense layer clamps its kernel in the forward pass (S12: running state). JAX's model is nnx's then.
+- counts: labels of one head are ignored in unequal numbers in the micro-batches of a window (S8). The result is
+  compared with that of one batch too. `"weight"`: the step is told what counts; `"returned"`: the loss is returned as
+  it is, so that the step knows.
+- regions: layers run in a nested region of float32 (S3): torch's `autocast(enabled=False)`, a second policy in JAX, an
+  explicit dtype of Keras's layers.
+- float64: the policy is float64, and so must be everything that acts on the parameters (S1).
+- python: torch's `forward` counts its calls in a Python attribute, and one of ten such steps is compiled.
+"""
+READY: Final[tuple[str, ...]] = ()
+"""Those that are drawn where nothing else is said."""
+CLAMP: Final = 0.25
+"""A layer with "clamp" keeps its kernel within this."""
+_IN_REGIONS: Final = frozenset({"dense", "scale", "layer_norm", "rms_norm", *ACTIVATIONS})
 MODELS: Final = {"tensorflow": ("functional", "subclass"), "jax": ("nnx", "linen", "function")}
 
 
@@ -45,8 +63,13 @@ class _Names:
         return f"{op}{number}"
 
 
-def describe(seed: int) -> Description:
-    """The description of a seed: the same on every machine and in every framework."""
+def describe(seed: int, features: Collection[str] = READY) -> Description:
+    """The description of a seed: the same on every machine and in every framework.
+
+    Args:
+        seed: any integer.
+        features: which of `FEATURES` may be added; the rest of the description does not depend on them.
+    """
     rng = random.Random(seed)
     kind = rng.choice(("mlp", "vector", "vector", "sequence", "sequence", "tokens", "tokens", "image"))
     accumulate = rng.choice((1, 1, 1, 2, 4))
@@ -82,6 +105,9 @@ def describe(seed: int) -> Description:
     wide = found["clip_norm"] is not None and found["policy"]["name"] != "mixed_float16"
     found["powers"] = {str(step): rng.choice((70, -70)) for step in range(found["steps"])
                        if wide and step not in found["overflows"] and rng.random() < 0.1}  # fmt: skip
+    for feature in FEATURES:
+        if feature in features:
+            _ADDED[feature](random.Random(f"{seed} {feature}"), found)
     return found
 
 
@@ -282,11 +308,23 @@ def _optimizer(rng: random.Random, steps: int) -> dict[str, Any]:
 
 def _rate(rng: random.Random, rate: float, steps: int) -> Any:
     kind = rng.choice(("number", "number", "constant", "linear_warmup", "cosine", "warmup_cosine", "step", "piecewise"))
+    origin = -(steps % 2)  # not drawn, so that what follows stays as it was
     made: dict[str, dict[str, Any]] = {
         "constant": {"value": rate},
-        "linear_warmup": {"peak": rate, "steps": rng.randint(1, 4), "start": rng.choice((0.0, rate / 10))},
+        "linear_warmup": {
+            "peak": rate,
+            "steps": rng.randint(1, 4),
+            "start": rng.choice((0.0, rate / 10)),
+            "origin": origin,
+        },
         "cosine": {"peak": rate, "steps": rng.randint(2, steps)},
-        "warmup_cosine": {"peak": rate, "warmup_steps": 2, "total_steps": rng.randint(3, 6), "end": rate / 100},
+        "warmup_cosine": {
+            "peak": rate,
+            "warmup_steps": 2,
+            "total_steps": rng.randint(3, 6),
+            "end": rate / 100,
+            "origin": origin,
+        },
         "step": {"initial": rate, "every": rng.randint(1, 3), "factor": 0.5},
         "piecewise": {"values": [rate, rate / 2, rate / 10], "boundaries": [1, 3]},
     }
@@ -300,3 +338,55 @@ def walk(layers: list[Any]) -> list[Any]:
         found.append(layer)
         found += walk(layer.get("layers", []))
     return found
+
+
+def _writes(rng: random.Random, found: Description) -> None:
+    dense = [layer for layer in walk(found["layers"]) if layer["op"] == "dense"]
+    if dense and found["kind"] != "mlp" and rng.random() < 0.3:
+        rng.choice(dense)["clamp"] = True
+        found["models"]["jax"] = "nnx"
+
+
+def _counts(rng: random.Random, found: Description) -> None:
+    normal = any(layer["op"] == "batch_norm" for layer in walk(found["layers"]))  # whose micro-batches are its own
+    if found["accumulate_steps"] == 1 or normal or rng.random() < 0.3:
+        return
+    first = found["heads"][0]
+    found["heads"] = [first]
+    first.update(loss="softmax_cross_entropy", soft=False, class_weights=False, weighted=False, weight=1.0)
+    first["options"] = {"ignore_index": -100}
+    found.update(counts=rng.choice(("weight", "returned")), windows=found["accumulate_steps"])
+    if found["counts"] == "returned":  # what an overflow is made of would be a sum of one's own
+        found.update(overflows=[], powers={})
+
+
+def _regions(rng: random.Random, found: Description) -> None:
+    layers = found["layers"]
+    places = [n for n, layer in enumerate(layers) if layer["op"] in _IN_REGIONS and "clamp" not in layer and n]
+    mixed = found["policy"]["name"].startswith("mixed") and "mode" not in found["policy"]
+    if not places or not mixed or found["kind"] == "mlp" or rng.random() < 0.4:
+        return
+    start = rng.choice(places)
+    end = start + 1
+    while end in places and rng.random() < 0.7:
+        end += 1
+    layers[start:end] = [{"op": "region", "layers": layers[start:end]}]
+    found["models"]["tensorflow"] = "functional"  # TensorFlow's operators mix no dtypes inside a model's own call
+
+
+def _float64(rng: random.Random, found: Description) -> None:
+    if found["policy"]["name"] == "float32" and found["kind"] != "mlp" and rng.random() < 0.4:
+        found.update(policy={"name": "float64"}, float64=True)
+
+
+def _python(rng: random.Random, found: Description) -> None:
+    found["python"] = rng.random() < 0.3
+
+
+_ADDED: Final[dict[str, Callable[[random.Random, Description], None]]] = {
+    "writes": _writes,
+    "counts": _counts,
+    "regions": _regions,
+    "float64": _float64,
+    "python": _python,
+}

@@ -62,7 +62,7 @@ def candidates(description: Description) -> Iterator[Description]:
     for path in _places(description["layers"]):
         changed = copy.deepcopy(description)
         layers, number = _at(changed["layers"], path)
-        if layers[number]["op"] == "residual":
+        if layers[number]["op"] in ("residual", "region"):
             layers[number : number + 1] = layers[number]["layers"]
             yield changed
     if len(description["heads"]) > 1:
@@ -94,6 +94,13 @@ def _settings(description: Description) -> Iterator[Description]:
     for name, value in simple.items():
         if description[name] != value:
             yield {**description, name: value}
+    if description.get("python"):
+        yield {**description, "python": False}
+    for path in _places(description["layers"]):
+        changed = copy.deepcopy(description)
+        layers, number = _at(changed["layers"], path)
+        if layers[number].pop("clamp", False):
+            yield changed
     if isinstance(description["optimizer"]["learning_rate"], dict):
         yield {**description, "optimizer": {**description["optimizer"], "learning_rate": 0.05}}
     if description["policy"]["name"] != "float32":

@@ -66,6 +66,8 @@ def widths(description: Description) -> dict[str, int]:
                 found[layer["name"]] = width
             if layer["op"] == "residual":
                 through(layer["layers"], width)
+            elif layer["op"] == "region":
+                width = through(layer["layers"], width)
             elif layer["op"] not in ("unused", "detached", "zeroed"):
                 width = layer.get("width", width)
         return width
@@ -78,7 +80,8 @@ def widths(description: Description) -> dict[str, int]:
 
 
 def weights(description: Description) -> Weights:
-    """ "layer/array" -> float32, in the layout of Keras and flax: the last axis of a kernel is the output's."""
+    """ "layer/array" -> float32, or float64 under such a policy, in the layout of Keras and flax: the last axis of a
+    kernel is the output's."""
     found: Weights = {}
     given = widths(description)
     for layer in [*walk(description["layers"]), *({"op": "dense", **head} for head in description["heads"])]:
@@ -102,7 +105,12 @@ def weights(description: Description) -> Weights:
         rng = np.random.default_rng([description["seed"], 2, description.get("jiggled", 0)])
         found = {name: (v * (1.0 + jiggle * rng.choice((-1.0, 1.0), v.shape))).astype(np.float32)
                  for name, v in found.items()}  # fmt: skip
-    return found
+    return {name: v.astype(np.float64) for name, v in found.items()} if wide(description) else found
+
+
+def wide(description: Description) -> bool:
+    """Whether everything is float64."""
+    return bool(description["policy"]["name"] == "float64")
 
 
 def _shapes(layer: dict[str, Any], n: int) -> dict[str, tuple[int, ...]]:
@@ -149,6 +157,8 @@ def batches(description: Description) -> list[Any]:
         for head in description["heads"]:
             places = shape if head["pool"] == "none" else ()
             batch[head["name"]] = _targets(rng, head, (BATCH, *places))
+            if description.get("counts"):
+                _ignore(rng, batch[head["name"]], head["options"]["ignore_index"], description["windows"])
             if head.get("weighted"):
                 batch[f"{head['name']} weights"] = rng.uniform(0.5, 1.5, batch[head["name"]].shape).astype(np.float32)
         if description["float64"]:  # as NumPy makes them; they are float32 before they reach a model (S26)
@@ -159,6 +169,13 @@ def batches(description: Description) -> list[Any]:
         return found
     size = BATCH // count
     return [[{k: v[n * size : (n + 1) * size] for k, v in batch.items()} for n in range(count)] for batch in found]
+
+
+def _ignore(rng: Any, labels: Array, ignored: int, count: int) -> None:
+    """Ignore labels, in place: few in one micro-batch, nearly all or all in another; never all of a window."""
+    for part in np.array_split(labels, count):
+        part[rng.random(part.shape) < rng.choice((0.0, 0.2, 0.8, 1.0))] = ignored
+    labels[(int(rng.integers(len(labels))), *(0,) * (labels.ndim - 1))] = 1
 
 
 def _targets(rng: Any, head: dict[str, Any], places: tuple[int, ...]) -> Array:
@@ -183,7 +200,7 @@ def loss_function(description: Description, mean: Any, factor: float = 1.0) -> A
 
     Args:
         description: what to train.
-        mean: the framework's own, for the boost.
+        mean: the framework's own, for the boost: of an array, in the dtype of another.
         factor: 1 but for a planted fault.
     """
     heads = description["heads"]
@@ -201,7 +218,21 @@ def loss_function(description: Description, mean: Any, factor: float = 1.0) -> A
                 if head.get("class_weights"):
                     options["class_weights"] = np.linspace(0.5, 1.5, output.shape[-1], dtype=np.float32)
                 function = getattr(losses, head["loss"])
+                if description.get("counts") == "returned":
+                    plain = function(output, batch[head["name"]], **options)
+                    return plain, {"plain": plain}
                 total = total + function(output, batch[head["name"]], **options) * head["weight"]
-        return total * mean(batch["boost"]) * factor, {"plain": total}
+        return total * mean(batch["boost"], total) * factor, {"plain": total}
 
     return loss_fn
+
+
+def weight_function(description: Description, total: Any) -> Any:
+    """`weight(batch)`: the labels that count, of the only head.
+
+    Args:
+        description: what to train.
+        total: the framework's own, for an array of truth values.
+    """
+    (head,) = description["heads"]
+    return lambda batch: total(batch[head["name"]] != head["options"]["ignore_index"])

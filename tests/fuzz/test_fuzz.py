@@ -9,13 +9,14 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
-from tests.fuzz import plants
+from tests.fuzz import plants, problem
 from tests.fuzz.__main__ import program, report
 from tests.fuzz.build_reference import can
-from tests.fuzz.compare import findings
-from tests.fuzz.grammar import ACTIVATIONS, SENSITIVE, Description, describe, walk
+from tests.fuzz.compare import as_one_batch, findings, one_batch
+from tests.fuzz.grammar import ACTIVATIONS, FEATURES, SENSITIVE, Description, describe, walk
 from tests.fuzz.judge import judged, narrow_sensitivity
 from tests.fuzz.minimise import candidates, kind, smallest
 from tests.fuzz.pool import Pool
@@ -51,7 +52,10 @@ def trained(pool: Pool) -> list[Trained]:
 
 
 def test_the_frameworks_agree_on_every_seed(trained: list[Trained], pool: Pool) -> None:
-    found = {item.description["seed"]: judged(item.description, findings(*item), pool) for item in trained}
+    found = {
+        item.description["seed"]: judged(item.description, findings(*item) + pool.whole(*item), pool)
+        for item in trained
+    }
     assert {seed: texts for seed, texts in found.items() if texts} == {}
     assert {name for item in trained for name in item.records} == {"reference", "torch", "tensorflow", "jax"}
 
@@ -108,6 +112,72 @@ def test_the_grammar_reaches_everything() -> None:
     assert sum(bool(found["policy"].get("overrides")) for found in several) > 20
 
 
+def test_features_are_added_to_a_network_that_is_otherwise_the_same() -> None:
+    """Each by itself, to what it fits; and their descriptions are plain data, made small as others are."""
+    shown: dict[str, list[Description]] = {name: [] for name in FEATURES}
+    for seed in range(200):
+        plain = describe(seed, ())
+        whole = describe(seed, FEATURES)
+        assert json.loads(json.dumps(whole)) == json.loads(json.dumps(describe(seed, FEATURES)))
+        for name in FEATURES:
+            alone = describe(seed, [name])
+            if alone not in (plain, {**plain, "python": False}):
+                shown[name].append(alone)
+            if name != "regions":  # which put layers into one more list
+                assert [layer["op"] for layer in walk(alone["layers"])] == [
+                    layer["op"] for layer in walk(plain["layers"])
+                ]
+    assert min(map(len, shown.values())) > 20
+    assert {found["models"]["jax"] for found in shown["writes"]} == {"nnx"}
+    assert {found["counts"] for found in shown["counts"]} == {"weight", "returned"}
+    assert {found["policy"]["name"] for found in shown["float64"]} == {"float64"}
+    assert {found["policy"].get("mode") for found in shown["regions"]} == {None}
+    left = [one for found in shown["writes"] for one in candidates(found)]
+    assert any(not any("clamp" in layer for layer in walk(one["layers"])) for one in left)
+
+
+def test_labels_count_unequally_in_a_window_and_some_always_do() -> None:
+    """With "counts", whatever the window is later: the one batch that it is compared with has the same labels."""
+    shares = set()
+    for seed in range(60):
+        description = describe(seed, ["counts"])
+        single = one_batch(description)
+        if single is None:
+            continue
+        (head,) = description["heads"]
+        assert single["accumulate_steps"] == 1
+        for batch, again in zip(
+            problem.batches({**description, "listed": False}), problem.batches(single), strict=True
+        ):
+            counted = batch[head["name"]] != -100
+            assert counted.any()
+            assert (batch[head["name"]] == again[head["name"]]).all()
+            parts = [part.sum() for part in np.array_split(counted, description["accumulate_steps"])]
+            shares |= {len(set(parts)) > 1, *(["none"] if 0 in parts else [])}
+    assert shares == {True, False, "none"}
+
+
+def test_a_window_that_is_not_one_batch_is_a_finding() -> None:
+    record = {"loss": [1.0, 0.5], "grad_norm": [2.0, 1.0]}
+    assert as_one_batch(record, {"loss": [1.0, 0.50001], "grad_norm": [2.0, 1.0001]}) == []
+    (found,) = as_one_batch(record, {"loss": [1.0, 0.5], "grad_norm": [2.0, 1.1]})
+    assert found.startswith("S8: grad_norm is 9.1e-02 from one batch: [2, 1], one batch [2, 1.1]")
+
+
+def test_arrays_of_float64_are_compared_to_their_own_digits() -> None:
+    """Two that differ in the tenth digit are one in float32, and two under a float64 policy."""
+    values = np.linspace(0.1, 1.0, 8)
+    records = [{"loss": [1.0], "plain": [1.0], "grad_norm": [1.0], "scale": [1.0], "skipped": [0.0], "step": [1.0],
+                "scale_state": {}, "running": {}, "parameters": {"w": encode(values * factor)}}
+               for factor in (1.0, 1.0 + 1e-9)]  # fmt: skip
+    given = dict(zip(("torch", "jax"), records, strict=True))
+    base = {**describe(0, ()), "optimizer": {"type": "sgd", "learning_rate": 0.1}, "overflows": []}
+    assert decode(records[1]["parameters"]["w"]).dtype == np.float64  # type: ignore[index]  # a record is a dict of Any
+    assert findings({**base, "policy": {"name": "float32"}}, given, given) == []
+    (found,) = findings({**base, "policy": {"name": "float64"}}, given, given)
+    assert found.startswith("float64 parameters w: 8 of 8 elements differ")
+
+
 def test_a_failure_is_made_small() -> None:
     """A failure that only a convolution and two steps cause is left with little else."""
     big = next(d for d in map(describe, range(300)) if d["kind"] == "image" and len(walk(d["layers"])) > 5)
@@ -155,7 +225,5 @@ def test_kinds_of_findings_forget_the_numbers() -> None:
 
 
 def test_arrays_travel_whole() -> None:
-    import numpy as np
-
     value = np.asarray([[1.0, np.inf, -0.0]], np.float32)
     assert decode(json.loads(json.dumps(encode(value)))).tobytes() == value.tobytes()

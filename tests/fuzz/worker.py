@@ -51,15 +51,33 @@ def train(
         Lists with an entry per step ("loss", "plain", "grad_norm", "scale", "skipped", "step"), "scale_state",
         "parameters" and "running" by name, and "violations" of rules that one framework can break alone.
     """
+    if framework == "jax" and problem.wide(description):
+        import jax
+
+        x64: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+        with x64(True):
+            return _train(framework, description, policy, compile, plant)
+    return _train(framework, description, policy, compile, plant)
+
+
+def _train(
+    framework: str,
+    description: Description,
+    policy: str | None,
+    compile: bool | None,  # noqa: A002  # the step's option has this name
+    plant: str | None,
+) -> Record:
     builder = importlib.import_module(f"tests.fuzz.build_{framework}")
     weights = problem.weights(description)
     recipe = plants.recipe(plant, problem.recipe(description, policy))
-    options = {} if compile is None or framework == "reference" else {"compile": compile}
+    options: dict[str, Any] = {} if compile is None or framework == "reference" else {"compile": compile}
     backend = registry.get(framework)
 
     def fresh() -> Any:
         return polyamp.init(builder.build(description, weights), recipe)
 
+    if description.get("counts") == "weight":
+        options["weight"] = problem.weight_function(description, _sum(framework))
     state = fresh()
     loss_fn = problem.loss_function(description, _mean(framework), plants.factor(plant, recipe))
     step = _halves(loss_fn, options) if description["halves"] else polyamp.train_step(loss_fn, recipe, **options)
@@ -77,6 +95,11 @@ def train(
             record[name].append(np.asarray(backend.to_numpy(values[name])).astype(np.float64).tolist())
         watch.after(state, number, bool(record["skipped"][-1]))
     watch.end(state)
+    called = getattr(state.model, "calls", 0)
+    if description.get("python") and framework == "torch" and description["resume"] is None:
+        wanted = description["steps"] * description["accumulate_steps"]
+        if called != wanted:
+            watch.violations.append(f"the model ran {called} times and not {wanted}")
     passes = int(record["step"][-1]) * description["accumulate_steps"]
     kept = {
         "parameters": builder.parameters(state, description),
@@ -88,7 +111,7 @@ def train(
 
 def _halves(loss_fn: Any, options: dict[str, Any]) -> Any:
     """The step as its two halves."""
-    differentiate = polyamp.value_and_grad(loss_fn, **({} if options.get("compile") is None else options))
+    differentiate = polyamp.value_and_grad(loss_fn, **options)
 
     def step(state: Any, batch: Any) -> Any:
         (loss, aux), gradients = differentiate(state, batch)
@@ -150,19 +173,35 @@ class Watch:
 
 
 def _mean(framework: str) -> Any:
+    """`mean(array, other)`: in the dtype of the other in TensorFlow, whose operators mix none."""
     if framework == "torch":
         import torch
 
-        return torch.mean
+        return lambda array, other: torch.mean(array)
     if framework == "tensorflow":
         import tensorflow as tf
 
-        return tf.reduce_mean
+        return lambda array, other: tf.cast(tf.reduce_mean(array), other.dtype)
     if framework == "jax":
         import jax.numpy as jnp
 
-        return jnp.mean
-    return np.mean
+        return lambda array, other: jnp.mean(array)
+    return lambda array, other: np.mean(array)
+
+
+def _sum(framework: str) -> Any:
+    """How many are true."""
+    if framework == "torch":
+        return lambda mask: mask.sum()
+    if framework == "tensorflow":
+        import tensorflow as tf
+
+        return lambda mask: tf.reduce_sum(tf.cast(mask, tf.float32))
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        return jnp.sum
+    return np.sum
 
 
 def encoded(record: Record) -> Record:
@@ -172,14 +211,14 @@ def encoded(record: Record) -> Record:
 
 
 def encode(value: Any) -> list[Any]:
-    """[shape, base64 of float32]."""
-    wide = np.ascontiguousarray(value, np.float32)
-    return [list(wide.shape), base64.b64encode(wide.tobytes()).decode()]
+    """[shape, base64 of float32, or of float64 where it is that]."""
+    wide = np.ascontiguousarray(value, None if np.asarray(value).dtype == np.float64 else np.float32)
+    return [list(wide.shape), base64.b64encode(wide.tobytes()).decode(), wide.dtype.name]
 
 
 def decode(value: list[Any]) -> Any:
     """What `encode` was given."""
-    return np.frombuffer(base64.b64decode(value[1]), np.float32).reshape(value[0])
+    return np.frombuffer(base64.b64decode(value[1]), value[2]).reshape(value[0])
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import pytest
 import polyamp
 from polyamp import Group, PolicyError, PolyampError, Recipe, RecipeError, adamw, no_decay, schedules, sgd
 from polyamp.recipe.members import Members, members
-from polyamp.rules.kinds import Leaf, of_kind
+from polyamp.rules.kinds import Leaf
 
 ANY: Any = None
 LEAVES = [
@@ -128,42 +128,6 @@ def test_s20_what_is_no_group(make: Any, message: str) -> None:
         make()
 
 
-@pytest.mark.parametrize(
-    ("leaves", "bias", "norm", "embedding"),
-    [
-        (["ln_f/scale", "ln_f/bias", "fc/kernel", "fc/bias"], "ln_f/bias fc/bias", "ln_f/scale ln_f/bias", ""),
-        (["x/layer_norm/scale", "x/layer_norm/offset", "l/w", "l/b"], "x/layer_norm/offset l/b", "2", ""),
-        (["embed/embeddings", "wte/embedding", "l/w"], "", "", "embed/embeddings wte/embedding"),
-        (["w1", "b1", "W2", "b2"], "b1 b2", "", ""),
-        (["odd/scale", "odd/bias"], "odd/bias", "odd/scale odd/bias", ""),
-        (["att/in_proj_weight", "att/in_proj_bias", "lstm/bias_ih_l0"], "att/in_proj_bias lstm/bias_ih_l0", "", ""),
-    ],
-)
-def test_s27_kinds_by_names(leaves: list[str], bias: str, norm: str, embedding: str) -> None:
-    known = [Leaf(path, 1) for path in leaves]
-    expected = {"bias": bias, "norm": " ".join(leaves[:2]) if norm == "2" else norm, "embedding": embedding}
-    for kind, paths in expected.items():
-        assert of_kind(kind, known, leaves) == set(paths.split()), kind
-
-
-@pytest.mark.parametrize(
-    ("classes", "leaf", "kinds"),
-    [
-        (("LlamaRMSNorm", "Module"), "weight", "norm"),
-        (("BatchNormalization", "Layer"), "beta", "norm bias"),
-        (("SpectralNormalization", "Wrapper", "Layer"), "kernel", ""),
-        (("TokenAndPositionEmbedding", "Layer"), "embeddings", "embedding"),
-        (("Embed", "Module"), "embedding", "embedding"),
-        (("VisionTransformer", "Module"), "pos_embed", "embedding"),
-        (("Mine", "Linear", "Module"), "bias", "bias"),
-        (("Mine", "Module"), "logit_scale", ""),
-    ],
-)
-def test_s27_kinds_by_class(classes: tuple[str, ...], leaf: str, kinds: str) -> None:
-    known = [Leaf(f"a/{leaf}", 2, classes)]
-    assert {kind for kind in ("bias", "norm", "embedding") if of_kind(kind, known, [f"a/{leaf}"])} == set(kinds.split())
-
-
 def test_s27_a_kind_that_nothing_tells_asks_for_globs() -> None:
     leaves = [Leaf("alpha", 1), Leaf("w", 2)]
     with pytest.raises(RecipeError, match=r"'alpha' .* cannot be told .*\('\*\*/b\*', weight_decay=0.0\)"):
@@ -202,22 +166,3 @@ def test_s05_an_alias_may_be_of_a_module_that_trains_nothing() -> None:
     assert found.of("h/0").spec.eps == 1.0
     with pytest.raises(PolicyError, match="matches no path"):
         members(recipe, ["h/0"], lambda: [Leaf("h/0", 2)], backend="torch", modules=lambda: ["attention"])
-
-
-@pytest.mark.parametrize(
-    ("kind", "leaf", "beside", "wanted"),
-    [
-        ("bias", Leaf("lora/B", 2, ("LoRA", "Module", "object")), "lora/A", False),
-        ("bias", Leaf("odd/b", 1, ("Affine", "Module", "object")), "odd/w", True),
-        ("bias", Leaf("linear/b", 2), "linear/w", True),
-        ("norm", Leaf("head/weight", 2, ("NormalizedLinear", "Linear")), "head/bias", False),
-        ("norm", Leaf("flow/mask", 2, ("NormalizingFlow", "Module")), "flow/bias", False),
-        ("norm", Leaf("n/weight", 1, ("LlamaRMSNorm", "Module")), "n/bias", True),
-        ("norm", Leaf("n/gamma", 1, ("LayerNormalization", "Layer")), "n/beta", True),
-        ("norm", Leaf("n/weight", 1, ("BatchNorm2d", "_BatchNorm", "_NormBase")), "n/bias", True),
-        ("norm", Leaf("normals/kernel", 2), "normals/bias", False),
-        ("norm", Leaf("norm/scale", 1), "norm/bias", True),
-    ],
-)
-def test_s27_names_that_only_look_like_a_kind(kind: str, leaf: Leaf, beside: str, wanted: bool) -> None:
-    assert (leaf.path in of_kind(kind, [leaf, Leaf(beside, 1, leaf.classes)], [leaf.path])) is wanted

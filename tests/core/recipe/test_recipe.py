@@ -21,6 +21,7 @@ from polyamp.recipe.scaler import PRESETS
 
 RATES = st.floats(0.0, 10.0)
 COUNTS = st.integers(1, 10**6)
+ORIGINS = st.integers(-3, 0)
 UNIT = st.floats(0.0, 0.999)
 
 
@@ -43,9 +44,17 @@ def learning_rates() -> st.SearchStrategy[Any]:
     return st.one_of(
         RATES,
         st.builds(schedules.constant, RATES),
-        st.builds(schedules.linear_warmup, RATES, COUNTS, start=RATES),
+        st.builds(schedules.linear_warmup, RATES, COUNTS, start=RATES, origin=ORIGINS),
         st.builds(schedules.cosine, RATES, COUNTS, end=RATES),
-        st.builds(schedules.warmup_cosine, RATES, warmup, st.integers(1001, 10**6), start=RATES, end=RATES),
+        st.builds(
+            schedules.warmup_cosine,
+            RATES,
+            warmup,
+            st.integers(1001, 10**6),
+            start=RATES,
+            end=RATES,
+            origin=ORIGINS,
+        ),
         st.builds(schedules.step, RATES, every=COUNTS, factor=RATES),
         st.builds(
             lambda values, every: schedules.piecewise(
@@ -117,7 +126,7 @@ def test_file_round_trip(suffix: str, tmp_path: Path) -> None:
     recipe = Recipe(
         policy=Policy("mixed_float16", overrides={"encoder/größe*": "float32"}),
         scaler=LossScaler.like("megatron"),
-        optimizer=polyamp.sgd(schedules.warmup_cosine(0.1, 10, 100), momentum=0.9),
+        optimizer=polyamp.sgd(schedules.warmup_cosine(0.1, 10, 100, origin=-1), momentum=0.9),
         clip_norm=1.0,
         accumulate_steps=4,
     )

@@ -72,7 +72,7 @@ class Native:
 @pytest.mark.parametrize("record", RECORDS, ids=repr)
 def test_repr_evaluates_back_and_copies_are_equal(record: Any) -> None:
     copies = [
-        eval(repr(record), vars(polyamp)),
+        eval(repr(record), {name: getattr(polyamp, name) for name in polyamp.__all__}),
         pickle.loads(pickle.dumps(record)),
         copy.copy(record),
         copy.deepcopy(record),
@@ -171,6 +171,9 @@ def test_a_native_optimizer_is_compared_by_identity() -> None:
         (polyamp.sgd, (1.0,), {"learning_rate": 1.0}, r"sgd: 'learning_rate' is given by name and position\."),
         (Recipe, (), {"clip": 1.0}, r"Recipe has the arguments .*Received: clip=\. Did you mean 'clip_norm'\?"),
         (schedules.cosine, (1.0,), {}, r"cosine has the arguments peak, steps, end\. Missing: steps\."),
+        (schedules.linear_warmup, (1.0, 4), {"init_value": 0.1}, r".*Received: init_value=\. Did you mean 'start'\?"),
+        (schedules.cosine, (), {"init_value": 0.1, "steps": 4}, r".*init_value=\. Did you mean 'peak'\?"),
+        (schedules.step, (), {"init_value": 0.1, "every": 4}, r".*init_value=\. Did you mean 'initial'\?"),
     ],
 )
 def test_wrong_arguments_are_named(make: Any, arguments: tuple[Any, ...], named: dict[str, Any], message: str) -> None:
@@ -181,7 +184,8 @@ def test_wrong_arguments_are_named(make: Any, arguments: tuple[Any, ...], named:
 def test_signatures_are_the_fields() -> None:
     shown = inspect.signature(polyamp.lion)
     assert "= 0.0001, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, groups: " in str(shown)
-    assert str(inspect.signature(schedules.linear_warmup)) == "(peak: float, steps: int, start: float = 0.0)"
+    line = str(inspect.signature(schedules.linear_warmup))
+    assert line == "(peak: float, steps: int, start: float = 0.0, origin: int = 0)"
     parameters = inspect.signature(LossScaler).parameters
     assert tuple(parameters) == LossScaler.field_names
     assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}

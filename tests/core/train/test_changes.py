@@ -95,6 +95,24 @@ def test_s22_a_file_of_an_older_version_is_compared_by_its_recipe(saved: Path) -
         checkpoint.restore(stated(BASE.replace(clip_norm=1.0)), saved)
 
 
+@pytest.mark.parametrize("origin", [0, -1])
+def test_s22_a_field_that_an_older_file_does_not_have_is_at_its_default(origin: int, tmp_path: Path) -> None:
+    """Checkpoints that were written before warmups had an origin: theirs is 0."""
+    rate = schedules.warmup_cosine(0.1, 2, 10)
+    checkpoint.save(stated(BASE.replace(optimizer=polyamp.adamw(rate))), tmp_path / "state")
+    meta, _ = checkpoint.read(tmp_path / "state")
+    older: dict[str, Any] = {name: json.loads(meta[name]) for name in ("settings", "recipe")}
+    for settings in older.values():
+        assert settings["optimizer"]["learning_rate"].pop("origin") == 0
+    rewritten(tmp_path / "state", **{name: json.dumps(settings) for name, settings in older.items()})
+    state = stated(BASE.replace(optimizer=polyamp.adamw(rate.replace(origin=origin))))
+    if origin == 0:
+        checkpoint.restore(state, tmp_path / "state")
+        return
+    with pytest.raises(CheckpointError, match=r"(?m)^  optimizer\.learning_rate\.origin: 0 -> -1$"):
+        checkpoint.restore(state, tmp_path / "state")
+
+
 def test_s22_an_older_file_that_says_nothing_of_its_recipe_is_restored_with_a_warning(saved: Path) -> None:
     rewritten(saved, settings=None, recipe="")
     with pytest.warns(UserWarning, match="says nothing of its recipe .* nothing could be compared"):

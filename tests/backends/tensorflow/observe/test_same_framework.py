@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 
 import polyamp
@@ -66,3 +67,24 @@ def test_xla_on_and_off() -> None:
         network(), network(), batches, loss_of, recipe(), labels=("XLA", "no XLA"), options=options
     )
     assert report.agrees, str(report)
+
+
+@pytest.mark.parametrize("inside", ["first", "second"])
+def test_s31_a_layer_whose_partner_has_its_activation_inside_keeps_its_row(inside: str) -> None:
+    """Its output is compared behind the activation, whichever side has it inside, in every phase."""
+
+    def apart() -> Any:
+        given = keras.Input((6,))
+        hidden = layers.Activation("gelu", name="gelu")(layers.Dense(16, name="fc")(given))
+        return keras.Model(given, layers.Dense(3, name="head")(hidden))
+
+    def whole() -> Any:
+        given = keras.Input((6,))
+        return keras.Model(given, layers.Dense(3, name="head")(layers.Dense(16, activation="gelu", name="fc")(given)))
+
+    one, two = (whole(), apart()) if inside == "first" else (apart(), whole())
+    report = polyamp.compare(one, two, batches, loss_of, recipe())
+    assert report.agrees, str(report)
+    rows = [row for row in report.comparisons[0].rows if row.module == "fc" and row.stage == "forward"]
+    assert [row.what for row in rows if row.what != "input"] == ["output" if inside == "first" else "output, gelu"]
+    assert not any(row.counts for row in rows)

@@ -75,7 +75,7 @@ def test_functions_of_keras_and_tensorflow_take_the_draws_in_their_order() -> No
             tf.nn.dropout(ones, 0.25),
             keras.random.dropout(ones, 0.25),
             keras.random.uniform((2, 3), 1.0, 3.0),
-            tf.random.uniform((2, 3), maxval=10, dtype=tf.int32),
+            tf.random.uniform((2, 3), minval=-2, maxval=10, dtype=tf.int32),
             keras.random.normal((2, 3), mean=1.0, stddev=2.0),
             keras.random.truncated_normal((500,)),
         ]
@@ -87,7 +87,7 @@ def test_functions_of_keras_and_tensorflow_take_the_draws_in_their_order() -> No
         wanted = (drawn[place] >= 0.25) * np.float32(1.3359375)  # 1 / 0.75 in bfloat16
         np.testing.assert_array_equal(np.asarray(found[place]).astype("f4"), wanted)
     np.testing.assert_allclose(found[2], 1 + 2 * drawn[2], rtol=1e-6)
-    np.testing.assert_array_equal(found[3], np.floor(drawn[3].astype("f8") * 10).astype("i4"))
+    np.testing.assert_array_equal(found[3], np.floor(drawn[3].astype("f8") * 12).astype("i4") - 2)
     below = 0.5 * (1 + np.asarray(tf.math.erf((found[4] - 1) / 2 / np.sqrt(2))))
     np.testing.assert_allclose(below, drawn[4], atol=1e-6)
     assert 1.5 < np.abs(found[5]).max() <= 2
