@@ -5,7 +5,8 @@
 
 The processes are forked from one server that has imported torch and polyamp and computed nothing, so that a launch
 takes tens of milliseconds and not seconds. The store that they meet in is the caller's, as an agent's under torchrun:
-it outlives every rank. A rank that raises, or dies, is an outcome as well; what did not end in time is killed.
+it outlives every rank; or it is rank 0's, as without a launcher. A rank that raises, or dies, is an outcome as well;
+what did not end in time is killed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -65,6 +67,7 @@ def outcomes(
     timeout: float = 60.0,
     collective_timeout: float = 20.0,
     leave: bool = True,
+    launcher: bool = True,
 ) -> list[Outcome]:
     """`function(rank, *arguments)` in `world` processes with a gloo process group.
 
@@ -75,6 +78,7 @@ def outcomes(
         timeout: seconds after which what still runs is killed.
         collective_timeout: seconds that a collective waits for the others.
         leave: whether a rank that is through destroys its process group, as a good program does.
+        launcher: whether the store is the caller's; without one it is in rank 0's process.
 
     Returns:
         How each ended, by rank.
@@ -85,10 +89,16 @@ def outcomes(
     context.set_forkserver_preload(PRELOADED)
     limit = datetime.timedelta(seconds=timeout)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    port = store.port
+    if not launcher:
+        del store
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
     started, begun = [], time.monotonic()
     for rank in range(world):
         here, there = context.Pipe(duplex=False)
-        how = (rank, world, store.port, collective_timeout, leave)
+        how = (rank, world, port, rank == 0 and not launcher, collective_timeout, leave)
         process = context.Process(target=_rank, args=(there, how, function, arguments), daemon=True)
         process.start()
         there.close()
@@ -138,11 +148,11 @@ def _heard(started: Sequence[tuple[Any, Connection]], begun: float, end: float) 
 
 def _rank(
     there: Connection,
-    how: tuple[int, int, int, float, bool],
+    how: tuple[int, int, int, bool, float, bool],
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    rank, world, port, seconds, leave = how
+    rank, world, port, hosts, seconds, leave = how
     import torch
     import torch.distributed as dist
 
@@ -150,7 +160,7 @@ def _rank(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=seconds)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    store = dist.TCPStore("127.0.0.1", port, is_master=hosts, wait_for_workers=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     try:
         value = function(rank, *arguments)

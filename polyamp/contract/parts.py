@@ -1,5 +1,7 @@
 """What `save` and `restore` ask of a backend whose states lie in several processes: `LiesInParts` and `Parts`.
 
+`Meets` and `HasCopies` are what its `Processes` may offer beyond that.
+
 A backend that never trains in several processes needs none of it: `polyamp.train.parts.Alone` is one process that holds
 everything, and gives every backend the folder form (S33).
 """
@@ -7,7 +9,7 @@ everything, and gives every backend the folder form (S33).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -45,6 +47,32 @@ class Processes(Protocol):
 
         Raises:
             ReplicaError: one of them ended, or was not heard in time.
+        """
+
+
+@runtime_checkable
+class Meets(Protocol):
+    """`Processes` that can wait for each other before anything is sent."""
+
+    def call_of_all(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """A block that is entered once every process has come to it.
+
+        Args:
+            what: the call, as users write it: "polyamp.save".
+
+        Raises:
+            ReplicaError: names a process that did not come, or that ended within the block.
+        """
+
+
+@runtime_checkable
+class HasCopies(Protocol):
+    """`Processes` of a state that each of them holds whole, so that any of them may save it alone (S33)."""
+
+    def write_by_one(self, path: str, put: Callable[[], None], look: Callable[[], Any]) -> None:
+        """Have one file written by one of the processes that call this, without knowing which do.
+
+        See `polyamp.rules.single_writer.SingleWriter.write`.
         """
 
 

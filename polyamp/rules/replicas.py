@@ -42,7 +42,8 @@ _SOURCE: Final = re.compile(r"\[\S+\.(cc|cpp|h|cu):\d+\] ")
 class Store(Protocol):
     """What the ranks share: small values by name, as torch's `TCPStore` or JAX's coordination service keep them.
 
-    Every method may raise `OSError`, such as `ConnectionError`: what keeps the values is gone.
+    Every method may raise `OSError`, such as `ConnectionError`: what keeps the values is gone, or does not answer. None
+    waits for that longer than a few seconds.
     """
 
     def reach(self) -> None:
@@ -286,7 +287,8 @@ def lost_store(group: Group) -> str:
     """What is said when the store itself is gone."""
     return (
         "the store that the ranks of this process group share does not answer. It is kept by the launcher "
-        f"(torchrun) or, without one, by rank 0's process: if that ended, rank {group.names[0]} is the one to look at."
+        f"(torchrun) or, without one, by rank 0's process: if that ended or was stopped, rank {group.names[0]} is the "
+        "one to look at."
     )
 
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from polyamp.errors import ReplicaError
@@ -42,7 +42,10 @@ class Board:
         group: the ranks.
         hosts: whether the store ends with this process.
         begun: how many steps this rank began.
-        inside: whether it is in one.
+        inside: whether it is in one, or in `doing`.
+        doing: the call that is no step in which this rank needs the others, such as "polyamp.save"; "" outside.
+        meetings: how many of these calls this rank began.
+        linger: what a process that keeps the store waits for before it ends, as long as it is true.
         failed: whether a step failed, before it is known why.
         broken: why no step is taken any more; "" as long as nothing failed.
         over: set at the end of the process.
@@ -53,6 +56,9 @@ class Board:
         self.hosts = hosts
         self.begun = 0
         self.inside = False
+        self.doing = ""
+        self.meetings = 0
+        self.linger: Callable[[], bool] = lambda: False
         self.failed = False
         self.broken = ""
         self.over = threading.Event()
@@ -60,8 +66,9 @@ class Board:
         self._since = time.monotonic()
         self._heard = ""
         self._told = False
+        self._declined = 0
         self._process = os.getpid()
-        self._set(f"who/{group.place}", presence.own())
+        self.set(f"who/{group.place}", presence.own())
         multiprocessing.util.Finalize(self, _end, args=(weakref.ref(self),), exitpriority=100)
         _Looking(self).start()
 
@@ -78,72 +85,84 @@ class Board:
         """Say that this rank's own program raised in a step; its error goes on as it is, with a note."""
         self.failed = True
         ranks, me = len(self.group.names), self.group.names[self.group.place]
-        told = f"rank {me} raised {shortened(error)} in step {self.begun}"
+        told = f"rank {me} raised {shortened(error)} in {self.at()}"
         self.broken = f"{told}."
         try:
             self.group.store.reach()
-            self._put("raised", {"words": told})
-            self._set("called", {"words": told})
+            self.put("raised", {"words": told})
+            self.set("called", {"words": told})
             self._told = True
         except OSError:  # the launcher is gone: nobody can be told, and the error is on its way
             return
         error.add_note(
-            f"polyamp: this is rank {me} of {ranks}, in step {self.begun}. The other ranks end with ReplicaError, "
+            f"polyamp: this is rank {me} of {ranks}, in {self.at()}. The other ranks end with ReplicaError, "
             "which says so. This state is not to be used again."
         )
 
-    def parted(self, what: str) -> ReplicaError:
+    def at(self) -> str:
+        """Where this rank is: "step 4", or "polyamp.save after step 4"."""
+        return f"{self.doing} after step {self.begun}" if self.doing else f"step {self.begun}"
+
+    def parted(self, what: str, known: str = "") -> ReplicaError:
         """The error of a rank whose collective failed, which is to be raised from that failure.
 
         Takes up to `PATIENCE` seconds, which only a rank that does not answer costs.
 
         Args:
             what: the failure, in one line.
+            known: who it was, in a sentence, where that needs no roll call.
         """
         self.failed = True
         me = self.group.names[self.group.place]
         try:
             self.group.store.reach()
-            self._put("answers", {"place": self.group.place, "how": "failed", "step": self.begun, "error": what})
-            self._set("called", {"words": ""})
-            words = self._found()
+            self.put("answers", {"place": self.group.place, "how": "failed", "step": self.begun, "error": what})
+            self.set("called", {"words": known.removesuffix(".")})
+            self._told = bool(known)
+            words = self._found(known)
         except OSError:
-            words = self._heard or lost_store(self.group)
-        self.broken = f"{words} (The collective of rank {me} failed in step {self.begun}: {what})"
-        return ReplicaError(f"{self.broken} {_AGAIN}")
+            words = known or self._heard or lost_store(self.group)
+        failed = f" (The collective of rank {me} failed in {self.at()}: {what})"
+        self.broken = words if words == known else words + failed
+        whole = "The last complete checkpoint is whole. " if self.doing else ""
+        return ReplicaError(f"{self.broken} {whole}{_AGAIN}")
 
     def ended(self) -> None:
         """Say that this rank's program is over. Called when the process ends in a way of which it hears.
 
         Where the store ends with this process, a rank that raised waits until the others have heard of it.
         """
+        if self._process != os.getpid():
+            return
         end = time.monotonic() + _LINGERS
-        while self.hosts and self._told and time.monotonic() < end:
-            if self.group.store.add("answers", 0) >= len(self.group.names) - 1:
-                return
-            time.sleep(0.05)
-        if self.broken or self._process != os.getpid():
+        with contextlib.suppress(OSError):
+            while self.hosts and (self._told or self.linger()) and time.monotonic() < end:
+                if self._told and self.group.store.add("answers", 0) >= len(self.group.names) - 1:
+                    return
+                time.sleep(0.05)
+        if self.broken:
             return
         error = getattr(sys, "last_value", None)  # what ended the program, where nobody caught it
         why = "" if error is None else f": its program raised {shortened(error)} outside of a step"
         self.broken = f"rank {self.group.names[self.group.place]} ended after step {self.begun}{why}."
         with contextlib.suppress(OSError):
             self.group.store.reach()
-            self._put("ended", {"place": self.group.place, "words": self.broken[:-1]})
+            self.put("ended", {"place": self.group.place, "words": self.broken[:-1]})
 
     def answer(self) -> bool:
         """If the roll was called, say where this rank is. Called by the thread that looks after a long step."""
         self.group.store.reach()
+        self._decline()
         value = self.group.store.get("called", 0.0)
         if value is None:
             return False
         if self.failed:  # and says so itself
             return True
         words = str(json.loads(value)["words"])
-        self._heard = f"{words}." if words else ""
-        here = {"place": self.group.place, "how": "there", "step": self.begun, "inside": self.inside}
+        self._heard = f"{words}." if words else self._heard
+        here = {"place": self.group.place, "how": "there", "step": self.begun, "inside": self.inside, "at": self.at()}
         seconds = time.monotonic() - self._since
-        self._put("answers", {**here, "seconds": round(seconds), "where": presence.where(self._thread)})
+        self.put("answers", {**here, "seconds": round(seconds), "where": presence.where(self._thread)})
         if words and self.inside:
             _LOG.warning(
                 "polyamp: %s. Rank %d waits for it in a collective, for up to %g s.",
@@ -158,14 +177,27 @@ class Board:
         self._since = time.monotonic()
         return False
 
-    def _found(self) -> str:
+    def _decline(self) -> None:
+        """Say so where others wait for this rank in a call that its program has passed by: it is in a later step."""
+        value = self.group.store.get("meeting", 0.0)
+        if value is None:
+            return
+        said = json.loads(value)
+        if said["number"] <= max(self.meetings, self._declined) or self.begun <= said["step"]:
+            return
+        self._declined = said["number"]
+        self.put(f"meeting/{said['number']}/elsewhere", {"place": self.group.place, "step": self.begun})
+        there = f"rank {self.group.names[self.group.place]} in step {self.begun}"
+        self._heard = apart([self.group.names[said["place"]]], said["what"], said["step"], there)
+
+    def _found(self, known: str = "") -> str:
         """Who is missing; by the first who calls the roll, and from it for the others."""
         if self.group.store.add("callers", 1) != 1:
             value = self.group.store.get("found", PATIENCE + 2 * INTERVAL)
             if value is not None:
                 return str(json.loads(value)["words"])
-        words = self._called()
-        self._set("found", {"words": words})
+        words = known or self._called()
+        self.set("found", {"words": words})
         return words
 
     def _called(self) -> str:
@@ -173,7 +205,7 @@ class Board:
         end = time.monotonic() + PATIENCE
         who: dict[int, Mapping[str, Any]] = {}
         while True:
-            raised, ended, answers = (list(self._entries(name)) for name in ("raised", "ended", "answers"))
+            raised, ended, answers = (list(self.entries(name)) for name in ("raised", "ended", "answers"))
             there = {int(entry["place"]) for entry in (*ended, *answers)}
             missing = [place for place in range(len(self.group.names)) if place not in there]
             for place in missing:
@@ -220,10 +252,11 @@ class Board:
         outside = [entry for entry in there if not entry["inside"]]
         said: list[str] = []
         for entry in outside or there:
-            verb = "is still in" if entry["inside"] else "has not come back since"
+            last = f"has not come back since step {entry['step']}"
+            verb = f"is still in {entry['at']}" if entry["inside"] else last
             at = f", at {entry['where']}" if entry["where"] else ""
             rank = self.group.names[entry["place"]]
-            said.append(f"rank {rank} hangs: it {verb} step {entry['step']}, for {entry['seconds']} s{at}.")
+            said.append(f"rank {rank} hangs: it {verb}, for {entry['seconds']} s{at}.")
         if said:
             return " ".join(said[:_MOST])
         other = sorted(self.group.names[entry["place"]] for entry in answers if entry["step"] != step)
@@ -238,17 +271,36 @@ class Board:
         listed = "; ".join(f"rank {self.group.names[entry['place']]}: {entry['error']}" for entry in answers[:_MOST])
         return f"All ranks answer, and on each a collective failed in step {step}: {listed}."
 
-    def _put(self, name: str, what: Mapping[str, Any]) -> None:
-        self._set(f"{name}/{self.group.store.add(name, 1)}", what)
+    def put(self, name: str, what: Mapping[str, Any]) -> None:
+        """Add an entry under a name."""
+        self.set(f"{name}/{self.group.store.add(name, 1)}", what)
 
-    def _entries(self, name: str) -> Iterator[Mapping[str, Any]]:
+    def entries(self, name: str) -> Iterator[Mapping[str, Any]]:
+        """Every entry under a name."""
         for number in range(1, self.group.store.add(name, 0) + 1):
             value = self.group.store.get(f"{name}/{number}", 1.0)
             if value is not None:
                 yield json.loads(value)
 
-    def _set(self, key: str, what: Mapping[str, Any]) -> None:
+    def set(self, key: str, what: Mapping[str, Any]) -> None:
+        """Put a value."""
         self.group.store.set(key, json.dumps(what).encode())
+
+
+def apart(ranks: Sequence[int], what: str, step: int, others: str) -> str:
+    """The sentences about ranks that are in a call of all, and others that went another way.
+
+    Args:
+        ranks: who is in it.
+        what: the call.
+        step: the last that they began.
+        others: who is where.
+    """
+    verb = "is" if len(ranks) == 1 else "are"
+    return (
+        f"{called(ranks)} {verb} in {what} after step {step}, and {others}. Every rank has to call {what} of a state "
+        "that lies in several processes."
+    )
 
 
 class _Looking(threading.Thread):

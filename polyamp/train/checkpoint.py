@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
 
 from polyamp._version import __version__
 from polyamp.contract.backend import ChecksArrays, DescribesStates, ResumesOptimizers
-from polyamp.contract.parts import Parts
+from polyamp.contract.parts import HasCopies, Parts, Processes
 from polyamp.errors import ArgumentError, CheckpointError, RecipeError, described
 from polyamp.files import as_path, missing, write_atomically
 from polyamp.recipe.optimizers import is_spec
@@ -31,7 +31,7 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.train import changes, contents
 from polyamp.train import sharded as folder
 from polyamp.train.arguments import is_state, no_state
-from polyamp.train.parts import Alone, in_parts, together
+from polyamp.train.parts import Alone, alike, call_of_all, in_parts, together
 from polyamp.train.tensors import BLANK, MALFORMED, array, digest
 
 if TYPE_CHECKING:
@@ -57,16 +57,19 @@ def save(state: Any, path: str | os.PathLike[str], *, sharded: bool | None = Non
 
     A run of hours should not find out at its end that it cannot be saved: call it once with `dry_run=True` before.
 
-    Where a state lies in several processes, every rank calls it with the same path, on storage that all of them see.
-    Each writes what it holds through the framework's own engine, and the checkpoint is the folder `path`, which becomes
+    A state that every rank holds whole, as under `DistributedDataParallel`, is saved by whoever calls: one rank alone
+    may, and waits for nobody; all may, and then rank 0 writes, and the file is whole on each when `save` returns. Where
+    a state lies in several processes, every rank calls it with the same path, on storage that all of them see. Each
+    writes what it holds through the framework's own engine, and the checkpoint is the folder `path`, which becomes
     valid in one moment, once every rank is through (S33).
 
     Args:
         state: a training state.
         path: the file, or the folder; what it lies in must exist. An older checkpoint there is replaced only once the
             new one is whole. Permissions stay, and so does a symbolic link; what killed saves of it left is removed.
-        sharded: True writes a folder, False one file, in several processes as well (every rank gathers all of the
-            state in its memory, and rank 0 writes). None, the default: a folder if the state lies in several processes.
+        sharded: True writes a folder, which every rank calls for, and which holds the random streams of each. False
+            writes one file, in several processes as well (where they hold parts, every rank gathers all of the state in
+            its memory, and rank 0 writes). None, the default: a folder if the state lies in parts in several processes.
         dry_run: do all but put the checkpoint in its place: the state is read, and files of that size are written
             there and removed. An older checkpoint stays.
 
@@ -74,7 +77,8 @@ def save(state: Any, path: str | os.PathLike[str], *, sharded: bool | None = Non
         ArgumentError: no state, no path, a file where a folder is to be, or a folder with other things in it.
         OSError: the folder is missing, full or read-only; the older checkpoint is intact.
         CheckpointError: another rank failed, which it names; the older checkpoint is intact.
-        ReplicaError: another rank ended; the older checkpoint is intact.
+        ReplicaError: another rank ended, or went another way where every rank is needed, and which; the older
+            checkpoint is intact.
 
     Example:
         >>> import polyamp, tempfile
@@ -90,17 +94,37 @@ def save(state: Any, path: str | os.PathLike[str], *, sharded: bool | None = Non
         raise ArgumentError(f"sharded must be True, False or None. Received: sharded={described(sharded)}.")
     file = _checked(state, path, "polyamp.save(state, path)")
     with in_parts(state) as parts:
-        if sharded or (sharded is None and parts.processes.count > 1):
-            folder.write(parts, file, _meta(state), replace=not dry_run)
+        processes = parts.processes
+        if processes.count > 1 and not sharded and isinstance(processes, HasCopies):
+            _write_by_one(state, parts, processes, file, replace=not dry_run)
             return
-        if parts.processes.count > 1:
-            content = _content_of(state, parts.whole())
-            first = parts.processes.rank == 0
-            put = functools.partial(write_atomically, file, content, replace=not dry_run)
-            together(parts.processes, f"could not write {file}", lambda: put() if first else None)
+        if sharded or processes.count > 1:
+            with call_of_all(processes, "polyamp.save"):
+                if sharded is not False:
+                    folder.write(parts, file, _meta(state), replace=not dry_run)
+                    return
+                content = _content_of(state, parts.whole())
+                put = functools.partial(write_atomically, file, content, replace=not dry_run)
+                together(processes, f"could not write {file}", lambda: put() if processes.rank == 0 else None)
             return
     content = _content_of(state, state.backend.export_state(state))
     write_atomically(file, content, replace=not dry_run)  # while another thread may step on
+
+
+def _write_by_one(state: Any, parts: Parts, processes: HasCopies, file: Path, *, replace: bool) -> None:
+    """Of a state that every process holds whole: by whoever calls `save`."""
+
+    def put() -> None:
+        write_atomically(file, _content_of(state, parts.whole()), replace=replace)
+
+    def look() -> Any:
+        try:
+            found = file.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    processes.write_by_one(os.fspath(file), put, look if replace else str)
 
 
 def _content_of(state: Any, exported: Arrays) -> bytes:
@@ -146,11 +170,12 @@ def restore(state: _State, path: str | os.PathLike[str], *, on_change: OnChange 
 
     Raises:
         CheckpointError: the checkpoint is damaged, of another model or backend, of another recipe, or holds what no
-            state of this kind can hold. The given state is then unchanged, on every rank.
+            state of this kind can hold; or a part of it is missing, or only some ranks find it. The given state is then
+            unchanged, on every rank.
         ArgumentError: no state, or no path.
-        FileNotFoundError: there is no such file; names files beside it with nearly that name.
+        FileNotFoundError: there is no such file, on any rank; names files beside it with nearly that name.
         IsADirectoryError: it is a folder that no save completed.
-        ReplicaError: another rank ended.
+        ReplicaError: another rank ended, or does not call this.
 
     Example:
         >>> import polyamp, tempfile
@@ -165,8 +190,8 @@ def restore(state: _State, path: str | os.PathLike[str], *, on_change: OnChange 
     if on_change not in ("error", "warn", "accept"):
         raise CheckpointError(f"on_change must be 'error', 'warn' or 'accept'. Received: on_change={on_change!r}.")
     file = _checked(state, path, "polyamp.restore(state, path)")
-    with in_parts(state) as parts:
-        if file.is_dir():
+    with in_parts(state) as parts, call_of_all(parts.processes, "polyamp.restore"):
+        if _is_folder(parts.processes, file):
             manifest = folder.opened(parts, file)
             said = _Restored(state, os.fspath(path), manifest.meta, folder.forms(manifest), parts)
             return said.put(on_change, lambda: folder.read(parts, file, manifest))
@@ -176,11 +201,36 @@ def restore(state: _State, path: str | os.PathLike[str], *, on_change: OnChange 
         return _Restored(state, os.fspath(path), meta, arrays, parts).put(on_change, lambda: arrays)
 
 
+def _is_folder(processes: Processes, file: Path) -> bool:
+    """Whether the checkpoint is a folder; all processes have to find the same.
+
+    Raises:
+        FileNotFoundError: no process finds anything.
+        CheckpointError: on every process, where one finds something else than another.
+    """
+    if processes.count == 1:
+        return file.is_dir()
+    kind = "a folder" if file.is_dir() else "a file" if file.exists() else "nothing"
+    every = together(processes, "", lambda: [kind, os.fspath(file)])
+    for rank, found in enumerate(every):
+        if not (isinstance(found, list) and len(found) == 2):
+            raise CheckpointError(f"rank {rank} is in another call than polyamp.restore({file}).")
+        if found[0] != every[0][0]:
+            raise CheckpointError(
+                f"rank {rank} finds {found[0]} at {found[1]}, and rank 0 {every[0][0]} at {every[0][1]}. All ranks "
+                "must see one checkpoint: give the same path, on storage that they share."
+            )
+    if kind == "nothing":
+        raise missing(file)
+    return kind == "a folder"
+
+
 def _read_by_all(parts: Parts, file: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """A file, of which every process reads the whole; each with streams of its own, where there are several."""
-    found: list[tuple[dict[str, str], dict[str, Any]]] = []
-    together(parts.processes, f"could not read {file}", lambda: found.append(read(file)))
-    meta, arrays = found[0]
+    found: list[tuple[dict[str, str], dict[str, Any], str]] = []
+    together(parts.processes, f"could not read {file}", lambda: found.append(_read(file)))
+    meta, arrays, held = found[0]
+    alike(parts.processes, f"file at {file}; is the storage shared? Its digest", held)
     if parts.processes.count > 1:
         saved = {name: arrays[name][None] for name in parts.own if name in arrays}
         arrays |= folder.of_this_process(parts, saved)
@@ -264,9 +314,15 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, np.nda
     Raises:
         CheckpointError: the file is truncated, damaged, or not a polyamp checkpoint.
     """
+    meta, arrays, _ = _read(as_path(path))
+    return meta, arrays
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Any], str]:
+    """See `read`; and the digest."""
     from safetensors import SafetensorError, deserialize
 
-    content = _content(as_path(path))
+    content = _content(path)
     try:
         length = int.from_bytes(content[:8], "little")
         meta: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
@@ -287,7 +343,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, np.nda
         raise CheckpointError(
             f"{os.fspath(path)} is damaged: its contents do not match its digest. Restore an older one."
         )
-    return meta, arrays
+    return meta, arrays, stored
 
 
 def _checked(state: Any, path: Any, call: str) -> Path:

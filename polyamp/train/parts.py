@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from polyamp.contract.parts import Form, LiesInParts, Parts, Processes
+from polyamp.contract.parts import Form, LiesInParts, Meets, Parts, Processes
 from polyamp.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -31,6 +31,13 @@ def in_parts(state: Any) -> contextlib.AbstractContextManager[Parts]:
     if isinstance(backend, LiesInParts):
         return backend.in_parts(state)
     return contextlib.nullcontext(Alone(state))
+
+
+def call_of_all(processes: Processes, what: str) -> contextlib.AbstractContextManager[None]:
+    """The block of a call that every process has to make; see `Meets`."""
+    if processes.count > 1 and isinstance(processes, Meets):
+        return processes.call_of_all(what)
+    return contextlib.nullcontext()
 
 
 class OneProcess:

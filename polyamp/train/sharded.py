@@ -302,7 +302,10 @@ def _check(data: Path, files: Mapping[str, tuple[int, str]], rank: int, count: i
             said = f"{lost[0]} is missing" if lost else f"{min({*there} - {*files})} is none of its files"
             raise CheckpointError(f"{data} is not whole: {said}. Restore an older one.")
     for name in sorted(files)[rank::count]:
-        size, found = _measured(data / name)
+        try:
+            size, found = _measured(data / name)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{data} is not whole: {name} is missing. Restore an older one.") from error
         if (size, found) != files[name]:
             why = f"it has {size} bytes of {files[name][0]}" if size != files[name][0] else "its digest is another"
             raise CheckpointError(f"{data / name} is damaged: {why}. Restore an older one.")

@@ -10,6 +10,7 @@ leaves memory as it was where no piece lies.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -24,34 +25,51 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from polyamp.contract.parts import Form
-from polyamp.errors import CheckpointError, ReplicaError, UnsupportedError
+from polyamp.errors import CheckpointError, UnsupportedError
 from polyamp.train.parts import check_forms
 from polyamp_torch.arrays import dtype_name
+from polyamp_torch.distributed.failure import of_a_collective
 
 
 class Group:
-    """The processes of a process group, for `polyamp.save` and `polyamp.restore`."""
+    """The processes of a process group, for `polyamp.save` and `polyamp.restore`.
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.rank = dist.get_rank(group)
-        self.count = dist.get_world_size(group)
+    Args:
+        replicas: the state's.
+    """
+
+    def __init__(self, replicas: Any) -> None:
+        self._replicas = replicas
+        self._group = replicas.group
+        self.rank = dist.get_rank(self._group)
+        self.count = dist.get_world_size(self._group)
 
     def gather(self, said: bytes) -> list[bytes]:
-        """What each says, by rank.
-
-        Raises:
-            ReplicaError: one of them ended, or was not heard in time.
-        """
+        """What each says, by rank; torch's error where one of them ended, or was not heard in time, which
+        `call_of_all` makes a ReplicaError of."""
         every: list[Any] = [None] * self.count
-        try:
-            dist.all_gather_object(every, said, group=self._group)
-        except RuntimeError as error:  # torch's errors of a connection and of a time that is over
-            raise ReplicaError(
-                f"rank {self.rank} heard nothing of another rank while a checkpoint was saved or restored: that one "
-                f"ended, or hangs ({error}). The last complete checkpoint is whole; start all ranks anew from it."
-            ) from error
+        dist.all_gather_object(every, said, group=self._group)
         return every
+
+    def call_of_all(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """See `polyamp.contract.parts.Meets`."""
+        guard = self._replicas.guard
+        block: contextlib.AbstractContextManager[None]
+        block = contextlib.nullcontext() if guard is None else guard.call_of_all(what)
+        return block
+
+
+class Copies(Group):
+    """Those of `DistributedDataParallel`, which hold everything alike."""
+
+    def write_by_one(self, path: str, put: Callable[[], None], look: Callable[[], Any]) -> None:
+        """See `polyamp.contract.parts.HasCopies`."""
+        guard = self._replicas.guard
+        if guard is None:
+            put()
+            return
+        board = guard.board
+        guard.writer.write(path, f"{self._replicas.number} {board.begun} {board.meetings}", put, look)
 
 
 def write(folder: Path, tensors: Mapping[str, torch.Tensor], group: Any) -> None:
@@ -128,15 +146,8 @@ def _run(action: Callable[[], None]) -> None:
             action()
     except CheckpointException as error:
         rank, (first, _) = min(error.failures.items())
-        if isinstance(first, OSError) and not dist.is_initialized():
+        if (isinstance(first, OSError) and not dist.is_initialized()) or of_a_collective(first):
             raise first from error
         raise CheckpointError(
             f"rank {rank} could not write or read its part: {type(first).__name__}: {first}"
-        ) from error
-    except RuntimeError as error:
-        if not dist.is_initialized():
-            raise
-        raise ReplicaError(
-            f"rank {dist.get_rank()} heard nothing of another rank while a checkpoint was saved or restored: that one "
-            f"ended, or hangs ({error}). The last complete checkpoint is whole; start all ranks anew from it."
         ) from error

@@ -6,18 +6,24 @@ Called by `step.replicas`. What ranks compare, leave for each other and say is `
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
+import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from polyamp.rules.replicas import Group, shortened
+from polyamp.errors import ReplicaError
+from polyamp.rules import meeting
+from polyamp.rules.replicas import Group, lost_store, shortened
 from polyamp.rules.roll_call import Board
+from polyamp.rules.single_writer import SingleWriter
 from polyamp_torch.compat import prefixed, timeout_of
 
 _WORDS: Final = (
@@ -35,12 +41,17 @@ _MARKS: Final = 1 << 20
 """Sums of so many from any number of ranks are exact in float64."""
 _FIRST, _LONGEST = 0.001, 0.05
 """Seconds between two questions to the store, which become longer."""
+ANSWER: Final = 5.0
+"""Seconds within which the store answers a question, or it is lost."""
+_Value = TypeVar("_Value")
 
 
 class Kept:
     """A `polyamp.rules.replicas.Store` on the one that a process group was made with, which NCCL's has as well.
 
-    It asks again and again instead of waiting in the store, whose client lets one thread in at a time.
+    It asks again and again instead of waiting in the store, whose client lets one thread in at a time. A store may stop
+    answering without closing its connection (its process was stopped, its machine is lost), and its client then waits
+    for ever: every call runs in a thread that is given up after `ANSWER` seconds, and the store is not asked again.
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
@@ -48,9 +59,11 @@ class Kept:
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         self._host = (store.host, store.port) if hasattr(store, "port") else None
+        self._lost = False
 
     def reach(self) -> None:
         """See `Store`. torch itself would write its own stack to standard error if nobody answers."""
+        self._check()
         if self._host is None:
             return
         with socket.create_connection(self._host, 2.0):
@@ -58,31 +71,58 @@ class Kept:
 
     def set(self, key: str, value: bytes) -> None:
         """See `Store`."""
-        try:
-            self._store.set(key, value)
-        except RuntimeError as error:
-            raise ConnectionError(str(error)) from error
+        self._within(ANSWER, lambda: self._store.set(key, value))
 
     def get(self, key: str, seconds: float) -> bytes | None:
         """See `Store`."""
-        end, pause = time.monotonic() + seconds, _FIRST
-        try:
+
+        def ask() -> bytes | None:
+            end, pause = time.monotonic() + seconds, _FIRST
             while not self._store.check([key]):
                 left = end - time.monotonic()
-                if left <= 0:
+                if left <= 0 or self._lost:
                     return None
                 time.sleep(min(pause, left))
                 pause = min(1.5 * pause, _LONGEST)
             return bytes(self._store.get(key))
-        except RuntimeError as error:
-            raise ConnectionError(str(error)) from error
+
+        return self._within(max(ANSWER, seconds + 1.0), ask)
 
     def add(self, key: str, number: int) -> int:
         """See `Store`."""
-        try:
-            return int(self._store.add(key, number))
-        except RuntimeError as error:
-            raise ConnectionError(str(error)) from error
+        return self._within(ANSWER, lambda: int(self._store.add(key, number)))
+
+    def _check(self) -> None:
+        if self._lost:
+            raise ConnectionError("the store that the ranks share did not answer before")
+
+    def _within(self, seconds: float, call: Callable[[], _Value]) -> _Value:
+        """What a call gives, within a limit.
+
+        Raises:
+            ConnectionError: it raised, or did not come back in time.
+        """
+        self._check()
+        found: list[_Value] = []
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                found.append(call())
+            except BaseException as error:  # noqa: BLE001  # raised below, in the thread that asks
+                raised.append(error)
+
+        thread = threading.Thread(target=run, name="polyamp-store", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if found:
+            return found[0]
+        if not raised:
+            self._lost = True
+            raise ConnectionError(f"the store that the ranks share did not answer within {seconds:g} s")
+        if isinstance(raised[0], RuntimeError):
+            raise ConnectionError(str(raised[0])) from raised[0]
+        raise raised[0]
 
 
 class PartedError(RuntimeError):
@@ -96,12 +136,14 @@ class Guard:
         board: the group's notices.
         inits: how many states were made on this group.
         second: the same for the second half of a step, which is not counted again.
+        writer: the group's saves by one rank.
     """
 
     def __init__(self, board: Board, steps: int = 1) -> None:
         self.board = board
         self.inits = 0
         self.second = self if steps == 0 else Guard(board, 0)
+        self.writer = SingleWriter(board.group)
         self._steps = steps
 
     def __enter__(self) -> None:
@@ -124,9 +166,25 @@ class Guard:
             self.board.inside = False
             return
         if of_a_collective(error):
-            what = shortened(error, 300).partition(" This is typically caused by ")[0]
-            raise self.board.parted(what) from error
+            raise self._parted(error) from error
         self.board.raised(error)
+
+    @contextlib.contextmanager
+    def call_of_all(self, what: str) -> Iterator[None]:
+        """A block of a call that is no step and needs every rank; see `polyamp.rules.meeting`. An error in it is on its
+        way on all ranks, but for one of a collective, and one that ends the program."""
+        with meeting.call_of_all(self.board, what):
+            try:
+                yield
+            except BaseException as error:
+                if of_a_collective(error):
+                    raise self._parted(error) from error
+                if not isinstance(error, Exception):
+                    self.board.raised(error)
+                raise
+
+    def _parted(self, error: BaseException) -> ReplicaError:
+        return self.board.parted(shortened(error, 300).partition(" This is typically caused by ")[0])
 
 
 def of_a_collective(error: BaseException | None) -> bool:
@@ -147,7 +205,11 @@ def of_a_collective(error: BaseException | None) -> bool:
 
 
 def guard_of(group: Any) -> Guard | None:
-    """The one guard of a process group; None for one that only pretends to communicate."""
+    """The one guard of a process group; None for one that only pretends to communicate.
+
+    Raises:
+        ReplicaError: the store of the group does not answer.
+    """
     for reference, guard in _guards:
         if reference() is group:
             return guard
@@ -160,7 +222,12 @@ def guard_of(group: Any) -> Guard | None:
     seconds = timeout_of(group) or datetime.timedelta(minutes=30)
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps it; else rank 0 does
     hosts = dist.get_rank() == 0 and not launched
-    guard = Guard(Board(Group(store, dist.get_rank(group), names, seconds.total_seconds()), hosts=hosts))
+    ranks = Group(store, dist.get_rank(group), names, seconds.total_seconds())
+    try:
+        guard = Guard(Board(ranks, hosts=hosts))
+    except OSError as error:
+        raise ReplicaError(lost_store(ranks)) from error
+    guard.board.linger = guard.writer.is_needed
     _guards.append((weakref.ref(group), guard))
     return guard
 

@@ -46,7 +46,7 @@ class TorchParts:
     def __init__(self, state: TorchState) -> None:
         self._state = state
         self._group = state.replicas.group if state.replicas.several else None
-        self.processes: Processes = OneProcess() if self._group is None else _group(self._group)
+        self.processes: Processes = OneProcess() if self._group is None else _group(state.replicas)
         self.replica = (state.replicas.rank, state.replicas.count)
         self.own = exporting.streams_of(state)
         self._tensors: dict[str, Any] = exporting.arrays_of(state, take=torch.Tensor.detach)
@@ -104,10 +104,10 @@ class TorchParts:
         return to_numpy(target) if not is_divided(target) and (small or _steers(name, target)) else target
 
 
-def _group(group: Any) -> Group:
-    from polyamp_torch.distributed.checkpoint import Group
+def _group(replicas: Any) -> Group:
+    from polyamp_torch.distributed.checkpoint import Copies, Group
 
-    return Group(group)
+    return Copies(replicas) if replicas.engine == "ddp" else Group(replicas)
 
 
 def _steers(name: str, each: Any) -> bool:

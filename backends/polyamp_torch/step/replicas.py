@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from polyamp.errors import PolyampError
+from polyamp.errors import PolyampError, ReplicaError
 from polyamp.rules import replicas as of_ranks
 from polyamp.rules.weights import Totals
 from polyamp_torch.compat import NOTHING, local_of
@@ -324,6 +324,8 @@ def guarded(states: Sequence[Any], *, second: bool = False) -> contextlib.Abstra
 
 def withdraw(model: Any, error: BaseException) -> None:
     """Where `init` raised on this rank: the others need not wait for it."""
+    if isinstance(error, ReplicaError):  # the store does not answer
+        return
     try:
         guard = replicas_of(model).guard
     except PolyampError:  # that is what `init` raised, before it came to know the group
@@ -333,7 +335,8 @@ def withdraw(model: Any, error: BaseException) -> None:
         return
     if guard is not None:
         guard.inits += 1
-        of_ranks.withdrawn(guard.board.group, guard.inits, error)
+        with contextlib.suppress(OSError):  # nobody can be told, and the error is on its way
+            of_ranks.withdrawn(guard.board.group, guard.inits, error)
 
 
 def _guard(group: Any) -> Any:

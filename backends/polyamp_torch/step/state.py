@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from polyamp.contract.backend import Backend
-from polyamp.errors import ModelError
+from polyamp.errors import ModelError, StateError
 from polyamp.recipe.members import members
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules import growing, refusals
@@ -119,6 +119,26 @@ class TorchState(ShownState):
 
     def _place(self) -> tuple[str, int]:
         return str(self.device), sum(p.numel() for p in self.parameters.values())
+
+    def __getstate__(self) -> Any:
+        """What `pickle` and `copy` ask for.
+
+        Raises:
+            StateError: several processes hold the state together, whose connections belong to this one.
+        """
+        if self.replicas.held is not None:
+            whole = "state.model.module" if self.replicas.engine == "ddp" else None
+            weights = (
+                f"Weights alone: copy.deepcopy({whole}), or torch.save({whole}.state_dict(), path)."
+                if whole
+                else "Weights alone: torch.distributed.checkpoint.state_dict.get_model_state_dict(state.model)."
+            )
+            raise StateError(
+                f"a state of a model under {self.replicas.engine} cannot be pickled or copied: it holds connections "
+                "to other processes. To keep it: polyamp.save(state, path), and polyamp.restore(state, path) into what "
+                f"polyamp.init gives. {weights}"
+            )
+        return super().__getstate__()
 
     def check_unchanged(self) -> None:
         """Refuse a model or an optimizer that does not hold the parameters of `init` as they were then.

@@ -122,7 +122,7 @@ def saved(rank: int, folder: str, engines: tuple[str, ...]) -> dict[str, tuple[A
     found = {}
     for engine in engines:
         state = advance(fresh(engine, 0), 0, 3)
-        polyamp.save(state, f"{folder}/{engine}")
+        polyamp.save(state, f"{folder}/{engine}", sharded=True)
         polyamp.save(state, f"{folder}/{engine}.file", sharded=False)
         exported = whole(state)
         straight = whole(advance(state, 3, 5))
@@ -213,7 +213,8 @@ def refused(rank: int, folder: str) -> list[str]:
     state = fresh("fsdp2", 3)
     before, said = whole(state), []
     other = fresh("fsdp2", 3, RECIPE.replace(clip_norm=None))
-    for path, into in (("damaged", state), ("fsdp2", other), ("nowhere" if rank == 1 else "fsdp2", state)):
+    places = ("damaged", state), ("fsdp2", other), ("nowhere" if rank == 1 else "fsdp2", state), ("short", state)
+    for path, into in (*places, ("nowhere", state)):
         try:
             polyamp.restore(into, f"{folder}/{path}")
         except (CheckpointError, FileNotFoundError) as error:
@@ -224,22 +225,29 @@ def refused(rank: int, folder: str) -> list[str]:
 def test_s33_every_rank_refuses_what_one_refuses(of_four: Any, folder: Path, tmp_path: Path) -> None:
     parted = ranks.run(natively, 2, str(tmp_path))
     assert parted == [[], []]
-    path = folder / "damaged"
-    path.mkdir()
     said = json.loads((folder / "fsdp2" / "polyamp.json").read_text())
-    os.link(folder / "fsdp2" / "polyamp.json", path / "polyamp.json")
-    (path / said["data"]).mkdir()
+    for path in (folder / "damaged", folder / "short"):
+        (path / said["data"]).mkdir(parents=True)
+        os.link(folder / "fsdp2" / "polyamp.json", path / "polyamp.json")
+    lost = sorted(said["files"])[1]  # which rank 1 looks at
     for name in said["files"]:
         content = (folder / "fsdp2" / said["data"] / name).read_bytes()
         changed = content[:-2] + bytes([content[-2] ^ 1]) + content[-1:] if "00003" in name else content
-        (path / said["data"] / name).write_bytes(changed)
+        (folder / "damaged" / said["data"] / name).write_bytes(changed)
+        if name != lost:
+            (folder / "short" / said["data"] / name).write_bytes(content)
     found = ranks.run(refused, 3, str(folder))
-    assert [len(each) for each in found] == [3, 3, 3]
-    for rank, (damaged, recipe, nowhere) in enumerate(found):
+    assert [len(each) for each in found] == [5, 5, 5]
+    nothing = f"CheckpointError: rank 1 finds nothing at {folder}/nowhere, and rank 0 a folder at {folder}/fsdp2. All "
+    for _, _, nowhere, short, absent in found:
+        assert nowhere.startswith(nothing)
+        assert short.startswith("CheckpointError: ")
+        assert f" is not whole: {lost} is missing. Restore an older one." in short
+        assert absent.startswith("FileNotFoundError: ")
+    for rank, (damaged, recipe, *_) in enumerate(found):
         assert "shard-00003-model-00001-of-00001.safetensors is damaged: its digest is another" in damaged
         assert damaged.startswith("CheckpointError: rank 2 found damage") == (rank != 2)
         assert "clip_norm: 1.0 -> None" in recipe
-        assert nowhere.startswith("FileNotFoundError" if rank == 1 else "CheckpointError: rank 1 could not read ")
 
 
 def as_the_guide_says(rank: int, folder: str) -> int:
@@ -305,7 +313,10 @@ def _moved(path: Path) -> bool:
 def test_s33_a_killed_rank_leaves_the_last_checkpoint_whole(tmp_path: Path, when: str, victim: int) -> None:
     found = ranks.outcomes(killed, 2, str(tmp_path), when, collective_timeout=5.0, leave=False)
     assert found[victim].exitcode == -signal.SIGKILL
-    assert "The last complete checkpoint is whole" in found[1 - victim].value, found[1 - victim]
+    words = found[1 - victim].value
+    assert words.startswith(f"rank {victim} is no longer running: killed, or ended without a word."), found[1 - victim]
+    assert f"(The collective of rank {1 - victim} failed in polyamp.save after step 0: " in words
+    assert "The last complete checkpoint is whole" in words
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         state = polyamp.restore(fresh(None, 1), tmp_path / when)

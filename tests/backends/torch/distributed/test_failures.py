@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import polyamp
 from polyamp.errors import ModelError, PolicyError, ReplicaError
+from polyamp.rules import replicas, roll_call
+from polyamp_torch.distributed import failure
 from tests import ranks
 
 WAIT = 3.0
@@ -238,3 +240,59 @@ def test_s32_a_rank_that_ends_early_or_goes_on_after_an_error_is_named() -> None
     assert [each.partition(" (4x3")[0] for each in other[1:]] == [
         "ReplicaError: rank 1 raised RuntimeError: mat1 and mat2 shapes cannot be multiplied"
     ] * 2
+
+
+def stopped(rank: int, where: str) -> tuple[str, float]:
+    """Rank 0 is stopped, and so is the store, if its process keeps that: what rank 1 ends with, and after how long."""
+    failure.ANSWER = roll_call.PATIENCE = replicas._SLACK = 2.0  # type: ignore[misc]
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, os.getpid())
+    since = [time.monotonic()]
+
+    def stop(at: str) -> None:
+        if at == where:
+            since[0] = time.monotonic()
+            if rank == 0:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    model, made = network("ddp"), recipe()
+    try:
+        stop("init")
+        state = polyamp.init(model, made)
+        step = polyamp.train_step(loss_fn, made)
+        for number in range(5):
+            if number == 3:
+                stop("step")
+            state, _ = step(state, torch.ones(4, 4))
+        stop("save")
+        polyamp.save(state, "nowhere", sharded=True)
+    except ReplicaError as error:
+        return str(error), time.monotonic() - since[0]
+    finally:
+        os.kill(every[0], signal.SIGKILL)
+    return "", 0.0
+
+
+STORE = (
+    "the store that the ranks of this process group share does not answer. It is kept by the launcher (torchrun) or, "
+)
+
+
+@pytest.mark.parametrize(
+    ("where", "launcher", "words"),
+    [
+        ("init", False, STORE),
+        ("init", True, "rank 0 did not come to polyamp.init within 2 s."),
+        ("step", False, STORE),
+        ("step", True, "rank 0 did not answer within 2 s: it was killed, hangs, or its machine is lost."),
+        ("save", False, STORE),
+        ("save", True, "rank 0 did not answer within 2 s: it was killed, hangs, or its machine is lost."),
+    ],
+)
+def test_s32_nobody_waits_for_a_rank_that_stopped(where: str, launcher: bool, words: str) -> None:
+    how = {"collective_timeout": 2.0, "leave": False, "launcher": launcher, "timeout": 40.0}
+    found = ranks.outcomes(stopped, 2, where, **how)[1]  # type: ignore[arg-type]
+    assert found.value is not None, found.error
+    said, seconds = found.value
+    assert said.startswith(words), said
+    assert seconds < 2.0 + ROLL
