@@ -19,9 +19,18 @@ from typing import Any, Final, NamedTuple
 import keras
 
 from polyamp.rules.plan import NARROW, Plan
-from polyamp_tensorflow.compat import SCORES, WEIGHTED, held_policy, hold_policy
+from polyamp_tensorflow.compat import (
+    ADJUST_RANK,
+    CONVERT_INPUTS,
+    SCORES,
+    WEIGHTED,
+    functional_of,
+    held_policy,
+    hold_policy,
+)
 from polyamp_tensorflow.models.layers import is_layer, modules, only_contains
 from polyamp_tensorflow.precision.dataflow import is_gather
+from polyamp_tensorflow.precision.integers import marking, refusing, taking_integers
 from polyamp_tensorflow.precision.keras_policies import STACK, is_quantized, keras_policy, own_policy
 from polyamp_tensorflow.precision.layer_choice import Choice, choose
 from polyamp_tensorflow.precision.op_list import SENSITIVE_LAYERS
@@ -36,7 +45,7 @@ from polyamp_tensorflow.precision.stand_ins import (
 )
 
 _CACHED_FUNCTIONS: Final = ("train_function", "test_function", "predict_function")
-_REPLACED: Final = ("call", "add_loss", WEIGHTED, SCORES)
+_REPLACED: Final = ("call", "add_loss", WEIGHTED, SCORES, CONVERT_INPUTS, ADJUST_RANK)
 _REGULARIZER: Final = "activity_regularizer"
 _LOCK: Final = threading.RLock()
 
@@ -71,6 +80,13 @@ class Application:
             self.choices = choose(model, plan, heads=heads)
             dtypes = {id(choice.target): choice.dtype for choice in self.choices}
             self._settings = [(choice.target, self._setting(choice, plan, dtypes)) for choice in self.choices]
+            known = {id(target) for target, _ in self._settings}
+            functions = [functional_of(choice.target) for choice in self.choices if plan.narrow]
+            self._settings += [
+                (function, _Setting(None, marking(function)))  # inside a sequential model
+                for function in functions
+                if function is not None and id(function) not in known
+            ]
 
     def put(self) -> None:
         """Put it on; if that is interrupted, `restore` takes off what is on."""
@@ -117,10 +133,18 @@ class Application:
         if not is_layer(target):
             return _Setting(None, {"call": call if dtype is None else casting_inputs(call, dtype)})
         own = None if dtype is None else keras_policy(plan.param, dtype)
+        if own is not None and own.compute_dtype in NARROW:
+            own = taking_integers(own, target)
         # A sum of the user's own stays in the dtype of its operands; `fit` adds it to float32 ones.
         methods = {"add_loss": casting_inputs(_method(target, "add_loss"), "float32")}
         if gathers:
             methods["call"] = call
+        if plan.narrow:
+            checked = refusing(call, target, choice.path)
+            if checked is not None:
+                methods["call"] = call = checked
+            if functional_of(target) is target:
+                methods |= marking(target)
         if isinstance(target, SENSITIVE_LAYERS) and not target.autocast and dtype not in (None, *NARROW):
             # Keras leaves the input of its normalisations alone, and rounds their result to the input's dtype.
             methods["call"] = call = casting_inputs(call, str(dtype))
