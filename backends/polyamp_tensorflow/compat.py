@@ -190,6 +190,17 @@ def random_functions() -> dict[str, list[tuple[Any, str]]]:
     }
 
 
+# Calls.
+
+
+def is_outermost(layer: Any) -> bool:
+    """True in a call of a layer that the program made itself: no call of another layer is around it."""
+    from keras.src.backend.common import global_state
+
+    context = global_state.get_global_attribute("current_call_ctx")
+    return context is not None and context.entry_layer is layer
+
+
 # The graph of a functional model.
 
 came_from: Final[Callable[[Any], Any]] = operator.attrgetter("_keras_history")

@@ -19,6 +19,7 @@ from polyamp.errors import LossError, described
 from polyamp.results import Gradients, LossFunction
 from polyamp.rules import batches, refusals
 from polyamp.rules.batches import check_has_rows
+from polyamp.rules.plan import NARROW
 from polyamp.rules.window import joins
 from polyamp_tensorflow.arrays import at_least_float32, dense_wide, leaves, raw
 from polyamp_tensorflow.interrupts import ending
@@ -193,6 +194,7 @@ def _scaled(states: States, loss_fn: LossFunction, batch: Any, share: float = 1.
             stack.enter_context(layer_policies(state.model, state.plan))
         with awaited(states):
             loss, aux = refusals.split_result(loss_fn(bound(states), batch))
+        _check_width(loss, states)
         loss = scale_loss(loss, None, what="loss_fn")
         scaled = loss * states[0].scale_state.scale if scaler.scales else loss
         scaled = scaled if share == 1.0 else scaled * share
@@ -201,6 +203,22 @@ def _scaled(states: States, loss_fn: LossFunction, batch: Any, share: float = 1.
     refusals.check_depends(any(found))
     gradients = [{name: dense_wide(value, variable) for name, (variable, value) in own.items()} for own in found]
     return _Scaled(loss, _map_present(_as_aux, aux), gradients)
+
+
+def _check_width(loss: Any, states: States) -> None:
+    """Refuse a loss that was computed in 16 bits where the models' outputs are wider (S6): nothing widens what
+    `loss_fn` does by itself.
+
+    Raises:
+        LossError: says what to write.
+    """
+    narrow = getattr(getattr(loss, "dtype", None), "name", None)
+    if narrow in NARROW and not any(state.plan.output in NARROW for state in states):
+        raise LossError(
+            f"loss_fn returned a loss in {narrow}, though the model's outputs are {states[0].plan.output}: it was "
+            "computed in 16 bits, where a sum has three digits. Cast what it is made of, "
+            "keras.ops.cast(x, 'float32'), or use polyamp.losses, which compute in float32."
+        )
 
 
 def _as_aux(leaf: Any) -> Any:
