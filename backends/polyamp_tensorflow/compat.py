@@ -190,6 +190,17 @@ def random_functions() -> dict[str, list[tuple[Any, str]]]:
     }
 
 
+# Calls.
+
+
+def is_outermost(layer: Any) -> bool:
+    """True in a call of a layer that the program made itself: no call of another layer is around it."""
+    from keras.src.backend.common import global_state
+
+    context = global_state.get_global_attribute("current_call_ctx")
+    return context is not None and context.entry_layer is layer
+
+
 # The graph of a functional model.
 
 came_from: Final[Callable[[Any], Any]] = operator.attrgetter("_keras_history")
@@ -198,10 +209,22 @@ calls_of: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_inbound_node
 """The calls of an operation or layer on symbolic tensors, each with `input_tensors` and `arguments`."""
 
 
+def functional_of(layer: Any) -> Any:
+    """A functional model, or the one inside a sequential model; None for other layers, and before it is built."""
+    function = getattr(layer, "_functional", None) or layer
+    return function if isinstance(function, keras.Function) else None
+
+
 def symbolic_inputs(layer: Any) -> list[Any]:
     """The symbolic inputs of a functional or sequential model, to whose dtypes it casts what it is given."""
-    function = getattr(layer, "_functional", None) or layer
-    return list(function._inputs) if isinstance(function, keras.Function) else []
+    function = functional_of(layer)
+    return [] if function is None else list(function._inputs)
+
+
+CONVERT_INPUTS: Final = "_convert_inputs_to_tensors"
+"""`(flat_inputs)` -> tensors in the dtypes of a functional model's inputs, in their order."""
+ADJUST_RANK: Final = "_adjust_input_rank"
+"""`(flat_inputs)` -> the same with an axis of length 1 added or taken out where an input asks for it."""
 
 
 def hold_dtype(symbolic: Any, dtype: str) -> str:

@@ -110,6 +110,11 @@ def as_output(tree: Any, dtype: str, *, float64: bool) -> Any:
     return keras.tree.map_structure(one, tree)
 
 
+def is_rounded(leaf: Any) -> bool:
+    """True for a tensor that `in_dtype` made of a wider one, which it remembers."""
+    return hasattr(leaf, _UNROUNDED)
+
+
 def in_dtype(tree: Any, dtype: str) -> Any:
     """The tree's floating tensors in `dtype`; one that loses digits remembers the tensor it was made from."""
 

@@ -24,6 +24,7 @@ from polyamp_tensorflow.precision.dataflow import feeding_logarithms, is_gather,
 from polyamp_tensorflow.precision.heads import heads_of
 from polyamp_tensorflow.precision.keras_policies import own_policy
 from polyamp_tensorflow.precision.op_list import is_product, is_sensitive, is_sensitive_operation, may_be_binary_head
+from polyamp_tensorflow.precision.own_losses import adds_losses
 
 _TENSORS: Final = (EagerTensor, tf.Variable)
 
@@ -36,8 +37,8 @@ class Choice(NamedTuple):
         path: where it lies; "" for the model itself.
         dtype: what it computes in; None where its own policy stays.
         why: "compute", "override", "given" (to its constructor), "quantized", "not floating", "float64" (S2), "head",
-            "sensitive", "constants", "contains" (a functional or sequential model), "inner" (a wrapper follows what it
-            wraps), "product" or "gather" (of an operation).
+            "sensitive", "loss" (its code adds one), "constants", "contains" (a functional or sequential model), "inner"
+            (a wrapper follows what it wraps), "product" or "gather" (of an operation).
         parent: the layer that calls it, where that is not a functional or sequential model; else None.
     """
 
@@ -135,6 +136,8 @@ def _layer_dtype(
         return "float32", "head"
     if feeding is not None and (is_sensitive(layer) or id(layer) in feeding or is_inner_product(layer)):
         return "float32", "sensitive"
+    if feeding is not None and adds_losses(layer):
+        return "float32", "loss"
     if _holds_constants(layer):
         return "float32", "constants"
     return plan.compute, "compute"

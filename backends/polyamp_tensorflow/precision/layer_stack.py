@@ -19,24 +19,37 @@ from typing import Any, Final, NamedTuple
 import keras
 
 from polyamp.rules.plan import NARROW, Plan
-from polyamp_tensorflow.compat import SCORES, WEIGHTED, held_policy, hold_policy
+from polyamp_tensorflow.compat import (
+    ADJUST_RANK,
+    CONVERT_INPUTS,
+    SCORES,
+    WEIGHTED,
+    functional_of,
+    held_policy,
+    hold_policy,
+    is_kerass,
+)
 from polyamp_tensorflow.models.layers import is_layer, modules, only_contains
 from polyamp_tensorflow.precision.dataflow import is_gather
+from polyamp_tensorflow.precision.integers import marking, refusing, taking_integers
 from polyamp_tensorflow.precision.keras_policies import STACK, is_quantized, keras_policy, own_policy
 from polyamp_tensorflow.precision.layer_choice import Choice, choose
 from polyamp_tensorflow.precision.op_list import SENSITIVE_LAYERS
+from polyamp_tensorflow.precision.own_losses import check_scalars, refusing_narrow
 from polyamp_tensorflow.precision.regularizers import in_float32, without_float32
 from polyamp_tensorflow.precision.stand_ins import (
     apply_scores,
     casting_inputs,
     giving_output,
+    giving_output_to_losses,
     rounding,
     signature_of,
     summed_in_float32,
 )
 
 _CACHED_FUNCTIONS: Final = ("train_function", "test_function", "predict_function")
-_REPLACED: Final = ("call", "add_loss", WEIGHTED, SCORES)
+_REPLACED: Final = ("call", "add_loss", WEIGHTED, SCORES, CONVERT_INPUTS, ADJUST_RANK)
+_STEPS: Final = ("train_step", "test_step", "compute_loss")
 _REGULARIZER: Final = "activity_regularizer"
 _LOCK: Final = threading.RLock()
 
@@ -71,6 +84,13 @@ class Application:
             self.choices = choose(model, plan, heads=heads)
             dtypes = {id(choice.target): choice.dtype for choice in self.choices}
             self._settings = [(choice.target, self._setting(choice, plan, dtypes)) for choice in self.choices]
+            known = {id(target) for target, _ in self._settings}
+            functions = [functional_of(choice.target) for choice in self.choices if plan.narrow]
+            self._settings += [
+                (function, _Setting(None, marking(function)))  # inside a sequential model
+                for function in functions
+                if function is not None and id(function) not in known
+            ]
 
     def put(self) -> None:
         """Put it on; if that is interrupted, `restore` takes off what is on."""
@@ -117,27 +137,56 @@ class Application:
         if not is_layer(target):
             return _Setting(None, {"call": call if dtype is None else casting_inputs(call, dtype)})
         own = None if dtype is None else keras_policy(plan.param, dtype)
-        # A sum of the user's own stays in the dtype of its operands; `fit` adds it to float32 ones.
-        methods = {"add_loss": casting_inputs(_method(target, "add_loss"), "float32")}
+        if own is not None and own.compute_dtype in NARROW:
+            own = taking_integers(own, target)
+        # 16 bits that were asked for by name are a loss's too.
+        refuses = islands and choice.why not in ("override", "given")
+        methods = {"add_loss": _add_loss(choice, refuses=refuses)}
         if gathers:
             methods["call"] = call
+        if plan.narrow:
+            checked = refusing(call, target, choice.path)
+            if checked is not None:
+                methods["call"] = call = checked
+            if functional_of(target) is target:
+                methods |= marking(target)
         if isinstance(target, SENSITIVE_LAYERS) and not target.autocast and dtype not in (None, *NARROW):
             # Keras leaves the input of its normalisations alone, and rounds their result to the input's dtype.
             methods["call"] = call = casting_inputs(call, str(dtype))
-        if target is self._model and _rounds(plan):
-            methods["call"] = giving_output(call, plan)
-        elif choice.parent is not None and dtype is not None:
-            outer = dtypes[id(choice.parent)] or own_policy(choice.parent).compute_dtype
-            if outer != dtype or only_contains(target):
-                methods["call"] = rounding(call, outer)
-        elif isinstance(target, keras.layers.SpectralNormalization) and choice.why == "sensitive":
-            methods["call"] = rounding(call, plan.compute)
+        methods |= self._results(choice, plan, dtypes, call, refuses=refuses, changed="call" in methods)
         if isinstance(target, keras.layers.Attention) and dtype in NARROW and islands:
             own_scores = functools.partial(apply_scores, target)
             methods[WEIGHTED] = signature_of(_method(target, WEIGHTED), own_scores)
             if isinstance(target, keras.layers.AdditiveAttention) or target.score_mode == "concat":
                 methods[SCORES] = casting_inputs(_method(target, SCORES), "float32")
         return _Setting(own, methods)
+
+    def _results(
+        self,
+        choice: Choice,
+        plan: Plan,
+        dtypes: Mapping[int, str | None],
+        call: Callable[..., Any],
+        *,
+        refuses: bool,
+        changed: bool,
+    ) -> dict[str, Callable[..., Any]]:
+        """What stands in for `call` so that it gives its results in the dtype that its caller expects."""
+        target, dtype = choice.target, choice.dtype
+        check: Callable[[Any], None] = functools.partial(check_scalars, target, choice.path)
+        if not refuses or only_contains(target):
+            check = _passes
+        if target is self._model and _rounds(plan):
+            return {"call": giving_output(call, plan, check)}
+        if choice.parent is not None and dtype is not None:
+            outer = dtypes[id(choice.parent)] or own_policy(choice.parent).compute_dtype
+            if outer != dtype or only_contains(target):
+                call, changed = rounding(call, outer), True
+        elif isinstance(target, keras.layers.SpectralNormalization) and choice.why == "sensitive":
+            call, changed = rounding(call, plan.compute), True
+        if not _rounds(plan) or not (changed or dtype != plan.output):
+            return {"call": call} if changed else {}
+        return {"call": giving_output_to_losses(call, target, plan, check, always=_has_own_steps(self._model))}
 
 
 def drop_cached_functions(model: Any) -> None:
@@ -146,6 +195,23 @@ def drop_cached_functions(model: Any) -> None:
         for name in _CACHED_FUNCTIONS:
             if hasattr(module.layer, name):
                 setattr(module.layer, name, None)
+
+
+def _add_loss(choice: Choice, *, refuses: bool) -> Callable[..., Any]:
+    """What stands in for a layer's `add_loss`: Keras stacks what it is given with float32 losses."""
+    add_loss = _method(choice.target, "add_loss")
+    if refuses:
+        return refusing_narrow(add_loss, choice.target, choice.path)
+    return casting_inputs(add_loss, "float32")
+
+
+def _passes(results: Any) -> None:
+    """No check of a layer's results."""
+
+
+def _has_own_steps(model: Any) -> bool:
+    """True for a model whose class says itself what `fit` or `evaluate` does with a batch: it calls layers there."""
+    return any(not is_kerass(getattr(type(model), name, keras.Layer)) for name in _STEPS)
 
 
 def _rounds(plan: Plan) -> bool:

@@ -66,6 +66,12 @@ def without_float32(regularizer: Any) -> Any:
     return _inside(regularizer) if type(regularizer) is Float32Regularizer else regularizer
 
 
+def sums_by_itself(layer: Any) -> bool:
+    """True for a layer whose activity regularizer was set while a policy is on it: it sees the layer's own dtype."""
+    regularizer = getattr(layer, "activity_regularizer", None)
+    return regularizer is not None and type(regularizer) is not Float32Regularizer
+
+
 def _inside(regularizer: Any) -> Any:
     return object.__getattribute__(regularizer, "_inside")
 

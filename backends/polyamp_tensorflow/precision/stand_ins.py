@@ -15,7 +15,8 @@ import tensorflow as tf
 
 from polyamp.rules.plan import Plan
 from polyamp_tensorflow.arrays import cast
-from polyamp_tensorflow.precision.bound import as_output, in_dtype
+from polyamp_tensorflow.compat import is_outermost
+from polyamp_tensorflow.precision.bound import ASKED, as_output, in_dtype
 
 
 def signature_of(method: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,11 +39,37 @@ def casting_inputs(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
     return signature_of(call, lambda *args, **kwargs: call(*cast(args, dtype), **cast(kwargs, dtype)))
 
 
-def giving_output(call: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
-    """`call` with its result in the dtype of the policy's outputs (S1)."""
+def giving_output(call: Callable[..., Any], plan: Plan, check: Callable[[Any], None]) -> Callable[..., Any]:
+    """`call` with its result, which `check` sees first, in the dtype of the policy's outputs (S1)."""
 
     def giving(*args: Any, **kwargs: Any) -> Any:
-        return as_output(call(*args, **kwargs), plan.output, float64=plan.float64)
+        results = call(*args, **kwargs)
+        check(results)
+        return as_output(results, plan.output, float64=plan.float64)
+
+    return signature_of(call, giving)
+
+
+def giving_output_to_losses(
+    call: Callable[..., Any], layer: Any, plan: Plan, check: Callable[[Any], None], *, always: bool
+) -> Callable[..., Any]:
+    """`call` of a layer inside the model, with its result in the dtype of the policy's outputs where the program calls
+    the layer by itself, to compute a loss of what it gives (S29).
+
+    Args:
+        call: the layer's.
+        layer: the layer.
+        plan: the policy.
+        check: sees such a result first.
+        always: wherever no call of another layer is around it; otherwise in `loss_fn` alone.
+    """
+
+    def giving(*args: Any, **kwargs: Any) -> Any:
+        results = call(*args, **kwargs)
+        if not ((always or ASKED.get() is not None) and is_outermost(layer)):
+            return results
+        check(results)
+        return as_output(results, plan.output, float64=plan.float64)
 
     return signature_of(call, giving)
 

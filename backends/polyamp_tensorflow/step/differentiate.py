@@ -19,6 +19,7 @@ from polyamp.errors import LossError, described
 from polyamp.results import Gradients, LossFunction
 from polyamp.rules import batches, refusals, weights
 from polyamp.rules.batches import check_has_rows
+from polyamp.rules.plan import NARROW
 from polyamp.rules.weights import Totals, WeightFunction
 from polyamp.rules.window import joins
 from polyamp_tensorflow.arrays import XP, at_least_float32, dense_wide, leaves, raw
@@ -280,6 +281,7 @@ def _scaled(states: States, loss_fn: LossFunction, batch: Any, weighing: _Weighi
             result, found = weights.call(loss_fn, bound(states), batch)
         rows = _rows(batch) if weighing.rows is None else weighing.rows
         own = weights.read(result, found, XP, weight=given, totals=weighing.totals, rows=rows)
+        _check_width(own.value, states)
         loss = scale_loss(own.value, None, what="loss_fn")
         scaled = loss * states[0].scale_state.scale if scaler.scales else loss
         if weighing.share != 1.0 and own.weight is None:
@@ -309,6 +311,22 @@ def _rows(batch: Any) -> Any:
         return 1
     known = lengths.pop()
     return tf.cast(tf.shape(arrays[0])[0], tf.float32) if known is None else known
+
+
+def _check_width(loss: Any, states: States) -> None:
+    """Refuse a loss that was computed in 16 bits where the models' outputs are wider (S6): nothing widens what
+    `loss_fn` does by itself.
+
+    Raises:
+        LossError: says what to write.
+    """
+    narrow = getattr(getattr(loss, "dtype", None), "name", None)
+    if narrow in NARROW and not any(state.plan.output in NARROW for state in states):
+        raise LossError(
+            f"loss_fn returned a loss in {narrow}, though the model's outputs are {states[0].plan.output}: it was "
+            "computed in 16 bits, where a sum has three digits. Cast what it is made of, "
+            "keras.ops.cast(x, 'float32'), or use polyamp.losses, which compute in float32."
+        )
 
 
 def _as_aux(leaf: Any) -> Any:

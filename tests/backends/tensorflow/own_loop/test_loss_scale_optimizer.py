@@ -225,7 +225,8 @@ def test_the_scale_stops_at_its_ceiling() -> None:
 def test_a_16_bit_loss_is_scaled_in_float32(dtype: str) -> None:
     """Keras multiplies 60000 by the scale in float16 before `build`, which is infinite."""
     loss = tf.constant(60000.0, dtype)
-    scaled = LossScaleOptimizer(keras.optimizers.SGD(0.1)).scale_loss(loss)
+    with pytest.warns(UserWarning, match=rf"given a loss in {dtype}: it was computed in 16 bits.*'float32'"):
+        scaled = LossScaleOptimizer(keras.optimizers.SGD(0.1)).scale_loss(loss)
     assert scaled.dtype == tf.float32
     assert float(scaled) == float(tf.cast(loss, tf.float32)) * 2.0**15
     if dtype == "float16":
