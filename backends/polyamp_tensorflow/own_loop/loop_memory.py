@@ -92,10 +92,14 @@ def total_with_statistics(gradients: Sequence[Any]) -> list[Any]:
 
 
 class WindowStarts:
-    """By model, variables for what running statistics were at the first micro-batch of a window."""
+    """By model, variables for what running statistics were at the first micro-batch of a window.
+
+    No file holds them. In a window that was open when the model was saved, they are what the file held.
+    """
 
     def __init__(self) -> None:
         self._variables: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def of(self, model: Any) -> list[Any]:
         """The model's; created at the first call."""
@@ -105,14 +109,18 @@ class WindowStarts:
                     tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
                     for variable in running_statistics(model)
                 ]
+                self._known[model] = tf.Variable(0, trainable=False, name="window_start_known")
         return self._variables[model]
 
     def kept(self, model: Any, values: list[Any], micro_step: Any) -> list[Any]:
-        """The model's variables, after `values` were written to them if this is the first micro-batch of a window."""
+        """The model's variables, after `values` were written to them if this is the first micro-batch of a window, or
+        the first one of all."""
         held = self.of(model)
+        known = self._known[model]
 
         def decide(_: replicas.Run, values: Sequence[Any]) -> None:
-            tf.cond(tf.equal(micro_step, 0), lambda: write(held, values), lambda: None)
+            begins = tf.equal(micro_step, 0) | tf.equal(known, 0)
+            tf.cond(begins, lambda: write([*held, known], [*values, 1]), lambda: None)
 
         replicas.together(decide, values)
         return held
