@@ -29,6 +29,7 @@ from polyamp_tensorflow.step.additions import awaited
 from polyamp_tensorflow.step.distribution import check_used, mean, several, stacked, used
 from polyamp_tensorflow.step.measure import scale_loss
 from polyamp_tensorflow.step.state import States, TensorFlowState
+from polyamp_tensorflow.step.writes import ForwardWrites, Written
 
 
 class _Scaled(NamedTuple):
@@ -47,15 +48,26 @@ def differentiate(states: States, loss_fn: LossFunction, batch: Any, count: int)
     check_rows(batch)
     streams = [state.read_rng() for state in states]
     statistics = [state.read_statistics() for state in states]
+    writes = [ForwardWrites(state.variables, state.computes_in) for state in states]
+    written: list[dict[str, Written]] = [{} for _ in states]
 
     def put_back(*, failed: bool) -> None:
         values = [{**own, **more} for own, more in zip(statistics, streams, strict=True)] if failed else statistics
+        values = [
+            {**own, **{name: each.before for name, each in more.items()}}
+            for own, more in zip(values, written, strict=True)
+        ]
         replicas.together(lambda _, values: _put_back(states, values), values)
 
     try:
         scaled = _accumulated(states, loss_fn, batch, count)
         after = [state.read_statistics() for state in states]
+        written[:] = [own.found() for own in writes]
+        for own, more in zip(after, written, strict=True):
+            own.update({name: each.after for name, each in more.items()})
     except BaseException:
+        if tf.executing_eagerly():
+            written[:] = [own.found() for own in writes]
         put_back(failed=True)
         raise
     put_back(failed=False)
