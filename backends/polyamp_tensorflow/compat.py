@@ -136,6 +136,22 @@ def operations_told(told: Callable[[str, Any, Any], None]) -> Iterator[None]:
         op_callbacks.remove_op_callback(callback)
 
 
+# What a graph writes.
+
+
+def written_resources(operation: Any) -> list[Any]:
+    """The handles of variables that an operation writes to, or hands to a function that does: functions say which of
+    their resources they only read."""
+    from tensorflow.python.framework import auto_control_deps_utils
+
+    return list(auto_control_deps_utils.get_read_write_resource_inputs(operation)[1])
+
+
+def called_graph(operation: Any, name: str) -> Any:
+    """The graph of a function that an operation calls; None if it is not known."""
+    return getattr(operation.graph._get_function(name), "graph", None)
+
+
 def fresh_function(function: Any) -> Any:
     """A `tf.function` as another one that has not been traced; None where `function` is none."""
     clone = getattr(function, "_clone", None)

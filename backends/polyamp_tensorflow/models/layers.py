@@ -9,12 +9,15 @@ import contextlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import keras
 
 from polyamp.errors import ModelError
 from polyamp_tensorflow.compat import every_layer, is_kerass, layers_inside, lookups
+
+OWN_CLASS: Final = "polyamp_own_class"
+"""Attribute of a class that polyamp made of a model's own, which it names."""
 
 
 class Module(NamedTuple):
@@ -40,6 +43,12 @@ class Module(NamedTuple):
 def is_layer(model: Any) -> bool:
     """True for a Keras layer or model."""
     return isinstance(model, keras.Layer)
+
+
+def own_class(layer: Any) -> type[Any]:
+    """The class of a model or layer as its author wrote it, also while it saves settings (see `saved_settings`)."""
+    cls = type(layer)
+    return getattr(cls, OWN_CLASS, cls)  # type: ignore[no-any-return]  # a class
 
 
 def is_built(model: Any) -> bool:
@@ -120,7 +129,7 @@ def only_contains(layer: Any) -> bool:
 
 def _stable_name(layer: Any, siblings: Counter[str]) -> str:
     """The layer's name, or where Keras made it up ("dense_7") the same word counted among the layer's siblings."""
-    word = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", type(layer).__name__)
+    word = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", own_class(layer).__name__)
     word = re.sub(r"([a-z])([A-Z])", r"\1_\2", word).lower()
     if not re.fullmatch(rf"{re.escape(word)}(_\d+)?", layer.name):
         return str(layer.name)

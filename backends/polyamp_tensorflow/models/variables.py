@@ -62,6 +62,17 @@ def variables_of(model: Any) -> Variables:
     return found
 
 
+def own_variables(layer: Any) -> list[Any]:
+    """The variables that a layer itself created, without those of the layers inside."""
+    return [*own_trainable(layer), *own_state(layer)]
+
+
+def streams_of(model: Any) -> dict[str, Any]:
+    """The seeds that the model's layers draw their random numbers from, by name. Keras saves none of them."""
+    states = {id(raw(g.state)) for module in modules(model) for g in seed_generators(module.layer)}
+    return {name: variable for name, variable in variables_of(model).rng.items() if id(raw(variable)) in states}
+
+
 def _names(model: Any) -> tuple[dict[int, str], set[int]]:
     """Names of the variables that layers own, and which of them were created as weights."""
     names: dict[int, str] = {}
@@ -71,7 +82,7 @@ def _names(model: Any) -> tuple[dict[int, str], set[int]]:
         layer = module.layer
         weights.update(id(raw(variable)) for variable in own_trainable(layer))
         siblings: Counter[str] = Counter()
-        for variable in [*own_trainable(layer), *own_state(layer)]:
+        for variable in own_variables(layer):
             word = re.sub(r"^variable_\d+$", "variable", variable.name)  # Keras numbers unnamed ones by the process
             number, siblings[word] = siblings[word], siblings[word] + 1
             names.setdefault(id(raw(variable)), prefix + (f"{word}_{number}" if number else word))

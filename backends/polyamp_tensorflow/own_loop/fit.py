@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import keras
 import tensorflow as tf
@@ -18,19 +18,19 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules import refusals, stuck
 from polyamp.rules.plan import NARROW, Plan
-from polyamp_tensorflow.arrays import dtype_name
+from polyamp_tensorflow.arrays import dtype_name, raw, to_numpy
 from polyamp_tensorflow.compat import build_by, build_symbolically
-from polyamp_tensorflow.models.layers import is_built
-from polyamp_tensorflow.models.variables import variables_of
-from polyamp_tensorflow.own_loop import loss_weights
+from polyamp_tensorflow.models.layers import is_built, own_class
+from polyamp_tensorflow.models.saved_settings import forget, keep, settings_of
+from polyamp_tensorflow.models.variables import streams_of, variables_of
 from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
-from polyamp_tensorflow.precision.autocast import AppliedPolicy, matmul_precision, planned
+from polyamp_tensorflow.own_loop.loss_weights import count_losses
+from polyamp_tensorflow.precision.autocast import BY_COMPILE, AppliedPolicy, matmul_precision, planned
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.optimizer_checks import check_recipe_optimizer
 from polyamp_tensorflow.step.optimizers import groups_of, make_optimizer
 from polyamp_tensorflow.step.xla import needs_xla
 
-_APPLIED: Final = "_polyamp_applied_by_compile"
 _FUNCTIONS: Final = ("train_function", "test_function", "predict_function")
 
 
@@ -117,8 +117,8 @@ def compile(  # noqa: A001  # Keras's word for it
 
 def _put_policy(model: Any, plan: Plan) -> None:
     """The policy for good, in place of the one that an earlier `compile` put there."""
-    before = vars(model).get(_APPLIED)
-    vars(model)[_APPLIED] = AppliedPolicy(model, plan)  # first, since it may be refused
+    before = vars(model).get(BY_COMPILE)
+    AppliedPolicy(model, plan, by_compile=True)  # first, since it may be refused
     if before is not None:
         before.restore()
 
@@ -138,10 +138,14 @@ def guard(model: Any, policy: Policy | str | None = None) -> None:
         LossScaleError: the model's optimizer is no `LossScaleOptimizer`.
         ModelError: a model that is not built.
     """
+    _watch(model, None if policy is None else Policy.of(policy).float32_matmul)
+
+
+def _watch(model: Any, precision: str | None) -> None:
     with model.distribute_strategy.scope():
         _take_over(model)
         _scaling_optimizer(model).prepare_statistics(model)
-    cls, precision = type(model), None if policy is None else Policy.of(policy).float32_matmul
+    cls = own_class(model)
     several_workers = isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
     def train_step(data: Any) -> Any:
@@ -159,6 +163,46 @@ def guard(model: Any, policy: Policy | str | None = None) -> None:
     for name in _FUNCTIONS:
         setattr(model, f"make_{name}", _maker(model, name, precision))
         setattr(model, name, None)
+    for setting in settings_of(model):
+        if isinstance(setting, SavedGuard):
+            forget(model, setting)
+    keep(model, SavedGuard(model, precision))
+
+
+@keras.saving.register_keras_serializable(package="polyamp_tensorflow")
+class SavedGuard:
+    """That `guard` watches over a model, in the model's `.keras` file, with the seeds of its random numbers (S12)."""
+
+    needs_compile: ClassVar[bool] = True
+
+    def __init__(self, model: Any, precision: str | None, seeds: dict[str, Any] | None = None) -> None:
+        self._model = model
+        self._precision = precision
+        self._seeds = seeds
+
+    def get_config(self) -> dict[str, Any]:
+        """Plain values."""
+        seeds = self._seeds
+        if self._model is not None:
+            seeds = {name: to_numpy(variable).tolist() for name, variable in streams_of(self._model).items()}
+        return {"float32_matmul": self._precision, "seeds": seeds}
+
+    def off(self) -> contextlib.AbstractContextManager[None]:
+        """A block that changes nothing: the guard is in no layer's configuration."""
+        return contextlib.nullcontext()
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> SavedGuard:
+        """What `get_config` described, for a model that `put_on` is given."""
+        return cls(None, config["float32_matmul"], config["seeds"])
+
+    def put_on(self, model: Any) -> None:
+        """Watch over a model that Keras has compiled, unless its class compiles in a way of its own."""
+        if isinstance(getattr(model, "optimizer", None), LossScaleOptimizer):
+            _watch(model, self._precision)
+            for name, variable in streams_of(model).items():
+                if name in (self._seeds or {}):
+                    raw(variable).assign(self._seeds[name])
 
 
 @contextlib.contextmanager
@@ -170,7 +214,7 @@ def _counted(model: Any, optimizer: LossScaleOptimizer, data: Any) -> Iterator[N
         yield
         return
     (rows,) = replicas.total([tf.cast(tf.shape(arrays[0])[0], tf.float32)])
-    with optimizer.micro_batch(rows), loss_weights.noted(model, optimizer.count_micro_batch):
+    with optimizer.micro_batch(rows), count_losses(model, optimizer.count_micro_batch):
         yield
 
 
@@ -193,7 +237,7 @@ def _as_vectors(logs: Any) -> Any:
 
 def _maker(model: Any, name: str, precision: str | None) -> Callable[..., Any]:
     """Keras's `make_train_function` and its like, with the host's part of the guard around what it makes."""
-    own = getattr(type(model), f"make_{name}")
+    own = getattr(own_class(model), f"make_{name}")
 
     def make(force: bool = False) -> Any:
         if getattr(model, name) is None or force:

@@ -5,19 +5,21 @@ Called by `LossScaleOptimizer`; none of it is saved.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Final
 
 import tensorflow as tf
 
-from polyamp.errors import LossScaleError, ModelError
+from polyamp.errors import LossScaleError, ModelError, UnsupportedError
 from polyamp_tensorflow.arrays import raw, write
 from polyamp_tensorflow.compat import FunctionGraph
 from polyamp_tensorflow.models.layers import is_built
-from polyamp_tensorflow.models.variables import variables_of
+from polyamp_tensorflow.models.variables import Variables, variables_of
 from polyamp_tensorflow.step import replicas
+from polyamp_tensorflow.step.writes import PREFIX, ForwardWrites, Written
 
 
 class ScaleCalls:
@@ -67,14 +69,43 @@ class ScaleCalls:
 class Statistics:
     """What one forward pass wrote, in a `keep_statistics` block: `apply` sends it along with the gradients.
 
-    Attributes:
+    Args:
         variables: the running statistics.
+        writes: the parameters that the pass writes by itself.
+        start: of those that it wrote, their values before the pass, or at the start of the window.
+
+    Attributes:
+        variables: as given.
         means: their means over the replicas, once `apply` was called.
+        written, before: the parameters that the pass wrote, and what `start` gave for them, once `apply` was called.
     """
 
-    def __init__(self, variables: list[Any]) -> None:
+    def __init__(
+        self, variables: list[Any], writes: ForwardWrites, start: Callable[[Mapping[str, Written]], list[Any]]
+    ) -> None:
         self.variables = variables
         self.means: list[Any] | None = None
+        self.written: list[Any] = []
+        self.before: list[Any] = []
+        self._writes: ForwardWrites | None = writes
+        self._start = start
+
+    def end_pass(self, updated: Sequence[Any] | None = None) -> None:
+        """The forward pass is over: the parameters that it wrote from 16-bit numbers get the digits back that it did
+        not change. A second call does nothing: what is written then is an update.
+
+        Args:
+            updated: the parameters that are about to be updated; others may be another optimizer's. None for all.
+        """
+        if self._writes is None:
+            return
+        found = self._writes.found(None if updated is None else {id(raw(variable)) for variable in updated})
+        self._writes = None
+        self.written = [each.variable for each in found.values()]
+        self.before = self._start(found)
+        for each in found.values():
+            if each.narrow:
+                each.variable.assign(each.after)
 
 
 STATISTICS: Final[ContextVar[Statistics | None]] = ContextVar("statistics", default=None)
@@ -92,10 +123,15 @@ def total_with_statistics(gradients: Sequence[Any]) -> list[Any]:
 
 
 class WindowStarts:
-    """By model, variables for what running statistics were at the first micro-batch of a window."""
+    """By model, variables for what running statistics were at the first micro-batch of a window.
+
+    No file holds them. In a window that was open when the model was saved, they are what the file held.
+    """
 
     def __init__(self) -> None:
         self._variables: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._written: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
     def of(self, model: Any) -> list[Any]:
         """The model's; created at the first call."""
@@ -105,17 +141,49 @@ class WindowStarts:
                     tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
                     for variable in running_statistics(model)
                 ]
+                self._known[model] = tf.Variable(0, trainable=False, name="window_start_known")
         return self._variables[model]
 
     def kept(self, model: Any, values: list[Any], micro_step: Any) -> list[Any]:
-        """The model's variables, after `values` were written to them if this is the first micro-batch of a window."""
+        """The model's variables, after `values` were written to them if this is the first micro-batch of a window, or
+        the first one of all."""
         held = self.of(model)
+        known = self._known[model]
 
         def decide(_: replicas.Run, values: Sequence[Any]) -> None:
-            tf.cond(tf.equal(micro_step, 0), lambda: write(held, values), lambda: None)
+            begins = tf.equal(micro_step, 0) | tf.equal(known, 0)
+            tf.cond(begins, lambda: write([*held, known], [*values, 1]), lambda: None)
 
         replicas.together(decide, values)
         return held
+
+    def written(self, model: Any, found: Mapping[str, Written], micro_step: Any) -> list[Any]:
+        """The same for parameters that the forward pass writes, whose variables are made when the first is traced.
+
+        Raises:
+            UnsupportedError: several replicas, where nothing can be made then.
+        """
+        if found and tf.distribute.get_strategy().num_replicas_in_sync > 1:
+            raise UnsupportedError(
+                f"{next(iter(found)).removeprefix(PREFIX)!r} is a parameter that the forward pass writes. With "
+                "accumulate_steps on several replicas polyamp cannot take such a write back at the end of a window. "
+                "Use accumulate_steps=1, or polyamp.train_step."
+            )
+        held = self._written.setdefault(model, {})
+        for name, each in found.items():
+            if name not in held:
+                with tf.init_scope():
+                    start = tf.Variable(tf.zeros(each.before.shape, each.before.dtype), trainable=False)
+                    held[name] = (start, tf.Variable(0, trainable=False))
+            start, known = held[name]
+            values = (start, known, each.before)
+            tf.cond(tf.equal(micro_step, 0) | tf.equal(known, 0), functools.partial(_begin, *values), lambda: None)
+        return [held[name][0] for name in found]
+
+
+def _begin(start: Any, known: Any, value: Any) -> None:
+    start.assign(value)
+    known.assign(1)
 
 
 def _function(graph: Any) -> Any:
@@ -126,8 +194,8 @@ def _function(graph: Any) -> Any:
     return graph
 
 
-def running_statistics(model: Any) -> list[Any]:
-    """What the model's forward pass writes, but for the seeds of random numbers.
+def statistics_of(model: Any) -> Variables:
+    """The model's variables by role, with its running statistics.
 
     Raises:
         ModelError: a model that is not built.
@@ -137,7 +205,12 @@ def running_statistics(model: Any) -> list[Any]:
             "running statistics are known only of a built model. Build it or call it once first, or give its first "
             "layer an Input."
         )
-    return [raw(variable) for variable in variables_of(model).left_by_a_forward_pass.values()]
+    return variables_of(model)
+
+
+def running_statistics(model: Any) -> list[Any]:
+    """What the model's forward pass writes, but for the seeds of random numbers. Raises as `statistics_of`."""
+    return [raw(variable) for variable in statistics_of(model).left_by_a_forward_pass.values()]
 
 
 def not_finite(gradient: Any) -> Any:

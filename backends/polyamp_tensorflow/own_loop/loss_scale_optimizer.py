@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -36,12 +36,14 @@ from polyamp_tensorflow.own_loop.loop_memory import (
     Statistics,
     WindowStarts,
     running_statistics,
+    statistics_of,
     total_with_statistics,
 )
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.measure import scale_loss
 from polyamp_tensorflow.step.optimizer_checks import check_built_for, check_inner_optimizer, check_scaled_variables
 from polyamp_tensorflow.step.optimizers import SpecOptimizer, build_optimizer, load_without
+from polyamp_tensorflow.step.writes import ForwardWrites, Written, dtypes_of
 
 _Base: Any = keras.optimizers.LossScaleOptimizer
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -224,10 +226,10 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
     def keep_statistics(self, model: Any) -> Iterator[None]:
         """A `with` block around one forward pass and its `apply`: a skipped update takes back running statistics.
 
-        What the forward pass writes, such as BatchNorm's moving mean, is put back as it was at the start of the block,
-        or of the window of micro-batches. On several replicas what is kept is the mean over them, which Keras leaves
-        apart; `apply` sends it along with the gradients. Seeds of random numbers move on. Without a strategy, or inside
-        a replica.
+        What the forward pass writes, such as BatchNorm's moving mean, or a parameter that a layer constrains in its
+        `call`, is put back as it was at the start of the block, or of the window of micro-batches. Of running
+        statistics on several replicas what is kept is the mean over them, which Keras leaves apart; `apply` sends it
+        along with the gradients. Seeds of random numbers move on. Without a strategy, or inside a replica.
 
         Args:
             model: a built Keras model or layer.
@@ -235,27 +237,38 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         Raises:
             ModelError: a model that is not built.
         """
-        running = running_statistics(model)
+        variables = statistics_of(model)
+        running = [raw(variable) for variable in variables.left_by_a_forward_pass.values()]
         before = [tf.identity(variable) for variable in running]
+        writes = ForwardWrites(variables, functools.partial(dtypes_of, model))
         if self.accumulate_steps > 1:
             before = self._window_starts.kept(model, before, raw(self._micro_step))
-        seen = Statistics(running)
+
+        def start(found: Mapping[str, Written]) -> list[Any]:
+            if self.accumulate_steps > 1:
+                return self._window_starts.written(model, found, raw(self._micro_step))
+            return [each.before for each in found.values()]
+
+        seen = Statistics(running, writes, start)
         token = STATISTICS.set(seen)
         try:
             yield
         except BaseException:
             if tf.executing_eagerly() and not tf.distribute.has_strategy():
-                write(running, before)
+                seen.end_pass()
+                write([*running, *seen.written], [*before, *seen.before])
             raise
         finally:
             STATISTICS.reset(token)
+        seen.end_pass()
+        left = [*running, *seen.written]
 
         def decide(_: replicas.Run, before: Sequence[Any], means: Sequence[Any]) -> None:
             keep = functools.partial(write, running[: len(means)], means)
-            tf.cond(self.update_was_skipped, lambda: write(running, before), keep)
+            tf.cond(self.update_was_skipped, lambda: write(left, before), keep)
 
-        if running:
-            replicas.together(decide, before, seen.means or [])
+        if left:
+            replicas.together(decide, [*before, *seen.before], seen.means or [])
 
     @contextlib.contextmanager
     def micro_batch(self, rows: Any) -> Iterator[None]:
@@ -348,6 +361,9 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
                 for g, v in zip(grads, variables, strict=True)
             ]
             indices = list(range(len(grads)))
+        seen = STATISTICS.get()
+        if seen is not None:
+            seen.end_pass(variables)
         summed = total_with_statistics([dense_wide(grads[index], variables[index]) for index in indices])
         held = self._held({id(variable): index_in(self, variable) for variable in variables})
         window.update(window.Call(held, [variables[index] for index in indices], variables, unused), summed)

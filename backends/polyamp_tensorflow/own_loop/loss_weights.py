@@ -18,7 +18,7 @@ _BY_MASK: Final = ("mean", "sum_over_batch_size")
 
 
 @contextlib.contextmanager
-def noted(model: Any, note: Callable[[Any], None]) -> Iterator[None]:
+def count_losses(model: Any, note: Callable[[Any], None]) -> Iterator[None]:
     """A block in which `model.compute_loss` hands what it divides by to `note`, if that is not the rows.
 
     Args:

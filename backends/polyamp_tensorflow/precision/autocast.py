@@ -7,9 +7,9 @@ computes in; variables stay as they are. Which layer gets what stands in `layer_
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import keras
 import tensorflow as tf
@@ -22,11 +22,16 @@ from polyamp.rules.process_setting import ProcessSetting
 from polyamp_tensorflow.arrays import cast
 from polyamp_tensorflow.interrupts import ending, repair
 from polyamp_tensorflow.models.layers import is_built, is_layer
+from polyamp_tensorflow.models.saved_settings import forget, keep
 from polyamp_tensorflow.precision.bound import as_output
 from polyamp_tensorflow.precision.cast_mode import cast_variables, check_castable, is_cast
 from polyamp_tensorflow.precision.keras_policies import keras_policy, policy_map
-from polyamp_tensorflow.precision.layer_choice import choose, plan_of
-from polyamp_tensorflow.precision.layer_stack import Application, drop_cached_functions
+from polyamp_tensorflow.precision.layer_choice import Choice, choose, plan_of
+from polyamp_tensorflow.precision.layer_stack import Application, drop_cached_functions, own_policies
+from polyamp_tensorflow.precision.saved_choices import choices_of, rows_of
+
+BY_COMPILE: Final = "_polyamp_applied_by_compile"
+"""Attribute of a model: the policy that `compile` put on it, which the next `compile` takes off."""
 
 
 def require_tensorflow() -> None:
@@ -91,14 +96,26 @@ class AppliedPolicy:
         policy: the policy.
     """
 
-    def __init__(self, model: Any, plan: Plan, *, heads: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        plan: Plan,
+        *,
+        heads: bool = True,
+        choices: Sequence[Choice] | None = None,
+        by_compile: bool = False,
+    ) -> None:
         self.model = model
         self.policy: Policy = plan.policy
         repair()
-        self._application = Application(model, plan, heads=heads)
+        self._application = Application(model, plan, heads=heads, choices=choices)
+        self._saved = SavedPolicy(model, self.policy, self._application.choices, by_compile=by_compile)
         try:
             self._application.put()
             drop_cached_functions(model)
+            keep(model, self._saved)
+            if by_compile:
+                vars(model)[BY_COMPILE] = self
         except BaseException:  # an interrupt too
             self.restore()
             raise
@@ -114,6 +131,7 @@ class AppliedPolicy:
 
     def restore(self) -> None:
         """Give every layer back what it had. What other policies have done since stays; a second call does nothing."""
+        forget(self.model, self._saved)
         try:
             self._application.restore()
         except BaseException:  # an interrupt: finish first
@@ -130,6 +148,43 @@ class AppliedPolicy:
 
     def __repr__(self) -> str:
         return f"AppliedPolicy({self.model.name!r}, {self.policy})"
+
+
+@keras.saving.register_keras_serializable(package="polyamp_tensorflow")
+class SavedPolicy:
+    """A policy that is on a model, in the model's `.keras` file: the policy, and what each layer got."""
+
+    needs_compile: ClassVar[bool] = False
+
+    def __init__(self, model: Any, policy: Policy, choices: Any, *, by_compile: bool) -> None:
+        self._model = model
+        self._policy = policy
+        self._choices = choices
+        self._by_compile = by_compile
+
+    def get_config(self) -> dict[str, Any]:
+        """Plain values."""
+        rows = self._choices if self._model is None else rows_of(self._model, self._choices)
+        return {"policy": self._policy.to_dict(), "choices": rows, "by_compile": self._by_compile}
+
+    def off(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which the layers are described with the dtypes that they have without polyamp."""
+        return contextlib.nullcontext() if self._model is None else own_policies(self._model)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> SavedPolicy:
+        """What the file says, for a model that `put_on` is given."""
+        policy = Policy(**config["policy"])
+        return cls(None, policy, config["choices"], by_compile=config["by_compile"])
+
+    def put_on(self, model: Any) -> None:
+        """Put the policy on the model of the file.
+
+        Raises:
+            ModelError: the model lacks a layer of the file.
+        """
+        choices = choices_of(model, self._choices)
+        AppliedPolicy(model, Plan(self._policy, {}), choices=choices, by_compile=self._by_compile)
 
 
 def apply_policy(model: Any, policy: Policy | str, *, heads: bool = True) -> AppliedPolicy:

@@ -63,7 +63,7 @@ def plan_of(model: Any, policy: Policy) -> Plan:
     found = modules(model)
     names = names_of(found)
     places = [names[module.path] for module in found]
-    places += [(path,) for module in found for _, path in _operations(module)]
+    places += [(path,) for module in found for _, path in operations_of(module)]
     called = aliases.named(policy.aliases, "tensorflow", [[path for path in place if path] for place in places])
     overrides.check_all_match(policy.overrides, (name for own in called for name in own))
     named = {place[0]: overrides.dtype_at(policy.overrides, *own) for place, own in zip(places, called, strict=True)}
@@ -214,7 +214,7 @@ def _probabilities(choice: Choice, plan: Plan) -> Choice:
     return choice._replace(dtype="float32", why="head")
 
 
-def _operations(module: Module) -> list[tuple[Any, str]]:
+def operations_of(module: Module) -> list[tuple[Any, str]]:
     """(operation, path) of what a functional model calls beside its layers."""
     if not isinstance(module.layer, keras.Function) or not only_contains(module.layer):
         return []
@@ -227,7 +227,7 @@ def _operations(module: Module) -> list[tuple[Any, str]]:
 
 
 def _operation_choices(module: Module, plan: Plan, heads: dict[int, str], feeding: set[int] | None) -> Iterator[Choice]:
-    for operation, path in _operations(module):
+    for operation, path in operations_of(module):
         named = plan.at(path).named
         if named is not None:
             choice = Choice(operation, path, named, "override")

@@ -11,9 +11,10 @@ order, in several threads as well, leave it with those that remain, and in the e
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import keras
@@ -73,15 +74,16 @@ class Application:
         model: a Keras layer or model.
         plan: the policy, resolved for this model.
         heads: as in `choose`.
+        choices: what a file says that each layer gets; None to choose.
 
     Attributes:
         choices: what each layer gets and why.
     """
 
-    def __init__(self, model: Any, plan: Plan, *, heads: bool = False) -> None:
+    def __init__(self, model: Any, plan: Plan, *, heads: bool = False, choices: Sequence[Choice] | None = None) -> None:
         self._model = model
         with _LOCK:
-            self.choices = choose(model, plan, heads=heads)
+            self.choices = choose(model, plan, heads=heads) if choices is None else list(choices)
             dtypes = {id(choice.target): choice.dtype for choice in self.choices}
             self._settings = [(choice.target, self._setting(choice, plan, dtypes)) for choice in self.choices]
             known = {id(target) for target, _ in self._settings}
@@ -187,6 +189,20 @@ class Application:
         if not _rounds(plan) or not (changed or dtype != plan.output):
             return {"call": call} if changed else {}
         return {"call": giving_output_to_losses(call, target, plan, check, always=_has_own_steps(self._model))}
+
+
+@contextlib.contextmanager
+def own_policies(model: Any) -> Iterator[None]:
+    """A block in which each layer has its own Keras policy, as its configuration is to say it."""
+    with _LOCK:
+        stacked = [module.layer for module in modules(model) if STACK in vars(module.layer)]
+        try:
+            for layer in stacked:
+                hold_policy(layer, own_policy(layer))
+            yield
+        finally:
+            for layer in stacked:
+                _show(layer, vars(layer)[STACK][-1])
 
 
 def drop_cached_functions(model: Any) -> None:

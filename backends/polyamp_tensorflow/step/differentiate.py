@@ -31,6 +31,7 @@ from polyamp_tensorflow.step.additions import awaited
 from polyamp_tensorflow.step.distribution import all_totals, check_used, reduced, several, stacked, used
 from polyamp_tensorflow.step.measure import scale_loss
 from polyamp_tensorflow.step.state import States, TensorFlowState
+from polyamp_tensorflow.step.writes import ForwardWrites, Written
 
 
 class _Scaled(NamedTuple):
@@ -77,9 +78,15 @@ def differentiate(
     check_rows(batch)
     streams = [state.read_rng() for state in states]
     statistics = [state.read_statistics() for state in states]
+    writes = [ForwardWrites(state.variables, state.computes_in) for state in states]
+    written: list[dict[str, Written]] = [{} for _ in states]
 
     def put_back(*, failed: bool) -> None:
         values = [{**own, **more} for own, more in zip(statistics, streams, strict=True)] if failed else statistics
+        values = [
+            {**own, **{name: each.before for name, each in more.items()}}
+            for own, more in zip(values, written, strict=True)
+        ]
         replicas.together(lambda _, values: _put_back(states, values), values)
 
     weighing = _Weighing(weight)
@@ -90,7 +97,12 @@ def differentiate(
             weighing = weighing._replace(totals=all_totals(scaled.counts, count))
             scaled = _accumulated(states, loss_fn, batch, count, weighing)
         after = [state.read_statistics() for state in states]
+        written[:] = [own.found() for own in writes]
+        for own, more in zip(after, written, strict=True):
+            own.update({name: each.after for name, each in more.items()})
     except BaseException:
+        if tf.executing_eagerly():
+            written[:] = [own.found() for own in writes]
         put_back(failed=True)
         raise
     put_back(failed=False)

@@ -14,6 +14,7 @@ import tensorflow as tf
 from polyamp.errors import ModelError, PolyampError, ReplicaError, TraceError, UnsupportedError
 from polyamp.rules.replicas import called
 from polyamp_tensorflow.models.layers import is_layer, modules
+from polyamp_tensorflow.precision.cast_mode import is_cast
 from polyamp_tensorflow.step.distribution import USED_APART, several
 from polyamp_tensorflow.step.state import TensorFlowState
 
@@ -43,16 +44,31 @@ def explained(error: Exception, states: Sequence[TensorFlowState]) -> PolyampErr
     if isinstance(error, RuntimeError) and "merge_call` called while defining" in text and any(map(_windows, states)):
         return UnsupportedError(
             "on several replicas a window's micro-batches run in a loop, where TensorFlow's replicas cannot meet, and "
-            "something in loss_fn or the model has them meet, such as BatchNormalization(synchronized=True) or "
-            f"all_reduce. Received: accumulate_steps={states[0].recipe.accumulate_steps}. Use synchronized=False, or "
-            "accumulate_steps=1 with smaller batches."
+            "something in loss_fn or the model has them meet, such as BatchNormalization(synchronized=True), "
+            "all_reduce, or a parameter that the forward pass assigns to. Received: accumulate_steps="
+            f"{states[0].recipe.accumulate_steps}. Use synchronized=False, or accumulate_steps=1 with smaller batches."
         )
+    if isinstance(error, AttributeError) and any(is_cast(state.model, state.plan) for state in states):
+        return _assigned_cast(text, states)
     if isinstance(error, tf.errors.InvalidArgumentError) and USED_APART in text:
         named = re.search(re.escape(USED_APART) + r"[^A-Za-z0-9]*([^\]\n]*?)'?\]", text)
         return UnsupportedError(f"{USED_APART} {named[1] if named else ''}")
     if isinstance(error, TypeError | ValueError | tf.errors.InvalidArgumentError):
         return _mixed_dtypes(error, states)
     return None
+
+
+def _assigned_cast(text: str, states: Sequence[TensorFlowState]) -> UnsupportedError | None:
+    """For a `tf.Module` that assigns to a variable, in whose place its cast stands."""
+    method = re.search(r"Tensor' object has no attribute '((?:batch_)?(?:assign|scatter)\w*)'", text)
+    if method is None:
+        return None
+    kind = next(type(state.model).__qualname__ for state in states if is_cast(state.model, state.plan))
+    return UnsupportedError(
+        f"mode='cast' puts casts in the places of the variables of a model that is no Keras layer, and {method[1]}() "
+        f"on a cast would be lost. Received: {kind}, whose forward pass assigns to a parameter. Assign to it between "
+        "two steps, make the model a keras.Model, or train it under Policy('float32')."
+    )
 
 
 def _other_worker(text: str) -> ReplicaError:

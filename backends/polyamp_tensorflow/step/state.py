@@ -31,9 +31,11 @@ from polyamp_tensorflow.models.layers import is_built, is_layer
 from polyamp_tensorflow.models.places import Places
 from polyamp_tensorflow.models.variables import Variables, variables_of
 from polyamp_tensorflow.precision.autocast import planned
+from polyamp_tensorflow.precision.layer_choice import choose
 from polyamp_tensorflow.step.distribution import check_variables, several
 from polyamp_tensorflow.step.optimizers import groups_of, make_optimizer, optimizer_variables
 from polyamp_tensorflow.step.resuming import described
+from polyamp_tensorflow.step.writes import PREFIX, dtypes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -200,12 +202,22 @@ class TensorFlowState(ShownState):
 
     def put_back(self, values: Mapping[str, Any]) -> None:
         """Write what `read_statistics` and `read_rng` returned; in a replica, or where all of them meet."""
-        transient = {**self.variables.left_by_a_forward_pass, **self.variables.rng}
+        transient = {**self._transient(values), **self.variables.rng}
         _write_named({name: transient[name] for name in values}, values)
 
     def accept(self, running: Mapping[str, Any]) -> None:
         """Take over what the forward pass of an update that is applied left."""
-        _write_named(self.variables.left_by_a_forward_pass, running)
+        _write_named(self._transient(running), running)
+
+    def _transient(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What a forward pass leaves: running statistics, and those parameters that it wrote by itself."""
+        every = {**self.variables.frozen, **self.variables.parameters}
+        written = {n: every[n.removeprefix(PREFIX)] for n in values if n.startswith(PREFIX)}
+        return {**self.variables.left_by_a_forward_pass, **written}
+
+    def computes_in(self) -> dict[int, str | None]:
+        """By `id` of each variable, the dtype in which the layer that owns it computes in a step."""
+        return dtypes_of(self.model, choose(self.model, self.plan)) if is_layer(self.model) else {}
 
     def commit(self, gradients: Mapping[str, Any]) -> None:
         """Then apply it to the parameters that have gradients and to the optimizer, in a replica."""

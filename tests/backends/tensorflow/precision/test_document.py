@@ -6,14 +6,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from polyamp_tensorflow.precision import heads, layer_choice, op_list
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "guides" / "tensorflow_policy.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")  # Keras's files
 def test_the_blocks_run() -> None:
-    assert len(BLOCKS) == 7
+    assert len(BLOCKS) == 8
     names: dict[str, Any] = {"__name__": "document"}
     for block in BLOCKS:
         exec(compile(block, "docs/guides/tensorflow_policy.md", "exec"), names)
