@@ -20,7 +20,8 @@ from polyamp.rules import batches, refusals
 from polyamp.rules.batches import check_has_rows
 from polyamp.rules.window import joins
 from polyamp_jax import compat
-from polyamp_jax.arrays import dtype_name, is_array, matmul_precision
+from polyamp_jax.arrays import dtype_name, is_array, matmul_precision, named_leaves
+from polyamp_jax.models.parameter_writes import conformed, overlaid
 from polyamp_jax.models.parts import Keys, Running
 from polyamp_jax.precision.bound import Engine
 from polyamp_jax.precision.cast_mode import compute_params
@@ -30,6 +31,7 @@ from polyamp_jax.step.failures import check_aux
 from polyamp_jax.step.measure import unscaled_leaf
 from polyamp_jax.step.optimizers import like, widened
 from polyamp_jax.step.replicas import AxisName, Replicas, check_whole, replicas
+from polyamp_jax.step.scan import check_carried, scan
 from polyamp_jax.step.state import JaxState
 
 
@@ -78,8 +80,16 @@ def _together(
         return loss, values, running
     loss, values = around.mean(loss, values, [state.params for state in states])
     pairs = zip(running, states, strict=True)
-    meant = [own._replace(statistics=around.statistics(own.statistics, s.running.statistics)) for own, s in pairs]
-    return loss, values, meant
+    return loss, values, [_running_mean(around, own, state) for own, state in pairs]
+
+
+def _running_mean(around: Replicas, running: Running, state: JaxState) -> Running:
+    """Running statistics, and the parameters that a pass wrote, as the means over the replicas."""
+    statistics, written = around.statistics(running.statistics, state.running.statistics), running.written
+    if written is not None:
+        params = named_leaves(state.params)
+        written = around.statistics(dict(written), {path: params[path] for path in written})
+    return running._replace(statistics=statistics, written=written)
 
 
 def accumulated(
@@ -122,6 +132,7 @@ def accumulated(
     def one(share: float, carry: tuple[Running, Any], part: Any) -> tuple[tuple[Running, Any], tuple[Any, Any]]:
         running, total = carry
         done = _differentiated(loss_fn, [state], [params], [running], part, around, share)
+        check_carried(done.running[0].written, running.written)
         idle[-1:] = [jax.tree.map(lambda _, g: g is None, total, done.values[0])]
         total = jax.tree.map(lambda t, g: t if g is None else t + g.astype(t.dtype), total, done.values[0])
         after = done.running[0]
@@ -134,7 +145,7 @@ def accumulated(
     for share, parts in runs:
         idle.append(None)
         still.append(None)
-        carry, (loss, aux) = jax.lax.scan(functools.partial(one, share), carry, parts)
+        carry, (loss, aux) = scan(functools.partial(one, share), carry, parts, own(state.params))
         losses.append(loss)
         auxes.append(aux)
     running, total = carry
@@ -217,7 +228,12 @@ def _differentiated(
         keys, running = [around.keys(own) for own in keys], [around.entering(own) for own in running]
 
     # in cast mode loss_fn may use both a parameter's cast and, by model.params, the master itself
-    masters = [None if own is state.params else state.params for own, state in zip(params, states, strict=True)]
+    wrote = [item.written or {} for item in running]  # by earlier micro-batches of the window
+    masters = [
+        None if own is state.params else overlaid(state.params, written)
+        for own, state, written in zip(params, states, wrote, strict=True)
+    ]
+    params = [overlaid(own, conformed(written, own)) for own, written in zip(params, wrote, strict=True)]
 
     def loss_of(params: Sequence[Any], masters: Sequence[Any]) -> tuple[Any, Any]:
         engines = [

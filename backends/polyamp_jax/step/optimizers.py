@@ -98,6 +98,7 @@ def updated(
     even: bool = False,
     finite: Any | None = None,
     asked: Asked = NOTHING,
+    skipped: Any = None,
 ) -> tuple[Any, Any]:
     """One update: the new parameters and the optimizer's new state, or the old ones where the update is skipped.
 
@@ -109,10 +110,11 @@ def updated(
         optimizer: a spec, a native transformation, or the members of a spec with groups.
         grads: float32 gradients like the parameters, None where there is none.
         opt_state: its state.
-        params: the parameters, in their own dtypes.
+        params: the parameters, in their own dtypes, with what the forward pass wrote to them (S12).
         even: known beforehand: no parameter that has a gradient has missed an update. Then all share one number.
         finite: whether the update is applied, boolean scalar; None: it is (S12).
         asked: what a native transformation may ask for beside the gradients.
+        skipped: the parameters where the update is skipped; None: `params`.
 
     Raises:
         ModelError: a native transformation changes the structure of its state.
@@ -129,11 +131,12 @@ def updated(
         updates, new_state = given_extra(run, whole, opt_state, wide, asked)
         new_state = chosen(finite, conform(new_state, opt_state, what="the optimizer's state"), opt_state)
         made = jax.tree.map(lambda w, u: w + u, wide, updates)
-    new = chosen(finite, jax.tree.map(lambda old, w: w.astype(old.dtype), params, made), params)
+    old = params if skipped is None else skipped
+    new = chosen(finite, jax.tree.map(lambda before, w: w.astype(before.dtype), params, made), old)
     if all(given):
         return new, new_state
     idle = {path for path, has in zip(paths, given, strict=True) if not has}
-    return _kept(idle, paths, new, params), _kept(idle, paths, new_state, opt_state)
+    return _kept(idle, paths, new, chosen(finite, params, old)), _kept(idle, paths, new_state, opt_state)
 
 
 def like(tree: Any, params: Any) -> list[Any]:

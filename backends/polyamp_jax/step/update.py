@@ -17,6 +17,7 @@ from polyamp.results import Gradients, StepResult
 from polyamp.rules import clip, decide
 from polyamp.rules.decide import Decision, Measured, Skip
 from polyamp_jax.arrays import XP, chosen
+from polyamp_jax.models.parameter_writes import overlaid
 from polyamp_jax.models.parts import Running
 from polyamp_jax.step.extra_arguments import Asked
 from polyamp_jax.step.measure import fitted, norm_and_finite_of
@@ -58,7 +59,14 @@ class JaxVerbs(decide.Verbs[JaxState, Gradients]):
         idle = frozenset(n for n, grad in enumerate(like(values, state.params)) if grad is None)
         even = state.lagging is not None and state.lagging <= idle
         params, opt_state = updated(
-            state.setup.optimizer, values, state.opt_state, state.params, even=even, finite=decision.finite, asked=asked
+            state.setup.optimizer,
+            values,
+            state.opt_state,
+            overlaid(state.params, running.written),
+            even=even,
+            finite=decision.finite,
+            asked=asked,
+            skipped=state.params,
         )
         statistics = chosen(decision.finite, running.statistics, state.running.statistics)
         made = dataclasses.replace(
