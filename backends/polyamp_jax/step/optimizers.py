@@ -209,8 +209,10 @@ class _Formula(NamedTuple):
         once more after the new one has its place, and XLA would copy all of them first.
         """
         specs, names = self.of(len(given)), self.specs[0].slots
-        rates = {spec: spec.rate(state.count, XP) for spec in dict.fromkeys(specs)}
-        numbers = self._numbers(state, specs, rates, even=even)
+        wide = jnp.result_type(jnp.float32, *jax.tree.leaves(params))  # of rates and counts: the masters' (S1)
+        count = state.count if wide == jnp.float32 else state.count.astype(wide)  # of an integer rates are float32
+        rates = {spec: spec.rate(count, XP) for spec in dict.fromkeys(specs)}
+        numbers = self._numbers(state, specs, rates, wide, even=even)
         made: list[Any] = []
         slots: dict[str, list[Any]] = {slot: [] for slot in names}
         columns = [jax.tree.leaves(state.slots[slot]) for slot in names]
@@ -233,7 +235,13 @@ class _Formula(NamedTuple):
         )
 
     def _numbers(
-        self, state: FormulaState, specs: Sequence[OptimizerSpec], rates: dict[OptimizerSpec, Any], *, even: bool
+        self,
+        state: FormulaState,
+        specs: Sequence[OptimizerSpec],
+        rates: dict[OptimizerSpec, Any],
+        wide: Any,
+        *,
+        even: bool,
     ) -> list[Any]:
         """The `count` of `spec.update` for each parameter.
 
@@ -241,8 +249,8 @@ class _Formula(NamedTuple):
         compile several times faster than with numbers of their own.
         """
         if even:
-            return [(state.count + 1).astype(jnp.float32)] * len(specs)
-        taken = (state.count + 1 - state.missed).astype(jnp.float32)
+            return [(state.count + 1).astype(wide)] * len(specs)
+        taken = (state.count + 1 - state.missed).astype(wide)
         # made before they are taken apart, or each tensor's loop would make its own again
         columns = made_first([spec.corrections(XP, rate, taken) for spec, rate in rates.items()])
         own = dict(zip(rates, columns, strict=True))

@@ -24,7 +24,7 @@ from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Bystanders, Graphs, made
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import buckets as bucketed
-from polyamp_torch.step.measure import reciprocal
+from polyamp_torch.step.measure import scalar_for
 from polyamp_torch.step.replicas import guarded
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.turns import together
@@ -91,9 +91,9 @@ def _differentiated(
     finally:
         running = [buffers.taken_back(item) for item in saved]
     if states[0].scaler.scales:  # the loss was multiplied by the first's scale
-        factor = reciprocal(states[0].scale_state.scale)
+        factor = states[0].scale_state.scale.double().reciprocal()  # float32 but for float64 gradients (S1)
         for bucket in bucketed(list(map(local_of, values))):
-            foreach_mul_(bucket, factor.to(bucket[0].device))
+            foreach_mul_(bucket, scalar_for(bucket, factor))
     grads = [Gradients(values, own, loss) for values, own in zip(found, running, strict=True)]
     return (loss if aux is None else (loss, aux)), grads
 
