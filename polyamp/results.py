@@ -57,8 +57,9 @@ class Gradients(NamedTuple):
             scaled gradient overflowed; None for a parameter that the loss does not depend on (S23). Replace them with
             `gradients._replace(values=...)`.
         running: the model's running statistics after this forward pass. They become the model's when the
-            update is applied and are dropped when it is skipped (S12). In JAX the model's random-number streams
-            travel here too and move on in both cases; elsewhere they have moved on already.
+            update is applied and are dropped when it is skipped (S12). In JAX the parameters that the pass wrote travel
+            here too, and so do the model's random-number streams, which move on in both cases; elsewhere these have
+            moved on already.
         loss: the unscaled loss that they are the gradients of, float32 scalar, for optimizers that ask for its value
             (optax's `value=`); None where it is not known, as in `Gradients` made by hand.
         weight: see `StepResult.weight`; gradients whose weight is 0 are not applied.

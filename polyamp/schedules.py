@@ -30,7 +30,8 @@ class _Schedule(Record):
         return f"schedules.{super().__repr__()}"
 
     def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
-        """The learning rate after `count` applied updates: a float, or a float32 scalar of `count`'s framework."""
+        """The learning rate after `count` applied updates: a float, or a scalar of `count`'s framework, of its dtype
+        where that is floating and else of float32."""
         raise NotImplementedError  # every schedule defines its own
 
 

@@ -22,6 +22,7 @@ from polyamp.demo import digits
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
+from polyamp_jax import compat
 from polyamp_jax.arrays import to_numpy
 from polyamp_jax.precision.op_list import register_rule
 
@@ -107,6 +108,9 @@ class JaxHarness:
 
     def array(self, value: Array) -> Any:
         return jnp.array(value)
+
+    def float64(self) -> contextlib.AbstractContextManager[Any]:
+        return compat.float64()
 
     def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> Any:
         return MLP(_widths(layers), observe=observe), {"params": _dense_params(layers)}

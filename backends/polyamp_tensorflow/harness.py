@@ -32,6 +32,9 @@ class TensorFlowHarness:
     def array(self, value: Array) -> Any:
         return tf.convert_to_tensor(value)
 
+    def float64(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
     def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> Any:
         inputs = hidden = keras.Input((layers[0].kernel.shape[0],))
         made = [_ObservedDense(layer, name=f"dense{number}") for number, layer in enumerate(layers)]

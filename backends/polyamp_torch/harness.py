@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import pickle
@@ -119,6 +120,9 @@ class TorchHarness:
 
     def array(self, value: Array) -> Any:
         return _owned(np.asarray(value))
+
+    def float64(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
     def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> nn.Module:
         return MLP(layers, observe)

@@ -7,6 +7,7 @@ that the same numbers reach every framework.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Layer(NamedTuple):
     """A dense layer's weights.
 
     Attributes:
-        kernel: shape (in, out); float32, or the 16-bit dtype in which the model is to store its parameters.
+        kernel: shape (in, out); float32, or the dtype in which the model is to store its parameters.
         bias: shape (out,), of the same dtype.
     """
 
@@ -38,6 +39,10 @@ class Harness(Protocol):
 
     def array(self, value: Array) -> Any:
         """A NumPy array as the framework's own, same dtype."""
+
+    def float64(self) -> AbstractContextManager[Any]:
+        """A block in which models, states and batches may be float64; nothing where they always may. A framework that
+        has none raises `UnsupportedError`, and `s01_float64` is a deviation."""
 
     def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> Any:
         """dense -> relu -> ... -> dense, as the framework's customary model class.

@@ -71,7 +71,8 @@ class _Spec(Record):
         return 0.0
 
     def rate(self, count: Any, xp: ArrayNamespace) -> Any:
-        """The learning rate of the update that follows `count` applied ones, as a scalar of `count`'s framework."""
+        """The learning rate of the update that follows `count` applied ones, as a scalar of `count`'s framework: of
+        its dtype where that is floating."""
         rate = self.learning_rate
         return rate(count, xp) if callable(rate) else xp.asarray(rate, count * 1.0)
 
@@ -87,11 +88,11 @@ class _Spec(Record):
 
         Args:
             xp: the framework's array namespace.
-            param: the parameter, float32.
-            grad: its gradient, float32, same shape.
+            param: the parameter, float32, or float64 where it is stored so (S1).
+            grad: its gradient, of the same dtype and shape.
             slots: this spec's state arrays for the parameter.
-            rate: learning rate, float32 scalar.
-            count: number of this update of this parameter (S23), starting at 1, as a float32 scalar; or the
+            rate: learning rate, scalar of this dtype.
+            count: number of this update of this parameter (S23), starting at 1, as a scalar of this dtype; or the
                 `corrections` made from it.
             keep: what becomes of new slots before the parameter is made of them. A compiler that skips a step by
                 choosing among old and new chooses here, so that no old slot is read after the new one.
@@ -321,7 +322,7 @@ def is_spec(value: Any) -> bool:
 
 
 def _one_minus_power(beta: float, count: Any, xp: ArrayNamespace) -> Any:
-    """1 - beta**count in float32 without cancellation (at beta=0.999, count=1 the plain form loses 4 digits)."""
+    """1 - beta**count without cancellation (in float32 at beta=0.999, count=1 the plain form loses 4 digits)."""
     return -xp.expm1(count * math.log(beta)) if beta > 0.0 else xp.asarray(1.0, count)
 
 

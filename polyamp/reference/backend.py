@@ -311,9 +311,9 @@ class ReferenceVerbs(decide.Verbs[ReferenceState, Gradients]):
     def measure(self, state: ReferenceState, grads: Gradients) -> Measured:
         """The norm in float64, and whether every gradient is finite."""
         present = _present(grads).values()
-        norm = np.float32(np.sqrt(sum(float(np.sum(np.square(v, dtype=np.float64))) for v in present)))
+        norm = np.sqrt(sum(float(np.sum(np.square(v, dtype=np.float64))) for v in present))
         finite = np.asarray(all(np.isfinite(value).all() for value in present))
-        return Measured(np.asarray(norm), finite, weight=grads.weight)
+        return Measured(np.asarray(norm, np.float32), finite, norm, grads.weight)
 
     def commit(self, state: ReferenceState, grads: Gradients, measured: Measured, decision: Decision) -> ReferenceState:
         """Clip and step each parameter that has a gradient, and take the running statistics."""
@@ -321,7 +321,8 @@ class ReferenceVerbs(decide.Verbs[ReferenceState, Gradients]):
         if decision.skipped:
             return msgspec.structs.replace(state, **counted)
         recipe = state.recipe
-        factor = np.float32(1.0) if recipe.clip_norm is None else clip.factor(measured.norm, recipe.clip_norm, XP)
+        wide = np.float64 if recipe.policy.param == "float64" else np.float32  # of what acts on the masters (S1)
+        factor = wide(1.0) if recipe.clip_norm is None else clip.factor(wide(measured.more), recipe.clip_norm, XP)
         parameters, slots, counts = dict(state.model.parameters), dict(state.slots), dict(state.counts)
         for name, value in _present(grads).items():
             counts[name] = np.asarray(counts[name] + 1, np.int32)
@@ -329,10 +330,10 @@ class ReferenceVerbs(decide.Verbs[ReferenceState, Gradients]):
             new, slots[name] = member.spec.update(
                 XP,
                 parameters[name],
-                value.astype(np.float32) * factor,
+                value.astype(wide) * factor,
                 state.slots[name],
-                np.float32(member.rate(state.step, XP)),
-                np.float32(counts[name]),
+                wide(member.rate(state.step, XP)),
+                wide(counts[name]),
             )
             parameters[name] = np.asarray(new, parameters[name].dtype)
         model = state.model.with_arrays(parameters, grads.running)

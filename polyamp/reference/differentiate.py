@@ -73,8 +73,8 @@ def accumulate(
         own = (1,) * len(batches)
     elif weights.consistent(losses):
         own = [loss.weight for loss in losses]
-    whole = np.sum(np.asarray(own, np.float32), dtype=np.float32)
-    factors = [np.float32(w) / (whole if whole > 0.0 else np.float32(1.0)) for w in own]
+    whole = float(np.sum(np.asarray(own, np.float64)))
+    factors = [float(each) / (whole or 1.0) for each in own]
     total: dict[str, Array | None] = {}
     for done, factor in zip(passes, factors, strict=True):
         total = {k: _sum(total.get(k), _times(v, factor)) for k, v in done.values[0].items()}
@@ -149,11 +149,13 @@ def _counted(loss: Loss) -> Array:
     return np.zeros_like(value) if loss.weight is not None and not loss.weight > 0.0 else value
 
 
-def _times(value: Array | None, factor: np.float32) -> Array | None:
-    """A gradient times what its micro-batch counts, in float32; zeros where that is 0, whatever the gradient holds."""
+def _times(value: Array | None, factor: float) -> Array | None:
+    """A gradient times what its micro-batch counts, in float32 at least; zeros where that is 0, whatever the gradient
+    holds."""
     if value is None:
         return None
-    return value.astype(np.float32) * factor if factor > 0.0 else np.zeros_like(value, np.float32)
+    wide = np.promote_types(value.dtype, np.float32)
+    return value.astype(wide) * wide.type(factor) if factor > 0.0 else np.zeros_like(value, wide)
 
 
 def _sum(one: Array | None, other: Array | None) -> Array | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,9 @@ class ReferenceHarness:
 
     def array(self, value: Array) -> Any:
         return np.array(value)
+
+    def float64(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
     def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> MLP:
         return MLP(_named(layers), observe=observe)

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 
-from polyamp.errors import ModelError
-from polyamp_jax.arrays import path_name
+from polyamp.errors import ModelError, TraceError
+from polyamp_jax.arrays import named_leaves, path_name
 from polyamp_jax.models.call_hook import calling, set_class
+from polyamp_jax.models.parameter_writes import writes
 from polyamp_jax.models.parts import Keys, Opaque, Parts, Running, owners
 from polyamp_jax.models.routes import Route, accepts, narrowed
 from polyamp_jax.models.scopes import Casts
@@ -38,7 +39,9 @@ class EquinoxAdapter:
         self, params: Any, running: Running, keys: Keys, casts: Casts, route: Route, args: Any, kwargs: Any
     ) -> tuple[Any, Running]:
         buffers, state = running.statistics
-        function = route.function(self._cast(eqx.combine(params, buffers, self.static.value), casts))
+        module = self._cast(eqx.combine(params, buffers, self.static.value), casts)
+        own = named_leaves(eqx.filter(module, eqx.is_inexact_array))
+        function = route.function(module)
         state = jax.tree.map(lambda leaf: leaf, state)  # a State dies when it is used; the copy dies in its place
         keys = {name: key for name, key in keys.items() if name not in kwargs}
         stateful = self.stateful
@@ -59,6 +62,12 @@ class EquinoxAdapter:
             one = jax.vmap(one, in_axes=(0, 0), out_axes=(0, None), axis_name=self.axis_name)
         with calling(casts), casts.scope(route.path if route.is_method and casts.scoped else ""):
             output, changed = one(args, keys)
+        if lost := writes(own, eqx.filter(module, eqx.is_inexact_array)):
+            raise TraceError(
+                f"the forward pass writes to {next(iter(lost))!r} of an equinox module with object.__setattr__. These "
+                "modules are immutable, and the write would be lost. Compute the new value where it is needed, or keep "
+                "it in an eqx.nn.State."
+            )
         return output, running._replace(statistics=(buffers, changed))
 
     def view(self, params: Any, running: Running) -> Any:

@@ -13,8 +13,8 @@ from flax import core, linen, nnx
 
 from polyamp.errors import ModelError, TraceError, UnsupportedError
 from polyamp_jax import compat
-from polyamp_jax.arrays import path_name
 from polyamp_jax.models.call_hook import calling, set_class
+from polyamp_jax.models.parameter_writes import selected, writes
 from polyamp_jax.models.parts import Keys, Opaque, Parts, Running, inside, owners
 from polyamp_jax.models.routes import Route, accepts, given, narrowed
 from polyamp_jax.models.scopes import Casts
@@ -36,6 +36,13 @@ class LinenAdapter:
         statistics = running.statistics
         rngs = {**keys, **kwargs.pop("rngs", {})}
         module: Any = self.static.value
+        if "mutable" in kwargs and not route.steps:
+            raise UnsupportedError(
+                "mutable= of linen's apply is the step's: every collection of the model but 'params' is mutable, and "
+                "what a call writes there moves with the step. A forward pass cannot write to 'params'; what it keeps "
+                f"belongs in a collection of its own, made in module.init. Leave mutable out. Received: "
+                f"mutable={kwargs['mutable']!r}."
+            )
         if route.steps:  # its own keyword arguments, whatever `apply` has of the same name
             named_arguments = kwargs
             kwargs = {"method": lambda root, *args: route.function(root)(*args, **named_arguments)}
@@ -98,7 +105,8 @@ def _interceptor(casts: Casts) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class NnxAdapter:
-    """An nnx module: `nnx.Param` is trained, `nnx.RngState` moves on, every other variable runs with the step.
+    """An nnx module: `nnx.Param` is trained, `nnx.RngState` moves on, every other variable runs with the step, and so
+    does what is written to an `nnx.Param` (S12).
 
     Streams given to `init` are passed as `rngs=`, unless the caller passes some.
     """
@@ -126,32 +134,23 @@ class NnxAdapter:
         before = nnx.graphdef(model) if route.is_method else None
         with calling(casts), casts.scope(route.path if route.is_method and casts.scoped else ""):
             output = function(*args, **kwargs)
-        after, _, changed = _split(model)
+        after, now, changed = _split(model)
         if before is not None and before != after:
             raise TraceError(
                 f"{route}(...) changes what the model is made of, such as a setting of its layers, and not only the "
                 "arrays in it. loss_fn works on a copy that lives for one call, so that the change would be lost. "
                 "Make it before polyamp.init."
             )
-        return output, changed._replace(draws=running.draws)
+        return output, changed._replace(draws=running.draws, written=writes(params, now))
 
     def view(self, params: Any, running: Running) -> Any:
         return self.join(params, running)
 
     def written(self, view: Any, params: Any, running: Running) -> Running:
         _, now, changed = _split(view)
-        own = jax.tree.leaves(params)
-        for (path, leaf), before in zip(jax.tree_util.tree_leaves_with_path(now), own, strict=True):
-            if leaf is not before:
-                raise TraceError(
-                    f"loss_fn writes to the parameter {path_name(path)!r}. The optimizer changes parameters, and what "
-                    "loss_fn writes there would be lost. Use the new value where it is needed, or return it as aux; "
-                    "what the model keeps beside its parameters is an nnx.Variable, which keeps what loss_fn writes."
-                )
-        same = zip(jax.tree.leaves(changed), jax.tree.leaves(running), strict=False)
-        if all(a is b for a, b in same):
-            return running
-        return changed._replace(draws=running.draws)
+        changed = changed._replace(draws=running.draws, written=writes(params, now))
+        same = zip(jax.tree.leaves(changed), jax.tree.leaves(running._replace(written=None)), strict=False)
+        return running if changed.written is None and all(a is b for a, b in same) else changed
 
     def params_of(self, part: Any, route: Route, params: Any, running: Running) -> Any:
         """Of a part as nnx finds them in it: a shared one lies in all of them under the path of one place alone."""
@@ -169,6 +168,8 @@ class NnxAdapter:
 
     def write_back(self, model: Any, running: Running) -> None:
         nnx.update(model, running.streams, running.statistics)
+        if running.written:
+            nnx.update(model, selected(_split(model)[1], running.written))
 
     def check_streams(self, names: Collection[str]) -> None:
         if not self.takes_rngs:

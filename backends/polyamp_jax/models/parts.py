@@ -20,7 +20,7 @@ Keys = Mapping[str, Any]
 
 
 class Running(NamedTuple):
-    """What a forward pass changes in a model beside its parameters.
+    """What a forward pass changes in a model.
 
     Attributes:
         statistics: running statistics and other buffers; dropped when a step is skipped (S12).
@@ -28,11 +28,14 @@ class Running(NamedTuple):
             dropout mask that overflows would come back for ever.
         draws: passes made since the last update was tried, int32 scalar; the keys given to `init` are folded with it,
             so that every micro-batch and every call of `value_and_grad` has masks of its own (S12).
+        written: the parameters that passes since the last update wrote, path -> array, or None if there are none; a
+            state holds none, its parameters are what was written (S12).
     """
 
     statistics: Any
     streams: Any
     draws: Any = np.int32(0)
+    written: Mapping[str, Any] | None = None
 
 
 class Adapter(Protocol):
@@ -57,17 +60,15 @@ class Adapter(Protocol):
     def call(
         self, params: Any, running: Running, keys: Keys, casts: Casts, route: Route, args: Any, kwargs: Any
     ) -> tuple[Any, Running]:
-        """The output of what `route` leads to, the model itself or a part of it, and what the call changed."""
+        """The output of what `route` leads to, the model itself or a part of it, and what the call changed: `written`
+        holds the parameters that it wrote, in the dtypes of `params`."""
 
     def view(self, params: Any, running: Running) -> Any:
         """What the attributes of the model are read from: parameters and running state are those given."""
 
     def written(self, view: Any, params: Any, running: Running) -> Running:
-        """`running`, with what `loss_fn` wrote to a view that was made of it, where the library's models are mutable.
-
-        Raises:
-            TraceError: it wrote to a parameter.
-        """
+        """`running`, with what `loss_fn` wrote to a view that was made of it, parameters included, where the library's
+        models are mutable."""
 
     def params_of(self, part: Any, route: Route, params: Any, running: Running) -> Any:
         """The parameters of a part of the model, out of all of them: of a view's module at the end of `route`."""
@@ -83,7 +84,7 @@ class Adapter(Protocol):
         """The model in its native form."""
 
     def write_back(self, model: Any, running: Running) -> None:
-        """Put what a call changed into the user's own model, where the library's models are mutable."""
+        """Put what a call changed, parameters included, into a model, where the library's models are mutable."""
 
     def check_streams(self, names: Collection[str]) -> None:
         """Refuse random streams that the library has no use for. Raises `UnsupportedError`."""

@@ -14,17 +14,25 @@ import jax
 from polyamp.errors import TraceError, UnsupportedError
 from polyamp.rules.plan import Plan
 from polyamp_jax import compat
-from polyamp_jax.arrays import cast_arguments, conform, matmul_precision
+from polyamp_jax.arrays import cast_arguments, conform, matmul_precision, named_leaves
 from polyamp_jax.models.adapt import adapt
 from polyamp_jax.models.function import FunctionAdapter
 from polyamp_jax.models.nnx_arguments import Taken, put_in, take_out
+from polyamp_jax.models.parameter_writes import (
+    Leaves,
+    conformed,
+    on_masters,
+    origins,
+    overlaid,
+    without_origins,
+)
 from polyamp_jax.models.parts import Adapter, Keys, Running
 from polyamp_jax.models.routes import Route, accepts, given
 from polyamp_jax.models.scopes import Casts
 from polyamp_jax.precision.cast_mode import compute_params, dtype_of, module_dtypes
 from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.run import evaluate
-from polyamp_jax.precision.interpreter.staging import settled
+from polyamp_jax.precision.interpreter.staging import Staged, settled
 from polyamp_jax.precision.interpreter.walk import interprets
 
 MAPPED: Final = (
@@ -34,6 +42,14 @@ MAPPED: Final = (
     "pass the keys yourself: jax.vmap(model)(x, key=keys)."
 )
 """What to say where `loss_fn` maps a call that has something to hand on."""
+
+LOST_WRITE: Final = (
+    "the forward pass writes to the parameter {path!r} in its tree of parameters, and the write would be lost: in JAX "
+    "such a tree is a copy that lives for one pass. What a pass writes to an nnx.Param of the model is kept, and taken "
+    "back with a skipped step; of another library's model compute the new value where it is needed "
+    "(w = normalize(params['w'])), or return it as aux and put it into a new state behind the step."
+)
+"""What to say where a pass writes to parameters that are no nnx variables."""
 
 
 class Engine:
@@ -76,15 +92,23 @@ class Engine:
         self._calls = 0
         self._view: tuple[Any, Running] | None = None
         self._made_in = compat.trace_state()
+        self._leaves = self._parameters()
 
     @property
     def running(self) -> Running:
-        """The running state as the calls so far, and what `loss_fn` wrote to the model's variables, have left it."""
+        """The running state as the calls so far, and what `loss_fn` wrote to the model's variables, have left it.
+
+        Raises:
+            TraceError: somebody wrote to a tree of parameters, from where it would be lost.
+        """
+        self._refuse_lost_writes()
         if self._view is not None:
             view, made_of = self._view
             written = self.adapter.written(view, self.params, made_of)
             if written is not made_of:
-                self._running = conform(written, self._running, what="the model's running state")
+                leaves = self._keep(written)
+                if leaves:  # in the parameters' dtypes
+                    self.adapter.write_back(view, self._running._replace(written=leaves))
                 self._view = view, self._running
         return self._running
 
@@ -116,14 +140,13 @@ class Engine:
                 output, running, changed = self._autocast(route, taken, keys, args, kwargs, arrays)
             else:
                 casts = Casts(plan, module_dtypes(self.params, self.adapter, plan))
-                output, running, changed = self._called(
-                    casts, route, taken, self.params, running, keys, args, kwargs, arrays
-                )
-            running = conform(running, self._running, what="the model's running state")
-            moved = zip(jax.tree.leaves(running), jax.tree.leaves(self._running), strict=True)
-            if mapped and any(a is not b for a, b in moved):
+                output, running, changed = self._called_once(casts, route, taken, keys, args, kwargs, arrays)
+            before = self._running
+            leaves = self._keep(running)
+            moved = zip(jax.tree.leaves(self._running), jax.tree.leaves(before), strict=False)
+            if mapped and (leaves or any(a is not b for a, b in moved)):
                 raise TraceError(MAPPED.format(route=route))
-            self._moved(running)
+            self._refresh_view(before, leaves)
             self._check_output(route, output)
             output = cast_arguments(output, plan.output, float64=plan.float64)
         if taken is not None:
@@ -161,16 +184,53 @@ class Engine:
             return any(accepts(function, name) for name in names)
         return True
 
-    def _moved(self, running: Running) -> None:
-        """Take what a call left, in the view too: the variables that `loss_fn` holds go on in an nnx module."""
-        leaves = zip(jax.tree.leaves(running), jax.tree.leaves(self._running), strict=True)
-        if self._view is not None and any(a is not b for a, b in leaves):
-            view, _ = self._view
+    def _keep(self, running: Running) -> Leaves | None:
+        """Take what a call left: running state, and the parameters that it wrote (S12), which are given back."""
+        earlier = self._running
+        written = None if running.written is None else conformed(running.written, self.params)
+        bare = conform(running._replace(written=None), earlier._replace(written=None), what="the model's running state")
+        self._running = bare._replace(written=earlier.written)
+        self._refuse_lost_writes()
+        if written:
+            masters = on_masters(written, self.params, self.masters)
+            same = self.masters is self.params
+            self.params = overlaid(self.params, written)
+            self.masters = self.params if same else overlaid(self.masters, masters)
+            self._running = bare._replace(written={**(earlier.written or {}), **masters})
+            self._leaves = self._parameters()
+        return written
+
+    def _parameters(self) -> tuple[list[Any], Any]:
+        """The arrays of the parameters and their places, to be compared later."""
+        return jax.tree.flatten((self.params, self.masters))
+
+    def _refuse_lost_writes(self) -> None:
+        """Refuse what was written to a tree of parameters, as plain functions and `model.params` have them: it is this
+        pass's own.
+
+        Raises:
+            TraceError: names the parameter.
+        """
+        leaves, structure = self._leaves
+        now, shape = self._parameters()
+        if structure == shape and all(a is b for a, b in zip(leaves, now, strict=True)):
+            return
+        for before, after in zip(jax.tree.unflatten(structure, leaves), (self.params, self.masters), strict=True):
+            old, new = named_leaves(before), named_leaves(after)
+            for path in {**old, **new}:
+                if old.get(path) is not new.get(path):
+                    raise TraceError(LOST_WRITE.format(path=path))
+
+    def _refresh_view(self, before: Running, written: Leaves | None) -> None:
+        """What a call left, in the view too: the variables that `loss_fn` holds go on in an nnx module."""
+        if self._view is None:
+            return
+        view, running = self._view[0], self._running
+        leaves = zip(jax.tree.leaves(running), jax.tree.leaves(before), strict=False)
+        self._view = view, running
+        if written or any(a is not b for a, b in leaves):
+            self.adapter.write_back(view, running._replace(written=written))
             self._view = (view, running) if self.adapter.mutable else None
-            self.adapter.write_back(view, running)
-        elif self._view is not None:
-            self._view = self._view[0], running
-        self._running = running
 
     def _called(
         self,
@@ -192,6 +252,27 @@ class Engine:
         output, running = self.adapter.call(params, running, keys, casts, route, args, kwargs)
         return output, running, taken.changed(objects, arrays)
 
+    def _called_once(
+        self, casts: Casts, route: Route, taken: Taken | None, keys: Keys, args: Any, kwargs: Any, arrays: Any
+    ) -> tuple[Any, Running, Any]:
+        """The same outside of the interpreter's trace. Where parameters look written, a trace of the call decides: a
+        nested `nnx.jit` hands out all of them as other arrays."""
+
+        def call(params: Any) -> tuple[Any, Running, Any]:
+            return self._called(casts, route, taken, params, self._bare, keys, args, dict(kwargs), arrays)
+
+        output, running, changed = call(self.params)
+        if running.written is not None:
+            program = jax.make_jaxpr(lambda params: call(params)[1].written)(self.params)
+            came = dict(zip(sorted(running.written), origins(program.jaxpr), strict=True))
+            running = running._replace(written=without_origins(running.written, came, self.params))
+        return output, running, changed
+
+    @property
+    def _bare(self) -> Running:
+        """The running state as a call gets it: what was written to parameters is in these."""
+        return self._running._replace(written=None)
+
     def _autocast(
         self, route: Route, taken: Taken | None, keys: Keys, args: Any, kwargs: Any, arrays: Any
     ) -> tuple[Any, Running, Any]:
@@ -200,18 +281,23 @@ class Engine:
         def run(params: Any, running: Running, keys: Keys, args: Any, kwargs: Any, arrays: Any) -> Any:
             return self._called(casts, route, taken, params, running, keys, args, dict(kwargs), arrays)
 
-        made: tuple[Any, Running, Any] = evaluate(
+        programs: list[Staged] = []
+        output, running, changed = evaluate(
             self.plan,
             run,
-            (self.params, self._running, keys, args, kwargs, arrays),
+            (self.params, self._bare, keys, args, kwargs, arrays),
             {},
             modules=None if isinstance(self.adapter, FunctionAdapter) else lambda: casts.paths,
             parameters=self.params,
             strict=self._strict,
             recorder=self._recorder,
             numbers=bool(route.steps),
+            traced=programs.append,
         )
-        return made
+        if running.written is not None:
+            _, came, _ = programs[0].result(origins(programs[0].jaxpr))
+            running = running._replace(written=without_origins(running.written, came.written, self.params))
+        return output, running, changed
 
 
 class NativeEngine(Engine):
@@ -245,3 +331,4 @@ class NativeEngine(Engine):
         self.adapter, self.masters, self._running = adapt(self._model)
         self.params = compute_params(self.masters, self.adapter, self.plan)
         self._view = None
+        self._leaves = self._parameters()

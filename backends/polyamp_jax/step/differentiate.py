@@ -21,7 +21,8 @@ from polyamp.rules.batches import check_has_rows
 from polyamp.rules.weights import Totals, WeightFunction
 from polyamp.rules.window import Window, joins
 from polyamp_jax import compat
-from polyamp_jax.arrays import XP, dtype_name, is_array, matmul_precision
+from polyamp_jax.arrays import XP, dtype_name, is_array, matmul_precision, named_leaves
+from polyamp_jax.models.parameter_writes import conformed, overlaid
 from polyamp_jax.models.parts import Keys, Running
 from polyamp_jax.precision.bound import Engine
 from polyamp_jax.precision.cast_mode import compute_params
@@ -31,6 +32,7 @@ from polyamp_jax.step.failures import check_aux
 from polyamp_jax.step.measure import unscaled_leaf
 from polyamp_jax.step.optimizers import like, widened
 from polyamp_jax.step.replicas import AxisName, Replicas, check_whole, replicas
+from polyamp_jax.step.scan import check_carried, scan
 from polyamp_jax.step.state import JaxState
 
 
@@ -122,8 +124,16 @@ def _together(
         return loss, values, running, weight
     loss, values, weight = around.reduced(loss, values, [state.params for state in states], weight)
     pairs = zip(running, states, strict=True)
-    meant = [own._replace(statistics=around.statistics(own.statistics, s.running.statistics)) for own, s in pairs]
-    return loss, values, meant, weight
+    return loss, values, [_running_mean(around, own, state) for own, state in pairs], weight
+
+
+def _running_mean(around: Replicas, running: Running, state: JaxState) -> Running:
+    """Running statistics, and the parameters that a pass wrote, as the means over the replicas."""
+    statistics, written = around.statistics(running.statistics, state.running.statistics), running.written
+    if written is not None:
+        params = named_leaves(state.params)
+        written = around.statistics(dict(written), {path: params[path] for path in written})
+    return running._replace(statistics=statistics, written=written)
 
 
 def _divisor(weight: Any) -> Any:
@@ -203,6 +213,7 @@ def _window(
     def one(how: Weighing, carry: tuple[Running, Any], part: Any) -> tuple[tuple[Running, Any], Any]:
         running, total = carry
         done = _differentiated(loss_fn, [state], [params], [running], part, around, how)
+        check_carried(done.running[0].written, running.written)
         idle[-1:] = [jax.tree.map(lambda _, g: g is None, total, done.values[0])]
         by = None if around is not None and around.later else done.weight
         total = jax.tree.map(lambda t, g: t if g is None else t + _times(g.astype(t.dtype), by), total, *done.values)
@@ -220,7 +231,7 @@ def _window(
         idle.append(None)
         still.append(None)
         how = weighing._replace(share=share, rows=window.sizes[run.start], most=max(window.sizes))
-        carry, output = jax.lax.scan(functools.partial(one, how), carry, members)
+        carry, output = scan(functools.partial(one, how), carry, members, own(state.params))
         outputs.append(output)
     running, total = carry
     losses, auxes, given, counts = (list(column) for column in zip(*outputs, strict=True))
@@ -326,7 +337,12 @@ def _differentiated(
         return (loss.size or rows) / rows * (weighing.most or rows)
 
     # in cast mode loss_fn may use both a parameter's cast and, by model.params, the master itself
-    masters = [None if own is state.params else state.params for own, state in zip(params, states, strict=True)]
+    wrote = [item.written or {} for item in running]  # by earlier micro-batches of the window
+    masters = [
+        None if own is state.params else overlaid(state.params, written)
+        for own, state, written in zip(params, states, wrote, strict=True)
+    ]
+    params = [overlaid(own, conformed(written, own)) for own, written in zip(params, wrote, strict=True)]
 
     def loss_of(params: Sequence[Any], masters: Sequence[Any]) -> tuple[Any, Any]:
         engines = [

@@ -25,7 +25,8 @@ _SMALL: Final = 2**14  # elements; on a 2-core CPU a pass of its own costs more 
 
 
 def norm_and_finite(leaves: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
-    """Global L2 norm (float32) and finite flag (S10, S11) of float32 gradients, over the whole range of float32.
+    """Global L2 norm and finite flag (S10, S11) of float32 gradients, over the whole range of float32; of float64 ones
+    the norm is float64.
 
     A sum of squares overflows from 2^64 on and loses what is below 2^-63: there a sum over gradients times a power of
     two stands in. An accelerator makes all the sums in one pass (`_three_sums`). XLA's CPU backend gives every sum its
@@ -43,7 +44,8 @@ def norm_and_finite(leaves: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
     over = sorted({axis for axes in groups for axis in axes})
     if not over:
         return _local(list(leaves))
-    whole, mine = jnp.zeros(4, jnp.float32), compat.vary(jnp.zeros(4, jnp.float32), over)
+    zeros = jnp.zeros(4, jnp.result_type(jnp.float32, *leaves))
+    whole, mine = zeros, compat.vary(zeros, over)
     for axes, shards in groups.items():
         part = _in_ranges(*_local(shards))
         if axes:
@@ -83,11 +85,11 @@ def _local(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
 
 
 def _in_ranges(norm: jax.Array, finite: jax.Array) -> jax.Array:
-    """A norm and a flag as numbers to be added to those of other shards, float32 of shape (4,): the three squares of
+    """A norm and a flag as numbers to be added to those of other shards, shape (4,): the three squares of
     `_three_sums`, and 1 where something is not finite."""
     enlarged = jnp.square(jnp.minimum(norm * 2.0**63, 2.0**40))
     shrunk = jnp.square(jnp.maximum(norm * 2.0**-80, 2.0**-60))
-    return jnp.stack([jnp.square(norm), enlarged, shrunk, 1.0 - finite.astype(jnp.float32)])
+    return jnp.stack([jnp.square(norm), enlarged, shrunk, 1.0 - finite.astype(norm.dtype)])
 
 
 def _of_ranges(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -122,7 +124,7 @@ def _two_sums(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
     factor = jnp.where(plain < 2.0**-60, 2.0**63, shrinking)
     # the flag of the root, not of the sum: XLA would copy the chain of additions into every select on the flag
     root = jnp.sqrt(squares(factor))
-    return (root / factor).astype(jnp.float32), jnp.isfinite(root)
+    return (root / factor).astype(root.dtype), jnp.isfinite(root)
 
 
 def _three_sums(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
@@ -135,7 +137,7 @@ def _three_sums(leaves: list[Any]) -> tuple[jax.Array, jax.Array]:
     plain = _total([jnp.square(g) for g in leaves])
     enlarged = _total([jnp.square(jnp.minimum(jnp.abs(g * 2.0**63), 2.0**40)) for g in leaves])
     shrunk = _total([jnp.square(jnp.maximum(jnp.abs(g * 2.0**-80), 2.0**-60)) for g in leaves])
-    return _norm(plain, enlarged, shrunk).astype(jnp.float32), jnp.isfinite(shrunk) & ~jnp.isnan(plain)
+    return _norm(plain, enlarged, shrunk), jnp.isfinite(shrunk) & ~jnp.isnan(plain)
 
 
 def _norm(plain: jax.Array, enlarged: jax.Array, shrunk: jax.Array) -> jax.Array:

@@ -98,6 +98,7 @@ def updated(
     even: bool = False,
     finite: Any | None = None,
     asked: Asked = NOTHING,
+    skipped: Any = None,
 ) -> tuple[Any, Any]:
     """One update: the new parameters and the optimizer's new state, or the old ones where the update is skipped.
 
@@ -109,10 +110,11 @@ def updated(
         optimizer: a spec, a native transformation, or the members of a spec with groups.
         grads: float32 gradients like the parameters, None where there is none.
         opt_state: its state.
-        params: the parameters, in their own dtypes.
+        params: the parameters, in their own dtypes, with what the forward pass wrote to them (S12).
         even: known beforehand: no parameter that has a gradient has missed an update. Then all share one number.
         finite: whether the update is applied, boolean scalar; None: it is (S12).
         asked: what a native transformation may ask for beside the gradients.
+        skipped: the parameters where the update is skipped; None: `params`.
 
     Raises:
         ModelError: a native transformation changes the structure of its state.
@@ -129,11 +131,12 @@ def updated(
         updates, new_state = given_extra(run, whole, opt_state, wide, asked)
         new_state = chosen(finite, conform(new_state, opt_state, what="the optimizer's state"), opt_state)
         made = jax.tree.map(lambda w, u: w + u, wide, updates)
-    new = chosen(finite, jax.tree.map(lambda old, w: w.astype(old.dtype), params, made), params)
+    old = params if skipped is None else skipped
+    new = chosen(finite, jax.tree.map(lambda before, w: w.astype(before.dtype), params, made), old)
     if all(given):
         return new, new_state
     idle = {path for path, has in zip(paths, given, strict=True) if not has}
-    return _kept(idle, paths, new, params), _kept(idle, paths, new_state, opt_state)
+    return _kept(idle, paths, new, chosen(finite, params, old)), _kept(idle, paths, new_state, opt_state)
 
 
 def like(tree: Any, params: Any) -> list[Any]:
@@ -206,8 +209,10 @@ class _Formula(NamedTuple):
         once more after the new one has its place, and XLA would copy all of them first.
         """
         specs, names = self.of(len(given)), self.specs[0].slots
-        rates = {spec: spec.rate(state.count, XP) for spec in dict.fromkeys(specs)}
-        numbers = self._numbers(state, specs, rates, even=even)
+        wide = jnp.result_type(jnp.float32, *jax.tree.leaves(params))  # of rates and counts: the masters' (S1)
+        count = state.count if wide == jnp.float32 else state.count.astype(wide)  # of an integer rates are float32
+        rates = {spec: spec.rate(count, XP) for spec in dict.fromkeys(specs)}
+        numbers = self._numbers(state, specs, rates, wide, even=even)
         made: list[Any] = []
         slots: dict[str, list[Any]] = {slot: [] for slot in names}
         columns = [jax.tree.leaves(state.slots[slot]) for slot in names]
@@ -230,7 +235,13 @@ class _Formula(NamedTuple):
         )
 
     def _numbers(
-        self, state: FormulaState, specs: Sequence[OptimizerSpec], rates: dict[OptimizerSpec, Any], *, even: bool
+        self,
+        state: FormulaState,
+        specs: Sequence[OptimizerSpec],
+        rates: dict[OptimizerSpec, Any],
+        wide: Any,
+        *,
+        even: bool,
     ) -> list[Any]:
         """The `count` of `spec.update` for each parameter.
 
@@ -238,8 +249,8 @@ class _Formula(NamedTuple):
         compile several times faster than with numbers of their own.
         """
         if even:
-            return [(state.count + 1).astype(jnp.float32)] * len(specs)
-        taken = (state.count + 1 - state.missed).astype(jnp.float32)
+            return [(state.count + 1).astype(wide)] * len(specs)
+        taken = (state.count + 1 - state.missed).astype(wide)
         # made before they are taken apart, or each tensor's loop would make its own again
         columns = made_first([spec.corrections(XP, rate, taken) for spec, rate in rates.items()])
         own = dict(zip(rates, columns, strict=True))

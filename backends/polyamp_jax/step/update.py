@@ -17,6 +17,7 @@ from polyamp.results import Gradients, StepResult
 from polyamp.rules import clip, decide
 from polyamp.rules.decide import Decision, Measured, Skip
 from polyamp_jax.arrays import XP, chosen
+from polyamp_jax.models.parameter_writes import overlaid
 from polyamp_jax.models.parts import Running
 from polyamp_jax.step.extra_arguments import Asked
 from polyamp_jax.step.measure import fitted, norm_and_finite_of
@@ -42,7 +43,7 @@ class JaxVerbs(decide.Verbs[JaxState, Gradients]):
     def measure(self, state: JaxState, grads: Gradients) -> Measured:
         values = fitted(state, grads)
         norm, finite = norm_and_finite_of(state, values)
-        return Measured(norm, finite, values, grads.weight)
+        return Measured(norm.astype(jnp.float32), finite, (values, norm), grads.weight)
 
     def commit(self, state: JaxState, grads: Gradients, measured: Measured, decision: Decision) -> JaxState:
         """Clip, update and choose.
@@ -50,15 +51,23 @@ class JaxVerbs(decide.Verbs[JaxState, Gradients]):
         Old and new are chosen by elementwise select, not by a conditional: XLA fuses it into the update's own loop,
         which reads the old values anyway, while a conditional would make a GPU's host wait for the flag.
         """
-        recipe, values, running = state.recipe, measured.more, grads.running
+        recipe, running = state.recipe, grads.running
+        values, norm = measured.more
         asked = Asked(grads.loss, values)
         if recipe.clip_norm is not None:
-            factor = clip.factor(measured.norm, recipe.clip_norm, XP)
+            factor = clip.factor(norm, recipe.clip_norm, XP)
             values = jax.tree.map(lambda g: g * factor.astype(g.dtype), values)
         idle = frozenset(n for n, grad in enumerate(like(values, state.params)) if grad is None)
         even = state.lagging is not None and state.lagging <= idle
         params, opt_state = updated(
-            state.setup.optimizer, values, state.opt_state, state.params, even=even, finite=decision.finite, asked=asked
+            state.setup.optimizer,
+            values,
+            state.opt_state,
+            overlaid(state.params, running.written),
+            even=even,
+            finite=decision.finite,
+            asked=asked,
+            skipped=state.params,
         )
         statistics = chosen(decision.finite, running.statistics, state.running.statistics)
         made = dataclasses.replace(

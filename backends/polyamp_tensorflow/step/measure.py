@@ -58,12 +58,13 @@ def unscale(grads: Any, scale: Any | None) -> tuple[Any, Any]:
 
 
 def norm_and_flag(gradients: Sequence[Any]) -> tuple[Any, Any]:
-    """Global L2 norm in float32, and True if every element is finite.
+    """Global L2 norm in float32, or in float64 where a gradient is, and True if every element is finite.
 
     One pass of squares is both, unless their sum leaves float32's comfortable range: then the gradients are finite
     with a huge norm, or not finite, or tiny, and a second way that costs a few passes more tells.
     """
-    wide = [tf.cast(gradient, tf.float32) for gradient in gradients]
+    dtype = tf.float64 if any(gradient.dtype == tf.float64 for gradient in gradients) else tf.float32
+    wide = [tf.cast(gradient, dtype) for gradient in gradients]
     total = 2.0 * tf.add_n([tf.nn.l2_loss(gradient) for gradient in wide])
     plain = tf.math.is_finite(total) & (total >= _SMALLEST_SUM)
     if tf.executing_eagerly():
@@ -72,7 +73,7 @@ def norm_and_flag(gradients: Sequence[Any]) -> tuple[Any, Any]:
     norm, finite = tf.raw_ops.StatelessIf(
         cond=plain,
         input=inputs,
-        Tout=[tf.float32, tf.bool],
+        Tout=[dtype, tf.bool],
         then_branch=_branch(lambda total, *_: (tf.sqrt(total), tf.constant(True)), inputs),
         else_branch=_branch(lambda _, *wide: _norm_by_largest(wide), inputs),
         output_shapes=[(), ()],

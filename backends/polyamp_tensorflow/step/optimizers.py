@@ -79,6 +79,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         self.missed_updates: Any = None
         self._kernels: list[Update | None] | None = None
         self._counts: Any = None
+        self._exact_rate: Any = None
 
     def build(self, variables: list[Any]) -> None:
         """Create the slots: float32, or float64 for float64 parameters; and what counts missed updates."""
@@ -112,11 +113,12 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         variables = list(own_trainable(self) if trainable_variables is None else trainable_variables)
         self._counts = self._update_counts()
         rate, counts = (tf.cast(raw(value), tf.float32) for value in (self.learning_rate, self._counts))
+        self._exact_rate = self._rate_in_float64(rate) if tf.float64 in map(_dtype, variables) else None
         self._kernels = [kernel(m.spec, self._rate(m, rate), counts) for m in self.groups.distinct]
         try:
             super().apply(grads, variables)
         finally:
-            self._kernels = self._counts = None
+            self._kernels = self._counts = self._exact_rate = None
         used = {index_in(self, v) for g, v in zip(grads, variables, strict=True) if g is not None}
         if len(used) < len(self._slots):
             self.missed_updates.assign_add([int(index not in used) for index in range(len(self._slots))])
@@ -131,8 +133,17 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
     def _rate(self, member: Member, rate: Any) -> Any:
         """A member's rate where the optimizer's own is `rate`."""
         if member.own_rate:
-            return tf.cast(member.rate(tf.cast(raw(self.iterations), tf.float32), XP), rate.dtype)
+            return member.rate(tf.cast(raw(self.iterations), rate.dtype), XP)
         return rate if member.scale == 1.0 else rate * member.scale
+
+    def _rate_in_float64(self, rate: Any) -> Any:
+        """The rate for float64 parameters (S1): the schedule's in float64, or the very number of the spec, which
+        Keras's variable holds in float32, unless another was assigned to that."""
+        spec = self.spec
+        if callable(spec.learning_rate):
+            return spec.rate(tf.cast(raw(self.iterations), tf.float64), XP)
+        own = tf.constant(spec.learning_rate, tf.float64)
+        return tf.where(rate == tf.cast(own, rate.dtype), own, tf.cast(rate, tf.float64))
 
     def _update_counts(self) -> Any:
         """By index of the parameter, which of its updates the next one is, from 1."""
@@ -150,12 +161,15 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
             own(index, raw(variable), gradient, {name: raw(slot) for name, slot in slots.items()})
             return
         counts = self._update_counts() if self._counts is None else self._counts
+        rate = tf.cast(raw(learning_rate), work)
+        if work == tf.float64:
+            rate = self._rate_in_float64(raw(learning_rate)) if self._exact_rate is None else self._exact_rate
         new, new_slots = member.spec.update(
             XP,
             tf.cast(raw(variable), work),
             tf.cast(dense(gradient, variable), work),
             {name: tf.convert_to_tensor(raw(slot)) for name, slot in slots.items()},
-            tf.cast(self._rate(member, raw(learning_rate)), work),
+            self._rate(member, rate),
             tf.cast(counts[index], work),
         )
         self.assign(variable, new)
@@ -198,6 +212,10 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         except msgspec.ValidationError as error:
             raise RecipeError(f"the config of a SpecOptimizer: {error}") from error
         return cls(spec, name=config.get("name"), groups=groups)
+
+
+def _dtype(variable: Any) -> Any:
+    return tf.as_dtype(variable.dtype)
 
 
 class _SpecSchedule(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]  # Keras is untyped

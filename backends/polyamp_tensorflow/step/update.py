@@ -42,12 +42,13 @@ class _Verbs(decide.Verbs[TensorFlowState, Gradients]):
     def measure(self, state: TensorFlowState, grads: Gradients) -> Measured:
         values = _fitting(state, grads)
         norm, finite = norm_and_flag(list(values.values()))
-        return Measured(norm, finite, values, grads.weight)
+        return Measured(tf.cast(norm, tf.float32), finite, (values, norm), grads.weight)
 
     def commit(
         self, state: TensorFlowState, grads: Gradients, measured: Measured, decision: Decision
     ) -> TensorFlowState:
-        named: dict[str, Any] = measured.more
+        named: dict[str, Any]
+        named, norm = measured.more
         unused = [variable for name, variable in state.variables.parameters.items() if name not in named]
         checks = decision.finite is not None
 
@@ -69,7 +70,7 @@ class _Verbs(decide.Verbs[TensorFlowState, Gradients]):
 
         flags = [decision.finite] if checks else []
         decided = [*decision.scale_state, decision.step]
-        replicas.together(write, list(named.values()), grads.running, measured.norm, flags, decided)
+        replicas.together(write, list(named.values()), grads.running, norm, flags, decided)
         return state
 
 

@@ -96,6 +96,7 @@ class Graph:
         self._weight = weight
         self._loss_fn = loss_fn
         self._device = state.device.type
+        self._dtype = torch.float64 if recipe.policy.param == "float64" else torch.float32  # of rates and counts (S1)
         self._plan = plan = plan_for(state.model, recipe.policy.replace(float32_matmul=None))  # set around the graph
         self._bound = BoundModule(state.model, plan, state.device)
         self._program = _Program(state.model, self._bound, loss_fn)
@@ -136,7 +137,7 @@ class Graph:
             running,
             state.scale_state,
             state.step,
-            [_scalar(rate, state.device) for rate in rates],
+            [torch.as_tensor(rate, dtype=self._dtype, device=state.device) for rate in rates],
             batches,
             shares_of(window, state.device),
         )
@@ -279,7 +280,9 @@ class Graph:
                 _warn_unclear(self._loss_fn, weights.line_of(found))
             loss, aux = read.value, read.aux
             wide = loss.float().reshape(())
-            weight = None if read.weight is None else _scalar(read.weight, wide.device)
+            weight = read.weight
+            if weight is not None:
+                weight = torch.as_tensor(weight, dtype=torch.float32, device=wide.device)
             if weight is not None:
                 wide = torch.where(weight > 0.0, wide, torch.zeros_like(wide))
             after = {name: _changed(running[name], before[name], own[name]) for name in running}
@@ -329,15 +332,16 @@ class Graph:
         """The specs' formula for every parameter, kept where `finite` says so."""
         assert self.groups is not None
         specs, numbers = self.groups
+        wide_step = step.to(self._dtype)  # of an integer the formulas make float32
         now = [
-            spec.rate(step, XP) * rate if callable(spec.learning_rate) else rate
+            spec.rate(wide_step, XP) * rate if callable(spec.learning_rate) else rate
             for spec, rate in zip(specs, rates, strict=True)
         ]
         taken = counts if len(counts) == len(parameters) else [step] * len(parameters)
         for name, p, grad, own, count in zip(self._used, parameters, grads, slots, taken, strict=True):
             spec, rate = specs[numbers.get(name, 0)], now[numbers.get(name, 0)]
             wide = {slot: _wide(value) for slot, value in own.items()}
-            new, after = spec.update(XP, _wide(p), _wide(grad), wide, rate, (count + 1).float())
+            new, after = spec.update(XP, _wide(p), _wide(grad), wide, rate, (count + 1).to(self._dtype))
             for old, value in [(p, new), *((own[slot], after[slot]) for slot in own)]:
                 old.copy_(value if finite is None else torch.where(finite, value, old))
         for count in counts:
@@ -408,10 +412,6 @@ def _warn_unclear(loss_fn: LossFunction, line: str) -> None:
 def shares_of(window: Window, device: torch.device) -> torch.Tensor | None:
     """What the micro-batches weigh, as a vector that the graph takes; None where all weigh 1."""
     return None if window.even else torch.tensor(window.shares, device=device)
-
-
-def _scalar(value: Any, device: torch.device) -> torch.Tensor:
-    return torch.as_tensor(value, dtype=torch.float32, device=device)
 
 
 def _module_name(path: str) -> str:

@@ -27,7 +27,7 @@ from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Bystanders, Graphs, made
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import buckets as bucketed
-from polyamp_torch.step.measure import reciprocal
+from polyamp_torch.step.measure import scalar_for
 from polyamp_torch.step.replicas import guarded
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.turns import together
@@ -111,9 +111,9 @@ def _differentiated(
         total = states[0].replicas.mean(total, states[0].device)
     scale = produced_by(states[0].scale_state.scale if states[0].scaler.scales else None, divisor(total), loss.device)
     if scale is not None:  # the loss was multiplied by the first's scale
-        factor = reciprocal(scale)
+        factor = scale.double().reciprocal()  # float32 but for float64 gradients (S1)
         for bucket in bucketed(list(map(local_of, values))):
-            foreach_mul_(bucket, factor.to(bucket[0].device))
+            foreach_mul_(bucket, scalar_for(bucket, factor))
     counted = weighing.weight(total)
     grads = [Gradients(values, own, loss, counted) for values, own in zip(found, running, strict=True)]
     return (loss if aux is None else (loss, aux)), grads

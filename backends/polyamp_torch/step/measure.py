@@ -121,7 +121,7 @@ def divisor(norm: torch.Tensor, scale: torch.Tensor | None, clip_norm: float | N
 def divide_(grads: list[torch.Tensor], by: torch.Tensor, *, alike: bool = False) -> None:
     """Divide gradients in place by a float64 scalar, which is first rounded to their dtype, float32 at least."""
     for bucket in [grads] if alike else buckets(grads):
-        foreach_div_(bucket, _scalar_for(bucket, by))
+        foreach_div_(bucket, scalar_for(bucket, by))
 
 
 def divide_in_two_steps_(grads: list[torch.Tensor], scale: torch.Tensor | None, factor: torch.Tensor) -> None:
@@ -135,7 +135,8 @@ def divide_in_two_steps_(grads: list[torch.Tensor], scale: torch.Tensor | None, 
         grad.copy_(wide.double() * factor.to(grad.device))
 
 
-def _scalar_for(bucket: list[torch.Tensor], by: torch.Tensor) -> torch.Tensor:
+def scalar_for(bucket: list[torch.Tensor], by: torch.Tensor) -> torch.Tensor:
+    """A float64 scalar for arithmetic with gradients: float32, or float64 where they are (S1)."""
     wide = torch.float64 if bucket[0].dtype == torch.float64 else torch.float32
     return by.to(bucket[0].device, wide)
 
@@ -257,6 +258,6 @@ def _quotients_finite(found: list[list[torch.Tensor]], scale: torch.Tensor, home
         filled = [grad for grad in bucket if grad.numel()]
         if filled:
             peak = torch.stack(list(foreach_norm(filled, float("inf")))).amax()
-            by = _scalar_for(bucket, scale)
+            by = scalar_for(bucket, scale)
             flags.append(torch.isfinite((peak.to(by.dtype) / by).to(peak.dtype)).to(home))
     return torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device=home)

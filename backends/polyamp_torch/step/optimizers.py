@@ -195,6 +195,11 @@ def runs_formula(spec: Any) -> bool:
     return isinstance(spec, RMSprop | Adagrad | Lion)
 
 
+def is_float64(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the parameters are float64, so that what acts on them is float64 as well (S1)."""
+    return any(p.dtype == torch.float64 for group in optimizer.param_groups for p in group["params"][:1])
+
+
 def takes_divisor(optimizer: torch.optim.Optimizer) -> bool:
     """True when the optimizer's kernels divide the gradients by `grad_scale` themselves: fused ones, in float32."""
     return _is_fused(optimizer) and all(
@@ -250,7 +255,8 @@ def apply(
     if runs_formula(spec):
         if rates is not None:
             rates.set(applied)
-        count = int(applied) + 1 if looks(applied.device) else applied + 1.0
+        here = looks(applied.device)
+        count = int(applied) + 1 if here else (applied.double() if is_float64(optimizer) else applied) + 1.0
         for number, group in enumerate(optimizer.param_groups):
             own = spec if groups is None else spec_of(groups, number)
             _run_formula(optimizer, group, current(own, group), group["lr"], count, finite)
@@ -295,7 +301,9 @@ def rates_of(optimizer: torch.optim.Optimizer, groups: Members) -> Rates | None:
         return None
     schedules = [member.spec.learning_rate for member in groups.distinct]
     scheduled = [rate if callable(rate) else None for rate in schedules]
-    return Rates(optimizer, scheduled, [member.scale for member in groups.distinct]) if any(scheduled) else None
+    if not any(scheduled):
+        return None
+    return Rates(optimizer, scheduled, [member.scale for member in groups.distinct], float64=is_float64(optimizer))
 
 
 def spec_of(groups: Members, number: int) -> Any:
@@ -357,6 +365,8 @@ def _count(spec: Any, states: list[dict[str, Any]], shared: Any) -> Any:
     taken = [state["step"] for state in states]
     if looks(taken[0].device) and len(numbers := {count.item() for count in taken}) == 1:
         return numbers.pop() + 1.0
+    if states[0]["sum"].dtype == torch.float64:
+        taken = [count.double() for count in taken]
     return Many(list(foreach_add(taken, 1.0)))
 
 

@@ -26,6 +26,7 @@ class Rates:
         optimizer: made from a spec.
         schedules: of each group; None where its rate is a number. Groups beyond these have the first's.
         scales: the multiple of each group.
+        float64: whether rates on the device are float64, as the parameters are (S1), and not float32.
 
     Example:
         >>> import polyamp
@@ -39,9 +40,15 @@ class Rates:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, schedules: Sequence[Any | None], scales: Sequence[float]
+        self,
+        optimizer: torch.optim.Optimizer,
+        schedules: Sequence[Any | None],
+        scales: Sequence[float],
+        *,
+        float64: bool = False,
     ) -> None:
         self._optimizer = optimizer
+        self._float64 = float64
         self._schedules = list(schedules)
         self._rates: dict[Any, Any] = {schedule: float(schedule(0)) for schedule in schedules if schedule is not None}
         self._written: list[Any] = []
@@ -82,6 +89,7 @@ class Rates:
         elsewhere scalars on the device."""
         self.multiples()
         here = int(applied) if looks(applied.device) else None
+        applied = applied.double() if self._float64 else applied
         for schedule in self._rates:
             self._rates[schedule] = schedule(applied, XP) if here is None else float(schedule(here))
         self.write()

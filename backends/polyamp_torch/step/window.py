@@ -51,7 +51,7 @@ def produced_by(scale: torch.Tensor | None, total: Any, device: torch.device) ->
     if isinstance(total, float):
         if total == 1.0:
             return scale
-        return torch.full((), total, device=device) if scale is None else scale.double() * total
+        return torch.full((), total, dtype=torch.float64, device=device) if scale is None else scale.double() * total
     by: torch.Tensor = total if scale is None else scale.double() * total
     return by
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -95,6 +96,9 @@ class MLXHarness:
 
     def array(self, value: Array) -> mx.array:
         return to_device(value)
+
+    def float64(self) -> contextlib.AbstractContextManager[Any]:
+        raise UnsupportedError("MLX computes float64 on the CPU alone.")
 
     def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> nn.Module:
         return MLP(layers, observe)

@@ -21,7 +21,7 @@ from polyamp_jax.arrays import is_array, path_name
 from polyamp_jax.precision.interpreter import control_flow
 from polyamp_jax.precision.interpreter.products import default_precision
 from polyamp_jax.precision.interpreter.recorder import Recorder
-from polyamp_jax.precision.interpreter.staging import staged
+from polyamp_jax.precision.interpreter.staging import Staged, staged
 from polyamp_jax.precision.interpreter.values import Traits
 from polyamp_jax.precision.interpreter.walk import Interpreter, Settings, value_of
 from polyamp_jax.precision.op_list import registered
@@ -44,6 +44,7 @@ def evaluate(
     strict: bool = False,
     recorder: Recorder | None = None,
     numbers: bool = False,
+    traced: Callable[[Staged], None] | None = None,
 ) -> Any:
     """`function(*args, **kwargs)` with each operation in the dtype that the op lists give it.
 
@@ -60,6 +61,7 @@ def evaluate(
         recorder: hears of every operation.
         numbers: Python numbers and strings that the function returns are known while tracing and stay what they are;
             else numbers become arrays, and strings are refused.
+        traced: called after the trace, with the program.
 
     Returns:
         What the function returns, each array in the dtype of the operation that made it.
@@ -70,6 +72,8 @@ def evaluate(
     """
     args, kwargs = jax.tree.map(lambda x: jnp.asarray(x) if _numeric(x) else x, (tuple(args), dict(kwargs)))
     program = staged(function, args, kwargs, opaque=_plain if numbers else None)
+    if traced is not None:
+        traced(program)
     owners = _owners(parameters)
     if parameters is None and plan.policy.overrides:
         plan = _over_scopes(plan.policy, frozenset(_paths(program.jaxpr, ())))

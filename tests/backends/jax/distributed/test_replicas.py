@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import polyamp
@@ -169,6 +170,37 @@ def test_s12_statistics_are_the_mean_and_masks_each_replicas_own(way: str, windo
     means = jax.tree.map(lambda *each: sum(each) / 4, *(part.running.statistics for part in parts))
     assert apart(new.running.statistics, means) < 1e-6
     assert bits(new.running.streams) == bits(parts[0].running.streams)
+
+
+@pytest.mark.parametrize(("way", "windows"), [("checked", 1), ("checked", 2), ("pmap", 2)])
+def test_s12_a_parameter_that_the_pass_writes_is_the_same_on_all_replicas(way: str, windows: int) -> None:
+    """Spectral normalization depends on weights alone: four replicas are one with all rows."""
+
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.first = nnx.SpectralNorm(nnx.Linear(4, 8, rngs=rngs), rngs=rngs)
+            self.last = nnx.Linear(8, 3, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.last(nnx.relu(self.first(x, update_stats=True)))
+
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1), accumulate_steps=windows)
+    step, alone = polyamp.train_step(loss_fn, recipe, **NAMED[way]), polyamp.train_step(loss_fn, recipe)
+    several, one = over_replicas(way, step), polyamp.init(Net(), recipe)
+    state = polyamp.init(Net(), recipe)
+    for number in range(3):
+        batch = whole_batch(number)
+        state, _ = several(state, batch)
+        # a micro-batch of one device is those of the replicas together: what it meets was written by the one before
+        rows = jax.tree.map(lambda x: x.reshape(4, windows, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape), batch)
+        one, _ = alone(one, rows)
+    if way != "pmap":
+        for leaf in jax.tree.leaves(state.params):
+            assert len({bits(leaf, device)[0] for device in range(4)}) == 1
+    assert apart(state.params, one.params) < 1e-5
+    norm = np.linalg.svd(np.asarray(state.params["first"]["layer_instance"]["kernel"]), compute_uv=False)[0]
+    assert norm < 1.2
 
 
 @pytest.mark.parametrize("way", WAYS)

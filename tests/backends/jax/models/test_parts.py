@@ -151,11 +151,6 @@ def _sets(model: Any, x: Any) -> Any:
     return jnp.mean(model(x))
 
 
-def _writes(model: Any, x: Any) -> Any:
-    model.log_gain[...] = 0.0
-    return jnp.mean(model(x))
-
-
 def _evaluates(model: Any, x: Any) -> Any:
     model.eval()
     return jnp.mean(model(x))
@@ -170,7 +165,6 @@ def _misspells(model: Any, x: Any) -> Any:
     [
         ("nnx", _sets, TraceError, r"model\.scale = \.\.\. would be lost"),
         ("linen", _sets, TraceError, r"model\.scale = \.\.\. would be lost"),
-        ("nnx", _writes, TraceError, r"writes to the parameter 'log_gain'"),
         ("nnx", _evaluates, UnsupportedError, r"model\.eval is a method of Nnx's base class.*before polyamp\.init"),
         ("equinox", _misspells, AttributeError, "'Equinox' has no attribute 'encoed'. Did you mean encode"),
         ("linen", _misspells, AttributeError, "Did you mean encode.*What linen makes in a @nn.compact method"),

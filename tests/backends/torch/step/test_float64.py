@@ -1,0 +1,35 @@
+"""S1 where parameters are float64, in compiled steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import polyamp
+from polyamp import schedules
+from polyamp.conformance.problems import recipe
+from polyamp.conformance.test_float64 import GROUPS, trained
+from polyamp.contract import registry
+
+TRACED: dict[str, Any] = {"backend": "aot_eager"}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        polyamp.sgd(schedules.cosine(0.07, 60, 0.003), momentum=0.9, weight_decay=0.03),
+        polyamp.adamw(0.03, weight_decay=0.3, groups=GROUPS),
+        polyamp.adagrad(schedules.piecewise((0.03, 0.07), (9,)), lr_decay=0.07),
+    ],
+    ids=lambda optimizer: optimizer.tag,
+)
+def test_s01_float64_compiled_steps(optimizer: Any) -> None:
+    backend = registry.get("torch")
+    made = recipe(
+        polyamp.Policy("float64"),
+        optimizer=optimizer,
+        scaler=polyamp.LossScaler(init_scale=1000.0),
+        clip_norm=0.07,
+    )
+    assert trained(backend, backend.testing(), made, compile=TRACED) < 1e-14
