@@ -21,6 +21,7 @@ from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import inside_of_compiled, of_accelerator
 from polyamp_torch.integrations import accelerate_sharded
 from polyamp_torch.integrations.loop_scaler import LoopRegion, Settings, extra
+from polyamp_torch.precision.shield import shield
 
 with extra("accelerate"):
     import accelerate  # type: ignore[import-untyped]  # no annotations
@@ -205,8 +206,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Accelerate's, with the policy's precision of float32 matrix products."""
-        with self.settings.matmul_precision():
+        """Accelerate's, with the policy's precision of float32 matrix products, outside of every autocast region."""
+        with self.settings.matmul_precision(), shield():
             super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

@@ -20,6 +20,7 @@ from polyamp_torch.compat import takes_found_inf
 from polyamp_torch.integrations.loop_clipping import by_mesh, clip_by_norm
 from polyamp_torch.integrations.loop_scaler import Settings, extra
 from polyamp_torch.precision.bound import BoundModule
+from polyamp_torch.precision.shield import shield
 
 with extra("lightning"):
     import lightning.pytorch as pl
@@ -149,8 +150,8 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
             bound.check_overrides_ran()
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Backward pass, with the policy's precision of float32 matrix products."""
-        with self.settings.matmul_precision():
+        """Backward pass, with the policy's precision of float32 matrix products, outside of every autocast region."""
+        with self.settings.matmul_precision(), shield():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def optimizer_step(  # type: ignore[override]  # the Trainer's plugins take more than Fabric's, which they derive from
@@ -264,8 +265,8 @@ class FabricPrecision(fabric_plugins.MixedPrecision):
         return cast_tree(data, plan.output, float64=plan.float64)
 
     def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Backward pass of the scaled loss, with the policy's precision of float32 matrix products."""
-        with self.settings.matmul_precision():
+        """Backward pass of the scaled loss, with the policy's float32 matmul precision, outside of every region."""
+        with self.settings.matmul_precision(), shield():
             super().backward(tensor, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

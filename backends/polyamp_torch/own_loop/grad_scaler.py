@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -30,11 +31,15 @@ from polyamp_torch.own_loop.scaler_gradients import Flags, gradients_of, overflo
 from polyamp_torch.own_loop.scaler_state import GradScalerError, ScalerState, described
 from polyamp_torch.own_loop.shards import Shards, refuse_sharded
 from polyamp_torch.own_loop.skip_report import Evidence, SkipReport, joined
+from polyamp_torch.precision.shield import shield
 from polyamp_torch.step.measure import looks, reciprocal
 
 
 class GradScaler(ScalerState):
     """Scales losses and steps optimizers as `torch.amp.GradScaler` does, without its traps.
+
+    A `torch.autocast` around its methods touches nothing in them, the optimizer's step included (S3). The backward pass
+    is the caller's: inside a region torch runs it under the region, which is one warning. Call `backward()` behind it.
 
     Args:
         scaler: a `polyamp.LossScaler`, or a preset's name; or, as torch has it, a device type followed by torch's own
@@ -128,9 +133,10 @@ class GradScaler(ScalerState):
         """
         if not self._enabled:
             return outputs
-        if isinstance(outputs, torch.Tensor):
-            return self._scaled(outputs)
-        scaled = map_tree(self._scaled_part, outputs)
+        with shield():
+            if isinstance(outputs, torch.Tensor):
+                return self._scaled(outputs)
+            scaled = map_tree(self._scaled_part, outputs)
         if scaled is outputs and not isinstance(outputs, tuple):
             raise GradScalerError(f"scale() takes a tensor or a container of tensors. Received: {outputs!r}.")
         return scaled
@@ -159,6 +165,14 @@ class GradScaler(ScalerState):
 
     def _backward_begins(self, gradient: torch.Tensor) -> None:
         """Called by autograd as a backward pass enters a scaled tensor; unscaled gradients must not change in it."""
+        if not self._run.warned and torch.is_autocast_enabled(gradient.device.type):
+            self._run.warned = True
+            warnings.warn(
+                "backward() runs inside an autocast region: torch computes its products in "
+                f"{torch.get_autocast_dtype(gradient.device.type)} too, those of float32 parts of the model included, "
+                "and GradScaler cannot keep them out of the gradients. End the region before backward().",
+                stacklevel=5,
+            )
         unscaled = [pair for pair in self._run.optimizers() if self._is_unscaled(pair[0])]
         if unscaled:
             watch_backward(unscaled, self._run.names)
@@ -176,7 +190,8 @@ class GradScaler(ScalerState):
             record, _ = self._record(optimizer, "unscale_")
             if record["stage"] is OptState.UNSCALED:
                 raise GradScalerError("unscale_() was already called for this optimizer since the last update().")
-            self._unscale(optimizer, record)
+            with shield():
+                self._unscale(optimizer, record)
 
     def _unscale(self, optimizer: Any, record: dict[str, Any]) -> None:
         scale = self._scale_of_gradients()
@@ -252,6 +267,10 @@ class GradScaler(ScalerState):
             GradientError: the optimizer's parameters have no gradients. A fused one does nothing then, as in torch.
             UnsupportedError: LBFGS, a closure, or gradients in float16.
         """
+        with shield():
+            return self._stepped(optimizer, args, kwargs)
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         record, known = self._record(optimizer, "step")
@@ -412,7 +431,8 @@ class GradScaler(ScalerState):
             flags = [flag for record in records for flag in record["found_inf_per_device"].values()]
             if not flags:
                 raise GradScalerError("update() was called, but no step() with gradients since the last update().")
-            self._state = self._updated(state, together(flags, state.scale))
+            with shield():
+                self._state = self._updated(state, together(flags, state.scale))
             run.least = max(run.least * self._backoff_factor, self._scaler.min_scale)
             if run.ended:
                 run.evidence = []

@@ -83,6 +83,7 @@ class Run:
         found: the joint flag of the steps since the last call of `scale()`, or None.
         stepped: what is known of the optimizers of these steps.
         watch: when the host looks whether the scale is stuck (S17).
+        warned: whether a backward pass inside an autocast region was met.
         reached: until the first update, the parameters that scaled losses depend on, by id; then None.
     """
 
@@ -97,7 +98,7 @@ class Run:
         self.reached: dict[int, torch.Tensor] | None = {}
         self._known: dict[int, Known] = {}
         self.evidence: list[Evidence] = []
-        self.ended = False
+        self.ended = self.warned = False
         self.watch = Watch()
         self.names = Names()
 

@@ -14,6 +14,7 @@ from polyamp.rules import refusals
 from polyamp.rules.batches import micro_batches
 from polyamp.rules.window import Window
 from polyamp_torch.arrays import to_device
+from polyamp_torch.precision.shield import shield
 from polyamp_torch.step.compiled import Graph, Groups
 from polyamp_torch.step.compiled_native import NativeGraph
 from polyamp_torch.step.interrupts import Undisturbed
@@ -63,7 +64,7 @@ class CompiledStep:
         """
         recipe = self._recipe
         batches, window = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
-        with Undisturbed() as quiet, state.turn:
+        with Undisturbed() as quiet, state.turn, shield():
             return self._stepped(state, batches, window, quiet)
 
     def _stepped(self, state: TorchState, batches: list[Any], window: Window, quiet: Undisturbed) -> StepResult:

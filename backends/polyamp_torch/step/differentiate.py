@@ -20,6 +20,7 @@ from polyamp.trees import map_tree
 from polyamp_torch.arrays import dtype_name, to_device
 from polyamp_torch.compat import foreach_mul_, local_of
 from polyamp_torch.precision.autocast import matmul_precision, opened
+from polyamp_torch.precision.shield import shield
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Bystanders, Graphs, made
 from polyamp_torch.step.interrupts import Undisturbed
@@ -64,7 +65,7 @@ def value_and_grad(loss_fn: LossFunction, states: Sequence[TorchState], batch: A
 
     A parameter that several states share is in each of their `Gradients`, with the same tensor.
     """
-    with guarded(states), Undisturbed() as quiet, together([state.turn for state in states]):
+    with guarded(states), Undisturbed() as quiet, together([state.turn for state in states]), shield():
         batch = to_device(batch, states[0].device, states[0].plan.param)
         return _differentiated(loss_fn, states, batch, quiet)
 

@@ -16,6 +16,7 @@ from polyamp.results import LossFunction, StepResult
 from polyamp.rules.batches import micro_batches
 from polyamp.rules.window import Window
 from polyamp_torch.arrays import to_device
+from polyamp_torch.precision.shield import shield
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step import together
 from polyamp_torch.step.bystanders import Bystanders
@@ -37,7 +38,7 @@ def train_step(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: 
 
 def _on_this_rank(loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: Any) -> StepResult:
     parts, window = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
-    with Undisturbed() as quiet, state.turn:
+    with Undisturbed() as quiet, state.turn, shield():
         return _stepped(loss_fn, state, parts, window, quiet)
 
 

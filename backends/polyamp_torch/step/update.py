@@ -22,6 +22,7 @@ from polyamp.rules.decide import Skip
 from polyamp.rules.scale import LossScaleState, update
 from polyamp_torch.arrays import XP
 from polyamp_torch.compat import NOTHING, local_of
+from polyamp_torch.precision.shield import shield
 from polyamp_torch.step import optimizers
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.differentiate import Values, set_aside
@@ -74,7 +75,7 @@ def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], sk
     """Flag, clip, optimizer and one scale adjustment, in place (S9 to S15). A gradient of None leaves its parameter,
     and the optimizer's state for it, as they are. A parameter of several states is stepped by each one's optimizer, as
     torch's optimizers over one `.grad` do."""
-    with guarded(states, second=True), Undisturbed(), together([state.turn for state in states]):
+    with guarded(states, second=True), Undisturbed(), together([state.turn for state in states]), shield():
         return _applied_to(states, grads, skip)
 
 
