@@ -29,7 +29,7 @@ from polyamp_torch.distributed.mixed_precision import check_precision
 from polyamp_torch.losses import TorchLosses
 from polyamp_torch.own_loop.grad_scaler import GradScaler
 from polyamp_torch.precision.autocast import autocast, run_under
-from polyamp_torch.precision.bound import BoundModule, device_of
+from polyamp_torch.precision.bound import BoundModule, device_of, inside
 from polyamp_torch.precision.paths import path_of, plan_for
 from polyamp_torch.step import differentiate, failures, replicas, resuming, step, update
 from polyamp_torch.step.measure import global_norm, reciprocal
@@ -96,6 +96,8 @@ class TorchBackend:
         return GradScaler(scaler, **options)
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
+        if isinstance(target, BoundModule):  # the model in `loss_fn`: this policy instead, for what runs inside
+            target = inside(target)
         if isinstance(target, nn.Module):
             plan = plan_for(target, policy)
             check_precision(target, plan)

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -26,7 +25,7 @@ from polyamp.recipe.scaler import LossScaler
 from polyamp.rules import stuck
 from polyamp.trees import map_tree
 from polyamp_torch.compat import new_record, not_compiled, step_unless_found, takes_found_inf
-from polyamp_torch.own_loop.loop_memory import Known, Run, refuse_closure, refuse_float16, refuse_lbfgs, watch_backward
+from polyamp_torch.own_loop.loop_memory import Known, Run, backward_begins, refuse_closure, refuse_float16, refuse_lbfgs
 from polyamp_torch.own_loop.scaler_gradients import Flags, gradients_of, overflow, parameters_of, together, unscale_
 from polyamp_torch.own_loop.scaler_state import GradScalerError, ScalerState, described
 from polyamp_torch.own_loop.shards import Shards, refuse_sharded
@@ -38,8 +37,8 @@ from polyamp_torch.step.measure import looks, reciprocal
 class GradScaler(ScalerState):
     """Scales losses and steps optimizers as `torch.amp.GradScaler` does, without its traps.
 
-    A `torch.autocast` around its methods touches nothing in them, the optimizer's step included (S3). The backward pass
-    is the caller's: inside a region torch runs it under the region, which is one warning. Call `backward()` behind it.
+    An autocast region around its methods touches nothing in them (S3). `backward()` inside one runs under it, with one
+    warning: call it behind the region.
 
     Args:
         scaler: a `polyamp.LossScaler`, or a preset's name; or, as torch has it, a device type followed by torch's own
@@ -133,10 +132,9 @@ class GradScaler(ScalerState):
         """
         if not self._enabled:
             return outputs
-        with shield():
-            if isinstance(outputs, torch.Tensor):
-                return self._scaled(outputs)
-            scaled = map_tree(self._scaled_part, outputs)
+        if isinstance(outputs, torch.Tensor):
+            return self._scaled(outputs)
+        scaled = map_tree(self._scaled_part, outputs)
         if scaled is outputs and not isinstance(outputs, tuple):
             raise GradScalerError(f"scale() takes a tensor or a container of tensors. Received: {outputs!r}.")
         return scaled
@@ -165,19 +163,8 @@ class GradScaler(ScalerState):
 
     def _backward_begins(self, gradient: torch.Tensor) -> None:
         """Called by autograd as a backward pass enters a scaled tensor; unscaled gradients must not change in it."""
-        if not self._run.warned and torch.is_autocast_enabled(gradient.device.type):
-            self._run.warned = True
-            warnings.warn(
-                "backward() runs inside an autocast region: torch computes its products in "
-                f"{torch.get_autocast_dtype(gradient.device.type)} too, those of float32 parts of the model included, "
-                "and GradScaler cannot keep them out of the gradients. End the region before backward().",
-                stacklevel=5,
-            )
         unscaled = [pair for pair in self._run.optimizers() if self._is_unscaled(pair[0])]
-        if unscaled:
-            watch_backward(unscaled, self._run.names)
-
-    # Unscaling.
+        backward_begins(self._run, unscaled, gradient.device.type)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients in place by the scale that they were made with, and set its flag.
@@ -267,12 +254,9 @@ class GradScaler(ScalerState):
             GradientError: the optimizer's parameters have no gradients. A fused one does nothing then, as in torch.
             UnsupportedError: LBFGS, a closure, or gradients in float16.
         """
-        with shield():
-            return self._stepped(optimizer, args, kwargs)
-
-    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if not self._enabled:
-            return optimizer.step(*args, **kwargs)
+            with shield():
+                return optimizer.step(*args, **kwargs)
         record, known = self._record(optimizer, "step")
         refuse_closure(args, kwargs)
         known.refuse_mixed()
@@ -282,7 +266,8 @@ class GradScaler(ScalerState):
             step = self._step_unfused if not fused else self._step_by_scaler if known.takes_scaler else self._step_fused
         if self._run.ended:
             self._run.evidence, self._run.ended = [], False
-        result = step(optimizer, record, args, kwargs)
+        with shield():
+            result = step(optimizer, record, args, kwargs)
         record["stage"] = OptState.STEPPED
         known.consumed = self._run.calls
         return result
@@ -405,8 +390,6 @@ class GradScaler(ScalerState):
             flags += [overflow(rest, scale, grows=self._may_grow())] if rest else []
         return flags
 
-    # Updating.
-
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adjust the scale by rule S15, on whether any optimizer's gradients overflowed; or set it.
 
@@ -431,8 +414,7 @@ class GradScaler(ScalerState):
             flags = [flag for record in records for flag in record["found_inf_per_device"].values()]
             if not flags:
                 raise GradScalerError("update() was called, but no step() with gradients since the last update().")
-            with shield():
-                self._state = self._updated(state, together(flags, state.scale))
+            self._state = self._updated(state, together(flags, state.scale))
             run.least = max(run.least * self._backoff_factor, self._scaler.min_scale)
             if run.ended:
                 run.evidence = []
@@ -450,8 +432,6 @@ class GradScaler(ScalerState):
             return [row.name for row in self.report()] or ["unknown, as the gradients are gone"]
 
         stuck.check(skips, scaler, names, where="the model", stacklevel=4)
-
-    # Reporting.
 
     @property
     def step_was_skipped(self) -> bool:

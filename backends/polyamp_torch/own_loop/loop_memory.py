@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -164,7 +165,22 @@ class _Before(NamedTuple):
     version: int
 
 
-def watch_backward(unscaled: Sequence[tuple[Any, Known]], names: Names) -> None:
+def backward_begins(run: Run, unscaled: Sequence[tuple[Any, Known]], device_type: str) -> None:
+    """Within a backward pass, as it enters a scaled tensor: watch these optimizers' gradients, and say once that it
+    runs inside an autocast region (S3), which autograd took along when `backward` was called."""
+    if not run.warned and torch.is_autocast_enabled(device_type):
+        run.warned = True
+        warnings.warn(
+            "backward() runs inside an autocast region: torch computes its products in "
+            f"{torch.get_autocast_dtype(device_type)} too, those of float32 parts of the model included, and "
+            "GradScaler cannot keep them out of the gradients. End the region before backward().",
+            stacklevel=6,
+        )
+    if unscaled:
+        _watch_backward(unscaled, run.names)
+
+
+def _watch_backward(unscaled: Sequence[tuple[Any, Known]], names: Names) -> None:
     """Within a backward pass: note, when it ends, which gradients of these optimizers it has changed.
 
     Clipping changes them too, but not within a backward pass.

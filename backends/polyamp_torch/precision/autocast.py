@@ -22,7 +22,7 @@ from polyamp.rules.process_setting import ProcessSetting
 from polyamp.trees import leaves
 from polyamp_torch.arrays import DTYPES, cast_tree
 from polyamp_torch.compat import NOTHING, PlainAutocast, RegionBase, never_compiled
-from polyamp_torch.precision.islands import captured, device_types, islands, restored
+from polyamp_torch.precision.islands import captured, current, device_types, islands, restored
 from polyamp_torch.precision.region_arguments import RegionError, read
 from polyamp_torch.precision.regions import OPENED, Region, Setting, innermost, owned, repair
 
@@ -181,6 +181,18 @@ def region(place: Place, device_type: str) -> contextlib.AbstractContextManager[
     return _opened(_setting(place, device_type), NOTHING)
 
 
+def is_open(place: Place, device_type: str) -> bool:
+    """Whether what is open here and now sets what the region of that place does, whoever has opened it."""
+    if torch.is_autocast_enabled(device_type) is not place.mixes:
+        return False
+    if not place.mixes:
+        return True
+    if torch.get_autocast_dtype(device_type) != DTYPES[place.dtype]:
+        return False
+    mode = None if torch.compiler.is_compiling() else current(device_type)
+    return mode is None or mode.acting is place.kept
+
+
 def _setting(place: Place, device_type: str) -> Setting:
     return Setting(device_type, DTYPES[place.dtype] if place.mixes else None, place.mixes, place.kept)
 
@@ -256,7 +268,11 @@ def run_under(target: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
                 regions.enter_context(opened(plan, device))
             if plan.cast:
                 args, kwargs = cast_tree((args, kwargs), plan.compute, float64=plan.float64)
-            result = target(*args, **kwargs)
+            OPENED.functions.append((plan.policy, len(OPENED.bound)))
+            try:
+                result = target(*args, **kwargs)
+            finally:
+                OPENED.functions.pop()
         return cast_tree(result, plan.output, float64=plan.float64)
 
     return call

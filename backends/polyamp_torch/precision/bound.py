@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,18 +16,15 @@ import torch
 from torch import nn
 
 from polyamp.errors import UnsupportedError
+from polyamp.recipe.policy import Policy
 from polyamp.rules.plan import Plan
 from polyamp_torch.arrays import cast_tree
-from polyamp_torch.compat import NOTHING, constant_when_compiled
-from polyamp_torch.precision import recomputation
-from polyamp_torch.precision.autocast import carried, opened, region
-from polyamp_torch.precision.cast_mode import Casts
+from polyamp_torch.compat import NOTHING
+from polyamp_torch.precision.autocast import opened
+from polyamp_torch.precision.installation import Installation, Installed
 from polyamp_torch.precision.islands import islands
-from polyamp_torch.precision.paths import inner_paths, path_of
-from polyamp_torch.precision.regions import OPENED, Block, Kept, repair
-
-Replace = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes the method that stands in a module's method's place."""
+from polyamp_torch.precision.paths import inner_paths, path_of, plan_for
+from polyamp_torch.precision.regions import OPENED, Block
 
 
 class BoundModule:
@@ -44,7 +40,7 @@ class BoundModule:
     _plan: Plan
     _device: torch.device
     _overrides: dict[str, str]
-    _installation: _Installation
+    _installation: Installation
     _given: list[dict[str, torch.Tensor]]
     _frozen: frozenset[str]
     _path: Callable[[str], str]
@@ -57,7 +53,7 @@ class BoundModule:
             "_plan": plan,
             "_device": device,
             "_overrides": {paths[path]: path for path in plan.overridden},
-            "_installation": _Installation(module, plan, device.type, overrides),
+            "_installation": Installation(module, plan, device.type, overrides),
             "_given": [],
             "_path": path_of(module),
             "_frozen": frozenset(name for name, p in module.named_parameters() if not p.requires_grad),
@@ -129,17 +125,31 @@ class BoundModule:
         """The output of the module, or of a method that it defines (S29), in the policy's output dtype."""
         plan, double = self._plan, self._plan.float64
         inside = any(model is self for model in OPENED.bound)
+        if inside and OPENED.functions and (policy := self._function_policy()) is not None:
+            second = BoundModule(self._module, plan_for(self._module, policy), self._device)
+            return second._called(function, *args, **kwargs)
         installed = NOTHING if inside else self.installed()
-        around = opened(plan, self._device.type)
+        around = NOTHING if inside and self._installation.is_overruled() else opened(plan, self._device.type)
         try:
             with installed, around:
                 if plan.cast or plan.param == plan.compute != "float32":
                     args = cast_tree(args, plan.compute, float64=double)
                     kwargs = {name: cast_tree(value, plan.compute, float64=double) for name, value in kwargs.items()}
-                return cast_tree(function(*args, **kwargs), plan.output, float64=double)
+                result = cast_tree(function(*args, **kwargs), plan.output, float64=double)
+                if installed is not NOTHING and plan.cast:
+                    self.commit()
+                return result
         except BaseException:
             _closed(around, installed)
             raise
+
+    def _function_policy(self) -> Policy | None:
+        """The policy of the function in `loss_fn` that is calling the model, if a region cannot do for it: one of the
+        two policies casts weights."""
+        policy, outside = OPENED.functions[-1]
+        later = not any(model is self for model in OPENED.bound[outside:])
+        found: Policy | None = policy if later and (self._plan.cast or policy.mode == "cast") else None
+        return found
 
     def installed(self) -> contextlib.AbstractContextManager[None]:
         """Overrides and, in cast mode, cast parameters in the module's place of its own, for the time of a block.
@@ -149,18 +159,28 @@ class BoundModule:
         kept = self._plan.mixes and self._plan.kept
         if torch.compiler.is_compiling():
             return self._traced(kept=kept)
-        return _Installed(self, self._installation, self._device.type if kept else None)
+        return Installed(self, self._installation, self._device.type if kept else None)
+
+    def commit(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """In mode "cast", behind a forward pass: what it wrote to casts of parameters goes to the parameters.
+
+        Returns:
+            Each that was written to, with its value before.
+        """
+        return self._installation.commit()
 
     @contextlib.contextmanager
     def _traced(self, *, kept: bool) -> Iterator[None]:
         """The same for a compiler."""
         with self._installation.held(), islands(self._device.type) if kept else contextlib.nullcontext():
-            bound = OPENED.bound
+            bound, placed = OPENED.bound, OPENED.placed
             bound.append(self)
+            placed.append(self._installation)
             try:
                 yield
             finally:
                 bound.remove(self)
+                placed.pop()
 
     def check_overrides_ran(self) -> None:
         """Refuse overrides of modules that own parameters but are never called as modules.
@@ -182,220 +202,11 @@ def inside(bound: BoundModule) -> nn.Module:
     return bound._module
 
 
-class _Installation:
-    """What a bound module puts into its module: put in by the first thread that comes, taken out by the last to go.
-
-    Attributes:
-        called: paths of the overridden modules that ran.
-    """
-
-    def __init__(self, module: nn.Module, plan: Plan, device_type: str, overrides: dict[str, str]) -> None:
-        self.module = module
-        self.plan = plan
-        self.device_type = device_type
-        self.called: set[str] = set()
-        self.casts = Casts(module, overrides, plan) if plan.cast and plan.policy.is_mixed else None
-        self.replaced = [(self._part(path), "forward", self._overridden(path, overrides)) for path in overrides]
-        self.replaced.reverse()  # of a module's several names the last one wins, which is put nearest to it
-        self.replaced += [
-            (part, "parallel_apply", _carrying) for part in module.modules() if isinstance(part, nn.DataParallel)
-        ]
-        self.made: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-        self.lock = threading.RLock()  # not Lock: an interrupt's handler may come while this thread holds it
-        self.holders: list[Any] = []
-        self.placed: list[tuple[nn.Module, str, Any]] = []
-        self.hooks: list[Any] = []
-
-    @property
-    def masters(self) -> dict[int, torch.Tensor]:
-        """The id of each cast that stands in a parameter's place now -> the parameter."""
-        return {} if self.casts is None else {id(place.copy): place.master for place in self.casts.places}
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """A block in which everything is in its place."""
-        if self.casts is None and not self.replaced:
-            yield
-            return
-        if self.casts is None and torch.compiler.is_compiling():
-            with self._traced():
-                yield
-            return
-        token = object()
-        try:
-            self.hold(token)
-            yield
-        finally:
-            self.release(token)
-
-    def hold(self, holder: Any) -> None:
-        """Have everything in its place until `holder` is released."""
-        if self.casts is None and not self.replaced:
-            return
-        with self.lock:
-            if not self.holders:
-                self._take_out()  # what an interrupt may have left
-                self._put_in()
-            elif self.casts is not None:
-                self.casts.refresh()
-            self.holders = [*self.holders, holder]
-
-    def release(self, holder: Any) -> None:
-        """Let go; a second time, or of what never held, changes nothing."""
-        with self.lock:
-            self.holders = [other for other in self.holders if other is not holder]
-            if not self.holders:
-                self._take_out()
-
-    @contextlib.contextmanager
-    def _traced(self) -> Iterator[None]:
-        """The same for a compiler, which knows no locks: it sees what is put in and taken out, and leaves no trace."""
-        placed = []
-        for part, name, replace in self.replaced:
-            before = part.__dict__.get(name, part)
-            part.__dict__[name] = replace(getattr(part, name))
-            placed.append((part, name, before))
-        try:
-            yield
-        finally:
-            for part, name, before in reversed(placed):
-                if before is part:
-                    del part.__dict__[name]
-                else:
-                    part.__dict__[name] = before
-
-    def _put_in(self) -> None:
-        for number, (part, name, replace) in enumerate(self.replaced):
-            value = self._replacement(number, getattr(part, name), replace)
-            self.placed.append((part, name, part.__dict__.get(name, part)))
-            part.__dict__[name] = value
-            if self.casts is not None and name == "forward":
-                self.hooks.append(part.register_forward_hook(self._cast_back))
-        if self.casts is not None:
-            self.casts.__enter__()
-
-    def _take_out(self) -> None:
-        if self.casts is not None and self.casts.places:
-            self.casts.__exit__()
-        for part, name, before in reversed(self.placed):
-            if before is part:
-                part.__dict__.pop(name, None)
-            else:
-                part.__dict__[name] = before
-        for hook in self.hooks:
-            hook.remove()
-        self.placed, self.hooks = [], []
-
-    def _replacement(self, number: int, method: Callable[..., Any], replace: Replace) -> Callable[..., Any]:
-        """The same object each time, or torch.compile would compile again."""
-        known = self.made.get(number)
-        if known is None or known[0] != method:
-            known = self.made[number] = (method, replace(method))
-        return known[1]
-
-    def _cast_back(self, part: nn.Module, args: Any, output: Any) -> Any:
-        """In cast mode, what follows an overridden module computes in the dtype around it again."""
-        around = next((dtype for owner, dtype in reversed(OPENED.overrides) if owner is self), self.plan.compute)
-        return cast_tree(output, around, float64=self.plan.float64)
-
-    def _part(self, path: str) -> nn.Module:
-        return self.module.get_submodule(path.replace("/", "."))
-
-    def _overridden(self, path: str, overrides: dict[str, str]) -> Replace:
-        """Makes, of a submodule's `forward`, one that runs in the submodule's own dtype (S5)."""
-        dtype, double = overrides[path], self.plan.float64
-        place = self.plan.place(dtype)
-
-        def replace(forward: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(forward)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                self._note(path)
-                OPENED.overrides.append((self, dtype))
-                try:
-                    with region(place, self.device_type):
-                        kwargs = {name: cast_tree(value, dtype, float64=double) for name, value in kwargs.items()}
-                        return forward(*cast_tree(args, dtype, float64=double), **kwargs)
-                finally:
-                    OPENED.overrides.pop()
-
-            call.polyamp_rebound = lambda part: replace(type(part).forward.__get__(part))  # type: ignore[attr-defined]  # for _carrying
-            return call
-
-        return replace
-
-    def _note(self, path: str) -> None:
-        _noted(self.called, path)
-        if not torch.compiler.is_compiling():
-            recomputation.carry(id(self), self.held, everywhere=True)
-
-
-@constant_when_compiled
-def _noted(called: set[str], path: str) -> None:
-    """Note that a module ran; in a compiled function while it is traced, or the note would be a reason to recompile."""
-    called.add(path)
-
-
-class _Installed(Block):
-    """The block in which a bound model is installed: see `BoundModule.installed`.
-
-    Args:
-        model: the bound model.
-        installation: what it puts in its module.
-        islands_on: the device type whose islands are kept open, or None.
-    """
-
-    def __init__(self, model: BoundModule, installation: _Installation, islands_on: str | None) -> None:
-        self.model = model
-        self.installation = installation
-        self.region = None if islands_on is None else Kept(islands_on)
-
-    def open(self) -> None:
-        repair()
-        self.depths = len(OPENED.regions), len(OPENED.overrides)
-        OPENED.installed.append(self)
-        self.installation.hold(self)
-        if self.region is not None:
-            self.region.open()
-        OPENED.bound.append(self.model)
-
-    def close(self, *, interrupted: bool) -> None:
-        if self not in OPENED.installed:
-            return
-        regions, overrides = self.depths
-        if interrupted:
-            while len(OPENED.regions) > regions:
-                OPENED.regions[-1].close(interrupted=True)
-            del OPENED.overrides[overrides:]
-        if self.region is not None:
-            self.region.close()
-        self.installation.release(self)
-        left = [block for block in OPENED.installed if block is not self]
-        while sum(model is self.model for model in OPENED.bound) > sum(
-            isinstance(block, _Installed) and block.model is self.model for block in left
-        ):
-            OPENED.bound.remove(self.model)  # not pop(): a training library closes what it opened in any order
-        OPENED.installed.remove(self)
-        self.frame = None
-
-
 def _closed(*blocks: contextlib.AbstractContextManager[None]) -> None:
     """An exception is on its way: close what an interrupt kept from closing itself."""
     for block in blocks:
         if isinstance(block, Block):
             block.close(interrupted=True)
-
-
-def _carrying(parallel_apply: Callable[..., Any]) -> Callable[..., Any]:
-    """`DataParallel.parallel_apply` with the region carried into its worker threads, which get `enabled` only."""
-
-    def call(replicas: list[nn.Module], *args: Any) -> Any:
-        for part in (part for replica in replicas for part in replica.modules()):
-            rebound = getattr(part.__dict__.get("forward"), "polyamp_rebound", None)
-            if rebound is not None:  # replicate() copied the attribute, which runs the original's parameters
-                part.__dict__["forward"] = rebound(part)
-        return parallel_apply([carried(replica) for replica in replicas], *args)
-
-    return call
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -7,13 +7,13 @@ backward pass. Called by `bound`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
-from polyamp.errors import PolicyError
+from polyamp.errors import PolicyError, UnsupportedError
 from polyamp.rules.plan import Plan
 from polyamp_torch.arrays import DTYPES, dtype_name, is_castable
 from polyamp_torch.compat import buffers_in, gathered_by_fsdp2, parameters_in, renew_list_of_weights, version_of
@@ -46,14 +46,18 @@ class _Place(NamedTuple):
     Attributes:
         slots: `_parameters` or `_buffers` of the module that owns it.
         name: its name there.
+        path: its path in the model.
         master: the tensor itself.
+        before: what stood there: the master, or a cast of it by a policy further out.
         copy: what stands there instead.
         versions: how often master and copy had been written to.
     """
 
     slots: dict[str, Any]
     name: str
+    path: str
     master: torch.Tensor
+    before: torch.Tensor
     copy: torch.Tensor
     versions: tuple[int, int]
 
@@ -62,8 +66,9 @@ class Casts:
     """A context in which a module's parameters and floating buffers are cast to the policy's dtypes.
 
     A tensor has one copy however many modules share it. A buffer that the forward pass changed in its cast form is
-    written back to the float32 one. A parameter that FSDP2 gathers is cast where it is gathered, by its unit's
-    `MixedPrecisionPolicy`, and stays in its place.
+    written back to the float32 one, and so is a parameter by `commit`. A parameter that FSDP2 gathers is cast where it
+    is gathered, by its unit's `MixedPrecisionPolicy`, and stays in its place. Where casts of a policy further out stand
+    in the module, their masters are cast, or stand there themselves if this policy casts none.
 
     Raises:
         PolicyError: on entering, if overrides give a shared tensor two dtypes.
@@ -74,6 +79,9 @@ class Casts:
         self.overrides = overrides
         self.plan = plan
         self.places: list[_Place] = []
+        self.outer: Mapping[int, torch.Tensor] = {}
+        self._looked: set[bool] = set()
+        self._silent: set[int] = set()
 
     def __enter__(self) -> None:
         # The copies serve every thread that comes, so the first one's no_grad() must not show in them.
@@ -96,6 +104,62 @@ class Casts:
             self.__exit__()
             self.__enter__()
 
+    @torch.no_grad()
+    def commit(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Give the masters what a forward pass wrote to their casts: the elements that it changed; the others keep
+        their digits (S12). Each that was written to, with its value before.
+
+        Writes are known by the version counters, which those through `.data` do not move: so all casts are compared
+        once in training and once in evaluation, and every time those that such a write was found in.
+
+        Raises:
+            UnsupportedError: a write that cannot be kept: a parameter that was replaced, or one whose master was
+                written as well.
+        """
+        looks = self.module.training not in self._looked
+        self._looked.add(self.module.training)
+        found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for _, place in self._parameters():
+            master, copy = place.master, place.copy
+            written, by_hand = _version(copy) != place.versions[1], _version(master) != place.versions[0]
+            if id(master) in found or not (written or looks or id(master) in self._silent):
+                continue
+            if by_hand and not written:
+                continue
+            if by_hand:
+                raise UnsupportedError(
+                    f"loss_fn wrote to the parameter {place.path!r} and to its cast in the model, of which mode='cast' "
+                    "can keep one. Write to the model's own parameter alone, or use mode='autocast'."
+                )
+            changed = copy.detach() != master.detach().to(copy.dtype)
+            if not written and id(master) not in self._silent:
+                if not bool(changed.any()):
+                    continue
+                self._silent.add(id(master))
+            found[id(master)] = (master, master.detach().clone())
+            master.copy_(torch.where(changed, copy.detach().to(master.dtype), master))
+        for number, place in self._parameters() if found else ():
+            if id(place.master) in found:
+                self.places[number] = place._replace(versions=(_version(place.master), _version(place.copy)))
+        return list(found.values())
+
+    def _parameters(self) -> Iterator[tuple[int, _Place]]:
+        """The places of the parameters that are cast, with their numbers.
+
+        Raises:
+            UnsupportedError: something else stands in one.
+        """
+        for number, place in enumerate(self.places):
+            if not isinstance(place.master, nn.Parameter):
+                continue
+            if place.slots.get(place.name) is not place.copy:
+                raise UnsupportedError(
+                    f"the forward pass replaced the parameter {place.path!r}, in whose place mode='cast' has a cast. "
+                    "Write into it (parameter.copy_(value) under torch.no_grad()), or use mode='autocast'."
+                )
+            if place.copy is not place.master:
+                yield number, place
+
     def _copies(self) -> list[_Place]:
         double = self.plan.float64
         copies: dict[int, torch.Tensor] = {}
@@ -104,23 +168,27 @@ class Casts:
             (id(owner), name) for each in gathered_by_fsdp2(self.module.modules()) for owner, name in each.places
         }
         for path, part in self.module.named_modules():
-            dtype = DTYPES[self.overrides.get(path.replace(".", "/"), self.plan.compute)]
+            dtype = DTYPES[self.overrides.get(path.replace(".", "/"), self.plan.compute)] if self.plan.cast else None
             if isinstance(part, _BATCH_NORMS):
                 continue
             for slots in (parameters_in(part), buffers_in(part)):
-                for name, master in slots.items():
-                    if master is None or not is_castable(master, float64=double):
+                for name, before in slots.items():
+                    if before is None or not is_castable(before, float64=double):
                         continue
                     if gathered and (id(part), name) in gathered:
                         continue
-                    copy = copies.setdefault(id(master), master.to(dtype))
-                    if copy.dtype != dtype:
+                    master = self.outer.get(id(before), before)
+                    if dtype is None and master is before:
+                        continue
+                    copy = copies.setdefault(id(master), master if dtype is None else master.to(dtype))
+                    if dtype is not None and copy.dtype != dtype:
                         raise PolicyError(
                             f"overrides give the tensor {path}.{name} the dtype {dtype_name(dtype)}, and "
                             f"{dtype_name(copy.dtype)} where else the model uses it. A shared tensor has one dtype in "
                             "mode='cast'."
                         )
-                    places.append(_Place(slots, name, master, copy, (_version(master), _version(copy))))
+                    whole, versions = f"{path}.{name}" if path else name, (_version(master), _version(copy))
+                    places.append(_Place(slots, name, whole, master, before, copy, versions))
         return places
 
 
@@ -129,9 +197,9 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _put_back(place: _Place) -> None:
-    slots, name, master, copy, (_, version) = place
+    slots, name, _, master, before, copy, (_, version) = place
     now = slots[name]
-    slots[name] = master
+    slots[name] = before
     if isinstance(master, nn.Parameter) or now is None:
         return
     if now is not copy:

@@ -49,16 +49,20 @@ class _Opened(threading.local):
         regions: the regions, innermost last.
         bound: the models whose casts and overrides are installed, innermost last.
         installed: the blocks in which they are, where they are not traced.
+        placed: what is installed by a function that a compiler traces.
         overrides: the overridden modules that are running: whose they are, and their dtype.
+        functions: the policies of the functions that are running under one, and how many models were bound outside.
         traced: the regions of a function that a compiler traces.
     """
 
     def __init__(self) -> None:
         self.regions: list[Block] = []
         self.bound: list[Any] = []
-        self.installed: list[Block] = []
+        self.installed: list[Any] = []
+        self.placed: list[Any] = []
         self.traced: list[contextlib.AbstractContextManager[None]] = []
         self.overrides: list[tuple[Any, str]] = []
+        self.functions: list[tuple[Any, int]] = []
 
 
 OPENED: Final = _Opened()
