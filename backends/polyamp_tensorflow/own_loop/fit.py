@@ -25,6 +25,7 @@ from polyamp_tensorflow.models.saved_settings import forget, keep, settings_of
 from polyamp_tensorflow.models.variables import streams_of, variables_of
 from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
 from polyamp_tensorflow.own_loop.loss_weights import count_losses
+from polyamp_tensorflow.own_loop.own_compile import check_own, compile_model
 from polyamp_tensorflow.precision.autocast import BY_COMPILE, AppliedPolicy, matmul_precision, planned
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.optimizer_checks import check_recipe_optimizer
@@ -45,6 +46,7 @@ def compile(  # noqa: A001  # Keras's word for it
     run_eagerly: bool = False,
     steps_per_execution: int = 1,
     jit_compile: bool | str | None = None,
+    **more: Any,
 ) -> None:
     """`model.compile` by a recipe: then `fit`, `evaluate` and `predict` follow its policy, scaler, optimizer and clip.
 
@@ -60,11 +62,14 @@ def compile(  # noqa: A001  # Keras's word for it
             are computed in float32.
         jit_compile: True, False or "auto" as in Keras. None is "auto", but float16 on one CPU is compiled with XLA,
             which a warning says once per process.
+        **more: what a `compile` of the model's own takes beside Keras's arguments, such as the `student_loss_fn` of
+            keras.io's Distiller. Of Keras's it gets those that it takes.
 
     Raises:
         ModelError: not a `keras.Model`, not built, or without float32 parameters.
         LossError: a loss in 16 bits.
-        PolicyError, RecipeError, LossScaleError, UnsupportedError: as from `polyamp.init`; and XLA on several replicas.
+        PolicyError, RecipeError, LossScaleError, UnsupportedError: as from `polyamp.init`; XLA on several replicas; an
+            argument that the model's `compile` does not take, or lacks.
 
     Example:
         >>> import keras, polyamp
@@ -86,7 +91,9 @@ def compile(  # noqa: A001  # Keras's word for it
             f"compile needs a built model, to put the policy on its layers. Received: {model.name!r}, which is not "
             "built. Call it once on a batch, or give its first layer an Input."
         )
-    _check_losses(loss)
+    given = {"loss": loss, "metrics": metrics, "loss_weights": loss_weights, "weighted_metrics": weighted_metrics}
+    check_own(model, {name: value for name, value in given.items() if value is not None}, more)
+    _check_losses([loss, *more.values()])
     plan = planned(model, recipe.policy)
     check_recipe_optimizer(recipe.optimizer)
     parameters = variables_of(model).parameters
@@ -101,17 +108,15 @@ def compile(  # noqa: A001  # Keras's word for it
         optimizer.build(model.trainable_variables)
         jit = _jit_compile(model, plan, jit_compile, run_eagerly)
         _put_policy(model, plan)
-        model.compile(
-            optimizer,
-            loss=loss,
-            loss_weights=loss_weights,
-            metrics=metrics,
-            weighted_metrics=weighted_metrics,
-            run_eagerly=run_eagerly,
-            steps_per_execution=steps_per_execution,
-            jit_compile=jit,
-            auto_scale_loss=False,
-        )
+        settings = {
+            "optimizer": optimizer,
+            **given,
+            "run_eagerly": run_eagerly,
+            "steps_per_execution": steps_per_execution,
+            "jit_compile": jit,
+            "auto_scale_loss": False,
+        }
+        compile_model(model, settings, more)
         guard(model, recipe.policy)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -24,7 +23,6 @@ from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.rules import stuck
-from polyamp.rules.plan import NARROW
 from polyamp.rules.refusals import check_any
 from polyamp.rules.scale import LossScaleState
 from polyamp_tensorflow.arrays import at_least_float32, dense_wide, raw, variable_name, write
@@ -40,7 +38,7 @@ from polyamp_tensorflow.own_loop.loop_memory import (
     total_with_statistics,
 )
 from polyamp_tensorflow.step import replicas
-from polyamp_tensorflow.step.measure import scale_loss
+from polyamp_tensorflow.step.measure import scale_own_loss
 from polyamp_tensorflow.step.optimizer_checks import check_built_for, check_inner_optimizer, check_scaled_variables
 from polyamp_tensorflow.step.optimizers import SpecOptimizer, build_optimizer, load_without
 from polyamp_tensorflow.step.writes import ForwardWrites, Written, dtypes_of
@@ -53,19 +51,6 @@ def _as_written(method: _Method) -> _Method:
     """Keep AutoGraph away, which would rewrite the method and the exceptions from it."""
     unconverted: _Method = tf.autograph.experimental.do_not_convert(method)
     return unconverted
-
-
-def _warn_of_width(loss: Any) -> None:
-    """Say that a loss was computed in 16 bits; once for each function that is traced."""
-    dtype = getattr(getattr(loss, "dtype", None), "name", getattr(loss, "dtype", None))
-    if dtype in NARROW:
-        warnings.warn(
-            f"scale_loss() is given a loss in {dtype}: it was computed in 16 bits, where a sum has three digits. Cast "
-            "what it is made of, loss = keras.ops.mean(keras.ops.square(keras.ops.cast(x, 'float32'))), or use a loss "
-            "object of Keras's or polyamp.losses, which compute in float32.",
-            UserWarning,
-            stacklevel=3,
-        )
 
 
 @keras.saving.register_keras_serializable(package="polyamp")
@@ -314,15 +299,15 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         """The loss in float32, times the scale.
 
         Args:
-            loss: floating scalar. One in 16 bits was computed in them, and a warning says so.
+            loss: floating. One in 16 bits was computed in them, and a warning says so. Of another shape than a scalar
+                the gradient is that of its sum, as with Keras's.
 
         Raises:
-            LossError: not a floating scalar.
+            LossError: not floating.
         """
         self._calls.note()
-        _warn_of_width(loss)
         scale = raw(self.dynamic_scale) if self.scaler.scales else None
-        scaled = scale_loss(loss, scale, what="what calls scale_loss()")
+        scaled = scale_own_loss(loss, scale, what="what calls scale_loss()")
         return scaled if self._share is None else scaled * self._share.weight
 
     @_as_written

@@ -35,6 +35,7 @@ from polyamp_tensorflow.precision.dataflow import is_gather
 from polyamp_tensorflow.precision.integers import marking, refusing, taking_integers
 from polyamp_tensorflow.precision.keras_policies import STACK, is_quantized, keras_policy, own_policy
 from polyamp_tensorflow.precision.layer_choice import Choice, choose
+from polyamp_tensorflow.precision.mixed_dtypes import naming_mixed_dtypes
 from polyamp_tensorflow.precision.op_list import SENSITIVE_LAYERS
 from polyamp_tensorflow.precision.own_losses import check_scalars, refusing_narrow
 from polyamp_tensorflow.precision.regularizers import in_float32, without_float32
@@ -150,6 +151,8 @@ class Application:
             checked = refusing(call, target, choice.path)
             if checked is not None:
                 methods["call"] = call = checked
+            if not is_kerass(type(target)) or isinstance(target, keras.layers.Lambda):
+                methods["call"] = call = naming_mixed_dtypes(call, target, choice.path)
             if functional_of(target) is target:
                 methods |= marking(target)
         if isinstance(target, SENSITIVE_LAYERS) and not target.autocast and dtype not in (None, *NARROW):

@@ -15,11 +15,10 @@ from polyamp.errors import ModelError, PolyampError, ReplicaError, TraceError, U
 from polyamp.rules.replicas import called
 from polyamp_tensorflow.models.layers import is_layer, modules
 from polyamp_tensorflow.precision.cast_mode import is_cast
+from polyamp_tensorflow.precision.mixed_dtypes import mixed_dtypes
 from polyamp_tensorflow.step.distribution import USED_APART, several
 from polyamp_tensorflow.step.state import TensorFlowState
 
-_NAMES: Final = {"half": "float16", "float": "float32", "double": "float64"}
-_DTYPE: Final = r"\b(float16|bfloat16|float32|float64|half|float|double)\b"
 _TRACED: Final = (
     "loss_fn is traced, so that its tensors have no values yet: {}. Return the tensor itself, compute with tf "
     "or keras.ops, "
@@ -89,28 +88,11 @@ def _windows(state: TensorFlowState) -> bool:
 
 def _mixed_dtypes(error: Exception, states: Sequence[TensorFlowState]) -> ModelError | None:
     """For an operation inside a layer whose operands differ in dtype, which TensorFlow does not promote."""
-    said = next(
-        iter(re.findall(r"[^\n]*(?:does not match type|was expected to be a|requested dtype)[^\n]*", str(error))), ""
-    )
-    found = list(dict.fromkeys(_NAMES.get(name, name) for name in re.findall(_DTYPE, said)))
     layer = _layer_of(error)
-    if len(found) < 2 or layer is None:
+    if layer is None:
         return None
     path = next((m.path for state in states for m in modules(state.model) if m.layer is layer), "")
-    narrow = min(found, key=lambda name: tf.as_dtype(name).size)
-    wide = max(found, key=lambda name: tf.as_dtype(name).size)
-    keep = (
-        f"Keep the layer in {wide}: Policy(..., overrides={{{path!r}: {wide!r}}}). Or"
-        if path
-        else "In the model's call,"
-    )
-    return ModelError(
-        f"layer {path or layer.name!r} ({type(layer).__name__}) computes with operands of {narrow} and {wide}, which "
-        f"TensorFlow does not do. Its input is {narrow} under the policy, and its own call makes the other: "
-        "random numbers "
-        f"and constants are {wide} unless they are told otherwise. {keep} make both of one dtype, as in "
-        "tf.random.normal(tf.shape(z), dtype=z.dtype) or tf.cast(noise, z.dtype)."
-    )
+    return mixed_dtypes(error, layer, path)
 
 
 def _layer_of(error: Exception) -> Any:

@@ -5,6 +5,7 @@ Called by the step and, through the backend, by `LossScaler.scale` and `LossScal
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from polyamp.errors import GradientError
+from polyamp.rules.plan import NARROW
 from polyamp.rules.refusals import check_any, check_loss
 from polyamp_tensorflow.arrays import dtype_name, is_floating, raw
 
@@ -32,6 +34,29 @@ def scale_loss(loss: Any, scale: Any | None, *, what: str = "scale()") -> Any:
         loss = tf.ensure_shape(loss, ())
     check_loss(tuple(loss.shape), dtype_name(loss), what=what)
     wide = tf.cast(tf.reshape(loss, ()), tf.float32)
+    return wide if scale is None else wide * scale
+
+
+def scale_own_loss(loss: Any, scale: Any | None, *, what: str) -> Any:
+    """The same for a loop of one's own, whose policy is not known: a loss of another shape keeps it, as in Keras's own
+    `scale_loss`, and of one in 16 bits, which was computed in them, a warning says so.
+
+    Raises:
+        LossError: not floating.
+    """
+    loss = tf.convert_to_tensor(raw(loss))
+    if dtype_name(loss) in NARROW:
+        warnings.warn(
+            f"scale_loss() is given a loss in {dtype_name(loss)}: it was computed in 16 bits, where a sum has three "
+            "digits. Cast what it is made of, loss = keras.ops.mean(keras.ops.square(keras.ops.cast(x, 'float32'))), "
+            "or use a loss object of Keras's or polyamp.losses, which compute in float32.",
+            UserWarning,
+            stacklevel=4,
+        )
+    if loss.shape.rank in (None, 0) or loss.shape == (1,):
+        return scale_loss(loss, scale, what=what)
+    check_loss((), dtype_name(loss), what=what)
+    wide = tf.cast(loss, tf.float32)
     return wide if scale is None else wide * scale
 
 
