@@ -48,6 +48,12 @@ def is_a(value: Any, module: str, name: str) -> bool:
     return isinstance(kind, type) and isinstance(value, kind)
 
 
+def coordination_client() -> Any:
+    """The client of the service that `jax.distributed.initialize` starts, which keeps small values for all processes;
+    None without it. There is no public way to ask for it."""
+    return importlib.import_module("jax._src.distributed").global_state.client
+
+
 def flax_refused_a_change(error: BaseException) -> bool:
     """Whether flax says that an nnx object of another trace was changed."""
     return is_a(error, "flax.errors", "TraceContextError")

@@ -66,6 +66,7 @@ class Board:
         self._since = time.monotonic()
         self._heard = ""
         self._told = False
+        self._asked = 0
         self._declined = 0
         self._process = os.getpid()
         self.set(f"who/{group.place}", presence.own())
@@ -118,12 +119,12 @@ class Board:
             self.group.store.reach()
             self.put("answers", {"place": self.group.place, "how": "failed", "step": self.begun, "error": what})
             self.set("called", {"words": known.removesuffix(".")})
-            self._told = bool(known)
+            self._told, self._asked = bool(known), 1
             words = self._found(known)
         except OSError:
             words = known or self._heard or lost_store(self.group)
         failed = f" (The collective of rank {me} failed in {self.at()}: {what})"
-        self.broken = words if words == known else words + failed
+        self.broken = words if known else words + failed
         whole = "The last complete checkpoint is whole. " if self.doing else ""
         return ReplicaError(f"{self.broken} {whole}{_AGAIN}")
 
@@ -137,7 +138,8 @@ class Board:
         end = time.monotonic() + _LINGERS
         with contextlib.suppress(OSError):
             while self.hosts and (self._told or self.linger()) and time.monotonic() < end:
-                if self._told and self.group.store.add("answers", 0) >= len(self.group.names) - 1:
+                heard = self.group.store.add("answers", 0) + self.group.store.add("ended", 0) - self._asked
+                if self._told and heard >= len(self.group.names) - 1:
                     return
                 time.sleep(0.05)
         if self.broken:

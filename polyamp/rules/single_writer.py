@@ -77,7 +77,7 @@ class SingleWriter:
         """Write, and say so. What cannot be said, for the store is gone, does not stop a save."""
         self._wrote = True
         here: dict[str, Any] = {"place": self._group.place}
-        self._say(f"{key}/begun", here)
+        self._say(f"{key}/begun", here | presence.own())
         try:
             put()
         except BaseException as error:
@@ -97,7 +97,7 @@ class SingleWriter:
             store.add(_WAITING, 1)
             try:
                 writer = self._writer(key)
-                end = None if writer is None else self._end(key, int(writer["place"]))
+                end = None if writer is None else self._end(key, writer)
             finally:
                 store.add(_SERVED, 1)
         except OSError as error:
@@ -123,13 +123,12 @@ class SingleWriter:
         found: Mapping[str, Any] | None = None if said is None else json.loads(said)
         return found
 
-    def _end(self, key: str, place: int) -> Mapping[str, Any]:
+    def _end(self, key: str, writer: Mapping[str, Any]) -> Mapping[str, Any]:
         """What the rank that writes says when it is through."""
         store, begun = self._group.store, time.monotonic()
-        who = store.get(f"who/{place}", 0.0)
         while (said := store.get(f"{key}/end", _INTERVAL)) is None:
-            rank, me = self._group.names[place], self._group.names[self._group.place]
-            if who is not None and presence.is_gone(json.loads(who)):
+            rank, me = self._group.names[writer["place"]], self._group.names[self._group.place]
+            if presence.is_gone(writer):
                 raise ReplicaError(
                     f"rank {rank} is no longer running: killed, or ended without a word, in polyamp.save, where rank "
                     f"{me} waits for it. {_KEPT}"

@@ -43,8 +43,8 @@ _CALLS: Final = {
 def explained(error: Exception, batch: Any) -> PolyampError | None:
     """The error to raise in place of JAX's; None if it is not known what was mistaken."""
     text = str(error)
-    if _COLLECTIVE.search(text) and jax.process_count() > 1:
-        return _other_process(error)
+    if (parted := of_other_process(error)) is not None:
+        return parted
     if isinstance(error, _VALUES):
         what = _CALLS.get(type(error).__name__)
         if what is None:
@@ -73,6 +73,11 @@ def explained(error: Exception, batch: Any) -> PolyampError | None:
     if isinstance(error, TypeError) and "as an abstract array" in text:
         return _no_array(batch)
     return None
+
+
+def of_other_process(error: Exception) -> ReplicaError | None:
+    """The error to raise in place of a collective's; None if it is another one."""
+    return _other_process(error) if _COLLECTIVE.search(str(error)) and jax.process_count() > 1 else None
 
 
 def _no_array(batch: Any) -> BatchError | None:

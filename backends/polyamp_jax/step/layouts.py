@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from polyamp_jax import compat
@@ -164,11 +165,18 @@ def settled(tree: Any, like: Sequence[Any]) -> Any:
         if isinstance(place, NamedSharding) and _explicit(place.mesh):  # as the type of the step's result spells it
             place = NamedSharding(place.mesh, _everywhere(leaf.ndim))
         if is_key(leaf):  # which `device_put` takes to devices of this process alone
-            data = jax.device_put(jax.random.key_data(leaf), place)
+            data = _put(jax.random.key_data(leaf), place)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-        return jax.device_put(leaf, place)
+        return _put(leaf, place)
 
     return jax.tree.map(one, tree)
+
+
+def _put(leaf: Any, place: Any) -> Any:
+    """`device_put`, through the host where other processes have devices of `place`: of an array that lies on a device,
+    jax 0.10 makes one there whose shards cannot be read, so that orbax cannot write it."""
+    elsewhere = isinstance(place, NamedSharding) and not place.is_fully_addressable
+    return jax.device_put(np.asarray(leaf) if elsewhere else leaf, place)
 
 
 def _everywhere(axes: int = 0) -> PartitionSpec:

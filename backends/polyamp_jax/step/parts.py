@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,8 +19,11 @@ from jax.experimental import multihost_utils
 
 from polyamp.contract.parts import Form, Processes
 from polyamp.errors import BackendNotInstalledError, CheckpointError, ReplicaError, UnsupportedError
+from polyamp.rules.single_writer import SingleWriter
 from polyamp.train.parts import OneProcess, check_forms
 from polyamp_jax.arrays import is_key
+from polyamp_jax.step import coordination
+from polyamp_jax.step.failures import of_other_process
 from polyamp_jax.step.state import JaxState, check_held, export, named_arrays
 
 Array = np.ndarray[Any, Any]
@@ -46,11 +49,36 @@ class AllProcesses:
             padded[: len(said)] = np.frombuffer(said, np.uint8)
             every = np.asarray(multihost_utils.process_allgather(padded)).reshape(self.count, -1)
         except (RuntimeError, ValueError) as error:
+            if of_other_process(error) is not None:  # `call_of_all` says which
+                raise
             raise ReplicaError(
                 f"process {self.rank} heard nothing of another one while a checkpoint was saved or restored: that one "
                 f"ended, or hangs ({error}). The last complete checkpoint is whole; start all anew from it."
             ) from error
         return [row[:length].tobytes() for row, length in zip(every, lengths, strict=True)]
+
+    @contextlib.contextmanager
+    def call_of_all(self, what: str) -> Iterator[None]:
+        """See `polyamp.contract.parts.Meets`: here all have to come by themselves, and one that ends is named."""
+        try:
+            yield
+        except Exception as error:
+            parted = of_other_process(error)
+            if parted is None:
+                raise
+            raise ReplicaError(f"{parted} (In {what}; the last complete checkpoint is whole.)") from error
+
+
+class Copies(AllProcesses):
+    """Those of a state whose arrays every process holds whole."""
+
+    def __init__(self, state: JaxState, writer: SingleWriter) -> None:
+        super().__init__()
+        self._state, self._writer = state, writer
+
+    def write_by_one(self, path: str, put: Callable[[], None], look: Callable[[], Any]) -> None:
+        """See `polyamp.contract.parts.HasCopies`."""
+        self._writer.write(path, str(int(np.asarray(self._state.step))), put, look)
 
 
 @contextlib.contextmanager
@@ -80,7 +108,7 @@ class JaxParts:
         self._state = state
         self._leaves = named_arrays(state)
         shared = [leaf for leaf in self._leaves.values() if _is_shared(leaf)]
-        self.processes: Processes = AllProcesses() if shared else OneProcess()
+        self.processes: Processes = _processes(state, shared)
         held = {device.process_index for leaf in shared for device in leaf.sharding.device_set}
         if shared and len(held) != jax.process_count():
             raise UnsupportedError(
@@ -137,6 +165,13 @@ class JaxParts:
         if leaf is None or not leaf.ndim or is_key(leaf) or not leaf.committed:
             return orbax.RestoreArgs(restore_type=np.ndarray)
         return orbax.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=form.shape)
+
+
+def _processes(state: JaxState, shared: Sequence[Any]) -> Processes:
+    if not shared:
+        return OneProcess()
+    writer = coordination.writer() if all(leaf.is_fully_replicated for leaf in shared) else None
+    return AllProcesses() if writer is None else Copies(state, writer)
 
 
 def _is_shared(leaf: Any) -> bool:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from polyamp.errors import ReplicaError
-from polyamp.rules import presence, roll_call
+from polyamp.errors import CheckpointError, ReplicaError
+from polyamp.rules import presence, roll_call, single_writer
+from polyamp.rules.meeting import call_of_all
 from polyamp.rules.replicas import Brought, Group, alike, called, compare, shortened, withdrawn
 from polyamp.rules.roll_call import Board, Shelf
+from polyamp.rules.single_writer import SingleWriter
 
 
 def on_ranks(count: int, run: Callable[[Group], Any], *, seconds: float = 2.0, absent: Sequence[int] = ()) -> list[Any]:
@@ -187,3 +189,91 @@ def test_s32_who_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert on_ranks(2, run)[0].startswith(
         "rank 1 did not answer within 0.5 s: it was killed, hangs, or its machine is lost."
     )
+
+
+def called_by(places: Sequence[int], elsewhere: Callable[[Board], Any], *, seconds: float = 20.0) -> dict[int, str]:
+    """What the ranks of three that save read, where the others do something else."""
+
+    def run(group: Group) -> str:
+        board = Board(group)
+        board.begun = 4
+        if group.place not in places:
+            elsewhere(board)
+            return ""
+        with call_of_all(board, "polyamp.save"):
+            assert board.at() == "polyamp.save after step 4"
+            return "all came"
+
+    found = on_ranks(3, run, seconds=seconds)
+    return {place: str(found[place]) for place in places}
+
+
+def test_s33_a_call_of_all_begins_when_all_have_come() -> None:
+    assert called_by([0, 1, 2], lambda board: None) == dict.fromkeys(range(3), "all came")
+
+
+def test_s33_who_went_another_way_is_named_on_both_sides() -> None:
+    heard = []
+
+    def step(board: Board) -> None:
+        board.begun, board.inside = 5, True
+        time.sleep(2.5)  # the thread that looks after a long step answers
+        heard.append(str(board.parted("RuntimeError: closed")))
+
+    begun = time.monotonic()
+    found = called_by([0, 2], step)
+    words = (
+        "ranks 0 and 2 are in polyamp.save after step 4, and rank 1 in step 5. Every rank has to call polyamp.save of a"
+    )
+    assert all(each.startswith(words) for each in (*found.values(), *heard)), (found, heard)
+    assert all("The last complete checkpoint is whole. Start all ranks again" in each for each in found.values())
+    assert len(heard) == 1
+    assert time.monotonic() - begun < 8.0
+
+
+def test_s33_who_ended_or_does_not_come_is_named() -> None:
+    found = called_by([0, 1], lambda board: board.ended())
+    words = "rank 2 ended after step 4, and rank 0 is in polyamp.save, which every rank has to call. The last complete"
+    assert {each.replace("rank 1 is", "rank 0 is")[: len(words)] for each in found.values()} == {words}
+    late = called_by([1], lambda board: time.sleep(3.0), seconds=0.5)[1]
+    assert (
+        "(The collective of rank 1 failed in polyamp.save after step 4: ranks 0 and 2 did not come within 0.5 s)"
+        in late
+    )
+
+
+def test_s33_one_rank_writes_for_all_that_call() -> None:
+    """With no word from rank 0 the first that waits writes; an error of the rank that wrote is everybody's."""
+    written: list[int] = []
+
+    said: list[str] = []
+
+    def run(group: Group, absent: int | None, fails: bool) -> None:
+        def put() -> None:
+            written.append(group.place)
+            if fails:
+                raise OSError(28, "full")
+
+        if group.place != absent:
+            try:
+                SingleWriter(group).write("state", "step 3", put, lambda: len(written) or None)
+            except (OSError, CheckpointError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+
+    def on_three(absent: int | None, *, fails: bool = False) -> None:
+        written.clear()
+        on_ranks(3, lambda group: run(group, absent, fails))
+
+    on_three(None)
+    assert (written, said) == ([0], [])
+    on_three(None, fails=True)
+    ours = "CheckpointError: rank 0 could not write state: OSError: [Errno 28] full"
+    assert (written, sorted(said)) == ([0], [ours, ours, "OSError: [Errno 28] full"])
+    single_writer.PATIENCE = 0.3  # type: ignore[misc]
+    try:
+        on_three(0)
+        assert len(written) == 1
+        on_three(2)
+        assert written == [0]
+    finally:
+        single_writer.PATIENCE = 5.0  # type: ignore[misc]
