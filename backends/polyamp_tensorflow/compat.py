@@ -258,10 +258,14 @@ def is_linear_algebra(operation: Any) -> bool:
     """True for an operation of `keras.ops.linalg`, by the module that its class stands in."""
     return str(type(operation).__module__).endswith("ops.linalg")
 
+def mask_of(tensor: Any) -> Any:
+    """The mask that Keras's layers put on what they give; None without one."""
+    return getattr(tensor, _MASK, None)
+
 
 def keep_mask(tensor: Any, result: Any) -> Any:
     """`result` with the mask that Keras keeps on a tensor, for the layers and the loss that follow."""
-    mask = getattr(tensor, _MASK, None)
+    mask = mask_of(tensor)
     if mask is not None and result is not tensor:
         setattr(result, _MASK, mask)
     return result

@@ -5,9 +5,10 @@ Called by `LossScaleOptimizer`; none of it is saved.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from polyamp_tensorflow.compat import FunctionGraph
 from polyamp_tensorflow.models.layers import is_built
 from polyamp_tensorflow.models.variables import Variables, variables_of
 from polyamp_tensorflow.step import replicas
-from polyamp_tensorflow.step.writes import PREFIX, ForwardWrites, Written
+from polyamp_tensorflow.step.writes import PREFIX, ForwardWrites, Written, dtypes_of
 
 
 class ScaleCalls:
@@ -216,3 +217,49 @@ def running_statistics(model: Any) -> list[Any]:
 def not_finite(gradient: Any) -> Any:
     """How many elements of a gradient are inf or NaN, int32 scalar."""
     return tf.reduce_sum(tf.cast(tf.logical_not(tf.math.is_finite(gradient)), tf.int32))
+
+
+@contextlib.contextmanager
+def keep_statistics(
+    model: Any, starts: WindowStarts | None, micro_step: Any, was_skipped: Callable[[], Any]
+) -> Iterator[None]:
+    """The block of `LossScaleOptimizer.keep_statistics`.
+
+    Args:
+        model: a built Keras model or layer.
+        starts: what the variables were when the window began; None without windows.
+        micro_step: calls since then.
+        was_skipped: whether the update of this block was, boolean scalar.
+    """
+    variables = statistics_of(model)
+    running = [raw(variable) for variable in variables.left_by_a_forward_pass.values()]
+    before = [tf.identity(variable) for variable in running]
+    writes = ForwardWrites(variables, functools.partial(dtypes_of, model))
+    if starts is not None:
+        before = starts.kept(model, before, micro_step)
+
+    def start(found: Mapping[str, Written]) -> list[Any]:
+        if starts is not None:
+            return starts.written(model, found, micro_step)
+        return [each.before for each in found.values()]
+
+    seen = Statistics(running, writes, start)
+    token = STATISTICS.set(seen)
+    try:
+        yield
+    except BaseException:
+        if tf.executing_eagerly() and not tf.distribute.has_strategy():
+            seen.end_pass()
+            write([*running, *seen.written], [*before, *seen.before])
+        raise
+    finally:
+        STATISTICS.reset(token)
+    seen.end_pass()
+    left = [*running, *seen.written]
+
+    def decide(_: replicas.Run, before: Sequence[Any], means: Sequence[Any]) -> None:
+        keep = functools.partial(write, running[: len(means)], means)
+        tf.cond(was_skipped(), lambda: write(left, before), keep)
+
+    if left:
+        replicas.together(decide, [*before, *seen.before], seen.means or [])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import keras
@@ -25,23 +25,21 @@ from polyamp.recipe.scaler import LossScaler
 from polyamp.rules import stuck
 from polyamp.rules.refusals import check_any
 from polyamp.rules.scale import LossScaleState
-from polyamp_tensorflow.arrays import at_least_float32, dense_wide, raw, variable_name, write
+from polyamp_tensorflow.arrays import at_least_float32, dense_wide, raw, variable_name
 from polyamp_tensorflow.compat import check_known, index_in, own_trainable
 from polyamp_tensorflow.own_loop import keras_arguments, window
 from polyamp_tensorflow.own_loop.loop_memory import (
     STATISTICS,
     ScaleCalls,
-    Statistics,
     WindowStarts,
+    keep_statistics,
     running_statistics,
-    statistics_of,
     total_with_statistics,
 )
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.measure import scale_own_loss
 from polyamp_tensorflow.step.optimizer_checks import check_built_for, check_inner_optimizer, check_scaled_variables
 from polyamp_tensorflow.step.optimizers import SpecOptimizer, build_optimizer, load_without
-from polyamp_tensorflow.step.writes import ForwardWrites, Written, dtypes_of
 
 _Base: Any = keras.optimizers.LossScaleOptimizer
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -222,38 +220,10 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         Raises:
             ModelError: a model that is not built.
         """
-        variables = statistics_of(model)
-        running = [raw(variable) for variable in variables.left_by_a_forward_pass.values()]
-        before = [tf.identity(variable) for variable in running]
-        writes = ForwardWrites(variables, functools.partial(dtypes_of, model))
-        if self.accumulate_steps > 1:
-            before = self._window_starts.kept(model, before, raw(self._micro_step))
-
-        def start(found: Mapping[str, Written]) -> list[Any]:
-            if self.accumulate_steps > 1:
-                return self._window_starts.written(model, found, raw(self._micro_step))
-            return [each.before for each in found.values()]
-
-        seen = Statistics(running, writes, start)
-        token = STATISTICS.set(seen)
-        try:
+        starts = self._window_starts if self.accumulate_steps > 1 else None
+        micro_step = raw(self._micro_step) if self.accumulate_steps > 1 else None
+        with keep_statistics(model, starts, micro_step, lambda: self.update_was_skipped):
             yield
-        except BaseException:
-            if tf.executing_eagerly() and not tf.distribute.has_strategy():
-                seen.end_pass()
-                write([*running, *seen.written], [*before, *seen.before])
-            raise
-        finally:
-            STATISTICS.reset(token)
-        seen.end_pass()
-        left = [*running, *seen.written]
-
-        def decide(_: replicas.Run, before: Sequence[Any], means: Sequence[Any]) -> None:
-            keep = functools.partial(write, running[: len(means)], means)
-            tf.cond(self.update_was_skipped, lambda: write(left, before), keep)
-
-        if left:
-            replicas.together(decide, [*before, *seen.before], seen.means or [])
 
     @contextlib.contextmanager
     def micro_batch(self, rows: Any) -> Iterator[None]:

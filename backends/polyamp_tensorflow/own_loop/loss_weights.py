@@ -11,6 +11,7 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
+from polyamp_tensorflow.compat import mask_of
 from polyamp_tensorflow.step import replicas
 
 _BY_WEIGHTS: Final = "mean_with_sample_weight"
@@ -51,7 +52,7 @@ def _count(model: Any, outputs: Any, sample_weight: Any) -> Any:
     """What the compiled loss divides by; None for the rows."""
     loss = model.loss
     structured = isinstance(loss, dict | list | tuple) or isinstance(outputs, dict | list | tuple)
-    masks = [getattr(leaf, "_keras_mask", None) for leaf in keras.tree.flatten(outputs)]
+    masks = [mask_of(leaf) for leaf in keras.tree.flatten(outputs)]
     reductions = [getattr(part, "reduction", _BY_MASK[1]) for part in keras.tree.flatten(loss)]
     by_weights = sample_weight is not None and _BY_WEIGHTS in reductions
     if structured:
