@@ -22,7 +22,8 @@ from polyamp_jax.precision.interpreter.run import evaluate
 from polyamp_jax.precision.interpreter.staging import KEEP, settled
 from polyamp_jax.precision.interpreter.walk import interprets
 from polyamp_jax.precision.op_list import check_policy
-from polyamp_jax.precision.reading import autocast_model
+from polyamp_jax.precision.reading import BoundModel, autocast_model
+from polyamp_jax.precision.regions import region
 
 
 def keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,7 +46,7 @@ def keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(KEEP):
+        with jax.named_scope(KEEP), region(None):
             return function(*args, **kwargs)
 
     return call
@@ -98,6 +99,8 @@ def explain(target: Any, policy: Policy | str, *inputs: Any, strict: bool = Fals
 
 def _under(target: Any, policy: Policy, *, strict: bool, recorder: Recorder | None) -> Callable[..., Any]:
     check_policy(policy)
+    if isinstance(target, BoundModel):  # of a step, whose policy is another one
+        return target._polyamp_under(policy)
     if is_model(target):
         return autocast_model(target, policy, strict=strict, recorder=recorder)
     if not callable(target):
@@ -111,15 +114,26 @@ def _under(target: Any, policy: Policy, *, strict: bool, recorder: Recorder | No
                 "in mode='cast' overrides name modules, and a plain function has none. Pass the model to "
                 f"policy.autocast, or leave the mode out. Received: overrides={dict(policy.overrides)}."
             )
-        return cast_function(target, plan)
+        return cast_function(_inside(target, policy), plan)
 
     @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
         with matmul_precision(plan), settled():
             if not plan.root.mixes:
                 args, kwargs = cast_arguments((args, kwargs), plan.compute, float64=plan.float64)
-            out = evaluate(plan, target, args, kwargs, strict=strict, recorder=recorder)
+            out = evaluate(plan, _inside(target, policy), args, kwargs, strict=strict, recorder=recorder)
             return cast_arguments(out, plan.output, float64=plan.float64)
+
+    return call
+
+
+def _inside(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """A function whose calls of a step's model run under the policy (S3)."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with region(policy):
+            return function(*args, **kwargs)
 
     return call
 

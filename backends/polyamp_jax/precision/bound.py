@@ -12,6 +12,7 @@ from typing import Any, Final
 import jax
 
 from polyamp.errors import TraceError, UnsupportedError
+from polyamp.recipe.policy import Policy
 from polyamp.rules.plan import Plan
 from polyamp_jax import compat
 from polyamp_jax.arrays import cast_arguments, conform, matmul_precision, named_leaves
@@ -26,7 +27,7 @@ from polyamp_jax.models.parameter_writes import (
     overlaid,
     without_origins,
 )
-from polyamp_jax.models.parts import Adapter, Keys, Running
+from polyamp_jax.models.parts import Adapter, Keys, Parts, Running, module_paths
 from polyamp_jax.models.routes import Route, accepts, given
 from polyamp_jax.models.scopes import Casts
 from polyamp_jax.precision.cast_mode import compute_params, dtype_of, module_dtypes
@@ -34,6 +35,7 @@ from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.run import evaluate
 from polyamp_jax.precision.interpreter.staging import Staged, settled
 from polyamp_jax.precision.interpreter.walk import interprets
+from polyamp_jax.precision.regions import plan_of, region, regions
 
 MAPPED: Final = (
     "{route} is called under jax.vmap, and it draws random numbers or has running statistics: all rows would have one "
@@ -42,6 +44,13 @@ MAPPED: Final = (
     "pass the keys yourself: jax.vmap(model)(x, key=keys)."
 )
 """What to say where `loss_fn` maps a call that has something to hand on."""
+
+ENCLOSED: Final = (
+    "{route} is called inside a function under policy.autocast, and it has running statistics, random streams of its "
+    "own or writes to parameters, which would be lost: such a function is traced by itself. Put the policy around the "
+    "model: policy.autocast(model)(x), which hands them on."
+)
+"""What to say where a function under a policy encloses a call that has something to hand on."""
 
 LOST_WRITE: Final = (
     "the forward pass writes to the parameter {path!r} in its tree of parameters, and the write would be lost: in JAX "
@@ -92,6 +101,8 @@ class Engine:
         self._calls = 0
         self._view: tuple[Any, Running] | None = None
         self._made_in = compat.trace_state()
+        self._around = regions()  # what stands around a step touches nothing in it
+        self._plans: dict[Policy | None, Plan] = {}
         self._leaves = self._parameters()
 
     @property
@@ -106,7 +117,7 @@ class Engine:
             view, made_of = self._view
             written = self.adapter.written(view, self.params, made_of)
             if written is not made_of:
-                leaves = self._keep(written)
+                leaves = self._keep(written, self.params)
                 if leaves:  # in the parameters' dtypes
                     self.adapter.write_back(view, self._running._replace(written=leaves))
                 self._view = view, self._running
@@ -124,7 +135,8 @@ class Engine:
 
         A part may return numbers and strings beside arrays; of the model itself the interpreter refuses them.
         """
-        plan, running = self.plan, self.running
+        running = self.running
+        plan, params = self._acting()
         keys = {name: jax.random.fold_in(key, self._calls) for name, key in self._keys.items()}
         self._calls += 1
         mapped = self._mapped(args, kwargs)
@@ -137,15 +149,18 @@ class Engine:
                 dtype = dtype_of(route.path, self.adapter, plan) if route.steps and plan.cast else plan.compute
                 args, kwargs, arrays = cast_arguments((args, kwargs, arrays), dtype, float64=plan.float64)
             if interprets(plan):
-                output, running, changed = self._autocast(route, taken, keys, args, kwargs, arrays)
+                output, running, changed = self._autocast(plan, params, route, taken, keys, args, kwargs, arrays)
             else:
-                casts = Casts(plan, module_dtypes(self.params, self.adapter, plan))
-                output, running, changed = self._called_once(casts, route, taken, keys, args, kwargs, arrays)
+                casts = Casts(plan, module_dtypes(params, self.adapter, plan))
+                output, running, changed = self._called_once(casts, params, route, taken, keys, args, kwargs, arrays)
             before = self._running
-            leaves = self._keep(running)
-            moved = zip(jax.tree.leaves(self._running), jax.tree.leaves(before), strict=False)
-            if mapped and (leaves or any(a is not b for a, b in moved)):
+            leaves = self._keep(running, params)
+            pairs = zip(jax.tree.leaves(self._running), jax.tree.leaves(before), strict=False)
+            moved = bool(leaves) or any(a is not b for a, b in pairs)
+            if mapped and moved:
                 raise TraceError(MAPPED.format(route=route))
+            if moved and self._made_in != compat.trace_state() and len(regions()) > len(self._around):
+                raise TraceError(ENCLOSED.format(route=route))
             self._refresh_view(before, leaves)
             self._check_output(route, output)
             output = cast_arguments(output, plan.output, float64=plan.float64)
@@ -184,16 +199,42 @@ class Engine:
             return any(accepts(function, name) for name in names)
         return True
 
-    def _keep(self, running: Running) -> Leaves | None:
-        """Take what a call left: running state, and the parameters that it wrote (S12), which are given back."""
+    def _acting(self) -> tuple[Plan, Any]:
+        """The plan of a call, and the parameters that it computes with: those of the innermost policy around it."""
+        inside = regions()[len(self._around) :]
+        if not inside:
+            return self.plan, self.params
+        policy = inside[-1]
+        if policy not in self._plans:
+            self._plans[policy] = plan_of(policy, self.plan, self._paths())
+        plan = self._plans[policy]
+        return plan, compute_params(self.masters, self.adapter, plan)
+
+    def under(self, policy: Policy) -> EngineUnderPolicy:
+        """This engine for a model under another policy than its own.
+
+        Raises:
+            PolicyError: an override matches no module.
+        """
+        self._plans[policy] = policy.plan(self._paths(), backend="jax")
+        return EngineUnderPolicy(self, policy)
+
+    def _paths(self) -> frozenset[str]:
+        return module_paths(Parts(self.adapter, self.masters, self._bare))
+
+    def _keep(self, running: Running, params: Any) -> Leaves | None:
+        """Take what a call that computed with `params` left: running state, and the parameters that it wrote (S12),
+        which are given back."""
         earlier = self._running
-        written = None if running.written is None else conformed(running.written, self.params)
+        written = None if running.written is None else conformed(running.written, params)
         bare = conform(running._replace(written=None), earlier._replace(written=None), what="the model's running state")
         self._running = bare._replace(written=earlier.written)
         self._refuse_lost_writes()
         if written:
-            masters = on_masters(written, self.params, self.masters)
+            masters = on_masters(written, params, self.masters)
             same = self.masters is self.params
+            if params is not self.params:
+                written = conformed(masters, self.params)
             self.params = overlaid(self.params, written)
             self.masters = self.params if same else overlaid(self.masters, masters)
             self._running = bare._replace(written={**(earlier.written or {}), **masters})
@@ -253,7 +294,15 @@ class Engine:
         return output, running, taken.changed(objects, arrays)
 
     def _called_once(
-        self, casts: Casts, route: Route, taken: Taken | None, keys: Keys, args: Any, kwargs: Any, arrays: Any
+        self,
+        casts: Casts,
+        params: Any,
+        route: Route,
+        taken: Taken | None,
+        keys: Keys,
+        args: Any,
+        kwargs: Any,
+        arrays: Any,
     ) -> tuple[Any, Running, Any]:
         """The same outside of the interpreter's trace. Where parameters look written, a trace of the call decides: a
         nested `nnx.jit` hands out all of them as other arrays."""
@@ -261,11 +310,11 @@ class Engine:
         def call(params: Any) -> tuple[Any, Running, Any]:
             return self._called(casts, route, taken, params, self._bare, keys, args, dict(kwargs), arrays)
 
-        output, running, changed = call(self.params)
+        output, running, changed = call(params)
         if running.written is not None:
-            program = jax.make_jaxpr(lambda params: call(params)[1].written)(self.params)
+            program = jax.make_jaxpr(lambda params: call(params)[1].written)(params)
             came = dict(zip(sorted(running.written), origins(program.jaxpr), strict=True))
-            running = running._replace(written=without_origins(running.written, came, self.params))
+            running = running._replace(written=without_origins(running.written, came, params))
         return output, running, changed
 
     @property
@@ -274,21 +323,29 @@ class Engine:
         return self._running._replace(written=None)
 
     def _autocast(
-        self, route: Route, taken: Taken | None, keys: Keys, args: Any, kwargs: Any, arrays: Any
+        self,
+        plan: Plan,
+        params: Any,
+        route: Route,
+        taken: Taken | None,
+        keys: Keys,
+        args: Any,
+        kwargs: Any,
+        arrays: Any,
     ) -> tuple[Any, Running, Any]:
-        casts = Casts(self.plan, scoped=True)
+        casts = Casts(plan, scoped=True)
 
         def run(params: Any, running: Running, keys: Keys, args: Any, kwargs: Any, arrays: Any) -> Any:
             return self._called(casts, route, taken, params, running, keys, args, dict(kwargs), arrays)
 
         programs: list[Staged] = []
         output, running, changed = evaluate(
-            self.plan,
+            plan,
             run,
-            (self.params, self._bare, keys, args, kwargs, arrays),
+            (params, self._bare, keys, args, kwargs, arrays),
             {},
             modules=None if isinstance(self.adapter, FunctionAdapter) else lambda: casts.paths,
-            parameters=self.params,
+            parameters=params,
             strict=self._strict,
             recorder=self._recorder,
             numbers=bool(route.steps),
@@ -296,8 +353,28 @@ class Engine:
         )
         if running.written is not None:
             _, came, _ = programs[0].result(origins(programs[0].jaxpr))
-            running = running._replace(written=without_origins(running.written, came.written, self.params))
+            running = running._replace(written=without_origins(running.written, came.written, params))
         return output, running, changed
+
+
+class EngineUnderPolicy:
+    """An engine whose calls run under another policy; for all else it is the engine."""
+
+    def __init__(self, engine: Engine, policy: Policy) -> None:
+        self._engine = engine
+        self._policy = policy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def under(self, policy: Policy) -> EngineUnderPolicy:
+        """Itself: its policy stands inside of any other that is put around it."""
+        return self
+
+    def call(self, route: Route, args: Any, kwargs: Any) -> Any:
+        """The output of the model, or of a part of it."""
+        with region(self._policy):
+            return self._engine.call(route, args, kwargs)
 
 
 class NativeEngine(Engine):
@@ -322,6 +399,10 @@ class NativeEngine(Engine):
         output = super().call(route, args, kwargs)
         self.adapter.write_back(self._model, self._running)
         return output
+
+    def _acting(self) -> tuple[Plan, Any]:
+        """Its own: its policy was put around the model itself, which is as far inside as can be."""
+        return self.plan, self.params
 
     def _mapped(self, args: Any, kwargs: Any) -> bool:
         """Never: the user's own loop has no streams of a state, and flax refuses what would be lost."""

@@ -97,6 +97,11 @@ class BoundModel:
     def __repr__(self) -> str:
         return f"BoundModel({self._polyamp_here()!r}, {self._polyamp_engine.plan.policy!r})"
 
+    def _polyamp_under(self, policy: Policy) -> BoundModel:
+        """The same model or part under another policy (S3)."""
+        engine: Any = self._polyamp_engine.under(policy)
+        return BoundModel(engine, self._polyamp_route)
+
     def _polyamp_here(self) -> Any:
         """The native part in the engine's view."""
         return self._polyamp_route.walked(self._polyamp_engine.view())

@@ -22,6 +22,7 @@ from polyamp.recipe.members import Members
 from polyamp.recipe.optimizers import SGD, SPECS, Adagrad, Adam, AdamW, Lion, OptimizerSpec, RMSprop, is_spec
 from polyamp_jax.arrays import XP, chosen, conform, made_first
 from polyamp_jax.step.extra_arguments import NOTHING, Asked, given_extra
+from polyamp_jax.step.lookahead import is_lookahead, with_slow_parameters
 
 
 def transformation(optimizer: Any) -> Any:
@@ -36,6 +37,8 @@ def transformation(optimizer: Any) -> Any:
         return _Formula(tuple(member.whole for member in optimizer.each()))
     if is_spec(optimizer):
         return _from_spec(optimizer)
+    if is_lookahead(optimizer):
+        return with_slow_parameters(optimizer)
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return optimizer
     names = ", ".join(spec.__name__.lower() for spec in SPECS)

@@ -33,6 +33,7 @@ from polyamp_jax.models.kinds import leaves_of
 from polyamp_jax.models.parts import Adapter, Opaque, Parts, Running, module_paths
 from polyamp_jax.step.extra_arguments import check_extra
 from polyamp_jax.step.layouts import Layout, layout_of, settled
+from polyamp_jax.step.lookahead import check_outermost
 from polyamp_jax.step.optimizers import lagging, transformation, widened
 
 
@@ -238,6 +239,7 @@ def create(
     run, wide = transformation(setup.optimizer), widened(params)
     opt_state = fresh(run.init(wide))
     if not is_spec(recipe.optimizer):
+        check_outermost(recipe.optimizer, opt_state)
         check_extra(run, opt_state, wide)
     state = JaxState(
         params=params,

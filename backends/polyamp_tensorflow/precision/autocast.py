@@ -7,6 +7,7 @@ computes in; variables stay as they are. Which layer gets what stands in `layer_
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
@@ -23,7 +24,7 @@ from polyamp_tensorflow.arrays import cast
 from polyamp_tensorflow.interrupts import ending, repair
 from polyamp_tensorflow.models.layers import is_built, is_layer
 from polyamp_tensorflow.models.saved_settings import forget, keep
-from polyamp_tensorflow.precision.bound import as_output
+from polyamp_tensorflow.precision.bound import REGIONS, BoundModel, as_output
 from polyamp_tensorflow.precision.cast_mode import cast_variables, check_castable, is_cast
 from polyamp_tensorflow.precision.keras_policies import keras_policy, policy_map
 from polyamp_tensorflow.precision.layer_choice import Choice, choose, plan_of
@@ -263,6 +264,9 @@ def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
         UnsupportedError: mode="autocast" for a function; dtypes that Keras has no policy for.
     """
     require_tensorflow()
+    if isinstance(target, BoundModel):  # of a step, whose policy is another one
+        planned(target._whole._model, policy)
+        return _inside(target, policy)
     plan = policy.plan()
     if is_layer(target):
         plan = planned(target, policy)
@@ -275,6 +279,7 @@ def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
     elif hasattr(target, "trainable_variables"):
         check_castable(target, plan)
     known = is_built(target)
+    run = target if is_layer(target) else _inside(target, policy)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal plan, known
@@ -286,9 +291,40 @@ def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
         with matmul_precision(plan.float32_matmul), layer_policies(target, plan):
             if not is_layer(target):
                 args, kwargs = cast((args, kwargs), plan.compute, float64=plan.float64)
-            return as_output(target(*args, **kwargs), plan.output, float64=plan.float64)
+            return as_output(run(*args, **kwargs), plan.output, float64=plan.float64)
 
     return call
+
+
+def _inside(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """A function whose calls of a step's model run under the policy (S3)."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        token = REGIONS.set((*REGIONS.get(), functools.partial(_region, policy)))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            REGIONS.reset(token)
+
+    return call
+
+
+@contextlib.contextmanager
+def _region(policy: Policy, model: Any, outer: Plan) -> Iterator[Plan]:
+    """A block in which a step's model follows this policy, not the step's.
+
+    Raises:
+        UnsupportedError: its variables are cast already.
+    """
+    plan = planned(model, policy)
+    if not is_layer(model) and is_cast(model, outer) and plan.compute != outer.compute:
+        raise UnsupportedError(
+            f"{type(model).__qualname__} is no Keras layer, and the step has casts to {outer.compute} in the places of "
+            f"its variables: another policy inside of loss_fn has none of their digits. Received: {policy}. Make the "
+            "step's policy float32, and open the 16-bit one in loss_fn around what it is for."
+        )
+    with matmul_precision(plan.float32_matmul), layer_policies(model, plan):
+        yield plan
 
 
 def _build(layer: Any, args: Any, kwargs: Any) -> None:

@@ -5,9 +5,11 @@ Called by the step, and by whatever gives a layer's or a model's result another 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -25,6 +27,10 @@ ASKED: Final[ContextVar[list[Any] | None]] = ContextVar("asked", default=None)
 """The layers of whose own losses `loss_fn` has asked so far; None outside of a step. See `additions`."""
 TRAINING: Final[ContextVar[bool]] = ContextVar("training", default=True)
 """What `training` is in `loss_fn` where a call does not say."""
+Region = Callable[[Any, Plan], AbstractContextManager[Plan]]
+"""A policy that `loss_fn` opens: of a model and its own plan a block in which its layers follow that policy."""
+REGIONS: Final[ContextVar[tuple[Region, ...]]] = ContextVar("regions", default=())
+"""Those that are open, the innermost last."""
 _UNROUNDED: Final = "_polyamp_unrounded"  # as Keras keeps logits on a softmax's result
 
 
@@ -40,19 +46,26 @@ class BoundModel:
         plan: the policy.
         parameters: the model's trainable variables by name, where they are known: while casts stand in the places of a
             `tf.Module`'s variables, it finds none itself.
+        whole: of a layer the bound model that it is a part of.
     """
 
-    def __init__(self, model: Any, plan: Plan, parameters: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        plan: Plan,
+        parameters: Mapping[str, Any] | None = None,
+        whole: BoundModel | None = None,
+    ) -> None:
         self._model = model
         self._plan = plan
         self._parameters = parameters
+        self._whole: BoundModel = self if whole is None else whole
+        self._around = len(REGIONS.get())  # what stands around a step touches nothing in it (S3)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_layer(self._model):
             kwargs.setdefault("training", TRAINING.get())
-        else:
-            args, kwargs = self._narrowed(args), self._narrowed(kwargs)
-        return self._as_output(self._model(*args, **kwargs))
+        return self._under_policy(self._model, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._model, name)
@@ -60,23 +73,25 @@ class BoundModel:
         if asked is not None:
             asked.append(self._model)
         if is_layer(value):
-            return BoundModel(value, self._plan)
+            return BoundModel(value, self._plan, whole=self._whole)
         if not inspect.ismethod(value):
             return value
         if not is_layer(self._model):
-            return lambda *args, **kwargs: self._as_output(value(*self._narrowed(args), **self._narrowed(kwargs)))
+            return lambda *args, **kwargs: self._under_policy(value, args, kwargs)
         if "training" in inspect.signature(value).parameters:
             value = functools.partial(value, training=TRAINING.get())
         if hasattr(keras.Model, name):
             return value
-        return lambda *args, **kwargs: self._as_output(value(*args, **kwargs))
+        return lambda *args, **kwargs: self._under_policy(value, args, kwargs)
 
-    def _narrowed(self, arguments: Any) -> Any:
-        """Arguments in the dtype in which a model that is no layer computes (S3)."""
-        return cast(arguments, self._plan.compute, float64=self._plan.float64)
-
-    def _as_output(self, results: Any) -> Any:
-        return as_output(results, self._plan.output, float64=self._plan.float64)
+    def _under_policy(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call under the innermost policy, its results in that one's output dtype."""
+        whole = self._whole
+        inside = REGIONS.get()[whole._around :]
+        with inside[-1](whole._model, self._plan) if inside else contextlib.nullcontext(self._plan) as plan:
+            if not is_layer(self._model):
+                args, kwargs = cast((args, kwargs), plan.compute, float64=plan.float64)
+            return as_output(function(*args, **kwargs), plan.output, float64=plan.float64)
 
 
 def parameters_of(model: Any) -> dict[str, Any]:
