@@ -22,7 +22,7 @@ from polyamp_jax.precision.interpreter.run import evaluate
 from polyamp_jax.precision.interpreter.staging import KEEP, settled
 from polyamp_jax.precision.interpreter.walk import interprets
 from polyamp_jax.precision.op_list import check_policy
-from polyamp_jax.precision.reading import autocast_model
+from polyamp_jax.precision.reading import autocast_model, is_bound
 
 
 def keep_precision(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,8 +98,9 @@ def explain(target: Any, policy: Policy | str, *inputs: Any, strict: bool = Fals
 
 def _under(target: Any, policy: Policy, *, strict: bool, recorder: Recorder | None) -> Callable[..., Any]:
     check_policy(policy)
-    if is_model(target):
-        return autocast_model(target, policy, strict=strict, recorder=recorder)
+    if is_model(target) and not is_bound(target):
+        bound: Callable[..., Any] = autocast_model(target, policy, strict=strict, recorder=recorder)
+        return bound
     if not callable(target):
         raise ModelError(
             f"autocast takes a function of arrays, or a model: {ACCEPTED}. Received: {type(target).__name__}."

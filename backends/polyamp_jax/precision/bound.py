@@ -11,14 +11,16 @@ from typing import Any, Final
 
 import jax
 
-from polyamp.errors import TraceError, UnsupportedError
+from polyamp.errors import RecipeError, TraceError, UnsupportedError
 from polyamp.rules.plan import Plan
 from polyamp_jax import compat
-from polyamp_jax.arrays import cast_arguments, conform, matmul_precision
+from polyamp_jax.arrays import cast, cast_arguments, is_array, matmul_precision
 from polyamp_jax.models.adapt import adapt
+from polyamp_jax.models.attributes import TRANSFORMED
 from polyamp_jax.models.function import FunctionAdapter
 from polyamp_jax.models.nnx_arguments import Taken, put_in, take_out
 from polyamp_jax.models.parts import Adapter, Keys, Running
+from polyamp_jax.models.passes import Pass, ValuePass
 from polyamp_jax.models.routes import Route, accepts, given
 from polyamp_jax.models.scopes import Casts
 from polyamp_jax.precision.cast_mode import compute_params, dtype_of, module_dtypes
@@ -51,7 +53,15 @@ class Engine:
         masters: the master weights; None where they are `params`.
         recorder: hears of every operation.
         strict: an operation without a rule is an error.
+
+    Attributes:
+        adapter, plan, params, masters: as given.
+        start: the running state before the pass.
+        shared: outside of a step, the user's own model.
+        root: of an equinox model, the bound module that `loss_fn` holds.
     """
+
+    shared: Any = None
 
     def __init__(
         self,
@@ -69,38 +79,67 @@ class Engine:
         self.plan = plan
         self.params = params
         self.masters = params if masters is None else masters
-        self._running = running
+        self.root: Any = None
+        self.start = running
+        self._pass = self._begin()
         self._keys = keys
         self._recorder = recorder
         self._strict = strict
         self._calls = 0
-        self._view: tuple[Any, Running] | None = None
         self._made_in = compat.trace_state()
+
+    def _begin(self, model: Any = None) -> Pass:
+        adapter: Any = self.adapter
+        if adapter.mutable:
+            begun: Pass = adapter.start(self.params, self.masters, self.start, model)
+            return begun
+        return ValuePass(adapter, self.params, self.start)
 
     @property
     def running(self) -> Running:
-        """The running state as the calls so far, and what `loss_fn` wrote to the model's variables, have left it."""
-        if self._view is not None:
-            view, made_of = self._view
-            written = self.adapter.written(view, self.params, made_of)
-            if written is not made_of:
-                self._running = conform(written, self._running, what="the model's running state")
-                self._view = view, self._running
-        return self._running
+        """The running state as the calls so far, and what `loss_fn` wrote to the model's variables, have left it.
+
+        Raises:
+            TraceError: the pass changed what a step cannot carry on.
+        """
+        return self._pass.running
 
     def view(self) -> Any:
         """What the model's attributes are read from, as the calls so far have left it."""
-        running = self.running
-        if self._view is None:
-            self._view = self.adapter.view(self.params, running), running
-        return self._view[0]
+        return self._pass.view()
 
-    def call(self, route: Route, args: Any, kwargs: Any) -> Any:
+    def params_of(self, part: Any, route: Route) -> Any:
+        """The masters of a part."""
+        return self.adapter.params_of(part, route, self.masters, self.start)
+
+    def tree(self, part: Any, route: Route) -> Any:
+        """The masters of a part as the pytree that the library's own functions look through."""
+        return self.adapter.tree(part, route, self.masters, self.start)
+
+    def computed(self, route: Route) -> Any:
+        """What a route leads to, around the parameters that the model computes with."""
+        return self._pass.computed(route)
+
+    def narrowed(self, route: Route, value: Any) -> Any:
+        """A value of the module at a route, its parameters as the model computes with them (equinox)."""
+        if self.params is self.masters:
+            return value
+        dtype = dtype_of(route.path, self.adapter, self.plan)
+        return jax.tree.map(
+            lambda leaf: cast(leaf, dtype, float64=self.plan.float64) if is_array(leaf) else leaf, value
+        )
+
+    def state(self) -> Any:
+        """What the library calls the state of the model, as the calls so far have left it."""
+        return self.adapter.state_of(self.running)
+
+    def call(self, route: Route, args: Any, kwargs: Any, part: Any = None) -> Any:
         """The output of the model, or of the part that `route` leads to, floating leaves in the policy's output dtype.
 
-        A part may return numbers and strings beside arrays; of the model itself the interpreter refuses them.
+        With a copy of an equinox module, `part`, the model has that in the module's place. A part may return numbers
+        and strings beside arrays; of the model itself the interpreter refuses them.
         """
-        plan, running = self.plan, self.running
+        plan = self.plan
         keys = {name: jax.random.fold_in(key, self._calls) for name, key in self._keys.items()}
         self._calls += 1
         mapped = self._mapped(args, kwargs)
@@ -112,23 +151,38 @@ class Engine:
             if not plan.root.mixes or not interprets(plan):
                 dtype = dtype_of(route.path, self.adapter, plan) if route.steps and plan.cast else plan.compute
                 args, kwargs, arrays = cast_arguments((args, kwargs, arrays), dtype, float64=plan.float64)
+            adapter: Any = self.adapter
+            params, own = self._pass.inputs()
+            before = own
+            if part is not None:
+                adapter, params, before = adapter.with_part(route, part, self.masters, own)
+                params = compute_params(params, adapter, plan)
             if interprets(plan):
-                output, running, changed = self._autocast(route, taken, keys, args, kwargs, arrays)
-            else:
-                casts = Casts(plan, module_dtypes(self.params, self.adapter, plan))
-                output, running, changed = self._called(
-                    casts, route, taken, self.params, running, keys, args, kwargs, arrays
+                output, after, changed = self._autocast(
+                    adapter, route, taken, params, before, keys, args, kwargs, arrays
                 )
-            running = conform(running, self._running, what="the model's running state")
-            moved = zip(jax.tree.leaves(running), jax.tree.leaves(self._running), strict=True)
-            if mapped and any(a is not b for a, b in moved):
+            else:
+                casts = Casts(plan, module_dtypes(params, adapter, plan))
+                output, after, changed = self._called(
+                    adapter, casts, route, taken, params, before, keys, args, kwargs, arrays
+                )
+            if part is not None:
+                after = after._replace(statistics=(own.statistics[0], after.statistics[1]))
+            after, moved = self._pass.moved(after, own, self._outward)
+            if part is not None and moved and self._made_in != compat.trace_state():
+                raise RecipeError(TRANSFORMED)
+            if mapped and moved:
                 raise TraceError(MAPPED.format(route=route))
-            self._moved(running)
+            if not mapped:
+                self._pass.take(after, route)
             self._check_output(route, output)
-            output = cast_arguments(output, plan.output, float64=plan.float64)
+            output = self._outward(output)
         if taken is not None:
             taken.put_back(changed)
         return output
+
+    def _outward(self, tree: Any) -> Any:
+        return cast_arguments(tree, self.plan.output, float64=self.plan.float64)
 
     def _check_output(self, route: Route, output: Any) -> None:
         """Refuse a module of nnx that a method returns: it is no part of the model any more."""
@@ -161,19 +215,9 @@ class Engine:
             return any(accepts(function, name) for name in names)
         return True
 
-    def _moved(self, running: Running) -> None:
-        """Take what a call left, in the view too: the variables that `loss_fn` holds go on in an nnx module."""
-        leaves = zip(jax.tree.leaves(running), jax.tree.leaves(self._running), strict=True)
-        if self._view is not None and any(a is not b for a, b in leaves):
-            view, _ = self._view
-            self._view = (view, running) if self.adapter.mutable else None
-            self.adapter.write_back(view, running)
-        elif self._view is not None:
-            self._view = self._view[0], running
-        self._running = running
-
     def _called(
         self,
+        adapter: Any,
         casts: Casts,
         route: Route,
         taken: Taken | None,
@@ -186,27 +230,36 @@ class Engine:
     ) -> tuple[Any, Running, Any]:
         """The call itself: output, running state, and what it changed in nnx objects among its arguments."""
         if taken is None:
-            return *self.adapter.call(params, running, keys, casts, route, args, kwargs), None
+            return *adapter.call(params, running, keys, casts, route, args, kwargs), None
         objects = taken.anew(arrays)
         args, kwargs = put_in(args, kwargs, objects)
-        output, running = self.adapter.call(params, running, keys, casts, route, args, kwargs)
+        output, running = adapter.call(params, running, keys, casts, route, args, kwargs)
         return output, running, taken.changed(objects, arrays)
 
     def _autocast(
-        self, route: Route, taken: Taken | None, keys: Keys, args: Any, kwargs: Any, arrays: Any
+        self,
+        adapter: Any,
+        route: Route,
+        taken: Taken | None,
+        params: Any,
+        running: Running,
+        keys: Keys,
+        args: Any,
+        kwargs: Any,
+        arrays: Any,
     ) -> tuple[Any, Running, Any]:
         casts = Casts(self.plan, scoped=True)
 
         def run(params: Any, running: Running, keys: Keys, args: Any, kwargs: Any, arrays: Any) -> Any:
-            return self._called(casts, route, taken, params, running, keys, args, dict(kwargs), arrays)
+            return self._called(adapter, casts, route, taken, params, running, keys, args, dict(kwargs), arrays)
 
         made: tuple[Any, Running, Any] = evaluate(
             self.plan,
             run,
-            (self.params, self._running, keys, args, kwargs, arrays),
+            (params, running, keys, args, kwargs, arrays),
             {},
-            modules=None if isinstance(self.adapter, FunctionAdapter) else lambda: casts.paths,
-            parameters=self.params,
+            modules=None if isinstance(adapter, FunctionAdapter) else lambda: casts.paths,
+            parameters=params,
             strict=self._strict,
             recorder=self._recorder,
             numbers=bool(route.steps),
@@ -217,31 +270,37 @@ class Engine:
 class NativeEngine(Engine):
     """A user's own model, outside of a step: each call and each look finds it as it is then.
 
-    What a call changes is put back into an nnx module, as calling it would; the other libraries' models cannot
-    change, so there it is dropped.
+    What a call changes is put into an nnx module, as calling it would; the other libraries' models cannot change, so
+    there it is dropped.
     """
 
     def __init__(self, model: Any, plan: Plan, *, recorder: Recorder | None, strict: bool) -> None:
-        self._model = model
+        self.shared = model
         adapter, params, running = adapt(model)
         super().__init__(adapter, plan, params, running, {}, recorder=recorder, strict=strict)
 
     def view(self) -> Any:
         """The model itself, so that what is written to its variables stays; of other libraries one made of it."""
         self._look()
-        return self._model if self.adapter.mutable else super().view()
+        return super().view()
 
-    def call(self, route: Route, args: Any, kwargs: Any) -> Any:
+    def call(self, route: Route, args: Any, kwargs: Any, part: Any = None) -> Any:
         self._look()
-        output = super().call(route, args, kwargs)
-        self.adapter.write_back(self._model, self._running)
-        return output
+        return super().call(route, args, kwargs, part)
+
+    def params_of(self, part: Any, route: Route) -> Any:
+        self._look()
+        return super().params_of(part, route)
+
+    def computed(self, route: Route) -> Any:
+        self._look()
+        return super().computed(route)
 
     def _mapped(self, args: Any, kwargs: Any) -> bool:
         """Never: the user's own loop has no streams of a state, and flax refuses what would be lost."""
         return False
 
     def _look(self) -> None:
-        self.adapter, self.masters, self._running = adapt(self._model)
+        self.adapter, self.masters, self.start = adapt(self.shared)
         self.params = compute_params(self.masters, self.adapter, self.plan)
-        self._view = None
+        self._pass = self._begin(self.shared if self.adapter.mutable else None)
