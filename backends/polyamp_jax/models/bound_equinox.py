@@ -125,7 +125,7 @@ def _bound(kind: Any) -> type:
     own = native_class(kind)
 
     def get(self: Any, name: str) -> Any:
-        if name.startswith(("__", "_polyamp")):
+        if name.startswith("__") or name in (_PLACE, NATIVE):
             return own.__getattribute__(self, name)
         return _read(own, self, name)
 

@@ -26,8 +26,8 @@ from polyamp_jax.models.routes import ROOT, Route, Step, holds, kind_of
 
 _HELPERS: Final = tuple(getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name))
 """Modules of flax's that hold others, and compute nothing."""
-_INTERNAL: Final = ("__", "_pytree", "_object__", "_graph_node", "_setattr", "_check")
-"""How the names begin that flax itself looks up."""
+_READS: Final = ("iter_modules", "iter_children")
+"""Methods of the base class that only read; until flax 0.11 they are no functions."""
 
 
 class Owner(Protocol):
@@ -130,18 +130,18 @@ def _bound(kind: Any) -> type:
     own = native_class(kind)
 
     def get(self: Any, name: str) -> Any:
-        return own.__getattribute__(self, name) if name.startswith(_INTERNAL) else _read(own, self, name)
+        return own.__getattribute__(self, name) if name.startswith(compat.NNX_INTERNAL) else _read(own, self, name)
 
     def missing(self: Any, name: str) -> Any:
         return _missing(own, self, name)
 
     def put(self: Any, name: str, value: Any) -> None:
-        if not (name.startswith(_INTERNAL) or isinstance(value, nnx.Variable)):
+        if not (name.startswith(compat.NNX_INTERNAL) or isinstance(value, nnx.Variable)):
             attributes.refuse_set(place_of(self).route, name)
         own.__setattr__(self, name, value)
 
     def delete(self: Any, name: str) -> None:
-        if not (name.startswith(_INTERNAL) or isinstance(vars(self).get(name), nnx.Variable)):
+        if not (name.startswith(compat.NNX_INTERNAL) or isinstance(vars(self).get(name), nnx.Variable)):
             attributes.refuse_delete(place_of(self).route, name)
         own.__delattr__(self, name)
 
@@ -157,8 +157,7 @@ def _bound(kind: Any) -> type:
     }
     if any("__call__" in vars(base) for base in own.__mro__):
         names["__call__"] = _dispatched(own.__call__, None)
-    options = {} if getattr(own, "_pytree__is_pytree", True) else {"pytree": False}
-    made: type = type(own)(own.__name__, (own,), names, **options)
+    made: type = type(own)(own.__name__, (own,), names, **compat.nnx_class_options(own))
     return made
 
 
@@ -190,6 +189,8 @@ def _read(own: Any, module: Any, name: str) -> Any:
     else:
         with native(module):
             value = getattr(module, name)
+    if name in _READS:
+        return value
     if isinstance(module, _HELPERS) and not is_property and name not in vars(module):
         return value  # what a list or a dict of modules does with them
     kind = kind_of(module, step, value, nnx.Module)
@@ -239,7 +240,7 @@ def _missing(own: Any, module: Any, name: str) -> Any:
     if (users := getattr(own, "__getattr__", None)) is not None:
         with contextlib.suppress(AttributeError):
             return users(module, name)
-    if name.startswith(_INTERNAL):
+    if name.startswith(compat.NNX_INTERNAL):
         raise AttributeError(name)
     place = place_of(module)
     if name == "params":

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from polyamp.errors import TraceError
+from polyamp_jax import compat
 from polyamp_jax.arrays import conform
 from polyamp_jax.models.bound_nnx import native
 from polyamp_jax.models.parts import Opaque, Running
@@ -118,12 +119,9 @@ class NnxPass:
     @property
     def running(self) -> Running:
         params, now = self._split()
-        kept, more, graph = now.statistics
-        if graph != self._graph:
-            graph = self._left(more, graph)
         self._refuse_writes(params)
-        self._check(now, more, graph)
-        return conform(Running(kept, now.streams, now.draws), self._start, what=WHAT)  # type: ignore[no-any-return]
+        self._check(params, now)
+        return conform(Running(now.statistics.kept, now.streams, now.draws), self._start, what=WHAT)  # type: ignore[no-any-return]
 
     def view(self) -> Any:
         return self._model
@@ -154,7 +152,7 @@ class NnxPass:
                 if removed:
                     nnx.pop(self._model, lambda path, _: tuple(path) in removed)
                 self._create({path: now[path] for path in now.keys() - then.keys()}, route)
-                self._check_made_of(after.statistics.graph, route)
+                self._check_made_of(after, route)
             changed = {path: value for path, value in now.items() if path in then and not _identical(value, then[path])}
             if changed:
                 nnx.update(self._model, _nested(changed))
@@ -209,27 +207,28 @@ class NnxPass:
         if variables:
             nnx.update(self._model, nnx.from_flat_state(variables.items()))
 
-    def _check_made_of(self, graph: Graph, route: Route) -> None:
-        if Graph(nnx.graphdef(self._model)) != graph:
+    def _check_made_of(self, after: Running, route: Route) -> None:
+        if Graph(nnx.graphdef(self._model)) == after.statistics.graph:
+            return
+        params, now = split(self._model, self._known, self._start.draws)
+        if _made_of(merge(params, now)) != _made_of(merge(params, after)):
             raise TraceError(
                 f"{route}(...) changes what the model is made of, such as a setting of its layers, and not only the "
                 "arrays in it. loss_fn works on a copy that lives for one call, so that the change would be lost. "
                 "Make it before polyamp.init."
             )
 
-    def _left(self, more: Any, graph: Graph) -> Graph:
-        """What the model is made of less the intermediates of this pass."""
-        model = nnx.merge(graph.graphdef, *self._all(more))
+    def _is_as_before(self, params: Any, now: Running) -> bool:
+        """Whether the model, less the intermediates of this pass, is made of what it was made of before."""
+        if now.statistics.graph == self._graph:
+            return True
+        model = merge(params, now)
         nnx.pop(model, nnx.Intermediate)
-        return Graph(nnx.graphdef(model))
+        return _made_of(model) == _made_of(self._adapter.view(self._masters, self._start))
 
-    def _all(self, more: Any) -> tuple[Any, ...]:
-        params, running = self._split()
-        return params, running.streams, running.statistics.kept, jax.tree.map(lambda leaf: leaf, more)
-
-    def _check(self, now: Running, more: Any, graph: Graph) -> None:
+    def _check(self, params: Any, now: Running) -> None:
         """Refuse what the state cannot carry to the next step."""
-        for path, variable in nnx.to_flat_state(more):
+        for path, variable in nnx.to_flat_state(now.statistics.more):
             kind = type(variable).__name__
             if not isinstance(variable, nnx.Intermediate):
                 raise TraceError(
@@ -245,7 +244,7 @@ class NnxPass:
                     "cannot carry a model without it to the next one. Read it with nnx.state(model, ...), which leaves "
                     "the model as it is; or derive its class from nnx.Intermediate, whose variables live for one pass."
                 )
-        if graph != self._graph:
+        if not self._is_as_before(params, now):
             raise TraceError(
                 "loss_fn changes what the model is made of, such as a setting of its layers, and not only the arrays "
                 "in it. A compiled step cannot carry that to the next one: make it before polyamp.init."
@@ -266,6 +265,12 @@ class NnxPass:
                         "needed, or return it as aux; what the model keeps beside its parameters is an nnx.Variable, "
                         "which keeps what loss_fn writes."
                     )
+
+
+def _made_of(model: Any) -> Graph:
+    """What a model of its own is made of."""
+    compat.forget_nnx_attributes(model)
+    return Graph(nnx.graphdef(model))
 
 
 def _same(one: Any, other: Any) -> bool:
