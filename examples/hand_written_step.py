@@ -70,8 +70,9 @@ def tensorflow_loop(steps: int) -> list[float]:
 def jax_loop(steps: int) -> list[float]:
     """optax and `jax.value_and_grad`."""
     import jax
-    import jax.numpy as jnp
     import optax
+
+    import polyamp_jax
 
     module, variables = mlp("jax")
     optimizer = optax.adamw(1e-2)
@@ -87,7 +88,7 @@ def jax_loop(steps: int) -> list[float]:
         grads, finite = scaler.unscale(grads, scale_state)
         updates, new_opt_state = optimizer.update(grads, opt_state, variables)
         new = (optax.apply_updates(variables, updates), new_opt_state)
-        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (variables, opt_state))
+        kept = polyamp_jax.select(finite, new, (variables, opt_state))
         return *kept, scaler.update(scale_state, finite), loss
 
     opt_state, scale_state, losses = optimizer.init(variables), scaler.init("jax"), []

@@ -31,7 +31,7 @@ from polyamp_jax.models.random_keys import random_keys
 from polyamp_jax.own_loop.scaled_value_and_grad import scaled_value_and_grad
 from polyamp_jax.precision.autocast import autocast, explain
 from polyamp_jax.precision.op_list import check_policy
-from polyamp_jax.precision.reading import BoundModel, masters_of
+from polyamp_jax.precision.reading import is_bound, masters_of
 from polyamp_jax.step import failures, resuming
 from polyamp_jax.step import state as states_
 from polyamp_jax.step import step as steps
@@ -131,7 +131,7 @@ class JaxBackend:
         return jnp.zeros((), jnp.float32)
 
     def parameters(self, model: Any) -> dict[str, Any]:
-        return masters_of(model) if isinstance(model, BoundModel) else named_leaves(adapt(model).params)
+        return masters_of(model) if is_bound(model) else named_leaves(adapt(model).params)
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> states_.JaxState:
         """A fresh state.
@@ -209,7 +209,7 @@ class JaxBackend:
         return resuming.setting_of(state.recipe.optimizer, name)
 
     def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
-        return failures.explained(error, batch)
+        return failures.explained(error, batch, casts=any(state.setup.plan.cast for state in states))
 
     @property
     def porting_states(self) -> StateConverter:

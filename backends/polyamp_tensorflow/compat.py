@@ -258,6 +258,7 @@ def is_linear_algebra(operation: Any) -> bool:
     """True for an operation of `keras.ops.linalg`, by the module that its class stands in."""
     return str(type(operation).__module__).endswith("ops.linalg")
 
+
 def mask_of(tensor: Any) -> Any:
     """The mask that Keras's layers put on what they give; None without one."""
     return getattr(tensor, _MASK, None)

@@ -181,6 +181,10 @@ class LossScaler(Record, kw_only=True):
         was forgotten, or made twice, is not noticed here. The scalers for loops of one's own notice a forgotten one:
         `polyamp_torch.GradScaler`, `polyamp_tensorflow.LossScaleOptimizer`.
 
+        Where the flag is False, nothing may be applied, or parameters and moments become NaN: torch
+        `if finite: optimizer.step()`, Keras `tf.cond(finite, lambda: optimizer.apply(grads), lambda: None)`, JAX
+        `params, opt_state = polyamp_jax.select(finite, (new_params, new_opt_state), (params, opt_state))`.
+
         Args:
             grads: a list, dict or pytree of the framework's arrays. `None` leaves stay `None`.
 

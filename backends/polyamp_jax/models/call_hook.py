@@ -12,12 +12,15 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
 import jax
 
 from polyamp_jax.arrays import cast_arguments
 from polyamp_jax.models.scopes import Casts
+
+NATIVE: Final = "_polyamp_native"
+"""Attribute of the classes that polyamp makes: the user's own."""
 
 _KEPT = 4096
 """Subclasses kept at most; one that is dropped is made anew."""
@@ -85,6 +88,16 @@ def _casting(kind: Any, inputs: str, outputs: str | None, float64: bool) -> type
 
 
 def _subclass(kind: Any, call: Callable[..., Any]) -> type:
-    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    names = {
+        "__call__": call,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        NATIVE: native_class(kind),
+    }
     made: type = type(kind)(kind.__name__, (kind,), names)
     return made
+
+
+def native_class(kind: Any) -> Any:
+    """The user's own class behind one that polyamp made of it."""
+    return vars(kind).get(NATIVE, kind)

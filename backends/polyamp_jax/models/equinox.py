@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ import jax
 
 from polyamp.errors import ModelError, TraceError
 from polyamp_jax.arrays import named_leaves, path_name
+from polyamp_jax.models.bound_equinox import bind
 from polyamp_jax.models.call_hook import calling, set_class
 from polyamp_jax.models.parameter_writes import writes
 from polyamp_jax.models.parts import Keys, Opaque, Parts, Running, owners
@@ -73,11 +75,26 @@ class EquinoxAdapter:
     def view(self, params: Any, running: Running) -> Any:
         return eqx.combine(params, running.statistics[0], self.static.value)
 
-    def written(self, view: Any, params: Any, running: Running) -> Running:
-        return running
+    def with_part(self, route: Route, part: Any, params: Any, running: Running) -> tuple[EquinoxAdapter, Any, Running]:
+        """The model with a copy in the place of the module that `route` leads to or belongs to."""
+        model, steps = self.view(params, running), route.steps[:-1] if route.is_method else route.steps
+        whole = eqx.tree_at(Route(steps).walked, model, part) if steps else part
+        params, rest = eqx.partition(whole, eqx.is_inexact_array)
+        buffers, static = eqx.partition(rest, eqx.is_array)
+        made = dataclasses.replace(self, static=Opaque(static))
+        return made, params, running._replace(statistics=(buffers, running.statistics[1]))
+
+    def bound(self, engine: Any) -> Any:
+        owner = weakref.ref(engine) if engine.shared is None else lambda: engine
+        engine.root = bind(self.view(engine.masters, engine.start), owner)
+        return engine.root
 
     def params_of(self, part: Any, route: Route, params: Any, running: Running) -> Any:
         return route.walked(params)
+
+    def state_of(self, running: Running) -> Any:
+        state = running.statistics[1]
+        return jax.tree.map(lambda leaf: leaf, state) if self.stateful else None
 
     def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:
         return self.params_of(part, route, params, running)
@@ -90,9 +107,6 @@ class EquinoxAdapter:
         buffers, state = running.statistics
         module = eqx.combine(params, buffers, self.static.value)
         return (module, jax.tree.map(lambda leaf: leaf, state)) if self.stateful else module
-
-    def write_back(self, model: Any, running: Running) -> None:
-        """Nothing: equinox modules are immutable."""
 
     def check_streams(self, names: Collection[str]) -> None:
         """Every stream is a keyword argument, so any name will do."""

@@ -32,11 +32,14 @@ class FunctionAdapter:
     def view(self, params: Any, running: Running) -> Any:
         return NOTHING
 
-    def written(self, view: Any, params: Any, running: Running) -> Running:
-        return running
+    def bound(self, engine: Any) -> Any:
+        return None
 
     def params_of(self, part: Any, route: Route, params: Any, running: Running) -> Any:
         return params
+
+    def state_of(self, running: Running) -> Any:
+        return None
 
     def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:
         return self.params_of(part, route, params, running)
@@ -46,9 +49,6 @@ class FunctionAdapter:
 
     def join(self, params: Any, running: Running) -> Any:
         return self.apply_fn.value, params
-
-    def write_back(self, model: Any, running: Running) -> None:
-        """Nothing: a function holds no arrays."""
 
     def check_streams(self, names: Collection[str]) -> None:
         """Every stream is a keyword argument, so any name will do."""

@@ -59,11 +59,14 @@ class HaikuAdapter:
         apply = self.transformed.value.apply
         return NOTHING if callable(apply) else apply
 
-    def written(self, view: Any, params: Any, running: Running) -> Running:
-        return running
+    def bound(self, engine: Any) -> Any:
+        return None
 
     def params_of(self, part: Any, route: Route, params: Any, running: Running) -> Any:
         return params
+
+    def state_of(self, running: Running) -> Any:
+        return running.statistics if self.stateful else None
 
     def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:
         return self.params_of(part, route, params, running)
@@ -76,9 +79,6 @@ class HaikuAdapter:
             return self.transformed.value, params
         both = (params, running.statistics)
         return (self.transformed.value, *both) if self.flat else (self.transformed.value, both)
-
-    def write_back(self, model: Any, running: Running) -> None:
-        """Nothing: haiku's functions hold no arrays."""
 
     def check_streams(self, names: Collection[str]) -> None:
         if len(names) > 1:

@@ -38,6 +38,18 @@ class Running(NamedTuple):
     written: Mapping[str, Any] | None = None
 
 
+class Collected(NamedTuple):
+    """What a call left in a model that is a value, where `Running` has the statistics.
+
+    Attributes:
+        kept: the statistics, which run with the step.
+        more: what the call collected beside them (linen's `sow`), for `loss_fn` to read until the next call.
+    """
+
+    kept: Any
+    more: Any
+
+
 class Adapter(Protocol):
     """One library's way of calling a model; static, hashable, without arrays."""
 
@@ -66,12 +78,14 @@ class Adapter(Protocol):
     def view(self, params: Any, running: Running) -> Any:
         """What the attributes of the model are read from: parameters and running state are those given."""
 
-    def written(self, view: Any, params: Any, running: Running) -> Running:
-        """`running`, with what `loss_fn` wrote to a view that was made of it, parameters included, where the library's
-        models are mutable."""
+    def bound(self, engine: Any) -> Any:
+        """The model that `loss_fn` gets, where that is a module of the library's own; else None."""
 
     def params_of(self, part: Any, route: Route, params: Any, running: Running) -> Any:
         """The parameters of a part of the model, out of all of them: of a view's module at the end of `route`."""
+
+    def state_of(self, running: Running) -> Any:
+        """What the library calls the state of a model; None where it has no such thing."""
 
     def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:
         """The same as the pytree that the library's own functions look through."""
@@ -82,9 +96,6 @@ class Adapter(Protocol):
 
     def join(self, params: Any, running: Running) -> Any:
         """The model in its native form."""
-
-    def write_back(self, model: Any, running: Running) -> None:
-        """Put what a call changed, parameters included, into a model, where the library's models are mutable."""
 
     def check_streams(self, names: Collection[str]) -> None:
         """Refuse random streams that the library has no use for. Raises `UnsupportedError`."""

@@ -15,8 +15,8 @@ from polyamp_jax.observe.outputs import marking_class
 class MarkedNnx(NnxAdapter):
     """The same adapter, of whose models every module marks what it gives."""
 
-    def join(self, params: Any, running: Running) -> Any:
-        model = super().join(params, running)
+    def inside(self, params: Any, running: Running) -> Any:
+        model = super().inside(params, running)
         for keys, module in list(compat.nnx_modules(model)):
             if keys and callable(module):
                 kind: Any = type(module)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from polyamp_jax import compat
+from polyamp_jax.models.call_hook import NATIVE, native_class
 from polyamp_jax.precision.interpreter.seen import shown
 
 _numbers: Final = itertools.count(1)
@@ -79,6 +80,11 @@ def marking_class(kind: Any, path: str) -> type:
         cell = f"{path}/cell" if compat.is_a(self, "flax.nnx", "RNN") else None
         return called(functools.partial(kind.__call__, self), args, kwargs, path, cell=cell)
 
-    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    names = {
+        "__call__": call,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        NATIVE: native_class(kind),
+    }
     made: type = type(kind)(kind.__name__, (kind,), names)
     return made

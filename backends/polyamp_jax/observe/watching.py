@@ -31,7 +31,7 @@ from polyamp_jax.observe.outputs import called, scoping
 from polyamp_jax.precision.bound import Engine
 from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.walk import interprets
-from polyamp_jax.precision.reading import BoundModel
+from polyamp_jax.precision.reading import bound_model
 from polyamp_jax.step import differentiate
 from polyamp_jax.step.failures import check_aux
 from polyamp_jax.step.measure import unscaled_leaf
@@ -99,7 +99,7 @@ class Watching:
         def loss_of(params: Any, masters: Any) -> tuple[Any, Any]:
             engine = _Engine(adapter, plan, params, state.running, keys, masters=masters, recorder=recorder)
             with matmul_precision(plan), marking(), contextlib.nullcontext() if interpreted else scoping():
-                loss, aux = refusals.split_result(self._loss_fn(BoundModel(engine), batch))
+                loss, aux = refusals.split_result(self._loss_fn(bound_model(engine), batch))
             check_aux(aux)
             return differentiate.scaled_loss(loss, scale)[0], loss
 
@@ -142,11 +142,11 @@ class Watching:
 class _Engine(Engine):
     """An engine whose model's own output is marked as it is for `loss_fn`."""
 
-    def call(self, route: Route, args: Any, kwargs: Any) -> Any:
+    def call(self, route: Route, args: Any, kwargs: Any, part: Any = None) -> Any:
         own = super().call
         if route.steps:
-            return own(route, args, kwargs)
-        return called(lambda *args, **kwargs: own(route, args, kwargs), args, kwargs, "")
+            return own(route, args, kwargs, part)
+        return called(lambda *args, **kwargs: own(route, args, kwargs, part), args, kwargs, "")
 
 
 def _inputs_last(seen: Sequence[tuple[program.Mark, Any, Any]]) -> list[tuple[program.Mark, Any, Any]]:

@@ -55,6 +55,11 @@ def scaled_value_and_grad(
         zeros, as from `jax.grad`. It runs under `jax.jit`, `vmap` and `scan`; its signature is that of `fun` behind
         `scale_state`, so that `jax.jit(graded, donate_argnames=...)` finds the arguments by name.
 
+    What comes after is chosen by `finite`, or an overflow makes every parameter NaN:
+    `polyamp_jax.select(finite, new, old)` of parameters and optimizer states, or
+    `polyamp_jax.select(finite, (model, optimizer), before)` of nnx objects that were updated in place, with
+    `before = nnx.clone((model, optimizer))` from before the call.
+
     Raises (from the returned function):
         LossScaleError: the first argument is not a `LossScaleState`.
         LossError: the loss is not a floating scalar.
@@ -65,7 +70,7 @@ def scaled_value_and_grad(
             look at, so read `scale_state.stuck` where your loop logs.
 
     Example:
-        >>> import jax.numpy as jnp, polyamp
+        >>> import jax.numpy as jnp, polyamp, polyamp_jax
         >>> scaler = polyamp.LossScaler(init_scale=2.0**15)
         >>> loss_fn = polyamp.Policy("mixed_float16").autocast(lambda w, x: jnp.mean(x @ w), backend="jax")
         >>> graded = scaled_value_and_grad(loss_fn, scaler)
@@ -73,6 +78,7 @@ def scaled_value_and_grad(
         >>> loss, grads, finite = graded(scale_state, jnp.ones((2, 1)), jnp.ones((4, 2)))
         >>> float(loss), grads.dtype.name, grads.ravel().tolist(), bool(finite)
         (2.0, 'float32', [1.0, 1.0], True)
+        >>> weights = polyamp_jax.select(finite, jnp.ones((2, 1)) - 0.1 * grads, jnp.ones((2, 1)))
         >>> scale_state = scaler.update(scale_state, finite)
     """
 

@@ -22,7 +22,7 @@ from polyamp_jax.precision.interpreter.run import evaluate
 from polyamp_jax.precision.interpreter.staging import KEEP, settled
 from polyamp_jax.precision.interpreter.walk import interprets
 from polyamp_jax.precision.op_list import check_policy
-from polyamp_jax.precision.reading import BoundModel, autocast_model
+from polyamp_jax.precision.reading import BoundModel, autocast_model, is_bound
 from polyamp_jax.precision.regions import region
 
 
@@ -101,8 +101,11 @@ def _under(target: Any, policy: Policy, *, strict: bool, recorder: Recorder | No
     check_policy(policy)
     if isinstance(target, BoundModel):  # of a step, whose policy is another one
         return target._polyamp_under(policy)
+    if is_bound(target):
+        return _bound_under(target, policy)
     if is_model(target):
-        return autocast_model(target, policy, strict=strict, recorder=recorder)
+        bound: Callable[..., Any] = autocast_model(target, policy, strict=strict, recorder=recorder)
+        return bound
     if not callable(target):
         raise ModelError(
             f"autocast takes a function of arrays, or a model: {ACCEPTED}. Received: {type(target).__name__}."
@@ -123,6 +126,17 @@ def _under(target: Any, policy: Policy, *, strict: bool, recorder: Recorder | No
                 args, kwargs = cast_arguments((args, kwargs), plan.compute, float64=plan.float64)
             out = evaluate(plan, _inside(target, policy), args, kwargs, strict=strict, recorder=recorder)
             return cast_arguments(out, plan.output, float64=plan.float64)
+
+    return call
+
+
+def _bound_under(module: Any, policy: Policy) -> Callable[..., Any]:
+    """A bound nnx or equinox module of a step under another policy (S3)."""
+
+    @functools.wraps(type(module).__call__)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with region(policy):
+            return module(*args, **kwargs)
 
     return call
 

@@ -7,27 +7,23 @@ engine. Called by `reading`, `differentiate` and `autocast`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 import jax
 
-from polyamp.errors import TraceError, UnsupportedError
+from polyamp.errors import RecipeError, TraceError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.rules.plan import Plan
 from polyamp_jax import compat
-from polyamp_jax.arrays import cast_arguments, conform, matmul_precision, named_leaves
+from polyamp_jax.arrays import cast, cast_arguments, is_array, matmul_precision, named_leaves
 from polyamp_jax.models.adapt import adapt
+from polyamp_jax.models.attributes import TRANSFORMED
 from polyamp_jax.models.function import FunctionAdapter
 from polyamp_jax.models.nnx_arguments import Taken, put_in, take_out
-from polyamp_jax.models.parameter_writes import (
-    Leaves,
-    conformed,
-    on_masters,
-    origins,
-    overlaid,
-    without_origins,
-)
+from polyamp_jax.models.parameter_writes import conformed, on_masters, origins, without_origins
 from polyamp_jax.models.parts import Adapter, Keys, Parts, Running, module_paths
+from polyamp_jax.models.passes import Pass, ValuePass
 from polyamp_jax.models.routes import Route, accepts, given
 from polyamp_jax.models.scopes import Casts
 from polyamp_jax.precision.cast_mode import compute_params, dtype_of, module_dtypes
@@ -76,7 +72,15 @@ class Engine:
         masters: the master weights; None where they are `params`.
         recorder: hears of every operation.
         strict: an operation without a rule is an error.
+
+    Attributes:
+        adapter, plan, params, masters: as given.
+        start: the running state before the pass.
+        shared: outside of a step, the user's own model.
+        root: of an equinox model, the bound module that `loss_fn` holds.
     """
+
+    shared: Any = None
 
     def __init__(
         self,
@@ -94,49 +98,72 @@ class Engine:
         self.plan = plan
         self.params = params
         self.masters = params if masters is None else masters
-        self._running = running
+        self.root: Any = None
+        self.start = running
+        self._pass = self._begin()
         self._keys = keys
         self._recorder = recorder
         self._strict = strict
         self._calls = 0
-        self._view: tuple[Any, Running] | None = None
         self._made_in = compat.trace_state()
         self._around = regions()  # what stands around a step touches nothing in it
         self._plans: dict[Policy | None, Plan] = {}
         self._leaves = self._parameters()
+
+    def _begin(self, model: Any = None) -> Pass:
+        adapter: Any = self.adapter
+        if adapter.mutable:
+            begun: Pass = adapter.start(self.params, self.masters, self.start, model)
+            return begun
+        return ValuePass(adapter, self.params, self.masters, self.start)
 
     @property
     def running(self) -> Running:
         """The running state as the calls so far, and what `loss_fn` wrote to the model's variables, have left it.
 
         Raises:
-            TraceError: somebody wrote to a tree of parameters, from where it would be lost.
+            TraceError: the pass changed what a step cannot carry on, or somebody wrote to a tree of parameters, from
+                where it would be lost.
         """
         self._refuse_lost_writes()
-        if self._view is not None:
-            view, made_of = self._view
-            written = self.adapter.written(view, self.params, made_of)
-            if written is not made_of:
-                leaves = self._keep(written, self.params)
-                if leaves:  # in the parameters' dtypes
-                    self.adapter.write_back(view, self._running._replace(written=leaves))
-                self._view = view, self._running
-        return self._running
+        return self._pass.running
 
     def view(self) -> Any:
         """What the model's attributes are read from, as the calls so far have left it."""
-        running = self.running
-        if self._view is None:
-            self._view = self.adapter.view(self.params, running), running
-        return self._view[0]
+        return self._pass.view()
 
-    def call(self, route: Route, args: Any, kwargs: Any) -> Any:
+    def params_of(self, part: Any, route: Route) -> Any:
+        """The masters of a part."""
+        return self.adapter.params_of(part, route, self.masters, self.start)
+
+    def tree(self, part: Any, route: Route) -> Any:
+        """The masters of a part as the pytree that the library's own functions look through."""
+        return self.adapter.tree(part, route, self.masters, self.start)
+
+    def computed(self, route: Route) -> Any:
+        """What a route leads to, around the parameters that the model computes with."""
+        return self._pass.computed(route)
+
+    def narrowed(self, route: Route, value: Any) -> Any:
+        """A value of the module at a route, its parameters as the model computes with them (equinox)."""
+        if self.params is self.masters:
+            return value
+        dtype = dtype_of(route.path, self.adapter, self.plan)
+        return jax.tree.map(
+            lambda leaf: cast(leaf, dtype, float64=self.plan.float64) if is_array(leaf) else leaf, value
+        )
+
+    def state(self) -> Any:
+        """What the library calls the state of the model, as the calls so far have left it."""
+        return self.adapter.state_of(self.running)
+
+    def call(self, route: Route, args: Any, kwargs: Any, part: Any = None) -> Any:
         """The output of the model, or of the part that `route` leads to, floating leaves in the policy's output dtype.
 
-        A part may return numbers and strings beside arrays; of the model itself the interpreter refuses them.
+        With a copy of an equinox module, `part`, the model has that in the module's place. A part may return numbers
+        and strings beside arrays; of the model itself the interpreter refuses them.
         """
-        running = self.running
-        plan, params = self._acting()
+        plan = self._acting()
         keys = {name: jax.random.fold_in(key, self._calls) for name, key in self._keys.items()}
         self._calls += 1
         mapped = self._mapped(args, kwargs)
@@ -144,29 +171,84 @@ class Engine:
             raise TraceError(MAPPED.format(route=route))
         args, kwargs, taken = take_out(args, kwargs)
         arrays = None if taken is None else taken.arrays
+        outward = functools.partial(cast_arguments, dtype=plan.output, float64=plan.float64)
         with matmul_precision(plan), settled():
             if not plan.root.mixes or not interprets(plan):
                 dtype = dtype_of(route.path, self.adapter, plan) if route.steps and plan.cast else plan.compute
                 args, kwargs, arrays = cast_arguments((args, kwargs, arrays), dtype, float64=plan.float64)
-            if interprets(plan):
-                output, running, changed = self._autocast(plan, params, route, taken, keys, args, kwargs, arrays)
-            else:
-                casts = Casts(plan, module_dtypes(params, self.adapter, plan))
-                output, running, changed = self._called_once(casts, params, route, taken, keys, args, kwargs, arrays)
-            before = self._running
-            leaves = self._keep(running, params)
-            pairs = zip(jax.tree.leaves(self._running), jax.tree.leaves(before), strict=False)
-            moved = bool(leaves) or any(a is not b for a, b in pairs)
+            adapter: Any = self.adapter
+            params, own = self._pass.inputs()
+            masters, before = self._pass.masters, own
+            if plan is not self.plan:
+                params = compute_params(masters, adapter, plan)
+            if part is not None:
+                adapter, params, before = adapter.with_part(route, part, self.masters, own)
+                params = compute_params(params, adapter, plan)
+            run = self._autocast if interprets(plan) else self._called_once
+            output, after, changed = run(plan, adapter, route, taken, params, before, keys, args, kwargs, arrays)
+            written = None if after.written is None else conformed(after.written, params)
+            after = after._replace(written=None)
+            if part is not None:
+                after = after._replace(statistics=(own.statistics[0], after.statistics[1]))
+            after, moved = self._pass.moved(after, own, outward)
+            moved = moved or bool(written)
+            self._refuse_lost_writes()
+            if part is not None and moved and self._made_in != compat.trace_state():
+                raise RecipeError(TRANSFORMED)
             if mapped and moved:
                 raise TraceError(MAPPED.format(route=route))
             if moved and self._made_in != compat.trace_state() and len(regions()) > len(self._around):
                 raise TraceError(ENCLOSED.format(route=route))
-            self._refresh_view(before, leaves)
+            if not mapped:
+                self._pass.take(after, route, None if written is None else on_masters(written, params, masters))
             self._check_output(route, output)
-            output = cast_arguments(output, plan.output, float64=plan.float64)
+            output = outward(output)
         if taken is not None:
             taken.put_back(changed)
         return output
+
+    def _acting(self) -> Plan:
+        """The plan of a call: that of the innermost policy around it."""
+        inside = regions()[len(self._around) :]
+        if not inside:
+            return self.plan
+        policy = inside[-1]
+        if policy not in self._plans:
+            self._plans[policy] = plan_of(policy, self.plan, self._paths())
+        return self._plans[policy]
+
+    def under(self, policy: Policy) -> EngineUnderPolicy:
+        """This engine for a model under another policy than its own.
+
+        Raises:
+            PolicyError: an override matches no module.
+        """
+        self._plans[policy] = policy.plan(self._paths(), backend="jax")
+        return EngineUnderPolicy(self, policy)
+
+    def _paths(self) -> frozenset[str]:
+        return module_paths(Parts(self.adapter, self.masters, self.start._replace(written=None)))
+
+    def _parameters(self) -> tuple[list[Any], Any]:
+        """The arrays of the parameters and their places, to be compared later."""
+        return jax.tree.flatten((self.params, self.masters))
+
+    def _refuse_lost_writes(self) -> None:
+        """Refuse what was written to a tree of parameters, as plain functions and `model.params` have them: it is this
+        pass's own.
+
+        Raises:
+            TraceError: names the parameter.
+        """
+        leaves, structure = self._leaves
+        now, shape = self._parameters()
+        if structure == shape and all(a is b for a, b in zip(leaves, now, strict=True)):
+            return
+        for before, after in zip(jax.tree.unflatten(structure, leaves), (self.params, self.masters), strict=True):
+            old, new = named_leaves(before), named_leaves(after)
+            for path in {**old, **new}:
+                if old.get(path) is not new.get(path):
+                    raise TraceError(LOST_WRITE.format(path=path))
 
     def _check_output(self, route: Route, output: Any) -> None:
         """Refuse a module of nnx that a method returns: it is no part of the model any more."""
@@ -199,82 +281,9 @@ class Engine:
             return any(accepts(function, name) for name in names)
         return True
 
-    def _acting(self) -> tuple[Plan, Any]:
-        """The plan of a call, and the parameters that it computes with: those of the innermost policy around it."""
-        inside = regions()[len(self._around) :]
-        if not inside:
-            return self.plan, self.params
-        policy = inside[-1]
-        if policy not in self._plans:
-            self._plans[policy] = plan_of(policy, self.plan, self._paths())
-        plan = self._plans[policy]
-        return plan, compute_params(self.masters, self.adapter, plan)
-
-    def under(self, policy: Policy) -> EngineUnderPolicy:
-        """This engine for a model under another policy than its own.
-
-        Raises:
-            PolicyError: an override matches no module.
-        """
-        self._plans[policy] = policy.plan(self._paths(), backend="jax")
-        return EngineUnderPolicy(self, policy)
-
-    def _paths(self) -> frozenset[str]:
-        return module_paths(Parts(self.adapter, self.masters, self._bare))
-
-    def _keep(self, running: Running, params: Any) -> Leaves | None:
-        """Take what a call that computed with `params` left: running state, and the parameters that it wrote (S12),
-        which are given back."""
-        earlier = self._running
-        written = None if running.written is None else conformed(running.written, params)
-        bare = conform(running._replace(written=None), earlier._replace(written=None), what="the model's running state")
-        self._running = bare._replace(written=earlier.written)
-        self._refuse_lost_writes()
-        if written:
-            masters = on_masters(written, params, self.masters)
-            same = self.masters is self.params
-            if params is not self.params:
-                written = conformed(masters, self.params)
-            self.params = overlaid(self.params, written)
-            self.masters = self.params if same else overlaid(self.masters, masters)
-            self._running = bare._replace(written={**(earlier.written or {}), **masters})
-            self._leaves = self._parameters()
-        return written
-
-    def _parameters(self) -> tuple[list[Any], Any]:
-        """The arrays of the parameters and their places, to be compared later."""
-        return jax.tree.flatten((self.params, self.masters))
-
-    def _refuse_lost_writes(self) -> None:
-        """Refuse what was written to a tree of parameters, as plain functions and `model.params` have them: it is this
-        pass's own.
-
-        Raises:
-            TraceError: names the parameter.
-        """
-        leaves, structure = self._leaves
-        now, shape = self._parameters()
-        if structure == shape and all(a is b for a, b in zip(leaves, now, strict=True)):
-            return
-        for before, after in zip(jax.tree.unflatten(structure, leaves), (self.params, self.masters), strict=True):
-            old, new = named_leaves(before), named_leaves(after)
-            for path in {**old, **new}:
-                if old.get(path) is not new.get(path):
-                    raise TraceError(LOST_WRITE.format(path=path))
-
-    def _refresh_view(self, before: Running, written: Leaves | None) -> None:
-        """What a call left, in the view too: the variables that `loss_fn` holds go on in an nnx module."""
-        if self._view is None:
-            return
-        view, running = self._view[0], self._running
-        leaves = zip(jax.tree.leaves(running), jax.tree.leaves(before), strict=False)
-        self._view = view, running
-        if written or any(a is not b for a, b in leaves):
-            self.adapter.write_back(view, running._replace(written=written))
-            self._view = (view, running) if self.adapter.mutable else None
-
     def _called(
         self,
+        adapter: Any,
         casts: Casts,
         route: Route,
         taken: Taken | None,
@@ -287,47 +296,47 @@ class Engine:
     ) -> tuple[Any, Running, Any]:
         """The call itself: output, running state, and what it changed in nnx objects among its arguments."""
         if taken is None:
-            return *self.adapter.call(params, running, keys, casts, route, args, kwargs), None
+            return *adapter.call(params, running, keys, casts, route, args, kwargs), None
         objects = taken.anew(arrays)
         args, kwargs = put_in(args, kwargs, objects)
-        output, running = self.adapter.call(params, running, keys, casts, route, args, kwargs)
+        output, running = adapter.call(params, running, keys, casts, route, args, kwargs)
         return output, running, taken.changed(objects, arrays)
 
     def _called_once(
         self,
-        casts: Casts,
-        params: Any,
+        plan: Plan,
+        adapter: Any,
         route: Route,
         taken: Taken | None,
+        params: Any,
+        running: Running,
         keys: Keys,
         args: Any,
         kwargs: Any,
         arrays: Any,
     ) -> tuple[Any, Running, Any]:
-        """The same outside of the interpreter's trace. Where parameters look written, a trace of the call decides: a
+        """The call outside of the interpreter's trace. Where parameters look written, a trace of the call decides: a
         nested `nnx.jit` hands out all of them as other arrays."""
+        casts = Casts(plan, module_dtypes(params, adapter, plan))
 
         def call(params: Any) -> tuple[Any, Running, Any]:
-            return self._called(casts, route, taken, params, self._bare, keys, args, dict(kwargs), arrays)
+            return self._called(adapter, casts, route, taken, params, running, keys, args, dict(kwargs), arrays)
 
-        output, running, changed = call(params)
-        if running.written is not None:
+        output, after, changed = call(params)
+        if after.written is not None:
             program = jax.make_jaxpr(lambda params: call(params)[1].written)(params)
-            came = dict(zip(sorted(running.written), origins(program.jaxpr), strict=True))
-            running = running._replace(written=without_origins(running.written, came, params))
-        return output, running, changed
-
-    @property
-    def _bare(self) -> Running:
-        """The running state as a call gets it: what was written to parameters is in these."""
-        return self._running._replace(written=None)
+            came = dict(zip(sorted(after.written), origins(program.jaxpr), strict=True))
+            after = after._replace(written=without_origins(after.written, came, params))
+        return output, after, changed
 
     def _autocast(
         self,
         plan: Plan,
-        params: Any,
+        adapter: Any,
         route: Route,
         taken: Taken | None,
+        params: Any,
+        running: Running,
         keys: Keys,
         args: Any,
         kwargs: Any,
@@ -336,25 +345,25 @@ class Engine:
         casts = Casts(plan, scoped=True)
 
         def run(params: Any, running: Running, keys: Keys, args: Any, kwargs: Any, arrays: Any) -> Any:
-            return self._called(casts, route, taken, params, running, keys, args, dict(kwargs), arrays)
+            return self._called(adapter, casts, route, taken, params, running, keys, args, dict(kwargs), arrays)
 
         programs: list[Staged] = []
-        output, running, changed = evaluate(
+        output, after, changed = evaluate(
             plan,
             run,
-            (params, self._bare, keys, args, kwargs, arrays),
+            (params, running, keys, args, kwargs, arrays),
             {},
-            modules=None if isinstance(self.adapter, FunctionAdapter) else lambda: casts.paths,
+            modules=None if isinstance(adapter, FunctionAdapter) else lambda: casts.paths,
             parameters=params,
             strict=self._strict,
             recorder=self._recorder,
             numbers=bool(route.steps),
             traced=programs.append,
         )
-        if running.written is not None:
+        if after.written is not None:
             _, came, _ = programs[0].result(origins(programs[0].jaxpr))
-            running = running._replace(written=without_origins(running.written, came.written, params))
-        return output, running, changed
+            after = after._replace(written=without_origins(after.written, came.written, params))
+        return output, after, changed
 
 
 class EngineUnderPolicy:
@@ -371,45 +380,51 @@ class EngineUnderPolicy:
         """Itself: its policy stands inside of any other that is put around it."""
         return self
 
-    def call(self, route: Route, args: Any, kwargs: Any) -> Any:
+    def call(self, route: Route, args: Any, kwargs: Any, part: Any = None) -> Any:
         """The output of the model, or of a part of it."""
         with region(self._policy):
-            return self._engine.call(route, args, kwargs)
+            return self._engine.call(route, args, kwargs, part)
 
 
 class NativeEngine(Engine):
     """A user's own model, outside of a step: each call and each look finds it as it is then.
 
-    What a call changes is put back into an nnx module, as calling it would; the other libraries' models cannot
-    change, so there it is dropped.
+    What a call changes is put into an nnx module, as calling it would; the other libraries' models cannot change, so
+    there it is dropped.
     """
 
     def __init__(self, model: Any, plan: Plan, *, recorder: Recorder | None, strict: bool) -> None:
-        self._model = model
+        self.shared = model
         adapter, params, running = adapt(model)
         super().__init__(adapter, plan, params, running, {}, recorder=recorder, strict=strict)
 
     def view(self) -> Any:
         """The model itself, so that what is written to its variables stays; of other libraries one made of it."""
         self._look()
-        return self._model if self.adapter.mutable else super().view()
+        return super().view()
 
-    def call(self, route: Route, args: Any, kwargs: Any) -> Any:
+    def call(self, route: Route, args: Any, kwargs: Any, part: Any = None) -> Any:
         self._look()
-        output = super().call(route, args, kwargs)
-        self.adapter.write_back(self._model, self._running)
-        return output
+        return super().call(route, args, kwargs, part)
 
-    def _acting(self) -> tuple[Plan, Any]:
+    def params_of(self, part: Any, route: Route) -> Any:
+        self._look()
+        return super().params_of(part, route)
+
+    def computed(self, route: Route) -> Any:
+        self._look()
+        return super().computed(route)
+
+    def _acting(self) -> Plan:
         """Its own: its policy was put around the model itself, which is as far inside as can be."""
-        return self.plan, self.params
+        return self.plan
 
     def _mapped(self, args: Any, kwargs: Any) -> bool:
         """Never: the user's own loop has no streams of a state, and flax refuses what would be lost."""
         return False
 
     def _look(self) -> None:
-        self.adapter, self.masters, self._running = adapt(self._model)
+        self.adapter, self.masters, self.start = adapt(self.shared)
         self.params = compute_params(self.masters, self.adapter, self.plan)
-        self._view = None
+        self._pass = self._begin(self.shared if self.adapter.mutable else None)
         self._leaves = self._parameters()

@@ -7,18 +7,17 @@ arrays of the pass. Called by `differentiate`, `autocast` and `backend`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import jax
 
-from polyamp.errors import ModelError, RecipeError, TraceError, UnsupportedError
+from polyamp.errors import ModelError, RecipeError
 from polyamp.recipe.policy import Policy
 from polyamp_jax import compat
-from polyamp_jax.arrays import is_array, named_leaves
+from polyamp_jax.arrays import named_leaves
+from polyamp_jax.models import attributes
 from polyamp_jax.models.adapt import adapt
-from polyamp_jax.models.function import NOTHING
 from polyamp_jax.models.parts import module_paths
 from polyamp_jax.models.routes import ROOT, Route, Step, kind_of
 from polyamp_jax.precision.bound import Engine, NativeEngine
@@ -28,7 +27,8 @@ from polyamp_jax.precision.interpreter.recorder import Recorder
 class BoundModel:
     """A model, or a part of one, under a policy: call it and read its attributes as the library's own.
 
-    `params` are the master weights, as the model's library holds them, unless the model has an attribute of that name.
+    `params` are the master weights, as the model's library holds them, and `state` what haiku and equinox keep beside
+    them, as the calls so far have left it, unless the model has attributes of these names.
     """
 
     __slots__ = ("__weakref__", "_polyamp_engine", "_polyamp_route")
@@ -51,10 +51,12 @@ class BoundModel:
         try:
             value = getattr(owner, name)
         except AttributeError as error:
-            if name == "params" and self._polyamp_route.kind == "module":
-                engine = self._polyamp_engine
-                return engine.adapter.params_of(owner, self._polyamp_route, engine.masters, engine.running)
-            raise AttributeError(_missing(owner, self._polyamp_route, name)) from error
+            engine, route = self._polyamp_engine, self._polyamp_route
+            if name == "params" and route.kind == "module":
+                return engine.params_of(owner, route)
+            if name == "state" and route == ROOT and (state := engine.state()) is not None:
+                return state
+            raise AttributeError(attributes.missing(owner, self._polyamp_route, name)) from error
         return self._polyamp_part(owner, Step(name, True), value)
 
     def __getitem__(self, key: Any) -> Any:
@@ -82,14 +84,10 @@ class BoundModel:
         return True  # not by __len__, which most modules do not have
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise TraceError(
-            f"{self._polyamp_route}.{name} = ... would be lost: in JAX the model in loss_fn is a view of the state, "
-            "which is a value. Return what is to be kept as aux, keep it in an nnx.Variable or a mutable collection of "
-            "the model, or set the attribute before polyamp.init."
-        )
+        attributes.refuse_set(self._polyamp_route, name)
 
     def __delattr__(self, name: str) -> None:
-        raise TraceError(f"del {self._polyamp_route}.{name} would be lost: delete the attribute before polyamp.init.")
+        attributes.refuse_delete(self._polyamp_route, name)
 
     def __dir__(self) -> list[str]:
         return sorted({*dir(self._polyamp_here()), "params"})
@@ -110,27 +108,13 @@ class BoundModel:
         """What a step leads to: a bound part, or the value as it is."""
         engine = self._polyamp_engine
         kind = kind_of(owner, step, value, engine.adapter.module)
-        if kind == "value" or (kind == "property" and not _computed(value)):
+        if kind == "value" or (kind == "property" and not attributes.is_computed(value)):
             return value
         route = self._polyamp_route.to(step, kind)
         if kind == "base":
-            raise UnsupportedError(
-                f"{route} is a method of {type(owner).__name__}'s base class, for use inside of a module: called from "
-                "loss_fn it would pass the policy by, or what it changes would be lost. Call a method that the module "
-                "defines; what belongs before training (train(), eval()) comes before polyamp.init. Parameters: "
-                "model.params, or polyamp.parameters(model)."
-            )
+            attributes.refuse_base(owner, route)
         part = BoundModel(engine, route)
         return part() if kind == "property" else part
-
-
-TRANSFORMED: Final = (
-    "loss_fn must be the loss function itself: its model is no array, so jax.jit, jax.grad and jax.value_and_grad "
-    "cannot take it. polyamp differentiates and compiles loss_fn: pass it without it, and call no transformation of "
-    "JAX on a function of the model inside of it. (A transformed function may close over the model instead, if that "
-    "has neither running statistics nor random streams.)"
-)
-"""What to say where a bound model was handed to a transformation of JAX."""
 
 
 class _Through:
@@ -144,7 +128,7 @@ class _Through:
 
     def call(self, *_: Any) -> Any:
         """Raises RecipeError."""
-        raise RecipeError(TRANSFORMED)
+        raise RecipeError(attributes.TRANSFORMED)
 
     view = call
 
@@ -157,9 +141,9 @@ def _flattened(model: BoundModel) -> Any:
         here = model._polyamp_here()
         params = {key: model[key] for key in here} if isinstance(here, Mapping) else list(model)
     elif route.kind == "module":
-        params = engine.adapter.tree(model._polyamp_here(), route, engine.masters, engine.running)
+        params = engine.tree(model._polyamp_here(), route)
     else:
-        raise RecipeError(TRANSFORMED)
+        raise RecipeError(attributes.TRANSFORMED)
     return [(jax.tree_util.GetAttrKey("params"), params)], route
 
 
@@ -173,47 +157,58 @@ def _unflattened(route: Route, children: Any) -> BoundModel:
 jax.tree_util.register_pytree_with_keys(BoundModel, _flattened, _unflattened)
 
 
-def autocast_model(model: Any, policy: Policy, *, recorder: Recorder | None = None, strict: bool = False) -> BoundModel:
+def bound_model(engine: Engine) -> Any:
+    """What `loss_fn` gets: an nnx or equinox module, or of the other libraries a `BoundModel`."""
+    found = engine.adapter.bound(engine)
+    return BoundModel(engine) if found is None else found
+
+
+def autocast_model(model: Any, policy: Policy, *, recorder: Recorder | None = None, strict: bool = False) -> Any:
     """A native model as one that is called and read under the policy, as it is at each call."""
     plan = policy.plan(module_paths(adapt(model)), backend="jax")
-    return BoundModel(NativeEngine(model, plan, recorder=recorder, strict=strict))
+    return bound_model(NativeEngine(model, plan, recorder=recorder, strict=strict))
 
 
-def masters_of(model: BoundModel) -> dict[str, Any]:
+def is_bound(value: Any) -> bool:
+    """Whether a value is a model, or a part of one, under a policy."""
+    return isinstance(value, BoundModel) or _room_of(value) is not None
+
+
+def _room_of(value: Any) -> Any:
+    """The module of polyamp's that bound this nnx or equinox module; None if none did."""
+    if compat.is_a(value, "flax.nnx", "Module"):
+        from polyamp_jax.models import bound_nnx
+
+        return bound_nnx if bound_nnx.is_bound(value) else None
+    if compat.is_a(value, "equinox", "Module"):
+        from polyamp_jax.models import bound_equinox
+
+        return bound_equinox if bound_equinox.is_bound(value) else None
+    return None
+
+
+def masters_of(model: Any) -> dict[str, Any]:
     """The master weights of a bound model by path.
 
     Raises:
         ModelError: it is a part of a model.
+        RecipeError: it is a copy that a transformation made.
     """
-    if model._polyamp_route != ROOT:
-        route = model._polyamp_route
+    engine, route = _engine_of(model)
+    if route != ROOT:
         raise ModelError(
             f"polyamp.parameters takes the model that loss_fn is given, and {route} is a part of it. Take the model's "
             f"and choose by their paths: if path.startswith({route.path + '/'!r})."
         )
-    model._polyamp_here()  # outside of a step the masters are those that the user's model has now
-    return named_leaves(model._polyamp_engine.masters)
+    engine.view()  # outside of a step the masters are those that the user's model has now
+    return named_leaves(engine.masters)
 
 
-def _computed(value: Any) -> bool:
-    """Whether a property gave arrays of its own: these are computed again, under the policy."""
-    leaves = jax.tree.leaves(value)
-    return not isinstance(value, compat.nnx_kinds()) and bool(leaves) and all(map(is_array, leaves))
-
-
-def _missing(owner: Any, route: Route, name: str) -> str:
-    """What to say where there is no attribute of a name."""
-    if owner is NOTHING:
-        return (
-            f"{route}.{name}: a model that is one function has the attribute params, and no other. Pass "
-            "(linen_module, variables), an nnx or equinox module, or what hk.multi_transform made."
-        )
-    names = [other for other in dir(owner) if not other.startswith("_")]
-    near = difflib.get_close_matches(name, names, 3)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    if compat.is_a(owner, "flax.linen", "Module"):
-        hint += (
-            " What linen makes in a @nn.compact method is no attribute: define it in setup(), or read "
-            "model.params[...], which is nested by module names."
-        )
-    return f"{route}: {type(owner).__name__!r} has no attribute {name!r}.{hint}"
+def _engine_of(model: Any) -> tuple[Any, Route]:
+    if isinstance(model, BoundModel):
+        return model._polyamp_engine, model._polyamp_route
+    place = _room_of(model).place_of(model)
+    engine = place.owner()
+    if not isinstance(engine, Engine):
+        raise RecipeError(attributes.TRANSFORMED)
+    return engine, place.route

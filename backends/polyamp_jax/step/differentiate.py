@@ -26,7 +26,7 @@ from polyamp_jax.models.parameter_writes import conformed, overlaid
 from polyamp_jax.models.parts import Keys, Running
 from polyamp_jax.precision.bound import Engine
 from polyamp_jax.precision.cast_mode import compute_params
-from polyamp_jax.precision.reading import BoundModel
+from polyamp_jax.precision.reading import bound_model
 from polyamp_jax.step.dependence import gradients_made, scattered
 from polyamp_jax.step.failures import check_aux
 from polyamp_jax.step.measure import unscaled_leaf
@@ -349,7 +349,7 @@ def _differentiated(
             Engine(state.setup.adapter, state.setup.plan, *parts, masters=own)
             for state, own, *parts in zip(states, masters, params, running, keys, strict=True)
         ]
-        models = tuple(map(BoundModel, engines))
+        models = tuple(map(bound_model, engines))
         with matmul_precision(states[0].setup.plan):
             result, found = weights.call(loss_fn, models[0] if len(models) == 1 else models, batch)
         loss = weights.read(result, found, XP, weight=given, totals=weighing.totals, rows=weighing.rows or 1)

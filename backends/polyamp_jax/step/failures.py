@@ -23,7 +23,8 @@ from polyamp.errors import (
 from polyamp.rules.replicas import called, shortened
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array
-from polyamp_jax.precision.reading import TRANSFORMED, BoundModel
+from polyamp_jax.models.attributes import TRANSFORMED
+from polyamp_jax.precision.reading import is_bound
 
 _VALUES: Final = (
     jax.errors.ConcretizationTypeError,  # float(), int(), `if`
@@ -40,9 +41,21 @@ _CALLS: Final = {
 }
 
 
-def explained(error: Exception, batch: Any) -> PolyampError | None:
-    """The error to raise in place of JAX's; None if it is not known what was mistaken."""
+def explained(error: Exception, batch: Any, *, casts: bool = False) -> PolyampError | None:
+    """The error to raise in place of JAX's; None if it is not known what was mistaken.
+
+    Args:
+        error: what was raised.
+        batch: the step's.
+        casts: whether the policy has mode "cast".
+    """
     text = str(error)
+    if casts and isinstance(error, ValueError) and "`where` must use just the PyTree structure" in text:
+        return RecipeError(
+            "eqx.tree_at(where, model, ...): with mode='cast' a parameter that is read by its attribute is its cast, "
+            "and no leaf of the model, whose leaves are the masters. Choose the module around it, lambda m: m.layer, "
+            "or use mode='autocast'."
+        )
     if (parted := of_other_process(error)) is not None:
         return parted
     if isinstance(error, _VALUES):
@@ -89,7 +102,7 @@ def _no_array(batch: Any) -> BatchError | None:
 
 
 def _is_model(node: Any) -> bool:
-    return isinstance(node, BoundModel)  # a pytree of its parameters
+    return is_bound(node)  # a pytree of its arrays
 
 
 def check_aux(aux: Any) -> None:

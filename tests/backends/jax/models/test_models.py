@@ -319,14 +319,15 @@ def test_options_that_do_not_fit_are_refused(
 
 
 def test_running_state_that_changes_its_structure_is_refused(recipe: Any, batch: Any, loss_fn: Any) -> None:
-    class Sowing(linen.Module):
+    class Growing(linen.Module):
         @linen.compact
         def __call__(self, x: Any) -> Any:
             x = linen.Dense(3)(x)
-            self.sow("history", "hidden", x)
+            if self.is_mutable_collection("history"):
+                self.variable("history", "first" if self.is_initializing() else "second", lambda: x)
             return x
 
-    module = Sowing()
+    module = Growing()
     variables = module.init(jax.random.key(0), batch()["x"])
     assert set(variables) == {"params", "history"}
     with pytest.raises(ModelError, match=r"running state changed its structure.*sown intermediates"):
