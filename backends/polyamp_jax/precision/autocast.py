@@ -102,7 +102,7 @@ def _under(target: Any, policy: Policy, *, strict: bool, recorder: Recorder | No
     if isinstance(target, BoundModel):  # of a step, whose policy is another one
         return target._polyamp_under(policy)
     if is_bound(target):
-        return _bound_under(target, policy)
+        return ModuleUnderPolicy(target, policy)
     if is_model(target):
         bound: Callable[..., Any] = autocast_model(target, policy, strict=strict, recorder=recorder)
         return bound
@@ -130,15 +130,28 @@ def _under(target: Any, policy: Policy, *, strict: bool, recorder: Recorder | No
     return call
 
 
-def _bound_under(module: Any, policy: Policy) -> Callable[..., Any]:
-    """A bound nnx or equinox module of a step under another policy (S3)."""
+class ModuleUnderPolicy:
+    """A bound nnx or equinox module of a step, or what is in it, under another policy (S3)."""
 
-    @functools.wraps(type(module).__call__)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with region(policy):
-            return module(*args, **kwargs)
+    def __init__(self, target: Any, policy: Policy) -> None:
+        self._target = target
+        self._policy = policy
 
-    return call
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the target gives under the policy."""
+        with region(self._policy):
+            return self._target(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        return self._under(getattr(self._target, name))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._under(self._target[key])
+
+    def _under(self, found: Any) -> Any:
+        return ModuleUnderPolicy(found, self._policy) if callable(found) or is_bound(found) else found
 
 
 def _inside(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:

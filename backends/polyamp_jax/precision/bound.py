@@ -132,13 +132,18 @@ class Engine:
         """What the model's attributes are read from, as the calls so far have left it."""
         return self._pass.view()
 
+    @property
+    def parameters(self) -> Any:
+        """The masters, with what the pass has written to them."""
+        return self._pass.masters
+
     def params_of(self, part: Any, route: Route) -> Any:
         """The masters of a part."""
-        return self.adapter.params_of(part, route, self.masters, self.start)
+        return self.adapter.params_of(part, route, self.parameters, self.start)
 
     def tree(self, part: Any, route: Route) -> Any:
         """The masters of a part as the pytree that the library's own functions look through."""
-        return self.adapter.tree(part, route, self.masters, self.start)
+        return self.adapter.tree(part, route, self.parameters, self.start)
 
     def computed(self, route: Route) -> Any:
         """What a route leads to, around the parameters that the model computes with."""

@@ -201,7 +201,7 @@ def masters_of(model: Any) -> dict[str, Any]:
             f"and choose by their paths: if path.startswith({route.path + '/'!r})."
         )
     engine.view()  # outside of a step the masters are those that the user's model has now
-    return named_leaves(engine.masters)
+    return named_leaves(engine.parameters)
 
 
 def _engine_of(model: Any) -> tuple[Any, Route]:
