@@ -115,6 +115,7 @@ class NnxPass:
         self._masters = masters
         self._start = running
         self._casts: Any = None
+        self._cast_params: Any = None
         self._moved = False
 
     @property
@@ -127,7 +128,8 @@ class NnxPass:
         self._check(params, now)
         earlier = self._start._replace(written=None)
         found: Running = conform(Running(now.statistics.kept, now.streams, now.draws), earlier, what=WHAT)
-        written = {**(self._start.written or {}), **self._written(params)}
+        new = conformed(writes(self._masters, params) or {}, self._masters)
+        written = {**(self._start.written or {}), **new}
         return found._replace(written=written or None)
 
     def view(self) -> Any:
@@ -152,6 +154,9 @@ class NnxPass:
         if written:
             with native(self._model):
                 nnx.update(self._model, selected(self._masters, written))
+            if self._casts is not None:
+                nnx.update(self._casts, selected(self._cast_params, conformed(written, self._cast_params)))
+                self._cast_params = _parameters(self._casts)
         if not self._moved:
             return
         _, before = self._split()
@@ -172,11 +177,14 @@ class NnxPass:
             with native(self._model):
                 return route.walked(self._model)
         if self._casts is None:
-            self._casts = self._adapter.view(self._params, self._start)
+            params, _ = self._split()
+            self._casts = self._adapter.view(self._computed(params), self._start)
+            self._cast_params = _parameters(self._casts)
         return route.walked(self._casts)
 
     def _split(self) -> tuple[Any, Running]:
         with native(self._model):
+            self._take_casts()
             params, running = split(self._model, self._known, self._start.draws)
         if not _same(params, self._masters):
             raise TraceError(
@@ -260,15 +268,20 @@ class NnxPass:
                 "in it. A compiled step cannot carry that to the next one: make it before polyamp.init."
             )
 
-    def _written(self, params: Any) -> Leaves:
-        """What the pass wrote to parameters, as masters: to the model's, and in mode "cast" to the casts that `loss_fn`
-        reads by their attributes."""
-        found = dict(conformed(writes(self._masters, params) or {}, self._masters))
-        if self._casts is not None:
-            casts = nnx.to_pure_dict(nnx.state(self._casts, nnx.Param))
-            written = conformed(writes(self._params, casts) or {}, self._params)
-            found.update(on_masters(written, self._params, params))
-        return found
+    def _take_casts(self) -> None:
+        """In mode "cast": what `loss_fn` wrote to the casts that it reads by attributes goes to the masters."""
+        if self._casts is None:
+            return
+        casts = _parameters(self._casts)
+        if written := writes(self._cast_params, casts):
+            params, _ = split(self._model, self._known, self._start.draws)
+            masters = on_masters(conformed(written, self._cast_params), self._cast_params, params)
+            nnx.update(self._model, selected(params, masters))
+            self._cast_params = casts
+
+
+def _parameters(model: Any) -> Any:
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def _made_of(model: Any) -> Graph:

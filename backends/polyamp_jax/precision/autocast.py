@@ -22,7 +22,7 @@ from polyamp_jax.precision.interpreter.run import evaluate
 from polyamp_jax.precision.interpreter.staging import KEEP, settled
 from polyamp_jax.precision.interpreter.walk import interprets
 from polyamp_jax.precision.op_list import check_policy
-from polyamp_jax.precision.reading import BoundModel, autocast_model, is_bound
+from polyamp_jax.precision.reading import BoundModel, autocast_model, engine_of, is_bound
 from polyamp_jax.precision.regions import region
 
 
@@ -102,6 +102,7 @@ def _under(target: Any, policy: Policy, *, strict: bool, recorder: Recorder | No
     if isinstance(target, BoundModel):  # of a step, whose policy is another one
         return target._polyamp_under(policy)
     if is_bound(target):
+        engine_of(target)[0].under(policy)  # which refuses overrides that match nothing
         return ModuleUnderPolicy(target, policy)
     if is_model(target):
         bound: Callable[..., Any] = autocast_model(target, policy, strict=strict, recorder=recorder)

@@ -194,7 +194,7 @@ def masters_of(model: Any) -> dict[str, Any]:
         ModelError: it is a part of a model.
         RecipeError: it is a copy that a transformation made.
     """
-    engine, route = _engine_of(model)
+    engine, route = engine_of(model)
     if route != ROOT:
         raise ModelError(
             f"polyamp.parameters takes the model that loss_fn is given, and {route} is a part of it. Take the model's "
@@ -204,7 +204,8 @@ def masters_of(model: Any) -> dict[str, Any]:
     return named_leaves(engine.parameters)
 
 
-def _engine_of(model: Any) -> tuple[Any, Route]:
+def engine_of(model: Any) -> tuple[Any, Route]:
+    """What runs a bound model, or a part of one, and where it stands."""
     if isinstance(model, BoundModel):
         return model._polyamp_engine, model._polyamp_route
     place = _room_of(model).place_of(model)
