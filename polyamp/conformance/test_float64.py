@@ -77,10 +77,10 @@ def rate_of(schedule: Any, count: int) -> float:
     return float(schedule)
 
 
-def updated(spec: Any, w: Array, g: Array, slots: dict[str, Array], rate: float, n: int) -> Array:
+def updated(spec: Any, w: Any, g: Any, slots: dict[str, Any], rate: float, n: int) -> Any:
     """PyTorch's formulas in NumPy's float64; `slots` are changed in place."""
 
-    def slot(name: str) -> Array:
+    def slot(name: str) -> Any:
         return slots.setdefault(name, np.zeros_like(w))
 
     decay = spec.weight_decay
@@ -131,11 +131,12 @@ def trained(backend: Backend, harness: Harness, made: polyamp.Recipe, *, halves:
     for number in range(STEPS):
         parts = [wide_batch(made.accumulate_steps * number + n) for n in range(made.accumulate_steps)]
         found = [dict(backend.named_gradients(half(state, part)[1])) for part in parts]
-        grads = {name: sum(backend.to_numpy(each[name]) for each in found) / len(found) for name in host}
+        grads = {name: np.mean([backend.to_numpy(each[name]) for each in found], axis=0) for name in host}
         assert {grad.dtype.name for grad in grads.values()} == {"float64"}
         norm = math.sqrt(sum(float(np.sum(np.square(grad))) for grad in grads.values()))
         factor = 1.0 if made.clip_norm is None else min(1.0, made.clip_norm / norm)
         for name, grad in grads.items():
+            assert state.groups is not None
             member = state.groups.of(name)
             rate = rate_of(member.spec.learning_rate, number) * member.scale
             host[name] = updated(member.spec, host[name], grad * factor, slots[name], rate, number + 1)

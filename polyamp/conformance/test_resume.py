@@ -88,6 +88,15 @@ def _set(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def _wide(name: str) -> Callable[[dict[str, Any]], None]:
+    """A count that int32 does not hold, which a cast would make negative."""
+
+    def change(arrays: dict[str, Any]) -> None:
+        arrays[name] = np.asarray(2**31 + 5, np.int64)
+
+    return change
+
+
 def _last_parameter(arrays: dict[str, Any]) -> str:
     return max(name for name in arrays if name.startswith("model/"))
 
@@ -101,6 +110,9 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "stuck": (_set("loss_scale/stuck", -1), "loss_scale/stuck is -1, and a count"),
     "hysteresis": (_set("loss_scale/hysteresis", 9), "loss_scale/hysteresis is 9, which must lie between -1 and 2"),
     "step": (_set("step", -3), "step is -3, and a count is never negative"),
+    "wide step": (_wide("step"), r"step: int64\[\] in the file, int32\[\] in the state"),
+    "wide skipped": (_wide("loss_scale/skipped"), r"loss_scale/skipped: int64\[\] in the file, int32\[\]"),
+    "wide good_steps": (_wide("loss_scale/good_steps"), r"loss_scale/good_steps: int64\[\] in the file, int32\[\]"),
     "shape": (lambda a: a.update({_last_parameter(a): np.zeros(77, "f4")}), r"float32\[77\] in the file, float32"),
     "dtype": (lambda a: a.update({_last_parameter(a): a[_last_parameter(a)].astype("f8")}), "float64.* in the file"),
     "missing": (lambda a: a.pop(_last_parameter(a)), "missing: model/"),

@@ -97,6 +97,32 @@ def test_s23_under_clipping_and_accumulation(backend: Backend, harness: Harness,
     np.testing.assert_allclose(float(backend.to_numpy(result.grad_norm)), norm, rtol=1e-5)
 
 
+@pytest.mark.parametrize("earlier", [True, False], ids=["earlier", "later"])
+def test_s23_what_one_micro_batch_of_another_shape_uses_has_its_gradient(
+    backend: Backend, harness: Harness, earlier: bool
+) -> None:
+    """3 rows are micro-batches of 2 and 1, two programs; only one of them depends on the second branch."""
+
+    def of_one(model: Any, part: Batch) -> Any:
+        return of_both(model, part) if (part["x"].shape[0] == 2) is earlier else of_first(model, part)
+
+    made = recipe(optimizer=polyamp.sgd(0.5), accumulate_steps=2)
+    state = polyamp.init(harness.branches(two_branches()), made)
+    whole = batch(1, size=3)
+    used = slice(0, 2) if earlier else slice(2, 3)
+    alone = polyamp.init(harness.branches(two_branches()), recipe())
+    _, gradients = polyamp.value_and_grad(of_both)(alone, {name: array[used] for name, array in whole.items()})
+    named = [(name, backend.to_numpy(g)) for name, g in backend.named_gradients(gradients) if "dense1" in name]
+    before = {name: backend.to_numpy(array).copy() for name, array in polyamp.parameters(state.model).items()}
+    state, _ = polyamp.train_step(of_one, made)(state, whole)
+    after = polyamp.parameters(state.model)
+    share = (2 if earlier else 1) / 3
+    for name, gradient in named:
+        assert np.abs(gradient).max() > 1e-2
+        moved = backend.to_numpy(after[name]) - before[name]
+        np.testing.assert_allclose(moved, -0.5 * share * gradient, rtol=1e-4, atol=1e-6)
+
+
 def test_s23_in_two_halves(backend: Backend, harness: Harness) -> None:
     """`value_and_grad` and `apply_gradients` mean the same, and an overflow elsewhere changes nothing of it."""
     made = recipe(optimizer=polyamp.adamw(0.05), scaler=polyamp.LossScaler(init_scale=16.0))

@@ -321,7 +321,7 @@ class ReferenceVerbs(decide.Verbs[ReferenceState, Gradients]):
         if decision.skipped:
             return msgspec.structs.replace(state, **counted)
         recipe = state.recipe
-        wide = np.float64 if recipe.policy.param == "float64" else np.float32  # of what acts on the masters (S1)
+        wide: Any = np.float64 if recipe.policy.param == "float64" else np.float32  # of what acts on the masters (S1)
         factor = wide(1.0) if recipe.clip_norm is None else clip.factor(wide(measured.more), recipe.clip_norm, XP)
         parameters, slots, counts = dict(state.model.parameters), dict(state.slots), dict(state.counts)
         for name, value in _present(grads).items():

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 
-from polyamp.errors import ModelError, TraceError
+from polyamp.errors import ModelError, PolyampError, TraceError
 from polyamp_jax.arrays import named_leaves, path_name
 from polyamp_jax.models.bound_equinox import bind
 from polyamp_jax.models.call_hook import calling, set_class
@@ -44,7 +45,6 @@ class EquinoxAdapter:
         module = self._cast(eqx.combine(params, buffers, self.static.value), casts)
         own = named_leaves(eqx.filter(module, eqx.is_inexact_array))
         function = route.function(module)
-        state = jax.tree.map(lambda leaf: leaf, state)  # a State dies when it is used; the copy dies in its place
         keys = {name: key for name, key in keys.items() if name not in kwargs}
         stateful = self.stateful
         if route.steps:  # a part takes what it names; of the model itself it is known
@@ -52,18 +52,27 @@ class EquinoxAdapter:
             stateful = stateful and "state" not in kwargs and accepts(function, "state")
         args, kwargs = narrowed(route, casts, args, kwargs)
 
-        def one(args: Any, keys: Any) -> tuple[Any, Any]:
-            if not stateful:
-                return function(*args, **keys, **kwargs), state
-            output, changed = function(*args, state, **keys, **kwargs)
-            return output, changed
+        def run(axis_name: str | None, keys: Any) -> tuple[Any, Any]:
+            own = jax.tree.map(lambda leaf: leaf, state)  # a State dies when it is used; the copy dies in its place
 
-        if self.axis_name is not None and jax.tree.leaves(args):
-            size = jax.tree.leaves(args)[0].shape[0]
-            keys = {name: jax.random.split(key, size) for name, key in keys.items()}
-            one = jax.vmap(one, in_axes=(0, 0), out_axes=(0, None), axis_name=self.axis_name)
+            def one(args: Any, keys: Any) -> tuple[Any, Any]:
+                if not stateful:
+                    return function(*args, **keys, **kwargs), own
+                output, changed = function(*args, own, **keys, **kwargs)
+                return output, changed
+
+            if axis_name is not None and jax.tree.leaves(args):
+                size = jax.tree.leaves(args)[0].shape[0]
+                keys = {name: jax.random.split(key, size) for name, key in keys.items()}
+                one = jax.vmap(one, in_axes=(0, 0), out_axes=(0, None), axis_name=axis_name)
+            return one(args, keys)
+
         with calling(casts), casts.scope(route.path if route.is_method and casts.scoped else ""):
-            output, changed = one(args, keys)
+            try:
+                output, changed = run(self.axis_name, keys)
+            except Exception as error:
+                self._refuse_unpaired(run, args, keys, error)
+                raise
         if lost := writes(own, eqx.filter(module, eqx.is_inexact_array)):
             raise TraceError(
                 f"the forward pass writes to {next(iter(lost))!r} of an equinox module with object.__setattr__. These "
@@ -71,6 +80,36 @@ class EquinoxAdapter:
                 "it in an eqx.nn.State."
             )
         return output, running._replace(statistics=(buffers, changed))
+
+    def _refuse_unpaired(self, run: Callable[..., Any], args: Any, keys: Keys, error: Exception) -> None:
+        """After a call failed: say which of `axis_name=` and `rngs=` is missing or too much, if the call works so.
+
+        Raises:
+            ModelError: with both lines.
+        """
+        if isinstance(error, PolyampError):
+            return
+        drawn = dict(keys) or {"key": jax.random.key(0)}
+        name = _unbound_axis(error) or self.axis_name or "batch"
+        for mapped, streams in ((True, keys), (True, drawn), (True, {}), (False, drawn), (False, {})):
+            axis_name = name if mapped else None
+            failure = _failure(run, axis_name, streams)
+            if mapped and (other := _unbound_axis(failure)):
+                axis_name = other  # that of a module inside
+                failure = _failure(run, axis_name, streams)
+            if failure is not None or (axis_name, bool(streams)) == (self.axis_name, bool(keys)):
+                continue
+            options = {"axis_name": axis_name, "rngs": 0 if streams else None}
+            given = [f"{key}={value!r}" for key, value in options.items() if value is not None]
+            line = f"polyamp.init({', '.join(['model, recipe', *given])})"
+            if not mapped and streams:
+                line += ", with axis_name='batch' where loss_fn maps the module by jax.vmap"
+            raise ModelError(
+                "the equinox module does not run as polyamp.init has it: axis_name= maps a module that is written for "
+                "one example over the rows of the batch, and rngs= gives it a random key, with axis_name= one for "
+                f"every row. Write {line}, and in loss_fn model(x), without jax.vmap and key=. Received: "
+                f"axis_name={self.axis_name!r} {'and' if keys else 'and no'} rngs=. ({_first_line(error)})"
+            ) from error
 
     def view(self, params: Any, running: Running) -> Any:
         return eqx.combine(params, running.statistics[0], self.static.value)
@@ -134,6 +173,25 @@ class EquinoxAdapter:
             return made
 
         return copied(module, ())
+
+
+def _failure(run: Callable[..., Any], axis_name: str | None, keys: Any) -> Exception | None:
+    """What a call raises, or None."""
+    try:
+        jax.eval_shape(lambda: run(axis_name, keys))
+    except Exception as error:  # noqa: BLE001  # whatever a model raises
+        return error
+    return None
+
+
+def _unbound_axis(error: Exception | None) -> str | None:
+    """The mapped axis that a call asked for in vain, by JAX's words."""
+    found = re.search(r"unbound axis name: (\w+)", str(error))
+    return found[1] if found else None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def adapt_equinox(model: Any, axis_name: str | None) -> Parts:

@@ -277,7 +277,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     *(
         ({name: value}, rf"{name} must be an integer of at least 1\. Received: {name}=")
         for name in ("growth_interval", "hysteresis", "patience")
-        for value in (0, -3, 2.0, True, None, 2**31)
+        for value in (0, -3, 2.0, True, None, 2**31 - 1, 2**31)
     ),
     ({"init_scale": 2.0**25}, r"init_scale must lie between min_scale and max_scale\. .*init_scale=33554432\.0"),
     ({"init_scale": 2.0**-15}, r"init_scale must lie between min_scale and max_scale\."),
