@@ -94,8 +94,13 @@ class Graph:
         self._bound = BoundModule(state.model, plan, state.device)
         self._program = _Program(state.model, self._bound, loss_fn)
         self._casts = _cast_dtypes(state) if plan.cast else {}
-        self._used, self._attends = tried(loss_fn, state, part)
-        self._watch = Watch(loss_fn, self._used)
+        found = tried(loss_fn, state, part)
+        self._used, self._attends, written, _ = found
+        self._written = [_module_name(name) for name in written if name in self._used]
+        self._more_running = {
+            _module_name(name): state.writes.named[name].detach() for name in written if name not in self._used
+        }
+        self._watch = Watch(loss_fn, found)
         compiler: Any = torch.compile  # torch annotates it for plain functions only
         self._run = compiler(_with_own_code(self._traced), fullgraph=True, **options)
 
@@ -117,7 +122,7 @@ class Graph:
         ]
         groups = state.optimizer.param_groups
         rates = [group["lr"] for group in groups] if state.rates is None else state.rates.multiples()
-        running = buffers.writable(state.buffer_owners)
+        running = buffers.writable(state.buffer_owners) | self._more_running
         fixed = self._fixed({id(state.parameters[name]) for name in self._used} | set(map(id, running.values())))
         losses, auxes, norm, scale_state, step, skipped = self._called(
             state,
@@ -151,7 +156,7 @@ class Graph:
             except Exception as error:
                 if self._watch.refusal is not None:
                     raise self._watch.refusal from error
-                raise _refusal(error) from error
+                raise _refusal(error, self._watch.changing) from error
             finally:
                 self._watch.given = self._watch.refusal = self._watch.quiet = None
 
@@ -185,6 +190,7 @@ class Graph:
         traced_again(self._watch)
         recipe, scaler = self._recipe, self._scaler
         losses, auxes, total, now = self._summed(parameters, fixed, running, scale_state.scale, batches, shares)
+        current = [now.get(name, p) for name, p in parameters.items()]
         whole = float(len(batches)) if shares is None else shares.sum()
         scale = produced_by(scale_state.scale if scaler.scales else None, whole, step.device)
         norm, finite = measured(total, scale, least=scaler.min_scale, alike=True)
@@ -194,7 +200,7 @@ class Graph:
             finite = finite & torch.isfinite(narrow)
             total = [_wide(value) / narrow for value in total]
         checked = finite if scaler.checks else None
-        self._update(list(parameters.values()), total, slots, counts, rates, step, checked)
+        self._update(list(parameters.values()), current, total, slots, counts, rates, step, checked)
         for name, old in running.items():
             old.copy_(now[name] if checked is None else torch.where(checked, now[name], old))
         if checked is None:
@@ -211,11 +217,14 @@ class Graph:
         batches: list[Any],
         shares: torch.Tensor | None,
     ) -> tuple[list[torch.Tensor], list[Any], list[torch.Tensor], Tensors]:
-        """Losses, auxes, the sum of the scaled gradients over the micro-batches, and the buffers after them."""
+        """Losses, auxes, the sum of the scaled gradients over the micro-batches, and what these left in buffers, and in
+        parameters that they write to."""
         losses, auxes, total, now = [], [], None, running
         for number, part in enumerate(batches):
             share = None if shares is None else shares[number]
-            grads, loss, aux, now = self._gradients(parameters, fixed, now, scale, part, share)
+            running = {name: value for name, value in now.items() if name not in parameters}
+            grads, loss, aux, now = self._gradients(parameters, fixed, running, scale, part, share)
+            parameters = {name: now.get(name, p) for name, p in parameters.items()}
             if len(batches) > 1:
                 grads = list(map(_wide, grads))  # summed in float32, whatever the parameters are stored in (S8)
             total = grads if total is None else [one + other for one, other in zip(total, grads, strict=True)]
@@ -233,7 +242,8 @@ class Graph:
         part: Any,
         share: torch.Tensor | None,
     ) -> tuple[list[torch.Tensor], torch.Tensor, Any, Tensors]:
-        """Gradients of the scaled loss times the share, the loss, aux, and the buffers after the forward pass."""
+        """Gradients of the scaled loss times the share, the loss, aux, and after the forward pass the buffers, and the
+        parameters that it writes to."""
 
         kept: list[Any] = []
 
@@ -241,12 +251,14 @@ class Graph:
             with torch.enable_grad(), self._attention(), opened(self._plan, self._device):
                 given = {name: self._cast(name, value) for name, value in {**fixed, **values}.items()}
                 before = {name: self._cast(name, value.clone()) for name, value in running.items()}
+                before |= {name: given[name] for name in self._written}
                 own = {name: value.clone() for name, value in before.items()}
                 named = {f"module.{name}": value for name, value in {**given, **own}.items()}
                 with self._bound.around(values):
                     loss, aux = refusals.split_result(torch.func.functional_call(self._program, named, (part,)))
             wide = loss.float().reshape(())
-            after = {name: _changed(running[name], before[name], own[name]) for name in running}
+            masters = {**running, **values}
+            after = {name: _changed(masters[name], before[name], own[name]).detach() for name in before}
             leaves, structure = tree_flatten(aux)
             kept.append((leaves, structure))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -281,6 +293,7 @@ class Graph:
     def _update(
         self,
         parameters: list[torch.Tensor],
+        current: list[torch.Tensor],
         grads: list[torch.Tensor],
         slots: list[Tensors],
         counts: list[torch.Tensor],
@@ -288,7 +301,7 @@ class Graph:
         step: torch.Tensor,
         finite: torch.Tensor | None,
     ) -> None:
-        """The specs' formula for every parameter, kept where `finite` says so."""
+        """The specs' formula for every parameter, from its `current` value, kept where `finite` says so."""
         assert self.groups is not None
         specs, numbers = self.groups
         now = [
@@ -296,10 +309,10 @@ class Graph:
             for spec, rate in zip(specs, rates, strict=True)
         ]
         taken = counts if len(counts) == len(parameters) else [step] * len(parameters)
-        for name, p, grad, own, count in zip(self._used, parameters, grads, slots, taken, strict=True):
+        for name, p, held, grad, own, count in zip(self._used, parameters, current, grads, slots, taken, strict=True):
             spec, rate = specs[numbers.get(name, 0)], now[numbers.get(name, 0)]
             wide = {slot: _wide(value) for slot, value in own.items()}
-            new, after = spec.update(XP, _wide(p), _wide(grad), wide, rate, (count + 1).float())
+            new, after = spec.update(XP, _wide(held), _wide(grad), wide, rate, (count + 1).float())
             for old, value in [(p, new), *((own[slot], after[slot]) for slot in own)]:
                 old.copy_(value if finite is None else torch.where(finite, value, old))
         for count in counts:
@@ -374,8 +387,14 @@ def _module_name(path: str) -> str:
     return path.replace("/", ".")
 
 
-def _refusal(error: Exception) -> UnsupportedError:
+def _refusal(error: Exception, changing: Sequence[str]) -> UnsupportedError:
     """What to say when torch.compile gives up: its own first words, and what to do."""
+    if changing and "RecompileLimit" in type(error).__name__:
+        return UnsupportedError(
+            f"train_step(compile=...): every pass of loss_fn changes {', '.join(changing[:3])}. Python state is a "
+            f"constant of the graph, so each step is compiled anew, and torch gives up: {type(error).__name__}. Keep a "
+            "counter in a buffer (self.register_buffer, self.n += 1) or outside of loss_fn, or use compile=False."
+        )
     lines: Sequence[str] = [line.strip() for line in str(error).splitlines() if line.strip()]
     return UnsupportedError(
         f"train_step(compile=...) could not compile the step into one graph. torch says: {type(error).__name__}: "

@@ -26,6 +26,7 @@ from polyamp_torch.step.bystanders import Bystanders, Graphs, made
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import buckets as bucketed
 from polyamp_torch.step.measure import reciprocal
+from polyamp_torch.step.parameter_writes import BeforePass, settle
 from polyamp_torch.step.replicas import guarded
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.turns import together
@@ -76,6 +77,7 @@ def _differentiated(
     for state in states:
         state.check_unchanged()
     saved = [buffers.snapshot(state.buffer_owners) for state in states]
+    writes = [state.writes.before(loss_fn, training=state.model.training) for state in states]
     named = list({id(p): (name, p) for state in states for name, p in state.parameters.items()}.values())
     parameters = [p for _, p in named]
     graphs = states[0].graphs if len(states) == 1 else Graphs()
@@ -84,13 +86,20 @@ def _differentiated(
             with contextlib.ExitStack() as engines:
                 for state in states:
                     state.replicas.enter(engines)
-                loss, aux = scaled_backward(loss_fn, states, batch, others, quiet)
+                loss, aux = scaled_backward(loss_fn, states, batch, others, quiet, writes=writes)
                 for state in states:
                     state.replicas.fit(state.parameters)
             found: list[Values] = [_gradients(state) for state in states]
             values = dense(named)
-    finally:
-        running = [buffers.taken_back(item) for item in saved]
+    except BaseException:
+        for item, before in zip(saved, writes, strict=True):
+            settle(item, before, torch.zeros((), dtype=torch.bool))
+        raise
+    running = [buffers.taken_back(item) for item in saved]
+    for before in writes:
+        before.compare()
+    for own, before in reversed(list(zip(running, writes, strict=True))):
+        own.update(before.take_back())
     if states[0].scaler.scales:  # the loss was multiplied by the first's scale
         factor = reciprocal(states[0].scale_state.scale)
         for bucket in bucketed(list(map(local_of, values))):
@@ -122,12 +131,14 @@ def scaled_backward(
     quiet: Undisturbed,
     share: float = 1.0,
     between: Callable[[torch.Tensor], None] | None = None,
+    writes: Sequence[BeforePass] = (),
 ) -> tuple[torch.Tensor, Any]:
     """The float32 loss and aux; the gradients of the scaled loss, times what a micro-batch weighs (S8), are added to
     the parameters' `.grad` (S6).
 
     The casts stay installed during the backward pass, in which activation checkpointing runs the model again. An
     interrupt arrives while `loss_fn` or the backward pass runs. `between` is called with the loss between the two.
+    What the pass wrote to casts of parameters goes to the parameters, and is noted in `writes`.
     """
     plan, scaler = states[0].plan, states[0].scaler
     models = tuple(state.bound for state in states)
@@ -167,6 +178,9 @@ def scaled_backward(
             between(wide.detach())
         with quiet.disturbed:
             torch.autograd.backward(scaled)
+        if plan.cast:
+            for model, before in zip(models, writes, strict=True):
+                before.note(model.commit())
     return wide.detach(), map_tree(_detached, aux)
 
 

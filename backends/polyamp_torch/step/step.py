@@ -22,6 +22,7 @@ from polyamp_torch.step import together
 from polyamp_torch.step.bystanders import Bystanders
 from polyamp_torch.step.differentiate import dense, scaled_backward, set_aside
 from polyamp_torch.step.interrupts import Undisturbed
+from polyamp_torch.step.parameter_writes import settle
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.update import Scaled, applied
 from polyamp_torch.step.window import NARROW, Sums, mean_and_stack, produced_by
@@ -50,12 +51,13 @@ def _stepped(
         return together.stepped(loss_fn, state, batches, window, quiet)
     parameters = list(state.parameters.values())
     saved = buffers.snapshot(state.buffer_owners)
+    before = state.writes.before(loss_fn, training=state.model.training)
     sums = Sums(parameters) if len(batches) > 1 and parameters[0].dtype in NARROW else None
     losses, auxes = [], []
     with set_aside(parameters, used_up=True), Bystanders(parameters, state.graphs) as others:
         try:
             for part, share in zip(batches, window.shares, strict=True):
-                loss, aux = scaled_backward(loss_fn, [state], part, others, quiet, share)
+                loss, aux = scaled_backward(loss_fn, [state], part, others, quiet, share, writes=[before])
                 losses.append(loss)
                 auxes.append(aux)
                 if sums is not None:
@@ -70,8 +72,9 @@ def _stepped(
                 scale = None
             values = dense(state.parameters.items())
             loss, aux = mean_and_stack(losses, auxes, window, stack=state.recipe.accumulate_steps > 1)
+            before.compare()
         except BaseException:
-            buffers.settle(saved, torch.zeros((), dtype=torch.bool))
+            settle(saved, before, torch.zeros((), dtype=torch.bool))
             raise
-        (result,) = applied([state], [Scaled(values, scale, functools.partial(buffers.settle, saved))], "all")
+        (result,) = applied([state], [Scaled(values, scale, functools.partial(settle, saved, before))], "all")
     return result._replace(loss=loss, aux=aux)

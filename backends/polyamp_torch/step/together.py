@@ -14,11 +14,13 @@ import torch
 
 from polyamp.results import LossFunction, StepResult
 from polyamp.rules.window import Window
+from polyamp_torch.step import parameter_writes
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Bystanders
 from polyamp_torch.step.differentiate import dense, scaled_backward, set_aside
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import looks
+from polyamp_torch.step.parameter_writes import BeforePass
 from polyamp_torch.step.replicas import Pass
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.update import Scaled, Shared, applied
@@ -35,6 +37,7 @@ def stepped(
     narrow = count > 1 and parameters[0].dtype in NARROW
     passes = state.replicas.passes(batches, window, count, narrow=narrow)
     saved = buffers.snapshot(state.buffer_owners)
+    before_pass = state.writes.before(loss_fn, training=state.model.training)
     slots = [own for _, own in state.buffer_owners]
     before = held.written(slots)
     sums = Sums(parameters) if narrow else None
@@ -42,7 +45,7 @@ def stepped(
     with set_aside(parameters, used_up=True), Bystanders(parameters, state.graphs, held.leaves) as others:
         try:
             with held.window():
-                losses, auxes = _passed(loss_fn, state, passes, window, shared, sums, others, quiet)
+                losses, auxes = _passed(loss_fn, state, passes, window, shared, sums, others, quiet, before_pass)
             if len(passes) > 1:  # loss_fn may have changed the model between two of them
                 state.check_unchanged()
             scale = state.scale_state.scale if state.scaler.scales else None
@@ -53,12 +56,13 @@ def stepped(
                 scale = None
             values = dense(state.parameters.items())
             loss, aux = mean_and_stack(losses, auxes, window, stack=count > 1)
+            before_pass.compare()
         except BaseException:
-            buffers.settle(saved, torch.zeros((), dtype=torch.bool))
+            parameter_writes.settle(saved, before_pass, torch.zeros((), dtype=torch.bool))
             raise
 
         def settle(finite: torch.Tensor | None) -> None:
-            buffers.settle(saved, finite)
+            parameter_writes.settle(saved, before_pass, finite)
             if finite is None or not looks(finite.device) or bool(finite):
                 held.send_running(slots, before)
 
@@ -76,6 +80,7 @@ def _passed(
     sums: Sums | None,
     others: Bystanders,
     quiet: Undisturbed,
+    before: BeforePass,
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """Every pass of a window: the losses and aux of those that count; the gradients are in the parameters or `sums`."""
     held = state.replicas.held
@@ -90,13 +95,15 @@ def _passed(
     for number, one in enumerate(passes, 1):
         between = begin if number == len(passes) else None
         saved = None if one.counts else buffers.snapshot(state.buffer_owners)
+        own = before if one.counts else state.writes.before(loss_fn, training=state.model.training)
         with held.one_pass(last=one.last):
-            loss, aux = scaled_backward(loss_fn, [state], one.part, others, quiet, one.share, between)
+            loss, aux = scaled_backward(loss_fn, [state], one.part, others, quiet, one.share, between, [own])
         if saved is None:
             losses.append(loss)
             auxes.append(aux)
         else:
-            buffers.settle(saved, torch.zeros((), dtype=torch.bool))
+            own.compare()
+            parameter_writes.settle(saved, own, torch.zeros((), dtype=torch.bool))
         if sums is not None:
             state.replicas.fit(state.parameters)
             dense(state.parameters.items(), needed=False)
