@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from polyamp.errors import ModelError
-from polyamp_torch.compat import local_of, version_of
+from polyamp.errors import ModelError, UnsupportedError
+from polyamp_torch.compat import gathered_by_fsdp2, local_of, version_of
 from polyamp_torch.distributed.compat import forget_gathered, gathered_by, send
 from polyamp_torch.distributed.engine import Engine, Slots
 
@@ -47,8 +47,10 @@ class FullySharded(Engine):
 
     @contextlib.contextmanager
     def window(self) -> Iterator[None]:
+        before = {id(p): version_of(p) for p in self.leaves()}
         try:
             yield
+            self._check_unwritten(before)
         except BaseException:
             for module in self._outermost:
                 if hasattr(module, "reset_iter_state"):  # torch 2.13
@@ -57,6 +59,20 @@ class FullySharded(Engine):
                 module.reshard()
                 forget_gathered(module)
             raise
+
+    def _check_unwritten(self, before: Mapping[int, int]) -> None:
+        """Refuse a forward pass that writes to a parameter: what is gathered for the pass is dropped with it (S12)."""
+        if all(version_of(p) == before.get(id(p), 0) for p in self.leaves()):
+            return
+        for each in gathered_by_fsdp2():
+            if each.whole is not None and version_of(each.whole) != before.get(id(each.whole), 0):
+                owner, own = each.places[0]
+                path = next((n for module in self.modules for n, part in module.named_modules() if part is owner), "")
+                raise UnsupportedError(
+                    f"the forward pass writes to the parameter {'.'.join(filter(None, (path, own)))!r}, which "
+                    "fully_shard gathers for the pass and drops behind it, so that the write is lost. Write to the "
+                    "sharded parameter between two steps, or keep its module out of fully_shard (ignored_params=)."
+                )
 
     @contextlib.contextmanager
     def one_pass(self, *, last: bool) -> Iterator[None]:

@@ -101,8 +101,13 @@ class Graph:
         self._bound = BoundModule(state.model, plan, state.device)
         self._program = _Program(state.model, self._bound, loss_fn)
         self._casts = _cast_dtypes(state) if plan.cast else {}
-        self._used, self._attends = tried(loss_fn, state, part)
-        self._watch = Watch(loss_fn, self._used)
+        found = tried(loss_fn, state, part)
+        self._used, self._attends, written, _ = found
+        self._written = [_module_name(name) for name in written if name in self._used]
+        self._more_running = {
+            _module_name(name): state.writes.named[name].detach() for name in written if name not in self._used
+        }
+        self._watch = Watch(loss_fn, found)
         compiler: Any = torch.compile  # torch annotates it for plain functions only
         self._run = compiler(_with_own_code(self._traced), fullgraph=True, **options)
 
@@ -124,7 +129,7 @@ class Graph:
         ]
         groups = state.optimizer.param_groups
         rates = [group["lr"] for group in groups] if state.rates is None else state.rates.multiples()
-        running = buffers.writable(state.buffer_owners)
+        running = buffers.writable(state.buffer_owners) | self._more_running
         fixed = self._fixed({id(state.parameters[name]) for name in self._used} | set(map(id, running.values())))
         loss, auxes, norm, scale_state, step, skipped, weight = self._called(
             state,
@@ -158,7 +163,7 @@ class Graph:
             except Exception as error:
                 if self._watch.refusal is not None:
                     raise self._watch.refusal from error
-                raise _refusal(error) from error
+                raise _refusal(error, self._watch.changing) from error
             finally:
                 self._watch.given = self._watch.refusal = self._watch.quiet = None
 
@@ -194,6 +199,7 @@ class Graph:
         loss, auxes, total, now, whole, weight = self._summed(
             parameters, fixed, running, scale_state.scale, batches, shares
         )
+        current = [now.get(name, p) for name, p in parameters.items()]
         scale = produced_by(scale_state.scale if scaler.scales else None, whole, step.device)
         norm, finite = measured(total, scale, least=scaler.min_scale if weight is None else 0.0, alike=True)
         by = divisor(norm, scale, recipe.clip_norm)
@@ -205,7 +211,7 @@ class Graph:
         flag = finite if scaler.checks else None
         decision = decide.concluded(scaler, scale_state, step, flag, finite, XP, some)
         checked = decision.finite
-        self._update(list(parameters.values()), total, slots, counts, rates, step, checked)
+        self._update(list(parameters.values()), current, total, slots, counts, rates, step, checked)
         for name, old in running.items():
             old.copy_(now[name] if checked is None else torch.where(checked, now[name], old))
         skipped = torch.zeros_like(finite) if checked is None else decision.skipped
@@ -220,14 +226,17 @@ class Graph:
         batches: list[Any],
         shares: torch.Tensor | None,
     ) -> tuple[torch.Tensor, list[Any], list[torch.Tensor], Tensors, Any, torch.Tensor | None]:
-        """The loss, auxes, the sum of the scaled gradients over the micro-batches, the buffers after them, what the sum
-        is to be divided by beside the scale, and the weight where it depends on values (S8)."""
+        """The loss, auxes, the sum of the scaled gradients over the micro-batches, what these left in buffers, and in
+        parameters that they write to, what the sum is to be divided by beside the scale, and the weight where it
+        depends on values (S8)."""
         losses, auxes, total, now = [], [], None, running
         given: list[Any] = []
         several = len(batches) > 1
         for number, part in enumerate(batches):
             share = None if shares is None else shares[number]
-            grads, loss, aux, now, weight = self._gradients(parameters, fixed, now, scale, part, share, several)
+            running = {name: value for name, value in now.items() if name not in parameters}
+            grads, loss, aux, now, weight = self._gradients(parameters, fixed, running, scale, part, share, several)
+            parameters = {name: now.get(name, p) for name, p in parameters.items()}
             if several:
                 grads = list(map(_wide, grads))  # summed in float32, whatever the parameters are stored in (S8)
                 if weight is not None:
@@ -258,8 +267,8 @@ class Graph:
         share: torch.Tensor | None,
         several: bool,
     ) -> tuple[list[torch.Tensor], torch.Tensor, Any, Tensors, torch.Tensor | None]:
-        """Gradients of the scaled loss, times the share of one that counts by its rows; the loss, aux, the buffers
-        after the forward pass, and the weight."""
+        """Gradients of the scaled loss, times the share of one that counts by its rows; the loss, aux, after the
+        forward pass the buffers, and the parameters that it writes to; and the weight."""
 
         kept: list[Any] = []
         count = weights.of_batch(self._weight, part)
@@ -271,6 +280,7 @@ class Graph:
             with torch.enable_grad(), self._attention(), opened(self._plan, self._device):
                 given = {name: self._cast(name, value) for name, value in {**fixed, **values}.items()}
                 before = {name: self._cast(name, value.clone()) for name, value in running.items()}
+                before |= {name: given[name] for name in self._written}
                 own = {name: value.clone() for name, value in before.items()}
                 named = {f"module.{name}": value for name, value in {**given, **own}.items()}
                 with self._bound.around(values):
@@ -285,7 +295,8 @@ class Graph:
                 weight = torch.as_tensor(weight, dtype=torch.float32, device=wide.device)
             if weight is not None:
                 wide = torch.where(weight > 0.0, wide, torch.zeros_like(wide))
-            after = {name: _changed(running[name], before[name], own[name]) for name in running}
+            masters = {**running, **values}
+            after = {name: _changed(masters[name], before[name], own[name]).detach() for name in before}
             leaves, structure = tree_flatten(aux)
             kept.append((leaves, structure))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -322,6 +333,7 @@ class Graph:
     def _update(
         self,
         parameters: list[torch.Tensor],
+        current: list[torch.Tensor],
         grads: list[torch.Tensor],
         slots: list[Tensors],
         counts: list[torch.Tensor],
@@ -329,7 +341,7 @@ class Graph:
         step: torch.Tensor,
         finite: torch.Tensor | None,
     ) -> None:
-        """The specs' formula for every parameter, kept where `finite` says so."""
+        """The specs' formula for every parameter, from its `current` value, kept where `finite` says so."""
         assert self.groups is not None
         specs, numbers = self.groups
         wide_step = step.to(self._dtype)  # of an integer the formulas make float32
@@ -338,10 +350,10 @@ class Graph:
             for spec, rate in zip(specs, rates, strict=True)
         ]
         taken = counts if len(counts) == len(parameters) else [step] * len(parameters)
-        for name, p, grad, own, count in zip(self._used, parameters, grads, slots, taken, strict=True):
+        for name, p, held, grad, own, count in zip(self._used, parameters, current, grads, slots, taken, strict=True):
             spec, rate = specs[numbers.get(name, 0)], now[numbers.get(name, 0)]
             wide = {slot: _wide(value) for slot, value in own.items()}
-            new, after = spec.update(XP, _wide(p), _wide(grad), wide, rate, (count + 1).to(self._dtype))
+            new, after = spec.update(XP, _wide(held), _wide(grad), wide, rate, (count + 1).to(self._dtype))
             for old, value in [(p, new), *((own[slot], after[slot]) for slot in own)]:
                 old.copy_(value if finite is None else torch.where(finite, value, old))
         for count in counts:
@@ -418,8 +430,14 @@ def _module_name(path: str) -> str:
     return path.replace("/", ".")
 
 
-def _refusal(error: Exception) -> UnsupportedError:
+def _refusal(error: Exception, changing: Sequence[str]) -> UnsupportedError:
     """What to say when torch.compile gives up: its own first words, and what to do."""
+    if changing and "RecompileLimit" in type(error).__name__:
+        return UnsupportedError(
+            f"train_step(compile=...): every pass of loss_fn changes {', '.join(changing[:3])}. Python state is a "
+            f"constant of the graph, so each step is compiled anew, and torch gives up: {type(error).__name__}. Keep a "
+            "counter in a buffer (self.register_buffer, self.n += 1) or outside of loss_fn, or use compile=False."
+        )
     lines: Sequence[str] = [line.strip() for line in str(error).splitlines() if line.strip()]
     return UnsupportedError(
         f"train_step(compile=...) could not compile the step into one graph. torch says: {type(error).__name__}: "

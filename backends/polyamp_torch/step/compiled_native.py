@@ -22,6 +22,7 @@ from polyamp_torch.step.compiled import Graph, Tensors, shares_of
 from polyamp_torch.step.differentiate import set_aside
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import looks
+from polyamp_torch.step.parameter_writes import PREFIX, Written
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.update import Scaled, applied
 from polyamp_torch.step.window import NARROW, produced_by, stacked
@@ -34,7 +35,7 @@ class NativeGraph(Graph):
         """One step; parameters, buffers and the optimizer's state are written in place."""
         used = [state.parameters[name] for name in self._used]
         parameters = {name.replace("/", "."): p.detach() for name, p in zip(self._used, used, strict=True)}
-        running = buffers.writable(state.buffer_owners)
+        running = buffers.writable(state.buffer_owners) | self._more_running
         fixed = self._fixed(set(map(id, [*used, *running.values()])))
         narrow = len(batches) > 1 and used[0].dtype in NARROW  # divided in float32, rounded once (S8)
         loss, auxes, values, now, whole, weight = self._called(
@@ -53,7 +54,8 @@ class NativeGraph(Graph):
         scale = produced_by(state.scale_state.scale if state.scaler.scales else None, whole, state.device)
         with set_aside(list(state.parameters.values()), used_up=True):
             grads = _placed(used, values)
-            settle = functools.partial(_settle, running, now)
+            new = {PREFIX + name: now[name.replace("/", ".")] for name in self._used if name.replace("/", ".") in now}
+            settle = functools.partial(_settle, running, now, Written(state.writes.named, new))
             ready = Scaled(grads, None if narrow else scale, settle, weight=weight)
             (result,) = applied([state], [ready], "all")
         return result._replace(loss=loss, aux=map_tree(_detached, aux))
@@ -97,8 +99,9 @@ def _placed(parameters: Sequence[torch.Tensor], values: list[torch.Tensor]) -> l
     return placed
 
 
-def _settle(running: Tensors, now: Tensors, finite: torch.Tensor | None) -> None:
-    """Let what the forward pass left in the buffers stand where `finite` says so; None lets it stand."""
+def _settle(running: Tensors, now: Tensors, written: Written, finite: torch.Tensor | None) -> None:
+    """Let what the forward pass left behind stand where `finite` says so; None lets it stand."""
+    written.settle(finite)
     if finite is not None and looks(finite.device):
         if not bool(finite):
             return

@@ -28,6 +28,7 @@ from polyamp_torch.step.bystanders import Bystanders, Graphs, made
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import buckets as bucketed
 from polyamp_torch.step.measure import scalar_for
+from polyamp_torch.step.parameter_writes import BeforePass, settle
 from polyamp_torch.step.replicas import guarded
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.turns import together
@@ -86,6 +87,7 @@ def _differentiated(
     for state in states:
         state.check_unchanged()
     saved = [buffers.snapshot(state.buffer_owners) for state in states]
+    writes = [state.writes.before(loss_fn, training=state.model.training) for state in states]
     named = list({id(p): (name, p) for state in states for name, p in state.parameters.items()}.values())
     parameters = [p for _, p in named]
     graphs = states[0].graphs if len(states) == 1 else Graphs()
@@ -95,7 +97,7 @@ def _differentiated(
             with contextlib.ExitStack() as engines:
                 for state in states:
                     state.replicas.enter(engines)
-                loss, aux = scaled_backward(loss_fn, states, batch, others, quiet, weighing)
+                loss, aux = scaled_backward(loss_fn, states, batch, others, quiet, weighing, writes=writes)
                 for state in states:
                     state.replicas.fit(state.parameters)
             found: list[Values] = [_gradients(state) for state in states]
@@ -105,8 +107,15 @@ def _differentiated(
                 values = []
             else:
                 values = dense(named)
-    finally:
-        running = [buffers.taken_back(item) for item in saved]
+    except BaseException:
+        for item, before in zip(saved, writes, strict=True):
+            settle(item, before, torch.zeros((), dtype=torch.bool))
+        raise
+    running = [buffers.taken_back(item) for item in saved]
+    for before in writes:
+        before.compare()
+    for own, before in reversed(list(zip(running, writes, strict=True))):
+        own.update(before.take_back())
     if states[0].replicas.count > 1:
         total = states[0].replicas.mean(total, states[0].device)
     scale = produced_by(states[0].scale_state.scale if states[0].scaler.scales else None, divisor(total), loss.device)
@@ -142,6 +151,7 @@ def scaled_backward(
     quiet: Undisturbed,
     weighing: Weighing,
     between: Callable[[torch.Tensor], None] | None = None,
+    writes: Sequence[BeforePass] = (),
     *,
     counts: bool = True,
 ) -> tuple[torch.Tensor, Any]:
@@ -151,6 +161,7 @@ def scaled_backward(
 
     The casts stay installed during the backward pass, in which activation checkpointing runs the model again. An
     interrupt arrives while `loss_fn` or the backward pass runs. `between` is called with the loss between the two.
+    What the pass wrote to casts of parameters goes to the parameters, and is noted in `writes`.
     """
     plan, scaler = states[0].plan, states[0].scaler
     models = tuple(state.bound for state in states)
@@ -202,20 +213,24 @@ def scaled_backward(
         if not (weighing.omits and isinstance(factor, float) and factor == 0.0):
             with quiet.disturbed:
                 torch.autograd.backward(scaled)
+        if plan.cast:
+            for model, before in zip(models, writes, strict=True):
+                before.note(model.commit())
     return value, map_tree(_detached, aux)
 
 
 def _counts(loss_fn: LossFunction, model: Any, states: Sequence[TorchState], part: Any) -> list[Any]:
     """The counts of a sum of means for another micro-batch, by a forward pass that leaves nothing behind."""
     devices = [states[0].device] if states[0].device.type == "cuda" else []
-    saved = [buffers.snapshot(state.buffer_owners) for state in states]
+    saved = [(buffers.snapshot(state.buffer_owners), state.writes.before_trial()) for state in states]
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
             result, found = weights.call(loss_fn, model, part)
             return weights.counts_of(weights.read(result, found, XP), rows_of(part, 1))
     finally:
-        for item in saved:
-            buffers.taken_back(item)
+        for item, before in saved:
+            before.compare()
+            settle(item, before, torch.zeros((), dtype=torch.bool))
 
 
 def _ends(state: TorchState, began: bool) -> list[torch.Tensor]:

@@ -28,6 +28,7 @@ from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Graphs
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.kernels import Kernels
+from polyamp_torch.step.parameter_writes import ParameterWrites
 from polyamp_torch.step.replicas import replicas_of
 from polyamp_torch.step.turns import Turn
 
@@ -60,6 +61,7 @@ class TorchState(ShownState):
         parameters: the trainable parameters by `/`-separated path, in the model's order.
         one_device: whether all of them are on one device; they always have one dtype, the policy's.
         buffer_owners: where the model's buffers are, for `buffers.snapshot`.
+        writes: which parameters forward passes write to.
         turn: a step, an export or a restore at a time.
         watch: when the host looks whether the scale is stuck (S17).
         graphs: which losses lead to its own parameters only.
@@ -100,6 +102,7 @@ class TorchState(ShownState):
         self._members = list(_members(self._places))
         self.one_device = len({p.device for p in self.parameters.values()}) == 1
         self.buffer_owners = buffers.owners(model)
+        self.writes = ParameterWrites({**self.parameters, **dict(self._frozen)})
         self.groups = members(
             recipe,
             self.parameters,

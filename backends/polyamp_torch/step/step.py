@@ -23,6 +23,7 @@ from polyamp_torch.step import together
 from polyamp_torch.step.bystanders import Bystanders
 from polyamp_torch.step.differentiate import dense, scaled_backward, set_aside
 from polyamp_torch.step.interrupts import Undisturbed
+from polyamp_torch.step.parameter_writes import settle
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.update import Scaled, applied, nothing_applied
 from polyamp_torch.step.weighing import Weighing, divisor
@@ -62,12 +63,13 @@ def _stepped(
         return together.stepped(loss_fn, state, batches, weighing, quiet)
     parameters = list(state.parameters.values())
     saved = buffers.snapshot(state.buffer_owners)
+    before = state.writes.before(loss_fn, training=state.model.training)
     sums = Sums(parameters) if len(batches) > 1 and parameters[0].dtype in NARROW else None
     losses, auxes = [], []
     with set_aside(parameters, used_up=True), Bystanders(parameters, state.graphs) as others:
         try:
             for part in batches:
-                loss, aux = scaled_backward(loss_fn, [state], part, others, quiet, weighing)
+                loss, aux = scaled_backward(loss_fn, [state], part, others, quiet, weighing, writes=[before])
                 losses.append(loss)
                 auxes.append(aux)
                 if sums is not None:
@@ -79,7 +81,8 @@ def _stepped(
             loss, aux = weighing.mean(losses), stacked(auxes, stack=state.recipe.accumulate_steps > 1)
             counted = weighing.weight(total)
             if isinstance(total, float) and total == 0.0:  # nothing counts, and no backward pass ran
-                buffers.settle(saved, torch.zeros((), dtype=torch.bool))
+                before.compare()
+                settle(saved, before, torch.zeros((), dtype=torch.bool))
                 return nothing_applied(state, loss, aux, counted)
             scale = produced_by(state.scale_state.scale if state.scaler.scales else None, divisor(total), state.device)
             if sums is not None:
@@ -87,9 +90,10 @@ def _stepped(
                 sums.give(scale)
                 scale = None
             values = dense(state.parameters.items())
+            before.compare()
         except BaseException:
-            buffers.settle(saved, torch.zeros((), dtype=torch.bool))
+            settle(saved, before, torch.zeros((), dtype=torch.bool))
             raise
-        ready = Scaled(values, scale, functools.partial(buffers.settle, saved), weight=counted)
+        ready = Scaled(values, scale, functools.partial(settle, saved, before), weight=counted)
         (result,) = applied([state], [ready], "all")
     return result._replace(loss=loss, aux=aux)

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from polyamp.results import LossFunction, StepResult
+from polyamp_torch.step import parameter_writes
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Bystanders
 from polyamp_torch.step.differentiate import dense, scaled_backward, set_aside
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import looks
+from polyamp_torch.step.parameter_writes import BeforePass
 from polyamp_torch.step.replicas import Pass
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.update import Scaled, Shared, applied
@@ -36,6 +38,7 @@ def stepped(
     passes = state.replicas.passes(batches, count, narrow=narrow)
     weighing.rest = [(one.part, one.counts) for one in passes[1:]]
     saved = buffers.snapshot(state.buffer_owners)
+    before_pass = state.writes.before(loss_fn, training=state.model.training)
     slots = [own for _, own in state.buffer_owners]
     before = held.written(slots)
     sums = Sums(parameters) if narrow else None
@@ -43,7 +46,7 @@ def stepped(
     with set_aside(parameters, used_up=True), Bystanders(parameters, state.graphs, held.leaves) as others:
         try:
             with held.window():
-                losses, auxes = _passed(loss_fn, state, passes, shared, sums, others, quiet)
+                losses, auxes = _passed(loss_fn, state, passes, shared, sums, others, quiet, before_pass)
             if len(passes) > 1:  # loss_fn may have changed the model between two of them
                 state.check_unchanged()
             scale = state.scale_state.scale if state.scaler.scales else None
@@ -52,12 +55,13 @@ def stepped(
                 sums.give(torch.full((), shared.divided))
             values = dense(state.parameters.items())
             shared.loss, aux = weighed(losses, weighing.factors), stacked(auxes, stack=count > 1)
+            before_pass.compare()
         except BaseException:
-            buffers.settle(saved, torch.zeros((), dtype=torch.bool))
+            parameter_writes.settle(saved, before_pass, torch.zeros((), dtype=torch.bool))
             raise
 
         def settle(finite: torch.Tensor | None) -> None:
-            buffers.settle(saved, finite)
+            parameter_writes.settle(saved, before_pass, finite)
             if finite is None or not looks(finite.device) or bool(finite):
                 held.send_running(slots, before)
 
@@ -73,6 +77,7 @@ def _passed(
     sums: Sums | None,
     others: Bystanders,
     quiet: Undisturbed,
+    before: BeforePass,
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """Every pass of a window: the losses, and the aux of those that count; the gradients are in the parameters or
     `sums`."""
@@ -89,14 +94,17 @@ def _passed(
     for number, one in enumerate(passes, 1):
         between = begin if number == len(passes) else None
         saved = None if one.counts else buffers.snapshot(state.buffer_owners)
+        own = before if one.counts else state.writes.before(loss_fn, training=state.model.training)
         with held.one_pass(last=one.last):
-            weighing = shared.weighing
-            loss, aux = scaled_backward(loss_fn, [state], one.part, others, quiet, weighing, between, counts=one.counts)
+            loss, aux = scaled_backward(
+                loss_fn, [state], one.part, others, quiet, shared.weighing, between, [own], counts=one.counts
+            )
         losses.append(loss)
         if saved is None:
             auxes.append(aux)
         else:
-            buffers.settle(saved, torch.zeros((), dtype=torch.bool))
+            own.compare()
+            parameter_writes.settle(saved, own, torch.zeros((), dtype=torch.bool))
         if sums is not None:
             state.replicas.fit(state.parameters)
             dense(state.parameters.items(), needed=False)

@@ -28,6 +28,7 @@ from polyamp_torch.step import running as buffers
 from polyamp_torch.step.differentiate import Values, set_aside
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import divide_, divide_in_two_steps_, divisor, looks, measured
+from polyamp_torch.step.parameter_writes import Written
 from polyamp_torch.step.replicas import Own, guarded
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.turns import together
@@ -92,22 +93,30 @@ def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], sk
 
 
 def _applied_to(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
-    ready = []
+    ready: list[Scaled] = []
+    written: list[Written] = []
     for state, item in zip(states, grads, strict=True):
         state.check_unchanged()
         _require(state, item.values)
         fitted = _fitted(state, item.values)
         places: list[torch.Tensor] = [state.parameters[name] for name in fitted]
-        settle = functools.partial(_settle, state, item.running)
+        written.append(Written(state.writes.named, item.running))
+        settle = functools.partial(_settle, state, item.running, written[-1])
         ready.append(Scaled(list(fitted.values()), None, settle, places, weight=item.weight))
     parameters = {id(p): p for state in states for p in state.parameters.values()}
-    with set_aside(list(parameters.values()), used_up=True):
-        return applied(states, ready, skip)
+    try:
+        with set_aside(list(parameters.values()), used_up=True):
+            return applied(states, ready, skip)
+    except BaseException:
+        for item in reversed(written):
+            item.settle(torch.zeros((), dtype=torch.bool))
+        raise
 
 
-def _settle(state: TorchState, running: buffers.Running, finite: torch.Tensor | None) -> None:
+def _settle(state: TorchState, running: buffers.Running, written: Written, finite: torch.Tensor | None) -> None:
     """The running statistics of the gradients become the model's, rank 0's on every rank."""
-    buffers.commit(state.model, running, finite)
+    written.settle(finite)
+    buffers.commit(state.model, {name: value for name, value in running.items() if name not in written}, finite)
     held = state.replicas.held
     if held is not None and running and (finite is None or not looks(finite.device) or bool(finite)):
         held.send_running([own for _, own in state.buffer_owners], None)
