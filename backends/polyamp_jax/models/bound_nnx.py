@@ -22,6 +22,7 @@ from flax import nnx
 from polyamp_jax import compat
 from polyamp_jax.models import attributes
 from polyamp_jax.models.call_hook import NATIVE, native_class
+from polyamp_jax.models.compat import NNX_INTERNAL, nnx_class_options
 from polyamp_jax.models.routes import ROOT, Route, Step, holds, kind_of
 
 _HELPERS: Final = tuple(getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name))
@@ -130,18 +131,18 @@ def _bound(kind: Any) -> type:
     own = native_class(kind)
 
     def get(self: Any, name: str) -> Any:
-        return own.__getattribute__(self, name) if name.startswith(compat.NNX_INTERNAL) else _read(own, self, name)
+        return own.__getattribute__(self, name) if name.startswith(NNX_INTERNAL) else _read(own, self, name)
 
     def missing(self: Any, name: str) -> Any:
         return _missing(own, self, name)
 
     def put(self: Any, name: str, value: Any) -> None:
-        if not (name.startswith(compat.NNX_INTERNAL) or isinstance(value, nnx.Variable)):
+        if not (name.startswith(NNX_INTERNAL) or isinstance(value, nnx.Variable)):
             attributes.refuse_set(place_of(self).route, name)
         own.__setattr__(self, name, value)
 
     def delete(self: Any, name: str) -> None:
-        if not (name.startswith(compat.NNX_INTERNAL) or isinstance(vars(self).get(name), nnx.Variable)):
+        if not (name.startswith(NNX_INTERNAL) or isinstance(vars(self).get(name), nnx.Variable)):
             attributes.refuse_delete(place_of(self).route, name)
         own.__delattr__(self, name)
 
@@ -157,7 +158,7 @@ def _bound(kind: Any) -> type:
     }
     if any("__call__" in vars(base) for base in own.__mro__):
         names["__call__"] = _dispatched(own.__call__, None)
-    made: type = type(own)(own.__name__, (own,), names, **compat.nnx_class_options(own))
+    made: type = type(own)(own.__name__, (own,), names, **nnx_class_options(own))
     return made
 
 
@@ -240,7 +241,7 @@ def _missing(own: Any, module: Any, name: str) -> Any:
     if (users := getattr(own, "__getattr__", None)) is not None:
         with contextlib.suppress(AttributeError):
             return users(module, name)
-    if name.startswith(compat.NNX_INTERNAL):
+    if name.startswith(NNX_INTERNAL):
         raise AttributeError(name)
     place = place_of(module)
     if name == "params":

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from polyamp.errors import TraceError
-from polyamp_jax import compat
 from polyamp_jax.arrays import conform
 from polyamp_jax.models.bound_nnx import native
+from polyamp_jax.models.compat import forget_nnx_attributes
 from polyamp_jax.models.parameter_writes import Leaves, conformed, on_masters, selected, writes
 from polyamp_jax.models.parts import Opaque, Running
 from polyamp_jax.models.passes import WHAT, Outward
@@ -286,7 +286,7 @@ def _parameters(model: Any) -> Any:
 
 def _made_of(model: Any) -> Graph:
     """What a model of its own is made of."""
-    compat.forget_nnx_attributes(model)
+    forget_nnx_attributes(model)
     return Graph(nnx.graphdef(model))
 
 
