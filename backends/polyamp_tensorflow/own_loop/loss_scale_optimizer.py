@@ -39,7 +39,12 @@ from polyamp_tensorflow.own_loop.loop_memory import (
 )
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.measure import scale_loss
-from polyamp_tensorflow.step.optimizer_checks import check_built_for, check_inner_optimizer, check_scaled_variables
+from polyamp_tensorflow.step.optimizer_checks import (
+    check_built_for,
+    check_inner_optimizer,
+    check_scaled_variables,
+    warn_of_average,
+)
 from polyamp_tensorflow.step.optimizers import SpecOptimizer, build_optimizer, load_without
 from polyamp_tensorflow.step.writes import ForwardWrites, Written, dtypes_of
 
@@ -150,6 +155,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         build_optimizer(
             self.inner_optimizer, variables, functools.partial(check_inner_optimizer, clip_norm=self.clip_norm)
         )
+        warn_of_average(self.inner_optimizer, self.accumulate_steps)
         keras.optimizers.Optimizer.build(self, variables)  # not the parent's, which adds a scale of its own
         self._not_finite = self.add_variable((len(variables),), "zeros", "int32", name="not_finite")
         self._sums = []

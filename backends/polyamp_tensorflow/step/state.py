@@ -33,6 +33,7 @@ from polyamp_tensorflow.models.variables import Variables, variables_of
 from polyamp_tensorflow.precision.autocast import planned
 from polyamp_tensorflow.precision.layer_choice import choose
 from polyamp_tensorflow.step.distribution import check_variables, several
+from polyamp_tensorflow.step.optimizer_checks import warn_of_average
 from polyamp_tensorflow.step.optimizers import groups_of, make_optimizer, optimizer_variables
 from polyamp_tensorflow.step.resuming import described
 from polyamp_tensorflow.step.writes import PREFIX, dtypes_of
@@ -153,6 +154,7 @@ class TensorFlowState(ShownState):
         self.plan = planned(self.model, self.recipe.policy)
         self.groups = groups_of(self.model, self.recipe, variables.parameters)
         optimizer = make_optimizer(self.recipe, variables.parameters, self.groups)
+        warn_of_average(optimizer, self.recipe.accumulate_steps)
         self.optimizer_settings = described(optimizer)
         self._training = _Training(variables, optimizer, self._trainable(variables), Places(self.model))
 
