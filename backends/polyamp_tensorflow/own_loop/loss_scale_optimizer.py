@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -46,7 +47,7 @@ from polyamp_tensorflow.step.optimizer_checks import (
     warn_of_average,
 )
 from polyamp_tensorflow.step.optimizers import SpecOptimizer, build_optimizer, load_without
-from polyamp_tensorflow.step.writes import ForwardWrites, Written, dtypes_of
+from polyamp_tensorflow.step.writes import EagerReads, ForwardWrites, Written, dtypes_of
 
 _Base: Any = keras.optimizers.LossScaleOptimizer
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -129,6 +130,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         self._micro_step = self._scalar("micro_step", 0)
         self._calls = ScaleCalls()
         self._window_starts = WindowStarts()
+        self._eager_reads: weakref.WeakKeyDictionary[Any, EagerReads] = weakref.WeakKeyDictionary()
         self._share: Any = None
         self._watch = stuck.Watch()
 
@@ -231,7 +233,8 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         variables = statistics_of(model)
         running = [raw(variable) for variable in variables.left_by_a_forward_pass.values()]
         before = [tf.identity(variable) for variable in running]
-        writes = ForwardWrites(variables, functools.partial(dtypes_of, model))
+        reads = self._eager_reads.setdefault(model, EagerReads())
+        writes = ForwardWrites(variables, reads, functools.partial(dtypes_of, model))
         if self.accumulate_steps > 1:
             before = self._window_starts.kept(model, before, raw(self._micro_step))
 
