@@ -19,7 +19,7 @@ from polyamp_tensorflow.compat import FunctionGraph
 from polyamp_tensorflow.models.layers import is_built
 from polyamp_tensorflow.models.variables import Variables, variables_of
 from polyamp_tensorflow.step import replicas
-from polyamp_tensorflow.step.writes import PREFIX, ForwardWrites, Written
+from polyamp_tensorflow.step.writes import PREFIX, EagerReads, ForwardWrites, Written, dtypes_of
 
 
 class ScaleCalls:
@@ -131,6 +131,7 @@ class WindowStarts:
     def __init__(self) -> None:
         self._variables: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._reads: weakref.WeakKeyDictionary[Any, EagerReads] = weakref.WeakKeyDictionary()
         self._written: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
     def of(self, model: Any) -> list[Any]:
@@ -156,6 +157,25 @@ class WindowStarts:
 
         replicas.together(decide, values)
         return held
+
+    def watch(
+        self, model: Any, variables: Variables, micro_step: Any
+    ) -> tuple[ForwardWrites, Callable[[Mapping[str, Written]], list[Any]]]:
+        """What `Statistics` needs of the parameters that a forward pass of the model writes.
+
+        Args:
+            model: the model.
+            variables: its variables.
+            micro_step: calls since the window began; None without a window.
+        """
+        reads = self._reads.setdefault(model, EagerReads())
+
+        def start(found: Mapping[str, Written]) -> list[Any]:
+            if micro_step is not None:
+                return self.written(model, found, micro_step)
+            return [each.before for each in found.values()]
+
+        return ForwardWrites(variables, reads, functools.partial(dtypes_of, model)), start
 
     def written(self, model: Any, found: Mapping[str, Written], micro_step: Any) -> list[Any]:
         """The same for parameters that the forward pass writes, whose variables are made when the first is traced.

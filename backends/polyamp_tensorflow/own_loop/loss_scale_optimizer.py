@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -47,7 +46,6 @@ from polyamp_tensorflow.step.optimizer_checks import (
     warn_of_average,
 )
 from polyamp_tensorflow.step.optimizers import SpecOptimizer, build_optimizer, load_without
-from polyamp_tensorflow.step.writes import EagerReads, ForwardWrites, Written, dtypes_of
 
 _Base: Any = keras.optimizers.LossScaleOptimizer
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -130,7 +128,6 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         self._micro_step = self._scalar("micro_step", 0)
         self._calls = ScaleCalls()
         self._window_starts = WindowStarts()
-        self._eager_reads: weakref.WeakKeyDictionary[Any, EagerReads] = weakref.WeakKeyDictionary()
         self._share: Any = None
         self._watch = stuck.Watch()
 
@@ -233,17 +230,10 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         variables = statistics_of(model)
         running = [raw(variable) for variable in variables.left_by_a_forward_pass.values()]
         before = [tf.identity(variable) for variable in running]
-        reads = self._eager_reads.setdefault(model, EagerReads())
-        writes = ForwardWrites(variables, reads, functools.partial(dtypes_of, model))
-        if self.accumulate_steps > 1:
-            before = self._window_starts.kept(model, before, raw(self._micro_step))
-
-        def start(found: Mapping[str, Written]) -> list[Any]:
-            if self.accumulate_steps > 1:
-                return self._window_starts.written(model, found, raw(self._micro_step))
-            return [each.before for each in found.values()]
-
-        seen = Statistics(running, writes, start)
+        micro_step = raw(self._micro_step) if self.accumulate_steps > 1 else None
+        seen = Statistics(running, *self._window_starts.watch(model, variables, micro_step))
+        if micro_step is not None:
+            before = self._window_starts.kept(model, before, micro_step)
         token = STATISTICS.set(seen)
         try:
             yield
