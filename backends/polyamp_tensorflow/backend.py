@@ -114,7 +114,7 @@ class TensorFlowBackend:
         if several(strategy):
             check_strategy(strategy)
         check_model(model)
-        check_recipe_optimizer(recipe.optimizer)
+        check_recipe_optimizer(recipe.optimizer, recipe.clip_norm)
         return TensorFlowState(model, recipe, self)
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:

@@ -318,8 +318,8 @@ ROWS: Final = [
                 r"already built for other variables",
             ),
             (
-                "polyamp.init(model, Recipe(optimizer=keras.optimizers.SGD(clipnorm=1.0)))",
-                r"clipnorm=1\.0.*Recipe\(clip_norm",
+                "polyamp.init(model, Recipe(optimizer=keras.optimizers.SGD(global_clipnorm=1.0), clip_norm=1.0))",
+                r"global_clipnorm=1\.0.*clip_norm=1\.0 both clip",
             ),
         ],
     ),

@@ -47,8 +47,8 @@ def is_layer(model: Any) -> bool:
 
 def own_class(layer: Any) -> type[Any]:
     """The class of a model or layer as its author wrote it, also while it saves settings (see `saved_settings`)."""
-    cls = type(layer)
-    return getattr(cls, OWN_CLASS, cls)  # type: ignore[no-any-return]  # a class
+    cls: type[Any] = getattr(type(layer), OWN_CLASS, type(layer))
+    return cls
 
 
 def is_built(model: Any) -> bool:

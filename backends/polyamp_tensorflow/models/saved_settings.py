@@ -126,7 +126,7 @@ def check_built(model: Any) -> None:
 def _hold(model: Any, settings: list[Any]) -> None:
     vars(model)[_SETTINGS] = settings  # past Keras's tracking of attributes
     cls = own_class(model)
-    wanted = _with_settings(cls) if settings else cls
+    wanted = _with_settings(cls) if settings else cls  # type: ignore[arg-type]  # a class is hashable
     if type(model) is not wanted:
         object.__setattr__(model, "__class__", wanted)
 

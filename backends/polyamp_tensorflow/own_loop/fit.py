@@ -95,7 +95,7 @@ def compile(  # noqa: A001  # Keras's word for it
     check_own(model, {name: value for name, value in given.items() if value is not None}, more)
     _check_losses([loss, *more.values()])
     plan = planned(model, recipe.policy)
-    check_recipe_optimizer(recipe.optimizer)
+    check_recipe_optimizer(recipe.optimizer, recipe.clip_norm)
     parameters = variables_of(model).parameters
     refusals.check_parameters([(name, dtype_name(variable)) for name, variable in parameters.items()], recipe)
     with model.distribute_strategy.scope():
@@ -205,9 +205,10 @@ class SavedGuard:
         """Watch over a model that Keras has compiled, unless its class compiles in a way of its own."""
         if isinstance(getattr(model, "optimizer", None), LossScaleOptimizer):
             _watch(model, self._precision)
+            seeds = self._seeds or {}
             for name, variable in streams_of(model).items():
-                if name in (self._seeds or {}):
-                    raw(variable).assign(self._seeds[name])
+                if name in seeds:
+                    raw(variable).assign(seeds[name])
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from polyamp_tensorflow.compat import FunctionGraph
 from polyamp_tensorflow.models.layers import is_built
 from polyamp_tensorflow.models.variables import Variables, variables_of
 from polyamp_tensorflow.step import replicas
-from polyamp_tensorflow.step.writes import PREFIX, ForwardWrites, Written, dtypes_of
+from polyamp_tensorflow.step.writes import PREFIX, EagerReads, ForwardWrites, Written, dtypes_of
 
 
 class ScaleCalls:
@@ -132,6 +132,7 @@ class WindowStarts:
     def __init__(self) -> None:
         self._variables: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._reads: weakref.WeakKeyDictionary[Any, EagerReads] = weakref.WeakKeyDictionary()
         self._written: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
     def of(self, model: Any) -> list[Any]:
@@ -157,6 +158,25 @@ class WindowStarts:
 
         replicas.together(decide, values)
         return held
+
+    def watch(
+        self, model: Any, variables: Variables, micro_step: Any
+    ) -> tuple[ForwardWrites, Callable[[Mapping[str, Written]], list[Any]]]:
+        """What `Statistics` needs of the parameters that a forward pass of the model writes.
+
+        Args:
+            model: the model.
+            variables: its variables.
+            micro_step: calls since the window began; None without a window.
+        """
+        reads = self._reads.setdefault(model, EagerReads())
+
+        def start(found: Mapping[str, Written]) -> list[Any]:
+            if micro_step is not None:
+                return self.written(model, found, micro_step)
+            return [each.before for each in found.values()]
+
+        return ForwardWrites(variables, reads, functools.partial(dtypes_of, model)), start
 
     def written(self, model: Any, found: Mapping[str, Written], micro_step: Any) -> list[Any]:
         """The same for parameters that the forward pass writes, whose variables are made when the first is traced.
@@ -221,29 +241,22 @@ def not_finite(gradient: Any) -> Any:
 
 @contextlib.contextmanager
 def keep_statistics(
-    model: Any, starts: WindowStarts | None, micro_step: Any, was_skipped: Callable[[], Any]
+    model: Any, starts: WindowStarts, micro_step: Any, was_skipped: Callable[[], Any]
 ) -> Iterator[None]:
     """The block of `LossScaleOptimizer.keep_statistics`.
 
     Args:
         model: a built Keras model or layer.
-        starts: what the variables were when the window began; None without windows.
-        micro_step: calls since then.
+        starts: what the variables were when the window began.
+        micro_step: calls since then; None without a window.
         was_skipped: whether the update of this block was, boolean scalar.
     """
     variables = statistics_of(model)
     running = [raw(variable) for variable in variables.left_by_a_forward_pass.values()]
     before = [tf.identity(variable) for variable in running]
-    writes = ForwardWrites(variables, functools.partial(dtypes_of, model))
-    if starts is not None:
+    seen = Statistics(running, *starts.watch(model, variables, micro_step))
+    if micro_step is not None:
         before = starts.kept(model, before, micro_step)
-
-    def start(found: Mapping[str, Written]) -> list[Any]:
-        if starts is not None:
-            return starts.written(model, found, micro_step)
-        return [each.before for each in found.values()]
-
-    seen = Statistics(running, writes, start)
     token = STATISTICS.set(seen)
     try:
         yield

@@ -38,7 +38,12 @@ from polyamp_tensorflow.own_loop.loop_memory import (
 )
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.measure import scale_own_loss
-from polyamp_tensorflow.step.optimizer_checks import check_built_for, check_inner_optimizer, check_scaled_variables
+from polyamp_tensorflow.step.optimizer_checks import (
+    check_built_for,
+    check_inner_optimizer,
+    check_scaled_variables,
+    warn_of_average,
+)
 from polyamp_tensorflow.step.optimizers import SpecOptimizer, build_optimizer, load_without
 
 _Base: Any = keras.optimizers.LossScaleOptimizer
@@ -148,6 +153,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         build_optimizer(
             self.inner_optimizer, variables, functools.partial(check_inner_optimizer, clip_norm=self.clip_norm)
         )
+        warn_of_average(self.inner_optimizer, self.accumulate_steps)
         keras.optimizers.Optimizer.build(self, variables)  # not the parent's, which adds a scale of its own
         self._not_finite = self.add_variable((len(variables),), "zeros", "int32", name="not_finite")
         self._sums = []
@@ -220,9 +226,8 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         Raises:
             ModelError: a model that is not built.
         """
-        starts = self._window_starts if self.accumulate_steps > 1 else None
         micro_step = raw(self._micro_step) if self.accumulate_steps > 1 else None
-        with keep_statistics(model, starts, micro_step, lambda: self.update_was_skipped):
+        with keep_statistics(model, self._window_starts, micro_step, lambda: self.update_was_skipped):
             yield
 
     @contextlib.contextmanager

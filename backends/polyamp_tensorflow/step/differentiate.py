@@ -78,7 +78,7 @@ def differentiate(
     check_rows(batch)
     streams = [state.read_rng() for state in states]
     statistics = [state.read_statistics() for state in states]
-    writes = [ForwardWrites(state.variables, state.computes_in) for state in states]
+    writes = [ForwardWrites(state.variables, state.eager_reads, state.computes_in) for state in states]
     written: list[dict[str, Written]] = [{} for _ in states]
 
     def put_back(*, failed: bool) -> None:

@@ -1,11 +1,12 @@
-"""What an optimizer must not be before it trains (S20): one that scales, clips or accumulates by itself, or one that
-was built for another model.
+"""What an optimizer must not be before it trains (S20): one that scales or accumulates by itself, or one that was
+built for another model.
 
 Called while an optimizer is built, by recipes and by `LossScaleOptimizer`. What a strategy asks for is in `replicas`.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -19,13 +20,11 @@ from polyamp_tensorflow.arrays import raw, variable_name
 from polyamp_tensorflow.compat import own_trainable
 
 _KNOBS: Final = {
-    "clipnorm": "Recipe(clip_norm=...), the norm over all gradients",
-    "clipvalue": "Recipe(clip_norm=...), the norm over all gradients",
-    "global_clipnorm": "Recipe(clip_norm=...)",
     "gradient_accumulation_steps": "Recipe(accumulate_steps=...)",
     "loss_scale_factor": "Recipe(scaler=polyamp.LossScaler.static(...))",
 }
 """Settings of Keras's optimizers that would act a second time on what the step does itself -> what replaces them."""
+_SAID: Final = "_polyamp_said_how_the_average_moves"  # attribute of an optimizer
 
 
 def members(optimizer: Any) -> list[Any]:
@@ -36,12 +35,20 @@ def members(optimizer: Any) -> list[Any]:
     return [optimizer, *getattr(optimizer, "optimizers", ())]
 
 
-def check_recipe_optimizer(optimizer: Any) -> None:
-    """Refuse an optimizer of a recipe that is not Keras's or that would scale, clip or accumulate by itself.
+def check_recipe_optimizer(optimizer: Any, clip_norm: float | None = None) -> None:
+    """Refuse an optimizer of a recipe that is not Keras's or that would scale or accumulate by itself.
+
+    Its `clipnorm`, `clipvalue` or `global_clipnorm` have Keras's meaning: they act on gradients that are unscaled,
+    finite, reduced over replicas and of the whole window, after the recipe's `clip_norm`.
+
+    Args:
+        optimizer: of the recipe.
+        clip_norm: of the recipe.
 
     Raises:
         LossScaleError: a `LossScaleOptimizer`, which would scale a second time.
-        RecipeError: another framework's optimizer, or a setting that the recipe has its own field for.
+        RecipeError: another framework's optimizer, a setting that the recipe has its own field for, or two clips by
+            the global norm.
     """
     if is_spec(optimizer):
         return
@@ -59,6 +66,26 @@ def check_recipe_optimizer(optimizer: Any) -> None:
                     f"optimizer: {type(member).__qualname__}({knob}={value!r}) would act before polyamp's finite check "
                     f"or on scaled gradients. Leave it unset and use {instead} instead."
                 )
+        _check_one_clip(member, clip_norm)
+
+
+def warn_of_average(optimizer: Any, accumulate_steps: int) -> None:
+    """Say once that a moving average (`use_ema`) moves at each update, where Keras's own moves at each micro-batch."""
+    if accumulate_steps == 1 or vars(optimizer).get(_SAID):
+        return
+    for member in members(optimizer):
+        if member.use_ema:
+            object.__setattr__(optimizer, _SAID, True)
+            momentum = member.ema_momentum
+            warnings.warn(
+                f"use_ema with accumulate_steps: the moving average of {type(member).__qualname__}(use_ema=True, "
+                f"ema_momentum={momentum!r}) moves once an update, of accumulate_steps={accumulate_steps} micro-batches"
+                ", where Keras's own gradient_accumulation_steps moves it at each micro-batch. An average over as many "
+                f"micro-batches as Keras's has ema_momentum={momentum**accumulate_steps:.6g}, which is {momentum!r}**"
+                f"{accumulate_steps}. If it is meant so: warnings.filterwarnings('ignore', message='use_ema with').",
+                stacklevel=2,
+            )
+            return
 
 
 def check_inner_optimizer(optimizer: Any, clip_norm: float | None) -> None:
@@ -85,11 +112,15 @@ def check_inner_optimizer(optimizer: Any, clip_norm: float | None) -> None:
                 f"optimizer: {name}(gradient_accumulation_steps={member.gradient_accumulation_steps!r}) would count "
                 "micro-batches as updates. Leave it unset and use LossScaleOptimizer(accumulate_steps=...) instead."
             )
-        if clip_norm is not None and member.global_clipnorm is not None:
-            raise RecipeError(
-                f"optimizer: {name}(global_clipnorm={member.global_clipnorm!r}) and clip_norm={clip_norm!r} both clip "
-                "by the global norm. Leave one of them unset."
-            )
+        _check_one_clip(member, clip_norm)
+
+
+def _check_one_clip(member: Any, clip_norm: float | None) -> None:
+    if clip_norm is not None and member.global_clipnorm is not None:
+        raise RecipeError(
+            f"optimizer: {type(member).__qualname__}(global_clipnorm={member.global_clipnorm!r}) and clip_norm="
+            f"{clip_norm!r} both clip by the global norm. Leave one of them unset."
+        )
 
 
 def _check_kind(optimizer: Any) -> None:

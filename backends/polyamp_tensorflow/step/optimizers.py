@@ -7,6 +7,7 @@ a spec runs its own `update` over tensors instead of `keras.optimizers.Adam`. Ca
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -274,11 +275,12 @@ def make_optimizer(recipe: Recipe, parameters: Mapping[str, Any], groups: Member
         groups: what `groups_of` returned.
 
     Raises:
-        RecipeError: a native optimizer that serves another model, or whose members scale, clip or accumulate.
+        RecipeError: a native optimizer that serves another model, or whose members scale or accumulate.
         LossScaleError, UnsupportedError: one that cannot work on the present strategy's replicas.
     """
     optimizer = SpecOptimizer(recipe.optimizer, groups=groups) if is_spec(recipe.optimizer) else recipe.optimizer
-    build_optimizer(optimizer, list(parameters.values()), check_recipe_optimizer)
+    check = functools.partial(check_recipe_optimizer, clip_norm=recipe.clip_norm)
+    build_optimizer(optimizer, list(parameters.values()), check)
     return optimizer
 
 

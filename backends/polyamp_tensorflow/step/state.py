@@ -33,9 +33,10 @@ from polyamp_tensorflow.models.variables import Variables, variables_of
 from polyamp_tensorflow.precision.autocast import planned
 from polyamp_tensorflow.precision.layer_choice import choose
 from polyamp_tensorflow.step.distribution import check_variables, several
+from polyamp_tensorflow.step.optimizer_checks import warn_of_average
 from polyamp_tensorflow.step.optimizers import groups_of, make_optimizer, optimizer_variables
 from polyamp_tensorflow.step.resuming import described
-from polyamp_tensorflow.step.writes import PREFIX, dtypes_of
+from polyamp_tensorflow.step.writes import PREFIX, EagerReads, dtypes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +74,7 @@ class TensorFlowState(ShownState):
         warned_of_additions: whether it was said that `loss_fn` leaves out what the model adds to its loss (S25).
         turn: held by a step, and by an export, which reads one variable after the other.
         watch: when the host looks whether the scale is stuck (S17).
+        eager_reads: reads all parameters, in a step that is not compiled.
         waiting: how many threads wait for the turn to read or replace everything.
     """
 
@@ -85,6 +87,7 @@ class TensorFlowState(ShownState):
         self.turn = threading.RLock()
         self.watch = Watch()
         self.waiting = 0
+        self.eager_reads = EagerReads()
         self._backend = backend
         self._scale = LossScaleState(
             *(tf.Variable(value, trainable=False, name=name) for name, value in _fresh(recipe.loss_scaler))
@@ -153,6 +156,7 @@ class TensorFlowState(ShownState):
         self.plan = planned(self.model, self.recipe.policy)
         self.groups = groups_of(self.model, self.recipe, variables.parameters)
         optimizer = make_optimizer(self.recipe, variables.parameters, self.groups)
+        warn_of_average(optimizer, self.recipe.accumulate_steps)
         self.optimizer_settings = described(optimizer)
         self._training = _Training(variables, optimizer, self._trainable(variables), Places(self.model))
 

@@ -352,10 +352,10 @@ def test_float32_matmul_holds_while_a_function_runs() -> None:
         ),
         (
             lambda: compile_model(
-                make_model(), polyamp.Recipe(optimizer=keras.optimizers.SGD(0.1, clipnorm=1.0)), loss="mse"
+                make_model(), polyamp.Recipe(optimizer=keras.optimizers.SGD(0.1, loss_scale_factor=2.0)), loss="mse"
             ),
             RecipeError,
-            r"SGD\(clipnorm=1.0\)",
+            r"SGD\(loss_scale_factor=2.0\)",
         ),
         (lambda: guard(make_model()), LossScaleError, "must be compiled with a polyamp_tensorflow.LossScaleOptimizer"),
     ],

@@ -17,12 +17,7 @@ from polyamp.errors import LossScaleError, ModelError, RecipeError, UnsupportedE
 from polyamp_tensorflow import LossScaleOptimizer
 from polyamp_tensorflow import compile as compile_model
 
-SETTINGS: dict[str, Any] = {
-    "clipnorm": 1.0,
-    "clipvalue": 1.0,
-    "global_clipnorm": 1.0,
-    "gradient_accumulation_steps": 2,
-}
+SETTINGS: dict[str, Any] = {"gradient_accumulation_steps": 2}
 
 
 def make_model() -> Any:
@@ -60,6 +55,16 @@ def test_a_members_setting_that_would_act_twice_is_refused_in_a_recipe(setting: 
         compile_model(model, recipe("mixed_bfloat16", optimizer=make(**{setting: value})), loss="mse")
     assert [layer.compute_dtype for layer in model.layers] == ["float32", "float32"]
     assert not model.compiled
+
+
+@pytest.mark.parametrize("make", [by_map, by_function])
+def test_two_clips_by_the_global_norm_are_refused_in_a_recipe(make: Any) -> None:
+    message = r"SGD\(global_clipnorm=1.0\) and clip_norm=0.5 both clip"
+    clipped = recipe(optimizer=make(global_clipnorm=1.0), clip_norm=0.5)
+    with pytest.raises(RecipeError, match=message):
+        polyamp.init(make_model(), clipped)
+    with pytest.raises(RecipeError, match=message):
+        compile_model(make_model(), clipped.replace(optimizer=make(global_clipnorm=1.0)), loss="mse")
 
 
 @pytest.mark.parametrize("make", [by_map, by_function])
