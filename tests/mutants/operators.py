@@ -98,7 +98,7 @@ class _Walk:
         elif isinstance(node, ast.BinOp):
             yield from self._between("arithmetic", node.op, node.left, node.right)
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            yield self._edit("condition", node, self._text(node.operand))
+            yield self._edit("condition", node, f"({self._text(node.operand)})")
         elif isinstance(node, ast.Constant):
             yield from (self._edit("number", node, text) for text in _other_numbers(node.value))
         elif isinstance(node, ast.Call):

@@ -58,7 +58,7 @@ def test_the_faults_are_small_edits_of_the_text() -> None:
         *(("False", "True"), ("True", "False"), ("0.5", "1.0"), ("1.5", "3.0")),
     }
     assert edits("condition") == {
-        ("not n", "n"),
+        ("not n", "(n)"),
         ("not n or (n) >= 2", "not (not n or (n) >= 2)"),
         ("n is not True", "not (n is not True)"),
     }

@@ -13,7 +13,7 @@ from polyamp.parity.sketch import sketch
 from polyamp.parity.trace import BEFORE, Entry, Trace
 from polyamp.parity.verdict import Ran, compared
 
-PLAIN, ACTIVE = [-1.0, 2.0], [0.0, 2.0]
+PLAIN, ACTIVE = np.float32([-1.0, 2.0]), np.float32([0.0, 2.0])
 """What a layer gives before its ReLU, and behind it."""
 
 
@@ -60,8 +60,21 @@ def test_s31_a_layer_that_shows_its_output_before_its_own_activation_agrees_too(
     assert outputs(found) == [("fc", "output", False), ("head", "output", False)]
 
 
+def test_s31_where_the_activation_changes_nothing_the_row_is_still_that_behind_it() -> None:
+    ours = [entry("output", ACTIVE), entry("output, relu", ACTIVE), HEAD]
+    found = comparison(ours, [entry("output", ACTIVE), HEAD], agreed(behind={"fc": "relu"}))
+    assert outputs(found)[0] == ("fc", "output, relu", False)
+
+
+def test_s31_small_outputs_that_agree_neither_before_nor_behind_the_activation_differ() -> None:
+    small = np.float32(1e-6)
+    ours = [entry("output", small * PLAIN), entry("output, relu", small * ACTIVE), HEAD]
+    found = comparison(ours, [entry("output", small * np.float32([-1.1, 2.2])), HEAD], agreed(behind={"fc": "relu"}))
+    assert outputs(found)[0] == ("fc", "output, relu", True)
+
+
 @pytest.mark.parametrize("ours", [PLAIN, ACTIVE])
-def test_s31_where_the_first_side_has_the_activation_inside_the_second_is_shown_behind_it(ours: list[float]) -> None:
+def test_s31_where_the_first_side_has_the_activation_inside_the_second_is_shown_behind_it(ours: Any) -> None:
     theirs = [entry(BEFORE, PLAIN), entry("output", ACTIVE), HEAD]
     found = comparison([entry("output", ours), HEAD], theirs, agreed(applied={"fc": "relu"}))
     assert outputs(found) == [("fc", "output", False), ("head", "output", False)]

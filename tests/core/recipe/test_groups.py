@@ -136,6 +136,29 @@ def test_s27_a_kind_that_nothing_tells_asks_for_globs() -> None:
     assert decays(adamw(groups=[Group("w", kind="bias", weight_decay=0.0)]), leaves) == {"alpha": 0.01, "w": 0.01}
 
 
+def test_s27_members_are_equal_where_every_parameter_has_the_same_hyperparameters() -> None:
+    """Compiled steps are kept by them; a spec that says the same in another way is the same."""
+    one = resolved(adamw(groups=no_decay("vector")))
+    assert one == resolved(adamw(groups=no_decay("vector")))
+    assert hash(one) == hash(resolved(adamw(groups=no_decay("vector"))))
+    assert one != resolved(adamw(groups=no_decay("norm")))
+    assert one != resolved(adamw(eps=1e-7, groups=no_decay("vector")))
+    assert one != "members"
+
+
+def test_s27_printed_members_say_which_parameters_have_which_hyperparameters() -> None:
+    """A line per set of hyperparameters; of many parameters the first six and how many more."""
+    leaves = [*(Leaf(f"l{number}/weight", 2, ("Linear",)) for number in range(8)), Leaf("l0/bias", 1, ("Linear",))]
+    found = resolved(sgd(0.1, groups=[Group(kind="vector", learning_rate_scale=0.5)]), leaves)
+    paths = ", ".join(f"l{number}/weight" for number in range(6))
+    spec = sgd(0.1)
+    assert repr(found).splitlines() == [
+        "Members of 9 parameters:",
+        f"  {spec!r}: {paths} and 2 more",
+        f"  {spec!r}, learning rate times 0.5: l0/bias",
+    ]
+
+
 def test_s27_groups_that_a_model_does_not_fit() -> None:
     with pytest.raises(RecipeError, match=r"groups\[0\]: the glob 'h/1' matches no trainable parameter. Nearest: 'h/0"):
         resolved(adamw(groups=[Group(["h/0", "h/1"], eps=1.0)]))
