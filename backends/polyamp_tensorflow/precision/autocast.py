@@ -24,7 +24,7 @@ from polyamp_tensorflow.arrays import cast
 from polyamp_tensorflow.interrupts import ending, repair
 from polyamp_tensorflow.models.layers import is_built, is_layer
 from polyamp_tensorflow.models.saved_settings import forget, keep
-from polyamp_tensorflow.precision.bound import REGIONS, BoundModel, as_output
+from polyamp_tensorflow.precision.bound import REGIONS, BoundModel, as_output, whole_of
 from polyamp_tensorflow.precision.cast_mode import cast_variables, check_castable, is_cast
 from polyamp_tensorflow.precision.keras_policies import keras_policy, policy_map
 from polyamp_tensorflow.precision.layer_choice import Choice, choose, plan_of
@@ -265,7 +265,7 @@ def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
     """
     require_tensorflow()
     if isinstance(target, BoundModel):  # of a step, whose policy is another one
-        planned(target._whole._model, policy)
+        planned(whole_of(target), policy)
         return _inside(target, policy)
     plan = policy.plan()
     if is_layer(target):

@@ -114,6 +114,11 @@ def native_of(model: Any) -> Any:
     return model._model if isinstance(model, BoundModel) else model
 
 
+def whole_of(model: BoundModel) -> Any:
+    """The native model that a bound one is, or is a part of."""
+    return model._whole._model
+
+
 def as_output(tree: Any, dtype: str, *, float64: bool) -> Any:
     """A model's output in the dtype that it is to have (S1), taken from the unrounded tensor where `in_dtype` rounded
     one."""
