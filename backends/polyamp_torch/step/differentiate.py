@@ -179,8 +179,8 @@ def scaled_backward(
         with quiet.disturbed:
             torch.autograd.backward(scaled)
         if plan.cast:
-            for model, before in zip(models, writes, strict=True):
-                before.note(model.commit())
+            for model, own in zip(models, writes, strict=True):
+                own.note(model.commit())
     return wide.detach(), map_tree(_detached, aux)
 
 
