@@ -55,7 +55,8 @@ def tried(loss_fn: LossFunction, state: TorchState, part: Any) -> Tried:
     state.check_unchanged()
     saved = buffers.snapshot(state.buffer_owners)
     before = state.writes.before_trial()
-    python, changing = PythonState(loss_fn, state.model), []
+    python = PythonState(loss_fn, state.model)
+    changing: list[str] = []
     try:
         parameters = list(state.parameters.values())
         with (

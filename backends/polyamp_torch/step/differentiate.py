@@ -214,8 +214,8 @@ def scaled_backward(
             with quiet.disturbed:
                 torch.autograd.backward(scaled)
         if plan.cast:
-            for model, before in zip(models, writes, strict=True):
-                before.note(model.commit())
+            for model, own in zip(models, writes, strict=True):
+                own.note(model.commit())
     return value, map_tree(_detached, aux)
 
 

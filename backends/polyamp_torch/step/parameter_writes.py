@@ -155,7 +155,7 @@ class Written:
     @torch.no_grad()
     def __init__(self, named: Mapping[str, torch.Tensor], running: Mapping[str, Any]) -> None:
         self._names = {name for name in running if name.startswith(PREFIX)}
-        self._saved = []
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name in self._names:
             p = local_of(named[name.removeprefix(PREFIX)])
             self._saved.append((p, p.detach().clone()))
@@ -167,7 +167,9 @@ class Written:
     @torch.no_grad()
     def settle(self, finite: torch.Tensor | None) -> None:
         """Take it back where `finite` says so."""
-        for p, old in self._saved if finite is not None else ():
+        if finite is None:
+            return
+        for p, old in self._saved:
             if not looks(p.device):
                 p.copy_(torch.where(finite.to(p.device), p, old))
             elif not bool(finite):

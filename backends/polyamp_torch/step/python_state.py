@@ -68,7 +68,7 @@ class PythonState:
     def changed(self) -> dict[tuple[int, Any], Held]:
         """What is otherwise now: (identity of the owner, key) -> what the owner held. A list, deque or set is one item,
         with the key None."""
-        found = {}
+        found: dict[tuple[int, Any], Held] = {}
         for held in self._held:
             now = _now(held)
             keys = [
@@ -77,7 +77,7 @@ class PythonState:
                 if not _alike(held.items.get(key, _MISSING), now.get(key, _MISSING))
             ]
             if keys and isinstance(held.owner, (list, deque, set)):
-                keys = [None]
+                keys = [None]  # one item
             owner = held.owner.known if isinstance(held.owner, Globals) else held.owner
             found.update({(id(owner), key): held for key in keys})
         return found

@@ -108,8 +108,8 @@ def _applied_to(states: Sequence[TorchState], grads: Sequence[Gradients], skip: 
         with set_aside(list(parameters.values()), used_up=True):
             return applied(states, ready, skip)
     except BaseException:
-        for item in reversed(written):
-            item.settle(torch.zeros((), dtype=torch.bool))
+        for each in reversed(written):
+            each.settle(torch.zeros((), dtype=torch.bool))
         raise
 
 
