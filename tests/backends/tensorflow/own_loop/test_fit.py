@@ -17,6 +17,8 @@ from polyamp_tensorflow import compile as compile_model
 from polyamp_tensorflow.own_loop.fit import guard
 from polyamp_tensorflow.step import xla
 
+pytestmark = pytest.mark.filterwarnings("ignore:use_ema with accumulate_steps")  # said by test_own_clip
+
 
 def make_model(*, norm: bool = True) -> Any:
     keras.utils.set_random_seed(0)

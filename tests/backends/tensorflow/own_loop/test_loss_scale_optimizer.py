@@ -23,6 +23,8 @@ from polyamp.errors import (
 from polyamp.rules import stuck
 from polyamp_tensorflow import LossScaleOptimizer, SpecOptimizer
 
+pytestmark = pytest.mark.filterwarnings("ignore:use_ema with accumulate_steps")  # said by test_own_clip
+
 TRACES = {
     1: [8, 8, 8, 8, 16, 8, 4, 4, 2, 2, 2, 2, 4, 4, 4, 4, 8, 4],
     2: [16, 16, 16, 16, 32, 32, 16, 16, 8, 8, 8, 8, 16, 16, 16, 16, 32, 32],

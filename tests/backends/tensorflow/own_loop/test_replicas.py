@@ -17,6 +17,8 @@ from polyamp_tensorflow import LossScaleOptimizer
 from polyamp_tensorflow import compile as compile_model
 from polyamp_tensorflow.step.replicas import reduced_already
 
+pytestmark = pytest.mark.filterwarnings("ignore:use_ema with accumulate_steps")  # said by test_own_clip
+
 STRATEGY: Any = None
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9),

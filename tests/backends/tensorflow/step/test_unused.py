@@ -17,6 +17,8 @@ from polyamp.errors import GradientError, LossError
 from polyamp.reference.arrays import XP
 from polyamp_tensorflow import LossScaleOptimizer, SpecOptimizer
 
+pytestmark = pytest.mark.filterwarnings("ignore:use_ema with accumulate_steps")  # said by test_own_clip
+
 BACKEND = polyamp_tensorflow.BACKEND
 SPECS = [
     polyamp.sgd(0.1, momentum=0.9, weight_decay=0.1),
