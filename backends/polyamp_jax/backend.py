@@ -35,7 +35,7 @@ from polyamp_jax.precision.reading import is_bound, masters_of
 from polyamp_jax.step import failures, resuming
 from polyamp_jax.step import state as states_
 from polyamp_jax.step import step as steps
-from polyamp_jax.step.differentiate import scaled_loss
+from polyamp_jax.step.forward_backward import scaled_loss
 from polyamp_jax.step.layouts import scalar_placement, whole
 from polyamp_jax.step.measure import norm_and_finite, unscaled_leaf
 from polyamp_jax.step.refresh import refreshed

@@ -2,8 +2,7 @@
 2.19 and Keras from 3.9 are supported).
 
 Every other module of this package imports from here, under a name that says what it is good for;
-`tests/core/house/test_private_names.py` walks the syntax trees. What is here has no public form; beside each name
-stands what is relied on, so that one who meets a newer Keras knows what to look for.
+`tests/core/house/test_private_names.py` walks the syntax trees. Beside each name stands what is relied on.
 """
 
 from __future__ import annotations
@@ -266,8 +265,7 @@ def mask_of(tensor: Any) -> Any:
 
 def keep_mask(tensor: Any, result: Any) -> Any:
     """`result` with the mask that Keras keeps on a tensor, for the layers and the loss that follow."""
-    mask = mask_of(tensor)
-    if mask is not None and result is not tensor:
+    if (mask := mask_of(tensor)) is not None and result is not tensor:
         setattr(result, _MASK, mask)
     return result
 

@@ -32,7 +32,7 @@ from polyamp_jax.precision.bound import Engine
 from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.walk import interprets
 from polyamp_jax.precision.reading import bound_model
-from polyamp_jax.step import differentiate
+from polyamp_jax.step import differentiate, forward_backward
 from polyamp_jax.step.failures import check_aux
 from polyamp_jax.step.measure import unscaled_leaf
 from polyamp_jax.step.state import JaxState
@@ -91,8 +91,8 @@ class Watching:
 
     def _run(self, state: JaxState, batch: Any) -> Passed:
         check_has_rows(np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf))
-        params, scale = differentiate.computed(state), differentiate.scale_of(state)
-        keys = differentiate.keys_of(state, state.running.draws)
+        params, scale = forward_backward.computed(state), forward_backward.scale_of(state)
+        keys = forward_backward.keys_of(state, state.running.draws)
         adapter, plan = marked(state.setup.adapter), state.setup.plan
         recorder, interpreted = Recorder(), interprets(plan)
 
@@ -101,7 +101,7 @@ class Watching:
             with matmul_precision(plan), marking(), contextlib.nullcontext() if interpreted else scoping():
                 loss, aux = refusals.split_result(self._loss_fn(bound_model(engine), batch))
             check_aux(aux)
-            return differentiate.scaled_loss(loss, scale)[0], loss
+            return forward_backward.scaled_loss(loss, scale)[0], loss
 
         # in cast mode loss_fn may use both a parameter's cast and the master itself
         masters = None if params is state.params else state.params
@@ -123,7 +123,7 @@ class Watching:
 
         kept = [mark for mark in marks if mark is not None]
         zeros = [jnp.zeros(mark.aval.shape, mark.aval.dtype) for mark in kept if mark.what == "output"]
-        (values,), cotangents, (loss, arrays) = differentiate.taken(seeing, [params], [masters], zeros)
+        (values,), cotangents, (loss, arrays) = forward_backward.taken(seeing, [params], [masters], zeros)
         behind = iter(cotangents)
         seen = [
             (mark, _in_front(array, mark), None if mark.what == "input" else _in_front(next(behind), mark))
