@@ -153,6 +153,8 @@ def batches(description: Description) -> list[Any]:
         boost = np.full(BATCH, 2.0 ** description.get("powers", {}).get(str(step), 0), np.float32)
         if step in description["overflows"]:
             boost[int(rng.integers(BATCH))] = np.inf
+            if description.get("counts"):  # in every micro-batch: one that counts for nothing overflows nothing (S8)
+                boost[:] = np.inf
         batch: dict[str, Any] = {"x": x, "boost": boost}
         for head in description["heads"]:
             places = shape if head["pool"] == "none" else ()
