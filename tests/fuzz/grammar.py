@@ -44,8 +44,8 @@ FEATURES: Final = ("writes", "counts", "regions", "float64", "python")
 - python: torch's `forward` counts its calls in a Python attribute, and one of ten such steps is compiled.
 """
 READY: Final[tuple[str, ...]] = ("writes", "counts", "regions", "python")
-"""Those that are drawn where nothing else is said. Not "float64": `polyamp.losses` are float32 (S6), so that gradients of
-two frameworks are as far apart as its last digit."""
+"""Those that are drawn where nothing else is said. Not "float64": `polyamp.losses` are float32 (S6), so that gradients
+of two frameworks are as far apart as its last digit."""
 CLAMP: Final = 0.25
 """A layer with "clamp" keeps its kernel within this."""
 _IN_REGIONS: Final = frozenset({"dense", "scale", "layer_norm", "rms_norm", *ACTIVATIONS})
