@@ -89,6 +89,11 @@ class PolyampModel:
             if setting.needs_compile:
                 setting.put_on(self)
 
+    def __reduce__(self) -> Any:
+        """Keras's way, a file in memory, by a class that pickle can name."""
+        function, arguments = super().__reduce__()[:2]
+        return getattr(keras.Model, function.__name__), arguments
+
 
 def settings_of(model: Any) -> list[Any]:
     """What the model holds now, in the order in which it was set up."""

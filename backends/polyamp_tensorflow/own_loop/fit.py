@@ -24,7 +24,7 @@ from polyamp_tensorflow.models.layers import is_built, own_class
 from polyamp_tensorflow.models.saved_settings import forget, keep, settings_of
 from polyamp_tensorflow.models.variables import streams_of, variables_of
 from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
-from polyamp_tensorflow.own_loop.loss_weights import count_losses
+from polyamp_tensorflow.own_loop.loss_weights import count_losses, note_counts
 from polyamp_tensorflow.own_loop.own_compile import check_own, compile_model
 from polyamp_tensorflow.precision.autocast import BY_COMPILE, AppliedPolicy, matmul_precision, planned
 from polyamp_tensorflow.step import replicas
@@ -157,11 +157,12 @@ def _watch(model: Any, precision: str | None) -> None:
         with contextlib.ExitStack() as stack:
             if isinstance(model.optimizer, LossScaleOptimizer):  # the user may have compiled the model anew
                 stack.enter_context(model.optimizer.keep_statistics(model))
-                stack.enter_context(_counted(model, model.optimizer, data))
+                stack.enter_context(_counted(model.optimizer, data))
             logs = cls.train_step(model, data)
         return _as_vectors(logs) if several_workers else logs
 
     model.train_step = train_step
+    count_losses(model)
     if several_workers:
         model.test_step = lambda data: _as_vectors(cls.test_step(model, data))
         build_by(model, _build_on_first_batch)
@@ -212,7 +213,7 @@ class SavedGuard:
 
 
 @contextlib.contextmanager
-def _counted(model: Any, optimizer: LossScaleOptimizer, data: Any) -> Iterator[None]:
+def _counted(optimizer: LossScaleOptimizer, data: Any) -> Iterator[None]:
     """The block in which a micro-batch counts by its rows, those of all replicas together, or by what its loss divides
     by."""
     arrays = [leaf for leaf in keras.tree.flatten(data) if tf.is_tensor(leaf) and leaf.shape.rank]
@@ -220,7 +221,7 @@ def _counted(model: Any, optimizer: LossScaleOptimizer, data: Any) -> Iterator[N
         yield
         return
     (rows,) = replicas.total([tf.cast(tf.shape(arrays[0])[0], tf.float32)])
-    with optimizer.micro_batch(rows), count_losses(model, optimizer.count_micro_batch):
+    with optimizer.micro_batch(rows), note_counts(optimizer.count_micro_batch):
         yield
 
 

@@ -6,46 +6,57 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Final
 
 import keras
 import tensorflow as tf
 
 from polyamp_tensorflow.compat import mask_of
+from polyamp_tensorflow.models.layers import own_class
 from polyamp_tensorflow.step import replicas
 
 _BY_WEIGHTS: Final = "mean_with_sample_weight"
 _BY_MASK: Final = ("mean", "sum_over_batch_size")
 
 
+_NOTE: Final[ContextVar[Callable[[Any], None] | None]] = ContextVar("loss_weight", default=None)
+"""Takes what the loss of the present micro-batch divides by; every replica, a thread, has its own."""
+
+
 @contextlib.contextmanager
-def count_losses(model: Any, note: Callable[[Any], None]) -> Iterator[None]:
-    """A block in which `model.compute_loss` hands what it divides by to `note`, if that is not the rows.
+def note_counts(note: Callable[[Any], None]) -> Iterator[None]:
+    """A block in which a model that `count_losses` was called on hands what its loss divides by to `note`.
 
     Args:
-        model: a compiled model.
-        note: takes a float32 scalar, the sum over all replicas.
+        note: takes a float32 scalar, the sum over all replicas; it is not called where that is the rows.
     """
-    cls = type(model)
-    if cls.compute_loss is not keras.Model.compute_loss:  # a loss of the user's own, of which nothing is known
+    token = _NOTE.set(note)
+    try:
         yield
+    finally:
+        _NOTE.reset(token)
+
+
+def count_losses(model: Any) -> None:
+    """Have a model's `compute_loss` say what it divides by, inside of `note_counts`. One of the user's own stays as it
+    is: nothing is known of it."""
+    cls = own_class(model)
+    if cls.compute_loss is not keras.Model.compute_loss:
         return
 
     @functools.wraps(cls.compute_loss)
     def compute_loss(
         x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
     ) -> Any:
-        count = _count(model, y_pred, sample_weight)
-        if count is not None:
+        note = _NOTE.get()
+        count = None if note is None else _count(model, y_pred, sample_weight)
+        if note is not None and count is not None:
             (total,) = replicas.total([tf.cast(count, tf.float32)])
             note(total)
         return cls.compute_loss(model, x, y, y_pred, sample_weight, training)
 
     model.compute_loss = compute_loss
-    try:
-        yield
-    finally:
-        del model.compute_loss
 
 
 def _count(model: Any, outputs: Any, sample_weight: Any) -> Any:
