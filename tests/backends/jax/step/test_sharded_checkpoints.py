@@ -47,8 +47,7 @@ def said_by_two(folder: Path) -> list[Any]:
 
 def test_s33_two_processes_go_on_bit_identically(said_by_two: list[Any], folder: Path) -> None:
     assert [len(said) for said in said_by_two] == [1, 1], "nothing parted; one error of a restore that one refused"
-    assert said_by_two[0][0].startswith("CheckpointError: rank 1 finds nothing at ")
-    assert said_by_two[1][0].startswith("FileNotFoundError: ")
+    assert all(said.startswith("CheckpointError: rank 1 finds nothing at ") for (said,) in said_by_two)
     said = json.loads((folder / "folder" / "polyamp.json").read_text())
     assert (said["processes"], said["own"]) == (2, [])
     assert said["arrays"]["model/up"] == ["float32", [4, 8]]
