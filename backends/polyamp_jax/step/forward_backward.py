@@ -243,4 +243,5 @@ def keys_of(state: JaxState, draws: Any) -> Keys:
 
 
 def shapes_of(batch: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """(path, shape) of every array of a batch."""
     return [(jax.tree_util.keystr(path), jnp.shape(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)]
