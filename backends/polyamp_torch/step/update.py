@@ -33,6 +33,8 @@ from polyamp_torch.step.replicas import Own, guarded
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.turns import together
 from polyamp_torch.step.weighing import Weighing
+from polyamp_torch.step.weighing import divisor as divisor_of
+from polyamp_torch.step.window import produced_by
 
 if TYPE_CHECKING:
     from polyamp_torch.distributed.agreement import Begun
@@ -61,6 +63,17 @@ class Shared:
         self.loss: torch.Tensor | None = None
         self.weight: torch.Tensor | None = None
         self.begun: Begun | None = None
+
+    def alone(
+        self, scale: torch.Tensor | None, device: torch.device
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Where the engine has this process alone: the loss becomes the mean, and what comes back is what the gradients
+        are still multiplied by, and the weight."""
+        total = self.weighing.total
+        by = divisor_of(total)
+        if self.loss is not None:
+            self.loss = self.loss / by
+        return produced_by(scale, by / self.divided, device), self.weighing.weight(total)
 
 
 class Scaled(NamedTuple):
@@ -159,9 +172,11 @@ class _Verbs(decide.Verbs[TorchState, Scaled]):
             norm, finite, scale = _agreed(state, grads)
             weight = weight if grads.shared is None else grads.shared.weight
         else:
+            if grads.shared is not None:
+                scale, weight = grads.shared.alone(scale, state.device)
             values = state.replicas.local(grads.values)
-            least = state.scaler.min_scale if grads.weight is None else 0.0
-            norm, finite = measured(values, grads.scale, least=least, alike=state.one_device)
+            least = state.scaler.min_scale if weight is None else 0.0
+            norm, finite = measured(values, scale, least=least, alike=state.one_device)
         by = divisor(norm, scale, clip_norm)
         if by is not None and clip_norm is not None and not looks(norm.device):
             finite = finite & torch.isfinite(by.float())
