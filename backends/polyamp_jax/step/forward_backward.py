@@ -125,7 +125,7 @@ def run_pass(
         models = tuple(map(bound_model, engines))
         with matmul_precision(states[0].setup.plan):
             result, found = weights.call(loss_fn, models[0] if len(models) == 1 else models, batch)
-        loss = weights.read(result, found, XP, weight=given, totals=weighing.totals, rows=weighing.rows or 1)
+        loss = weights.read(result, found, XP, weight=given, totals=weighing.totals, rows=weighing.rows or _rows(batch))
         if several and weights.is_unclear(loss, found):
             weights.warn_unclear(loss_fn, weights.line_of(found))
         check_aux(loss.aux)
