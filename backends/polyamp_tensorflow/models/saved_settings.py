@@ -91,8 +91,8 @@ class PolyampModel:
 
     def __reduce__(self) -> Any:
         """Keras's way, a file in memory, by a class that pickle can name."""
-        function, arguments = super().__reduce__()[:2]
-        return getattr(keras.Model, function.__name__), arguments
+        found: Any = super().__reduce__()
+        return getattr(keras.Model, found[0].__name__), found[1]
 
 
 def settings_of(model: Any) -> list[Any]:
