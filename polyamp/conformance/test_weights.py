@@ -216,7 +216,7 @@ def test_s08_what_the_step_cannot_know_is_said_once(backend: Backend, harness: H
 def test_s20_weights_that_say_nothing_are_refused(backend: Backend, harness: Harness) -> None:
     state = polyamp.init(harness.mlp(layers()), recipe())
     with pytest.raises(ArgumentError, match="weight must be a function of a batch"):
-        polyamp.train_step(ignored, state.recipe, weight=3.0)  # type: ignore[arg-type]
+        polyamp.train_step(ignored, state.recipe, weight=3.0)  # type: ignore[arg-type]  # what is refused
     refused: list[tuple[Any, str]] = [
         (-1.0, "at least 0"),
         ("many", "a number or a scalar"),

@@ -122,7 +122,7 @@ def _streams(device: torch.device) -> Iterator[None]:
             yield
     finally:
         random.setstate(own)
-        np.random.set_state(numbers)  # noqa: NPY002
+        np.random.set_state(numbers)  # noqa: NPY002  # the same stream
 
 
 class Watch:

@@ -373,6 +373,8 @@ def test_regularizers_in_files_are_those_of_a_model_without_it(activity: Any, tm
         return found
 
     before = saved("before.keras")
+    with zipfile.ZipFile(tmp_path / "before.keras") as archive:
+        assert "polyamp" not in archive.read("config.json").decode()
     apply_policy(net, BFLOAT16)
     assert saved("under.keras") == before
     loaded = keras.saving.load_model(tmp_path / "under.keras")

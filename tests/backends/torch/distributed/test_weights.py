@@ -78,6 +78,12 @@ def test_s09_ranks_count_by_the_labels_that_count() -> None:
     assert {name: apart for name, (apart, _) in found[0].items() if not apart < 2e-6} == {}
 
 
+def test_s08_an_engine_with_one_process_counts_its_window_by_the_labels() -> None:
+    """It reduces nothing, so the step divides by itself; a step without any label is among them."""
+    (found,) = ranks.run(weighed, 1, 1)
+    assert {name: apart for name, (apart, _) in found.items() if not apart < 2e-6} == {}
+
+
 def nothing(rank: int, world: int) -> list[tuple[float, float, bool, bool]]:
     """A step in which no rank has a label that counts; and what a step sends beside the gradients."""
     found = []
