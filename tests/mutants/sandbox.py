@@ -106,5 +106,6 @@ class Sandbox:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 self._process = None
-        found = re.search(r"^(?:FAILED|ERROR) (\S+(?: [^-\s]\S*)*)", output, re.MULTILINE)
+        summary = output.rpartition("short test summary info")[2]  # before it may stand that of a pytest in a test
+        found = re.search(r"^(?:FAILED|ERROR) (\S+(?: [^-\s]\S*)*)", summary, re.MULTILINE)
         return Outcome(status, found[1] if found else "", output)

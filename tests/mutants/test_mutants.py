@@ -160,6 +160,16 @@ def test_a_fault_is_tried_in_a_copy_and_the_log_says_who_noticed(repository: Pat
     assert shown(survived) == ("survived seed 2 half.py:2 comparison\n    -     if n < 0:\n    +     if n <= 0:")
 
 
+def test_the_test_that_failed_is_not_one_of_a_pytest_inside_it(repository: Path) -> None:
+    inside = """def test_outer() -> None:
+    print("= short test summary info =\\nFAILED test_inner.py::test_inner")
+    assert False
+"""
+    (repository / "test_outer.py").write_text(inside)
+    with Sandbox(repository) as sandbox:
+        assert sandbox.pytest("test_outer.py").test == "test_outer.py::test_outer"
+
+
 def test_a_run_that_is_stopped_ends_with_all_that_it_started(repository: Path) -> None:
     child = """import pathlib, subprocess, sys
 
