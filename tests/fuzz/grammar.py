@@ -342,7 +342,9 @@ def walk(layers: list[Any]) -> list[Any]:
 
 
 def _writes(rng: random.Random, found: Description) -> None:
-    dense = [layer for layer in walk(found["layers"]) if layer["op"] == "dense"]
+    every = walk(found["layers"])
+    used_again = {layer.get("of") for layer in every}  # torch refuses a write between two uses, with a loop by hand too
+    dense = [layer for layer in every if layer["op"] == "dense" and layer["name"] not in used_again]
     if dense and found["kind"] != "mlp" and rng.random() < 0.3:
         rng.choice(dense)["clamp"] = True
         found["models"]["jax"] = "nnx"

@@ -20,7 +20,10 @@ Check = Callable[[Description], list[str]]
 
 
 def kind(finding: str) -> str:
-    """What a finding is about: its words, without numbers, names of layers and what depends on the network."""
+    """What a finding is about: its words, without numbers, names of layers and what depends on the network. Of an error
+    it is who raised it, its name and how its message begins."""
+    if error := re.match(r"[\w ]+: \w*(?:Error|Exception): [^\d\[({]{,40}", finding):
+        return error[0]
     text = re.sub(r"\[.*|\(.*|:(?! S\d).*", "", finding, flags=re.DOTALL)
     return re.sub(r"[\d.]+(e[-+]?\d+)?", "#", text).strip()
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 from tests import xla
 from tests.fuzz.build_reference import can
 from tests.fuzz.compare import as_one_batch, one_batch
-from tests.fuzz.grammar import Description
+from tests.fuzz.grammar import Description, walk
 from tests.fuzz.worker import BUILDERS, Record
 
 ROOT: Final = Path(__file__).parents[2]
@@ -186,7 +186,7 @@ class Pool:
 
 
 def _compiles(name: str, description: Description, compiled: bool) -> bool | None:
-    """The step's option, None for the framework's default."""
+    """The step's option, None for the framework's default. torch's compiler takes no recurrent layers."""
     if name == "torch" and compiled and description.get("python"):
-        return True
+        return not any(layer["op"] in ("rnn", "gru") for layer in walk(description["layers"])) or None
     return False if name == "tensorflow" and not compiled else None

@@ -132,6 +132,9 @@ def test_features_are_added_to_a_network_that_is_otherwise_the_same() -> None:
     assert {found["counts"] for found in shown["counts"]} == {"weight", "returned"}
     assert {found["policy"]["name"] for found in shown["float64"]} == {"float64"}
     assert {found["policy"].get("mode") for found in shown["regions"]} == {None}
+    for found in shown["writes"]:
+        again = {layer.get("of") for layer in walk(found["layers"])}
+        assert not any(layer.get("clamp") and layer["name"] in again for layer in walk(found["layers"]))
     left = [one for found in shown["writes"] for one in candidates(found)]
     assert any(not any("clamp" in layer for layer in walk(one["layers"])) for one in left)
 
@@ -221,6 +224,9 @@ def test_a_report_names_the_framework_that_fails() -> None:
 
 def test_kinds_of_findings_forget_the_numbers() -> None:
     assert kind("scale differs: torch [1, 2], jax [1, 4]") == kind("scale differs: torch [8, 2], jax [8, 4]")
+    raised = "torch: RuntimeError: one of the variables {} has been modified"
+    assert kind(raised.format("(float32[8])")) == kind(raised.format("(float32[4])"))
+    assert kind(raised) != kind("torch: RuntimeError: mat1 and mat2 shapes cannot be multiplied (8x8 and 6x8)")
     assert kind("scale differs: torch [1], jax [2]") != kind("float32 loss is 1.0e-01 apart: torch [1], jax [2]")
 
 
