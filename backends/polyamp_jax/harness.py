@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import linen
+from flax import linen, nnx
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import Mesh, PartitionSpec
@@ -27,6 +27,7 @@ from polyamp_jax.arrays import to_numpy
 from polyamp_jax.precision.op_list import register_rule
 
 Array = np.ndarray[Any, Any]
+PARTS: Final = ("kernel", "bias")
 
 
 class MLP(linen.Module):  # type: ignore[misc]  # flax is not typed
@@ -63,6 +64,24 @@ class GatheredMLP(linen.Module):  # type: ignore[misc]  # flax is not typed
         for number, width in enumerate(self.widths):
             x = linen.Dense(width, name=f"dense{number}")(linen.relu(x) if number else x)
         return jnp.take(x, np.asarray(self.rows), axis=0)
+
+
+class ConstrainedMLP(nnx.Module):  # type: ignore[misc]  # flax is not typed
+    """An MLP of nnx, whose parameters can be written to, that clips its first kernel before it uses it."""
+
+    def __init__(self, layers: Sequence[Layer], limit: float) -> None:
+        self.limit, self.depth = limit, len(layers)
+        for number, layer in enumerate(layers):
+            dense = nnx.Linear(*layer.kernel.shape, rngs=nnx.Rngs(0))
+            dense.kernel[...], dense.bias[...] = jnp.array(layer.kernel), jnp.array(layer.bias)
+            setattr(self, f"dense{number}", dense)
+
+    def __call__(self, x: Any) -> Any:
+        kernel = self.dense0.kernel[...]  # with the gradient of what is written, as where a write is in place
+        self.dense0.kernel[...] = kernel + jax.lax.stop_gradient(jnp.clip(kernel, -self.limit, self.limit) - kernel)
+        for number in range(self.depth):
+            x = getattr(self, f"dense{number}")(nnx.relu(x) if number else x)
+        return x
 
 
 class Branches(linen.Module):  # type: ignore[misc]  # flax is not typed
@@ -128,6 +147,9 @@ class JaxHarness:
     def dropout_mlp(self, layers: Sequence[Layer]) -> tuple[Any, dict[str, Any]]:
         return (MLP(_widths(layers), dropout=0.5), {"params": _dense_params(layers)}), {"rngs": {"dropout": 0}}
 
+    def constrained_mlp(self, layers: Sequence[Layer], limit: float) -> Any:
+        return ConstrainedMLP(layers, limit)
+
     def digits(self, weights: Mapping[str, Array]) -> Any:
         params: dict[str, dict[str, Any]] = {}
         for path, value in weights.items():
@@ -138,7 +160,7 @@ class JaxHarness:
     def weights(self, state: Any) -> list[Layer]:
         params = state.params
         return [
-            Layer(to_numpy(params[f"dense{n}"]["kernel"]), to_numpy(params[f"dense{n}"]["bias"]))
+            Layer(*(to_numpy(getattr(params[f"dense{n}"][part], "value", params[f"dense{n}"][part])) for part in PARTS))
             for n in range(sum(name.startswith("dense") for name in params))
         ]
 

@@ -72,6 +72,14 @@ class TensorFlowHarness:
         ]
         return keras.Sequential(made), {}
 
+    def constrained_mlp(self, layers: Sequence[Layer], limit: float) -> Any:
+        inputs = hidden = keras.Input((layers[0].kernel.shape[0],))
+        made = [_ConstrainedDense(layers[0], "dense0", limit)]
+        made += [_dense(layer, f"dense{number}") for number, layer in enumerate(layers) if number]
+        for dense in made[:-1]:
+            hidden = keras.layers.ReLU()(dense(hidden))
+        return keras.Model(inputs, made[-1](hidden))
+
     def digits(self, weights: Mapping[str, Array]) -> Any:
         model = Digits(weights)
         model.build((None, digits.ROWS, digits.ROWS))
@@ -276,6 +284,18 @@ class _ObservedDense(keras.layers.Dense):  # type: ignore[misc]  # Keras is unty
         if self.observe is not None:
             self.observe(dtype_name(result))
         return result
+
+
+class _ConstrainedDense(keras.layers.Dense):  # type: ignore[misc]  # Keras is untyped
+    """A dense layer that clips its kernel before it uses it."""
+
+    def __init__(self, layer: Layer, name: str, limit: float) -> None:
+        super().__init__(**_settings(layer), name=name)
+        self.limit = limit
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        self.kernel.assign(keras.ops.clip(self.kernel, -self.limit, self.limit))
+        return super().call(inputs, training=training)
 
 
 class _Linear(tf.Module):  # type: ignore[misc]  # TensorFlow is untyped

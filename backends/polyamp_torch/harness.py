@@ -75,6 +75,20 @@ class DropoutMLP(MLP):
         return out
 
 
+class ConstrainedMLP(MLP):
+    """An MLP that clips its first kernel before it uses it."""
+
+    def __init__(self, layers: Sequence[Layer], limit: float) -> None:
+        super().__init__(layers, None)
+        self.limit = limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The network's output, shape (batch, out)."""
+        with torch.no_grad():
+            self.get_submodule("dense0").weight.clamp_(-self.limit, self.limit)
+        return super().forward(x)
+
+
 class Branches(MLP):
     """The dense layers side by side."""
 
@@ -135,6 +149,9 @@ class TorchHarness:
 
     def dropout_mlp(self, layers: Sequence[Layer]) -> tuple[nn.Module, dict[str, Any]]:
         return DropoutMLP(layers, None), {}
+
+    def constrained_mlp(self, layers: Sequence[Layer], limit: float) -> nn.Module:
+        return ConstrainedMLP(layers, limit)
 
     def digits(self, weights: Mapping[str, Array]) -> nn.Module:
         return DigitsTransformer(weights)

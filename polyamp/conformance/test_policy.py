@@ -76,6 +76,29 @@ def test_s03_inner_dtype_and_gradient_dtype(backend: Backend, harness: Harness, 
     assert sorted(backend.to_numpy(value).size for _, value in named) == sizes
 
 
+@pytest.mark.parametrize(("outer", "inner"), [("mixed_bfloat16", "float32"), ("float32", "mixed_bfloat16")])
+@pytest.mark.parametrize("mode", ["autocast", "cast"])
+def test_s03_the_policy_that_loss_fn_puts_around_something_decides_for_it(
+    backend: Backend, harness: Harness, outer: str, inner: str, mode: Any
+) -> None:
+    """Around a function, and around the model, whose inner results say it."""
+    seen: list[str] = []
+    made = recipe(polyamp.Policy(outer, mode=mode))
+    second = polyamp.Policy(inner)
+
+    def nested(model: Any, batch: Any) -> Any:
+        output = second.autocast(model)(batch["x"])
+        product = second.autocast(harness.matmul)(batch["x"], batch["y"])
+        return polyamp.losses.mean_squared_error(output, batch["y"]), {"product": product}
+
+    whole = {"x": np.full((3, 3), 1.001, np.float32), "y": np.ones((3, 3), np.float32)}
+    state = polyamp.init(harness.mlp(layers((3, 8, 3)), observe=seen.append), made)
+    (_, aux), _ = polyamp.value_and_grad(nested)(state, whole)
+    assert set(seen) == {compute_of(inner)}
+    product = float(backend.to_numpy(aux["product"])[0, 0])
+    assert product == pytest.approx(3.0 if inner == "mixed_bfloat16" else 3.003, abs=1e-5), "1.001 rounds to 1"
+
+
 def test_s03_float32_policy_computes_in_float32(harness: Harness) -> None:
     seen: list[str] = []
     state = polyamp.init(harness.mlp(layers(), observe=seen.append), recipe())

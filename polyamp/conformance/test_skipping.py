@@ -10,7 +10,7 @@ import pytest
 import polyamp
 from polyamp.conformance.problems import batch, flat, layers, loss_fn, number, recipe, train, unmoved
 from polyamp.contract.backend import Backend
-from polyamp.contract.harness import Harness
+from polyamp.contract.harness import Harness, Layer
 from polyamp.errors import RecipeError
 
 OPTIMIZERS = [
@@ -53,6 +53,51 @@ def test_s12_skip_leaves_running_statistics_unchanged(backend: Backend, harness:
         "running statistics must move on an applied step"
     )
     state, result = step(state, batch(1, gain=np.inf))
+    assert bool(backend.to_numpy(result.skipped))
+    assert unmoved(before, backend.export_state(state)) == []
+
+
+LIMIT = 0.25
+"""What the first kernel is clipped to: a number that 16 bits hold."""
+
+
+def constrained(harness: Harness, made: polyamp.Recipe) -> tuple[Any, list[Layer]]:
+    """The state of a model whose forward pass clips its first kernel, and its weights once they are clipped."""
+    weights = layers()
+    model = harness.constrained_mlp(weights, LIMIT)
+    if model is None:
+        pytest.skip("models of this backend cannot write to their parameters")
+    assert np.abs(weights[0].kernel).max() > 2.0 * LIMIT
+    first = weights[0]._replace(kernel=np.clip(weights[0].kernel, -LIMIT, LIMIT))
+    return polyamp.init(model, made), [first, *weights[1:]]
+
+
+@pytest.mark.parametrize("windows", [1, 3])
+@pytest.mark.parametrize("mode", ["autocast", "cast"])
+def test_s12_what_the_forward_pass_writes_to_a_parameter_takes_effect_with_the_step(
+    harness: Harness, mode: Any, windows: int
+) -> None:
+    """The step is that of a model which begins with what was written."""
+    made = recipe(polyamp.Policy("mixed_bfloat16", mode=mode), accumulate_steps=windows)
+    state, clipped = constrained(harness, made)
+    state, _ = polyamp.train_step(loss_fn, made)(state, batch())
+    wanted, _ = train(harness, made, [batch()], weights=clipped)
+    for got, want in zip(harness.weights(state), harness.weights(wanted), strict=True):
+        np.testing.assert_allclose(got.kernel, want.kernel, rtol=0.0, atol=2e-7)
+        np.testing.assert_allclose(got.bias, want.bias, rtol=0.0, atol=2e-7)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_s12_a_skipped_step_takes_back_what_the_forward_pass_wrote(
+    backend: Backend, harness: Harness, policy: str
+) -> None:
+    made = recipe(policy, scaler=polyamp.LossScaler(init_scale=16.0))
+    state, _ = constrained(harness, made)
+    before = backend.export_state(state)
+    polyamp.value_and_grad(loss_fn)(state, batch())
+    assert unmoved(before, backend.export_state(state)) == [], "a half that applies nothing"
+    step = polyamp.train_step(loss_fn, made)
+    state, result = step(state, batch(gain=np.inf))
     assert bool(backend.to_numpy(result.skipped))
     assert unmoved(before, backend.export_state(state)) == []
 

@@ -61,6 +61,10 @@ class Harness(Protocol):
         """dense -> relu -> dropout of a half of the features -> dense in training mode (two layers), and the options
         that `polyamp.init` needs for its random streams; None where models have no randomness (S12)."""
 
+    def constrained_mlp(self, layers: Sequence[Layer], limit: float) -> Any:
+        """The model of `mlp`, whose forward pass first clips the kernel of dense0 to [-limit, limit], in place, as a
+        max-norm constraint does (S12); None where models cannot write to their parameters."""
+
     def digits(self, weights: Mapping[str, Array]) -> Any:
         """The transformer of `polyamp.demo.digits` with these weights."""
 

@@ -100,6 +100,8 @@ class ReferenceBackend:
         return ops.under_policy(plan.compute, sensitive=plan.kept)
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
+        if isinstance(target, BoundMLP):  # in loss_fn: the second policy decides (S3)
+            target = target.model
         if isinstance(target, MLP):
             return BoundMLP(target, policy.plan(target.module_paths(), backend=self.name)).__call__
         plan = policy.plan()

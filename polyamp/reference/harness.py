@@ -60,6 +60,9 @@ class ReferenceHarness:
     def dropout_mlp(self, layers: Sequence[Layer]) -> None:
         """Nothing: the reference's models have no randomness."""
 
+    def constrained_mlp(self, layers: Sequence[Layer], limit: float) -> None:
+        """Nothing: the parameters of the reference's models are values."""
+
     def digits(self, weights: Mapping[str, Array]) -> Any:
         raise UnsupportedError("the reference backend trains MLPs only; the digits transformer needs a framework.")
 

@@ -46,8 +46,14 @@ def test_it_passes_the_suite_but_for_its_deviations(environment: dict[str, str],
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", last)}
     assert counts.keys() == {"passed", "xfailed"}, last
     assert counts["passed"] > 200
-    assert [row[1] for row in DEVIATIONS] == ["s09_replicas_take_the_same_decision", "s01_float64"]
-    assert counts["xfailed"] == 13  # one of replicas, and the float64 tests
+    assert [row[1] for row in DEVIATIONS] == [
+        "s09_replicas_take_the_same_decision",
+        "s03_the_policy_that_loss_fn_puts_around_something_decides_for_it[cast",
+        "s12_what_the_forward_pass_writes",
+        "s12_a_skipped_step_takes_back",
+        "s01_float64",
+    ]
+    assert counts["xfailed"] == 21  # two of a second policy, one of replicas, six of writes, and the float64 tests
 
 
 def test_its_own_tests_pass(environment: dict[str, str], tmp_path: Path) -> None:

@@ -28,19 +28,28 @@ class ParameterWrites:
         named: path -> parameter, frozen ones included.
 
     Attributes:
+        names: the paths.
         known: those that passes were seen to write to.
         looked: the loss functions whose first pass was looked at, in training and in evaluation.
     """
 
-    __slots__ = ("known", "looked", "named")
+    __slots__ = ("_whole", "known", "looked", "named", "names")
 
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         self.named = named
+        self.names = list(named)
+        whole = list(named.values())
+        self._whole = whole if all(local_of(p) is p for p in whole) else None
         self.known: set[str] = set()
         self.looked: set[Any] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ParameterWrites, (self.named,)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters in the order of `names`; of sharded ones what this process holds now."""
+        return self._whole or list(map(local_of, self.named.values()))
 
     def before(self, loss_fn: Any, *, training: bool) -> BeforePass:
         """What is kept of the parameters before a pass, or the passes of a window."""
@@ -63,9 +72,9 @@ class BeforePass:
     __slots__ = ("_late", "_looks", "_names", "_saved", "_tensors", "_versions", "_writes")
 
     def __init__(self, writes: ParameterWrites, *, looks_first: Any) -> None:
-        named, known = writes.named, writes.known
-        self._names = list(named)
-        self._tensors = list(map(local_of, named.values()))
+        known = writes.known
+        self._names = writes.names
+        self._tensors = writes.tensors
         self._writes = writes
         self._looks = looks_first
         self._late: list[str] = []

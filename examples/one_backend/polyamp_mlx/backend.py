@@ -31,7 +31,7 @@ from polyamp_mlx.arrays import XP, Array, cast_tree, computed, device, dtype_nam
 from polyamp_mlx.harness import MLXHarness
 from polyamp_mlx.losses import MLXLosses
 from polyamp_mlx.precision.autocast import region
-from polyamp_mlx.precision.bound import Bound, arrays_of, leaves_of, module_paths, with_arrays
+from polyamp_mlx.precision.bound import Bound, arrays_of, check_casts_nothing, leaves_of, module_paths, with_arrays
 from polyamp_mlx.step.differentiate import differentiated, entered
 from polyamp_mlx.step.measure import all_finite, divided, unscaled
 from polyamp_mlx.step.optimizers import slots
@@ -72,6 +72,9 @@ class MLXBackend:
         return region(policy.plan().root)
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
+        if isinstance(target, Bound) and isinstance(target.target, nn.Module):  # in loss_fn: this policy decides (S3)
+            check_casts_nothing(target.plan, policy.plan())
+            return Bound(target.target, policy.plan())
         if not isinstance(target, nn.Module):
             return functools.wraps(target, updated=())(Bound(target, policy.plan()))
         plan = policy.plan(module_paths(target), backend=self.name)

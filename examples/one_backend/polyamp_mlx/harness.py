@@ -48,6 +48,19 @@ class MLP(nn.Module):  # type: ignore[misc]  # to mypy, all of MLX is Any
         return x
 
 
+class Constrained(MLP):
+    """An MLP that clips its first kernel before it uses it."""
+
+    def __init__(self, layers: Sequence[Layer], limit: float) -> None:
+        super().__init__(layers)
+        self.limit = limit
+
+    def __call__(self, x: mx.array) -> mx.array:
+        kernel = self.dense0.weight
+        self.dense0.weight = kernel + mx.stop_gradient(mx.clip(kernel, -self.limit, self.limit) - kernel)
+        return super().__call__(x)
+
+
 class Branches(MLP):
     """The dense layers side by side."""
 
@@ -111,6 +124,9 @@ class MLXHarness:
 
     def dropout_mlp(self, layers: Sequence[Layer]) -> tuple[nn.Module, dict[str, Any]]:
         return MLP(layers, between=nn.Dropout(0.5)), {"seed": 7}
+
+    def constrained_mlp(self, layers: Sequence[Layer], limit: float) -> nn.Module:
+        return Constrained(layers, limit)
 
     def digits(self, weights: Mapping[str, Array]) -> nn.Module:
         return Digits(weights)

@@ -124,4 +124,13 @@ def test_what_is_not_supported_says_so() -> None:
     layer = nn.Linear(4, 4)
     with pytest.raises(polyamp.ModelError, match="'layers/0/weight' and 'layers/1/weight' are one array"):
         polyamp.init(nn.Sequential(layer, layer), polyamp.Recipe(policy="float32"))
+    model = nn.Linear(4, 2)
+
+    def halve(model: Any, batch: Any) -> Any:
+        model.weight = model.weight * 0.5
+        return loss_fn(model, batch)
+
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1))
+    with pytest.raises(polyamp.UnsupportedError, match="the forward pass wrote to the parameter 'weight'"):
+        polyamp.train_step(halve, recipe)(polyamp.init(model, recipe), BATCH)
     assert BACKEND.info().devices == ("cpu",)

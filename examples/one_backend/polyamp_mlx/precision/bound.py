@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from polyamp.errors import ModelError
+from polyamp.errors import ModelError, UnsupportedError
 from polyamp.rules.kinds import Leaf, class_names
 from polyamp.rules.plan import Place, Plan
 from polyamp_mlx.arrays import cast_tree
@@ -85,6 +85,16 @@ def _copied(node: Any, path: str, arrays: Mapping[str, mx.array], plan: Plan | N
     return array if around is None or around.mixes or statistic else cast_tree(array, around.dtype, float64=True)
 
 
+def check_casts_nothing(*plans: Plan) -> None:
+    """Refuse a second policy around a model where one of the two has put something into it that cannot be taken out."""
+    for plan in plans:
+        if plan.cast or plan.overridden:
+            raise UnsupportedError(
+                "a second policy around a model in loss_fn needs two policies of mode='autocast' without overrides in "
+                "the mlx backend: weights and modules are cast when the model is bound."
+            )
+
+
 @functools.cache
 def _placed(cls: Any) -> Any:
     """A module class whose calls compute in the module's own place."""
@@ -119,3 +129,10 @@ class Bound:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.target, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What `loss_fn` sets is set on the model."""
+        if name in ("target", "plan", "masters") or not isinstance(self.target, nn.Module):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.target, name, value)

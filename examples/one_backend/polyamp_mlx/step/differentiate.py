@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from polyamp.errors import UnsupportedError
 from polyamp.results import Gradients, LossFunction
 from polyamp.rules import refusals, weights
 from polyamp.rules.batches import check_has_rows, host_array
@@ -48,7 +49,10 @@ def differentiated(
     def run(trees: list[Arrays]) -> mx.array:
         modules = [with_arrays(s.module, {**tree, **s.running}, s.plan) for s, tree in zip(states, trees, strict=True)]
         models = [Bound(module, s.plan, tree) for module, s, tree in zip(modules, states, trees, strict=True)]
+        before = [arrays_of(module)[0] for module in modules]
         result, means = weights.call(loss_fn, models[0] if len(models) == 1 else tuple(models), batch)
+        for module, arrays in zip(modules, before, strict=True):
+            _check_unwritten(arrays, arrays_of(module)[0])
         read = weights.read(result, means, XP, **how)
         if "rows" in how and weights.is_unclear(read, means):
             weights.warn_unclear(loss_fn, weights.line_of(means))
@@ -72,6 +76,16 @@ def differentiated(
     ]
     pairs = zip(values, running, strict=True)
     return read, [Gradients(*pair, read.value, read.weight) for pair in pairs]
+
+
+def _check_unwritten(before: Arrays, after: Arrays) -> None:
+    """Refuse a forward pass that writes to a parameter: it is written to in a copy, and would be lost (S12)."""
+    for path, array in before.items():
+        if after.get(path) is not array:
+            raise UnsupportedError(
+                f"the forward pass wrote to the parameter {path!r}, which the mlx backend cannot keep. Compute with "
+                "the new value without writing it back, or freeze() the parameter, which makes it running state."
+            )
 
 
 def _constant(weight: Any) -> mx.array:
