@@ -261,8 +261,7 @@ class FabricPrecision(fabric_plugins.MixedPrecision):
 
     def convert_output(self, data: Any) -> Any:
         """Outputs with floating tensors in the policy's output dtype."""
-        plan = self.settings.plan
-        return cast_tree(data, plan.output, float64=plan.float64)
+        return cast_tree(data, self.settings.plan.output)
 
     def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward pass of the scaled loss, with the policy's float32 matmul precision, outside of every region."""
