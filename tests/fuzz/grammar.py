@@ -354,8 +354,10 @@ def _counts(rng: random.Random, found: Description) -> None:
     normal = any(layer["op"] == "batch_norm" for layer in walk(found["layers"]))  # whose micro-batches are its own
     if found["accumulate_steps"] == 1 or normal or rng.random() < 0.3:
         return
-    first = found["heads"][0]
+    first, *gone = found["heads"]
     found["heads"] = [first]
+    for glob in {head["name"] for head in gone} & set(found["policy"].get("overrides", ())):
+        del found["policy"]["overrides"][glob]
     first.update(loss="softmax_cross_entropy", soft=False, class_weights=False, weighted=False, weight=1.0)
     first["options"] = {"ignore_index": -100}
     found.update(counts=rng.choice(("weight", "returned")), windows=found["accumulate_steps"])

@@ -43,12 +43,15 @@ def separate(
     if around is not None and done.counts:
         weighing = Weighing(totals=around.totals(weights.totals_of([done.counts])))
         done = run_pass(loss_fn, states, params, before, batch, around, weighing)
-    own = done.loss if done.weight is None else done.loss * done.weight
-    loss, values, running, whole = _together(around, states, own, done.values, done.running, done.weight)
+    own, values, by = done.loss, done.values, done.weight
+    apart = around is not None and bool(around.later)  # the gradients are still each replica's own
+    if by is not None:
+        own = own * by
+        values = jax.tree.map(lambda g: _times(g, by), widened(values)) if apart else values
+    loss, values, running, whole = _together(around, states, own, values, done.running, by)
     if whole is not None:
         loss = loss / _divisor(whole)
-        values = values if around is None or not around.later else _divided(values, _divisor(whole))
-        whole = whole * done.unit
+        values = _divided(values, _divisor(whole)) if apart else values
     if weighing.totals is not None:
         whole = sum(weighing.totals.counts)
     scale = scale_of(states[0])
@@ -136,7 +139,7 @@ def accumulated(
         done = _window(loss_fn, state, params, window, parts, around, Weighing(weight, totals=totals))
     loss, (mean,), (running,), whole = _together(around, [state], done.loss, done.values, done.running, done.weight)
     if whole is not None:
-        loss, mean, whole = loss / _divisor(whole), _divided(mean, _divisor(whole)), whole * done.unit
+        loss, mean = loss / _divisor(whole), _divided(mean, _divisor(whole))
     if totals is not None:
         whole = sum(totals.counts)
     gradients = placed(unscaled(mean, scale_of(state), state.params), state)
@@ -157,19 +160,17 @@ def _window(
     own: Callable[[Any], Any] = around.own if around is not None else lambda tree: tree
     idle: list[Any] = []  # of each run, what it does not depend on: its micro-batches are one program
     still: list[Any] = []  # and which running statistics it leaves alone
-    units = [1.0]
 
     def one(how: Weighing, carry: tuple[Running, Any], part: Any) -> tuple[tuple[Running, Any], Any]:
         running, total = carry
         done = run_pass(loss_fn, [state], [params], [running], part, around, how)
         check_carried(done.running[0].written, running.written)
         idle[-1:] = [jax.tree.map(lambda _, g: g is None, total, done.values[0])]
-        by = None if around is not None and around.later else done.weight
+        by = done.weight
         total = jax.tree.map(lambda t, g: t if g is None else t + _times(g.astype(t.dtype), by), total, *done.values)
         after = done.running[0]
         still[-1:] = [jax.tree.map(lambda a, b: a is b, after.statistics, running.statistics)]
         carry = (after._replace(statistics=own(after.statistics)), placed(total, state))
-        units[:] = [done.unit]
         return carry, (done.loss, done.aux, done.weight, list(done.counts))
 
     start = state.running._replace(statistics=own(state.running.statistics))
@@ -179,7 +180,7 @@ def _window(
     for share, (run, members) in zip(shares, parts, strict=True):
         idle.append(None)
         still.append(None)
-        how = weighing._replace(share=share, rows=window.sizes[run.start], most=max(window.sizes))
+        how = weighing._replace(share=share, rows=window.sizes[run.start])
         carry, output = scan(functools.partial(one, how), carry, members, own(state.params))
         outputs.append(output)
     running, total = carry
@@ -209,7 +210,7 @@ def _window(
         for group, (run, _) in zip(counts, parts, strict=True)
         for n in range(len(run) if group else 0)
     ]
-    return Pass(loss, aux, [total], [running], weight, every, units[0])
+    return Pass(loss, aux, [total], [running], weight, every)
 
 
 def _times(gradient: Any, weight: Any) -> Any:

@@ -37,9 +37,8 @@ class Pass(NamedTuple):
             the loss does not depend (S23).
         running: per model, its running state afterwards.
         weight: what the loss is a mean over, float32 scalar (S8); None where it counts by its rows. The gradients do
-            not hold it yet, unless replicas add them up by themselves.
+            not hold it yet: in 16 bits, and in the scaled loss, it could be too large.
         counts: of each term of a sum of means; empty for any other loss.
-        unit: what the weight is counted in.
     """
 
     loss: Any
@@ -48,7 +47,6 @@ class Pass(NamedTuple):
     running: list[Running]
     weight: Any = None
     counts: Sequence[Any] = ()
-    unit: float = 1.0
 
 
 class Weighing(NamedTuple):
@@ -58,14 +56,12 @@ class Weighing(NamedTuple):
         function: `weight=` of the user's, or None.
         share: for a micro-batch that counts by its rows: they over those of the largest.
         rows: of the batch; None where it is the only one.
-        most: rows of the largest micro-batch; None where there is only one.
         totals: what the terms of a sum of means are divided by, or None.
     """
 
     function: WeightFunction | None = None
     share: float = 1.0
     rows: int | None = None
-    most: int | None = None
     totals: Totals | None = None
 
 
@@ -100,14 +96,8 @@ def run_pass(
     scale = scale_of(states[0])
     before, given = running, weights.of_batch(weighing.function, batch)
     several = around is not None or weighing.rows is not None
-    units = [1.0]
     if around is not None:
         keys, running = [around.keys(own) for own in keys], [around.entering(own) for own in running]
-
-    def unit(loss: weights.Loss) -> float:
-        """What the weight of the largest micro-batch is at most, the same number on all replicas."""
-        rows = weighing.rows or _rows(batch)
-        return (loss.size or rows) / rows * (weighing.most or rows)
 
     # in cast mode loss_fn may use both a parameter's cast and, by model.params, the master itself
     wrote = [item.written or {} for item in running]  # by earlier micro-batches of the window
@@ -134,14 +124,9 @@ def run_pass(
         if weight is not None:
             wide = jnp.where(weight > 0.0, wide, 0.0)
         if around is not None:
-            if weight is not None and around.later:  # the scaled loss holds it, and stays about as large
-                weight = weight / unit(loss)
             wide, weight = around.loss(wide, weight)
         scaled = wide if scale is None else wide * scale
-        if weight is not None and around is not None and around.later:
-            units[:] = [unit(loss)]
-            scaled = scaled * weight
-        elif weighing.share != 1.0 and weight is None:
+        if weighing.share != 1.0 and weight is None:
             scaled = scaled * weighing.share
         counts = [_constant(count) for count in weights.counts_of(loss, weighing.rows or _rows(batch))]
         return scaled, (wide, loss.aux, [engine.running for engine in engines], weight, counts if several else [])
@@ -152,7 +137,7 @@ def run_pass(
         after = [around.leaving(*own) for own in zip(after, running, before, strict=True)]
     made = [jax.tree.unflatten(jax.tree.structure(own), flat) for own, flat in zip(params, values, strict=True)]
     moved = [own._replace(draws=own.draws + 1) for own in after]
-    return Pass(loss, aux, made, moved, weight, counts, units[0])
+    return Pass(loss, aux, made, moved, weight, counts)
 
 
 def _constant(value: Any) -> jax.Array:

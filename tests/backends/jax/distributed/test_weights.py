@@ -72,3 +72,21 @@ def test_s09_a_step_without_any_label_is_skipped_on_all_replicas(way: str) -> No
     after, result = step(state, {**given(0), "labels": np.full(16, -100)})
     assert (float(result.loss), float(result.weight), bool(result.skipped)) == (0.0, 0.0, True)
     assert bits(after.params) == bits(state.params)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("windows", [1, 2])
+def test_s08_a_large_count_does_not_enlarge_the_scaled_loss(way: str, windows: int) -> None:
+    """A mean over 65,536 elements: what float16 holds of the scaled gradients without weights, it holds with them."""
+    scaler = polyamp.LossScaler(init_scale=2.0**14)
+    recipe = polyamp.Recipe(policy="mixed_float16", optimizer=polyamp.sgd(0.1), scaler=scaler, accumulate_steps=windows)
+
+    def over_many(model: Any, batch: Any) -> Any:
+        outputs, number = model(batch["x"]), 65536.0 * jax.numpy.ones(())
+        return polyamp.losses.Mean(polyamp.losses.mean_squared_error(outputs, outputs * 0.5) * number, number)
+
+    w = np.random.default_rng(9).normal(size=(4, 3)).astype(np.float32)
+    state = polyamp.init((lambda p, x: x @ p, jax.numpy.asarray(w)), recipe)
+    _, result = over_replicas(way, polyamp.train_step(over_many, recipe, **NAMED[way]))(state, given(0))
+    assert not bool(result.skipped)
+    assert np.isfinite(float(result.grad_norm))
