@@ -76,6 +76,25 @@ def test_s03_inner_dtype_and_gradient_dtype(backend: Backend, harness: Harness, 
     assert sorted(backend.to_numpy(value).size for _, value in named) == sizes
 
 
+def test_s03_running_statistics_are_not_rounded_to_16_bits(backend: Backend, harness: Harness) -> None:
+    """In mode "cast" neither: an average that moves by less than a last digit of 16 bits would stand still."""
+    found = {}
+    for policy in (polyamp.Policy("mixed_bfloat16", mode="cast"), polyamp.Policy("float32")):
+        made = recipe(policy, optimizer=polyamp.sgd(1e-9))
+        state = polyamp.init(harness.normalized_mlp(layers()), made)
+        step = polyamp.train_step(loss_fn, made)
+        for _ in range(30):
+            state, _ = step(state, batch())
+        arrays = {name: value for name, value in backend.export_state(state).items() if name.startswith("running/")}
+        found[policy.compute] = {name: value for name, value in arrays.items() if value.dtype.kind == "f"}
+    assert found["float32"]
+    for name, wide in found["float32"].items():
+        narrow = found["bfloat16"][name]
+        assert narrow.dtype == np.float32
+        np.testing.assert_allclose(narrow, wide, rtol=0.02, atol=0.01)
+        assert np.any(narrow.view(np.uint32) & 0xFFFF), "each is a number of bfloat16"
+
+
 @pytest.mark.parametrize(("outer", "inner"), [("mixed_bfloat16", "float32"), ("float32", "mixed_bfloat16")])
 @pytest.mark.parametrize("mode", ["autocast", "cast"])
 def test_s03_the_policy_that_loss_fn_puts_around_something_decides_for_it(

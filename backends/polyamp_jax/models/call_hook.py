@@ -38,7 +38,15 @@ def calling(casts: Casts) -> Iterator[None]:
         _calling.reset(token)
 
 
-def set_class(module: Any, path: str, casts: Casts, *, inputs: str | None = None, outputs: str | None = None) -> None:
+def set_class(
+    module: Any,
+    path: str,
+    casts: Casts,
+    *,
+    inputs: str | None = None,
+    outputs: str | None = None,
+    kept: tuple[type, ...] = (),
+) -> None:
     """Make `module` do what `casts` says around its calls, in place; one that cannot be called stays as it is.
 
     Args:
@@ -47,6 +55,7 @@ def set_class(module: Any, path: str, casts: Casts, *, inputs: str | None = None
         casts: what to do around calls.
         inputs: cast mode: dtype of the inputs of a pinned module, in place of what `casts` says.
         outputs: cast mode: dtype of the outputs of a pinned module, or None to leave them.
+        kept: cast mode: types of what is handed through calls and never cast, such as running statistics.
 
     Raises:
         PolicyError: an override and the dtype that the module was built with contradict each other.
@@ -59,7 +68,7 @@ def set_class(module: Any, path: str, casts: Casts, *, inputs: str | None = None
     if casts.scoped:
         made = _scoped(kind, path)
     else:
-        made = _casting(kind, inputs or casts.dtypes[path], outputs, casts.plan.float64)
+        made = _casting(kind, inputs or casts.dtypes[path], outputs, casts.plan.float64, kept)
     object.__setattr__(module, "__class__", made)
 
 
@@ -77,12 +86,21 @@ def _scoped(kind: Any, path: str) -> type:
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _casting(kind: Any, inputs: str, outputs: str | None, float64: bool) -> type:
+def _casting(kind: Any, inputs: str, outputs: str | None, float64: bool, kept: tuple[type, ...]) -> type:
+    def cast(tree: Any, dtype: str) -> Any:
+        if not kept:
+            return cast_arguments(tree, dtype, float64=float64)
+        parts, structure = jax.tree.flatten(tree, is_leaf=lambda part: isinstance(part, kept))
+        return jax.tree.unflatten(
+            structure,
+            [part if isinstance(part, kept) else cast_arguments(part, dtype, float64=float64) for part in parts],
+        )
+
     @functools.wraps(kind.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = cast_arguments((args, kwargs), inputs, float64=float64)
+        args, kwargs = cast((args, kwargs), inputs)
         result = kind.__call__(self, *args, **kwargs)
-        return result if outputs is None else cast_arguments(result, outputs, float64=float64)
+        return result if outputs is None else cast(result, outputs)
 
     return _subclass(kind, call)
 

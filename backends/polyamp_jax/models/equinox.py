@@ -167,9 +167,9 @@ class EquinoxAdapter:
                     casts.expect([path])
                     set_class(made, path, casts)
                 elif path in self.pinned and plan.at(path).named is None and plan.compute != plan.param:
-                    set_class(made, path, casts, inputs=plan.param, outputs=plan.compute)
-                elif path in casts.dtypes:
-                    set_class(made, path, casts)
+                    set_class(made, path, casts, inputs=plan.param, outputs=plan.compute, kept=(eqx.nn.State,))
+                elif path in casts.dtypes:  # what an override narrows narrows its state: the dtypes must agree
+                    set_class(made, path, casts, kept=() if path in self.pinned else (eqx.nn.State,))
             return made
 
         return copied(module, ())
