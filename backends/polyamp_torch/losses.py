@@ -88,7 +88,7 @@ def _tensor(values: Any, like: torch.Tensor) -> torch.Tensor:
 def _wide(x: torch.Tensor) -> torch.Tensor:
     if x.is_complex():  # .float() would drop the imaginary part
         raise LossError(
-            f"polyamp.losses take real tensors. Received: {dtype_name(x.dtype)}. Give torch.view_as_real(x), both parts "
-            "of each number, or x.abs()."
+            f"polyamp.losses take real tensors. Received: {dtype_name(x.dtype)}. Give torch.view_as_real(x), both "
+            "parts of each number, or x.abs()."
         )
     return x.float()

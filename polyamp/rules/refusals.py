@@ -28,9 +28,7 @@ class Asked(Protocol):
         """Its `scales` asks for float32 masters."""
 
 
-def check_parameters(
-    parameters: Sequence[tuple[str, str]], recipe: Asked, *, complex_numbers: bool = False
-) -> None:
+def check_parameters(parameters: Sequence[tuple[str, str]], recipe: Asked, *, complex_numbers: bool = False) -> None:
     """Refuse a model that cannot be trained under the recipe.
 
     Args:
@@ -75,8 +73,8 @@ def _check_complex(path: str, dtype: str, wanted: str) -> None:
     own = next(real for real, name in COMPLEX.items() if name == dtype)
     convert = f"Convert it to {COMPLEX[wanted]} first, or use" if wanted in COMPLEX else "Use"
     raise ModelError(
-        f"parameter {path!r} is stored as {dtype}, whose parts are {own}, but the policy stores parameters as {wanted}. "
-        f"{convert} a policy with param={own!r}."
+        f"parameter {path!r} is stored as {dtype}, whose parts are {own}, but the policy stores parameters as "
+        f"{wanted}. {convert} a policy with param={own!r}."
     )
 
 

@@ -38,7 +38,9 @@ def without_complex128(arrays: Mapping[str, np.ndarray[Any, Any]]) -> tuple[dict
     return {**arrays, **pairs}, names
 
 
-def with_complex128(arrays: Mapping[str, np.ndarray[Any, Any]], names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+def with_complex128(
+    arrays: Mapping[str, np.ndarray[Any, Any]], names: Sequence[str]
+) -> dict[str, np.ndarray[Any, Any]]:
     """What `without_complex128` was given."""
     import numpy as np
 

@@ -202,7 +202,9 @@ def is_float64(optimizer: torch.optim.Optimizer) -> bool:
 def takes_divisor(optimizer: torch.optim.Optimizer) -> bool:
     """True when the optimizer's kernels divide the gradients by `grad_scale` themselves: fused ones, in float32."""
     return _is_fused(optimizer) and all(
-        group["params"][0].dtype in (torch.float32, torch.complex64) for group in optimizer.param_groups if group["params"]
+        group["params"][0].dtype in (torch.float32, torch.complex64)
+        for group in optimizer.param_groups
+        if group["params"]
     )
 
 
