@@ -255,7 +255,7 @@ def count(values: Any) -> Any:
 
 
 def sum_of_squares(values: Any) -> Any:
-    """The sum of the squares of all elements, in float32: of parameters, their L2 penalty.
+    """The sum of the squares of all elements, of complex ones |z|², in float32: of parameters, their L2 penalty.
 
     Args:
         values: a floating array, or a mapping, list or tuple of them, such as `polyamp.parameters(model)`.
@@ -270,7 +270,7 @@ def sum_of_squares(values: Any) -> Any:
     >>> float(sum_of_squares({"w": np.array([1.0, 2.0], "f4"), "b": np.array(3.0, "f4")}))
     14.0
     """
-    arrays = _arrays(values)
+    arrays = [part for array in _arrays(values) for part in _real_parts(array)]
     if not arrays:
         raise LossError(f"sum_of_squares needs at least one array. Received: {values!r}.")
     losses = backend_of(arrays[0]).losses
@@ -280,6 +280,11 @@ def sum_of_squares(values: Any) -> Any:
         for wide in squares[1:]:
             total = total + losses.sum(wide * wide)
     return total
+
+
+def _real_parts(array: Any) -> tuple[Any, ...]:
+    """A real array, or both parts of a complex one."""
+    return (array.real, array.imag) if "complex" in str(getattr(array, "dtype", "")) else (array,)
 
 
 def regularization(model: Any) -> Any:

@@ -228,6 +228,9 @@ class JaxHarness:
         layer = {"kernel": jnp.ones((2, 2), dtype), "bias": jnp.ones(2, dtype)}
         return MLP((2,)), {"params": {"dense0": layer}}
 
+    def complex_dense(self, kernel: Array) -> Any:
+        raise UnsupportedError("the JAX backend trains no complex parameters.")
+
     def replicate(
         self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
     ) -> list[tuple[Any, StepResult]]:

@@ -161,6 +161,9 @@ class TensorFlowHarness:
             return keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, dtype="float16")])
         return _Linear(np.ones((2, 2), {"integer": np.int32, "complex": np.complex64}[kind]))
 
+    def complex_dense(self, kernel: Array) -> Any:
+        raise UnsupportedError("the TensorFlow backend trains no complex parameters.")
+
     def replicate(
         self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
     ) -> list[tuple[Any, StepResult]]:

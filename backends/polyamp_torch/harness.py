@@ -97,6 +97,18 @@ class Branches(MLP):
         return [getattr(self, f"dense{number}")(x) for number in range(self.depth)]
 
 
+class ComplexDense(nn.Module):
+    """x -> |x @ kernel|² with a complex kernel."""
+
+    def __init__(self, kernel: Array) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(_owned(kernel))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The squared magnitudes, shape (batch, out)."""
+        return torch.view_as_real(x.to(self.kernel.dtype) @ self.kernel).square().sum(-1)
+
+
 class DigitsTransformer(nn.Module):
     """The transformer that `polyamp.demo.digits` describes."""
 
@@ -214,12 +226,11 @@ class TorchHarness:
         if kind == "float16":
             return nn.Linear(2, 2).half()
         module = nn.Module()
-        if kind == "complex":
-            module.register_parameter("weight", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
-        else:
-            weight = nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False)
-            module.register_parameter("weight", weight)
+        module.register_parameter("weight", nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False))
         return module
+
+    def complex_dense(self, kernel: Array) -> nn.Module:
+        return ComplexDense(kernel)
 
     def replicate(
         self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]

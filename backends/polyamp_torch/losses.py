@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from polyamp_torch.arrays import from_numpy
+from polyamp.errors import LossError
+from polyamp_torch.arrays import dtype_name, from_numpy
 
 
 class TorchLosses:
@@ -85,4 +86,9 @@ def _tensor(values: Any, like: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
+    if x.is_complex():  # .float() would drop the imaginary part
+        raise LossError(
+            f"polyamp.losses take real tensors. Received: {dtype_name(x.dtype)}. Give torch.view_as_real(x), both "
+            "parts of each number, or x.abs()."
+        )
     return x.float()

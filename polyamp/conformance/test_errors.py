@@ -19,7 +19,6 @@ from polyamp.errors import GradientError, LossError, ModelError, PolyampError, R
     [
         ("empty", "no trainable parameters"),
         ("integer", "has dtype int32, which polyamp cannot train|no trainable parameters"),
-        ("complex", "has dtype complex64, which polyamp cannot train"),
         ("float16", "stored as float16, but the policy stores parameters as float32. A loss scaler needs float32"),
     ],
 )

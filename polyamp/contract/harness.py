@@ -93,8 +93,12 @@ class Harness(Protocol):
         """The model of `mlp` whose output is read at `rows`, row numbers of the batch, in the network's own dtype."""
 
     def unusable(self, kind: str) -> Any:
-        """A model that must be refused: `kind` is "empty" (no parameters), "integer" or "complex" (parameters), or
-        "float16" (parameters stored in 16 bits)."""
+        """A model that must be refused: `kind` is "empty" (no parameters), "integer" (parameters), "float16"
+        (parameters stored in 16 bits), or "complex" (parameters), which is asked for where `complex_dense` raises."""
+
+    def complex_dense(self, kernel: Array) -> Any:
+        """The model `x -> |x @ kernel|²`, of real x, with a complex64 kernel, shape (in, out), as its one parameter
+        (S1). Raises `UnsupportedError` where the backend trains no complex parameters."""
 
     def replicate(
         self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]

@@ -89,6 +89,14 @@ class Party:
                 f"{self.recipe.accumulate_steps}. Use randomness='off'."
             )
         self.inventory: Final[Inventory] = self._converter.inventory(model, inputs)
+        for layer in self.inventory.layers:
+            for leaf in layer.leaves.values():
+                if leaf.trainable and leaf.array.dtype.kind == "c":  # distances are of real numbers
+                    raise UnsupportedError(
+                        f"{layer.path!r} has a complex parameter ({leaf.array.dtype}), which is trained (S1), and not "
+                        "compared. Store it as a real one with a last axis of two: torch.view_as_complex(parameter) in "
+                        "forward()."
+                    )
 
     @property
     def side(self) -> Side:

@@ -111,6 +111,9 @@ class ReferenceHarness:
         dtype = {"integer": np.int32, "complex": np.complex64, "float16": np.float16}[kind]
         return MLP({"dense0/kernel": np.ones((2, 2), dtype), "dense0/bias": np.ones(2, dtype)})
 
+    def complex_dense(self, kernel: Array) -> Any:
+        raise UnsupportedError("the reference trains no complex parameters.")
+
     def with_head(self, state: Any, head: Layer) -> MLP:
         last = f"dense{state.model.depth - 1}"
         new = {f"{last}/kernel": np.array(head.kernel), f"{last}/bias": np.array(head.bias)}

@@ -11,6 +11,8 @@ from typing import Any, Final, Protocol
 from polyamp.errors import GradientError, LossError, ModelError, UnsupportedError, described, did_you_mean
 
 FLOATING: Final = ("float16", "bfloat16", "float32", "float64")
+COMPLEX: Final = {"float32": "complex64", "float64": "complex128"}
+"""Dtype of a policy's parameters -> that of complex numbers with such parts."""
 Shape = tuple[int, ...]
 
 
@@ -26,11 +28,12 @@ class Asked(Protocol):
         """Its `scales` asks for float32 masters."""
 
 
-def check_parameters(parameters: Sequence[tuple[str, str]], recipe: Asked) -> None:
+def check_parameters(parameters: Sequence[tuple[str, str]], recipe: Asked, *, complex_numbers: bool = False) -> None:
     """Refuse a model that cannot be trained under the recipe.
 
     Args:
         parameters: (path, canonical dtype name) of every trainable parameter.
+        complex_numbers: whether the backend trains complex parameters (S1).
 
     Raises:
         ModelError: no parameters, or one that is not stored in the policy's `param` dtype.
@@ -42,10 +45,14 @@ def check_parameters(parameters: Sequence[tuple[str, str]], recipe: Asked) -> No
         )
     wanted = recipe.policy.param
     for path, dtype in parameters:
+        if complex_numbers and dtype in COMPLEX.values():
+            _check_complex(path, dtype, wanted)
+            continue
         if dtype not in FLOATING:
+            kind = "floating numbers or complex64 or complex128" if complex_numbers else "real floating numbers"
             raise ModelError(
-                f"parameter {path!r} has dtype {dtype}, which polyamp cannot train: parameters must be real floating "
-                "numbers. Keep it out of the trainable parameters (torch: a buffer; JAX: outside the parameter tree)."
+                f"parameter {path!r} has dtype {dtype}, which polyamp cannot train: parameters must be {kind}. "
+                "Keep it out of the trainable parameters (torch: a buffer; JAX: outside the parameter tree)."
             )
         if dtype != wanted:
             why = (
@@ -57,6 +64,18 @@ def check_parameters(parameters: Sequence[tuple[str, str]], recipe: Asked) -> No
                 f"parameter {path!r} is stored as {dtype}, but the policy stores parameters as {wanted}.{why} Convert "
                 f"the model to {wanted} first, or use a policy with param={dtype!r}."
             )
+
+
+def _check_complex(path: str, dtype: str, wanted: str) -> None:
+    """Refuse a complex parameter whose parts are not of the policy's `param` dtype."""
+    if COMPLEX.get(wanted) == dtype:
+        return
+    own = next(real for real, name in COMPLEX.items() if name == dtype)
+    convert = f"Convert it to {COMPLEX[wanted]} first, or use" if wanted in COMPLEX else "Use"
+    raise ModelError(
+        f"parameter {path!r} is stored as {dtype}, whose parts are {own}, but the policy stores parameters as "
+        f"{wanted}. {convert} a policy with param={own!r}."
+    )
 
 
 def check_loss(shape: Shape, dtype: str, *, what: str = "loss_fn") -> None:

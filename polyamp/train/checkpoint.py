@@ -32,7 +32,7 @@ from polyamp.train import changes, contents
 from polyamp.train import sharded as folder
 from polyamp.train.arguments import is_state, no_state
 from polyamp.train.parts import Alone, alike, call_of_all, in_parts, together
-from polyamp.train.tensors import BLANK, MALFORMED, array, digest
+from polyamp.train.tensors import BLANK, MALFORMED, array, digest, with_complex128, without_complex128
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 OnChange = Literal["error", "warn", "accept"]
 FORMAT: Final = "polyamp-checkpoint-1"
+_COMPLEX128: Final = "complex128"
+"""In the metadata: the names of arrays that lie in the file as pairs of float64."""
 _OTHERS: Final = {
     b"PK\x03\x04": "it is a zip archive, as torch.save, .keras and .npz files are",
     b"\x89HDF": "it is an HDF5 file, as older Keras weights are",
@@ -135,6 +137,9 @@ def _content_of(state: Any, exported: Arrays) -> bytes:
     meta = {"format": FORMAT, **_meta(state)}
     if isinstance(state.backend, DescribesStates):
         meta["porting"] = state.backend.described(state, arrays)  # for polyamp.port into another framework
+    arrays, complex128 = without_complex128(arrays)
+    if complex128:
+        meta[_COMPLEX128] = json.dumps(complex128)
     content = to_bytes(arrays, metadata={**meta, "digest": BLANK})
     return content.replace(BLANK.encode(), digest(content, BLANK).encode(), 1)
 
@@ -327,6 +332,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any], str]:
         length = int.from_bytes(content[:8], "little")
         meta: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
         arrays = {name: array(info) for name, info in deserialize(content)}  # type: ignore[no-untyped-call]  # untyped
+        arrays = with_complex128(arrays, json.loads(meta.pop(_COMPLEX128, "[]")))
         stored = meta.pop("digest")
         intact = stored == digest(content, stored)
     except (*MALFORMED, SafetensorError) as error:

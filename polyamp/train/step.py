@@ -298,5 +298,5 @@ def _not_finite(backend: Any, gradients: Gradients) -> list[str]:
     return [
         name
         for name, value in backend.named_gradients(gradients)
-        if value is not None and not np.isfinite(backend.to_numpy(value).astype(np.float64)).all()
+        if value is not None and not np.isfinite(backend.to_numpy(value).astype(np.complex128)).all()
     ]

@@ -6,7 +6,7 @@ Called by `checkpoint` for the one file, by `sharded` for the manifest, by `part
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -26,6 +26,25 @@ def digest(content: bytes, held: str) -> str:
     found.update(BLANK.encode())
     found.update(view[start + len(held) :])
     return found.hexdigest()
+
+
+def without_complex128(arrays: Mapping[str, np.ndarray[Any, Any]]) -> tuple[dict[str, np.ndarray[Any, Any]], list[str]]:
+    """Contiguous arrays as safetensors hold them, which have complex64 and no complex128: such an array becomes float64
+    with a last axis of (real, imaginary). And the names of these."""
+    import numpy as np
+
+    names = [name for name, each in arrays.items() if each.dtype == np.complex128]
+    pairs = {name: arrays[name][..., None].view(np.float64) for name in names}
+    return {**arrays, **pairs}, names
+
+
+def with_complex128(
+    arrays: Mapping[str, np.ndarray[Any, Any]], names: Sequence[str]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """What `without_complex128` was given."""
+    import numpy as np
+
+    return {**arrays, **{name: arrays[name].view(np.complex128)[..., 0] for name in names}}
 
 
 def array(info: Mapping[str, Any]) -> np.ndarray[Any, Any]:

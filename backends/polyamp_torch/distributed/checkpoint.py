@@ -82,7 +82,7 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], group: Any) -> None
     """
     writer, _ = _storage(str(folder))
     plan = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    given = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    given = {name: _storable(tensor.detach()).contiguous() for name, tensor in tensors.items()}
     _run(lambda: save(given, storage_writer=writer, planner=plan, process_group=group, no_dist=group is None))
 
 
@@ -99,9 +99,19 @@ def read(folder: Path, forms: Mapping[str, Form], targets: Mapping[str, torch.Te
         CheckpointError: it holds something else.
     """
     _, reader = _storage(str(folder))
-    _check(folder, reader, forms)
-    given = dict(targets)
+    _check(folder, reader, {name: _storable_form(form) for name, form in forms.items()})
+    given = {name: _storable(target) for name, target in targets.items()}
     _run(lambda: load(given, storage_reader=reader, process_group=group, no_dist=group is None))
+
+
+def _storable(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as safetensors hold it, which have no complex128: as pairs of float64, in the same memory."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.dtype == torch.complex128 else tensor
+
+
+def _storable_form(form: Form) -> Form:
+    """The form of `_storable`."""
+    return Form("float64", (*form.shape, 2)) if form.dtype == "complex128" else form
 
 
 def _storage(folder: str) -> tuple[Any, Any]:

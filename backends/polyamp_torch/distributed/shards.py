@@ -30,6 +30,10 @@ class Shards:
         self._state: Any = defaultdict(dict)
         self._of: list[Any] = [None]
 
+    def plain(self, tensor: Any) -> Any:
+        """The plain tensor that stands for one of the optimizer's in the block; the same object each time."""
+        return local_of(tensor)
+
     @contextlib.contextmanager
     def inside(
         self,
@@ -44,14 +48,14 @@ class Shards:
             parameters: those that have gradients.
             grads: this process's part of each, which the plain tensors have for `.grad`.
         """
-        if not all(map(operator.is_, _contents(optimizer), self._of)):
+        if self._changed(optimizer):
             self._look(optimizer)
         groups, state = optimizer.param_groups, optimizer.state
         whole = [group["params"] for group in groups]
         given = []
         try:
             for p, grad in zip(parameters, grads, strict=True):
-                local = local_of(p)
+                local = self.plain(p)
                 local.grad = grad
                 given.append((p, local))
             for group, part in zip(groups, self._lists, strict=True):
@@ -66,15 +70,19 @@ class Shards:
                 if local is not p:
                     local.grad = None
 
+    def _changed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer holds other tensors than at the last look."""
+        return not all(map(operator.is_, _contents(optimizer), self._of))
+
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
         if len(self._lists) != len(groups):
             self._lists = [[] for _ in groups]
         for part, group in zip(self._lists, groups, strict=True):  # the same lists: kernels hold them
-            part[:] = map(local_of, group["params"])
+            part[:] = map(self.plain, group["params"])
         self._state.clear()
         for p, slots in optimizer.state.items():
-            self._state[local_of(p)] = {slot: local_of(value) for slot, value in slots.items()}
+            self._state[self.plain(p)] = {slot: self.plain(value) for slot, value in slots.items()}
         self._of = list(_contents(optimizer))
 
 

@@ -34,6 +34,7 @@ from polyamp_torch.precision.regions import OPENED
 from polyamp_torch.step import optimizers
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.compile_trial import Watch, traced_again, tried
+from polyamp_torch.step.complex_parameters import real_view, real_views
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import divisor, measured
 from polyamp_torch.step.state import TorchState
@@ -117,7 +118,7 @@ class Graph:
         parameters = {_module_name(name): p.detach() for name, p in state.parameters.items() if name in self._used}
         slots = [
             {
-                slot: state.optimizer.state[state.parameters[name]][optimizers.slot_name(slot)]
+                slot: real_view(state.optimizer.state[state.parameters[name]][optimizers.slot_name(slot)])
                 for slot in self.groups.specs[0].slots
             }
             for name in self._used
@@ -199,7 +200,8 @@ class Graph:
         loss, auxes, total, now, whole, weight = self._summed(
             parameters, fixed, running, scale_state.scale, batches, shares
         )
-        current = [now.get(name, p) for name, p in parameters.items()]
+        current = real_views(now.get(name, p) for name, p in parameters.items())
+        total = real_views(total)
         scale = produced_by(scale_state.scale if scaler.scales else None, whole, step.device)
         norm, finite = measured(total, scale, least=scaler.min_scale if weight is None else 0.0, alike=True)
         by = divisor(norm, scale, recipe.clip_norm)
@@ -211,7 +213,7 @@ class Graph:
         flag = finite if scaler.checks else None
         decision = decide.concluded(scaler, scale_state, step, flag, finite, XP, some)
         checked = decision.finite
-        self._update(list(parameters.values()), current, total, slots, counts, rates, step, checked)
+        self._update(real_views(parameters.values()), current, total, slots, counts, rates, step, checked)
         for name, old in running.items():
             old.copy_(now[name] if checked is None else torch.where(checked, now[name], old))
         skipped = torch.zeros_like(finite) if checked is None else decision.skipped

@@ -91,7 +91,7 @@ def _placed(parameters: Sequence[torch.Tensor], values: list[torch.Tensor]) -> l
     seen: set[int] = set()
     for p, value in zip(parameters, values, strict=True):
         pointer = value.untyped_storage().data_ptr()
-        if value.stride() != p.stride() or pointer in seen or value.dtype != p.dtype:
+        if value.stride() != p.stride() or pointer in seen or value.dtype != p.dtype or value.is_conj():
             value = torch.empty_like(p).copy_(value)
         seen.add(pointer)
         p.grad = value

@@ -25,6 +25,7 @@ from polyamp_torch.precision.autocast import matmul_precision, opened
 from polyamp_torch.precision.shield import shield
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Bystanders, Graphs, made
+from polyamp_torch.step.complex_parameters import real_views, resolve_conjugates
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import buckets as bucketed
 from polyamp_torch.step.measure import scalar_for
@@ -121,7 +122,10 @@ def _differentiated(
     scale = produced_by(states[0].scale_state.scale if states[0].scaler.scales else None, divisor(total), loss.device)
     if scale is not None:  # the loss was multiplied by the first's scale
         factor = scale.double().reciprocal()  # float32 but for float64 gradients (S1)
-        for bucket in bucketed(list(map(local_of, values))):
+        held = list(map(local_of, values))
+        if any(state.complex_parameters for state in states):
+            held = real_views(held)
+        for bucket in bucketed(held):
             foreach_mul_(bucket, scalar_for(bucket, factor))
     counted = weighing.weight(total)
     grads = [Gradients(values, own, loss, counted) for values, own in zip(found, running, strict=True)]
@@ -213,6 +217,8 @@ def scaled_backward(
         if not (weighing.omits and isinstance(factor, float) and factor == 0.0):
             with quiet.disturbed:
                 torch.autograd.backward(scaled)
+            for state in states:
+                resolve_conjugates(state.complex_parameters)
         if plan.cast:
             for model, own in zip(models, writes, strict=True):
                 own.note(model.commit())

@@ -9,7 +9,7 @@ without their state yet, and parameters that the fused kernels do not take.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
@@ -21,9 +21,6 @@ from polyamp_torch.step.kernels import Kernels, counts_for
 from polyamp_torch.step.measure import buckets, looks
 from polyamp_torch.step.multi_tensor import MANY, Many
 from polyamp_torch.step.rates import Rates
-
-if TYPE_CHECKING:
-    from polyamp_torch.distributed.shards import Shards
 
 Parameters = list[torch.nn.Parameter]
 _SLOTS: Final = {"momentum": "momentum_buffer"}
@@ -120,7 +117,7 @@ def _is_dense(p: torch.Tensor) -> bool:
 def _from_spec(groups: Members, named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
     spec, held = groups.distinct[0].spec, _by_group(groups, named)
     parameters = [p for part in held for p in part]
-    wide = (torch.float32, torch.float64)
+    wide = (torch.float32, torch.float64, torch.complex64, torch.complex128)
     fused = all((p.dtype in wide or p.device.type == "cuda") and _is_dense(p) for p in parameters)  # see _refuse_fused
     first = _options(groups.distinct[0])
     parts: Any = parameters
@@ -174,7 +171,8 @@ def _fill(optimizer: torch.optim.Optimizer, groups: Members, held: list[Paramete
                 own = torch.zeros((), dtype=torch.float32, device=device) if not together else next(laid)
                 optimizer.state[p]["step"] = own
             for slot in spec.slots:
-                value = member.spec.initial(slot)
+                value: complex = member.spec.initial(slot)
+                value = complex(value, value) if p.is_complex() else value  # of both parts
                 optimizer.state[p][slot_name(slot)] = torch.full_like(p, value, memory_format=torch.preserve_format)
 
 
@@ -197,13 +195,16 @@ def runs_formula(spec: Any) -> bool:
 
 def is_float64(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the parameters are float64, so that what acts on them is float64 as well (S1)."""
-    return any(p.dtype == torch.float64 for group in optimizer.param_groups for p in group["params"][:1])
+    wide = (torch.float64, torch.complex128)
+    return any(p.dtype in wide for group in optimizer.param_groups for p in group["params"][:1])
 
 
 def takes_divisor(optimizer: torch.optim.Optimizer) -> bool:
     """True when the optimizer's kernels divide the gradients by `grad_scale` themselves: fused ones, in float32."""
     return _is_fused(optimizer) and all(
-        group["params"][0].dtype == torch.float32 for group in optimizer.param_groups if group["params"]
+        group["params"][0].dtype in (torch.float32, torch.complex64)
+        for group in optimizer.param_groups
+        if group["params"]
     )
 
 
@@ -276,23 +277,6 @@ def kernels_of(optimizer: torch.optim.Optimizer, spec: Any, parameters: Sequence
     """The optimizer's fused kernels, to be run without `optimizer.step()` on gradients in the order of `parameters`;
     None for what is native or not fused."""
     return Kernels(optimizer, parameters) if is_spec(spec) and _is_fused(optimizer) else None
-
-
-def shards_of(optimizer: torch.optim.Optimizer, spec: Any, *, sharded: bool) -> Shards | None:
-    """What lets a spec's optimizer run over what this process holds of sharded parameters; None for a native one,
-    which runs as torch runs it.
-
-    Raises:
-        UnsupportedError: a native one of torch's that fails over sharded parameters.
-    """
-    if not sharded:
-        return None
-    from polyamp_torch.distributed import shards  # not needed on one device
-
-    if is_spec(spec):
-        return shards.Shards()
-    shards.check_native(optimizer)
-    return None
 
 
 def rates_of(optimizer: torch.optim.Optimizer, groups: Members) -> Rates | None:

@@ -23,7 +23,7 @@ from polyamp_torch.compat import children_in, parameters_in
 from polyamp_torch.distributed.mixed_precision import check_precision
 from polyamp_torch.precision.bound import BoundModule, device_of
 from polyamp_torch.precision.paths import inner_paths, leaves_of, path_of, plan_for
-from polyamp_torch.step import exporting, optimizers, resuming
+from polyamp_torch.step import complex_parameters, exporting, optimizers, resuming
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.bystanders import Graphs
 from polyamp_torch.step.interrupts import Undisturbed
@@ -53,13 +53,16 @@ class TorchState(ShownState):
         optimizer: the `torch.optim.Optimizer` in use.
         groups: which parameter has which hyperparameters (S27).
         optimizer_settings: its groups' options as they were at `init`, for checkpoints.
-        shards: what this process holds of it, where polyamp made it and parameters are sharded.
+        shards: what this process holds of it, as real tensors, where polyamp made it and parameters are sharded or
+            complex.
         kernels: its fused kernels, where polyamp made it.
         rates: its groups' learning rates, where the recipe has a schedule.
         scale_state: the loss-scale state, tensors on the module's device.
         step: number of applied updates, int32 tensor.
         parameters: the trainable parameters by `/`-separated path, in the model's order.
-        one_device: whether all of them are on one device; they always have one dtype, the policy's.
+        complex_parameters: those of them that are complex.
+        one_device: whether all of them are on one device; they always have one dtype, the policy's, in both parts of
+            complex ones.
         buffer_owners: where the model's buffers are, for `buffers.snapshot`.
         writes: which parameters forward passes write to.
         turn: a step, an export or a restore at a time.
@@ -75,7 +78,7 @@ class TorchState(ShownState):
         self._path = path_of(model)
         self.replicas = replicas_of(model)
         named = [(self._path(name), p) for name, p in model.named_parameters() if p.requires_grad]
-        refusals.check_parameters([(name, dtype_name(p.dtype)) for name, p in named], recipe)
+        refusals.check_parameters([(name, dtype_name(p.dtype)) for name, p in named], recipe, complex_numbers=True)
         for name, p in named:
             if 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) < p.numel():
                 raise ModelError(
@@ -94,6 +97,10 @@ class TorchState(ShownState):
         self.scaler = recipe.loss_scaler  # a recipe without one makes it anew each time it is asked
         self.bound = BoundModule(model, self.plan, self.device)
         self.parameters = dict(named)
+        self.complex_parameters = [p for _, p in named if p.is_complex()]
+        if self.complex_parameters:
+            path = next(name for name, p in named if p.is_complex())
+            complex_parameters.check(path, recipe.optimizer, self.replicas.engine)
         self._frozen = [(self._path(name), p) for name, p in model.named_parameters() if not p.requires_grad]
         self._forms = list(map(_FORM, self.parameters.values()))
         self._shapes, self._dtypes, self._devices = (list(part) for part in zip(*self._forms, strict=True))
@@ -112,7 +119,12 @@ class TorchState(ShownState):
         )
         self.optimizer = optimizers.build(self.groups, self.parameters)
         self.optimizer_settings = resuming.described(self.optimizer)
-        self.shards = optimizers.shards_of(self.optimizer, recipe.optimizer, sharded=self.replicas.sharded)
+        self.shards = complex_parameters.plain_tensors_of(
+            self.optimizer,
+            recipe.optimizer,
+            sharded=self.replicas.sharded,
+            complex_numbers=bool(self.complex_parameters),
+        )
         self.kernels = self._kernels()
         self.rates = optimizers.rates_of(self.optimizer, self.groups)
         self._held = _held(self.optimizer)
@@ -258,8 +270,13 @@ class TorchState(ShownState):
         if self.shards is None:
             return optimizers.kernels_of(self.optimizer, self.recipe.optimizer, parameters)
         with self.shards.inside(self.optimizer):
-            local: list[Any] = list(self.replicas.local(parameters))
-            return optimizers.kernels_of(self.optimizer, self.recipe.optimizer, local)
+            plain: list[Any] = list(map(self.shards.plain, parameters))
+            return optimizers.kernels_of(self.optimizer, self.recipe.optimizer, plain)
+
+    def plain(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors as kernels take them: what this process holds of each, and complex ones as real ones."""
+        local = self.replicas.local(tensors)
+        return complex_parameters.real_views(local) if self.complex_parameters else local
 
     def groups_moved(self) -> None:
         """The groups hold the same parameters in another order or division, as if by hand."""

@@ -174,7 +174,7 @@ class _Verbs(decide.Verbs[TorchState, Scaled]):
         else:
             if grads.shared is not None:
                 scale, weight = grads.shared.alone(scale, state.device)
-            values = state.replicas.local(grads.values)
+            values = state.plain(grads.values)
             least = state.scaler.min_scale if weight is None else 0.0
             norm, finite = measured(values, scale, least=least, alike=state.one_device)
         by = divisor(norm, scale, clip_norm)
@@ -236,7 +236,7 @@ def _update(
             values = [torch.empty_like(p).copy_(value) for p, value in zip(grads.places, values, strict=True)]
         for p, value in zip(grads.places, values, strict=True):
             p.grad = value
-    values = state.replicas.local(values)
+    values = state.plain(values)
     if by is not None:
         by = _divided_before(state, values, grads.scale, norm, by)
     shards = state.shards
@@ -265,7 +265,7 @@ def _agreed(state: TorchState, grads: Scaled) -> tuple[torch.Tensor, torch.Tenso
     """Norm and flag over all processes, and what the gradients are still multiplied by; the mean of the loss and the
     weight go into `grads.shared`."""
     replicas, shared = state.replicas, grads.shared
-    parameters, values = _with(state, grads), replicas.local(grads.values)
+    parameters, values = _with(state, grads), state.plain(grads.values)
     own = Own() if shared is None else Own(shared.loss, shared.weighing.total, shared.divided)
     begun = None if shared is None else shared.begun
     found = replicas.agreed(parameters, values, grads.scale, own, begun, alike=state.one_device)
@@ -303,7 +303,12 @@ def _fitted(state: TorchState, values: Values) -> dict[str, torch.Tensor]:
                 "torch.distributed.tensor.distribute_tensor(gradient, parameter.device_mesh, parameter.placements) "
                 "makes one."
             )
-        if value.dtype != parameter.dtype or value.stride() != parameter.stride():
+        if value.is_complex() and not parameter.is_complex():
+            raise GradientError(
+                f"the gradient of {name!r} must be real as the parameter is. Received: {value.dtype}. Give its real "
+                "part, gradient.real, if that is what is meant."
+            )
+        if value.dtype != parameter.dtype or value.stride() != parameter.stride() or value.is_conj():
             value = torch.empty_like(parameter).copy_(value)
         fitted[name] = value.detach()
     return fitted

@@ -188,6 +188,9 @@ class MLXHarness:
         dtype = {"integer": np.int32, "complex": np.complex64, "float16": np.float16}[kind]
         return MLP([Layer(np.ones((2, 2), dtype), np.ones(2, dtype))])
 
+    def complex_dense(self, kernel: Array) -> Any:
+        raise UnsupportedError("the MLX backend trains no complex parameters.")
+
     def with_head(self, state: Any, head: Layer) -> nn.Module:
         model = state.model
         model[f"dense{model.depth - 1}"] = dense(head)

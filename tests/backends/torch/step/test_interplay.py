@@ -328,8 +328,6 @@ def test_what_the_step_cannot_train_is_refused_before_it() -> None:
         polyamp.init(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, device="meta")), recipe_of(polyamp.sgd(0.1)))
     with pytest.raises(UnsupportedError, match="LBFGS"):
         polyamp.init(model := network(), recipe_of(torch.optim.LBFGS(model.parameters())))
-    with pytest.raises(ModelError, match="complex64"):
-        polyamp.init(nn.Linear(2, 2, dtype=torch.complex64), recipe_of(polyamp.sgd(0.1)))
 
 
 # Evaluation.
