@@ -11,6 +11,7 @@ of parameters.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Final, Literal
@@ -379,7 +380,7 @@ def _reduced(losses: LossFunctions, values: Any, reduction: str) -> Any:
     if reduction == "sum":
         return losses.sum(values)
     loss = losses.mean(values)
-    of_batches.note(loss, None, values.shape)
+    of_batches.note(loss, None, values.shape, size=functools.partial(_size, losses, values))
     return loss
 
 
@@ -390,6 +391,11 @@ def _quotient(losses: LossFunctions, total: Any, count: Any, shape: Any, line: s
     loss = total / losses.where(some, count, 1.0) + losses.where(some, 0.0, float("nan"))
     of_batches.note(loss, fixed, shape, line)
     return loss
+
+
+def _size(losses: LossFunctions, values: Any) -> Any:
+    """The number of elements of an array whose shape is not known while tracing."""
+    return losses.constant(losses.sum(losses.where(values < 0.0, 1.0, 1.0)), values)
 
 
 def _sum_over(losses: LossFunctions, factors: Any, values: Any) -> Any:

@@ -215,6 +215,9 @@ class JaxHarness:
     def matmul(self, left: Any, right: Any) -> Any:
         return jnp.matmul(left, right)
 
+    def selected(self, values: Any, mask: Any) -> Any:
+        raise UnsupportedError("the length of a selection is not known to a compiler.")
+
     def outer(self, left: Any, right: Any) -> Any:
         return jnp.einsum("i,j->ij", left, right)
 

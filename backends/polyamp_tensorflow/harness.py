@@ -145,6 +145,9 @@ class TensorFlowHarness:
     def matmul(self, left: Any, right: Any) -> Any:
         return tf.matmul(left, right)
 
+    def selected(self, values: Any, mask: Any) -> Any:
+        return tf.boolean_mask(values, mask)
+
     def outer(self, left: Any, right: Any) -> Any:
         return keras.ops.einsum("i,j->ij", left, right)
 

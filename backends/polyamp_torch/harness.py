@@ -84,8 +84,9 @@ class ConstrainedMLP(MLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The network's output, shape (batch, out)."""
+        first: Any = self.dense0
         with torch.no_grad():
-            self.get_submodule("dense0").weight.clamp_(-self.limit, self.limit)
+            first.weight.clamp_(-self.limit, self.limit)
         return super().forward(x)
 
 
@@ -213,6 +214,9 @@ class TorchHarness:
 
     def matmul(self, left: Any, right: Any) -> Any:
         return left @ right
+
+    def selected(self, values: Any, mask: Any) -> Any:
+        return values[mask]
 
     def outer(self, left: Any, right: Any) -> Any:
         return torch.einsum("i,j->ij", left, right)

@@ -14,7 +14,7 @@ import polyamp
 from polyamp.conformance.problems import Batch, flat, layers, number, recipe, relative, unmoved
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
-from polyamp.errors import ArgumentError, LossError
+from polyamp.errors import ArgumentError, LossError, UnsupportedError
 
 LOSSES: Any = polyamp.losses
 IGNORED = -100
@@ -104,6 +104,34 @@ def trained(
         state, result = step(state, batch)
         results.append(result)
     return state, results
+
+
+def test_s08_a_mean_over_a_selection_counts_what_is_selected(backend: Backend, harness: Harness) -> None:
+    """Rows that a mask leaves out, as `logits[mask]` does: also where a micro-batch is left with none."""
+    try:
+        harness.selected(harness.array(np.ones((2, 1), "f4")), harness.array(np.ones(2, bool)))
+    except UnsupportedError:
+        pytest.skip("the compiled code of this backend knows the length of every array")
+
+    def selected(model: Any, batch: Batch) -> Any:
+        outputs, targets = (harness.selected(values, batch["mask"]) for values in (model(batch["x"]), batch["y"]))
+        return LOSSES.mean_squared_error(outputs, targets)
+
+    def in_a_sum(model: Any, batch: Batch) -> Any:
+        return selected(model, batch) * 1.0
+
+    batch = {name: value for name, value in whole().items() if name in ("x", "y")}
+    one, made = recipe(**SETTINGS), recipe(accumulate_steps=3, **SETTINGS)
+    for counts in ((4, 1, 2), (4, 0, 2), (0, 3, 4)):
+        batch["mask"] = np.concatenate([np.arange(4) < count for count in counts])
+        expected, want = polyamp.train_step(selected, one)(polyamp.init(harness.mlp(layers()), one), batch)
+        state, result = polyamp.train_step(selected, made)(polyamp.init(harness.mlp(layers()), made), batch)
+        assert relative(number(backend, result.loss), number(backend, want.loss)) < 2e-6, counts
+        assert relative(number(backend, result.grad_norm), number(backend, want.grad_norm)) < 1e-5, counts
+        assert np.abs(flat(harness, state) - flat(harness, expected)).max() < 2e-6, counts
+    batch["mask"] = np.concatenate([np.arange(4) < count for count in (4, 1, 2)])
+    with pytest.warns(UserWarning, match="ignored, weighted or selected elements into a sum of its own"):
+        polyamp.train_step(in_a_sum, made)(state, batch)
 
 
 @pytest.mark.parametrize(("loss_fn", "lengths"), CASES)

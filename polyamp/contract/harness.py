@@ -86,6 +86,10 @@ class Harness(Protocol):
     def matmul(self, left: Any, right: Any) -> Any:
         """Matrix product of two framework arrays."""
 
+    def selected(self, values: Any, mask: Any) -> Any:
+        """The rows of an array at which a boolean array of the batch is True. Raises `UnsupportedError` where compiled
+        code must know their number."""
+
     def outer(self, left: Any, right: Any) -> Any:
         """Outer product of two vectors, written as `einsum("i,j->ij")` where the framework has it."""
 

@@ -17,7 +17,7 @@ from polyamp.reference.tensor import Tensor
 from polyamp.results import Gradients, LossFunction
 from polyamp.rules import refusals, weights
 from polyamp.rules.batches import check_has_rows, host_array
-from polyamp.rules.weights import Loss, Totals, WeightFunction
+from polyamp.rules.weights import Elements, Loss, Totals, WeightFunction
 from polyamp.rules.window import Window, joins
 from polyamp.trees import leaves, map_tree, map_trees
 
@@ -73,15 +73,21 @@ def accumulate(
         own = (1,) * len(batches)
     elif weights.consistent(losses):
         own = [loss.weight for loss in losses]
+    elif len(losses) > 1:
+        elements = weights.Elements()
+        own = [
+            elements.share(*each) for each in zip((x.size for x in losses), window.sizes, window.shares, strict=True)
+        ]
     whole = float(np.sum(np.asarray(own, np.float64)))
     factors = [float(each) / (whole or 1.0) for each in own]
     total: dict[str, Array | None] = {}
     for done, factor in zip(passes, factors, strict=True):
         total = {k: _sum(total.get(k), _times(v, factor)) for k, v in done.values[0].items()}
-    loss = np.asarray(sum(_counted(one) * factor for one, factor in zip(losses, factors, strict=True)), np.float32)
+    parts = [_counted(one) * factor for one, factor in zip(losses, factors, strict=True) if factor]
+    loss = np.asarray(sum(parts), np.float32)
     auxes = [one.aux for one in losses]
     found = None
-    if totals is not None or own is not window.sizes:
+    if totals is not None or weights.consistent(losses):
         found = _weight(whole if totals is None else sum(totals.counts))
     aux = None if auxes[0] is None else map_trees(_stack, auxes)
     return loss, aux, Gradients(_unscaled(total, state), passes[-1].running[0], loss, found)
@@ -97,8 +103,9 @@ def _passes(
 ) -> list[Pass] | None:
     """The passes of a window, through which running statistics flow; None where they ask for `totals`."""
     passes: list[Pass] = []
+    elements = weights.Elements()
     for batch, rows, own in zip(batches, window.sizes, given, strict=True):
-        done = _differentiated(loss_fn, [state], batch, weight=own, totals=totals, rows=rows)
+        done = _differentiated(loss_fn, [state], batch, elements, weight=own, totals=totals, rows=rows)
         if done.loss.terms and totals is None and len(batches) > 1:
             return None
         passes.append(done)
@@ -106,22 +113,27 @@ def _passes(
     return passes
 
 
-def _forward(loss_fn: LossFunction, states: Sequence[Any], batch: Any, **how: Any) -> tuple[Loss, list[Any], list[Any]]:
+def _forward(
+    loss_fn: LossFunction, states: Sequence[Any], batch: Any, elements: Elements | None = None, **how: Any
+) -> tuple[Loss, list[Any], list[Any]]:
     """The loss as a tensor, and per model the parameters' tensors and the running statistics; `how` is for
-    `weights.read`."""
+    `weights.read`, `elements` of the window."""
     inputs = [{name: Tensor(value) for name, value in state.model.parameters.items()} for state in states]
     models = [s.model.with_arrays(tensors, s.model.running) for s, tensors in zip(states, inputs, strict=True)]
     bound = [BoundMLP(model, state.plan) for model, state in zip(models, states, strict=True)]
     result, found = weights.call(loss_fn, bound[0] if len(bound) == 1 else tuple(bound), batch)
     loss = weights.read(result, found, XP, **how)
-    if "rows" in how and weights.is_unclear(loss, found):
+    selects = elements is not None and loss.own is None and not loss.terms and elements.differ(found, how["rows"])
+    if selects or ("rows" in how and weights.is_unclear(loss, found)):
         weights.warn_unclear(loss_fn, weights.line_of(found))
     return loss, inputs, [model.running for model in models]
 
 
-def _differentiated(loss_fn: LossFunction, states: Sequence[Any], batch: Any, **how: Any) -> Pass:
+def _differentiated(
+    loss_fn: LossFunction, states: Sequence[Any], batch: Any, elements: Elements | None = None, **how: Any
+) -> Pass:
     """One forward and backward pass; the gradients hold the scale (S6), and not yet what the batch weighs."""
-    loss, inputs, running = _forward(loss_fn, states, batch, **how)
+    loss, inputs, running = _forward(loss_fn, states, batch, elements, **how)
     if not isinstance(loss.value, Tensor):
         raise GradientError("loss_fn returned a loss that does not depend on the model.")
     refusals.check_loss(loss.value.shape, dtype_name(loss.value.dtype))

@@ -99,6 +99,9 @@ class ReferenceHarness:
     def matmul(self, left: Any, right: Any) -> Any:
         return ops.matmul(left, right)
 
+    def selected(self, values: Any, mask: Any) -> Any:
+        return values[mask]
+
     def outer(self, left: Any, right: Any) -> Any:
         return ops.outer(left, right)
 

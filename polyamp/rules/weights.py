@@ -28,13 +28,14 @@ class Count(NamedTuple):
     Attributes:
         loss: the mean.
         count: what it was divided by, a float32 scalar; None where that is the number of its elements.
-        size: the number of its elements; None where a compiler does not know it.
+        size: the number of its elements, a number or, where a compiler does not know it, a scalar; None where nobody
+            does.
         line: how to write `count` for a batch, for `weight=`.
     """
 
     loss: Any
     count: Any
-    size: int | None
+    size: Any
     line: str
 
 
@@ -48,7 +49,9 @@ class _Notes(threading.local):
 _NOTES: Final = _Notes()
 
 
-def note(loss: Any, count: Any, shape: Sequence[int | None], line: str = "") -> None:
+def note(
+    loss: Any, count: Any, shape: Sequence[int | None], line: str = "", size: Callable[[], Any] | None = None
+) -> None:
     """Note a mean, for the step that runs `loss_fn`.
 
     Args:
@@ -56,11 +59,12 @@ def note(loss: Any, count: Any, shape: Sequence[int | None], line: str = "") -> 
         count: see `Count`.
         shape: of what it is the mean of.
         line: see `Count`.
+        size: gives the number of its elements as a scalar, where the shape is not known.
     """
     if _NOTES.lists:
         known = [length for length in shape if length is not None]
-        size = math.prod(known) if len(known) == len(shape) else None
-        _NOTES.lists[-1].append(Count(loss, count, size, line))
+        elements = math.prod(known) if len(known) == len(shape) else None if size is None else size()
+        _NOTES.lists[-1].append(Count(loss, count, elements, line))
 
 
 def call(loss_fn: Callable[[Any, Any], Any], model: Any, batch: Any) -> tuple[Any, list[Count]]:
@@ -132,14 +136,15 @@ class Loss(NamedTuple):
         aux: what came beside it.
         weight: what its mean is over, a number or a float32 scalar, where that depends on values; None where it does
             not, or nobody says.
-        size: the number of elements that the mean is over at most; None where nobody says.
+        size: the number of elements that the mean is over at most, a number or a scalar (see `Count`); None where
+            nobody says.
         terms: the summands, where the loss is a sum of means over different counts; else none.
     """
 
     value: Any
     aux: Any
     weight: Any
-    size: int | None
+    size: Any
     terms: tuple[Term, ...] = ()
 
     @property
@@ -249,17 +254,58 @@ def _quotient(term: Term, xp: ArrayNamespace) -> Any:
     return term.factor * (term.total / xp.where(term.count > 0.0, term.count, one))
 
 
+class Elements:
+    """How many elements for each row the means of a window's micro-batches are over: a selection of them
+    (`logits[mask]`) differs from one to the next, where a loss of all does not.
+
+    For backends that know lengths while `loss_fn` runs.
+    """
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float, float] | None = None
+        self._every: list[tuple[int, float]] | None = None
+
+    def share(self, size: int | None, rows: float, share: float) -> float:
+        """What the next micro-batch counts beside the others.
+
+        Args:
+            size: the number of elements that its loss is the mean of; None where nobody says.
+            rows: of it.
+            share: its rows over those of the largest.
+
+        >>> elements = Elements()
+        >>> [elements.share(size, 4, 1.0) for size in (20, 20, 4, 0)]
+        [1.0, 1.0, 0.2, 0.0]
+        """
+        if not size:
+            return share if size is None else 0.0
+        if self._first is None:
+            self._first = size, rows, share
+        first, rows_of_first, share_of_first = self._first
+        return share if size * rows_of_first == first * rows else share_of_first * size / first
+
+    def differ(self, found: Sequence[Count], rows: float) -> bool:
+        """Whether a mean of the next micro-batch is over more or fewer elements for each row than in the first."""
+        every = [(item.size, rows) for item in found if item.count is None and item.size is not None]
+        if self._every is None:
+            self._every = every
+        pairs = zip(every, self._every, strict=False)
+        return any(size * rows_before != before * rows for (size, _), (before, rows_before) in pairs)
+
+
 def is_unclear(loss: Loss, found: Sequence[Count]) -> bool:
     """Whether a mean over ignored or weighted elements went into a loss that does not say what it is over."""
     return loss.own is None and not loss.terms and any(item.count is not None for item in found)
 
 
+SELECTED: Final = "polyamp.losses.count(batch['mask'])"
+"""How to write the number of elements that a mask selects."""
 _TOLD: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
 def line_of(found: Sequence[Count]) -> str:
-    """How to write what the first mean over ignored or weighted elements was divided by."""
-    return next(item.line for item in found if item.count is not None)
+    """How to write what the first mean over ignored, weighted or selected elements was divided by."""
+    return next((item.line for item in found if item.count is not None), SELECTED)
 
 
 def warn_unclear(loss_fn: Any, line: str, *, stacklevel: int = 2) -> None:
@@ -276,10 +322,10 @@ def warn_unclear(loss_fn: Any, line: str, *, stacklevel: int = 2) -> None:
     except TypeError:  # what cannot be referred to weakly is told each time
         pass
     warnings.warn(
-        "loss_fn puts a loss of polyamp.losses with ignored or weighted elements into a sum of its own, so that the "
-        "step cannot know what the mean is over: micro-batches and replicas count by their rows, and the result is not "
-        f"that of one batch where their counts differ. Write polyamp.train_step(loss_fn, recipe, weight=lambda batch: "
-        f"{line}), or return polyamp.losses.Mean(total, count) and add to that.",
+        "loss_fn puts a loss of polyamp.losses with ignored, weighted or selected elements into a sum of its own, so "
+        "that the step cannot know what the mean is over: micro-batches and replicas count by their rows, and the "
+        "result is not that of one batch where their counts differ. Write "
+        f"polyamp.train_step(loss_fn, recipe, weight=lambda batch: {line}), or return polyamp.losses.Mean(total, count) and add to that.",
         UserWarning,
         stacklevel=stacklevel,
     )

@@ -49,7 +49,7 @@ class _Scaled(NamedTuple):
     aux: Any
     gradients: list[dict[str, Any]]
     weight: Any = None
-    size: int | None = None
+    size: Any = None
     counts: Sequence[Any] = ()
 
 
@@ -293,13 +293,16 @@ def _scaled(states: States, loss_fn: LossFunction, batch: Any, weighing: _Weighi
             result, found = weights.call(loss_fn, bound(states), batch)
         rows = _rows(batch) if weighing.rows is None else weighing.rows
         own = weights.read(result, found, XP, weight=given, totals=weighing.totals, rows=rows)
+        among_others = weighing.rows is not None or several(states[0].strategy)
+        if among_others and own.weight is None and tf.is_tensor(own.size):  # of a selection, or of rows nobody counted
+            own = own._replace(weight=own.size, size=None)
         _check_width(own.value, states)
         loss = scale_loss(own.value, None, what="loss_fn")
         scaled = loss * states[0].scale_state.scale if scaler.scales else loss
         if weighing.share != 1.0 and own.weight is None:
             scaled = scaled * weighing.share
-    among_others = weighing.rows is not None or several(states[0].strategy)
-    if among_others and weights.is_unclear(own, found):
+    selects = weighing.rows is not None and own.own is None and any(tf.is_tensor(item.size) for item in found)
+    if among_others and (selects or weights.is_unclear(own, found)):
         weights.warn_unclear(loss_fn, weights.line_of(found))
     flat = iter(tape.gradient(scaled, watched))  # a parameter that several states share gets its whole gradient in each
     made = [{n: (v, g) for n, v in own.items() if (g := next(flat)) is not None} for own in parameters]

@@ -193,7 +193,7 @@ def scaled_backward(
                 return _counts(loss_fn, given, states, part)
 
         read = weighing.read(result, found, batch, count)
-        if weighing.among_others and weights.is_unclear(read, found):
+        if weighing.among_others and (weighing.is_unclear or weights.is_unclear(read, found)):
             weights.warn_unclear(loss_fn, weights.line_of(found))
         loss, aux = read.value, read.aux
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:

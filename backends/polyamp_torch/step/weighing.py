@@ -37,6 +37,7 @@ class Weighing:
         factors: what the scaled loss of each pass so far was multiplied by.
         among_others: whether there are other micro-batches or replicas.
         sums_means: whether a loss was a sum of means over different counts.
+        is_unclear: whether means of other numbers of elements went into a loss that does not say what it is over.
         rest: the passes after the first one, for a sum of means: (micro-batch, whether it counts).
         omits: whether a pass that counts for nothing needs no backward pass: nobody else waits for it.
     """
@@ -52,6 +53,7 @@ class Weighing:
         self.factors: list[Number] = []
         self.among_others = len(parts) > 1 or replicas.count > 1
         self.sums_means = False
+        self.is_unclear = False
         self.omits = replicas.held is None
         self.rest: list[tuple[Any, bool]] = [(part, True) for part in parts[1:]]
         self._given = None if function is None else [self._number(weights.of_batch(function, p), device) for p in parts]
@@ -62,6 +64,7 @@ class Weighing:
         self._totals: Totals | None = None
         self._unit: Number | None = None
         self._own: list[bool] = []
+        self._elements = weights.Elements()
         self._alone: Number | None = None
 
     @staticmethod
@@ -86,6 +89,8 @@ class Weighing:
         rows = self._rows(number, part) if self.among_others else 1.0
         read = functools.partial(weights.read, result, found, XP, weight=own, rows=rows)
         loss = read(totals=self._totals)
+        if self.among_others and loss.own is None and not loss.terms and self._elements.differ(found, rows):
+            self.is_unclear = True
         self.sums_means |= bool(loss.terms)
         if loss.terms and self._totals is None and self.among_others:
             every = [weights.counts_of(loss, rows), *(count(other) for other, counts in self.rest if counts)]
@@ -120,7 +125,7 @@ class Weighing:
             return 0.0 if isinstance(weight, float) and weight == 0.0 else 1.0
         shares = self._window.shares
         if self._replicas.count == 1 and weight is None:
-            return shares[number]
+            return self._elements.share(loss.size, self._window.sizes[number], shares[number])
         rows = self._rows(number, part)
         if self._unit is None:
             self._unit = self._replicas.unit(functools.partial(self._most, loss, weight, rows, shares[number]))

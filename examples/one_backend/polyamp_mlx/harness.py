@@ -176,6 +176,9 @@ class MLXHarness:
     def matmul(self, left: Any, right: Any) -> Any:
         return left @ right
 
+    def selected(self, values: Any, mask: Any) -> Any:
+        raise UnsupportedError("MLX has no boolean indices that read.")
+
     def outer(self, left: Any, right: Any) -> Any:
         return mx.einsum("i,j->ij", left, right)
 
