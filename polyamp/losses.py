@@ -61,7 +61,8 @@ class Mean(of_batches.Mean):
         check_mean(total, count)
         losses = backend_of(total).losses
         with losses.in_float32():
-            super().__init__([of_batches.Term(1.0, losses.wide(total, total), losses.constant(_array(count), total))])
+            own = losses.constant(_array(count), total)
+            super().__init__([of_batches.Term(1.0, losses.wide(total, total), own, count)])
 
 
 def mean_squared_error(

@@ -269,3 +269,44 @@ def test_s24_a_mean_is_a_total_and_a_count(backend: Backend, harness: Harness) -
         LOSSES.Mean(total, harness.array(np.ones(3, np.float32)))
     with pytest.raises(LossError, match="not by another Mean"):
         LOSSES.Mean(total, 2) * LOSSES.Mean(total, 2)
+
+
+def test_s08_sums_of_means_that_count_alike_are_one_mean(backend: Backend, harness: Harness) -> None:
+    """Python's `sum`, which begins with 0, and two means over the very same count: by weight, as either of them."""
+
+    def several(model: Any, batch: Batch) -> Any:
+        outputs = model(batch["x"])
+        count = LOSSES.count(batch["labels"] != IGNORED)
+        total = LOSSES.softmax_cross_entropy(outputs, batch["labels"], ignore_index=IGNORED, reduction="sum")
+        return sum([LOSSES.Mean(total, count), 0.5 * LOSSES.Mean(total, count)])
+
+    def once(model: Any, batch: Batch) -> Any:
+        outputs = model(batch["x"])
+        total = LOSSES.softmax_cross_entropy(outputs, batch["labels"], ignore_index=IGNORED, reduction="sum")
+        return LOSSES.Mean(1.5 * total, LOSSES.count(batch["labels"] != IGNORED))
+
+    state, (result,) = trained(harness, several, 4, [whole()])
+    expected, (want,) = trained(harness, once, 4, [whole()])
+    assert number(backend, result.weight) == number(backend, want.weight) == 9.0
+    assert relative(number(backend, result.loss), number(backend, want.loss)) < 2e-6
+    assert np.abs(flat(harness, state) - flat(harness, expected)).max() < 2e-6
+
+
+def test_s08_a_sum_of_means_over_nothing_skips_a_batch_by_itself(backend: Backend, harness: Harness) -> None:
+    batch = whole()
+    batch["labels"] = np.full(12, IGNORED)
+    batch["weights"] = np.zeros((12, 1), "f4")
+    made = recipe(**SETTINGS)
+    state = polyamp.init(harness.mlp(layers()), made)
+    before = backend.export_state(state)
+
+    def means(model: Any, batch: Batch) -> Any:
+        outputs = model(batch["x"])
+        labels = LOSSES.softmax_cross_entropy(outputs, batch["labels"], ignore_index=IGNORED, reduction="sum")
+        errors = LOSSES.mean_squared_error(outputs, batch["y"], weights=batch["weights"], reduction="sum")
+        counts = LOSSES.count(batch["labels"] != IGNORED), LOSSES.count(batch["weights"])
+        return LOSSES.Mean(labels, counts[0]) + LOSSES.Mean(errors, counts[1])
+
+    state, result = polyamp.train_step(means, made)(state, batch)
+    assert (bool(backend.to_numpy(result.skipped)), number(backend, result.weight)) == (True, 0.0)
+    assert unmoved(before, backend.export_state(state)) == []

@@ -79,11 +79,16 @@ def call(loss_fn: Callable[[Any, Any], Any], model: Any, batch: Any) -> tuple[An
 
 
 class Term(NamedTuple):
-    """One summand of a `Mean`: `factor * total / count`; a count of None is that of the rows."""
+    """One summand of a `Mean`: `factor * total / count`; a count of None is that of the rows.
+
+    Attributes:
+        given: the count as it was given, by which terms over the same one are known; None where that is the rows.
+    """
 
     factor: Any
     total: Any
     count: Any
+    given: Any = None
 
 
 class Mean:
@@ -106,26 +111,28 @@ class Mean:
         return Mean((*(-self).terms, *_terms(other)))
 
     def __neg__(self) -> Mean:
-        return Mean([Term(-term.factor, term.total, term.count) for term in self.terms])
+        return Mean([term._replace(factor=-term.factor) for term in self.terms])
 
     def __mul__(self, factor: Any) -> Mean:
         if isinstance(factor, Mean):
             raise LossError("a Mean can be added to another and multiplied by a number, not by another Mean.")
-        return Mean([Term(term.factor * factor, term.total, term.count) for term in self.terms])
+        return Mean([term._replace(factor=term.factor * factor) for term in self.terms])
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> Mean:
         if isinstance(divisor, Mean):
             raise LossError("a Mean can be added to another and divided by a number, not by another Mean.")
-        return Mean([Term(term.factor / divisor, term.total, term.count) for term in self.terms])
+        return Mean([term._replace(factor=term.factor / divisor) for term in self.terms])
 
     def __repr__(self) -> str:
         return f"Mean({' + '.join(f'{t.factor} * {t.total} / {t.count}' for t in self.terms)})"
 
 
 def _terms(value: Any) -> tuple[Term, ...]:
-    return value.terms if isinstance(value, Mean) else (Term(1.0, value, None),)
+    if isinstance(value, Mean):
+        return value.terms
+    return () if isinstance(value, int | float) and value == 0 else (Term(1.0, value, None),)  # what sum() begins with
 
 
 class Loss(NamedTuple):
@@ -192,6 +199,12 @@ def read(
     return Loss(loss, aux, None, None) if own is None else Loss(loss, aux, own.count, own.size)
 
 
+def is_sum(result: Any) -> bool:
+    """Whether `loss_fn` returned a sum of means over different counts."""
+    first = result[0] if isinstance(result, tuple) and result else result
+    return isinstance(first, Mean) and len(_together(first.terms)) > 1
+
+
 class Totals(NamedTuple):
     """What the terms of a sum of means are divided by.
 
@@ -231,14 +244,16 @@ def _of_mean(mean: Mean, aux: Any, xp: ArrayNamespace, totals: Totals | None, ro
     value = sum(_quotient(term, xp) for term in terms)
     if len(terms) == 1:
         return Loss(value, aux, terms[0].count, None)
-    return Loss(value, aux, None, None, terms)
+    weight = None if any(term.count is None for term in terms) else sum(term.count for term in terms)
+    return Loss(value, aux, weight, None, terms)
 
 
 def _together(terms: Sequence[Term]) -> tuple[Term, ...]:
     """Terms over the very same count as one."""
-    groups: dict[int, list[Term]] = {}
+    groups: dict[Any, list[Term]] = {}
     for term in terms:
-        groups.setdefault(id(term.count), []).append(term)
+        given = term.given
+        groups.setdefault(("number", given) if isinstance(given, int | float) else id(given), []).append(term)
     return tuple(
         own[0] if len(own) == 1 else Term(1.0, sum(t.factor * t.total for t in own), own[0].count)
         for own in groups.values()
@@ -325,7 +340,8 @@ def warn_unclear(loss_fn: Any, line: str, *, stacklevel: int = 2) -> None:
         "loss_fn puts a loss of polyamp.losses with ignored, weighted or selected elements into a sum of its own, so "
         "that the step cannot know what the mean is over: micro-batches and replicas count by their rows, and the "
         "result is not that of one batch where their counts differ. Write "
-        f"polyamp.train_step(loss_fn, recipe, weight=lambda batch: {line}), or return polyamp.losses.Mean(total, count) and add to that.",
+        f"polyamp.train_step(loss_fn, recipe, weight=lambda batch: {line}), or return polyamp.losses.Mean(total, "
+        "count) and add to that.",
         UserWarning,
         stacklevel=stacklevel,
     )

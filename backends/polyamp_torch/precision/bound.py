@@ -169,6 +169,10 @@ class BoundModule:
         """
         return self._installation.commit()
 
+    def discard(self) -> None:
+        """In mode "cast", behind a forward pass that is to leave nothing: what it wrote to casts is forgotten."""
+        self._installation.discard()
+
     @contextlib.contextmanager
     def _traced(self, *, kept: bool) -> Iterator[None]:
         """The same for a compiler."""

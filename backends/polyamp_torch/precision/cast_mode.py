@@ -143,6 +143,16 @@ class Casts:
                 self.places[number] = place._replace(versions=(_version(place.master), _version(place.copy)))
         return list(found.values())
 
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Behind a pass that is to leave nothing: the casts of parameters as the masters have them. Buffers are taken
+        back before by whoever keeps them."""
+        for number, place in enumerate(self.places):
+            if place.copy is not place.master and isinstance(place.master, nn.Parameter):
+                place.slots[place.name] = place.copy
+                place.copy.copy_(place.master)
+            self.places[number] = place._replace(versions=(_version(place.master), _version(place.copy)))
+
     def _parameters(self) -> Iterator[tuple[int, _Place]]:
         """The places of the parameters that are cast, with their numbers.
 

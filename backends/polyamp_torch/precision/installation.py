@@ -158,6 +158,12 @@ class Installation:
         with self.lock:
             return self.casts.commit()
 
+    def discard(self) -> None:
+        """See `Casts.discard`."""
+        if self.casts is not None:
+            with self.lock:
+                self.casts.discard()
+
     def _put_in(self, outer: dict[int, torch.Tensor]) -> None:
         self.casts = self.own_casts
         if self.casts is None and outer:

@@ -174,12 +174,34 @@ def scaled_backward(
         stack.enter_context(matmul_precision(plan.float32_matmul))
         for model in models:
             stack.enter_context(model.installed())
-        before = made()
+        given = models[0] if len(models) == 1 else models
+
+        def count(part: Any) -> list[Any]:
+            with opened(plan, states[0].device.type), quiet.disturbed:
+                return _counts(loss_fn, given, states, part)
+
+        code, trial = getattr(loss_fn, "__code__", type(loss_fn)), None
+        if weighing.begins and code in states[0].sums_means:
+            if states[0].sums_means[code]:
+                weighing.count_others(count)
+        elif weighing.begins:
+            trial = _Trial(states)
         ends = _ends(states[0], others.began)
         held = [p.grad for p in ends]
-        given = models[0] if len(models) == 1 else models
-        with opened(plan, states[0].device.type), quiet.disturbed:
-            result, found = weights.call(loss_fn, given, batch)
+        while True:
+            before = made()
+            with opened(plan, states[0].device.type), quiet.disturbed:
+                result, found = weights.call(loss_fn, given, batch)
+            if trial is None:
+                break
+            states[0].sums_means[code] = weights.is_sum(result)
+            if states[0].sums_means[code]:  # the graph is in the way of the passes that count: once again behind them
+                del result, found
+                trial.take_back()
+                weighing.count_others(count)
+            else:
+                break
+            trial = None
         size = made() - before
         ran = any(p.grad is not grad for p, grad in zip(ends, held, strict=True))
         if ran or others.were_given(loss_fn, size):
@@ -187,11 +209,6 @@ def scaled_backward(
                 "loss_fn must not run the backward pass: polyamp does, on the scaled loss, and would add its gradients "
                 "to those that are there. Drop loss.backward(), and optimizer.step() and zero_grad() with it."
             )
-
-        def count(part: Any) -> list[Any]:
-            with opened(plan, states[0].device.type), quiet.disturbed:
-                return _counts(loss_fn, given, states, part)
-
         read = weighing.read(result, found, batch, count)
         if weighing.among_others and (weighing.is_unclear or weights.is_unclear(read, found)):
             weights.warn_unclear(loss_fn, weights.line_of(found))
@@ -227,16 +244,34 @@ def scaled_backward(
 
 def _counts(loss_fn: LossFunction, model: Any, states: Sequence[TorchState], part: Any) -> list[Any]:
     """The counts of a sum of means for another micro-batch, by a forward pass that leaves nothing behind."""
-    devices = [states[0].device] if states[0].device.type == "cuda" else []
-    saved = [(buffers.snapshot(state.buffer_owners), state.writes.before_trial()) for state in states]
+    trial = _Trial(states)
     try:
-        with torch.random.fork_rng(devices), torch.no_grad():
+        with torch.no_grad():
             result, found = weights.call(loss_fn, model, part)
             return weights.counts_of(weights.read(result, found, XP), rows_of(part, 1))
     finally:
-        for item, before in saved:
+        trial.take_back()
+
+
+class _Trial:
+    """What there is before a forward pass that is to leave nothing behind: buffers, parameters, random streams."""
+
+    def __init__(self, states: Sequence[TorchState]) -> None:
+        self._states = states
+        self._saved = [(buffers.snapshot(state.buffer_owners), state.writes.before_trial()) for state in states]
+        self._random = torch.get_rng_state()
+        on_device = states[0].device.type == "cuda"
+        self._random_on_device = torch.cuda.get_rng_state(states[0].device) if on_device else None
+
+    def take_back(self) -> None:
+        """Put it back, in casts too."""
+        torch.set_rng_state(self._random)
+        if self._random_on_device is not None:
+            torch.cuda.set_rng_state(self._random_on_device, self._states[0].device)
+        for state, (item, before) in zip(self._states, self._saved, strict=True):
             before.compare()
             settle(item, before, torch.zeros((), dtype=torch.bool))
+            state.bound.discard()
 
 
 def _ends(state: TorchState, began: bool) -> list[torch.Tensor]:

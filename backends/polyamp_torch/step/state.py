@@ -110,6 +110,7 @@ class TorchState(ShownState):
         self.one_device = len({p.device for p in self.parameters.values()}) == 1
         self.buffer_owners = buffers.owners(model)
         self.writes = ParameterWrites({**self.parameters, **dict(self._frozen)})
+        self.sums_means: dict[Any, bool] = {}
         self.groups = members(
             recipe,
             self.parameters,

@@ -66,6 +66,22 @@ class Weighing:
         self._own: list[bool] = []
         self._elements = weights.Elements()
         self._alone: Number | None = None
+        self._counts: list[list[Any]] | None = None
+
+    @property
+    def begins(self) -> bool:
+        """Whether the first pass of several is next."""
+        return self.among_others and not self.factors
+
+    def count_others(self, count: Callable[[Any], list[Any]]) -> None:
+        """Count what a sum of means divides by in the micro-batches after the first one, each by a forward pass: before
+        that of the first one, whose graph needs what such a pass may write to.
+
+        Args:
+            count: the counts for a micro-batch, by a forward pass.
+        """
+        found = [(count(other), counts) for other, counts in self.rest]  # some only because other ranks wait for it
+        self._counts = [own for own, counts in found if counts]
 
     @staticmethod
     def _number(weight: Any, device: torch.device) -> Number:
@@ -93,10 +109,9 @@ class Weighing:
             self.is_unclear = True
         self.sums_means |= bool(loss.terms)
         if loss.terms and self._totals is None and self.among_others:
-            every = [weights.counts_of(loss, rows), *(count(other) for other, counts in self.rest if counts)]
-            for other, counts in self.rest:
-                if not counts:  # other ranks wait for this pass
-                    count(other)
+            if self._counts is None:
+                self.count_others(count)
+            every = [weights.counts_of(loss, rows), *(self._counts or [])]
             self._totals = self._replicas.totals(weights.totals_of(every), self._device)
             loss = read(totals=self._totals)
         return loss
