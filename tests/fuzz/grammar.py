@@ -356,8 +356,9 @@ def _counts(rng: random.Random, found: Description) -> None:
         return
     first, *gone = found["heads"]
     found["heads"] = [first]
-    for glob in {head["name"] for head in gone} & set(found["policy"].get("overrides", ())):
-        del found["policy"]["overrides"][glob]
+    overrides = found["policy"].get("overrides", {})
+    for glob in [glob for glob in overrides if glob.rstrip("*") in {head["name"] for head in gone}]:
+        del overrides[glob]
     first.update(loss="softmax_cross_entropy", soft=False, class_weights=False, weighted=False, weight=1.0)
     first["options"] = {"ignore_index": -100}
     found.update(counts=rng.choice(("weight", "returned")), windows=found["accumulate_steps"])

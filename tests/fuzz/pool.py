@@ -186,7 +186,10 @@ class Pool:
 
 
 def _compiles(name: str, description: Description, compiled: bool) -> bool | None:
-    """The step's option, None for the framework's default. torch's compiler takes no recurrent layers."""
+    """The step's option, None for the framework's default. torch's compiler takes no recurrent layers,
+    and a compiled step no overrides in mode "cast"."""
     if name == "torch" and compiled and description.get("python"):
-        return not any(layer["op"] in ("rnn", "gru") for layer in walk(description["layers"])) or None
+        recurrent = any(layer["op"] in ("rnn", "gru") for layer in walk(description["layers"]))
+        policy = description["policy"]
+        return None if recurrent or (policy.get("mode") == "cast" and policy.get("overrides")) else True
     return False if name == "tensorflow" and not compiled else None
