@@ -1,4 +1,5 @@
-"""What a loss of Keras's `fit` is a mean over, where that is not the rows: a mask, or sample weights (S8)."""
+"""What a loss of Keras's `fit` is a mean over, where that is not the rows: a mask, a class that is ignored, or sample
+weights (S8)."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def count_losses(model: Any) -> None:
         x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
     ) -> Any:
         note = _NOTE.get()
-        count = None if note is None else _count(model, y_pred, sample_weight)
+        count = None if note is None else _count(model, y, y_pred, sample_weight)
         if note is not None and count is not None:
             (total,) = replicas.total([tf.cast(count, tf.float32)])
             note(total)
@@ -59,18 +60,32 @@ def count_losses(model: Any) -> None:
     model.compute_loss = compute_loss
 
 
-def _count(model: Any, outputs: Any, sample_weight: Any) -> Any:
+def _mask(loss: Any, labels: Any, output: Any) -> Any:
+    """Which elements of an output count in its loss, as Keras has it: those of the output's own mask whose label is not
+    ignored; None for all."""
+    mask, ignored = mask_of(output), getattr(loss, "ignore_class", None)
+    if ignored is None:
+        return None if mask is None else tf.cast(mask, tf.bool)
+    labels = tf.convert_to_tensor(labels)
+    if labels.shape.rank == output.shape.rank and labels.shape[-1] == 1:
+        labels = tf.squeeze(labels, -1)
+    counted = tf.not_equal(labels, tf.cast(ignored, labels.dtype))
+    return counted if mask is None else tf.logical_and(tf.cast(mask, tf.bool), counted)
+
+
+def _count(model: Any, labels: Any, outputs: Any, sample_weight: Any) -> Any:
     """What the compiled loss divides by; None for the rows."""
     loss = model.loss
     structured = isinstance(loss, dict | list | tuple) or isinstance(outputs, dict | list | tuple)
-    masks = [mask_of(leaf) for leaf in keras.tree.flatten(outputs)]
     reductions = [getattr(part, "reduction", _BY_MASK[1]) for part in keras.tree.flatten(loss)]
     by_weights = sample_weight is not None and _BY_WEIGHTS in reductions
     if structured:
-        if by_weights or any(mask is not None for mask in masks):
+        ignores = any(getattr(part, "ignore_class", None) is not None for part in keras.tree.flatten(loss))
+        if by_weights or ignores or any(mask_of(leaf) is not None for leaf in keras.tree.flatten(outputs)):
             _warn()
         return None
-    mask = None if masks[0] is None else tf.cast(masks[0], tf.float32)
+    found = _mask(loss, labels, outputs)
+    mask = None if found is None else tf.cast(found, tf.float32)
     if mask is not None and reductions[0] in _BY_MASK:
         return tf.reduce_sum(mask)
     if not by_weights:
@@ -86,9 +101,9 @@ def _count(model: Any, outputs: Any, sample_weight: Any) -> Any:
 def _warn() -> None:
     """Once in a process."""
     warnings.warn(
-        "fit with accumulate_steps: the losses of several outputs have masks, or sample weights that they divide by, "
-        "so that no one number says what the sum is over. Micro-batches count by their rows, and an update is not "
-        "that of one batch. polyamp.train_step with polyamp.losses.Mean for each output is.",
+        "fit with accumulate_steps: the losses of several outputs have masks, classes that they ignore, or sample "
+        "weights that they divide by, so that no one number says what the sum is over. Micro-batches count by their "
+        "rows, and an update is not that of one batch. polyamp.train_step with polyamp.losses.Mean for each output is.",
         UserWarning,
         stacklevel=2,
     )

@@ -25,6 +25,13 @@ def masked() -> Any:
     )
 
 
+def plain() -> Any:
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [keras.Input((5,), dtype="int32"), keras.layers.Embedding(9, 4), keras.layers.Dense(3, use_bias=False)]
+    )
+
+
 def dense() -> Any:
     keras.utils.set_random_seed(0)
     return keras.Sequential([keras.Input((5,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
@@ -44,6 +51,17 @@ def test_s08_a_mask_decides_what_a_micro_batch_counts(count: int) -> None:
     """Keras divides a masked loss by what the mask leaves."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     one, several = (trained(masked, loss, n, TOKENS, LABELS) for n in (1, count))
+    for ours, theirs in zip(several, one, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+@pytest.mark.parametrize("make", [masked, plain], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("column", [False, True])
+def test_s08_a_class_that_a_loss_ignores_does_not_count(make: Any, column: bool) -> None:
+    """Beside a mask as well: Keras divides by what both leave."""
+    labels = np.where(np.arange(5) < [[1], [5], [2], [0], [4], [3], [1], [1]], LABELS, 2)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=2)
+    one, several = (trained(make, loss, n, TOKENS, labels[..., None] if column else labels) for n in (1, 4))
     for ours, theirs in zip(several, one, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
