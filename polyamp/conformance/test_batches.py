@@ -48,6 +48,17 @@ def test_s24_an_empty_batch_is_refused_before_the_step(
     assert number(backend, result.step) == 1
 
 
+def test_s08_a_list_of_a_number_for_each_row_is_not_split_and_refused(backend: Backend, harness: Harness) -> None:
+    """Whole in every micro-batch its entries would meet other rows."""
+    made = recipe(accumulate_steps=2)
+    state = polyamp.init(harness.mlp(layers()), made)
+    before = backend.export_state(state)
+    given = {**batch(), "lengths": [5, 1, 4, 2, 3, 5, 1, 2]}
+    with pytest.raises(BatchError, match=r"batch\['lengths'\]"):
+        polyamp.train_step(loss_fn, made)(state, given)
+    assert unmoved(before, backend.export_state(state)) == []
+
+
 def test_s24_an_empty_array_beside_others_is_the_programs_own(backend: Backend, harness: Harness) -> None:
     made = recipe()
     state = polyamp.init(harness.mlp(layers()), made)

@@ -5,7 +5,8 @@ Each backend calls these from the walk over the batch that it makes anyway. They
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -51,6 +52,37 @@ def check_has_rows(lengths: Iterable[int | None]) -> None:
             f"batch is empty: of its {len(found)} array{'s' if len(found) > 1 else ''} none has a row along axis 0. "
             "Leave the step out for such a batch, or have the loader drop it (drop_last=True, drop_remainder=True)."
         )
+
+
+def check_has_no_lists(batch: Any, rows: int, path: str = "") -> None:
+    """Refuse a batch with a list of one number or text for each row: it would go whole into every micro-batch, where
+    its first entries would meet other rows.
+
+    Args:
+        batch: in dicts, lists and tuples.
+        rows: how many there are to split.
+        path: of `batch`.
+
+    Raises:
+        BatchError: names it, and what to pass.
+    """
+    if isinstance(batch, Mapping):
+        for key, value in batch.items():
+            check_has_no_lists(value, rows, f"{path}[{key!r}]")
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            check_has_no_lists(getattr(batch, field.name), rows, f"{path}.{field.name}")
+    elif isinstance(batch, list | tuple):
+        kinds = {type(value) for value in batch}
+        numbers = kinds <= {bool, int, float} and isinstance(batch, list)  # a tuple of numbers is a size, or settings
+        if rows > 1 and len(batch) == rows and (numbers or kinds == {str}):
+            raise BatchError(
+                f"batch{path} is a {type(batch).__name__} of {rows} Python values, as many as the batch has rows. "
+                "accumulate_steps splits arrays alone, so that every micro-batch would get all of them. Pass an array "
+                "(np.array(values) does for numbers and text), or a list of micro-batches."
+            )
+        for number, value in enumerate(batch):
+            check_has_no_lists(value, rows, f"{path}[{number}]")
 
 
 def split(leaves: Sequence[tuple[str, Shape]], count: int) -> Window:
@@ -188,6 +220,7 @@ def micro_batches(batch: Any, count: int) -> tuple[list[Any], Window]:
     if isinstance(batch, list):
         return batch, listed([_shapes(part) for part in batch], count)
     window = split(_shapes(batch), count)
+    check_has_no_lists(batch, sum(window.sizes))
     ends = list(accumulate(window.sizes))
     return [map_tree(_rows(stop - size, stop), batch) for size, stop in zip(window.sizes, ends, strict=True)], window
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -52,3 +53,30 @@ def test_s08_numbers_and_text_go_into_every_micro_batch() -> None:
 def test_s08_a_list_of_bare_arrays_is_ambiguous() -> None:
     with pytest.raises(BatchError, match="could be 2 micro-batches or one batch of 2 arrays"):
         micro_batches([np.ones(2), np.ones(2)], 2)
+
+
+@dataclasses.dataclass
+class Sentences:
+    ids: Any
+    texts: Any
+
+
+@pytest.mark.parametrize(
+    ("path", "batch"),
+    [
+        (r"batch\['lengths'\]", {"x": np.zeros((3, 2)), "lengths": [1, 2.5, True]}),
+        (r"batch\[1\]\['texts'\]", (np.zeros(3), {"texts": ["a", "b", "c"]})),
+        (r"batch\.texts is a tuple of 3", Sentences(np.zeros(3), ("a", "b", "c"))),
+    ],
+)
+def test_s08_a_list_of_one_python_value_for_each_row_is_refused(path: str, batch: Any) -> None:
+    with pytest.raises(BatchError, match=f"{path}.*np.array"):
+        micro_batches(batch, 2)
+
+
+def test_s08_settings_and_arrays_of_text_are_no_lists_of_rows() -> None:
+    """A tuple of numbers is a size, a list of another length something else, and what is mixed is the program's own."""
+    whole = {"size": (32, 64), "names": ["a", "b", "c"], "mixed": [1, "a"], "one": 1, "none": None}
+    parts, _ = micro_batches({**whole, "text": np.array(["p", "q"])}, 2)
+    assert [part.pop("text").tolist() for part in parts] == [["p"], ["q"]]
+    assert parts == [whole, whole]
