@@ -196,3 +196,23 @@ def test_s01_float64_gradients_are_divided_by_the_scale_in_float64(backend: Back
             _, grads = polyamp.value_and_grad(squares)(polyamp.init(harness.mlp(wide_layers()), made), wide_batch(0))
             found.append({name: backend.to_numpy(grad) for name, grad in backend.named_gradients(grads)})
         assert distance(found[1], found[0]) < 1e-15
+
+
+def test_s01_float64_windows_of_uneven_micro_batches(backend: Backend, harness: Harness) -> None:
+    """Their shares of the rows, 1 and 2/3, are no numbers of float32."""
+    rng = np.random.default_rng(0)
+    whole = {"x": rng.normal(size=(8, INPUTS)), "y": rng.normal(size=(8, OUTPUTS))}
+
+    def mean(model: Any, batch: Any) -> Any:
+        rows = batch["y"].shape[0]
+        distance = model(batch["x"]) - batch["y"]
+        squared = distance * distance
+        return sum(squared[row, column] for row in range(rows) for column in range(OUTPUTS)) * (1.0 / rows)
+
+    with harness.float64():
+        found = []
+        for count in (1, 3):
+            made = recipe(polyamp.Policy("float64"), optimizer=polyamp.sgd(0.7), accumulate_steps=count)
+            state, _ = polyamp.train_step(mean, made)(polyamp.init(harness.mlp(wide_layers()), made), whole)
+            found.append({name: backend.to_numpy(value) for name, value in polyamp.parameters(state.model).items()})
+        assert distance(found[1], found[0]) < 1e-15

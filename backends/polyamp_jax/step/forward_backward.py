@@ -120,6 +120,8 @@ def run_pass(
             weights.warn_unclear(loss_fn, weights.line_of(found))
         check_aux(loss.aux)
         _, wide = scaled_loss(loss.value, None)
+        if states[0].recipe.policy.param == "float64":  # what it is multiplied by is float64 as well (S1)
+            wide = jnp.asarray(loss.value, jnp.float64).reshape(())
         weight = None if loss.weight is None else _constant(loss.weight)
         if weight is not None:
             wide = jnp.where(weight > 0.0, wide, 0.0)
@@ -129,6 +131,7 @@ def run_pass(
         if weighing.share != 1.0 and weight is None:
             scaled = scaled * weighing.share
         counts = [_constant(count) for count in weights.counts_of(loss, weighing.rows or _rows(batch))]
+        wide = wide.astype(jnp.float32)
         return scaled, (wide, loss.aux, [engine.running for engine in engines], weight, counts if several else [])
 
     trees = (params, masters) if around is None else (around.own(list(params)), around.own(masters))
@@ -176,7 +179,7 @@ def taken(
     if compat.mapped_axes():
         check_whole(scattered(program), [params, masters, *others])
     refusals.check_depends(any(made))
-    one: Any = np.ones((), np.float32)
+    one: Any = np.ones((), scaled.dtype)
     if own := compat.varying(scaled):  # a loss that is each replica's own
         one = compat.vary(one, sorted(own))
     flat = compat.jaxpr_as_fun(program)(one)

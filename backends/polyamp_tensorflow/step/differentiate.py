@@ -185,7 +185,7 @@ def _accumulated(states: States, loss_fn: LossFunction, batch: Any, count: int, 
         return _Scaled(sum(own.loss for own in done), aux, gradients, total, None, counts)
     whole = sum(share * len(run) for share, (run, _) in zip(shares, runs, strict=True))
     loss = sum(own.loss * share for share, own in zip(shares, done, strict=True)) / whole
-    mean = [{name: value / tf.cast(whole, value.dtype) for name, value in own.items()} for own in gradients]
+    mean = [{name: value / tf.constant(whole, value.dtype) for name, value in own.items()} for own in gradients]
     sizes = [own.size * len(run) for own, (run, _) in zip(done, runs, strict=True) if own.size is not None]
     size = sum(sizes) if len(sizes) == len(done) else None
     return _Scaled(loss, aux, mean, None, size, counts)
@@ -298,7 +298,8 @@ def _scaled(states: States, loss_fn: LossFunction, batch: Any, weighing: _Weighi
             own = own._replace(weight=own.size, size=None)
         _check_width(own.value, states)
         loss = scale_loss(own.value, None, what="loss_fn")
-        scaled = loss * states[0].scale_state.scale if scaler.scales else loss
+        wide = tf.reshape(tf.cast(raw(own.value), tf.float64), ()) if states[0].plan.param == "float64" else loss
+        scaled = wide * tf.cast(states[0].scale_state.scale, wide.dtype) if scaler.scales else wide
         if weighing.share != 1.0 and own.weight is None:
             scaled = scaled * weighing.share
     selects = weighing.rows is not None and own.own is None and any(tf.is_tensor(item.size) for item in found)

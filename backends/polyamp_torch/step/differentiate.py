@@ -223,12 +223,14 @@ def scaled_backward(
             model.check_overrides_ran()
         if states[0].replicas.sharded:
             loss = states[0].replicas.whole(loss)
-        wide = loss.float().reshape(())
+        wide = (loss.double() if plan.param == "float64" else loss.float()).reshape(())
         factor = weighing.counted(read, batch, counts=counts)
         scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
         scaled = scaled if isinstance(factor, float) and factor == 1.0 else scaled * factor
         others.look(loss_fn, wide, size)
-        value = weighed([wide.detach()], [1.0 if factor else 0.0] if isinstance(factor, float) else [factor > 0.0])
+        value = weighed(
+            [wide.detach().float()], [1.0 if factor else 0.0] if isinstance(factor, float) else [factor > 0.0]
+        )
         if between is not None:
             between(value)
         if not (weighing.omits and isinstance(factor, float) and factor == 0.0):
