@@ -169,6 +169,10 @@ class BoundModule:
         """
         return self._installation.commit()
 
+    def written(self) -> list[torch.Tensor]:
+        """In mode "cast", behind a forward pass: the parameters to which `commit` will bring what it wrote."""
+        return self._installation.written()
+
     @contextlib.contextmanager
     def _traced(self, *, kept: bool) -> Iterator[None]:
         """The same for a compiler."""
