@@ -173,6 +173,10 @@ class BoundModule:
         """In mode "cast", behind a forward pass that is to leave nothing: what it wrote to casts is forgotten."""
         self._installation.discard()
 
+    def written(self) -> list[torch.Tensor]:
+        """In mode "cast", behind a forward pass: the parameters to which `commit` will bring what it wrote."""
+        return self._installation.written()
+
     @contextlib.contextmanager
     def _traced(self, *, kept: bool) -> Iterator[None]:
         """The same for a compiler."""

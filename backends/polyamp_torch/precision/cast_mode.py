@@ -153,6 +153,26 @@ class Casts:
                 place.copy.copy_(place.master)
             self.places[number] = place._replace(versions=(_version(place.master), _version(place.copy)))
 
+    @torch.no_grad()
+    def written(self) -> list[torch.Tensor]:
+        """The masters to which `commit` will bring what a forward pass wrote to their casts.
+
+        Raises:
+            UnsupportedError: a parameter that was replaced.
+        """
+        looks = self.module.training not in self._looked
+        found: dict[int, torch.Tensor] = {}
+        for _, place in self._parameters():
+            master, copy = place.master, place.copy
+            by_hand = _version(master) != place.versions[0]  # what it casts to by now is not what was cast
+            if _version(copy) != place.versions[1] or (
+                not by_hand
+                and (looks or id(master) in self._silent)
+                and bool((copy.detach() != master.detach().to(copy.dtype)).any())
+            ):
+                found[id(master)] = master
+        return list(found.values())
+
     def _parameters(self) -> Iterator[tuple[int, _Place]]:
         """The places of the parameters that are cast, with their numbers.
 

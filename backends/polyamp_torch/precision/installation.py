@@ -164,6 +164,13 @@ class Installation:
             with self.lock:
                 self.casts.discard()
 
+    def written(self) -> list[torch.Tensor]:
+        """See `Casts.written`."""
+        if self.casts is None:
+            return []
+        with self.lock:
+            return self.casts.written()
+
     def _put_in(self, outer: dict[int, torch.Tensor]) -> None:
         self.casts = self.own_casts
         if self.casts is None and outer:

@@ -7,7 +7,7 @@ to. Version counters tell when others are. Called by the step; in mode "cast" `C
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -31,9 +31,10 @@ class ParameterWrites:
         names: the paths.
         known: those that passes were seen to write to.
         looked: the loss functions whose first pass was looked at, in training and in evaluation.
+        agreed: those whose values rank 0 sends with every step, the same on all ranks.
     """
 
-    __slots__ = ("_whole", "known", "looked", "named", "names")
+    __slots__ = ("_whole", "agreed", "known", "looked", "named", "names")
 
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         self.named = named
@@ -42,6 +43,7 @@ class ParameterWrites:
         self._whole = whole if all(local_of(p) is p for p in whole) else None
         self.known: set[str] = set()
         self.looked: set[Any] = set()
+        self.agreed: set[str] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ParameterWrites, (self.named,)
@@ -94,6 +96,27 @@ class BeforePass:
                 self._writes.known.add(self._names[place])
 
     @torch.no_grad()
+    def so_far(self, masters: Sequence[torch.Tensor]) -> set[str]:
+        """Between a forward pass and its backward pass: what was written to, as far as that is known before `compare`;
+        what passes were seen to write to is among it.
+
+        Args:
+            masters: parameters to whose casts the pass wrote.
+        """
+        of_casts = {id(local_of(p)) for p in masters}
+        found, now = set(self._writes.known), _versions(self._tensors)
+        if now == self._versions and self._looks is None and not of_casts:
+            return found
+        for name, p, before, after in zip(self._names, self._tensors, self._versions, now, strict=True):
+            if after != before or id(p) in of_casts:
+                found.add(name)
+            elif self._looks is not None:
+                old = self._saved[name]
+                if not torch.equal(old, p.to(old.device)):
+                    found.add(name)
+        return found
+
+    @torch.no_grad()
     def compare(self) -> None:
         """Behind the passes: see what they wrote to, and let go of the rest."""
         now = _versions(self._tensors)
@@ -114,7 +137,13 @@ class BeforePass:
     @property
     def found(self) -> list[str]:
         """Behind `compare`: what was written to."""
-        return list(self._saved)
+        return [*self._saved, *self._late]
+
+    def keep(self, names: Collection[str]) -> None:
+        """Keep the values of others, to which another rank's may be given, for a step that is skipped."""
+        for name, p in zip(self._names, self._tensors, strict=True):
+            if name in names and name not in self._late:
+                self._saved.setdefault(name, p.detach().clone())
 
     @torch.no_grad()
     def settle(self, finite: torch.Tensor | None) -> None:
@@ -159,10 +188,11 @@ class Written:
         running: of the `Gradients`; `name in written` says which of its names are of parameters.
     """
 
-    __slots__ = ("_names", "_saved")
+    __slots__ = ("_named", "_names", "_saved")
 
     @torch.no_grad()
     def __init__(self, named: Mapping[str, torch.Tensor], running: Mapping[str, Any]) -> None:
+        self._named = named
         self._names = {name for name in running if name.startswith(PREFIX)}
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name in self._names:
@@ -172,6 +202,18 @@ class Written:
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
+
+    @property
+    def found(self) -> list[str]:
+        """The paths of the parameters."""
+        return [name.removeprefix(PREFIX) for name in self._names]
+
+    def keep(self, names: Collection[str]) -> None:
+        """Keep the values of others, to which another rank's may be given, for a step that is skipped."""
+        for name in names:
+            if PREFIX + name not in self._names:
+                p = local_of(self._named[name])
+                self._saved.append((p, p.detach().clone()))
 
     @torch.no_grad()
     def settle(self, finite: torch.Tensor | None) -> None:

@@ -51,11 +51,13 @@ class Own(NamedTuple):
         loss: the sum of its losses times what they count, or None.
         total: the sum of what they count.
         divided: what the gradients were divided by already.
+        news: whether it has something to say of parameters that it wrote to.
     """
 
     loss: torch.Tensor | None = None
     total: Number = 1.0
     divided: float = 1.0
+    news: bool = False
 
 
 class Replicas:
@@ -136,13 +138,14 @@ class Replicas:
         found: torch.Tensor = summed([total], self.group, device)[0] / self.group.size()
         return found.item() if looks(device) else found
 
-    def begin(self, loss: torch.Tensor, total: Number) -> Begun | None:
-        """Before the last backward pass of a window: send the loss off, if nothing but it needs a reduction."""
+    def begin(self, loss: torch.Tensor, total: Number, *, news: bool = False) -> Begun | None:
+        """Before the last backward pass of a window: send the loss off, if nothing but it needs a reduction; and with
+        it whether there is something to say of parameters that were written to."""
         if not self.several or self.held is None or not self.held.same:
             return None
         from polyamp_torch.distributed.agreement import Begun
 
-        return Begun(loss, total, self.group, self._mark(0))
+        return Begun(loss, total, self.group, self._mark(0), news=news)
 
     def _mark(self, gradients: int) -> int:
         return 0 if self.guard is None else int(self.guard.mark(self.number, gradients))
@@ -177,11 +180,11 @@ class Replicas:
         from polyamp_torch.distributed.agreement import Agreed, agreed
 
         if begun is not None:
-            loss, total, marks = begun.arrived()
+            loss, total, marks, news = begun.arrived()
             scale = _scaled(scale, total, own.divided)
             norm, finite = measured(grads, scale, **how)
             self._check_marks(marks, begun.mark, len(grads))
-            return Agreed(norm, finite, loss, total, marks, scale)
+            return Agreed(norm, finite, loss, total, marks, news, scale)
         device = grads[0].device
         classes: dict[float, list[torch.Tensor]] = {}
         for p, grad in zip(parameters, grads, strict=True):
@@ -198,7 +201,7 @@ class Replicas:
         squares = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
         finite = flags[0] if len(flags) == 1 else torch.stack(flags).all()
         mark = self._mark(len(grads))
-        found = agreed(squares, finite, own.loss, own.total, self.group, mark)
+        found = agreed(squares, finite, own.loss, own.total, self.group, mark, news=own.news)
         self._check_marks(found.marks, mark, len(grads))
         by = _scaled(None, found.total, own.divided)
         if by is None:

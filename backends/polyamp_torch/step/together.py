@@ -3,7 +3,7 @@
 Gradients are reduced over the replicas behind the last pass of the window; then norm, flag and loss are, in one small
 reduction, and every process decides by the same bits. Where all have the same gradients then, that reduction is of the
 loss alone and goes its way before the last backward pass. Running statistics are rank 0's, sent once when the step is
-through. Called by the step.
+through, and so is what passes wrote to parameters, sent before the update. Called by the step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from polyamp_torch.step.differentiate import dense, scaled_backward, set_aside
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import looks
 from polyamp_torch.step.parameter_writes import BeforePass
+from polyamp_torch.step.rank_0_writes import news
 from polyamp_torch.step.replicas import Pass
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.update import Scaled, Shared, applied
@@ -65,7 +66,7 @@ def stepped(
             if finite is None or not looks(finite.device) or bool(finite):
                 held.send_running(slots, before)
 
-        (result,) = applied([state], [Scaled(values, scale, settle, shared=shared)], "all")
+        (result,) = applied([state], [Scaled(values, scale, settle, shared=shared, written=before_pass)], "all")
     return result._replace(loss=shared.loss, aux=aux)
 
 
@@ -89,7 +90,10 @@ def _passed(
     def begin(loss: torch.Tensor) -> None:
         """Before the last backward pass, so that on every rank it comes before what that one sends."""
         weighing = shared.weighing
-        shared.begun = state.replicas.begin(weighed([*losses, loss], weighing.factors), weighing.total)
+        if state.replicas.several:
+            shared.announced = news(state, before.so_far(state.bound.written()))
+        mean = weighed([*losses, loss], weighing.factors)
+        shared.begun = state.replicas.begin(mean, weighing.total, news=shared.announced)
 
     for number, one in enumerate(passes, 1):
         between = begin if number == len(passes) else None

@@ -7,6 +7,7 @@ On the CPU, where reading costs nothing, the flag is read and a skipped step tou
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from polyamp.arrays import PYTHON
-from polyamp.errors import GradientError
+from polyamp.errors import GradientError, UnsupportedError
 from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, StepResult
 from polyamp.rules import clip, decide, refusals
@@ -29,6 +30,7 @@ from polyamp_torch.step.differentiate import Values, set_aside
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import divide_, divide_in_two_steps_, divisor, looks, measured
 from polyamp_torch.step.parameter_writes import Written
+from polyamp_torch.step.rank_0_writes import WrittenHere, news, send_writes
 from polyamp_torch.step.replicas import Own, guarded
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.turns import together
@@ -55,6 +57,7 @@ class Shared:
             over the replicas.
         weight: behind the update, see `StepResult.weight`.
         begun: the reduction of the loss where it is under way already, or None.
+        announced: where it is, whether it says that there is something to say of parameters that were written to.
     """
 
     def __init__(self, weighing: Weighing, *, divided: float = 1.0) -> None:
@@ -63,6 +66,7 @@ class Shared:
         self.loss: torch.Tensor | None = None
         self.weight: torch.Tensor | None = None
         self.begun: Begun | None = None
+        self.announced = False
 
     def alone(
         self, scale: torch.Tensor | None, device: torch.device
@@ -87,6 +91,7 @@ class Scaled(NamedTuple):
         weight: what the mean of the loss is over, float32 scalar, where that may be 0 (S8); else None.
         places: the parameters into whose `.grad` they are still to be put; they are the caller's then, and not to be
             overwritten. None for gradients that stand there, and that nobody else has.
+        written: what the passes wrote to parameters, where other processes may have written something else.
     """
 
     values: list[torch.Tensor]
@@ -95,6 +100,7 @@ class Scaled(NamedTuple):
     places: list[torch.Tensor] | None = None
     shared: Shared | None = None
     weight: torch.Tensor | None = None
+    written: WrittenHere | None = None
 
 
 def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
@@ -115,7 +121,7 @@ def _applied_to(states: Sequence[TorchState], grads: Sequence[Gradients], skip: 
         places: list[torch.Tensor] = [state.parameters[name] for name in fitted]
         written.append(Written(state.writes.named, item.running))
         settle = functools.partial(_settle, state, item.running, written[-1])
-        ready.append(Scaled(list(fitted.values()), None, settle, places, weight=item.weight))
+        ready.append(Scaled(list(fitted.values()), None, settle, places, weight=item.weight, written=written[-1]))
     parameters = {id(p): p for state in states for p in state.parameters.values()}
     try:
         with set_aside(list(parameters.values()), used_up=True):
@@ -263,15 +269,28 @@ def _with(state: TorchState, grads: Scaled) -> list[torch.Tensor]:
 
 def _agreed(state: TorchState, grads: Scaled) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Norm and flag over all processes, and what the gradients are still multiplied by; the mean of the loss and the
-    weight go into `grads.shared`."""
+    weight go into `grads.shared`. What was written to parameters is rank 0's then."""
     replicas, shared = state.replicas, grads.shared
     parameters, values = _with(state, grads), state.plain(grads.values)
-    own = Own() if shared is None else Own(shared.loss, shared.weighing.total, shared.divided)
     begun = None if shared is None else shared.begun
+    if shared is not None and begun is not None:
+        announced = shared.announced
+    else:
+        announced = grads.written is not None and news(state, grads.written.found)
+    own = Own(news=announced)
+    if shared is not None:
+        own = Own(shared.loss, shared.weighing.total, shared.divided, announced)
     found = replicas.agreed(parameters, values, grads.scale, own, begun, alike=state.one_device)
     if shared is not None:
         shared.loss = found.loss
         shared.weight = shared.weighing.weight(found.total * replicas.count)
+    if grads.written is not None:
+        try:
+            send_writes(state, grads.written, announced=announced, of_all=found.news, finite=found.finite)
+        except UnsupportedError:
+            with contextlib.suppress(UnsupportedError):  # a value that was not kept: the error at hand says why
+                grads.settle(torch.zeros((), dtype=torch.bool))
+            raise
     return found.norm, found.finite, found.scale
 
 
