@@ -184,7 +184,7 @@ class LoopScaler(GradScaler):
         self._update_is_due = False
         self._unscaled: set[int] = set()
         self._flags: weakref.WeakKeyDictionary[torch.optim.Optimizer, torch.Tensor] = weakref.WeakKeyDictionary()
-        self._remembered: dict[nn.Module, dict[str, buffers.Saved]] = {}
+        self._remembered: dict[nn.Module, buffers.Snapshot] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
@@ -259,7 +259,7 @@ class LoopScaler(GradScaler):
 
     def remember(self, module: nn.Module) -> None:
         """Keep the values of a module's buffers as they are before the first forward pass of an update."""
-        if module not in self._remembered and next(module.buffers(), None) is not None:
+        if module not in self._remembered:
             self._remembered[module] = buffers.snapshot(module)
 
     def _settle(self) -> None:
