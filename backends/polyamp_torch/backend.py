@@ -30,6 +30,7 @@ from polyamp_torch.losses import TorchLosses
 from polyamp_torch.own_loop.grad_scaler import GradScaler
 from polyamp_torch.precision.autocast import autocast, run_under
 from polyamp_torch.precision.bound import BoundModule, device_of, inside
+from polyamp_torch.precision.parameter_listing import tree_parameters
 from polyamp_torch.precision.paths import path_of, plan_for
 from polyamp_torch.step import differentiate, failures, replicas, resuming, step, update
 from polyamp_torch.step.measure import global_norm, reciprocal
@@ -124,13 +125,14 @@ class TorchBackend:
         return tree, torch.isfinite(global_norm(unscaled))
 
     def regularization(self, model: Any) -> Any:
-        return torch.zeros((), device=next((p.device for p in model.parameters()), None), dtype=torch.float32)
+        parameters = tree_parameters(inside(model) if isinstance(model, BoundModule) else model)
+        return torch.zeros((), device=next((p.device for _, p in parameters), None), dtype=torch.float32)
 
     def parameters(self, model: Any) -> dict[str, Any]:
         if isinstance(model, BoundModule):
             return model.trainable()
         path = path_of(model)
-        return {path(name): p for name, p in model.named_parameters() if p.requires_grad}
+        return {path(name): p for name, p in tree_parameters(model) if p.requires_grad}
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TorchState:
         refusals.check_options(options, (), function="init", backend=self.name)

@@ -291,7 +291,8 @@ class _Restored(Generic[_State]):
         if problems:
             raise CheckpointError(
                 f"{self.name} belongs to another model, optimizer or scaler. {contents.listed(problems)}. Build the "
-                f"state from the model and recipe that were saved.{_said(changed)}"
+                f"state from the model and recipe that were saved.{contents.late_shapes(expected, found)}"
+                f"{_said(changed)}"
             )
         return changed
 

@@ -35,6 +35,17 @@ def misfits(expected: Mapping[str, Array | Form], found: Mapping[str, Array | Fo
     ]
 
 
+def late_shapes(expected: Mapping[str, Array | Form], found: Mapping[str, Array | Form]) -> str:
+    """What to do about running state that is in both with other shapes, as that which the first forward pass makes."""
+    names = [name for name in expected if name.startswith("running/") and name in found]
+    if all(tuple(expected[name].shape) == tuple(found[name].shape) for name in names):
+        return ""
+    return (
+        " Running state that gets its shape in the first forward pass has it only then: call the model once on a batch "
+        "before polyamp.init, or load its own saved weights into it."
+    )
+
+
 def impossible(arrays: Mapping[str, Array], scaler: LossScaler) -> list[str]:
     """Values that no run has: a scale outside of its bounds, negative counters.
 

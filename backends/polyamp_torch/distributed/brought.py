@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from polyamp_torch.arrays import dtype_name
+from polyamp_torch.precision.parameter_listing import tree_parameters
 from polyamp_torch.precision.paths import path_of
 
 _PIECE: Final = 1 << 20
@@ -42,8 +43,8 @@ def described(model: nn.Module, engine: str, modules: Iterable[nn.Module]) -> tu
     how = [f"{name}={getattr(ddp, name, None)}" for ddp in replicated[:1] for name in _OPTIONS]
     own = _each_ranks_own(replicated)
     path = path_of(model)
-    parameters = {path(name): p for name, p in model.named_parameters()}
-    buffers = {path(name): buffer for name, buffer in model.named_buffers()}
+    parameters = {path(name): p for name, p in tree_parameters(model)}
+    buffers = {path(name): buffer for name, buffer in nn.Module.named_buffers(model)}
     whole, shards, part = _sorted({**parameters, **buffers}, own)
     return {
         "engines": [engine, *how],

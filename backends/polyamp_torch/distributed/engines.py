@@ -22,6 +22,7 @@ from polyamp_torch.compat import flat_group_of, meshes_of
 from polyamp_torch.distributed.engine import Engine
 from polyamp_torch.distributed.fully_sharded import FullySharded
 from polyamp_torch.distributed.replicated import Replicated
+from polyamp_torch.precision.parameter_listing import tree_parameters
 
 _CURE = "Make one mesh of all of them with init_device_mesh; its dimensions are for fully_shard and parallelize_module."
 
@@ -44,7 +45,7 @@ def found(model: nn.Module) -> Engine | None:
             "torch.distributed.fsdp.fully_shard(model) in its place."
         )
     replicated = [part for part in parts if isinstance(part, DistributedDataParallel)]
-    spread = [p for p in model.parameters() if isinstance(p, DTensor)]
+    spread = [p for _, p in tree_parameters(model) if isinstance(p, DTensor)]
     if replicated:
         if spread:
             raise UnsupportedError(

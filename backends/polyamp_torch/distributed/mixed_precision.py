@@ -24,6 +24,7 @@ from polyamp.rules.plan import NARROW, Plan
 from polyamp_torch.arrays import DTYPES, dtype_name
 from polyamp_torch.compat import WRAPPERS, Gathered, children_in, fsdp2_state, gathered_by_fsdp2
 from polyamp_torch.precision.cast_mode import dtype_in_module
+from polyamp_torch.precision.parameter_listing import tree_parameters
 from polyamp_torch.precision.paths import inner_paths, plan_for
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def _units(model: nn.Module, plan: Plan, selected: set[int]) -> Iterator[_Unit]:
 
     def below(part: nn.Module, path: str, around: _Around) -> Iterator[_Unit]:
         wanted = dtype_in_module(plan, found, path, part)
-        if next(part.parameters(), None) is None:
+        if next(tree_parameters(part), None) is None:
             return
         if isinstance(part, _NEVER_CALLED):
             if id(part) in selected:

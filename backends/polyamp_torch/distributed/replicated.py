@@ -26,6 +26,7 @@ from polyamp_torch.distributed.compat import (
     sends_buffers,
 )
 from polyamp_torch.distributed.engine import Engine, Slots
+from polyamp_torch.precision.parameter_listing import tree_parameters
 
 
 class Replicated(Engine):
@@ -114,7 +115,7 @@ class Replicated(Engine):
 
 def _own(part: Any, named: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """The trainable parameters that lie in a `DistributedDataParallel`."""
-    held = {id(p) for p in part.parameters()}
+    held = {id(p) for _, p in tree_parameters(part)}
     return [(name, p) for name, p in named.items() if id(p) in held]
 
 
@@ -140,7 +141,7 @@ def _check_all_reduced(modules: Sequence[DistributedDataParallel], named: Mappin
     known: set[int] = set()
     for part in modules:
         parameters, reduced = parameters_reduced(part)
-        now = {id(p) for p in part.parameters()} & set(map(id, parameters))
+        now = {id(p) for _, p in tree_parameters(part)} & set(map(id, parameters))
         trained = {id(p) for p in parameters if p.requires_grad and id(p) in now}
         if len(trained) != reduced:
             raise ModelError(

@@ -26,6 +26,7 @@ from polyamp_torch.own_loop.grad_scaler import GradScaler
 from polyamp_torch.own_loop.scaler_gradients import parameters_of
 from polyamp_torch.precision.autocast import autocast, matmul_precision
 from polyamp_torch.precision.bound import BoundModule, device_of
+from polyamp_torch.precision.parameter_listing import tree_parameters
 from polyamp_torch.precision.paths import plan_for
 from polyamp_torch.step import running as buffers
 
@@ -184,7 +185,7 @@ class LoopScaler(GradScaler):
         self._update_is_due = False
         self._unscaled: set[int] = set()
         self._flags: weakref.WeakKeyDictionary[torch.optim.Optimizer, torch.Tensor] = weakref.WeakKeyDictionary()
-        self._remembered: dict[nn.Module, dict[str, buffers.Saved]] = {}
+        self._remembered: dict[nn.Module, buffers.Snapshot] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
@@ -223,7 +224,7 @@ class LoopScaler(GradScaler):
         self._flags[optimizer] = flag
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if self._remembered else set()
         for module in list(self._remembered):
-            if any(id(p) in trained for p in module.parameters()):
+            if any(id(p) in trained for _, p in tree_parameters(module)):
                 buffers.settle(self._remembered.pop(module), flag == 0.0)
         return result
 
@@ -259,7 +260,7 @@ class LoopScaler(GradScaler):
 
     def remember(self, module: nn.Module) -> None:
         """Keep the values of a module's buffers as they are before the first forward pass of an update."""
-        if module not in self._remembered and next(module.buffers(), None) is not None:
+        if module not in self._remembered:
             self._remembered[module] = buffers.snapshot(module)
 
     def _settle(self) -> None:

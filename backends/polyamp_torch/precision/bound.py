@@ -23,6 +23,7 @@ from polyamp_torch.compat import NOTHING
 from polyamp_torch.precision.autocast import opened
 from polyamp_torch.precision.installation import Installation, Installed
 from polyamp_torch.precision.islands import islands
+from polyamp_torch.precision.parameter_listing import is_own, tree_parameters, with_each
 from polyamp_torch.precision.paths import inner_paths, path_of, plan_for
 from polyamp_torch.precision.regions import OPENED, Block
 
@@ -56,7 +57,7 @@ class BoundModule:
             "_installation": Installation(module, plan, device.type, overrides),
             "_given": [],
             "_path": path_of(module),
-            "_frozen": frozenset(name for name, p in module.named_parameters() if not p.requires_grad),
+            "_frozen": frozenset(name for name, p in tree_parameters(module) if not p.requires_grad),
         }
         self.__dict__.update(own)
 
@@ -90,20 +91,37 @@ class BoundModule:
     def __reduce__(self) -> tuple[Any, ...]:
         return BoundModule, (self._module, self._plan, self._device)  # copies and pickles hold no lock
 
-    def parameters(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        """The module's parameters: the masters, also while casts of them stand in their places (S29)."""
-        return iter([parameter for _, parameter in self.named_parameters(recurse=recurse)])
+    def parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's parameters, as its class lists them: the masters, also while casts of them stand in their
+        places (S29)."""
+        if is_own(self._module, "parameters") or is_own(self._module, "named_parameters"):
+            return self._with_masters(self._module.parameters(*args, **kwargs))
+        return iter([parameter for _, parameter in self._tree("", *args, **kwargs)])
 
-    def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """The same with their names."""
+        if is_own(self._module, "named_parameters"):
+            return self._with_masters(self._module.named_parameters(*args, **kwargs))
+        return self._tree(*args, **kwargs)
+
+    def _with_masters(self, listed: Any) -> Any:
+        """What the module's own method lists; masters in the place of what stands in the module."""
+        masters = dict(self._installation.masters)
+        if self._given:
+            given = self._given[-1]
+            masters |= {id(p): given[name] for name, p in tree_parameters(self._module) if name in given}
+        return with_each(lambda p: masters.get(id(p), p), listed) if masters else listed
+
+    def _tree(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters that the modules hold, by torch's names."""
         given, masters = self._given[-1] if self._given else {}, self._installation.masters
-        named = self._module.named_parameters("", *args, **kwargs)
+        named = nn.Module.named_parameters(self._module, "", *args, **kwargs)
         before = f"{prefix}." if prefix else ""
         return iter([(before + name, given[name] if name in given else masters.get(id(p), p)) for name, p in named])
 
     def trainable(self) -> dict[str, torch.Tensor]:
         """The master weights that are trained, by `/`-separated path."""
-        named, path = self.named_parameters(), self._path
+        named, path = self._tree(), self._path
         if not torch.compiler.is_compiling():  # where it is, they are tensors of a trace, and need no gradient
             return {path(name): p for name, p in named if p.requires_grad}
         return {path(name): p for name, p in named if name not in self._frozen}
@@ -198,7 +216,8 @@ class BoundModule:
         """
         for place, path in self._overrides.items():
             owner = self._module.get_submodule(place.replace("/", "."))
-            if place not in self._installation.called and any(p.requires_grad for p in owner.parameters(recurse=False)):
+            own = (p for _, p in tree_parameters(owner, recurse=False))
+            if place not in self._installation.called and any(p.requires_grad for p in own):
                 raise UnsupportedError(
                     f"overrides: the module {path!r} is never called as a module, so its dtype cannot be changed; the "
                     f"module around it uses its parameters directly. Override {path.rpartition('/')[0]!r} instead."
@@ -223,7 +242,7 @@ def device_of(module: nn.Module) -> torch.device:
     Raises:
         UnsupportedError: they are on devices of several types, or on `meta`.
     """
-    devices = list(dict.fromkeys(parameter.device for parameter in module.parameters())) or [torch.device("cpu")]
+    devices = list(dict.fromkeys(parameter.device for _, parameter in tree_parameters(module))) or [torch.device("cpu")]
     if len({device.type for device in devices}) > 1 or devices[0].type == "meta":
         listed = ", ".join(sorted(map(str, devices)))
         raise UnsupportedError(

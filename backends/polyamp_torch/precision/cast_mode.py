@@ -51,6 +51,7 @@ class _Place(NamedTuple):
         before: what stood there: the master, or a cast of it by a policy further out.
         copy: what stands there instead.
         versions: how often master and copy had been written to.
+        shape: of the copy as it was made.
     """
 
     slots: dict[str, Any]
@@ -60,6 +61,7 @@ class _Place(NamedTuple):
     before: torch.Tensor
     copy: torch.Tensor
     versions: tuple[int, int]
+    shape: torch.Size
 
 
 class Casts:
@@ -218,7 +220,7 @@ class Casts:
                             "mode='cast'."
                         )
                     whole, versions = f"{path}.{name}" if path else name, (_version(master), _version(copy))
-                    places.append(_Place(slots, name, whole, master, before, copy, versions))
+                    places.append(_Place(slots, name, whole, master, before, copy, versions, copy.shape))
         return places
 
 
@@ -227,13 +229,20 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _put_back(place: _Place) -> None:
-    slots, name, _, master, before, copy, (_, version) = place
-    now = slots[name]
-    slots[name] = before
-    if isinstance(master, nn.Parameter) or now is None:
+    slots, name, _, master, before, copy, (_, version), shape = place
+    now = slots.get(name, place)
+    if isinstance(master, nn.Parameter):
+        slots[name] = before
+    elif now is None or now is place:  # set to None, or deleted
         return
-    if now is not copy:
-        slots[name] = now.to(master.dtype)
-    elif copy is not master and _version(copy) != version:
+    elif now is not copy:
+        slots[name] = now.to(master.dtype) if now.is_floating_point() else now
+    else:
+        slots[name] = before
+        if copy is master:
+            return
         with torch.no_grad():
-            master.copy_(copy)
+            if copy.shape != shape:
+                master.data = copy.detach().to(master.dtype)
+            elif _version(copy) != version:
+                master.copy_(copy)

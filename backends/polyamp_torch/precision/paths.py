@@ -19,6 +19,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.rules.kinds import Leaf, class_names
 from polyamp.rules.plan import Plan
 from polyamp_torch.compat import WRAPPERS
+from polyamp_torch.precision.parameter_listing import tree_parameters
 
 _REPLICATED = DistributedDataParallel
 
@@ -78,7 +79,7 @@ def leaves_of(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> list
     for name, part in module.named_modules(remove_duplicate=False):
         path = name.replace(".", "/")
         kind, _, reparametrized = path.partition("/parametrizations/")
-        for own, p in part.named_parameters(recurse=False):
+        for own, p in tree_parameters(part, recurse=False):
             leaf = reparametrized or own  # torch.nn.utils.parametrize: conv/parametrizations/weight/original0
             known = [path, inner.get(path, path), *([kind] if reparametrized else [])]
             paths = (f"{place}/{leaf if place == kind else own}".lstrip("/") for place in known)

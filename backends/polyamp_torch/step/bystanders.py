@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from polyamp_torch.compat import nodes_made
+from polyamp_torch.precision.parameter_listing import tree_parameters
 from polyamp_torch.precision.recomputation import Carried
 
 _EMPTY: Final = types.CellType()
@@ -143,4 +144,4 @@ def _inside(function: Any) -> Iterator[torch.Tensor]:
         cells += [function.func, *function.args]
     for found in (function, getattr(function, "__self__", None), *cells):
         if isinstance(found, nn.Module):
-            yield from (p for p in found.parameters() if p.requires_grad and p.is_leaf)  # not cast mode's copies
+            yield from (p for _, p in tree_parameters(found) if p.requires_grad and p.is_leaf)  # not cast mode's copies

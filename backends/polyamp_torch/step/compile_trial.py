@@ -50,7 +50,8 @@ def tried(loss_fn: LossFunction, state: TorchState, part: Any) -> Tried:
 
     Raises:
         PolyampError: what the eager step raises.
-        UnsupportedError: a buffer is made or replaced by the forward pass, which a graph cannot follow.
+        UnsupportedError: a buffer is added, deleted, replaced or resized by the forward pass, which a graph cannot
+            follow.
     """
     state.check_unchanged()
     saved = buffers.snapshot(state.buffer_owners)
@@ -71,15 +72,16 @@ def tried(loss_fn: LossFunction, state: TorchState, part: Any) -> Tried:
             _, aux = scaled_backward(loss_fn, [state], part, others, quiet, weighing, writes=[before])
             used = [name for name, p in state.parameters.items() if p.grad is not None]
             changing = _again(loss_fn, state, part, python, quiet)
-        replaced = [name for name, (slots, own, buffer, _) in saved.items() if slots.get(own) is not buffer]
+        changed = saved.changed()
         before.compare()
     finally:
         buffers.taken_back(saved)
         before.settle(torch.zeros((), dtype=torch.bool))
-    if replaced:
+    for name, verb in changed.items():
         raise UnsupportedError(
-            f"train_step(compile=...): the forward pass replaces the buffer {replaced[0]!r}, which a compiled graph "
-            "cannot follow. Write into it (buffer.copy_(value)), or use compile=False."
+            f"train_step(compile=...): the forward pass {verb} the buffer {name!r}, which a compiled graph cannot "
+            "follow. Write into it (buffer.copy_(value)), or use compile=False. If only the first pass does it: call "
+            "the model once on a batch before polyamp.init."
         )
     if weighing.sums_means:
         raise UnsupportedError(

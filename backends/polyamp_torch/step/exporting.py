@@ -14,6 +14,7 @@ import torch
 
 from polyamp.rules.scale import LossScaleState
 from polyamp_torch.arrays import as_tensor, fill, from_numpy, to_numpy
+from polyamp_torch.precision.parameter_listing import tree_parameters
 from polyamp_torch.precision.paths import path_of
 from polyamp_torch.step import optimizer_state
 
@@ -27,7 +28,7 @@ def parameters_of(state: Any) -> dict[str, torch.Tensor]:
     module holds them whole for its next pass."""
     if state.replicas.engine is None or state.replicas.engine == "ddp":
         path = path_of(state.model)
-        return {path(name): p for name, p in state.model.named_parameters()}
+        return {path(name): p for name, p in tree_parameters(state.model)}
     divided: dict[str, torch.Tensor] = {**state.parameters, **dict(state.frozen)}
     return divided
 
@@ -35,7 +36,7 @@ def parameters_of(state: Any) -> dict[str, torch.Tensor]:
 def buffers_of(state: Any) -> dict[str, torch.Tensor]:
     """Path -> buffer."""
     path = path_of(state.model)
-    return {path(name): b for name, b in state.model.named_buffers()}
+    return {path(name): b for name, b in torch.nn.Module.named_buffers(state.model)}
 
 
 def optimizer_names(state: Any) -> list[str]:

@@ -227,7 +227,7 @@ class Written:
                 p.copy_(old)
 
 
-def settle(saved: dict[str, buffers.Saved], before: BeforePass, finite: torch.Tensor | None) -> None:
+def settle(saved: buffers.Snapshot, before: BeforePass, finite: torch.Tensor | None) -> None:
     """What a forward pass left behind in buffers and parameters, by the flag."""
     buffers.settle(saved, finite)
     before.settle(finite)

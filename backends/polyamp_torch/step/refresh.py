@@ -15,6 +15,7 @@ from polyamp.errors import ModelError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.rules.growing import Growth, Known
 from polyamp.rules.scale import LossScaleState
+from polyamp_torch.precision.parameter_listing import tree_parameters
 from polyamp_torch.precision.paths import path_of
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.replicas import check
@@ -53,7 +54,7 @@ def refreshed(state: TorchState, model: Any, growth: Growth) -> TorchState:
 def _trained(model: Any) -> dict[str, tuple[int, tuple[int, ...]]]:
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"refresh: model must be an nn.Module. Received: {type(model).__name__}.")
-    named, path = model.named_parameters(), path_of(model)
+    named, path = tree_parameters(model), path_of(model)
     return {path(name): (id(p), tuple(p.shape)) for name, p in named if p.requires_grad}
 
 
@@ -127,7 +128,7 @@ def _edit(state: TorchState, model: torch.nn.Module, stayed: dict[str, str]) -> 
     """Take what went out of the groups, with its slots, and put what is new into the only one."""
     optimizer = state.optimizer
     path = path_of(model)
-    now = {path(name): p for name, p in model.named_parameters() if p.requires_grad}
+    now = {path(name): p for name, p in tree_parameters(model) if p.requires_grad}
     kept = {id(state.parameters[before]): now[name] for name, before in stayed.items()}
     trained = {id(p) for p in now.values()}
     for group in optimizer.param_groups:  # a parameter that was replaced, and is to be kept, takes its place

@@ -20,6 +20,7 @@ from polyamp.errors import PolyampError, ReplicaError
 from polyamp.rules import replicas as of_ranks
 from polyamp.rules.weights import Totals
 from polyamp_torch.compat import NOTHING, local_of
+from polyamp_torch.precision.parameter_listing import tree_parameters
 from polyamp_torch.precision.paths import path_of
 from polyamp_torch.step.measure import looks, measured
 
@@ -114,7 +115,7 @@ class Replicas:
         if self._unit is None:
             from polyamp_torch.distributed.agreement import largest
 
-            device = next((p.device for part in self.modules for p in part.parameters()), torch.device("cpu"))
+            device = next((p.device for part in self.modules for _, p in tree_parameters(part)), torch.device("cpu"))
             found = largest(float(most()), self.group, device)
             if found == 0.0:
                 return 1.0
@@ -272,14 +273,14 @@ def replicas_of(model: nn.Module) -> Replicas:
     sharding = sys.modules.get("torch.distributed.fsdp")
     of_fsdp = [getattr(sharding, name, ()) for name in ("FSDPModule", "FullyShardedDataParallel")]
     held = any(isinstance(part, (DistributedDataParallel, *of_fsdp)) for part in model.modules())
-    if not held and not (spread and any(isinstance(p, spread) for p in model.parameters())):
+    if not held and not (spread and any(isinstance(p, spread) for _, p in tree_parameters(model))):
         return ALONE
     from polyamp_torch.distributed import engines  # brings torch's sharded tensors
 
     for part in engines.sharded(model):
         part.reshard()
     path = path_of(model)
-    named = {path(name): p for name, p in model.named_parameters() if p.requires_grad}
+    named = {path(name): p for name, p in tree_parameters(model) if p.requires_grad}
     found = engines.found(model)
     return ALONE if found is None else Replicas(found, named)
 

@@ -1,109 +1,217 @@
 """A module's buffers before and after a forward pass: what it changes comes true only if the step is applied.
 
-Called by the step (S12). Buffers may be made, replaced or set to None by the forward pass. The whole step calls
-`snapshot` and `settle`; where the forward pass and the update are two calls, it is `snapshot`, `taken_back`, `commit`.
+Called by the step (S12). Buffers may be written, resized, replaced, set to None, added or deleted by the forward pass.
+The whole step calls `snapshot` and `settle`; where the forward pass and the update are two calls, it is `snapshot`,
+`taken_back`, `commit`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
-from polyamp_torch.compat import buffers_in
+from polyamp_torch.compat import buffers_in, left_out_of_checkpoints
 from polyamp_torch.step.measure import looks
 
-Running = dict[str, torch.Tensor | None]
-"""Buffer path, `.`-separated as torch names it -> value after the forward pass."""
+
+class Resized(NamedTuple):
+    """A buffer that the forward pass gave another shape or dtype in place.
+
+    Attributes:
+        value: after the pass.
+    """
+
+    value: torch.Tensor
+
+
+class Deleted(NamedTuple):
+    """A buffer that the forward pass deleted."""
+
+
+_DELETED: Final = Deleted()
+
+Running = dict[str, torch.Tensor | Resized | Deleted | None]
+"""Buffer path, `.`-separated as torch names it -> what the forward pass left there."""
+
+
+class Owner(NamedTuple):
+    """A module that has buffers, or may be given some.
+
+    Attributes:
+        path: of the module, as torch names it.
+        slots: the dict that holds its buffers.
+        unsaved: the names of those that its `state_dict` leaves out.
+    """
+
+    path: str
+    slots: dict[str, Any]
+    unsaved: set[str]
+
+    def place(self, name: str) -> str:
+        """The path of a buffer."""
+        return f"{self.path}.{name}" if self.path else name
+
+
+Owners = list[Owner]
 
 
 class Saved(NamedTuple):
     """One buffer as it was.
 
     Attributes:
-        slots: the `_buffers` dict of the module that owns it.
+        owner: whose it is.
         name: its name there.
         buffer: the buffer itself, or None.
+        memory: a second tensor over its memory, with the shape, strides and dtype that it had.
         copy: its value, or None where it cannot be written in place.
     """
 
-    slots: dict[str, Any]
+    owner: Owner
     name: str
     buffer: torch.Tensor | None
+    memory: torch.Tensor | None
     copy: torch.Tensor | None
 
+    @property
+    def now(self) -> Any:
+        """What stands in its place."""
+        return self.owner.slots.get(self.name, _DELETED)
 
-Owners = list[tuple[str, dict[str, Any]]]
-"""Path of every module with the dict that holds its buffers."""
+    def is_reshaped(self) -> bool:
+        """Whether the buffer itself has another shape, dtype or layout than it had, wherever it is now."""
+        return self.buffer is not None and self.memory is not None and not _same_form(self.buffer, self.memory)
+
+    def reshape(self) -> None:
+        """Have the buffer lie where it lay, in its old shape; the value comes later."""
+        if self.buffer is not None and self.memory is not None and self.is_reshaped():
+            self.buffer.data = self.memory
+
+    def put_back(self) -> None:
+        """The buffer in its place as it was."""
+        self.owner.slots[self.name] = self.buffer
+        self.reshape()
+        if self.buffer is not None and self.copy is not None:
+            self.buffer.copy_(self.copy)
+
+
+class Snapshot(dict[str, Saved]):
+    """The buffers of a module by path, as they were.
+
+    Args:
+        owners: its modules.
+    """
+
+    def __init__(self, owners: Owners) -> None:
+        super().__init__()
+        self.owners = owners
+        self._names = _names(owners)
+
+    def added(self) -> list[tuple[Owner, str]]:
+        """The buffers that came since, with their owners."""
+        return [(each, name) for each in self.owners for name in each.slots if each.place(name) not in self]
+
+    def changed(self) -> dict[str, str]:
+        """Path -> verb, of the buffers that are not the same tensors of the same shape."""
+        found = {each.place(name): "adds" for each, name in self.added()}
+        for path, saved in self.items():
+            if saved.now is not saved.buffer:
+                found[path] = "deletes" if isinstance(saved.now, Deleted) else "replaces"
+            elif saved.is_reshaped():
+                found[path] = "changes the shape of"
+        return found
+
+    def has_other_names(self) -> bool:
+        """Whether buffers were added, deleted or registered anew."""
+        return _names(self.owners) != self._names
+
+    def put_names_back(self) -> None:
+        """The buffers that there were, in their order, and no others."""
+        for owner, (names, unsaved) in zip(self.owners, self._names, strict=True):
+            if list(owner.slots) != names:
+                owner.slots.clear()
+                owner.slots.update((name, self[owner.place(name)].buffer) for name in names)
+            if owner.unsaved != unsaved:
+                owner.unsaved.clear()
+                owner.unsaved.update(unsaved)
 
 
 def owners(module: nn.Module) -> Owners:
     """What `snapshot` looks at, for callers that look at it every step and need not search the module each time."""
-    return [(path, buffers_in(part)) for path, part in module.named_modules()]
+    return [Owner(path, buffers_in(part), left_out_of_checkpoints(part)) for path, part in module.named_modules()]
 
 
 def writable(owners: Owners) -> dict[str, torch.Tensor]:
     """The buffers that a forward pass can write into, by torch's names; a shared one once."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
-    for path, slots in owners:
-        for name, buffer in slots.items():
+    for owner in owners:
+        for name, buffer in owner.slots.items():
             if buffer is not None and _writable(buffer):
-                found.setdefault(id(buffer), (f"{path}.{name}" if path else name, buffer))
+                found.setdefault(id(buffer), (owner.place(name), buffer))
     return dict(found.values())
 
 
 @torch.no_grad()
-def snapshot(module: nn.Module | Owners) -> dict[str, Saved]:
+def snapshot(module: nn.Module | Owners) -> Snapshot:
     """Every buffer of the module with a copy of its value."""
-    found = {}
-    for path, slots in owners(module) if isinstance(module, nn.Module) else module:
-        if not slots:
-            continue
-        for name, buffer in slots.items():
+    found = Snapshot(owners(module) if isinstance(module, nn.Module) else module)
+    for owner in found.owners:
+        for name, buffer in owner.slots.items():
+            memory = None if buffer is None else buffer.detach()
             copy = buffer.clone() if buffer is not None and _writable(buffer) else None
-            found[f"{path}.{name}" if path else name] = Saved(slots, name, buffer, copy)
+            found[owner.place(name)] = Saved(owner, name, buffer, memory, copy)
     return found
 
 
 @torch.no_grad()
-def settle(saved: dict[str, Saved], finite: torch.Tensor | None) -> None:
+def settle(saved: Snapshot, finite: torch.Tensor | None) -> None:
     """Let what the forward pass left behind stand where `finite` says so, and restore the rest; None lets it stand.
 
-    On the CPU, and for buffers that were made or replaced by something unlike, the flag is read. A buffer that was
-    replaced by one like it is written instead, so that it stays the same tensor.
+    On the CPU the flag is read, and elsewhere where buffers were resized in place, replaced by something unlike, added
+    or deleted. A buffer that was replaced by one like it is written instead, so that it stays the same tensor.
     """
-    for slots, name, buffer, copy in saved.values():
-        now = slots.get(name)
+    for item in saved.values():
+        buffer, copy, now = item.buffer, item.copy, item.now
         replaced = now is not buffer
-        if buffer is not None and copy is not None and _alike(buffer, now):
-            assert now is not None
+        same = _alike(item.memory, now) if replaced else not item.is_reshaped()
+        if same and buffer is not None and copy is not None:
+            if replaced:
+                item.reshape()
             if finite is not None and not looks(now.device):
                 buffer.copy_(torch.where(finite.to(now.device), now, copy))
             elif finite is not None and not bool(finite):
                 buffer.copy_(copy)
             elif replaced:
                 buffer.copy_(now)
-            slots[name] = buffer
-        elif replaced and finite is not None and not bool(finite):
-            slots[name] = buffer
-            if buffer is not None and copy is not None:
-                buffer.copy_(copy)
+            item.owner.slots[item.name] = buffer
+        elif (replaced or not same) and finite is not None and not bool(finite):
+            item.put_back()
+    if finite is not None and saved.has_other_names() and not bool(finite):
+        saved.put_names_back()
 
 
 @torch.no_grad()
-def taken_back(saved: dict[str, Saved]) -> Running:
-    """The values that the forward pass left behind; the buffers themselves are again as they were."""
+def taken_back(saved: Snapshot) -> Running:
+    """What the forward pass left behind; the buffers themselves are again as they were."""
     running: Running = {}
-    for path, (slots, name, buffer, copy) in saved.items():
-        now = slots.get(name)
-        if now is not buffer:
-            running[path] = now
-            slots[name] = buffer
-        elif buffer is not None and copy is not None:
-            running[path] = buffer.clone()
-        if buffer is not None and copy is not None:
-            buffer.copy_(copy)
+    for path, item in saved.items():
+        if item.now is not item.buffer:
+            running[path] = item.now
+        elif item.buffer is not None and item.is_reshaped():
+            running[path] = Resized(item.buffer.clone())
+        elif item.buffer is not None and item.copy is not None:
+            running[path] = item.buffer.clone()
+    other = saved.has_other_names()
+    added = saved.added() if other else []
+    running.update((owner.place(name), owner.slots[name]) for owner, name in added)
+    unsaved = [(owner, name) for owner, name in added if name in owner.unsaved]
+    for item in saved.values():  # not before: a buffer may have several places
+        item.put_back()
+    if other:
+        saved.put_names_back()
+    for owner, name in unsaved:  # means nothing until `commit` puts the buffer there
+        owner.unsaved.add(name)
     return running
 
 
@@ -112,24 +220,48 @@ def commit(module: nn.Module, running: Running, finite: torch.Tensor | None) -> 
     """Give the buffers the values of `running` where `finite` says so; None says so without looking."""
     for path, value in running.items():
         owner, _, name = path.rpartition(".")
-        slots = buffers_in(module.get_submodule(owner))
+        part = module.get_submodule(owner)
+        slots = buffers_in(part)
         old = slots.get(name)
-        if _alike(old, value):
-            assert old is not None
-            assert value is not None
-            old.copy_(value if finite is None else torch.where(finite.to(old.device), value, old))
-        elif finite is None or bool(finite):
-            slots[name] = value
+        new: Any = value.value if isinstance(value, Resized) else value
+        if old is not None and _alike(old, new):
+            old.copy_(new if finite is None else torch.where(finite.to(old.device), new, old))
+        elif finite is not None and not bool(finite):
+            continue
+        elif isinstance(value, Resized) and old is not None:
+            old.data = value.value.clone()
+        elif isinstance(new, Deleted):
+            slots.pop(name, None)
+            left_out_of_checkpoints(part).discard(name)
+        else:
+            slots[name] = new
 
 
-def _alike(old: torch.Tensor | None, new: torch.Tensor | None) -> bool:
-    if old is None or new is None or not _writable(old):
+def _names(owners: Owners) -> list[tuple[list[str], set[str]]]:
+    """Of every owner the names of its buffers, and of those that its `state_dict` leaves out."""
+    return [(list(owner.slots), set(owner.unsaved)) for owner in owners]
+
+
+def _alike(old: Any, new: Any) -> bool:
+    """Whether both are tensors, and what is in the new one can be written into the old one."""
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor) or not _writable(old):
         return False
     return old.shape == new.shape and old.dtype == new.dtype and old.device == new.device
 
 
+def _same_form(buffer: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Whether a buffer has the shape, dtype, device and layout that it had."""
+    if buffer.shape != memory.shape or buffer.dtype != memory.dtype or buffer.device != memory.device:
+        return False
+    if buffer.layout != memory.layout:
+        return False
+    return buffer.layout != torch.strided or buffer.stride() == memory.stride()
+
+
 def _writable(buffer: torch.Tensor) -> bool:
     """False for sparse and for expanded buffers, which no forward pass changes in place."""
-    overlapping = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)) \
-        if buffer.layout == torch.strided else True  # fmt: skip
-    return not overlapping
+    if buffer.layout != torch.strided:
+        return False
+    if buffer.is_contiguous():
+        return True
+    return not any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))

@@ -14,6 +14,7 @@ from torch import nn
 from polyamp.contract.backend import Backend
 from polyamp.errors import ModelError, StateError
 from polyamp.recipe.members import members
+from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules import growing, refusals
 from polyamp.rules.stuck import Watch
@@ -22,6 +23,7 @@ from polyamp_torch.arrays import dtype_name
 from polyamp_torch.compat import children_in, parameters_in
 from polyamp_torch.distributed.mixed_precision import check_precision
 from polyamp_torch.precision.bound import BoundModule, device_of
+from polyamp_torch.precision.parameter_listing import check_listing, tree_parameters
 from polyamp_torch.precision.paths import inner_paths, leaves_of, path_of, plan_for
 from polyamp_torch.step import complex_parameters, exporting, optimizers, resuming
 from polyamp_torch.step import running as buffers
@@ -77,7 +79,7 @@ class TorchState(ShownState):
         _refuse_lazy(model)
         self._path = path_of(model)
         self.replicas = replicas_of(model)
-        named = [(self._path(name), p) for name, p in model.named_parameters() if p.requires_grad]
+        named = [(self._path(name), p) for name, p in tree_parameters(model) if p.requires_grad]
         refusals.check_parameters([(name, dtype_name(p.dtype)) for name, p in named], recipe, complex_numbers=True)
         for name, p in named:
             if 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) < p.numel():
@@ -85,6 +87,8 @@ class TorchState(ShownState):
                     f"parameter {name!r} is expanded: several of its {p.numel()} elements are one number in memory, "
                     "which no optimizer can update. Make the small tensor the parameter, and expand it in forward()."
                 )
+        if is_spec(recipe.optimizer):
+            check_listing(model, dict(named))
         self.backend: Final = backend
         self.turn = Turn()
         self.watch = Watch()
@@ -101,7 +105,7 @@ class TorchState(ShownState):
         if self.complex_parameters:
             path = next(name for name, p in named if p.is_complex())
             complex_parameters.check(path, recipe.optimizer, self.replicas.engine)
-        self._frozen = [(self._path(name), p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._frozen = [(self._path(name), p) for name, p in tree_parameters(model) if not p.requires_grad]
         self._forms = list(map(_FORM, self.parameters.values()))
         self._shapes, self._dtypes, self._devices = (list(part) for part in zip(*self._forms, strict=True))
         self._strides = list(map(_STRIDES, self.parameters.values()))
@@ -228,7 +232,7 @@ class TorchState(ShownState):
             if all(map(operator.is_, _members(self._places), self._members)):
                 return
         known = {id(p) for p in self.parameters.values()} | {id(p) for _, p in self._frozen}
-        now = {self._path(name): p for name, p in self.model.named_parameters()}
+        now = {self._path(name): p for name, p in tree_parameters(self.model)}
         strange = next((name for name, p in now.items() if id(p) not in known), None)
         held = {id(p) for p in now.values()}
         lost = next((name for name, p in self.parameters.items() if id(p) not in held), None)
@@ -310,7 +314,7 @@ def _refuse_lazy(model: nn.Module) -> None:
     Raises:
         ModelError: names the first.
     """
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+    for kind, named in (("parameter", tree_parameters(model)), ("buffer", nn.Module.named_buffers(model))):
         for name, value in named:
             if nn.parameter.is_lazy(value):
                 raise ModelError(

@@ -40,7 +40,7 @@ def stepped(
     weighing.rest = [(one.part, one.counts) for one in passes[1:]]
     saved = buffers.snapshot(state.buffer_owners)
     before_pass = state.writes.before(loss_fn, training=state.model.training)
-    slots = [own for _, own in state.buffer_owners]
+    slots = [owner.slots for owner in state.buffer_owners]
     before = held.written(slots)
     sums = Sums(parameters) if narrow else None
     shared = Shared(weighing, divided=float(count) if narrow else 1.0)

@@ -1,8 +1,8 @@
 """The second half of a torch step: flag, unscale and clip, optimizer, scale adjustment (S9 to S15), in place.
 
 Called by the step and, for people who run the two halves, by the backend. Nothing here reads a value on the host of an
-accelerator; `optimizers.apply` does for the optimizers that must, and `buffers.settle` for buffers that were replaced.
-On the CPU, where reading costs nothing, the flag is read and a skipped step touches nothing.
+accelerator; `optimizers.apply` does for the optimizers that must, and `buffers.settle` for buffers that were
+resized or replaced. On the CPU, where reading costs nothing, the flag is read and a skipped step touches nothing.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _settle(state: TorchState, running: buffers.Running, written: Written, finit
     buffers.commit(state.model, {name: value for name, value in running.items() if name not in written}, finite)
     held = state.replicas.held
     if held is not None and running and (finite is None or not looks(finite.device) or bool(finite)):
-        held.send_running([own for _, own in state.buffer_owners], None)
+        held.send_running([owner.slots for owner in state.buffer_owners], None)
 
 
 @torch.no_grad()
