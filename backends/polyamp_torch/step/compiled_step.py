@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Mapping
 from typing import Any, Final
@@ -59,6 +60,12 @@ class CompiledStep:
                 "train_step(compile=...) takes overrides in mode='autocast' only. Received: overrides="
                 f"{dict(recipe.policy.overrides)}, mode='cast'. Use compile=False or mode='autocast'."
             )
+        if _reads(getattr(loss_fn, "__code__", None), "requires_grad"):
+            raise UnsupportedError(
+                "train_step(compile=...): loss_fn reads requires_grad, which torch's compiler takes for False of every "
+                "parameter, so that what depends on it would be left out. polyamp.parameters(model).values() are the "
+                "trained ones; or use compile=False."
+            )
         self._loss_fn = loss_fn
         self._recipe = recipe
         self._options = dict(options)
@@ -103,3 +110,10 @@ class CompiledStep:
                 graph = NativeGraph(self._loss_fn, self._recipe, self._options, state, batches[0], None, self._weight)
             self._graphs[state] = graph
         return graph.step(state, batches, window, quiet)
+
+
+def _reads(code: Any, name: str) -> bool:
+    """Whether a function's code, or that of a function or generator in it, reads an attribute of this name."""
+    if not isinstance(code, types.CodeType):
+        return False
+    return name in code.co_names or any(_reads(inner, name) for inner in code.co_consts)

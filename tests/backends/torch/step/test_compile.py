@@ -291,6 +291,8 @@ def test_options_and_recipes_that_cannot_be_compiled() -> None:
     cast = polyamp.Policy("mixed_bfloat16", mode="cast", overrides={"0": "float32"})
     with pytest.raises(UnsupportedError, match="takes overrides in mode='autocast' only"):
         run(loss_fn, nn.Sequential(model), policy=cast)
+    with pytest.raises(UnsupportedError, match=r"loss_fn reads requires_grad.*polyamp.parameters\(model\)"):
+        run(lambda m, b: sum(p.square().sum() for p in m.parameters() if p.requires_grad), model)
 
 
 def test_what_the_eager_step_refuses_is_refused_in_the_same_words() -> None:
