@@ -16,6 +16,7 @@ from polyamp.contract.backend import ExplainsFailures
 from polyamp.dtypes import name_of
 from polyamp.errors import BatchError, PolyampError, RecipeError, described
 from polyamp.results import LossFunction
+from polyamp.rules.plan import NARROW
 from polyamp.train.arguments import WRITE, is_state
 
 _MOST: Final = 8
@@ -136,6 +137,12 @@ def _note(error: Exception, states: Sequence[Any], batch: Any) -> Iterator[str]:
         "policy, to be "
         f"called as model(batch['x']), not its parameters; the second, batch, is {shown(batch)}"
     )
+    cast = next((s.recipe.policy.compute for s in states if s.recipe.policy.mode == "cast"), None)
+    if cast in NARROW and "dtype" in str(error):
+        yield (
+            f"mode='cast' holds the model's weights in {cast}, and casts what the whole model and its methods are "
+            "given, not what a part of it is: call the model, cast the part's input in loss_fn, or use mode='autocast'."
+        )
     if type(batch) in (tuple, list) and batch:
         kind = type(batch).__name__
         if kind == "list" and all(isinstance(each, Mapping | tuple) for each in batch):

@@ -83,6 +83,7 @@ class Casts:
         self.places: list[_Place] = []
         self.outer: Mapping[int, torch.Tensor] = {}
         self._looked: set[bool] = set()
+        self._looked_at_buffers: set[bool] = set()
         self._silent: set[int] = set()
 
     def __enter__(self) -> None:
@@ -93,12 +94,26 @@ class Casts:
             place.slots[place.name] = place.copy
 
     def __exit__(self, *_: Any) -> None:
+        looks = self.module.training not in self._looked_at_buffers
+        self._looked_at_buffers.add(self.module.training)
         for place in self.places:
-            _put_back(place)
+            if not isinstance(place.master, nn.Parameter) and (looks or id(place.master) in self._silent):
+                self._look(place)
+            _put_back(place, silent=id(place.master) in self._silent)
         self.places = []
         for part in self.module.modules():
             if isinstance(part, nn.RNNBase):  # it keeps a list of its weights
                 renew_list_of_weights(part)
+
+    @torch.no_grad()
+    def _look(self, place: _Place) -> None:
+        """See whether a buffer was written to through `.data`, which moves no version counter."""
+        copy, master = place.copy, place.master
+        if copy is master or copy.shape != master.shape or _version(copy) != place.versions[1]:
+            return
+        before = master.to(copy.dtype)
+        if bool(((copy != before) & ~(copy.isnan() & before.isnan())).any()):
+            self._silent.add(id(master))
 
     def refresh(self) -> None:
         """New copies, if a master was written to since the copies were made."""
@@ -228,7 +243,7 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else version_of(tensor)  # inference tensors do not count
 
 
-def _put_back(place: _Place) -> None:
+def _put_back(place: _Place, *, silent: bool) -> None:
     slots, name, _, master, before, copy, (_, version), shape = place
     now = slots.get(name, place)
     if isinstance(master, nn.Parameter):
@@ -244,5 +259,5 @@ def _put_back(place: _Place) -> None:
         with torch.no_grad():
             if copy.shape != shape:
                 master.data = copy.detach().to(master.dtype)
-            elif _version(copy) != version:
+            elif silent or _version(copy) != version:
                 master.copy_(copy)

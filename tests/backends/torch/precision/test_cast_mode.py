@@ -177,3 +177,26 @@ def test_an_error_in_forward_puts_the_masters_back() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         CAST.autocast(model)(torch.ones(1, 3))
     assert all(a is b for a, b in zip(masters, model.parameters(), strict=True))
+
+
+def test_s12_what_a_pass_writes_to_a_buffer_through_data_is_kept() -> None:
+    """Which moves no version counter; a buffer that nothing writes to keeps the digits that 16 bits have not."""
+
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.register_buffer("written", torch.zeros(2))
+            self.register_buffer("kept", torch.tensor([1.001, float("nan")]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.get_buffer("written").data.add_(1.0)
+            return self.layer(x) * self.get_buffer("kept")[0]
+
+    model = Averaged()
+    recipe = polyamp.Recipe(policy=polyamp.Policy("mixed_bfloat16", mode="cast"), optimizer=polyamp.sgd(0.1))
+    state, step = polyamp.init(model, recipe), polyamp.train_step(lambda m, b: m(b).square().mean(), recipe)
+    for _ in range(3):
+        step(state, torch.ones(4, 3))
+    assert model.get_buffer("written").tolist() == [3.0, 3.0]
+    assert model.get_buffer("kept")[0] == torch.tensor(1.001)

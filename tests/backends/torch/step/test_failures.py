@@ -105,3 +105,20 @@ def test_s20_a_failed_step_keeps_no_tensor_alive() -> None:
             assert kept.pop()() is None, error
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("mode", ["autocast", "cast"])
+def test_s20_a_part_of_a_cast_model_that_loss_fn_calls_is_named_as_the_reason(mode: Any) -> None:
+    """torch's own error stays, with a note that says what mode "cast" casts."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    recipe = polyamp.Recipe(policy=polyamp.Policy("mixed_bfloat16", mode=mode), optimizer=polyamp.sgd(0.1))
+    step = polyamp.train_step(lambda model, batch: model[0](batch["x"]).square().mean(), recipe)
+    state, batch = polyamp.init(model, recipe), {"x": torch.ones(2, 4)}
+    if mode == "autocast":
+        step(state, batch)
+        return
+    with pytest.raises(RuntimeError, match="same dtype") as failure:
+        step(state, batch)
+    note = "".join(failure.value.__notes__)
+    assert "mode='cast' holds the model's weights in bfloat16" in note
+    assert "call the model, cast the part's input in loss_fn, or use mode='autocast'" in note
