@@ -116,7 +116,7 @@ def check_weights(weights: Any, predictions: Any) -> None:
     """Refuse weights that do not broadcast to the shape of the predictions."""
     own, whole = tuple(weights.shape), tuple(predictions.shape)
     known = [(a, b) for a, b in zip(own[::-1], whole[::-1], strict=False) if None not in (a, b)]
-    if len(own) > len(whole) or any(a not in (1, b) for a, b in known):
+    if len(own) > len(whole) or any(a != 1 and a != b for a, b in known):  # `in` fails on lengths of a trace in torch
         raise LossError(
             f"weights must broadcast to the shape of the predictions, {whole}. Received shape: {own}. Weights of the "
             "rows of an array with more axes: add axes of 1 behind."

@@ -67,3 +67,26 @@ def test_s20_a_compiled_window_refuses_a_sum_of_means() -> None:
     state = polyamp.init(nn.Linear(4, 3), recipe)
     with pytest.raises(UnsupportedError, match="takes no sum of Means over different counts"):
         polyamp.train_step(means, recipe, compile=TRACED)(state, given(0))
+
+
+def test_weights_of_a_fixed_length_beside_a_length_that_the_compiler_leaves_open() -> None:
+    """torch makes a length a symbol once a step of this process was compiled for another batch."""
+    fixed = torch.arange(24.0).reshape(8, 3)
+
+    def errors(model: Any, batch: Any, weights: Any = None) -> Any:
+        outputs = model(batch["x"])
+        return polyamp.losses.mean_squared_error(outputs, outputs.detach() * 0.5, weights=weights)
+
+    def weighted(model: Any, batch: Any) -> Any:
+        return errors(model, batch, fixed)
+
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1))
+    step, state = polyamp.train_step(errors, recipe, compile=TRACED), polyamp.init(nn.Linear(4, 3), recipe)
+    for rows in (8, 6, 5):
+        step(state, {"x": torch.ones(rows, 4)})
+    losses = []
+    for how in ({}, {"compile": TRACED}):
+        torch.manual_seed(0)
+        state = polyamp.init(nn.Linear(4, 3), recipe)
+        losses.append(float(polyamp.train_step(weighted, recipe, **how)(state, given(0))[1].loss))
+    assert losses[1] == pytest.approx(losses[0])
