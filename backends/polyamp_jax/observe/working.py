@@ -26,7 +26,7 @@ _DTYPES: Final = ("dtype", "param_dtype")
 
 
 @contextlib.contextmanager
-def working(model: Any, *, wide: bool = False, inference: bool = False) -> Iterator[Any]:
+def working(model: Any, *, wide: bool, inference: bool) -> Iterator[Any]:
     """See `Observer.working`. JAX computes in float64 in all of a wide block, in this thread."""
     adapt(model)  # which says what is no model
     with contextlib.ExitStack() as stack:

@@ -27,7 +27,7 @@ from polyamp_tensorflow.precision.bound import TRAINING
 
 
 @contextlib.contextmanager
-def working(model: Any, *, wide: bool, inference: bool = False) -> Iterator[Any]:
+def working(model: Any, *, wide: bool, inference: bool) -> Iterator[Any]:
     """See `Observer.working`: the model itself. Its values are kept on the host, once.
 
     What is put back: the values of all variables (parameters, statistics, seeds, states of stateful layers), which of

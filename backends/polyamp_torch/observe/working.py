@@ -29,7 +29,7 @@ from polyamp_torch.porting.walk import short_paths
 
 
 @contextlib.contextmanager
-def working(model: Any, *, wide: bool = False, inference: bool = False) -> Iterator[nn.Module]:
+def working(model: Any, *, wide: bool, inference: bool) -> Iterator[nn.Module]:
     """`Observer.working`: a deep copy, on the model's devices. With `wide`, what is made without a dtype inside of the
     block is float64 too.
 

@@ -55,6 +55,9 @@ def layer(line: str, seed: int = 0) -> NativeLayer:
         split = (Split((width,) * 3), Reshape((width, width), (width, heads, width // heads)))
         out = (Reshape((width, width), (heads, width // heads, width)),)
         forms = (Form(kind, (Rule(("packed",), names, split), Rule(("out",), ("output_kernel",), out)), values),)
+    elif kind == "dropout":
+        shapes = {}
+        forms = (Form(kind, (), values),)
     else:
         shapes = {"value": tuple(sizes)}
         forms = (Form("parameter", same("value")),)

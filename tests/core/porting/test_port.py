@@ -308,6 +308,14 @@ def test_activations_are_compared() -> None:
     assert not report.differences
 
 
+def test_dropouts_are_compared_in_order_where_both_models_have_equally_many() -> None:
+    text = "first: dropout rate=0.1\na: dense 4 3\nlast: dropout rate=0.2"
+    _, report = carried(sketch(text), sketch(text.replace("0.2", "0.5")))
+    assert [str(each) for each in report.differences] == ["last: rate is 0.5, in the source (last) 0.2"]
+    _, report = carried(sketch(text), sketch("a: dense 4 3\nlast: dropout rate=0.5"))
+    assert not report.differences
+
+
 def test_the_check_passes_and_says_what_it_measured() -> None:
     x = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
     _, report = polyamp.port(MLP.random([4, 3, 1], seed=0), MLP.random([4, 3, 1], seed=1), check=x)

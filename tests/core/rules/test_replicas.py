@@ -277,3 +277,26 @@ def test_s33_one_rank_writes_for_all_that_call() -> None:
         assert written == [0]
     finally:
         single_writer.PATIENCE = 5.0  # type: ignore[misc]
+
+
+KILLED = "rank 0 is no longer running: killed, or ended without a word, in polyamp.save, where rank 1 waits for it. "
+HANGS = "rank 0 hangs: it writes in polyamp.save for more than 0.3 s, where rank 1 waits for it. "
+
+
+@pytest.mark.parametrize(("started", "words"), [({"start": "-1"}, KILLED), ({}, HANGS)], ids=["killed", "hangs"])
+def test_s33_a_rank_that_does_not_finish_writing_is_named(
+    started: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(presence, "own", {**presence.own(), **started}.copy)
+
+    def put() -> None:
+        over.wait(20)
+
+    def run(group: Group) -> None:
+        try:
+            SingleWriter(group).write("state", "step 3", put, lambda: None)
+        finally:
+            over.set()
+
+    assert str(on_ranks(2, run, seconds=0.3)[1]) == f"{words}The checkpoint before is whole."

@@ -60,6 +60,8 @@ GIVEN: list[tuple[Any, str, dict[str, Any]]] = [
     (layers.MaxPooling2D(3, 2), "pooling", {"operation": "max", "window": [3, 3], "strides": [2, 2]}),
     (layers.AveragePooling2D(2, padding="same"), "pooling", {"padding": "same", "counts_padding": False}),
     (layers.GlobalAveragePooling2D(), "pooling", {"operation": "average", "window": []}),
+    (layers.AdaptiveAveragePooling2D((4, 3)), "pooling", {"operation": "average", "size": [4, 3]}),
+    (layers.AdaptiveMaxPooling2D((4, 3)), "pooling", {"operation": "max", "size": [4, 3]}),
     (layers.Flatten(), "flatten", {"channels": "last"}),
     (layers.Reshape((-1,)), "flatten", {"channels": "last"}),
     (layers.UpSampling2D(2, interpolation="bilinear"), "resize", {"method": "linear", "size": [2, 2]}),

@@ -127,7 +127,11 @@ def test_batches_by_position_and_by_name_and_trees_of_outputs() -> None:
     assert not by_position.gradients["tokens/embeddings"][2].any()
 
 
-def test_a_model_that_is_no_layer() -> None:
+GIVEN = {"float32": np.float32, "float64": np.float64, "a tensor": lambda x: tf.constant(x, tf.float64)}
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+def test_a_model_that_is_no_layer_is_called_with_float32(given: Any) -> None:
     class Linear(tf.Module):  # type: ignore[misc]  # TensorFlow is untyped
         def __init__(self) -> None:
             super().__init__()
@@ -136,6 +140,6 @@ def test_a_model_that_is_no_layer() -> None:
         def __call__(self, x: Any) -> Any:
             return tf.matmul(x, self.kernel)
 
-    found = CONVERTER.evaluate(Linear(), X, ones)
+    found = CONVERTER.evaluate(Linear(), given(X), ones)
     np.testing.assert_array_equal(found.outputs[0], X[:, :2])
     np.testing.assert_allclose(found.gradients["kernel"], np.repeat(X.sum(0)[:, None], 2, 1), rtol=1e-6)
