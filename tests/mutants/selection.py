@@ -80,7 +80,7 @@ def stages(path: str, *, whole: bool = False, root: Path = ROOT) -> list[Stage]:
     if whole and not framework:
         run.append(Stage("core", (tests, *(f"--ignore={name}" for name in _UNSUITED))))
         run += [Stage(f"conformance-{name}", conformance(name)) for name in FRAMEWORKS]
-    elif whole:
+    elif framework and (whole or not room):  # a file in no room is everybody's
         apart = f"{tests}/distributed"
         run.append(Stage(f"backend-{framework}", (tests, *([f"--ignore={apart}"] if framework == "jax" else []))))
         if framework == "jax":

@@ -105,6 +105,7 @@ def test_what_ought_to_notice_is_run_from_the_nearest_on() -> None:
     assert stages("polyamp/rules/kinds.py")[2].arguments == ("tests/core/rules", f"--ignore={near[0]}")
     assert names("backends/polyamp_jax/step/measure.py")[2:] == ["room", "conformance-jax"]
     assert names("backends/polyamp_torch/porting/walk.py")[-1] == "tests/porting"
+    assert names("backends/polyamp_torch/arrays.py")[-1] == "backend-torch", "it is in no room"
     assert names("polyamp/rules/clip.py", whole=True)[-4:] == ["core", *(f"conformance-{name}" for name in FRAMEWORKS)]
     assert names("backends/polyamp_jax/step/measure.py", whole=True)[-2:] == ["backend-jax", "distributed-jax"]
 
