@@ -3,9 +3,10 @@
 A network may blow up the last digit of a float: a normalisation of nearly equal numbers, Adam's first steps on tiny
 gradients, a relu at its corner. So before a difference of numbers becomes a finding, one framework trains the
 description again in float32 with every weight moved by its last digit: that of float32, once more with what every
-layer gives moved as well, or for 16-bit policies that of the policy's dtype, several times in random directions. What
-that moves the numbers by, times a factor, is allowed between frameworks. Called by the command and the tests; skips,
-scales, counters and bits are never excused. Only torch moves what layers give; it is the first of the frameworks.
+layer gives moved as well and with the rows the other way round, or for 16-bit policies that of the policy's dtype,
+several times in random directions. What that moves the numbers by, times a factor, is allowed between frameworks.
+Called by the command and the tests; skips, scales, counters and bits are never excused. Only torch moves what layers
+give; it is the first of the frameworks.
 """
 
 from __future__ import annotations
@@ -51,8 +52,11 @@ def sensitivity(description: Description, framework: str, pool: Pool) -> dict[st
         return {}
     moved = {what: distance(one[what], other[what]) for what in CURVES}
     moved["arrays"] = float(_differ(single, one, other))
-    if not moved["arrays"]:  # a sum that is 0 stays 0 where equal terms move alike, and Adam makes a step of its rest
-        apart = _alone({**single, "jiggle": JIGGLE["float32"], "rounding": JIGGLE["float32"]}, framework, pool)
+    # a sum that is 0 but for rounding stays so where equal terms move alike, and Adam and Lion make a step of its sign
+    for change in ({"jiggle": JIGGLE["float32"], "rounding": JIGGLE["float32"]}, {"reversed": True}):
+        if moved["arrays"]:
+            break
+        apart = _alone({**single, **change}, framework, pool)
         if "error" not in apart and _differ(single, one, apart):
             moved = {what: max(moved[what], distance(one[what], apart[what])) for what in CURVES} | {"arrays": 1.0}
     return moved

@@ -167,6 +167,8 @@ def batches(description: Description) -> list[Any]:
             batch = {name: v.astype(np.float64) if v.dtype == np.float32 else v for name, v in batch.items()}
         found.append(batch)
     count = description["accumulate_steps"]
+    if description.get("reversed"):  # what `judge` asks for: sums over the rows in another order
+        found = [{k: np.concatenate([v[::-1] for v in np.array_split(v, count)]) for k, v in b.items()} for b in found]
     if not description.get("listed"):
         return found
     size = BATCH // count
