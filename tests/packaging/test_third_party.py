@@ -92,7 +92,7 @@ def test_the_backend_passes_the_suite(environment: dict[str, str], tmp_path: Pat
     last = done.stdout.strip().splitlines()[-1]
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in last
-    assert "skipped" not in last
+    assert ", 6 skipped," in last  # its models cannot write to their parameters
     assert "failed" not in last.replace(f"{2 * len(rows)} xfailed", "")  # a row holds for both 16-bit policies
 
 
