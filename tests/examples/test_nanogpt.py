@@ -76,7 +76,7 @@ def test_s13_the_recipe_trains_as_nanogpts_own_loop(framework: str, example: Any
     _, losses = example.train(framework, recipe, len(BY_HAND))
     assert apart(losses, BY_HAND) < 2.5e-5
     if framework == "torch":
-        assert apart(by_hand(example, len(BY_HAND)), BY_HAND) < 1e-5
+        assert apart(by_hand(example, len(BY_HAND)), BY_HAND) < 2.5e-5  # processors add up in other orders
 
 
 def test_s21_nanogpts_recipe_is_one_in_all_frameworks(
