@@ -191,5 +191,6 @@ def _compiles(name: str, description: Description, compiled: bool) -> bool | Non
     if name == "torch" and compiled and description.get("python"):
         recurrent = any(layer["op"] in ("rnn", "gru") for layer in walk(description["layers"]))
         policy = description["policy"]
-        return None if recurrent or description["halves"] or (policy.get("mode") == "cast" and policy.get("overrides")) else True
+        cast = policy.get("mode") == "cast" and policy.get("overrides")
+        return None if recurrent or cast or description["halves"] else True
     return False if name == "tensorflow" and not compiled else None
