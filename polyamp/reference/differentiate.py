@@ -73,7 +73,7 @@ def accumulate(
         own = (1,) * len(batches)
     elif weights.consistent(losses):
         own = [loss.weight for loss in losses]
-    elif len(losses) > 1:
+    else:
         elements = weights.Elements()
         own = [
             elements.share(*each) for each in zip((x.size for x in losses), window.sizes, window.shares, strict=True)
@@ -87,7 +87,7 @@ def accumulate(
     loss = np.asarray(sum(parts), np.float32)
     auxes = [one.aux for one in losses]
     found = None
-    if totals is not None or weights.consistent(losses):
+    if totals is not None or weights.consistent(losses) or not whole:
         found = _weight(whole if totals is None else sum(totals.counts))
     aux = None if auxes[0] is None else map_trees(_stack, auxes)
     return loss, aux, Gradients(_unscaled(total, state), passes[-1].running[0], loss, found)
@@ -122,7 +122,7 @@ def _forward(
     models = [s.model.with_arrays(tensors, s.model.running) for s, tensors in zip(states, inputs, strict=True)]
     bound = [BoundMLP(model, state.plan) for model, state in zip(models, states, strict=True)]
     result, found = weights.call(loss_fn, bound[0] if len(bound) == 1 else tuple(bound), batch)
-    loss = weights.read(result, found, XP, **how)
+    loss = weights.read(result, found, XP, selects=elements is not None, **how)
     selects = elements is not None and loss.own is None and not loss.terms and elements.differ(found, how["rows"])
     if selects or ("rows" in how and weights.is_unclear(loss, found)):
         weights.warn_unclear(loss_fn, weights.line_of(found))

@@ -168,6 +168,7 @@ def read(
     weight: Any = None,
     totals: Totals | None = None,
     rows: Any = 1,
+    selects: bool = False,
 ) -> Loss:
     """The loss that `loss_fn` returned, and its weight.
 
@@ -178,6 +179,8 @@ def read(
         weight: what `train_step(weight=...)` gave for this batch, or None.
         totals: of a sum of means over different counts, those of all micro-batches and replicas (`totals_of`).
         rows: of this batch, for such a sum.
+        selects: `Elements` says what a mean over a selection counts beside the others; else one over nothing has the
+            weight 0.
 
     Raises:
         LossError: neither of them; or a `Mean` beside a `weight`.
@@ -196,7 +199,10 @@ def read(
     if weight is not None:
         return Loss(loss, aux, weight, None)
     own = next((item for item in found if item.loss is loss), None)
-    return Loss(loss, aux, None, None) if own is None else Loss(loss, aux, own.count, own.size)
+    if own is None:
+        return Loss(loss, aux, None, None)
+    nothing = not selects and own.count is None and isinstance(own.size, int) and own.size == 0
+    return Loss(loss, aux, 0.0 if nothing else own.count, own.size)
 
 
 def is_sum(result: Any) -> bool:

@@ -292,9 +292,10 @@ def _scaled(states: States, loss_fn: LossFunction, batch: Any, weighing: _Weighi
         with awaited(states):
             result, found = weights.call(loss_fn, bound(states), batch)
         rows = _rows(batch) if weighing.rows is None else weighing.rows
-        own = weights.read(result, found, XP, weight=given, totals=weighing.totals, rows=rows)
         among_others = weighing.rows is not None or several(states[0].strategy)
-        if among_others and own.weight is None and tf.is_tensor(own.size):  # of a selection, or of rows nobody counted
+        own = weights.read(result, found, XP, weight=given, totals=weighing.totals, rows=rows)
+        counts = tf.is_tensor(own.size) or (among_others and tf.executing_eagerly() and own.size is not None)
+        if own.weight is None and counts:  # of a selection, or of rows that nobody counted
             own = own._replace(weight=own.size, size=None)
         _check_width(own.value, states)
         loss = scale_loss(own.value, None, what="loss_fn")

@@ -34,11 +34,12 @@ from polyamp_torch.precision.regions import OPENED
 from polyamp_torch.step import optimizers
 from polyamp_torch.step import running as buffers
 from polyamp_torch.step.compile_trial import Watch, traced_again, tried
+from polyamp_torch.step.compile_weights import is_unclear, of_selection
 from polyamp_torch.step.complex_parameters import real_view, real_views
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import divisor, measured
 from polyamp_torch.step.state import TorchState
-from polyamp_torch.step.weighing import weighed
+from polyamp_torch.step.weighing import rows_of, weighed
 from polyamp_torch.step.window import NARROW, produced_by, stacked
 
 Tensors = dict[str, torch.Tensor]
@@ -287,15 +288,15 @@ class Graph:
                 named = {f"module.{name}": value for name, value in {**given, **own}.items()}
                 with self._bound.around(values):
                     result, found = weights.call(run, named, part)
-            read = weights.read(result, found, XP, weight=count)
-            if several and weights.is_unclear(read, found):
+            rows = int(rows_of(part, 1))
+            read = of_selection(weights.read(result, found, XP, weight=count, selects=True), rows, several=several)
+            if several and is_unclear(read, found, rows):
                 _warn_unclear(self._loss_fn, weights.line_of(found))
             loss, aux = read.value, read.aux
             wide = loss.float().reshape(())
             weight = read.weight
             if weight is not None:
                 weight = torch.as_tensor(weight, dtype=torch.float32, device=wide.device)
-            if weight is not None:
                 wide = torch.where(weight > 0.0, wide, torch.zeros_like(wide))
             masters = {**running, **values}
             after = {name: _changed(masters[name], before[name], own[name]).detach() for name in before}

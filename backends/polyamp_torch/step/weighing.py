@@ -103,7 +103,7 @@ class Weighing:
         number = len(self.factors)
         own = None if self._given is None else self._given[min(number, len(self._given) - 1)]
         rows = self._rows(number, part) if self.among_others else 1.0
-        read = functools.partial(weights.read, result, found, XP, weight=own, rows=rows)
+        read = functools.partial(weights.read, result, found, XP, weight=own, rows=rows, selects=self.among_others)
         loss = read(totals=self._totals)
         if self.among_others and loss.own is None and not loss.terms and self._elements.differ(found, rows):
             self.is_unclear = True
@@ -182,9 +182,10 @@ class Weighing:
         if self._totals is not None:
             total = sum(self._totals.counts)
             return torch.as_tensor(total, dtype=torch.float32, device=self._device)
-        if not any(self._own):
-            return None
-        found = self._alone if self._unit is None else total * self._unit
+        if not any(self._own) and any(not isinstance(factor, float) or factor for factor in self.factors):
+            return None  # otherwise of selections, which are empty
+        alone = 0.0 if self._alone is None else self._alone
+        found = alone if self._unit is None else total * self._unit
         return torch.as_tensor(found, dtype=torch.float32, device=self._device)
 
     def mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:

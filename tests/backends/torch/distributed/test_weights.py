@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ def ignoring(model: Any, batch: Any) -> torch.Tensor:
     return polyamp.losses.softmax_cross_entropy(model(batch["x"]), batch["labels"], ignore_index=-100)
 
 
+def selecting(model: Any, batch: Any) -> torch.Tensor:
+    """The rows whose labels are not ignored, and no others."""
+    counts = batch["labels"] != -100
+    return polyamp.losses.softmax_cross_entropy(model(batch["x"])[counts], batch["labels"][counts])
+
+
 def number_of(batch: Any) -> Any:
     return polyamp.losses.count(batch["labels"] != -100)
 
@@ -49,6 +56,7 @@ def weighed(rank: int, world: int) -> dict[str, tuple[float, str]]:
     for engine in ("ddp", "fsdp2"):
         for name, loss_fn, options in (
             ("ignoring", ignoring, {}),
+            ("selecting", selecting, {}),
             ("own", own, {"weight": number_of}),
             ("sum", sum_of_means, {}),
         ):
@@ -87,10 +95,11 @@ def test_s08_an_engine_with_one_process_counts_its_window_by_the_labels() -> Non
 def nothing(rank: int, world: int) -> list[tuple[float, float, bool, bool]]:
     """A step in which no rank has a label that counts; and what a step sends beside the gradients."""
     found = []
-    for engine in ("ddp", "fsdp2"):
-        recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(1e-2, weight_decay=0.5))
+    for engine, loss_fn, count in itertools.product(("ddp", "fsdp2"), (ignoring, selecting), (1, 2)):
+        optimizer = polyamp.adamw(1e-2, weight_decay=0.5)
+        recipe = polyamp.Recipe(policy="float32", optimizer=optimizer, accumulate_steps=count)
         state = polyamp.init(ENGINES[engine](mlp(), world), recipe)
-        step = polyamp.train_step(ignoring, recipe)
+        step = polyamp.train_step(loss_fn, recipe)
         state, _ = step(state, given(0, rank))
         before = [whole(p).detach().clone() for p in state.parameters.values()]
         empty = {**given(1, rank), "labels": torch.full((6,), -100)}
@@ -101,7 +110,7 @@ def nothing(rank: int, world: int) -> list[tuple[float, float, bool, bool]]:
 
 
 def test_s09_a_step_without_any_label_on_any_rank_is_skipped_and_says_so() -> None:
-    assert ranks.run(nothing, 2, 2) == [[(0.0, 0.0, True, True)] * 2] * 2
+    assert ranks.run(nothing, 2, 2) == [[(0.0, 0.0, True, True)] * 8] * 2
 
 
 def halves(rank: int, world: int) -> list[float]:

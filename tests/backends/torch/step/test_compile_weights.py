@@ -62,6 +62,48 @@ def test_s08_a_compiled_window_counts_by_the_labels(loss_fn: Any, options: Any, 
     torch.testing.assert_close(other, weight, rtol=2e-6, atol=1e-7)
 
 
+def selecting(model: Any, batch: Any) -> torch.Tensor:
+    """The rows whose labels are not ignored: the compiler does not know how many."""
+    counts = batch["labels"] != -100
+    return polyamp.losses.softmax_cross_entropy(model(batch["x"])[counts], batch["labels"][counts])
+
+
+def cut(model: Any, batch: Any) -> torch.Tensor:
+    """Nothing, as the compiler knows."""
+    return polyamp.losses.mean_squared_error(model(batch["x"])[:0], batch["x"][:0, :3])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_s08_a_compiled_step_counts_what_is_selected(count: int) -> None:
+    """As the eager step does; the last two batches select nothing and are skipped."""
+    found = []
+    for how in ({}, {"compile": TRACED}):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.adamw(1e-2), accumulate_steps=count)
+        state = polyamp.init(model, recipe)
+        results = []
+        for number, loss_fn in enumerate((selecting, selecting, selecting, cut)):
+            state, result = polyamp.train_step(loss_fn, recipe, **how)(state, given(min(number, 2)))
+            results.append([float(result.loss), float(result.skipped), float(result.step)])
+        assert float(result.weight) == 0.0
+        found.append((torch.tensor(results), model.weight.detach().clone()))
+    (eager, weight), (compiled, other) = found
+    assert eager[:, 1:].tolist() == [[0.0, 1.0], [0.0, 2.0], [1.0, 2.0], [1.0, 2.0]]
+    torch.testing.assert_close(compiled, eager, rtol=2e-6, atol=0.0)
+    torch.testing.assert_close(other, weight, rtol=2e-6, atol=1e-7)
+
+
+def test_s08_a_compiled_window_warns_of_a_selection_in_a_sum() -> None:
+    def own(model: Any, batch: Any) -> torch.Tensor:
+        return selecting(model, batch) * 1.0
+
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1), accumulate_steps=2)
+    state = polyamp.init(nn.Linear(4, 3), recipe)
+    with pytest.warns(UserWarning, match="ignored, weighted or selected elements into a sum of its own"):
+        polyamp.train_step(own, recipe, compile=TRACED)(state, given(0))
+
+
 def test_s20_a_compiled_window_refuses_a_sum_of_means() -> None:
     recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1), accumulate_steps=2)
     state = polyamp.init(nn.Linear(4, 3), recipe)
