@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from polyamp.arrays import ArrayNamespace
 from polyamp.errors import LossError, described
@@ -61,10 +61,11 @@ def note(
         line: see `Count`.
         size: gives the number of its elements as a scalar, where the shape is not known.
     """
-    if _NOTES.lists:
-        known = [length for length in shape if length is not None]
-        elements = math.prod(known) if len(known) == len(shape) else None if size is None else size()
-        _NOTES.lists[-1].append(Count(loss, count, elements, line))
+    lists = _NOTES.lists
+    if lists:
+        known = None not in shape
+        elements = math.prod(cast("Sequence[int]", shape)) if known else None if size is None else size()
+        lists[-1].append(Count(loss, count, elements, line))
 
 
 def call(loss_fn: Callable[[Any, Any], Any], model: Any, batch: Any) -> tuple[Any, list[Count]]:

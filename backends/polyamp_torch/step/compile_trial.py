@@ -25,7 +25,7 @@ from polyamp_torch.step.differentiate import scaled_backward, set_aside
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.python_state import PythonState, described, put_back
 from polyamp_torch.step.state import TorchState
-from polyamp_torch.step.weighing import Weighing
+from polyamp_torch.step.weighing import weighing_of
 
 
 class Tried(NamedTuple):
@@ -67,7 +67,7 @@ def tried(loss_fn: LossFunction, state: TorchState, part: Any) -> Tried:
             Bystanders(parameters, state.graphs) as others,
             Attention(state.device.type, acting=False) as attention,
         ):
-            weighing = Weighing(None, [part], Window((1,)), state.replicas, state.device)
+            weighing = weighing_of(None, [part], Window((1,)), state.replicas, state.device)
             weighing.omits = False
             _, aux = scaled_backward(loss_fn, [state], part, others, quiet, weighing, writes=[before])
             used = [name for name, p in state.parameters.items() if p.grad is not None]

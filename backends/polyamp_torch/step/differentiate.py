@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
@@ -33,7 +34,7 @@ from polyamp_torch.step.parameter_writes import BeforePass, settle
 from polyamp_torch.step.replicas import guarded
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.turns import together
-from polyamp_torch.step.weighing import Weighing, divisor, rows_of, weighed
+from polyamp_torch.step.weighing import Weighing, divisor, rows_of, weighed, weighing_of
 from polyamp_torch.step.window import produced_by
 
 Values = dict[str, torch.Tensor | None]
@@ -53,7 +54,7 @@ def set_aside(parameters: Sequence[torch.Tensor], *, used_up: bool = False) -> I
         used_up: leave None behind instead, unless the block fails.
     """
     held = [p.grad for p in parameters]
-    if any(grad is not None for grad in held):
+    if any(map(operator.is_not, held, itertools.repeat(None))):
         for p in parameters:
             p.grad = None
     try:
@@ -92,7 +93,7 @@ def _differentiated(
     named = list({id(p): (name, p) for state in states for name, p in state.parameters.items()}.values())
     parameters = [p for _, p in named]
     graphs = states[0].graphs if len(states) == 1 else Graphs()
-    weighing = Weighing(weight, [batch], Window((1,)), states[0].replicas, states[0].device)
+    weighing = weighing_of(weight, [batch], Window((1,)), states[0].replicas, states[0].device)
     try:
         with set_aside(parameters), Bystanders(parameters, graphs, functools.partial(_leaves, states)) as others:
             with contextlib.ExitStack() as engines:
@@ -228,16 +229,17 @@ def scaled_backward(
         scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
         scaled = scaled if isinstance(factor, float) and factor == 1.0 else scaled * factor
         others.look(loss_fn, wide, size)
-        value = weighed(
-            [wide.detach().float()], [1.0 if factor else 0.0] if isinstance(factor, float) else [factor > 0.0]
-        )
+        value = wide.detach().float()
+        if not isinstance(factor, float) or factor == 0.0:
+            value = weighed([value], [0.0 if isinstance(factor, float) else factor > 0.0])
         if between is not None:
             between(value)
         if not (weighing.omits and isinstance(factor, float) and factor == 0.0):
             with quiet.disturbed:
                 torch.autograd.backward(scaled)
             for state in states:
-                resolve_conjugates(state.complex_parameters)
+                if state.complex_parameters:
+                    resolve_conjugates(state.complex_parameters)
         if plan.cast:
             for model, own in zip(models, writes, strict=True):
                 own.note(model.commit())

@@ -116,12 +116,14 @@ class BeforePass:
                     found.add(name)
         return found
 
-    @torch.no_grad()
     def compare(self) -> None:
         """Behind the passes: see what they wrote to, and let go of the rest."""
         now = _versions(self._tensors)
-        if now == self._versions and self._looks is None:
-            return
+        if now != self._versions or self._looks is not None:
+            self._compare(now)
+
+    @torch.no_grad()
+    def _compare(self, now: list[int]) -> None:
         found = {}
         for name, p, before, after in zip(self._names, self._tensors, self._versions, now, strict=True):
             old = self._saved.get(name)
@@ -145,7 +147,6 @@ class BeforePass:
             if name in names and name not in self._late:
                 self._saved.setdefault(name, p.detach().clone())
 
-    @torch.no_grad()
     def settle(self, finite: torch.Tensor | None) -> None:
         """Let what was written stand where `finite` says so, and take back the rest; None lets it stand.
 
@@ -154,14 +155,19 @@ class BeforePass:
         """
         if finite is None:
             return
-        for name, p in zip(self._names, self._tensors, strict=True) if self._saved else ():
+        if self._saved:
+            self._put_back(finite)
+        if self._late and not bool(finite):
+            raise UnsupportedError(_too_late(self._late[0]))
+
+    @torch.no_grad()
+    def _put_back(self, finite: torch.Tensor) -> None:
+        for name, p in zip(self._names, self._tensors, strict=True):
             old = self._saved.get(name)
             if old is not None and not looks(p.device):
                 p.copy_(torch.where(finite.to(p.device), p, old.to(p.device)))
             elif old is not None and not bool(finite):
                 p.copy_(old)
-        if self._late and not bool(finite):
-            raise UnsupportedError(_too_late(self._late[0]))
 
     @torch.no_grad()
     def take_back(self) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ The whole step calls `snapshot` and `settle`; where the forward pass and the upd
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -54,7 +55,30 @@ class Owner(NamedTuple):
         return f"{self.path}.{name}" if self.path else name
 
 
-Owners = list[Owner]
+class Owners(tuple[Owner, ...]):
+    """The modules of a model.
+
+    Attributes:
+        slots: of each.
+        unsaved: of each.
+    """
+
+    slots: list[dict[str, Any]]
+    unsaved: list[set[str]]
+
+    def __new__(cls, owners: Iterable[Owner]) -> Owners:
+        made = super().__new__(cls, owners)
+        made.slots = [owner.slots for owner in made]
+        made.unsaved = [owner.unsaved for owner in made]
+        return made
+
+    @property
+    def names(self) -> tuple[list[Any], list[Any]]:
+        """Of each the names of its buffers, and of those that its `state_dict` leaves out. Called in every step."""
+        return (
+            list(map(tuple, self.slots)) if any(self.slots) else [],
+            list(map(frozenset, self.unsaved)) if any(self.unsaved) else [],
+        )
 
 
 class Saved(NamedTuple):
@@ -106,7 +130,7 @@ class Snapshot(dict[str, Saved]):
     def __init__(self, owners: Owners) -> None:
         super().__init__()
         self.owners = owners
-        self._names = _names(owners)
+        self._names = owners.names
 
     def added(self) -> list[tuple[Owner, str]]:
         """The buffers that came since, with their owners."""
@@ -124,22 +148,23 @@ class Snapshot(dict[str, Saved]):
 
     def has_other_names(self) -> bool:
         """Whether buffers were added, deleted or registered anew."""
-        return _names(self.owners) != self._names
+        return self.owners.names != self._names
 
     def put_names_back(self) -> None:
         """The buffers that there were, in their order, and no others."""
-        for owner, (names, unsaved) in zip(self.owners, self._names, strict=True):
-            if list(owner.slots) != names:
+        every, left_out = ([*names, *[()] * (len(self.owners) - len(names))] for names in self._names)
+        for owner, names, unsaved in zip(self.owners, every, left_out, strict=True):
+            if tuple(owner.slots) != names:
                 owner.slots.clear()
                 owner.slots.update((name, self[owner.place(name)].buffer) for name in names)
-            if owner.unsaved != unsaved:
+            if owner.unsaved != set(unsaved):
                 owner.unsaved.clear()
                 owner.unsaved.update(unsaved)
 
 
 def owners(module: nn.Module) -> Owners:
     """What `snapshot` looks at, for callers that look at it every step and need not search the module each time."""
-    return [Owner(path, buffers_in(part), left_out_of_checkpoints(part)) for path, part in module.named_modules()]
+    return Owners(Owner(path, buffers_in(part), left_out_of_checkpoints(part)) for path, part in module.named_modules())
 
 
 def writable(owners: Owners) -> dict[str, torch.Tensor]:
@@ -152,25 +177,37 @@ def writable(owners: Owners) -> dict[str, torch.Tensor]:
     return dict(found.values())
 
 
-@torch.no_grad()
 def snapshot(module: nn.Module | Owners) -> Snapshot:
     """Every buffer of the module with a copy of its value."""
     found = Snapshot(owners(module) if isinstance(module, nn.Module) else module)
+    if any(found.owners.slots):
+        _copy(found)
+    return found
+
+
+@torch.no_grad()
+def _copy(found: Snapshot) -> None:
     for owner in found.owners:
         for name, buffer in owner.slots.items():
             memory = None if buffer is None else buffer.detach()
             copy = buffer.clone() if buffer is not None and _writable(buffer) else None
             found[owner.place(name)] = Saved(owner, name, buffer, memory, copy)
-    return found
 
 
-@torch.no_grad()
 def settle(saved: Snapshot, finite: torch.Tensor | None) -> None:
     """Let what the forward pass left behind stand where `finite` says so, and restore the rest; None lets it stand.
 
     On the CPU the flag is read, and elsewhere where buffers were resized in place, replaced by something unlike, added
     or deleted. A buffer that was replaced by one like it is written instead, so that it stays the same tensor.
     """
+    if saved:
+        _settle(saved, finite)
+    if finite is not None and saved.has_other_names() and not bool(finite):
+        saved.put_names_back()
+
+
+@torch.no_grad()
+def _settle(saved: Snapshot, finite: torch.Tensor | None) -> None:
     for item in saved.values():
         buffer, copy, now = item.buffer, item.copy, item.now
         replaced = now is not buffer
@@ -187,8 +224,6 @@ def settle(saved: Snapshot, finite: torch.Tensor | None) -> None:
             item.owner.slots[item.name] = buffer
         elif (replaced or not same) and finite is not None and not bool(finite):
             item.put_back()
-    if finite is not None and saved.has_other_names() and not bool(finite):
-        saved.put_names_back()
 
 
 @torch.no_grad()
@@ -235,11 +270,6 @@ def commit(module: nn.Module, running: Running, finite: torch.Tensor | None) -> 
             left_out_of_checkpoints(part).discard(name)
         else:
             slots[name] = new
-
-
-def _names(owners: Owners) -> list[tuple[list[str], set[str]]]:
-    """Of every owner the names of its buffers, and of those that its `state_dict` leaves out."""
-    return [(list(owner.slots), set(owner.unsaved)) for owner in owners]
 
 
 def _alike(old: Any, new: Any) -> bool:

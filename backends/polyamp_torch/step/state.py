@@ -41,6 +41,7 @@ _SHAPE: Final = operator.attrgetter("shape")
 _DTYPE: Final = operator.attrgetter("dtype")
 _DEVICE: Final = operator.attrgetter("device")
 _STRIDES: Final = torch.Tensor.stride
+_ON_CPU: Final = operator.attrgetter("is_cpu")
 _END: Final = object()
 
 
@@ -109,6 +110,7 @@ class TorchState(ShownState):
         self._forms = list(map(_FORM, self.parameters.values()))
         self._shapes, self._dtypes, self._devices = (list(part) for part in zip(*self._forms, strict=True))
         self._strides = list(map(_STRIDES, self.parameters.values()))
+        self._on_cpu = all(map(_ON_CPU, self.parameters.values()))  # which is quicker to ask than a device
         self._places = _places(model)
         self._members = list(_members(self._places))
         self.one_device = len({p.device for p in self.parameters.values()}) == 1
@@ -180,7 +182,9 @@ class TorchState(ShownState):
             all(map(operator.is_, map(_DTYPE, parameters), self._dtypes))
             and all(map(operator.eq, map(_SHAPE, parameters), self._shapes))
             and all(map(operator.eq, map(_STRIDES, parameters), self._strides))
-            and all(map(operator.eq, map(_DEVICE, parameters), self._devices))
+            and all(
+                map(_ON_CPU, parameters) if self._on_cpu else map(operator.eq, map(_DEVICE, parameters), self._devices)
+            )
         ):
             self._refuse_form()
         optimizers.check_options(self.optimizer, self.recipe.optimizer, self.groups)

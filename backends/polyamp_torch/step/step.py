@@ -26,7 +26,7 @@ from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.parameter_writes import settle
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.update import Scaled, applied, nothing_applied
-from polyamp_torch.step.weighing import Weighing, divisor
+from polyamp_torch.step.weighing import Weighing, divisor, weighing_of
 from polyamp_torch.step.window import NARROW, Sums, produced_by, stacked
 
 
@@ -46,7 +46,7 @@ def _on_this_rank(
 ) -> StepResult:
     parts, window = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
     with Undisturbed() as quiet, state.turn, shield():
-        weighing = Weighing(weight, parts, window, state.replicas, state.device)
+        weighing = weighing_of(weight, parts, window, state.replicas, state.device)
         return _stepped(loss_fn, state, parts, window, weighing, quiet)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,9 @@ from polyamp_torch.step.measure import looks
 from polyamp_torch.step.replicas import Number, Replicas
 
 
-class Weighing:
+def weighing_of(
+    function: WeightFunction | None, parts: Sequence[Any], window: Window, replicas: Replicas, device: torch.device
+) -> Weighing:
     """The weights of one step's micro-batches.
 
     Args:
@@ -32,47 +35,34 @@ class Weighing:
         window: their rows.
         replicas: of the state.
         device: of the state.
+    """
+    if len(parts) == 1 and replicas.count == 1:
+        return OneBatch(function, parts, device, omits=replicas.held is None)
+    return Several(function, parts, window, replicas, device)
+
+
+class Weighing(ABC):
+    """What the micro-batches of a step count.
 
     Attributes:
         factors: what the scaled loss of each pass so far was multiplied by.
         among_others: whether there are other micro-batches or replicas.
+        begins: whether the first pass of several is next.
         sums_means: whether a loss was a sum of means over different counts.
         is_unclear: whether means of other numbers of elements went into a loss that does not say what it is over.
         rest: the passes after the first one, for a sum of means: (micro-batch, whether it counts).
         omits: whether a pass that counts for nothing needs no backward pass: nobody else waits for it.
     """
 
-    def __init__(
-        self,
-        function: WeightFunction | None,
-        parts: Sequence[Any],
-        window: Window,
-        replicas: Replicas,
-        device: torch.device,
-    ) -> None:
-        self.factors: list[Number] = []
-        self.among_others = len(parts) > 1 or replicas.count > 1
-        self.sums_means = False
-        self.is_unclear = False
-        self.omits = replicas.held is None
-        self.rest: list[tuple[Any, bool]] = [(part, True) for part in parts[1:]]
-        self._given = None if function is None else [self._number(weights.of_batch(function, p), device) for p in parts]
-        self._window = window
-        self._replicas = replicas
-        self._parts = parts
-        self._device = device
-        self._totals: Totals | None = None
-        self._unit: Number | None = None
-        self._own: list[bool] = []
-        self._elements = weights.Elements()
-        self._alone: Number | None = None
-        self._counts: list[list[Any]] | None = None
+    factors: list[Number]
+    among_others = True
+    begins = False
+    sums_means = False
+    is_unclear = False
+    rest: list[tuple[Any, bool]]
+    omits: bool
 
-    @property
-    def begins(self) -> bool:
-        """Whether the first pass of several is next."""
-        return self.among_others and not self.factors
-
+    @abstractmethod
     def count_others(self, count: Callable[[Any], list[Any]]) -> None:
         """Count what a sum of means divides by in the micro-batches after the first one, each by a forward pass: before
         that of the first one, whose graph needs what such a pass may write to.
@@ -80,17 +70,8 @@ class Weighing:
         Args:
             count: the counts for a micro-batch, by a forward pass.
         """
-        found = [(count(other), counts) for other, counts in self.rest]  # some only because other ranks wait for it
-        self._counts = [own for own, counts in found if counts]
 
-    @staticmethod
-    def _number(weight: Any, device: torch.device) -> Number:
-        """A weight on the host, where reading it waits for nothing, and on the device elsewhere; float32 in both."""
-        if not isinstance(weight, torch.Tensor):
-            return float(weight)
-        wide = weight.detach().float()
-        return float(wide) if looks(wide.device) else wide.to(device)
-
+    @abstractmethod
     def read(self, result: Any, found: Sequence[Count], part: Any, count: Callable[[Any], list[Any]]) -> Loss:
         """The loss of the next pass.
 
@@ -100,22 +81,8 @@ class Weighing:
             part: its micro-batch.
             count: the counts of a sum of means for another micro-batch, by a forward pass.
         """
-        number = len(self.factors)
-        own = None if self._given is None else self._given[min(number, len(self._given) - 1)]
-        rows = self._rows(number, part) if self.among_others else 1.0
-        read = functools.partial(weights.read, result, found, XP, weight=own, rows=rows, selects=self.among_others)
-        loss = read(totals=self._totals)
-        if self.among_others and loss.own is None and not loss.terms and self._elements.differ(found, rows):
-            self.is_unclear = True
-        self.sums_means |= bool(loss.terms)
-        if loss.terms and self._totals is None and self.among_others:
-            if self._counts is None:
-                self.count_others(count)
-            every = [weights.counts_of(loss, rows), *(self._counts or [])]
-            self._totals = self._replicas.totals(weights.totals_of(every), self._device)
-            loss = read(totals=self._totals)
-        return loss
 
+    @abstractmethod
     def counted(self, loss: Loss, part: Any, *, counts: bool = True) -> Number:
         """What the scaled loss of the next pass is to be multiplied by.
 
@@ -124,6 +91,113 @@ class Weighing:
             part: its micro-batch.
             counts: False for a pass that other ranks wait for.
         """
+
+    @property
+    @abstractmethod
+    def total(self) -> Number:
+        """The sum of the factors, a float where all are."""
+
+    @abstractmethod
+    def weight(self, total: Number) -> torch.Tensor | None:
+        """What the mean of the loss is over, from the sum of the factors; None where it does not depend on values."""
+
+    @abstractmethod
+    def mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of the losses times their factors, divided by the factors' sum; of no factor 0."""
+
+
+class OneBatch(Weighing):
+    """A batch by itself counts in full, or not at all."""
+
+    among_others = False
+
+    def __init__(
+        self, function: WeightFunction | None, parts: Sequence[Any], device: torch.device, *, omits: bool
+    ) -> None:
+        self.factors = []
+        self.rest = []
+        self.omits = omits
+        self._given = None if function is None else _number(weights.of_batch(function, parts[0]), device)
+        self._device = device
+        self._weight: Number | None = None
+
+    def count_others(self, count: Callable[[Any], list[Any]]) -> None:
+        """There are none."""
+
+    def read(self, result: Any, found: Sequence[Count], part: Any, count: Callable[[Any], list[Any]]) -> Loss:
+        loss = weights.read(result, found, XP, weight=self._given)
+        self.sums_means = bool(loss.terms)
+        return loss
+
+    def counted(self, loss: Loss, part: Any, *, counts: bool = True) -> Number:
+        factor = 1.0
+        if loss.weight is not None:
+            self._weight = _number(loss.weight, self._device)
+            factor = 0.0 if isinstance(self._weight, float) and self._weight == 0.0 else 1.0
+        self.factors.append(factor)
+        return factor
+
+    @property
+    def total(self) -> Number:
+        return self.factors[0]
+
+    def weight(self, total: Number) -> torch.Tensor | None:
+        return None if self._weight is None else _scalar(self._weight, self._device)
+
+    def mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        return losses[0]
+
+
+class Several(Weighing):
+    """Micro-batches of a window, or of several replicas."""
+
+    def __init__(
+        self,
+        function: WeightFunction | None,
+        parts: Sequence[Any],
+        window: Window,
+        replicas: Replicas,
+        device: torch.device,
+    ) -> None:
+        self.factors = []
+        self.omits = replicas.held is None
+        self.rest = [(part, True) for part in parts[1:]]
+        self._given = None if function is None else [_number(weights.of_batch(function, p), device) for p in parts]
+        self._window = window
+        self._replicas = replicas
+        self._device = device
+        self._totals: Totals | None = None
+        self._unit: Number | None = None
+        self._own: list[bool] = []
+        self._elements = weights.Elements()
+        self._counts: list[list[Any]] | None = None
+
+    @property
+    def begins(self) -> bool:  # type: ignore[override]  # an attribute of the other kind, which never begins
+        return not self.factors
+
+    def count_others(self, count: Callable[[Any], list[Any]]) -> None:
+        found = [(count(other), counts) for other, counts in self.rest]  # some only because other ranks wait for it
+        self._counts = [own for own, counts in found if counts]
+
+    def read(self, result: Any, found: Sequence[Count], part: Any, count: Callable[[Any], list[Any]]) -> Loss:
+        number = len(self.factors)
+        own = None if self._given is None else self._given[min(number, len(self._given) - 1)]
+        rows = self._rows(number, part)
+        read = functools.partial(weights.read, result, found, XP, weight=own, rows=rows, selects=True)
+        loss = read(totals=self._totals)
+        if loss.own is None and not loss.terms and self._elements.differ(found, rows):
+            self.is_unclear = True
+        self.sums_means |= bool(loss.terms)
+        if loss.terms and self._totals is None:
+            if self._counts is None:
+                self.count_others(count)
+            every = [weights.counts_of(loss, rows), *(self._counts or [])]
+            self._totals = self._replicas.totals(weights.totals_of(every), self._device)
+            loss = read(totals=self._totals)
+        return loss
+
+    def counted(self, loss: Loss, part: Any, *, counts: bool = True) -> Number:
         number = len(self.factors)
         self._own.append(loss.weight is not None)
         weights.check_alike(self._own)
@@ -134,10 +208,7 @@ class Weighing:
     def _factor(self, loss: Loss, number: int, part: Any) -> Number:
         if self._totals is not None:
             return 1.0
-        weight = None if loss.weight is None else self._number(loss.weight, self._device)
-        if not self.among_others:
-            self._alone = weight
-            return 0.0 if isinstance(weight, float) and weight == 0.0 else 1.0
+        weight = None if loss.weight is None else _number(loss.weight, self._device)
         shares = self._window.shares
         if self._replicas.count == 1 and weight is None:
             return self._elements.share(loss.size, self._window.sizes[number], shares[number])
@@ -165,32 +236,33 @@ class Weighing:
 
     @property
     def total(self) -> Number:
-        """The sum of the factors, a float where all are."""
         numbers = [factor for factor in self.factors if isinstance(factor, float)]
         if len(numbers) == len(self.factors):
             return math.fsum(numbers)
         rest = [factor for factor in self.factors if not isinstance(factor, float)]
         return torch.stack(rest).sum() + math.fsum(numbers)
 
-    @property
-    def decides(self) -> bool:
-        """Whether the weight depends on values, so that it may be 0."""
-        return any(self._own) or self._totals is not None
-
     def weight(self, total: Number) -> torch.Tensor | None:
-        """What the mean of the loss is over, from the sum of the factors; None where it does not depend on values."""
         if self._totals is not None:
-            total = sum(self._totals.counts)
-            return torch.as_tensor(total, dtype=torch.float32, device=self._device)
+            return _scalar(sum(self._totals.counts), self._device)
         if not any(self._own) and any(not isinstance(factor, float) or factor for factor in self.factors):
             return None  # otherwise of selections, which are empty
-        alone = 0.0 if self._alone is None else self._alone
-        found = alone if self._unit is None else total * self._unit
-        return torch.as_tensor(found, dtype=torch.float32, device=self._device)
+        return _scalar(0.0 if self._unit is None else total * self._unit, self._device)
 
     def mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of the losses times their factors, divided by the factors' sum; of no factor 0."""
         return weighed(losses, self.factors) / divisor(self.total)
+
+
+def _number(weight: Any, device: torch.device) -> Number:
+    """A weight on the host, where reading it waits for nothing, and on the device elsewhere; float32 in both."""
+    if not isinstance(weight, torch.Tensor):
+        return float(weight)
+    wide = weight.detach().float()
+    return float(wide) if looks(wide.device) else wide.to(device)
+
+
+def _scalar(number: Any, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(number, dtype=torch.float32, device=device)
 
 
 def rows_of(part: Any, otherwise: int) -> float:
