@@ -65,6 +65,18 @@ def test_outputs_cotangents_and_gradients_are_those_of_jax(backend: Any, make_ki
     polyamp.train_step(loss_fn, recipe)(state, data)  # the state was not consumed
 
 
+def test_aux_beside_the_loss_changes_nothing(backend: Any, make_kind: Any, batch: Any) -> None:
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1))
+    state = polyamp.init(make_kind("linen").model, recipe)
+    expected, _, order = watched(backend, state, loss_fn, batch())
+    found, _, seen = watched(backend, state, lambda m, batch: (loss_fn(m, batch), {"rows": 8.0}), batch())
+    assert found.loss == expected.loss
+    assert seen == order
+
+
 def test_what_is_seen_is_what_the_step_computes(backend: Any, make: Any, loss_fn: Any, batch: Any, recipe: Any) -> None:
     made = make()
     paths = [path for path in made.layers if made.layers[0] != "first" or "rngs" not in made.options]

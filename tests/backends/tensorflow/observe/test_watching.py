@@ -64,6 +64,16 @@ def same(before: dict[str, Array], after: dict[str, Array]) -> None:
         np.testing.assert_array_equal(array, after[name], err_msg=name)
 
 
+def test_aux_beside_the_loss_changes_nothing() -> None:
+    plain, seen = Seen(), Seen()
+    expected = BACKEND.observer.watch(state_of(network()), loss_of, (X, Y), plain)
+    found = BACKEND.observer.watch(
+        state_of(network()), lambda m, batch: (loss_of(m, batch), {"rows": 8.0}), (X, Y), seen
+    )
+    assert found.loss == expected.loss
+    assert seen.order == plain.order
+
+
 def test_outputs_cotangents_and_gradients_are_those_of_a_tape() -> None:
     model, seen = network(), Seen()
     with OBSERVER.still(model, None):

@@ -46,6 +46,13 @@ def test_the_backend_gives_it() -> None:
     assert TorchBackend().observer is OBSERVER
 
 
+def test_aux_beside_the_loss_changes_nothing() -> None:
+    plain, expected = watched(mlp())
+    seen, found = watched(mlp(), loss=lambda model, batch: (loss_fn(model, batch), {"rows": 8.0}))
+    assert found.loss == expected.loss
+    assert [each[:2] for each in seen] == [each[:2] for each in plain]
+
+
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_outputs_and_cotangents_are_those_of_hooks_by_hand(policy: str) -> None:
     model = mlp()

@@ -162,3 +162,20 @@ def test_s03_a_backward_pass_of_the_loops_own_inside_a_region_is_said_once() -> 
         warnings.simplefilter("error")
         gradients(scaler, inside)
         gradients(polyamp_torch.GradScaler(SCALER), contextlib.nullcontext)
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["step", "halves"])
+def test_s03_a_region_that_stays_open_computes_with_the_new_weights(halves: bool) -> None:
+    """autocast keeps the casts of weights until its region ends, as long as nobody tells it that they have changed."""
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1))
+    model, x = network(), batch()
+    state = polyamp.init(model, recipe)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+        if halves:
+            state, _ = polyamp.apply_gradients(state, polyamp.value_and_grad(loss_fn)(state, x)[1])
+        else:
+            state, _ = polyamp.train_step(loss_fn, recipe)(state, x)
+        within = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(within, model(x))
