@@ -45,7 +45,7 @@ def regrouped(
             made = _attention(hand, other)
             way = None if made is None else fit(*((made, other) if number == 0 else (other, made)))
             if made is not None and way is not None:
-                way = way._replace(unsure=_unsure(hand))
+                way = way._replace(unsure=way.unsure or _unsure(hand))
                 pairs.append((made, other, way) if number == 0 else (other, made, way))
                 sides[number][:] = [layer for layer in sides[number] if layer not in hand.parts.values()]
                 sides[1 - number][:] = [layer for layer in sides[1 - number] if layer is not other]
@@ -56,7 +56,7 @@ def regrouped(
         made_one, made_two = (_projections(each, lengths) for each in (one, two)) if lengths else (None, None)
         way = None if made_one is None or made_two is None else fit(made_one, made_two)
         if made_one is not None and made_two is not None and way is not None:
-            pairs.append((made_one, made_two, way._replace(unsure=_unsure(one) or _unsure(two))))
+            pairs.append((made_one, made_two, way._replace(unsure=way.unsure or _unsure(one) or _unsure(two))))
             for side, hand in zip(sides, (one, two), strict=True):
                 side[:] = [layer for layer in side if layer not in hand.parts.values()]
     return pairs, sides
