@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from polyamp._version import __version__
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend
-from polyamp.errors import ArgumentError, PortError, RecipeError, UnsupportedError
+from polyamp.errors import ArgumentError, RecipeError, UnsupportedError
 from polyamp.parity import draws
 from polyamp.parity.aligned import Agreed, agreed, ways
 from polyamp.parity.losses import against_noise
@@ -127,18 +127,10 @@ class Party:
 
         Args:
             others: what it agreed on with each other side.
-            taken: which of several readings of its layers the other side told, where it did.
-
-        Raises:
-            PortError: what some layers are is known by neither.
+            taken: which of several readings of its layers the other side told, where it did; `meet` refused what
+                nothing told.
         """
         told = {way.path: way for way in taken}
-        unknown = [layer.path for layer in self.inventory.layers if len(layer.forms) > 1 and layer.path not in told]
-        if unknown:
-            raise PortError(
-                f"what these layers are cannot be told from names and shapes: {', '.join(unknown[:5])}. Give inputs=, "
-                "what the model itself takes, so that a call of it shows that."
-            )
         rest = [Way(layer.path, layer, layer.forms[0]) for layer in self.inventory.layers if layer.path not in told]
         return Meeting(others, [*told.values(), *rest], None)
 

@@ -69,16 +69,16 @@ def sums(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return [f"{name}: values with the checksum {numbers[name] & (2**64 - 1):08x}" for name in tensors]
 
 
-def _bits(tensor: torch.Tensor, *, width: int = 0) -> torch.Tensor:
-    """The elements end to end, as integers of their width, or of another."""
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements end to end, as integers of their width."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return flat.view(_BITS[width or flat.element_size()])
+    return flat.view(_BITS[flat.element_size()])
 
 
 def _on_host(tensor: torch.Tensor) -> int:
     """About 1 s for a gigabyte."""
-    values: Any = _bits(tensor, width=1).numpy()
+    values: Any = _bits(tensor).numpy()
     return zlib.crc32(values)
 
 

@@ -54,7 +54,6 @@ class Undisturbed:
         if _PLAIN.getsignal(_NUMBER) == self._note:  # user code may have set another one, for good
             _PLAIN.signal(_NUMBER, self._handler)
         if self._came:
-            self._came = False
             _PLAIN.raise_signal(_NUMBER)
 
     @property

@@ -45,6 +45,7 @@ def regrouped(
             made = _attention(hand, other)
             way = None if made is None else fit(*((made, other) if number == 0 else (other, made)))
             if made is not None and way is not None:
+                way = way._replace(unsure=way.unsure or _unsure(hand))
                 pairs.append((made, other, way) if number == 0 else (other, made, way))
                 sides[number][:] = [layer for layer in sides[number] if layer not in hand.parts.values()]
                 sides[1 - number][:] = [layer for layer in sides[1 - number] if layer is not other]
@@ -55,7 +56,7 @@ def regrouped(
         made_one, made_two = (_projections(each, lengths) for each in (one, two)) if lengths else (None, None)
         way = None if made_one is None or made_two is None else fit(made_one, made_two)
         if made_one is not None and made_two is not None and way is not None:
-            pairs.append((made_one, made_two, way))
+            pairs.append((made_one, made_two, way._replace(unsure=way.unsure or _unsure(one) or _unsure(two))))
             for side, hand in zip(sides, (one, two), strict=True):
                 side[:] = [layer for layer in side if layer not in hand.parts.values()]
     return pairs, sides
@@ -94,6 +95,16 @@ def _in_order(one: Sequence[_Hand], two: Sequence[_PlacedT]) -> list[tuple[_Hand
     if len(ours) != len(one) or len(theirs) != len(two):
         return []
     return [(ours[mine], theirs[yours]) for mine, yours in zip(sorted(ours), sorted(theirs), strict=True)]
+
+
+def _unsure(hand: _Hand) -> str:
+    """Why nothing tells how the dense layers are to be read: the first form of each is; "" where it is the only one."""
+    for layer in hand.parts.values():
+        first, *others = layer.forms
+        if any(each.kind == first.kind and each.shapes(layer.arrays) == first.shapes(layer.arrays) for each in others):
+            either = "(inputs, features) or (features, inputs)"
+            return f"the kernel of {layer.path!r} may be {either}, and both are equally long"
+    return ""
 
 
 def _attention(hand: _Hand, other: NativeLayer) -> NativeLayer | None:

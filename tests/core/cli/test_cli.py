@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -279,6 +280,22 @@ def test_curves_that_are_not_finite_are_shown_and_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "digits.png").stat().st_size > 10_000
 
 
+def test_the_left_panel_of_a_row_names_what_the_row_shares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The panels of a row have one vertical axis: its name and its numbers stand at the left one."""
+    from matplotlib.figure import Figure
+
+    from polyamp.cli.picture import draw
+
+    drawn: list[Any] = []
+    write = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (drawn.append(self), write(self, *args, **kw)))
+    draw(make_report(), tmp_path / "digits.png")
+    names = ["training loss (nats)", "", "relative difference of\nthe loss between frameworks", "", "loss scale"]
+    assert [axes.get_ylabel() for axes in drawn[0].axes] == names
+    numbered = [any(label.get_visible() for label in axes.get_yticklabels()) for axes in drawn[0].axes]
+    assert numbered == [True, False, True, False, True]
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_progress_tells_what_happens(terminal: bool) -> None:
     console = Console(file=io.StringIO(), width=110, force_terminal=terminal, color_system=None)
@@ -298,3 +315,21 @@ def test_progress_tells_what_happens(terminal: bool) -> None:
     assert "keras fp16 failed" in shown
     if not terminal:
         assert shown.count("mixed_float16") == 4
+
+
+def test_the_lines_of_a_framework_do_not_depend_on_where_the_one_before_failed() -> None:
+    console = Console(file=io.StringIO(), width=110)
+    with show_progress(console) as on_event:
+        for backend, last in (("torch", 21), ("jax", 40)):
+            on_event(runner.Started(backend=backend, version="1.0", device="cpu"))
+            for step in range(1, last + 1):
+                on_event(runner.Progress(backend=backend, policy="float32", step=step, steps=40, loss=0.5, scale=1.0,
+                                         skipped=0))  # fmt: skip
+            if last < 40:
+                on_event(runner.Failed(failure=Failure(backend=backend, policy="float32", message="long")))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+    assert re.findall(r"step +(\d+) of 40|(\w+) float32 failed", shown) == [
+        *[(step, "") for step in ("10", "20")],
+        ("", "torch"),
+        *[(step, "") for step in ("10", "20", "30", "40")],
+    ]

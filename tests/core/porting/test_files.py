@@ -7,6 +7,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -382,3 +383,13 @@ def test_a_bar_is_shown_on_a_terminal_after_a_while(
             arrays["a"].read()
     assert ("writing [a] file" in stream.getvalue() and "filling" in stream.getvalue()) is shown
     assert shown or not stream.getvalue()
+
+
+def test_the_bar_of_a_file_moves_on_with_what_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stream = _Terminal()
+    monkeypatch.setattr(progress_module, "AFTER", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with contextlib.redirect_stderr(stream):
+        porting.save(example(), tmp_path / "model.safetensors")
+    assert re.search(r"writing model\.safetensors .*(\d+)/\1 bytes", stream.getvalue())

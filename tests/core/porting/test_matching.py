@@ -9,6 +9,7 @@ import pytest
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.matching.matching import match
+from polyamp.porting.settled import settled
 from tests.core.porting.sketch import sketch
 
 GPT = {
@@ -278,6 +279,23 @@ def test_layers_of_one_mass_and_another_kind_do_not_hide_each_other() -> None:
         "attention: attention 6 2\nattention_1: attention 6 2\nlinear: dense 6 24 -bias\nlinear_2: dense 6 24 -bias"
     )
     assert paired(one, other)["h/1/fc"] == "linear_2"
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["from", "into"])
+@pytest.mark.parametrize("other", ["attn: attention 6 2", "attn.qkv: dense 6 18 -bias\nattn.out: dense 6 6 -bias"])
+def test_attention_by_hand_whose_kernels_may_lie_both_ways_is_not_guessed(other: str, turned: bool) -> None:
+    parts = ["query", "key", "value", "out"]
+    for sign, refused in (("", False), ("?", True)):
+        sides = [sketch("\n".join(f"attn.{part}: dense{sign} 6 6 -bias" for part in parts)), sketch(other)]
+        if turned:
+            sides.reverse()
+        if refused:
+            match = "how 'attn' goes into 'attn' cannot be told: the kernel of 'attn/query' may be"
+            with pytest.raises(PortError, match=match):
+                settled(*sides, None, strict=True)
+            assert settled(*sides, None, strict=False).pairs == []
+        else:
+            assert [each.fit.unsure for each in settled(*sides, None, strict=True).pairs] == [""]
 
 
 @pytest.mark.parametrize("ordered", [False, True])

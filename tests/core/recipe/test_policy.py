@@ -133,6 +133,14 @@ def test_unknown_words_name_the_nearest(word: str, message: str) -> None:
         Policy(word)
 
 
+@pytest.mark.parametrize(("number", "word"), [(16, "16-mixed"), (32, "32-true"), (64, "64-true")])
+def test_a_number_names_the_word_of_lightning_that_means_it(number: int, word: str) -> None:
+    """Lightning takes `precision=16` and calls it "16-mixed": its older sense, which keeps float32 master weights."""
+    with pytest.raises(PolicyError, match=rf"Received: {number}\. Did you mean '{word}'\?$"):
+        Policy(number)  # type: ignore[arg-type]  # what is refused
+    assert Policy(word) == Policy(str(number))
+
+
 def test_printed_policies_say_whether_there_are_master_weights() -> None:
     assert str(Policy("fp16")) == f"{Policy('fp16')!r} [mixed: float32 master weights]"
     assert str(Policy("float16")) == f"{Policy('float16')!r} [pure: no float32 master weights]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -189,6 +190,25 @@ def test_s32_who_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert on_ranks(2, run)[0].startswith(
         "rank 1 did not answer within 0.5 s: it was killed, hangs, or its machine is lost."
     )
+
+
+@pytest.mark.parametrize(
+    ("errors", "words"),
+    [
+        (["closed", "closed", "lost"], r"rank 2 parted from the others in step 5: lost there, closed on the others\. "),
+        (["closed"] * 3, r"All ranks answer, and on each a collective failed in step 5: (rank \d: closed[;.] ){3}"),
+        (["a", "b"], r"All ranks answer, and on each a collective failed in step 5: (rank (0: a|1: b)[;.] ){2}"),
+    ],
+    ids=["one differs", "all the same", "no majority"],
+)
+def test_s32_ranks_that_all_fail_are_told_apart_by_their_errors(errors: list[str], words: str) -> None:
+    def run(group: Group) -> str:
+        board = Board(group)
+        board.begun, board.inside = 5, True
+        return str(board.parted(errors[group.place]))
+
+    found = on_ranks(len(errors), run)
+    assert all(re.match(rf"{words}\(The collective", str(each)) for each in found), found
 
 
 def called_by(places: Sequence[int], elsewhere: Callable[[Board], Any], *, seconds: float = 20.0) -> dict[int, str]:

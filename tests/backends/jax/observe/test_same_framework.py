@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import linen, nnx
 
 import polyamp
@@ -79,6 +80,51 @@ def test_float32_compiled_and_mixed_bfloat16_op_by_op_agree() -> None:
     assert report.agrees, str(report)
     dtypes = {row.dtypes for row in report.comparisons[0].rows if (row.module, row.what) == ("first", "output")}
     assert dtypes == {("float32", "float32"), ("float32", "bfloat16")}
+
+
+class Attending(nnx.Module):
+    def __init__(self, width: int) -> None:
+        self.attn = nnx.MultiHeadAttention(2, 6, width, decode=False, use_bias=False, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: Any) -> Any:
+        return self.attn(x)
+
+
+def attending(width: int, *, features_first: bool = False) -> Any:
+    """The same attention as a plain function, of which names and shapes alone are known."""
+    rng = np.random.default_rng(1)
+    shapes = {"query": (6, width), "key": (6, width), "value": (6, width), "out": (width, 6)}
+    params = {"attn": {name: {"kernel": rng.normal(size=shape).astype("f4")} for name, shape in shapes.items()}}
+
+    def dense(params: Any, name: str, x: Any) -> Any:
+        kernel = params["attn"][name]["kernel"]
+        return x @ (kernel.T if features_first else kernel)
+
+    def apply(params: Any, x: Any) -> Any:
+        parts = (dense(params, name, x).reshape(*x.shape[:2], 2, -1) for name in ("query", "key", "value"))
+        return dense(params, "out", jax.nn.dot_product_attention(*parts).reshape(*x.shape[:2], width))
+
+    return apply, jax.tree.map(jnp.asarray, params)
+
+
+def test_attention_written_by_hand_is_told_by_the_layer_of_the_other_side() -> None:
+    x = np.random.default_rng(0).normal(size=(2, 5, 6)).astype("f4")
+    for pair in ((attending(8), Attending(8)), (Attending(8), attending(8))):
+        report = polyamp.compare(*pair, x)
+        assert report.agrees, str(report)
+        compared = {(row.module, row.what) for row in report.comparisons[0].rows}
+        assert compared >= {("attn", "parameter"), ("attn", "gradient"), ("", "output")}
+
+
+def test_square_kernels_of_attention_by_hand_are_not_guessed() -> None:
+    x = np.random.default_rng(0).normal(size=(2, 5, 6)).astype("f4")
+    match = r"how 'attn' goes into 'attn' cannot be told: the kernel of 'attn/\w+' may be \(inputs, features\) or"
+    hand = attending(6, features_first=True)
+    with pytest.raises(polyamp.PortError, match=match):
+        polyamp.port(hand, Attending(6))
+    for pair in ((hand, Attending(6)), (Attending(6), hand)):
+        with pytest.raises(polyamp.PortError, match=match):
+            polyamp.compare(*pair, x)
 
 
 SHARDED = """

@@ -181,6 +181,7 @@ def test_in_float64_everything_is_and_afterwards_as_before() -> None:
         np.testing.assert_allclose(gradient, wide.gradients[name], atol=1e-6)
     assert keras.config.floatx() == "float32"
     assert {layer.dtype_policy.name for layer in model.layers} == {"float32"}
+    assert [str(tensor.dtype) for tensor in (*model.inputs, *inner.inputs)] == ["float32", "float32"]
     for variable, (value, array) in zip(model.variables, held, strict=True):
         assert variable.value is value
         np.testing.assert_array_equal(to_numpy(variable), array)

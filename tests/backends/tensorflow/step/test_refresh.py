@@ -209,6 +209,34 @@ def test_s28_what_a_native_optimizer_does_not_decay_stays_so() -> None:
     assert int(result.step) == 1
 
 
+@pytest.mark.parametrize("now", [["body"], []], ids=["Adam from now on", "Muon from now on"])
+def test_s28_a_slot_that_a_parameter_has_only_before_or_only_afterwards(now: list[str]) -> None:
+    """Muon keeps second moments for what it trains as Adam does: here for the body before, or from then on."""
+    optimizer = keras.optimizers.Muon(0.01, exclude_layers=[] if now else ["body"])
+    recipe = polyamp.Recipe(policy="float32", optimizer=optimizer)
+    model = network()
+    state, step = polyamp.init(model, recipe), polyamp.train_step(loss_fn, recipe)
+    for seed in range(2):
+        state, _ = step(state, item(seed))
+
+    def slots(kind: str) -> dict[str, Any]:
+        found = zip(optimizer._trainable_variables, getattr(optimizer, kind), strict=True)
+        return {v.path: None if slot is None else slot.numpy() for v, slot in found}
+
+    momentum, before = slots("momentums"), slots("adam_velocities")
+    optimizer.exclude_layers[:] = now
+    state = polyamp.refresh(state, new_head(model))
+    after = slots("adam_velocities")
+    assert [velocity["body/kernel"] is None for velocity in (before, after)] == [bool(now), not now]
+    if now:
+        assert not after["body/kernel"].any()
+    assert before["body/bias"].any()
+    np.testing.assert_array_equal(after["body/bias"], before["body/bias"])
+    np.testing.assert_array_equal(slots("momentums")["body/kernel"], momentum["body/kernel"])
+    _, result = step(state, item(2))
+    assert int(result.step) == 3
+
+
 def test_the_guide_runs() -> None:
     guide = (Path(__file__).parents[4] / "docs" / "guides" / "growing_models.md").read_text(encoding="utf-8")
     section = guide.split("\n## Keras\n")[1].split("\n## ")[0]

@@ -176,6 +176,61 @@ def test_s09_torchs_own_optimizers_train_on_ranks() -> None:
     assert {name: values for name, values in found[0].items() if not values[0] < 1e-6} == {}
 
 
+def few_rows(rank: int, world: int) -> tuple[float, float, list[int], str]:
+    """Layers of one row each, which only the first rank holds: distances of parameters and results from one process."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 1), nn.Tanh(), nn.Linear(1, 1))
+
+    steps = batches(4)
+    alone, expected = trained(model(), RECIPE, steps)
+    state, results = trained(sharded(model(), world), RECIPE, [part(batch, rank, world) for batch in steps])
+    apart = distance([whole(p) for p in state.parameters.values()], list(alone.parameters.values()))
+    losses = distance([result.loss for result in results], [result.loss for result in expected])
+    norms = distance([result.grad_norm for result in results], [result.grad_norm for result in expected])
+    held = [p.to_local().numel() for p in state.parameters.values()]
+    return apart, max(losses, norms), held, digest(state)
+
+
+def test_s09_a_rank_that_holds_no_row_of_any_parameter_takes_part() -> None:
+    found = ranks.run(few_rows, 2, 2)
+    assert [held for _, _, held, _ in found] == [[6, 1, 1, 1], [0, 0, 0, 0]]
+    assert found[0][3] == found[1][3]
+    assert all(max(each[:2]) < 1e-6 for each in found), found
+
+
+class OneOfMany(nn.Module):
+    """A buffer of one element, which is a part of a larger array and keeps its stride of 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("offset", torch.ones(3, 2)[:1, 0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 3)."""
+        out: torch.Tensor = self.layer(x) + self.offset
+        return out
+
+
+def one_of_many(rank: int, world: int) -> list[str]:
+    """What `init` says of the same values on all ranks, and of others on the last."""
+    model = OneOfMany()
+    held = DistributedDataParallel(model)
+    assert model.offset.stride() == (2,)
+    found = [said(lambda: polyamp.init(held, RECIPE))]
+    model.offset += rank
+    return [*found, said(lambda: polyamp.init(held, RECIPE))]
+
+
+def test_s32_an_element_of_a_larger_array_is_compared_too() -> None:
+    for alike, other in ranks.run(one_of_many, 2, 2):
+        assert alike == ""
+        assert other.startswith("ReplicaError: rank 1 brings other values than rank 0: 'offset: values with the check")
+
+
 def replaced(rank: int, world: int) -> dict[str, tuple[bool, str]]:
     """`refresh` after the head was replaced: what stayed keeps its slots, and training goes on."""
     found = {}

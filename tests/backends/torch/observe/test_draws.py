@@ -75,6 +75,23 @@ def test_alpha_dropout_keeps_mean_and_variance() -> None:
     assert abs(float(y.std()) - 1) < 0.01
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: functional.alpha_dropout(x, 0.4, training=True, inplace=True),
+        lambda x: functional.feature_alpha_dropout(x, 0.4, training=True, inplace=True),
+        lambda x: torch.alpha_dropout_(x, 0.4, train=True),
+    ],
+    ids=["function", "channels", "name"],
+)
+def test_alpha_dropout_in_place_writes_into_its_input(run: Any) -> None:
+    x = X.clone()
+    with OBSERVER.still(nn.Identity(), Numbers()):
+        y = run(x)
+    assert y is x
+    assert not torch.equal(x, X)
+
+
 def test_nothing_is_drawn_where_nothing_drops() -> None:
     numbers = Numbers()
     with OBSERVER.still(nn.Identity(), numbers):

@@ -15,6 +15,7 @@ from torch import nn
 import polyamp
 from polyamp.errors import PortError
 from polyamp.porting import Lazy
+from polyamp.porting.convert import convert
 from polyamp.porting.files import tensors
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp_torch.porting.converter import TorchConverter
@@ -177,6 +178,20 @@ def test_files_as_sources_of_a_port(tmp_path: Path) -> None:
             polyamp.port(saved(model, path), target)
             state = target.state_dict()
             assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_layer_that_names_do_not_tell_is_not_written_without_a_model(tmp_path: Path) -> None:
+    """A scale and a bias are a layer norm's or a group norm's."""
+    for count, named in ((1, "0 is"), (7, "0, 1, 2, 3, 4 is (and 2 more)")):
+        source = saved(nn.Sequential(*(nn.LayerNorm(8) for _ in range(count))), tmp_path / "model.pt")
+        assert set(map(tuple, forms(CONVERTER.open_file(source)).values())) == {("layer_norm", "group_norm")}
+        with pytest.raises(PortError) as raised:
+            convert(source, tmp_path / "new.safetensors")
+        assert str(raised.value) == (
+            f"{source} holds names and shapes, which do not say what {named}. Give --into package.module:build, a "
+            "function that makes the model: it says so."
+        )
+        assert not (tmp_path / "new.safetensors").exists()
 
 
 def test_a_file_with_a_flipped_bit_fills_nothing(tmp_path: Path) -> None:
