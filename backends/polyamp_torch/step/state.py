@@ -41,6 +41,7 @@ _SHAPE: Final = operator.attrgetter("shape")
 _DTYPE: Final = operator.attrgetter("dtype")
 _DEVICE: Final = operator.attrgetter("device")
 _STRIDES: Final = torch.Tensor.stride
+_CONTIGUOUS: Final = torch.Tensor.is_contiguous
 _ON_CPU: Final = operator.attrgetter("is_cpu")
 _END: Final = object()
 
@@ -110,7 +111,8 @@ class TorchState(ShownState):
         self._forms = list(map(_FORM, self.parameters.values()))
         self._shapes, self._dtypes, self._devices = (list(part) for part in zip(*self._forms, strict=True))
         self._strides = list(map(_STRIDES, self.parameters.values()))
-        self._on_cpu = all(map(_ON_CPU, self.parameters.values()))  # which is quicker to ask than a device
+        self._contiguous = all(map(_CONTIGUOUS, self.parameters.values()))  # these two are quicker to ask for
+        self._on_cpu = all(map(_ON_CPU, self.parameters.values()))
         self._places = _places(model)
         self._members = list(_members(self._places))
         self.one_device = len({p.device for p in self.parameters.values()}) == 1
@@ -178,13 +180,17 @@ class TorchState(ShownState):
         if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
             self._look_at_groups(held)
         parameters = self.parameters.values()  # compared one by one: what is kept in lists is garbage to collect
+        layouts: Iterator[bool] = map(_CONTIGUOUS, parameters)
+        if not self._contiguous:
+            layouts = map(operator.eq, map(_STRIDES, parameters), self._strides)
+        devices: Iterator[bool] = map(_ON_CPU, parameters)
+        if not self._on_cpu:
+            devices = map(operator.eq, map(_DEVICE, parameters), self._devices)
         if not (
             all(map(operator.is_, map(_DTYPE, parameters), self._dtypes))
             and all(map(operator.eq, map(_SHAPE, parameters), self._shapes))
-            and all(map(operator.eq, map(_STRIDES, parameters), self._strides))
-            and all(
-                map(_ON_CPU, parameters) if self._on_cpu else map(operator.eq, map(_DEVICE, parameters), self._devices)
-            )
+            and all(layouts)
+            and all(devices)
         ):
             self._refuse_form()
         optimizers.check_options(self.optimizer, self.recipe.optimizer, self.groups)

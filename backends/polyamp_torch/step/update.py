@@ -310,7 +310,7 @@ def _divided_before(
 
 def _fitted(state: TorchState, values: Values) -> dict[str, torch.Tensor]:
     """Gradients that a user may have replaced: in the parameters' order, dtype and memory layout, without the None."""
-    fitted = {}
+    fitted, has_complex = {}, bool(state.complex_parameters)
     for name, parameter in state.parameters.items():
         value = values[name]
         if value is None:
@@ -322,12 +322,13 @@ def _fitted(state: TorchState, values: Values) -> dict[str, torch.Tensor]:
                 "torch.distributed.tensor.distribute_tensor(gradient, parameter.device_mesh, parameter.placements) "
                 "makes one."
             )
-        if value.is_complex() and not parameter.is_complex():
+        if value.dtype != parameter.dtype and value.is_complex() and not parameter.is_complex():
             raise GradientError(
                 f"the gradient of {name!r} must be real as the parameter is. Received: {value.dtype}. Give its real "
                 "part, gradient.real, if that is what is meant."
             )
-        if value.dtype != parameter.dtype or value.stride() != parameter.stride() or value.is_conj():
+        conjugate = has_complex and value.is_conj()
+        if conjugate or value.dtype != parameter.dtype or value.stride() != parameter.stride():
             value = torch.empty_like(parameter).copy_(value)
         fitted[name] = value.detach()
     return fitted

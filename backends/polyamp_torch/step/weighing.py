@@ -183,19 +183,19 @@ class Several(Weighing):
     def read(self, result: Any, found: Sequence[Count], part: Any, count: Callable[[Any], list[Any]]) -> Loss:
         number = len(self.factors)
         own = None if self._given is None else self._given[min(number, len(self._given) - 1)]
+        loss = weights.read(result, found, XP, weight=own, selects=True)
+        if not loss.terms:
+            if loss.own is None and self._elements.differ(found, self._rows(number, part)):
+                self.is_unclear = True
+            return loss
+        self.sums_means = True
         rows = self._rows(number, part)
-        read = functools.partial(weights.read, result, found, XP, weight=own, rows=rows, selects=True)
-        loss = read(totals=self._totals)
-        if loss.own is None and not loss.terms and self._elements.differ(found, rows):
-            self.is_unclear = True
-        self.sums_means |= bool(loss.terms)
-        if loss.terms and self._totals is None:
+        if self._totals is None:
             if self._counts is None:
                 self.count_others(count)
             every = [weights.counts_of(loss, rows), *(self._counts or [])]
             self._totals = self._replicas.totals(weights.totals_of(every), self._device)
-            loss = read(totals=self._totals)
-        return loss
+        return weights.read(result, found, XP, weight=own, rows=rows, totals=self._totals, selects=True)
 
     def counted(self, loss: Loss, part: Any, *, counts: bool = True) -> Number:
         number = len(self.factors)
