@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import batch, layers, loss_fn, recipe, train
+from polyamp.conformance.problems import batch, layers, loss_fn, number, recipe, relative, train
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import PolicyError
@@ -159,6 +159,21 @@ def test_s05_overrides_choose_a_modules_dtype(harness: Harness) -> None:
     state = polyamp.init(harness.mlp(layers((4, 8, 8, 3)), observe=seen.append), made)
     polyamp.train_step(loss_fn, made)(state, batch())
     assert seen[:3] == ["bfloat16", "float32", "bfloat16"]
+
+
+@pytest.mark.parametrize("mode", ["autocast", "cast"])
+def test_s05_one_module_in_16_bits_under_a_float32_policy(
+    backend: Backend, harness: Harness, mode: Literal["autocast", "cast"]
+) -> None:
+    """Its numbers are rounded, and what follows it computes in float32 again."""
+    losses: list[float] = []
+    seen: list[str] = []
+    for overrides in ({}, {"**/dense1": "bfloat16"}):
+        made = recipe(polyamp.Policy("float32", mode=mode, overrides=overrides))
+        state = polyamp.init(harness.mlp(layers((4, 8, 8, 3)), observe=seen.append), made)
+        losses.append(number(backend, polyamp.train_step(loss_fn, made)(state, batch())[1].loss))
+    assert seen[2] == seen[-1] == "float32"
+    assert 1e-6 < relative(losses[1], losses[0]) < 3e-2
 
 
 def test_s05_longest_glob_wins(harness: Harness) -> None:

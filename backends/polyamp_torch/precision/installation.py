@@ -209,8 +209,18 @@ class Installation:
         """In cast mode, what follows an overridden module computes in the dtype around it again."""
         if self.is_overruled(part):
             return None
-        around = next((dtype for owner, dtype in reversed(OPENED.overrides) if owner is self), self.plan.compute)
+        return cast_tree(output, self._around(), float64=self.plan.float64)
+
+    def _for_what_follows(self, output: Any) -> Any:
+        """In mode "autocast": operations cast what they get where autocast acts, and only there."""
+        around = self._around()
+        if self.plan.place(around).mixes:
+            return output
         return cast_tree(output, around, float64=self.plan.float64)
+
+    def _around(self) -> str:
+        """The dtype in which what is around an overridden module computes."""
+        return next((dtype for owner, dtype in reversed(OPENED.overrides) if owner is self), self.plan.compute)
 
     def _part(self, path: str) -> nn.Module:
         return self.module.get_submodule(path.replace("/", "."))
@@ -230,9 +240,10 @@ class Installation:
                 try:
                     with region(place, self.device_type):
                         kwargs = {name: cast_tree(value, dtype, float64=double) for name, value in kwargs.items()}
-                        return forward(*cast_tree(args, dtype, float64=double), **kwargs)
+                        result = forward(*cast_tree(args, dtype, float64=double), **kwargs)
                 finally:
                     OPENED.overrides.pop()
+                return result if self.own_casts is not None else self._for_what_follows(result)
 
             call.polyamp_rebound = lambda part: replace(type(part).forward.__get__(part))  # type: ignore[attr-defined]  # for _carrying
             return call

@@ -15,13 +15,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.rules.kinds import Leaf, class_names
-from polyamp.rules.plan import Plan
+from polyamp.rules.plan import NARROW, Plan
 from polyamp_torch.compat import WRAPPERS
 from polyamp_torch.precision.parameter_listing import tree_parameters
 
 _REPLICATED = DistributedDataParallel
+_FLOATING = torch.Tensor.is_floating_point
 
 
 def plan_for(module: nn.Module, policy: Policy) -> Plan:
@@ -31,8 +33,26 @@ def plan_for(module: nn.Module, policy: Policy) -> Plan:
 
     Raises:
         PolicyError: an override matches no module.
+        UnsupportedError: a module would compute in a dtype to which autocast does not cast its parameters.
     """
-    return policy.plan(inner_paths(module) if policy.overrides else (), backend="torch")
+    inner = inner_paths(module) if policy.overrides else {}
+    plan = policy.plan(inner, backend="torch")
+    for path, dtype in {"": plan.compute, **plan.overridden}.items():
+        part = module.get_submodule(inner[path].replace("/", ".")) if path else module
+        if not _is_computable(plan, dtype) and any(map(_FLOATING, part.parameters())):
+            change = "mode='cast'" + (f", or drop overrides of {dtype}" if path else "")
+            raise UnsupportedError(
+                f"{f'the module {path!r}' if path else 'the model'} would have to compute in {dtype} over parameters "
+                f"of {plan.param}. torch.autocast casts float32 to 16 bits, and nothing else. Use "
+                f"{change if dtype != 'float64' else 'param=' + repr(dtype)}. Received: {policy}."
+            )
+    return plan
+
+
+def _is_computable(plan: Plan, dtype: str) -> bool:
+    if dtype == plan.param or dtype == "float64":
+        return dtype == plan.param
+    return plan.cast or (plan.param == "float32" and dtype in NARROW)
 
 
 def path_of(module: nn.Module) -> Callable[[str], str]:
