@@ -13,7 +13,8 @@ from polyamp.parity import page_parts, words
 from polyamp.parity.findings import Comparison, Curve, Findings, Row
 
 _SIDES: Final = (("#0b5cad", "-", 4.0), ("#d9730d", "-", 1.8), ("#12806f", (0, (5, 3)), 1.8), ("#7c3aed", ":", 1.8))
-"""Colour, pattern and width of each side's line: later ones are thinner, so that equal curves all stay visible."""
+"""Colour, pattern and width of each side's line: the first is the widest and the last two have gaps, so that equal
+curves all stay visible."""
 _PASSES: Final = (("forward", "o", "#0b5cad"), ("backward", "s", "#12806f"), ("update", "^", "#7c3aed"))
 _BAD: Final = "#b3261e"
 _OUTCOMES: Final = {"agree": "#17663a", "differ": _BAD, "unfinished": "#7a4b00"}

@@ -49,6 +49,6 @@ def test_a_checker_finds_what_is_wrong_in_a_users_script_and_nothing_else(
     checker: Callable[[Path], Findings], tmp_path: Path
 ) -> None:
     found = checker(tmp_path)
-    assert len(WRONG) == 9
+    assert len(WRONG) == 10
     assert found.keys() == WRONG.keys()
     assert [line for line, word in WRONG.items() if word not in found[line]] == []

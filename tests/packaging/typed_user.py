@@ -57,5 +57,8 @@ states.model  # wrong: model
 print(results[0].scale, states[1].model.hidden)
 polyamp.save(state, "checkpoint")
 state = polyamp.restore(state, "checkpoint")
+moved: polyamp.porting.Canonical = polyamp.porting.export(Net())
+polyamp.porting.save(moved, "weights.safetensors")
+polyamp.porting.lode(Net(), moved)  # wrong: lode
 state = polyamp.refresh(state, Net())
 polyamp.refresh(state).modle  # wrong: modle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import itertools
 import re
 import struct
@@ -11,7 +12,10 @@ from collections import Counter
 from html.parser import HTMLParser
 
 import msgspec
+import numpy as np
 import pytest
+from matplotlib import image
+from matplotlib.colors import to_rgb
 
 from polyamp.parity import page, page_charts, picture
 from polyamp.parity.report import Comparison, Curve, Divergence, Report, Row
@@ -19,6 +23,8 @@ from tests.core.parity import reports
 
 KINDS = reports.kinds()
 VOID = {"meta", "input", "br", "path", "link", "img"}
+CODES = ("#0b5cad", "#d9730d", "#12806f", "#7c3aed")
+"""The picture's colours of the first four sides."""
 OPTIONAL = {"td", "th", "tr", "li", "option", "p"}
 """Elements whose end may be left out."""
 
@@ -363,6 +369,19 @@ def test_the_picture_is_1200_wide_whatever_the_report(name: str) -> None:
     assert width == 1200
     assert 60 < height < 1200
     assert len(made) < 400_000
+
+
+def test_equal_curves_all_stay_visible_in_the_picture() -> None:
+    sides = ("a", "b", "c", "d")
+    curves = [Curve(side=side, phase="float32", loss=[1.0] * 20) for side in sides]
+    made = image.imread(io.BytesIO(picture.draw(reports.report(sides, phases=("float32",), curves=curves))))
+    colours = [np.all(np.abs(made[..., :3] - to_rgb(code)) < 0.02, axis=-1) for code in CODES]
+    line = int(np.argmax(colours[0].sum(axis=1)))  # the row of pixels that has most of the first side's colour
+    first, *later = (colour[line - 4 : line + 5].any(axis=0) for colour in colours)
+    places = np.flatnonzero(first)
+    assert len(places) > 900
+    assert len(places) == places[-1] - places[0] + 1, "the first side's line is covered somewhere"
+    assert all(colour.sum() > 100 for colour in later)
 
 
 def test_a_name_that_is_no_formula_and_letters_that_no_font_has() -> None:

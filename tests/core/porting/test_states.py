@@ -156,6 +156,8 @@ def test_what_is_no_state_is_refused() -> None:
         polyamp.port(state, state.model)
     with pytest.raises(polyamp.ArgumentError, match="source must be a polyamp state, the path of a checkpoint"):
         polyamp.port(state.model, state)
+    with pytest.raises(polyamp.UnsupportedError, match="NumPy has no optimizers and loss scalers of its own"):
+        polyamp.port(porting.training(state.model, object()), state)
     with pytest.raises(PortError, match="check= compares models"):
         polyamp.port(state, state, check=np.zeros((1, 4)))
     with pytest.raises(PortError, match="have no partner"):

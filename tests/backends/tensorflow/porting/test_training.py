@@ -124,6 +124,7 @@ def test_another_place_of_epsilon_is_said() -> None:
             keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 10), momentum=0.9),
             "the momentum of .*SGD holds the learning rate, which follows a schedule",
         ),
+        (keras.optimizers.SGD(0.0, momentum=0.9), "the momentum of .*SGD holds the learning rate, which is 0"),
         (keras.optimizers.Nadam(), r"it is trained by keras\.optimizers\.Nadam, of which polyamp knows no formula"),
     ],
 )

@@ -114,6 +114,23 @@ def test_an_optimizer_that_does_not_count_says_so() -> None:
     assert any("say it in training(..., step=)" in note for note in report.notes)
 
 
+def test_a_layer_that_the_target_alone_trains_begins_anew_and_is_named() -> None:
+    frozen, made = Net(0), recipe("adam")
+    frozen.dense0.requires_grad_(False)
+    source, step = polyamp.init(frozen, made), polyamp.train_step(loss_fn, made)
+    for number in range(2):
+        source, _ = step(source, batch(number))
+    state, report = polyamp.port(source, polyamp.init(Net(1), made))
+    (note,) = [note for note in report.notes if "begins anew" in note]
+    assert note == (
+        "trained in the target alone, so that the optimizer's state of it begins anew: dense0/weight, dense0/bias"
+    )
+    found = porting.training_state(state)
+    assert found.counts == {"dense0/kernel": 0, "dense0/bias": 0, "dense1/kernel": 2, "dense1/bias": 2}
+    assert not found.slots["exp_avg"]["dense0/kernel"].read().any()
+    assert found.slots["exp_avg"]["dense1/kernel"].read().any()
+
+
 def test_what_differs_of_the_recipe_is_reported() -> None:
     source = porting.training(*begun("adamw"))
     target = polyamp.init(Net(1), recipe("adamw", optimizer=polyamp.adamw(2e-2, weight_decay=0.1), scaler="torch"))

@@ -1,0 +1,27 @@
+"""The guard of worker processes where the system has no process groups. What it does elsewhere is in
+parity/test_ended.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyamp.workers import Guard
+
+
+def test_without_process_groups_a_guard_starts_nothing_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "name", "nt")
+        patched.setattr(subprocess, "Popen", lambda *command, **_: started.append(command))
+        with Guard(tmp_path) as guard:
+            guard.watch(1, "mark")
+            guard.leave(1, "mark")
+    assert started == []
+    assert tmp_path.is_dir()
