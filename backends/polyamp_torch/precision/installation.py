@@ -31,6 +31,7 @@ class Installation:
 
     Attributes:
         called: paths of the overridden modules that ran.
+        ends: ids of the overridden modules around which autocast does not act, so that what they give is cast.
     """
 
     def __init__(self, module: nn.Module, plan: Plan, device_type: str, overrides: dict[str, str]) -> None:
@@ -40,6 +41,7 @@ class Installation:
         self.called: set[str] = set()
         self.own_casts = Casts(module, overrides, plan) if plan.cast and plan.policy.is_mixed else None
         self.casts = self.own_casts
+        self.ends = {id(self._part(path)) for path in overrides if self._is_followed_by_another(path, overrides)}
         self.replaced = [(self._part(path), "forward", self._overridden(path, overrides)) for path in overrides]
         self.replaced.reverse()  # of a module's several names the last one wins, which is put nearest to it
         self.replaced += [
@@ -181,7 +183,7 @@ class Installation:
             value = self._replacement(number, getattr(part, name), replace)
             self.placed.append((part, name, part.__dict__.get(name, part)))
             part.__dict__[name] = value
-            if self.casts is not None and name == "forward":
+            if name == "forward" and (self.casts is not None or id(part) in self.ends):  # behind the user's own hooks
                 self.hooks.append(part.register_forward_hook(self._cast_back))
         if self.casts is not None:
             self.casts.__enter__()
@@ -206,21 +208,22 @@ class Installation:
         return known[1]
 
     def _cast_back(self, part: nn.Module, args: Any, output: Any) -> Any:
-        """In cast mode, what follows an overridden module computes in the dtype around it again."""
-        if self.is_overruled(part):
-            return None
-        return cast_tree(output, self._around(), float64=self.plan.float64)
+        """What follows an overridden module computes in the dtype around it again; where autocast acts, operations cast
+        what they get."""
+        return None if self.is_overruled(part) else self._for_what_follows(output)
 
     def _for_what_follows(self, output: Any) -> Any:
-        """In mode "autocast": operations cast what they get where autocast acts, and only there."""
-        around = self._around()
-        if self.plan.place(around).mixes:
-            return output
-        return cast_tree(output, around, float64=self.plan.float64)
+        around = next((dtype for owner, dtype in reversed(OPENED.overrides) if owner is self), self.plan.compute)
+        mixes = self.casts is None and self.plan.place(around).mixes
+        return output if mixes else cast_tree(output, around, float64=self.plan.float64)
 
-    def _around(self) -> str:
-        """The dtype in which what is around an overridden module computes."""
-        return next((dtype for owner, dtype in reversed(OPENED.overrides) if owner is self), self.plan.compute)
+    def _is_followed_by_another(self, path: str, overrides: dict[str, str]) -> bool:
+        """Whether what is around a module computes in another dtype, and not by autocast."""
+        outer = path.rpartition("/")[0]
+        while outer and outer not in overrides:
+            outer = outer.rpartition("/")[0]
+        around = self.plan.place(overrides[outer]) if outer else self.plan.root
+        return not around.mixes and around.dtype != overrides[path]
 
     def _part(self, path: str) -> nn.Module:
         return self.module.get_submodule(path.replace("/", "."))
@@ -229,6 +232,7 @@ class Installation:
         """Makes, of a submodule's `forward`, one that runs in the submodule's own dtype (S5)."""
         dtype, double = overrides[path], self.plan.float64
         place, part = self.plan.place(dtype), self._part(path)
+        ends = id(part) in self.ends
 
         def replace(forward: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(forward)
@@ -240,10 +244,10 @@ class Installation:
                 try:
                     with region(place, self.device_type):
                         kwargs = {name: cast_tree(value, dtype, float64=double) for name, value in kwargs.items()}
-                        result = forward(*cast_tree(args, dtype, float64=double), **kwargs)
+                        output = forward(*cast_tree(args, dtype, float64=double), **kwargs)
                 finally:
                     OPENED.overrides.pop()
-                return result if self.own_casts is not None else self._for_what_follows(result)
+                return self._for_what_follows(output) if ends and torch.compiler.is_compiling() else output
 
             call.polyamp_rebound = lambda part: replace(type(part).forward.__get__(part))  # type: ignore[attr-defined]  # for _carrying
             return call
