@@ -4,7 +4,6 @@ it."""
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -255,10 +254,7 @@ def _skipped(steps: Sequence[int]) -> str:
 
 
 def _toml(recipe: dict[str, Any]) -> str:
-    try:
-        return msgspec.toml.encode(_without_none(recipe)).decode().strip()
-    except (TypeError, ValueError):  # TOML has no list of tables within tables of lists, JSON has all
-        return json.dumps(recipe, indent=2, default=str)
+    return msgspec.toml.encode(_without_none(recipe)).decode().strip()
 
 
 def _without_none(value: Any) -> Any:

@@ -211,6 +211,16 @@ def test_s32_ranks_that_all_fail_are_told_apart_by_their_errors(errors: list[str
     assert all(re.match(rf"{words}\(The collective", str(each)) for each in found), found
 
 
+def test_s32_the_rank_in_another_step_than_most_is_named() -> None:
+    def run(group: Group) -> str:
+        board = Board(group)
+        board.begun, board.inside = 5 + group.place // 2, True
+        return str(board.parted("closed"))
+
+    said = "rank 2 took another number of steps than the others, who are in step 5. "
+    assert [str(each)[: len(said)] for each in on_ranks(3, run)] == [said] * 3
+
+
 def called_by(places: Sequence[int], elsewhere: Callable[[Board], Any], *, seconds: float = 20.0) -> dict[int, str]:
     """What the ranks of three that save read, where the others do something else."""
 

@@ -115,8 +115,9 @@ def test_s22_a_field_that_an_older_file_does_not_have_is_at_its_default(origin: 
 
 def test_s22_an_older_file_that_says_nothing_of_its_recipe_is_restored_with_a_warning(saved: Path) -> None:
     rewritten(saved, settings=None, recipe="")
-    with pytest.warns(UserWarning, match="says nothing of its recipe .* nothing could be compared"):
+    with pytest.warns(UserWarning, match="says nothing of its recipe .* nothing could be compared") as told:
         checkpoint.restore(stated(BASE.replace(clip_norm=1.0)), saved)
+    assert told[0].filename == __file__  # the line that restores
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoint.restore(stated(BASE.replace(clip_norm=1.0)), saved, on_change="accept")
