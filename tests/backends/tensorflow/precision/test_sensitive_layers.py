@@ -205,6 +205,19 @@ def test_s04_attention_layers_have_their_softmax_in_float32(kind: str, masked: b
         assert float(tf.cast(narrow, tf.float32)[0, 0, 2]) == 0.0
 
 
+@pytest.mark.parametrize("kind", ["dot", "additive"])
+def test_s04_attention_layers_drop_shares_in_training(kind: str) -> None:
+    """Half of them are 0, and the others twice what they are."""
+    made = (layers.AdditiveAttention if kind == "additive" else layers.Attention)(dropout=0.5, seed=3)
+    inputs = [tf.cast(np.tile(NARROW, (8, 1, 1)), tf.float32)] * 2
+    with layer_policies(made, planned(made, POLICY)):
+        (_, whole), (_, left) = (made(inputs, return_attention_scores=True, training=how) for how in (False, True))
+    whole, left = (tf.cast(shares, tf.float32).numpy() for shares in (whole, left))
+    dropped = left == 0.0
+    assert 0.3 < dropped[whole > 0.01].mean() < 0.7
+    np.testing.assert_allclose(left[~dropped], 2.0 * whole[~dropped], rtol=0.01)
+
+
 def test_s04_a_sum_that_float16_cannot_hold() -> None:
     ones = tf.ones((2, 64_000), tf.float16)
     total = layers.Lambda(tf.reduce_sum)
