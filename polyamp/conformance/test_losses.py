@@ -236,6 +236,8 @@ LOSSES: Final[Any] = polyamp.losses  # called with what its types forbid
     [
         (lambda x: LOSSES.huber(x, x, reduction="average"), "must be 'mean', 'sum' or 'none'. Received: .*'average'"),
         (lambda x: LOSSES.mean_squared_error(x, x[:, :1]), r"one shape. Received: \(6, 4\) and \(6, 1\)"),
+        (lambda x: LOSSES.sigmoid_cross_entropy(x, x[:, :1]), r"^sigmoid_cross_entropy needs .* and \(6, 1\)"),
+        (lambda x: LOSSES.huber(x, x[:1]), r"^huber needs .* Received: \(6, 4\) and \(1, 4\)"),
         (lambda x: LOSSES.huber(x, x, weights=np.ones(6, "f4")), r"broadcast to .*\(6, 4\). Received shape: \(6,\)"),
         (lambda x: LOSSES.huber(x, x, weights=np.ones((2, 6, 4), "f4")), r"broadcast to .*Received shape: \(2, 6, 4\)"),
         (lambda x: LOSSES.softmax_cross_entropy(x, LABELS[:3]), r"shape \(6,\), .*Received: int64 of shape \(3,\)"),
