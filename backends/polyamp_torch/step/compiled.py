@@ -39,7 +39,7 @@ from polyamp_torch.step.complex_parameters import real_view, real_views
 from polyamp_torch.step.interrupts import Undisturbed
 from polyamp_torch.step.measure import divisor, measured
 from polyamp_torch.step.state import TorchState
-from polyamp_torch.step.weighing import rows_of, weighed
+from polyamp_torch.step.weighing import weighed
 from polyamp_torch.step.window import NARROW, produced_by, stacked
 
 Tensors = dict[str, torch.Tensor]
@@ -288,9 +288,8 @@ class Graph:
                 named = {f"module.{name}": value for name, value in {**given, **own}.items()}
                 with self._bound.around(values):
                     result, found = weights.call(run, named, part)
-            rows = int(rows_of(part, 1))
-            read = of_selection(weights.read(result, found, XP, weight=count, selects=True), rows, several=several)
-            if several and is_unclear(read, found, rows):
+            read = of_selection(weights.read(result, found, XP, weight=count, selects=True), part if several else None)
+            if several and is_unclear(read, found, part):
                 _warn_unclear(self._loss_fn, weights.line_of(found))
             loss, aux = read.value, read.aux
             wide = loss.float().reshape(())

@@ -47,7 +47,6 @@ class Weighing(ABC):
     Attributes:
         factors: what the scaled loss of each pass so far was multiplied by.
         among_others: whether there are other micro-batches or replicas.
-        begins: whether the first pass of several is next.
         sums_means: whether a loss was a sum of means over different counts.
         is_unclear: whether means of other numbers of elements went into a loss that does not say what it is over.
         rest: the passes after the first one, for a sum of means: (micro-batch, whether it counts).
@@ -56,11 +55,15 @@ class Weighing(ABC):
 
     factors: list[Number]
     among_others = True
-    begins = False
     sums_means = False
     is_unclear = False
     rest: list[tuple[Any, bool]]
     omits: bool
+
+    @property
+    def begins(self) -> bool:
+        """Whether the first pass of several is next."""
+        return self.among_others and not self.factors
 
     @abstractmethod
     def count_others(self, count: Callable[[Any], list[Any]]) -> None:
@@ -171,10 +174,6 @@ class Several(Weighing):
         self._own: list[bool] = []
         self._elements = weights.Elements()
         self._counts: list[list[Any]] | None = None
-
-    @property
-    def begins(self) -> bool:  # type: ignore[override]  # an attribute of the other kind, which never begins
-        return not self.factors
 
     def count_others(self, count: Callable[[Any], list[Any]]) -> None:
         found = [(count(other), counts) for other, counts in self.rest]  # some only because other ranks wait for it

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import polyamp
 from polyamp.errors import UnsupportedError
@@ -92,6 +93,23 @@ def test_s08_a_compiled_step_counts_what_is_selected(count: int) -> None:
     assert eager[:, 1:].tolist() == [[0.0, 1.0], [0.0, 2.0], [1.0, 2.0], [1.0, 2.0]]
     torch.testing.assert_close(compiled, eager, rtol=2e-6, atol=0.0)
     torch.testing.assert_close(other, weight, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_batches_of_many_lengths_make_two_graphs(count: int) -> None:
+    """One of the first length, and one that leaves the length open: what is looked at of lengths does not fix them."""
+
+    def plain(model: Any, batch: Any) -> torch.Tensor:
+        return polyamp.losses.mean_squared_error(model(batch["x"]), batch["x"][:, :3])
+
+    torch.compiler.reset()
+    counters.clear()
+    recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1), accumulate_steps=count)
+    state = polyamp.init(nn.Linear(4, 3), recipe)
+    step = polyamp.train_step(plain, recipe, compile=TRACED)
+    for rows in (8, 6, 10, 12, 20, 24):
+        state, _ = step(state, {"x": torch.ones(rows, 4)})
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 def test_s08_a_compiled_window_warns_of_a_selection_in_a_sum() -> None:
