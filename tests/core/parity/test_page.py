@@ -381,7 +381,7 @@ def test_equal_curves_all_stay_visible_in_the_picture() -> None:
     places = np.flatnonzero(first)
     assert len(places) > 900
     assert len(places) == places[-1] - places[0] + 1, "the first side's line is covered somewhere"
-    assert all(colour.sum() > 100 for colour in later)
+    assert all(places.sum() > 100 for places in later), "a later side's line is covered, or not there"
 
 
 def test_a_name_that_is_no_formula_and_letters_that_no_font_has() -> None:

@@ -149,6 +149,36 @@ def test_s03_overrides_of_overrides_are_no_strangers() -> None:
     assert model[0].net.seen == [(B16, B16)] * 2  # type: ignore[union-attr]  # a Module's attribute
 
 
+def test_s03_a_second_policy_around_one_module_does_not_take_another_ones_override() -> None:
+    """The second policy sets what the first does and covers `gate` alone: what `gate` calls elsewhere keeps its own."""
+
+    class Gate(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(elsewhere[0](x))
+
+    class Body(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().forward(x)
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.gate = Body(4, 4), Gate(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = polyamp.Policy("mixed_float16").autocast(self.gate)(x)
+            return out
+
+    seen: list[bool] = []
+    pair = Pair()
+    elsewhere = [pair.body]
+    policy = polyamp.Policy("mixed_float16", overrides={"body": "float32"})
+    state = polyamp.init(pair, polyamp.Recipe(policy=policy, optimizer=polyamp.sgd(0.1)))
+    polyamp.value_and_grad(lambda model, x: model(x).float().square().mean())(state, torch.ones(3, 4))
+    assert seen == [False]
+
+
 def test_s03_a_hook_of_the_backward_pass_calls_the_model_under_its_policy() -> None:
     net = Net()
     state = polyamp.init(net, polyamp.Recipe(policy="mixed_float16", optimizer=polyamp.sgd(0.1)))
