@@ -150,9 +150,10 @@ class Policy(Record, kw_only=True):
         if BYTES[self.param] < BYTES[self.compute] or (
             BYTES[self.param] == BYTES[self.compute] and self.param != self.compute
         ):
+            wide = "float64" if self.compute == "float64" else "float32"
             raise PolicyError(
                 f"param={self.param!r} cannot hold the master weights of compute={self.compute!r}: parameters must be "
-                "at least as wide as the computation, or of the same dtype. Use param='float32'."
+                f"at least as wide as the computation, or of the same dtype. Use param={wide!r}."
             )
 
     def _key(self) -> tuple[Any, ...]:

@@ -81,3 +81,20 @@ def test_s05_a_module_without_parameters_and_mode_cast_take_any_dtype(param: str
         assert policy.autocast(model)(x).dtype == x.dtype
         state = polyamp.init(model, polyamp.Recipe(policy=policy, optimizer=polyamp.sgd(0.1)))
         assert bool(polyamp.train_step(loss_fn, state.recipe)(state, x)[1].loss.isfinite())
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+def test_s02_mode_cast_casts_float64_inputs_under_float64_parameters(compute: Any) -> None:
+    policy = polyamp.Policy(param="float64", compute=compute, output="float64", mode="cast")
+    seen: list[tuple[torch.dtype, ...]] = []
+
+    class Sum(nn.Linear):
+        def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            seen.append((x.dtype, other.dtype))
+            return super().forward(x + other)
+
+    recipe = polyamp.Recipe(policy=policy, optimizer=polyamp.sgd(0.1))
+    state = polyamp.init(Sum(4, 2).double(), recipe)
+    x = torch.ones(3, 4, dtype=torch.float64)
+    polyamp.value_and_grad(lambda model, x: model(x, other=x).square().mean())(state, x)
+    assert seen == [(getattr(torch, compute),) * 2]
