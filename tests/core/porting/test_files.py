@@ -211,6 +211,10 @@ def test_headers_that_lie_are_refused(saved: Path) -> None:
     for header in (b"[]", b"null", b'"text"', b'{"__metadata__": 3}', b'{"a": 1, "a": 2}', b"[" * 100_000, b"\xff"):
         saved.write_bytes(len(header).to_bytes(8, "little") + header)
         assert "is no model that porting.save wrote (" in refused(saved)
+    one = b'"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+    twice = b"{" + one + b", " + one + b"}"
+    saved.write_bytes(len(twice).to_bytes(8, "little") + twice + b"\0" * 4)
+    assert "a name stands in its header twice" in refused(saved)
     saved.write_bytes((1 << 60).to_bytes(8, "little") + content[8:])
     assert "its header claims 1,152,921,504,606,846,976 bytes" in refused(saved)
 
