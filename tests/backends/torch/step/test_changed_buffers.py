@@ -201,6 +201,21 @@ def test_s12_an_applied_step_keeps_it(change: Callable[[Any], Any], mode: str, r
         assert net.own is own
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("skips", [False, True])
+def test_s12_an_expanded_buffer_that_is_replaced(skips: bool, size: int) -> None:
+    """Its elements are one number in memory: nothing can be written into it, and the new one takes its place."""
+
+    def replaced(net: Any) -> None:
+        net.own = net.own * 2
+
+    net, recipe = Net(replaced), recipe_of("autocast", 1)
+    net.own = torch.ones(1).expand(size)
+    own = net.own
+    polyamp.train_step(infinite if skips else mean, recipe)(polyamp.init(net, recipe), BATCH)
+    assert net.own is own if skips else net.own.tolist() == [2.0] * size
+
+
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("change", CHANGES)
