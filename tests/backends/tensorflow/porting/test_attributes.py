@@ -64,7 +64,11 @@ GIVEN: list[tuple[Any, str, dict[str, Any]]] = [
     (layers.AdaptiveMaxPooling2D((4, 3)), "pooling", {"operation": "max", "size": [4, 3]}),
     (layers.Flatten(), "flatten", {"channels": "last"}),
     (layers.Reshape((-1,)), "flatten", {"channels": "last"}),
-    (layers.UpSampling2D(2, interpolation="bilinear"), "resize", {"method": "linear", "size": [2, 2], "align_corners": False}),
+    (
+        layers.UpSampling2D(2, interpolation="bilinear"),
+        "resize",
+        {"method": "linear", "size": [2, 2], "align_corners": False},
+    ),
     (layers.PReLU(), "keras.PReLU (slopes of shape [8, 7, 4])", {}),
     (layers.EinsumDense("abcd,bde->abce", (8, 7, 2)), "keras.EinsumDense (abcd,bde->abce)", {}),
 ]
