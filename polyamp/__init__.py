@@ -1,13 +1,13 @@
 """polyamp: one `Policy` / `LossScaler` API for mixed-precision training in PyTorch, TensorFlow and JAX.
 
-Importing it imports no framework. What is heavy is imported at its first use.
+Importing it imports no framework. Heavy modules are imported at their first use.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from polyamp import lookup
+from polyamp import registry_access
 from polyamp._version import __version__
 
 if TYPE_CHECKING:
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from polyamp import losses, parity, porting, schedules
     from polyamp.contract.backend import Backend, BackendInfo, State
+    from polyamp.contract.casting_report import CastingReport
     from polyamp.contract.registry import BackendStatus, backends, explain
-    from polyamp.contract.report import CastingReport
     from polyamp.errors import (
         ArgumentError,
         BackendError,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from polyamp.recipe.recipe import Recipe
     from polyamp.recipe.scaler import LossScaler
     from polyamp.results import Gradients, StepResult
-    from polyamp.rules.scale import LossScaleState
+    from polyamp.rules.loss_scale import LossScaleState
     from polyamp.train.checkpoint import restore, save
     from polyamp.train.parameters import parameters
     from polyamp.train.refresh import refresh
@@ -55,12 +55,12 @@ _MODULES = (
     *("losses", "parity", "porting", "schedules"),
     *("arrays", "contract", "dtypes", "errors", "recipe", "records", "results", "rules", "train", "trees"),
 )
-"""Modules that are here as attributes without an import of their own: the public ones, and what some code reaches as
-`polyamp.errors.PolicyError`."""
-_HOMES = {
+"""Modules that are attributes of the package without an explicit import: the public ones, and those that user code
+reaches as `polyamp.errors.PolicyError`."""
+_EXPORTS = {
     "contract.backend": ("Backend", "BackendInfo", "State"),
     "contract.registry": ("BackendStatus", "backends", "explain"),
-    "contract.report": ("CastingReport",),
+    "contract.casting_report": ("CastingReport",),
     "errors": (
         *("ArgumentError", "BackendError", "BackendNotInstalledError", "BatchError", "CheckpointError"),
         *("GradientError", "LossError", "LossScaleError", "LossScaleStuckError", "ModelError", "PolicyError"),
@@ -74,16 +74,16 @@ _HOMES = {
     "recipe.recipe": ("Recipe",),
     "recipe.scaler": ("LossScaler",),
     "results": ("Gradients", "StepResult"),
-    "rules.scale": ("LossScaleState",),
+    "rules.loss_scale": ("LossScaleState",),
     "train.checkpoint": ("restore", "save"),
     "train.parameters": ("parameters",),
     "train.refresh": ("refresh",),
     "train.step": ("apply_gradients", "init", "train_step", "value_and_grad"),
 }
-"""Module below this package -> the public names that it holds. A name is imported when it is first asked for: pytest
-imports this package in every session of an environment that has it, because polyamp brings plugins."""
+"""Submodule -> its public names. A name is imported at its first use: polyamp provides plugins, so pytest imports this
+package in every session of an environment that contains it."""
 
-_ELSEWHERE = {
+_OTHER_HINTS = {
     "GradScaler": "polyamp_torch.GradScaler takes the place of torch.amp.GradScaler. polyamp.LossScaler describes how "
     "the loss is scaled, in every framework.",
     "LossScaleOptimizer": "polyamp_tensorflow.LossScaleOptimizer takes the place of Keras's.",
@@ -92,7 +92,7 @@ _ELSEWHERE = {
     "polyamp_torch.autocast takes the place of torch.autocast.",
     "scaled_value_and_grad": "polyamp_jax.scaled_value_and_grad(fun, scaler) takes the place of jax.value_and_grad.",
 }
-"""What people look for here -> where it is: a name of one framework stands in that framework's package."""
+"""Name that users look for here -> its location in the package of one framework."""
 
 __all__ = [
     "ArgumentError",
@@ -163,9 +163,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         value = import_module(f"{__name__}.{name}")
     else:
-        home = next((home for home, names in _HOMES.items() if name in names), None)
+        home = next((home for home, names in _EXPORTS.items() if name in names), None)
         if home is None:
-            raise AttributeError(f"module 'polyamp' has no attribute {name!r}.{_meant(name)}")
+            raise AttributeError(f"module 'polyamp' has no attribute {name!r}.{_suggest_name(name)}")
         value = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value
@@ -177,14 +177,14 @@ def _registry() -> ModuleType:
     return registry
 
 
-def _meant(name: str) -> str:
+def _suggest_name(name: str) -> str:
     from polyamp.errors import did_you_mean
 
     if name.startswith("__"):
         return ""
-    if name in _ELSEWHERE:
-        return f" It is a framework's own object: {_ELSEWHERE[name]}"
+    if name in _OTHER_HINTS:
+        return f" It is a framework's own object: {_OTHER_HINTS[name]}"
     return did_you_mean(name, __all__)
 
 
-lookup.offer(_registry)
+registry_access.set_registry_loader(_registry)

@@ -1,4 +1,4 @@
-"""`python -m polyamp`: the command line, where the script `polyamp` is not on the path."""
+"""`python -m polyamp`: the command line, for when the script `polyamp` is not on the path."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""The version, in one place: read by the build and by the checkpoint header."""
+"""Version of polyamp, used by the build and in the checkpoint header."""
 
 __version__ = "0.1.0"

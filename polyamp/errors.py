@@ -1,8 +1,8 @@
-"""The exceptions that polyamp raises on purpose, and the wording helpers they share.
+"""Exceptions of polyamp, and the helpers for their messages.
 
-All derive from `PolyampError`; each also derives from the built-in that a caller would
-expect (`ValueError`, `TypeError`, `ImportError`), so existing handlers keep working. A message names the
-argument, what is accepted, what came, and what to do next.
+All derive from `PolyampError`. Each also derives from the built-in that a caller would expect (`ValueError`,
+`TypeError`, `ImportError`), so existing handlers keep working. A message names the argument, the accepted values, the
+received value and what to do next.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 
 class PolyampError(Exception):
-    """Base class of the errors that polyamp raises on purpose; a missing file stays a `FileNotFoundError`."""
+    """Base class of polyamp's errors; a missing file stays a `FileNotFoundError`."""
 
 
 class ArgumentError(PolyampError, TypeError):
-    """An argument is unknown, missing or of another kind: `lr=` for `learning_rate=`, a model for a state."""
+    """An argument is unknown, missing or of another kind: `lr=` for `learning_rate=`, or a model for a state."""
 
 
 class PolicyError(PolyampError, ValueError):
@@ -29,11 +29,11 @@ class RecipeError(PolyampError, ValueError):
 
 
 class LossScaleError(PolyampError, ValueError):
-    """A loss scaler has impossible constants, is wrapped in another one, or its `scale` was never called."""
+    """A loss scaler has impossible constants, is wrapped in another one, or `scale` was never called."""
 
 
 class LossScaleStuckError(PolyampError, RuntimeError):
-    """Every step is skipped although the loss scale is at its floor: the gradients themselves are broken."""
+    """Every step is skipped although the loss scale is at its minimum: the gradients themselves are not finite."""
 
 
 class LossError(PolyampError, ValueError):
@@ -53,27 +53,27 @@ class GradientError(PolyampError, ValueError):
 
 
 class StateError(PolyampError, RuntimeError):
-    """A state can no longer be used: a step consumed its arrays, or `refresh` made another of it."""
+    """A state can no longer be used: a step consumed its arrays, or `refresh` replaced it."""
 
 
 class UnsupportedError(PolyampError, NotImplementedError):
-    """What was asked for cannot be honoured by this backend or device; raised before the first update."""
+    """A request that this backend or device does not support; raised before the first update."""
 
 
 class ReplicaError(PolyampError, RuntimeError):
-    """Another rank raised, ended, was killed, or trains something else; names it. The state is not to be used again."""
+    """Another rank raised, ended, was killed, or trains something else; names it. Do not use the state again."""
 
 
 class TraceError(PolyampError, TypeError):
-    """A function cannot be traced: it decides in Python on an array's value, or has side effects."""
+    """A function cannot be traced: its Python control flow depends on an array's value, or it has side effects."""
 
 
 class CheckpointError(PolyampError, ValueError):
-    """A checkpoint is damaged, belongs to another model or recipe, or holds what no state can hold."""
+    """A checkpoint is damaged, belongs to another model or recipe, or contains impossible values."""
 
 
 class PortError(PolyampError, ValueError):
-    """A model or a training state cannot be moved as it was asked for; nothing was changed."""
+    """A model or a training state cannot be ported as requested; nothing was changed."""
 
 
 class BackendError(PolyampError, ImportError):
@@ -81,19 +81,21 @@ class BackendError(PolyampError, ImportError):
 
 
 class BackendNotInstalledError(BackendError):
-    """The backend is known but its framework is not installed; the message holds the install command."""
+    """The backend is known but its framework is not installed; the message contains the install command."""
 
 
-def nearest(word: str, known: Iterable[str], *, limit: int = 3) -> list[str]:
-    """The known words closest to `word`, best first.
+def closest_words(word: str, known: Iterable[str], *, limit: int = 3) -> list[str]:
+    """Return the known words closest to `word`, best first.
 
-    >>> nearest("mixed_flot16", ["float32", "mixed_float16", "O2"])
+    >>> closest_words("mixed_flot16", ["float32", "mixed_float16", "O2"])
     ['mixed_float16']
     """
     import difflib
 
     words = list(known)
-    same = [name for name in words if _plain(name) == _plain(word)]  # but for letter case, blanks, hyphens
+    same = [
+        name for name in words if _normalize_word(name) == _normalize_word(word)
+    ]  # up to letter case, spaces and hyphens
     if same:
         return same[:limit]
     lower = {name.lower(): name for name in reversed(words)}
@@ -101,19 +103,19 @@ def nearest(word: str, known: Iterable[str], *, limit: int = 3) -> list[str]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A sentence such as `" Did you mean 'adam'?"`, or an empty string when nothing is close.
+    """Return a sentence such as `" Did you mean 'adam'?"`, or "" if nothing is close.
 
     >>> did_you_mean("adamm", ["adam", "sgd"])
     " Did you mean 'adam'?"
     """
-    close = nearest(word, known)
+    close = closest_words(word, known)
     return f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
 
 
-def described(value: Any) -> str:
-    """What a message calls a value that came: its kind, and the value itself where that is short.
+def describe_value(value: Any) -> str:
+    """Describe a received value for a message: its kind, and the value itself if that is short.
 
-    >>> described([1, 2]), described("bf16"), described(None), described(dict), described(len)
+    >>> describe_value([1, 2]), describe_value("bf16"), describe_value(None), describe_value(dict), describe_value(len)
     ('a list of 2', "'bf16'", 'None', 'the class dict', 'a function (len)')
     """
     kind = type(value)
@@ -133,11 +135,11 @@ def described(value: Any) -> str:
     return f"{_with_article(kind.__qualname__)} ({kind.__module__.partition('.')[0]})"
 
 
-def as_plain(value: Any) -> str:
-    """What to do with an array's scalar in the place of a plain number, a blank first; "" for anything else.
+def plain_number_hint(value: Any) -> str:
+    """Return a hint for an array scalar in place of a plain number, with a leading space; "" for other values.
 
     >>> import numpy as np
-    >>> as_plain(np.float32(0.5)), as_plain(0.5)
+    >>> plain_number_hint(np.float32(0.5)), plain_number_hint(0.5)
     (" That is an array's scalar, and recipes are plain data: write value.item().", '')
     """
     scalar = hasattr(value, "item") and hasattr(value, "dtype")
@@ -148,6 +150,6 @@ def _with_article(name: str) -> str:
     return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
 
 
-def _plain(word: str) -> str:
-    """A word without what a typing hand gets wrong: letter case, blanks, `-` for `_`."""
+def _normalize_word(word: str) -> str:
+    """Normalize a word: letter case, spaces, and `-` for `_`."""
     return "".join(letter for letter in word.lower() if letter.isalnum())

@@ -1,9 +1,8 @@
-"""`write_atomically`: how polyamp writes every file that it will read again. Called by `save`, `Recipe.dump` and
-`porting.save`.
+"""`write_atomically`: atomic replacement of every file that polyamp reads again.
 
-The content goes into a partial file beside the target, is flushed to disk and renamed over it, so that whoever dies
-half-way leaves the older file as it was. A writer holds a lock on its partial file for as long as it lives; partial
-files of the same target that nobody holds were left by killed writers, and are removed.
+The content goes into a partial file next to the target, is flushed to disk and renamed over it. So a writer that dies
+half-way leaves the older file intact. A writer locks its partial file until it ends. Unlocked partial files of the same
+target were left by killed writers, and are removed.
 """
 
 from __future__ import annotations
@@ -16,61 +15,62 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
-from polyamp.errors import ArgumentError, described, nearest
+from polyamp.errors import ArgumentError, closest_words, describe_value
 
-_PLAIN: Final = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-"""Flags with which opening a link fails and opening a pipe does not wait."""
+_OPEN_FLAGS: Final = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+"""Flags for `open`: a link is an error, and opening a pipe does not wait."""
 
 
 def as_path(path: Any, *, instead: str = "") -> Path:
-    """What a user gave as a path.
+    """Convert a user's argument to a path.
 
     Args:
         path: a string or path object.
-        instead: what to do with anything else, a sentence.
+        instead: a sentence with the fix for other values.
 
     Raises:
-        ArgumentError: anything else.
+        ArgumentError: the value is neither.
     """
     if not isinstance(path, str | os.PathLike):
         raise ArgumentError(
-            f"path must be a file's path, a string or a pathlib.Path. Received: {described(path)}. {instead}".rstrip()
+            f"path must be a file's path, a string or a pathlib.Path. Received: {describe_value(path)}. "
+            f"{instead}".rstrip()
         )
     return Path(path)
 
 
-def missing(path: Path) -> FileNotFoundError:
-    """The error for a file that is not there; it names those beside it with nearly that name."""
+def missing_file_error(path: Path) -> FileNotFoundError:
+    """Return the error for a missing file; it lists similar names in the folder."""
     import errno
 
     if not path.parent.is_dir():
         return FileNotFoundError(errno.ENOENT, f"the folder {path.parent.absolute()} does not exist", str(path))
-    close = nearest(path.name, sorted(each.name for each in path.parent.iterdir()))
+    close = closest_words(path.name, sorted(each.name for each in path.parent.iterdir()))
     said = f". Did you mean {' or '.join(map(repr, close))}?" if close else ""
     return FileNotFoundError(errno.ENOENT, f"there is no such file in {path.parent.absolute()}{said}", str(path))
 
 
-def unwritable(path: Path, error: OSError) -> OSError:
-    """The error for a file that could not be written: what is wrong, and what to do. As it is if that is not known."""
+def unwritable_file_error(path: Path, error: OSError) -> OSError:
+    """Return an error with cause and fix for a file that could not be written; the given one if they are unknown."""
     folder, whole = path.parent, path.absolute()
     if error.errno is None:
         return error
-    if _is(path, "is_dir"):
+    if _is_kind(path, "is_dir"):
         said = f"{whole} is a folder; path must be a file's path, such as {whole / 'state.safetensors'}"
-    elif above := next((each for each in folder.absolute().parents if _is(each, "is_file")), None):
+    elif above := next((each for each in folder.absolute().parents if _is_kind(each, "is_file")), None):
         said = f"{above} is a file, not a folder"
-    elif _is(folder, "is_file"):
+    elif _is_kind(folder, "is_file"):
         said = f"{folder.absolute()} is a file, not a folder"
-    elif not _is(folder, "is_dir"):
+    elif not _is_kind(folder, "is_dir"):
         made = f"pathlib.Path({str(folder)!r}).mkdir(parents=True)"
         said = f"the folder {folder.absolute()} does not exist. Make it: {made}"
     else:
         said = f"no file in the folder {folder.absolute()} can be written: {error.strerror}. Choose another folder"
-    return OSError(error.errno, said, str(path))  # of the class that belongs to the number
+    return OSError(error.errno, said, str(path))  # the subclass that matches the error number
 
 
-def _is(path: Path, kind: str) -> bool:
-    """`path.is_dir()` or `path.is_file()`, False where one may not look."""
+def _is_kind(path: Path, kind: str) -> bool:
+    """Return `path.is_dir()` or `path.is_file()`; False without permission to check."""
     try:
         return bool(getattr(path, kind)())
     except OSError:
@@ -84,53 +84,54 @@ def write_atomically(
     replace: bool = True,
     head: Callable[[], bytes] | None = None,
 ) -> None:
-    """Replace a file's content in one moment; it is always the old content or the new one.
+    """Replace a file's content atomically: it is always the old content or the new one.
 
-    A symbolic link stays, and what it points to is replaced. The file keeps its permissions and, where that is allowed,
-    its owner; a new one gets those that the process's umask says. What is no regular file (a terminal, a pipe) is
-    simply written to.
+    A symbolic link stays, and its target is replaced. The file keeps its permissions and, if allowed, its owner; a new
+    file follows the process's umask. A path that is not a regular file (a terminal, a pipe) is simply written to.
 
     Args:
         path: the file; its folder must exist.
-        content: all of it, or its parts, which are written as they come, so that it need not fit into memory.
-        replace: False only tries: all but the last step is done, and nothing is left behind.
-        head: called once all parts are written; what it returns takes the place of as many first bytes. For digests of
-            what was written.
+        content: all of it, or an iterable of parts that are written one by one, so it need not fit into memory.
+        replace: False only tests: it does all but the last step, and leaves no files.
+        head: called once all parts are written; its result overwrites as many first bytes. For digests of the
+            written content.
 
     Raises:
-        OSError: the folder is missing, full or read-only; the older file is intact, and no partial one is left. So it
-            is with whatever the parts or `head` raise.
+        OSError: the folder is missing, full or read-only. After any error, also one of the parts or `head`, the older
+            file is intact and no partial file is left.
     """
     target = Path(os.path.realpath(path))
     try:
-        _write(target, [content] if isinstance(content, bytes) else content, replace, head)
+        _write_target(target, [content] if isinstance(content, bytes) else content, replace, head)
     except OSError as error:
-        clearer = unwritable(Path(path), error)
+        clearer = unwritable_file_error(Path(path), error)
         if clearer is error:
             raise
         raise clearer from error
 
 
-def _write(target: Path, parts: Iterable[bytes | memoryview], replace: bool, head: Callable[[], bytes] | None) -> None:
-    old = _status(target)
+def _write_target(
+    target: Path, parts: Iterable[bytes | memoryview], replace: bool, head: Callable[[], bytes] | None
+) -> None:
+    old = _file_status(target)
     if old is not None and not stat.S_ISREG(old.st_mode):
         if replace or stat.S_ISDIR(old.st_mode):
             with target.open("wb") as file:
-                _stream(file, parts, head)
+                _write_parts(file, parts, head)
         return
     _remove_abandoned(target)
-    partial, descriptor = _partial_file(target, private=old is not None)
+    partial, descriptor = _create_partial_file(target, private=old is not None)
     try:
         with os.fdopen(descriptor, "wb") as file:
             if old is not None:
-                with contextlib.suppress(OSError):  # only a privileged process may give a file away
+                with contextlib.suppress(OSError):  # only a privileged process may change the owner
                     os.chown(partial, old.st_uid, old.st_gid)
                 partial.chmod(stat.S_IMODE(old.st_mode))
-            _stream(file, parts, head)
+            _write_parts(file, parts, head)
             file.flush()
             os.fsync(file.fileno())
             if replace:
-                partial.replace(target)  # while the lock is held: nobody takes it for abandoned
+                partial.replace(target)  # under the lock, so nobody removes it as abandoned
             else:
                 partial.unlink()
     except BaseException:
@@ -144,8 +145,8 @@ def _write(target: Path, parts: Iterable[bytes | memoryview], replace: bool, hea
         os.close(folder)
 
 
-def _stream(file: IO[bytes], parts: Iterable[bytes | memoryview], head: Callable[[], bytes] | None) -> None:
-    if head is not None and not file.seekable():  # a pipe: nothing leaves before its beginning is known
+def _write_parts(file: IO[bytes], parts: Iterable[bytes | memoryview], head: Callable[[], bytes] | None) -> None:
+    if head is not None and not file.seekable():  # a pipe: its first bytes must be known before anything is written
         whole = b"".join(parts)
         start = head()
         file.write(start + whole[len(start) :])
@@ -157,57 +158,57 @@ def _stream(file: IO[bytes], parts: Iterable[bytes | memoryview], head: Callable
         file.write(head())
 
 
-def _status(path: Path) -> os.stat_result | None:
+def _file_status(path: Path) -> os.stat_result | None:
     try:
         return path.stat()
     except FileNotFoundError:
         return None
 
 
-def _partial_file(target: Path, *, private: bool) -> tuple[Path, int]:
-    """A new partial file and its descriptor, locked; `private` until its permissions are set."""
+def _create_partial_file(target: Path, *, private: bool) -> tuple[Path, int]:
+    """Create and lock a partial file, and return it with its descriptor; `private` until its permissions are set."""
     while True:
         partial = target.with_name(f".{target.name}.{os.urandom(8).hex()}.partial")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
         descriptor = os.open(partial, flags, 0o600 if private else 0o666)
-        if not _lock(descriptor, wait=True) or _is_at(partial, descriptor):
+        if not _acquire_lock(descriptor, wait=True) or _is_at(partial, descriptor):
             return partial, descriptor
-        os.close(descriptor)  # another writer took it for abandoned, between the two calls
+        os.close(descriptor)  # another writer removed it as abandoned, between the two calls
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Remove partial files of this target whose writers are dead; where locks do not work, none."""
+    """Remove partial files of this target whose writers are dead; none if locks do not work."""
     name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}\.partial")
     with contextlib.suppress(OSError), os.scandir(target.parent) as entries:
         for found in [Path(entry.path) for entry in entries if name.fullmatch(entry.name)]:
             with contextlib.suppress(OSError):
-                descriptor = os.open(found, os.O_WRONLY | _PLAIN)
+                descriptor = os.open(found, os.O_WRONLY | _OPEN_FLAGS)
                 try:
-                    if _lock(descriptor, wait=False):
+                    if _acquire_lock(descriptor, wait=False):
                         found.unlink()
                 finally:
                     os.close(descriptor)
 
 
-def _lock(descriptor: int, *, wait: bool) -> bool:
-    """Take the lock of an open file, which ends with the process that holds it; False if it cannot be had."""
+def _acquire_lock(descriptor: int, *, wait: bool) -> bool:
+    """Acquire the lock of an open file, which ends with its process; return False if it is not available."""
     try:
         import fcntl
-    except ModuleNotFoundError:  # Windows: abandoned files stay there
+    except ModuleNotFoundError:  # Windows: abandoned files stay
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held by another writer, or a file system without locks
+    except OSError:  # locked by another writer, or a file system without locks
         return False
     return True
 
 
 @contextlib.contextmanager
-def only_writer(folder: Path) -> Iterator[bool]:
-    """The lock of a folder, held in a `with` block; False where there are no locks.
+def exclusive_writer(folder: Path) -> Iterator[bool]:
+    """Context that locks a folder; it yields False if locks are not supported.
 
     Raises:
-        BlockingIOError: another writer holds it.
+        BlockingIOError: another writer has the lock.
     """
     try:
         import fcntl
@@ -229,12 +230,12 @@ def only_writer(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def sync(path: Path) -> None:
-    """Have a file's, or a folder's, content on the disk."""
+def sync_to_disk(path: Path) -> None:
+    """Sync the content of a file or a folder to disk."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except PermissionError:
-        if path.is_dir():  # Windows opens no folders
+        if path.is_dir():  # Windows cannot open folders
             return
         raise
     try:
@@ -244,5 +245,5 @@ def sync(path: Path) -> None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    here, there = os.fstat(descriptor), _status(path)
+    here, there = os.fstat(descriptor), _file_status(path)
     return there is not None and (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)

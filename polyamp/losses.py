@@ -1,12 +1,12 @@
-"""Losses that read the same in every framework: torch's formulas (S24), float32 inside (S4).
+"""Losses with one interface for every framework: torch's formulas (S24), float32 inside (S4).
 
-They are dispatched on the array's type. Each takes the framework's own arrays; labels, targets and weights may be NumPy
-arrays as well. The formulas are written here, over the few functions that a backend offers
-(`polyamp.contract.backend.LossFunctions`). Shapes that do not match are refused, not broadcast.
+They dispatch on the array's type. Each takes the framework's own arrays; labels, targets and weights may also be NumPy
+arrays. The formulas use the few functions of `polyamp.contract.backend.LossFunctions` that a backend implements. Shapes
+that do not match are an error, they are not broadcast.
 
-A mean notes what it divides by, so that a step can weigh micro-batches and replicas (S8); `Mean` and `count` say it of
-a loss of your own. `regularization` is what a model adds to the loss by itself (S25); `sum_of_squares` makes a penalty
-of parameters.
+A mean records its divisor, so that a step can weigh micro-batches and replicas (S8); `Mean` and `count` do this for a
+custom loss. `regularization` is what a model adds to the loss by itself (S25); `sum_of_squares` makes a penalty of
+parameters.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from polyamp.contract.backend import LossFunctions
 from polyamp.contract.dispatch import backend_of
 from polyamp.errors import LossError
 from polyamp.results import ArrayT
-from polyamp.rules import weights as of_batches
-from polyamp.rules.labels import (
+from polyamp.rules import loss_weights as of_batches
+from polyamp.rules.loss_checks import (
     check_class_weights,
     check_ignore_index,
     check_label_range,
     check_labels,
     check_loss_pair,
-    check_mean,
+    check_mean_terms,
     check_reduction,
     check_smoothing,
     check_weights,
@@ -36,20 +36,20 @@ from polyamp.rules.labels import (
 Reduction = Literal["mean", "sum", "none"]
 
 
-class Mean(of_batches.Mean):
-    """A loss of your own as a total and what it is divided by, for `loss_fn` to return (S8, S9).
+class Mean(of_batches.MeanSum):
+    """Custom loss as a total and its divisor, to be returned by `loss_fn` (S8, S9).
 
-    A step adds totals and counts over its micro-batches and replicas before it divides, so that its result is that of
-    one batch. `Mean`s can be added, subtracted, and multiplied and divided by numbers: `ce + 0.1 * boxes`, each with a
-    count of its own. An array that is added to one counts by the rows of its batch. A count of 0 everywhere skips the
+    A step adds totals and counts over its micro-batches and replicas before it divides, so the result is that of one
+    batch. `Mean`s can be added, subtracted, and multiplied and divided by numbers: `ce + 0.1 * boxes`, each with its
+    own count. An array that is added to one is weighted by the rows of its batch. A count of 0 everywhere skips the
     step.
 
     Args:
-        total: a floating scalar of the framework: the sum over what counts.
-        count: how many elements, or what sum of weights: a number or a scalar of the framework, at least 0.
+        total: the sum over the counted elements, a floating scalar of the framework.
+        count: the number of elements or the sum of weights: a number or a scalar of the framework, at least 0.
 
     Raises:
-        LossError: a total that is no floating scalar, or a count that is no scalar.
+        LossError: `total` is not a floating scalar, or `count` is not a scalar.
 
     >>> import numpy as np
     >>> losses, mask = np.array([1.0, 3.0, 5.0], "f4"), np.array([1.0, 1.0, 0.0], "f4")
@@ -58,27 +58,27 @@ class Mean(of_batches.Mean):
     """
 
     def __init__(self, total: Any, count: Any) -> None:
-        check_mean(total, count)
+        check_mean_terms(total, count)
         losses = backend_of(total).losses
         with losses.in_float32():
-            own = losses.constant(_array(count), total)
-            super().__init__([of_batches.Term(1.0, losses.wide(total, total), own, count)])
+            own = losses.constant(_number_as_array(count), total)
+            super().__init__([of_batches.MeanTerm(1.0, losses.wide(total, total), own, count)])
 
 
 def mean_squared_error(
     predictions: ArrayT, targets: Any, *, weights: Any = None, reduction: Reduction = "mean"
 ) -> ArrayT:
-    """Squared difference; `torch.nn.functional.mse_loss`.
+    """Return the squared difference, as `torch.nn.functional.mse_loss` does.
 
     Args:
         predictions: floating array of any shape.
         targets: floating array of the same shape.
         weights: factors of the elements, of a shape that broadcasts to that of the predictions.
         reduction: "mean" or "sum" for a scalar, "none" for an array of the predictions' shape. With weights the mean is
-            the weighted one: the sum over the elements divided by the sum of their weights, as in torch.
+            weighted: the sum over the elements divided by the sum of their weights, as in torch.
 
     Raises:
-        LossError: the shapes do not fit, or an unknown reduction.
+        LossError: the shapes do not match, or the reduction is unknown.
 
     >>> import numpy as np
     >>> predictions, targets = np.array([1.0, 3.0], "f4"), np.array([1.0, 1.0], "f4")
@@ -95,12 +95,12 @@ def mean_squared_error(
     with losses.in_float32():
         values = losses.mean_squared_error(predictions, targets)
         if weights is None:
-            return _reduced(losses, values, reduction)
-        factors = _weights(losses, weights, predictions)
-        if reduction == "mean":  # torch's quotient of sums, whatever is broadcast
+            return _reduce_values(losses, values, reduction)
+        factors = _cast_weights(losses, weights, predictions)
+        if reduction == "mean":  # torch's ratio of sums, with any broadcasting
             count = _sum_over(losses, factors, values)
-            return _quotient(losses, losses.sum(values * factors), count, values.shape, _LINES["weights"])
-        return _reduced(losses, values * factors, reduction)
+            return _quotient(losses, losses.sum(values * factors), count, values.shape, _COUNT_LINES["weights"])
+        return _reduce_values(losses, values * factors, reduction)
 
 
 def softmax_cross_entropy(
@@ -112,30 +112,30 @@ def softmax_cross_entropy(
     class_weights: Any = None,
     reduction: Reduction = "mean",
 ) -> ArrayT:
-    """Cross-entropy of softmax(logits) against labels or probabilities, in nats; `torch.nn.functional.cross_entropy`.
+    """Return cross-entropy of softmax(logits) with labels or probabilities, in nats, as in torch's `cross_entropy`.
 
     With integer labels y a row's loss is `class_weights[y] * -log p[y]`, and with smoothing e of C classes
-    `(1 - e)` times that plus `e / C * sum(class_weights * -log p)`. Soft targets (mixup, distillation) are given as
-    probabilities t in the place of labels: `sum(class_weights * t' * -log p)` with `t' = (1 - e) * t + e / C`.
+    `(1 - e)` times that plus `e / C * sum(class_weights * -log p)`. Soft targets (mixup, distillation) are passed as
+    probabilities t in place of labels: `sum(class_weights * t' * -log p)` with `t' = (1 - e) * t + e / C`.
 
-    A row whose label is `ignore_index` has the loss 0 and no gradient, whatever its logits hold, infinities and NaN
-    included. The mean divides by the rows that are not ignored, each counted as its `class_weights[y]`; it is NaN if
-    there is none, with gradients of 0. With probabilities it divides by the number of rows.
+    A row whose label is `ignore_index` has the loss 0 and no gradient, whatever its logits are, even infinite or NaN.
+    The mean divides by the rows that are not ignored, each counted as its `class_weights[y]`; it is NaN if there is
+    none, with gradients of 0. With probabilities it divides by the number of rows.
 
-    A label outside of the classes is never another class. Where its value is on the host (NumPy labels, eager tensors
-    on a CPU) it is an error; in a traced or compiled function and on an accelerator the row's loss and gradient are
-    NaN.
+    A label outside of the classes never counts as another class. If its value is on the host (NumPy labels, eager
+    tensors on a CPU) it is an error; in a traced or compiled function and on an accelerator the row's loss and gradient
+    are NaN.
 
     Args:
         logits: floating array, shape (..., classes).
         labels: integer array, shape (...); or floating array of the logits' shape: probabilities.
-        ignore_index: a label whose rows do not count; None, and not torch's -100, for none. With integer labels only.
-        label_smoothing: in [0, 1]: how much of the target is spread evenly over the classes.
+        ignore_index: a label whose rows do not count; default None, not torch's -100. With integer labels only.
+        label_smoothing: part of the target, in [0, 1], that is spread evenly over the classes.
         class_weights: factors of the classes, shape (classes,).
-        reduction: "mean" or "sum" for a scalar, "none" for shape (...), ignored rows being 0.
+        reduction: "mean" or "sum" for a scalar, "none" for shape (...), with 0 for ignored rows.
 
     Raises:
-        LossError: labels that do not fit the logits, a label outside of the classes, or an impossible argument.
+        LossError: labels that do not match the logits, a label outside of the classes, or an impossible argument.
 
     >>> import numpy as np
     >>> round(float(softmax_cross_entropy(np.zeros((1, 4), "f4"), np.array([2]))), 4)
@@ -160,26 +160,26 @@ def softmax_cross_entropy(
             weights = losses.wide(class_weights, logits)
             check_class_weights(weights, logits)
         if soft:
-            return _reduced(losses, _soft_rows(losses, logits, labels, label_smoothing, weights), reduction)
+            return _reduce_values(losses, _soft_rows(losses, logits, labels, label_smoothing, weights), reduction)
         seen = losses.on_host(labels)
         if seen is not None:
             check_label_range(seen, losses.classes(logits), ignore_index)
             if ignore_index is None and weights is None and not label_smoothing:
                 loss = losses.softmax_cross_entropy(logits, losses.indices(labels, logits), reduction)
                 if reduction == "mean":
-                    of_batches.note(loss, None, rows_shape)
+                    of_batches.record_mean(loss, None, rows_shape)
                 return loss
         rows, shares = _hard_rows(losses, logits, labels, seen is None, ignore_index, label_smoothing, weights)
         if reduction == "mean" and shares is not None:
-            line = _LINES["labels" if weights is None else "classes"]
+            line = _COUNT_LINES["labels" if weights is None else "classes"]
             return _quotient(losses, losses.sum(rows), losses.sum(shares), rows_shape, line)
-        return _reduced(losses, rows, reduction)
+        return _reduce_values(losses, rows, reduction)
 
 
 def sigmoid_cross_entropy(
     logits: ArrayT, targets: Any, *, weights: Any = None, reduction: Reduction = "mean"
 ) -> ArrayT:
-    """Binary cross-entropy of sigmoid(logits) against targets in [0, 1], in nats;
+    """Return binary cross-entropy of sigmoid(logits) with targets in [0, 1], in nats, as in
     `torch.nn.functional.binary_cross_entropy_with_logits`.
 
     Args:
@@ -190,7 +190,7 @@ def sigmoid_cross_entropy(
             of elements, also with weights, as in torch.
 
     Raises:
-        LossError: the shapes do not fit, or an unknown reduction.
+        LossError: the shapes do not match, or the reduction is unknown.
 
     >>> import numpy as np
     >>> round(float(sigmoid_cross_entropy(np.zeros(3, "f4"), np.ones(3, "f4"))), 4)
@@ -204,24 +204,26 @@ def sigmoid_cross_entropy(
     check_loss_pair(logits, targets, what="sigmoid_cross_entropy")
     with losses.in_float32():
         values = losses.sigmoid_cross_entropy(logits, targets)
-        return _reduced(losses, values if weights is None else values * _weights(losses, weights, logits), reduction)
+        return _reduce_values(
+            losses, values if weights is None else values * _cast_weights(losses, weights, logits), reduction
+        )
 
 
 def huber(
     predictions: ArrayT, targets: Any, *, delta: float = 1.0, weights: Any = None, reduction: Reduction = "mean"
 ) -> ArrayT:
-    """Half the squared difference up to `delta`, linear beyond it; `torch.nn.functional.huber_loss`.
+    """Return half the squared difference up to `delta`, linear beyond it, as `torch.nn.functional.huber_loss` does.
 
     Args:
         predictions: floating array of any shape.
         targets: floating array of the same shape.
-        delta: where the loss turns linear, in the unit of the predictions.
+        delta: where the loss becomes linear, in the unit of the predictions.
         weights: factors of the elements, of a shape that broadcasts to that of the predictions.
         reduction: "mean" or "sum" for a scalar, "none" for an array of the same shape. The mean divides by the number
             of elements, also with weights, as in torch.
 
     Raises:
-        LossError: the shapes do not fit, delta is not above 0, or an unknown reduction.
+        LossError: the shapes do not match, delta is not above 0, or the reduction is unknown.
 
     >>> import numpy as np
     >>> float(huber(np.array([3.0], "f4"), np.array([0.0], "f4")))
@@ -234,12 +236,12 @@ def huber(
     check_loss_pair(predictions, targets, what="huber")
     with losses.in_float32():
         values = losses.huber(predictions, targets, delta)
-        factors = None if weights is None else _weights(losses, weights, predictions)
-        return _reduced(losses, values if factors is None else values * factors, reduction)
+        factors = None if weights is None else _cast_weights(losses, weights, predictions)
+        return _reduce_values(losses, values if factors is None else values * factors, reduction)
 
 
 def count(values: Any) -> Any:
-    """How many elements count, for `Mean` and for `train_step(weight=...)`: the sum, without a gradient.
+    """Return the number of counted elements, for `Mean` and `train_step(weight=...)`: the sum, without a gradient.
 
     Args:
         values: a boolean array, such as `batch["labels"] != -100`, or weights.
@@ -257,7 +259,7 @@ def count(values: Any) -> Any:
 
 
 def sum_of_squares(values: Any) -> Any:
-    """The sum of the squares of all elements, of complex ones |z|², in float32: of parameters, their L2 penalty.
+    """Return the sum of the squares of all elements (|z|² if complex) in float32: for parameters, their L2 penalty.
 
     Args:
         values: a floating array, or a mapping, list or tuple of them, such as `polyamp.parameters(model)`.
@@ -272,7 +274,7 @@ def sum_of_squares(values: Any) -> Any:
     >>> float(sum_of_squares({"w": np.array([1.0, 2.0], "f4"), "b": np.array(3.0, "f4")}))
     14.0
     """
-    arrays = [part for array in _arrays(values) for part in _real_parts(array)]
+    arrays = [part for array in _array_leaves(values) for part in _real_parts(array)]
     if not arrays:
         raise LossError(f"sum_of_squares needs at least one array. Received: {values!r}.")
     losses = backend_of(arrays[0]).losses
@@ -285,18 +287,18 @@ def sum_of_squares(values: Any) -> Any:
 
 
 def _real_parts(array: Any) -> tuple[Any, ...]:
-    """A real array, or both parts of a complex one."""
+    """Return a real array, or both parts of a complex one."""
     return (array.real, array.imag) if "complex" in str(getattr(array, "dtype", "")) else (array,)
 
 
 def regularization(model: Any) -> Any:
-    """What a model adds to its loss by itself, for `loss_fn` to add (S25).
+    """Return the regularization that a model adds to its loss by itself, for `loss_fn` to add (S25).
 
-    In Keras that is what `compile` and `fit` add: the regularizers of trainable weights, and what `add_loss` and the
-    activity regularizers collected in the model's last call. In the other frameworks a model adds nothing.
+    In Keras it is what `compile` and `fit` add: the regularizers of trainable weights, and the terms that `add_loss`
+    and the activity regularizers collected in the model's last call. In the other frameworks a model adds nothing.
 
     Args:
-        model: the model that `loss_fn` was given, or a part of it; or a framework's own model, in a loop of your own.
+        model: the model that `loss_fn` receives, or a part of it; or a framework's own model, in a custom loop.
 
     Returns:
         A float32 scalar of the framework; 0 where there is nothing.
@@ -308,12 +310,12 @@ def regularization(model: Any) -> Any:
     return backend_of(model).regularization(model)
 
 
-def _arrays(values: Any) -> list[Any]:
-    """The leaves of nested mappings, lists and tuples, None left out."""
+def _array_leaves(values: Any) -> list[Any]:
+    """Return the leaves of nested mappings, lists and tuples, without None."""
     if isinstance(values, Mapping):
         values = list(values.values())
     if isinstance(values, list | tuple):
-        return [array for item in values for array in _arrays(item)]
+        return [array for item in values for array in _array_leaves(item)]
     return [] if values is None else [values]
 
 
@@ -326,12 +328,12 @@ def _hard_rows(
     smoothing: float,
     weights: Any,
 ) -> tuple[Any, Any]:
-    """(loss of each row, what each row counts in the mean); the latter is None where each counts 1.
+    """Return (loss of each row, weight of each row in the mean); the latter is None if each weighs 1.
 
-    `unseen`: nobody has looked whether the labels are inside of the classes.
+    `unseen`: the labels have not been checked against the classes.
 
-    A backend's functions see labels inside of the classes only. Ignored rows are masked twice, before and after, since
-    the derivative of a masked NaN is NaN.
+    A backend's functions receive only labels within the classes. Ignored rows are masked twice, before and after,
+    because the derivative of a masked NaN is NaN.
     """
     own = given = losses.indices(labels, logits)
     inside = (given >= 0) & (given < losses.classes(logits)) if unseen else None
@@ -352,7 +354,7 @@ def _hard_rows(
     if smoothing:
         spread = losses.mean(costs if weights is None else costs * weights, -1)
         rows = (1.0 - smoothing) * rows + smoothing * spread
-    if inside is not None:  # a factor, so that the gradient is NaN as well and nobody trains on the rest
+    if inside is not None:  # a factor, so the gradient is NaN too and nobody trains on the other rows
         valid = inside if counted is None else inside | (given == ignore_index)
         rows = rows * losses.where(valid, 1.0, float("nan"))
     if counted is None:
@@ -361,7 +363,7 @@ def _hard_rows(
 
 
 def _soft_rows(losses: LossFunctions, logits: Any, targets: Any, smoothing: float, weights: Any) -> Any:
-    """The loss of each row against probabilities."""
+    """Return the loss of each row with probabilities."""
     costs = -losses.log_softmax(logits)
     if weights is not None:
         costs = costs * weights
@@ -369,60 +371,60 @@ def _soft_rows(losses: LossFunctions, logits: Any, targets: Any, smoothing: floa
     return (1.0 - smoothing) * rows + smoothing * losses.mean(costs, -1) if smoothing else rows
 
 
-def _weights(losses: LossFunctions, weights: Any, like: Any) -> Any:
+def _cast_weights(losses: LossFunctions, weights: Any, like: Any) -> Any:
     factors = losses.wide(weights, like)
     check_weights(factors, like)
     return factors
 
 
-def _reduced(losses: LossFunctions, values: Any, reduction: str) -> Any:
+def _reduce_values(losses: LossFunctions, values: Any, reduction: str) -> Any:
     if reduction == "none":
         return values
     if reduction == "sum":
         return losses.sum(values)
     loss = losses.mean(values)
-    of_batches.note(loss, None, values.shape, size=functools.partial(_size, losses, values))
+    of_batches.record_mean(loss, None, values.shape, size=functools.partial(_element_count, losses, values))
     return loss
 
 
 def _quotient(losses: LossFunctions, total: Any, count: Any, shape: Any, line: str) -> Any:
-    """A mean over what counts: NaN, with gradients of 0, where nothing does."""
+    """Return a mean over the counted elements: NaN, with gradients of 0, if there are none."""
     fixed = losses.constant(count, total)
     some = fixed > 0.0
     loss = total / losses.where(some, count, 1.0) + losses.where(some, 0.0, float("nan"))
-    of_batches.note(loss, fixed, shape, line)
+    of_batches.record_mean(loss, fixed, shape, line)
     return loss
 
 
-def _size(losses: LossFunctions, values: Any) -> Any:
-    """The number of elements of an array whose shape is not known while tracing."""
+def _element_count(losses: LossFunctions, values: Any) -> Any:
+    """Return the number of elements of an array whose shape is unknown while tracing."""
     return losses.constant(losses.sum(losses.where(values < 0.0, 1.0, 1.0)), values)
 
 
 def _sum_over(losses: LossFunctions, factors: Any, values: Any) -> Any:
-    """The sum of factors that broadcast to `values`, over all of its elements."""
-    if None in tuple(values.shape):  # not known while tracing
+    """Return the sum over all elements of `values` of factors that broadcast to it."""
+    if None in tuple(values.shape):  # unknown while tracing
         return losses.sum(losses.where(values < 0.0, factors, factors))
     return losses.mean(factors) * float(math.prod(values.shape))
 
 
-def _array(count: Any) -> Any:
-    """A number of Python's as one of NumPy's."""
+def _number_as_array(count: Any) -> Any:
+    """Convert a Python number to a NumPy scalar."""
     import numpy as np
 
     return np.float32(count) if isinstance(count, int | float) else count
 
 
-_LINES: Final = {
+_COUNT_LINES: Final = {
     "labels": "polyamp.losses.count(batch['labels'] != ignore_index)",
     "classes": "polyamp.losses.count(class_weights[batch['labels']])",
     "weights": "polyamp.losses.count(batch['weights'])",
 }
-"""What a loss divides by -> how to write it in `train_step(weight=lambda batch: ...)`."""
+"""Divisor of a loss -> its source text in `train_step(weight=lambda batch: ...)`."""
 
 
 def __getattr__(name: str) -> Any:
-    """For other libraries' names of these losses, which are an error that says polyamp's."""
+    """Raise an error that suggests polyamp's name for other libraries' names of these losses."""
     from polyamp.errors import did_you_mean
 
     if name.startswith("__"):
@@ -443,4 +445,4 @@ _OTHER_NAMES: Final = {
         "sigmoid_cross_entropy"),
     **dict.fromkeys(("smoothl1", "huber"), "huber"),
 }  # fmt: skip
-"""What else the losses are called, written together and without "loss" -> the name here."""
+"""Other name of a loss, normalized and without "loss" -> the name here."""

@@ -1,19 +1,19 @@
-"""`Record`: frozen values with named fields, of which what a user writes is made.
+"""`Record`: base class of frozen values with named fields.
 
 `Policy`, `LossScaler`, `Recipe`, the optimizer specs and the schedules are records. A class lists its fields as
-annotations, with defaults, and checks them in `__post_init__`; the rest is here. `dataclasses` would do, and msgspec
-did; importing either costs more than all of polyamp. Files are `polyamp.recipe.files`.
+annotations, with defaults, and checks them in `__post_init__`; `Record` does the rest. `dataclasses` and msgspec would
+do, but importing either costs more than all of polyamp. `polyamp.recipe.files` reads and writes records.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Self, dataclass_transform, get_type_hints
 
-from polyamp.errors import ArgumentError, PolyampError, RecipeError, described
+from polyamp.errors import ArgumentError, PolyampError, RecipeError, describe_value
 
 
 class _Signature:
-    """`__signature__` of a record class, made when somebody asks: importing `inspect` takes as long as all else."""
+    """`__signature__` of a record class, built on first access: importing `inspect` takes as long as all else."""
 
     def __get__(self, instance: Any, kind: type[Record]) -> Any:
         if instance is not None or kind.__init__ is not Record.__init__:
@@ -28,9 +28,10 @@ class _Signature:
 
 @dataclass_transform(frozen_default=True)
 class Record:
-    """A frozen value: equal to one of the same class with equal fields, hashable, and to be pickled and copied.
+    """Frozen value: equal to one of the same class with equal fields, hashable, picklable and copyable.
 
-    `copy.replace` of Python 3.13 takes one. `repr` shows the fields that are not at their defaults, and evaluates back.
+    `copy.replace` of Python 3.13 supports it. `repr` shows the fields with other values than their defaults, and
+    evaluates to an equal record.
     """
 
     field_names: ClassVar[tuple[str, ...]] = ()
@@ -39,11 +40,11 @@ class Record:
     _known: ClassVar[frozenset[str]] = frozenset()
     _hash: ClassVar[int | None] = None
     tag: ClassVar[str] = ""
-    """In a file the `type` of a table, where several classes may stand."""
+    """`type` of its table in a file, if several classes are accepted there."""
     word: ClassVar[str] = "record"
-    """What a message calls one."""
+    """Name of the kind of record in messages."""
     error: ClassVar[type[PolyampError]] = RecipeError
-    """What `replace` raises."""
+    """Class of the errors of `replace`."""
     __signature__: ClassVar[Any] = _Signature()
 
     def __init_subclass__(cls, *, kw_only: bool = False) -> None:
@@ -57,23 +58,23 @@ class Record:
         kind, names = type(self), self.field_names
         if values:
             if kind.keyword_only or len(values) > len(names):
-                raise _too_many(kind, values)
+                raise _positional_argument_error(kind, values)
             for name, value in zip(names, values, strict=False):
                 if name in named:
                     raise ArgumentError(f"{kind.called()}: {name!r} is given by name and position.")
                 named[name] = value
         found = {**kind.defaults, **named}
         if found.keys() != kind._known:
-            raise _unfit(kind, named, found)
+            raise _argument_error(kind, named, found)
         for name in names:
             object.__setattr__(self, name, found[name])
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Checks the fields; a class says how."""
+        """Check the fields. Subclasses implement it."""
 
-    def _settle(self, name: str, value: Any) -> None:
-        """Set a field, while the record is made."""
+    def _set_field(self, name: str, value: Any) -> None:
+        """Set a field during construction."""
         object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -85,23 +86,23 @@ class Record:
         raise AttributeError(f"{type(self).__name__} is frozen; use {self.word}.replace(...) to get a changed copy.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name: `type(record)(**record.to_dict()) == record`."""
+        """Return the fields by name: `type(record)(**record.to_dict()) == record`."""
         return {name: getattr(self, name) for name in self.field_names}
 
     @classmethod
     def called(cls) -> str:
-        """The name under which users make one: "adamw", "Recipe"."""
+        """Return the name with which users create one: "adamw", "Recipe"."""
         return cls.tag or cls.__name__
 
-    def _given(self) -> dict[str, Any]:
-        """What makes an equal record, less what the rest settles."""
+    def _init_arguments(self) -> dict[str, Any]:
+        """Return arguments that create an equal record, without those that others determine."""
         return self.to_dict()
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, checked as the constructor checks. Also `copy.replace`, in Python 3.13.
+        """Return a copy with some fields changed, checked as in the constructor. Also `copy.replace`, in Python 3.13.
 
         Raises:
-            PolyampError: there is no such field; or what the constructor raises.
+            PolyampError: there is no such field; or the constructor's error.
 
         >>> from polyamp import Policy
         >>> Policy("mixed_float16").replace(mode="cast").mode
@@ -111,15 +112,15 @@ class Record:
         if unknown:
             raise self.error(
                 f"{type(self).__name__} has the fields {', '.join(self.field_names)}. Received: {', '.join(unknown)}."
-                + _advice(type(self), unknown)
+                + _argument_hint(type(self), unknown)
             )
-        return type(self)(**{**self._given(), **changes})
+        return type(self)(**{**self._init_arguments(), **changes})
 
     def __replace__(self, /, **changes: Any) -> Self:
         return self.replace(**changes)
 
     def _key(self) -> tuple[Any, ...]:
-        """What is compared."""
+        """Return the values that equality compares."""
         return tuple([getattr(self, name) for name in self.field_names])
 
     def __eq__(self, other: object) -> bool:
@@ -130,60 +131,61 @@ class Record:
         return self._key() == other._key()
 
     def __hash__(self) -> int:
-        found = self._hash  # kept: `jit` and dictionaries ask often
+        found = self._hash  # cached: `jit` and dictionaries hash often
         if found is None:
-            self._settle("_hash", found := hash((type(self), self._key())))
+            self._set_field("_hash", found := hash((type(self), self._key())))
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make, (type(self), self._given())
+        return _make_record, (type(self), self._init_arguments())
 
     def __repr__(self) -> str:
         kind = type(self)
         changed = [
             f"{name}={value!r}"
-            for name, value in self._given().items()
+            for name, value in self._init_arguments().items()
             if name not in kind.defaults or value != kind.defaults[name]
         ]
         return f"{kind.called()}({', '.join(changed)})"
 
 
-def _make(kind: type[Record], fields: dict[str, Any]) -> Record:
+def _make_record(kind: type[Record], fields: dict[str, Any]) -> Record:
     return kind(**fields)
 
 
-def unknown_arguments(kind: type[Record], names: list[str]) -> ArgumentError:
-    """The error for arguments that a record's class does not have; it says which of its own was meant."""
+def unknown_argument_error(kind: type[Record], names: list[str]) -> ArgumentError:
+    """Return the error for arguments that a record class does not have, with a suggestion among its own."""
     received = ", ".join(f"{name}=" for name in names)
     return ArgumentError(
-        f"{kind.called()} has the arguments {', '.join(kind.field_names)}. Received: {received}.{_advice(kind, names)}"
+        f"{kind.called()} has the arguments {', '.join(kind.field_names)}. Received: {received}."
+        f"{_argument_hint(kind, names)}"
     )
 
 
-def _unfit(kind: type[Record], named: dict[str, Any], found: dict[str, Any]) -> ArgumentError:
-    """The error for unknown or missing arguments."""
+def _argument_error(kind: type[Record], named: dict[str, Any], found: dict[str, Any]) -> ArgumentError:
+    """Return the error for unknown or missing arguments."""
     unknown = [name for name in named if name not in kind._known]
     if unknown:
-        return unknown_arguments(kind, unknown)
+        return unknown_argument_error(kind, unknown)
     missing = ", ".join(name for name in kind.field_names if name not in found)
     return ArgumentError(f"{kind.called()} has the arguments {', '.join(kind.field_names)}. Missing: {missing}.")
 
 
-def _too_many(kind: type[Record], values: tuple[Any, ...]) -> ArgumentError:
-    """The error for positional arguments that there are no places for."""
+def _positional_argument_error(kind: type[Record], values: tuple[Any, ...]) -> ArgumentError:
+    """Return the error for surplus positional arguments."""
     if not kind.keyword_only:
         listed = ", ".join(kind.field_names)
         return ArgumentError(f"{kind.called()} has the arguments {listed}. Received: {len(values)} positional ones.")
-    from polyamp.other_names import by_name
+    from polyamp.argument_hints import keyword_hint
 
-    shown = ", ".join(map(described, values))
+    shown = ", ".join(map(describe_value, values))
     return ArgumentError(
         f"{kind.called()} takes its arguments by name: {', '.join(kind.field_names)}. Received: {len(values)} "
-        f"positional: {shown}.{by_name(kind.word, values)}"
+        f"positional: {shown}.{keyword_hint(kind.word, values)}"
     )
 
 
-def _advice(kind: type[Record], names: list[str]) -> str:
-    from polyamp.other_names import advice
+def _argument_hint(kind: type[Record], names: list[str]) -> str:
+    from polyamp.argument_hints import argument_hint
 
-    return advice(kind.word, kind.field_names, names)
+    return argument_hint(kind.word, kind.field_names, names)

@@ -16,13 +16,13 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar, TypeGuard
 
-from polyamp.arrays import PYTHON, ArrayNamespace
-from polyamp.errors import RecipeError, as_plain
+from polyamp.array_namespace import PYTHON, ArrayNamespace
+from polyamp.errors import RecipeError, plain_number_hint
 from polyamp.records import Record
 
 
 class _Schedule(Record):
-    """What every schedule shares: a call over an array namespace."""
+    """Base class of the schedules: a call over an array namespace."""
 
     word: ClassVar[str] = "schedule"
 
@@ -30,13 +30,13 @@ class _Schedule(Record):
         return f"schedules.{super().__repr__()}"
 
     def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
-        """The learning rate after `count` applied updates: a float, or a scalar of `count`'s framework, of its dtype
-        where that is floating and else of float32."""
-        raise NotImplementedError  # every schedule defines its own
+        """Return the learning rate after `count` applied updates: a float, or a scalar of `count`'s framework, in its
+        dtype if that is floating and else in float32."""
+        raise NotImplementedError  # implemented by every schedule
 
 
 class Constant(_Schedule):
-    """The same rate for ever.
+    """Constant rate.
 
     >>> constant(0.1)(7)
     0.1
@@ -47,14 +47,14 @@ class Constant(_Schedule):
     value: float
 
     def __post_init__(self) -> None:
-        _rate("value", self.value)
+        _check_rate("value", self.value)
 
     def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
         return xp.asarray(self.value, count * 1.0)
 
 
 class LinearWarmup(_Schedule):
-    """A straight line from `start` at `count == origin` to `peak` at `count == steps`, then `peak`.
+    """Straight line from `start` at `count == origin` to `peak` at `count == steps`, then `peak`.
 
     Args:
         peak: the rate from `count == steps` on.
@@ -76,10 +76,10 @@ class LinearWarmup(_Schedule):
     origin: int = 0
 
     def __post_init__(self) -> None:
-        _rate("peak", self.peak)
-        _rate("start", self.start)
-        _steps("steps", self.steps, "peak")
-        _origin(self.origin)
+        _check_rate("peak", self.peak)
+        _check_rate("start", self.start)
+        _check_steps("steps", self.steps, "peak")
+        _check_origin(self.origin)
 
     def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
         return self.start + (self.peak - self.start) * _progress(count, self.steps, xp, self.origin)
@@ -99,9 +99,9 @@ class Cosine(_Schedule):
     end: float = 0.0
 
     def __post_init__(self) -> None:
-        _rate("peak", self.peak)
-        _rate("end", self.end)
-        _steps("steps", self.steps, "peak")
+        _check_rate("peak", self.peak)
+        _check_rate("end", self.end)
+        _check_steps("steps", self.steps, "peak")
 
     def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
         return _half_cosine(self.peak, self.end, _progress(count, self.steps, xp), xp)
@@ -135,10 +135,10 @@ class WarmupCosine(_Schedule):
 
     def __post_init__(self) -> None:
         for name in ("peak", "start", "end"):
-            _rate(name, getattr(self, name))
-        _steps("warmup_steps", self.warmup_steps, "peak")
-        _steps("total_steps", self.total_steps, "peak")
-        _origin(self.origin)
+            _check_rate(name, getattr(self, name))
+        _check_steps("warmup_steps", self.warmup_steps, "peak")
+        _check_steps("total_steps", self.total_steps, "peak")
+        _check_origin(self.origin)
         if self.total_steps <= self.warmup_steps:
             raise RecipeError(
                 f"total_steps must exceed warmup_steps={self.warmup_steps}. Received: "
@@ -167,9 +167,9 @@ class Step(_Schedule):
     factor: float = 0.1
 
     def __post_init__(self) -> None:
-        _rate("initial", self.initial)
-        _rate("factor", self.factor)
-        _steps("every", self.every, "initial")
+        _check_rate("initial", self.initial)
+        _check_rate("factor", self.factor)
+        _check_steps("every", self.every, "initial")
 
     def __call__(self, count: Any, xp: ArrayNamespace = PYTHON) -> Any:
         drops = xp.floor((count * 1.0) / self.every)
@@ -193,11 +193,11 @@ class Piecewise(_Schedule):
             given = getattr(self, name)
             if not isinstance(given, list | tuple):
                 raise RecipeError(f"{name} must be a tuple of numbers. Received: {name}={given!r}.")
-            self._settle(name, tuple(given))
+            self._set_field(name, tuple(given))
         for value in self.values:
-            _rate("values", value)
+            _check_rate("values", value)
         for boundary in self.boundaries:
-            _steps("boundaries", boundary, "values")
+            _check_steps("boundaries", boundary, "values")
         if len(self.values) != len(self.boundaries) + 1 or list(self.boundaries) != sorted(set(self.boundaries)):
             raise RecipeError(
                 "piecewise needs strictly increasing boundaries and one more value than boundaries. Received: "
@@ -212,10 +212,10 @@ class Piecewise(_Schedule):
         return rate
 
 
-class Times(_Schedule):
-    """Another schedule, multiplied: what `learning_rate_scale` of a parameter group makes. No file holds one.
+class ScaledSchedule(_Schedule):
+    """Another schedule times a factor, for `learning_rate_scale` of a parameter group. It has no file format.
 
-    >>> Times(constant(0.5), 0.25)(7)
+    >>> ScaledSchedule(constant(0.5), 0.25)(7)
     0.125
     """
 
@@ -229,7 +229,7 @@ class Times(_Schedule):
 
 
 Schedule = Constant | LinearWarmup | Cosine | WarmupCosine | Step | Piecewise
-"""Any schedule; in a recipe file a table with `type = "warmup_cosine"` and so on."""
+"""Any schedule; in a recipe file a table with `type = "warmup_cosine"` etc."""
 
 constant = Constant
 linear_warmup = LinearWarmup
@@ -240,12 +240,12 @@ piecewise = Piecewise
 
 
 def is_schedule(value: Any) -> TypeGuard[Schedule]:
-    """True for one of polyamp's schedules, False for a number or another library's schedule."""
+    """Return True for a polyamp schedule, False for a number or another library's schedule."""
     return isinstance(value, _Schedule)
 
 
 def _progress(count: Any, steps: int, xp: ArrayNamespace, origin: int = 0) -> Any:
-    """How far `count` is from `origin` to `steps`, held between 0 and 1."""
+    """Return how far `count` is from `origin` to `steps`, clamped to [0, 1]."""
     share = (count * 1.0 - origin) / (steps - origin) if origin else (count * 1.0) / steps
     return xp.minimum(xp.maximum(share, xp.asarray(0.0, share)), xp.asarray(1.0, share))
 
@@ -254,23 +254,23 @@ def _half_cosine(peak: float, end: float, progress: Any, xp: ArrayNamespace) -> 
     return end + (peak - end) * 0.5 * (1.0 + xp.cos(progress * math.pi))
 
 
-def _rate(name: str, value: Any) -> None:
+def _check_rate(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
         raise RecipeError(f"{name} must be a finite number of at least 0. Received: {name}={value!r}.")
 
 
-def _steps(name: str, value: Any, first: str = "the rate") -> None:
+def _check_steps(name: str, value: Any, first: str = "the rate") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         fraction = isinstance(value, float) and not value.is_integer()
         swapped = f" Are {first} and {name} swapped? First comes {first}." if fraction else ""
         raise RecipeError(
-            f"{name} must be an integer of at least 1. Received: {name}={value!r}.{swapped}{as_plain(value)}"
+            f"{name} must be an integer of at least 1. Received: {name}={value!r}.{swapped}{plain_number_hint(value)}"
         )
 
 
-def _origin(value: Any) -> None:
+def _check_origin(value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value > 0:
         raise RecipeError(
             "origin must be 0 (the first update has the rate `start`) or a negative integer (-1: it has the next rate "
-            f"of the line). Received: origin={value!r}.{as_plain(value)}"
+            f"of the line). Received: origin={value!r}.{plain_number_hint(value)}"
         )

@@ -1,7 +1,7 @@
-"""Trees of nested mappings, sequences and dataclasses: mapping and paths. For backends whose framework has
-no trees; JAX and Keras bring their own, which their backends use.
+"""Trees of nested mappings, sequences and dataclasses: mapping and paths, for frameworks that have no trees.
 
-A leaf is whatever is not one of these containers. Subclasses keep their type: `defaultdict`, `UserDict`, named tuples.
+JAX and Keras have their own, which their backends use. A leaf is any value that is not one of these containers.
+Subclasses keep their type: `defaultdict`, `UserDict`, named tuples.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`function` over the leaves; the containers are built anew, (named) tuples and dict subclasses included.
+    """Apply `function` to the leaves and rebuild the containers, (named) tuples and dict subclasses included.
 
     >>> map_tree(lambda leaf: leaf + 1, {"a": [1, (2, 3)]})
     {'a': [2, (3, 4)]}
@@ -22,7 +22,7 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def map_trees(function: Callable[[list[Any]], Any], trees: Sequence[Any]) -> Any:
-    """`function` over the lists of corresponding leaves of several trees; the structure is that of the first.
+    """Apply `function` to lists of corresponding leaves of several trees; the structure is that of the first.
 
     >>> map_trees(sum, [{"a": 1}, {"a": 2}])
     {'a': 3}
@@ -47,7 +47,7 @@ def map_trees(function: Callable[[list[Any]], Any], trees: Sequence[Any]) -> Any
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) pairs, with paths that read as one would index the tree.
+    """Iterate over (path, leaf) pairs, with paths written as Python indexing.
 
     >>> list(leaves({"x": [10, 20]}))
     [("['x'][0]", 10), ("['x'][1]", 20)]

@@ -29,10 +29,10 @@ PRELOADED = [
     "torch._dynamo",
     "polyamp",
     "polyamp.losses",
-    "polyamp.train.ranks",
+    "polyamp.train.rank_fingerprint",
     "polyamp_torch.backend",
-    "polyamp_torch.distributed.brought",
-    "polyamp_torch.distributed.failure",
+    "polyamp_torch.distributed.fingerprint",
+    "polyamp_torch.distributed.failure_guard",
 ]
 """What the server imports; `fully_shard` imports the compiler, which takes two seconds.
 

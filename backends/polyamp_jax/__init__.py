@@ -1,6 +1,6 @@
 """polyamp's JAX backend: training state as a pytree, steps compiled with `jax.jit`.
 
-It trains flax linen, flax nnx, equinox and haiku models and plain `(apply_fn, params)` pairs, and imports none of these
+It trains flax linen, flax nnx, equinox and haiku models and plain `(apply_fn, params)` pairs. It imports none of these
 libraries itself: each is recognised only if the user's program has imported it.
 
 Example:

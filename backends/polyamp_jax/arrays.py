@@ -1,4 +1,4 @@
-"""JAX as polyamp's array namespace, casting of pytrees, and paths of leaves. Called by every module of the backend."""
+"""JAX array namespace, and helpers for pytrees: casts, copies, leaf paths and structure checks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.arrays import ArrayNamespace
+from polyamp.array_namespace import ArrayNamespace
 from polyamp.errors import ModelError
+from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.rules.batches import host_array
-from polyamp.rules.plan import Plan
-from polyamp.rules.refusals import FLOATING
+from polyamp.rules.resolved_policy import ResolvedPolicy
 
 _MATMUL_PRECISION: Final = {"highest": "float32", "high": "tensorfloat32", "medium": "bfloat16"}
-"""`Policy.float32_matmul` -> JAX's name; XLA picks the nearest that the device has."""
+"""`Policy.float32_matmul` -> JAX's name; XLA uses the nearest precision that the device has."""
 
 
 class JaxNamespace:
-    """`ArrayNamespace` over jax.numpy."""
+    """`ArrayNamespace` implementation in jax.numpy."""
 
     def where(self, condition: Any, x: Any, y: Any, /) -> Any:
         return jnp.where(condition, x, y)
@@ -57,26 +57,26 @@ XP: Final[ArrayNamespace] = JaxNamespace()
 
 
 def is_array(leaf: Any) -> bool:
-    """True for JAX arrays and tracers, and for NumPy arrays and scalars."""
+    """Return whether a leaf is a JAX array or tracer, or a NumPy array or scalar."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def dtype_name(leaf: Any) -> str:
-    """Canonical name of an array's dtype; of anything else the name of its type."""
+    """Return the canonical name of an array's dtype; for anything else the name of its type."""
     return str(leaf.dtype) if is_array(leaf) else type(leaf).__name__
 
 
 def is_key(leaf: Any) -> bool:
-    """True for an array of typed PRNG keys."""
+    """Return whether a leaf is an array of typed PRNG keys."""
     return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def cast(tree: Any, dtype: str, *, float64: bool = False) -> Any:
-    """A pytree with its floating leaves in `dtype`; all else, and float64 unless asked for, as it is (S2)."""
+    """Cast a pytree's floating leaves to `dtype`. float64 leaves are cast only with `float64=True` (S2)."""
 
     def one(leaf: Any) -> Any:
         name = dtype_name(leaf) if is_array(leaf) else None
-        if name not in FLOATING or name == dtype or (name == "float64" and not float64):
+        if name not in FLOAT_DTYPES or name == dtype or (name == "float64" and not float64):
             return leaf
         return jnp.asarray(leaf, dtype)
 
@@ -84,17 +84,17 @@ def cast(tree: Any, dtype: str, *, float64: bool = False) -> Any:
 
 
 def cast_arguments(tree: Any, dtype: str, *, float64: bool) -> Any:
-    """`cast` for what a model or function is called with: NumPy arrays become JAX arrays first.
+    """Cast the arguments of a model or function like `cast`; NumPy arrays become JAX arrays first.
 
-    JAX holds NumPy's float64 as float32 unless x64 is on, also without a cast, so such an array counts as float32.
+    Without x64, JAX converts NumPy's float64 to float32 even without a cast, so such an array counts as float32.
     """
-    return cast(jax.tree.map(lambda x: jnp.asarray(x) if _numeric(x) else x, tree), dtype, float64=float64)
+    return cast(jax.tree.map(lambda x: jnp.asarray(x) if _is_numeric(x) else x, tree), dtype, float64=float64)
 
 
-def entering(batch: Any, plan: Plan, *, compiled: bool) -> Any:
-    """A batch on its way into a step, with NumPy's float64 as float32 (S26).
+def prepare_batch(batch: Any, plan: ResolvedPolicy, *, compiled: bool) -> Any:
+    """Convert NumPy float64 arrays of a batch to float32 for the step (S26).
 
-    `jax.jit` does so by itself unless x64 is on; then, and where nothing is compiled, the batch is walked through.
+    `jax.jit` does this itself unless x64 is on. With x64, or without compilation, the leaves are converted here.
     """
     if compiled and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # set at run time
         return batch
@@ -102,8 +102,8 @@ def entering(batch: Any, plan: Plan, *, compiled: bool) -> Any:
     return jax.tree.map(lambda x: host_array(x, plan.param) if isinstance(x, numbers) else x, batch)
 
 
-def fresh(tree: Any) -> Any:
-    """A pytree with every leaf copied into a JAX array of its own, strongly typed and safe to donate (S18)."""
+def copy_arrays(tree: Any) -> Any:
+    """Copy every leaf of a pytree into a new, strongly typed JAX array that is safe to donate (S18)."""
 
     def one(leaf: Any) -> Any:
         if is_key(leaf):
@@ -113,33 +113,33 @@ def fresh(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def chosen(finite: Any | None, new: Any, old: Any) -> Any:
-    """`new` where `finite`, else `old`, bit for bit (S12); `new` where nothing is checked."""
+def select_if_finite(finite: Any | None, new: Any, old: Any) -> Any:
+    """Return `new` if `finite`, else `old`, bit for bit (S12). `finite` None means no check: return `new`."""
     if finite is None or new is old:
         return new
     return jax.tree.map(lambda a, b: a if is_key(b) else jnp.where(finite, a, b), new, old)
 
 
-def made_first(tree: Any) -> Any:
-    """A pytree as arrays of their own, that what comes after takes as they are: XLA fuses nothing across."""
+def materialize(tree: Any) -> Any:
+    """Materialize a pytree's arrays with an optimization barrier, across which XLA fuses nothing."""
     return jax.lax.optimization_barrier(tree)  # type: ignore[no-untyped-call]  # JAX does not annotate it
 
 
 def to_numpy(array: Any) -> np.ndarray[Any, Any]:
-    """A copy on the host; of PRNG keys their data."""
+    """Return a copy on the host; for PRNG keys a copy of their data."""
     return np.array(jax.random.key_data(array) if is_key(array) else array)
 
 
 def path_name(path: Any) -> str:
-    """A key path as "dense0/kernel"."""
+    """Format a key path as "dense0/kernel"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Path -> leaf of a pytree.
+    """Return a dict from path to leaf of a pytree.
 
     Raises:
-        ModelError: two leaves have one path.
+        ModelError: two leaves have the same path.
     """
     found: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -150,11 +150,11 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return found
 
 
-def conform(new: Any, old: Any, *, what: str) -> Any:
-    """`new` with the dtypes of `old`, strongly typed, so that no step is traced twice.
+def conform_tree(new: Any, old: Any, *, what: str) -> Any:
+    """Return `new` with the dtypes of `old`, strongly typed, so that no step is traced twice.
 
     Raises:
-        ModelError: the structure or a shape changed; `what` says of what.
+        ModelError: the structure or a shape changed; `what` names the tree in the message.
     """
     before_structure: Any = jax.tree.structure(old)
     if before_structure != jax.tree.structure(new):
@@ -175,13 +175,15 @@ def conform(new: Any, old: Any, *, what: str) -> Any:
     return jax.tree_util.tree_map_with_path(one, new, old)
 
 
-def matmul_precision(plan: Plan) -> contextlib.AbstractContextManager[Any]:
-    """The scope in which float32 matrix products have the policy's `float32_matmul` precision."""
+def matmul_precision(plan: ResolvedPolicy) -> contextlib.AbstractContextManager[Any]:
+    """Return a context manager in which float32 matrix products use the policy's `float32_matmul` precision."""
     if plan.float32_matmul is None:
         return contextlib.nullcontext()
     scope: contextlib.AbstractContextManager[Any] = jax.default_matmul_precision(_MATMUL_PRECISION[plan.float32_matmul])
     return scope
 
 
-def _numeric(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray | np.generic) and (leaf.dtype.kind in "biufc" or dtype_name(leaf) in FLOATING)
+def _is_numeric(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray | np.generic) and (
+        leaf.dtype.kind in "biufc" or dtype_name(leaf) in FLOAT_DTYPES
+    )

@@ -1,4 +1,4 @@
-"""`JaxBackend`: the `Backend` contract over JAX. Its parts live in the modules beside this one."""
+"""`JaxBackend`: the `Backend` protocol for JAX. The modules of this package implement its parts."""
 
 from __future__ import annotations
 
@@ -11,49 +11,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.arrays import ArrayNamespace
+from polyamp.array_namespace import ArrayNamespace
 from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
+from polyamp.contract.casting_report import CastingReport
 from polyamp.contract.harness import Harness
-from polyamp.contract.parts import Parts
-from polyamp.contract.report import CastingReport
+from polyamp.contract.sharded_state import ShardedState
 from polyamp.errors import GradientError, PolyampError
+from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
-from polyamp.rules import refusals
-from polyamp.rules.decide import Skip
-from polyamp.rules.growing import Growth
+from polyamp.rules import step_checks
+from polyamp.rules.refresh import RefreshPlan
+from polyamp.rules.update_decision import Skip
 from polyamp_jax.arrays import XP, cast, dtype_name, named_leaves, to_numpy
 from polyamp_jax.losses import JaxLosses
-from polyamp_jax.models.adapt import adapt
+from polyamp_jax.models.library_detection import adapt
 from polyamp_jax.models.random_keys import random_keys
 from polyamp_jax.own_loop.scaled_value_and_grad import scaled_value_and_grad
 from polyamp_jax.precision.autocast import autocast, explain
 from polyamp_jax.precision.op_list import check_policy
-from polyamp_jax.precision.reading import is_bound, masters_of
-from polyamp_jax.step import failures, resuming
+from polyamp_jax.precision.policy_module import is_policy_module, master_weights
+from polyamp_jax.step import error_hints, optimizer_metadata
 from polyamp_jax.step import state as states_
 from polyamp_jax.step import step as steps
-from polyamp_jax.step.forward_backward import scaled_loss
-from polyamp_jax.step.layouts import scalar_placement, whole
-from polyamp_jax.step.measure import norm_and_finite, unscaled_leaf
-from polyamp_jax.step.refresh import refreshed
+from polyamp_jax.step.forward_backward import scale_loss_value
+from polyamp_jax.step.grad_stats import global_norm_and_finite, unscale_leaf
+from polyamp_jax.step.jax_only.sharding_layout import gather_array, scalar_placement
+from polyamp_jax.step.refresh import refresh_state
 from polyamp_jax.step.replicas import check_axis_name
 
 if TYPE_CHECKING:
-    from polyamp.parity.observing import Observer
+    from polyamp.parity.trace.observer import Observer
     from polyamp.porting.layouts.converter import Converter
-    from polyamp.porting.states.layout import StateConverter
+    from polyamp.porting.states.optimizer_layout import StateConverter
 
 
 class JaxBackend:
-    """`Backend` over JAX."""
+    """JAX backend; implements `Backend`."""
 
     name = "jax"
 
     def __reduce__(self) -> str:
-        return "BACKEND"  # the one object, also where a state that holds it is copied or pickled
+        return "BACKEND"  # keeps the singleton when a state that refers to it is copied or pickled
 
     @property
     def xp(self) -> ArrayNamespace:
@@ -94,7 +95,7 @@ class JaxBackend:
         return OBSERVER
 
     def native_policy(self, policy: Policy) -> Any:
-        """A function transform: `policy.native("jax")(fn_or_model)` is `policy.autocast(fn_or_model)`.
+        """Return a function transform: `policy.native("jax")(fn_or_model)` is `policy.autocast(fn_or_model)`.
 
         >>> import jax.numpy as jnp, polyamp
         >>> cast = polyamp.Policy(compute="bfloat16", output="float32").native("jax")
@@ -105,8 +106,10 @@ class JaxBackend:
         return functools.partial(self.autocast, policy=policy)
 
     def native_scaler(self, scaler: LossScaler, **options: Any) -> Any:
-        """A function transform: `scaler.native("jax")(fun)` is `polyamp_jax.scaled_value_and_grad(fun, scaler)`."""
-        refusals.check_options(options, ("argnums", "has_aux"), function="native", backend=self.name)
+        """Return a function transform: `scaler.native("jax")(fun)` is
+        `polyamp_jax.scaled_value_and_grad(fun, scaler)`.
+        """
+        step_checks.check_options(options, ("argnums", "has_aux"), function="native", backend=self.name)
         return functools.partial(scaled_value_and_grad, scaler=scaler, **options)
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
@@ -116,68 +119,72 @@ class JaxBackend:
         return explain(target, policy, *inputs, strict=strict)
 
     def scale_loss(self, loss: Any, scale: Any | None) -> Any:
-        return scaled_loss(loss, scale, what="scale()")[0]
+        return scale_loss_value(loss, scale, what="scale()")[0]
 
     def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(grads)
-        refusals.check_any(leaves, who="unscale()")
+        step_checks.check_any_gradient(leaves, who="unscale()")
         for leaf in leaves:
-            if dtype_name(leaf) not in refusals.FLOATING:
+            if dtype_name(leaf) not in FLOAT_DTYPES:
                 raise GradientError(f"gradients must be floating arrays. Received: {dtype_name(leaf)}.")
-        unscaled, finite = _unscale(leaves, scale)
+        unscaled, finite = _unscale_leaves(leaves, scale)
         return jax.tree.unflatten(structure, unscaled), finite
 
     def regularization(self, model: Any) -> Any:
         return jnp.zeros((), jnp.float32)
 
     def parameters(self, model: Any) -> dict[str, Any]:
-        return masters_of(model) if is_bound(model) else named_leaves(adapt(model).params)
+        return master_weights(model) if is_policy_module(model) else named_leaves(adapt(model).params)
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> states_.JaxState:
-        """A fresh state.
+        """Create a new training state.
 
         Args:
-            model: see `polyamp_jax.models.adapt.ACCEPTED`. Its arrays are copied.
+            model: see `polyamp_jax.models.library_detection.ACCEPTED_MODELS`. Its arrays are copied.
             recipe: the recipe.
-            **options: `rngs`, the seeds or keys of the model's random streams: by name for linen and for functions
-                (as keyword arguments), a single one for haiku (`rng`) and equinox (`key`). An nnx module moves its
-                own streams on; one that takes them (`__call__(x, rngs)`) is passed those of `rngs`, seeds by name or an
-                `nnx.Rngs`: call `model(x)` in `loss_fn`.
+            **options:
+                `rngs`: the seeds or keys of the model's random streams: by name for linen and for functions (as
+                keyword arguments), a single one for haiku (`rng`) and equinox (`key`). An nnx module advances its own
+                streams. One that takes them as an argument (`__call__(x, rngs)`) receives those of `rngs`, seeds by
+                name or an `nnx.Rngs`: call `model(x)` in `loss_fn`.
                 `axis_name`: map an equinox module over the batch axis.
         """
-        refusals.check_options(options, ("rngs", "axis_name"), function="init", backend=self.name)
+        step_checks.check_options(options, ("rngs", "axis_name"), function="init", backend=self.name)
         check_policy(recipe.policy)
         parts = adapt(model, axis_name=options.get("axis_name"))
         rngs = random_keys(options.get("rngs"), parts.adapter)
-        return states_.create(parts, recipe, rngs, recipe.loss_scaler.init(self.name), self)
+        return states_.create_state(parts, recipe, rngs, recipe.loss_scaler.init(self.name), self)
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
-        """The whole step as one function.
+        """Create the complete training step as one function.
 
         Args:
             loss_fn: the loss.
             recipe: the recipe.
-            **options: `compile` (True): wrap in `jax.jit`. `donate` (True): the step consumes the state it is given,
-                so that new arrays take the place of the old; False keeps both, also when a step is interrupted.
+            **options:
+                `compile` (True): wrap in `jax.jit`.
+                `donate` (True): the step consumes its input state and reuses its memory; False keeps the input state
+                valid, also when a step is interrupted.
                 `axis_name`: inside `pmap`, or `shard_map` with `check_vma=False`, the axes of the replicas, a name or
-                a tuple of names; a `shard_map` that checks needs none.
+                a tuple of names. A `shard_map` with `check_vma=True` needs none.
         """
         accepted = ("compile", "donate", "axis_name", "weight")
-        refusals.check_options(options, accepted, function="train_step", backend=self.name)
+        step_checks.check_options(options, accepted, function="train_step", backend=self.name)
         axis_name = options.get("axis_name")
         check_axis_name(axis_name)
         compiled, donate = options.get("compile", True), options.get("donate", True)
         weight = options.get("weight")
-        return steps.Step(loss_fn, compiled=compiled, donate=donate, axis_name=axis_name, weight=weight)
+        return steps.JaxTrainStep(loss_fn, compiled=compiled, donate=donate, axis_name=axis_name, weight=weight)
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
-        """The first half; `compile=False` leaves it to the caller's own `jax.jit`. `axis_name`: see `train_step`.
+        """Create the first half of the step: loss and gradients. `axis_name`: see `train_step`.
 
-        The n-th call on one state draws the masks of the n-th micro-batch of a window (S12). Across calls of a
-        function of your own that is compiled, see `polyamp_jax.continue_streams`.
+        `compile=False` leaves compilation to the caller's `jax.jit`. The n-th call on one state draws the masks of
+        the n-th micro-batch of a window (S12). For calls inside your own compiled function, see
+        `polyamp_jax.continue_streams`.
         """
         accepted = ("compile", "axis_name", "weight")
-        refusals.check_options(options, accepted, function="value_and_grad", backend=self.name)
+        step_checks.check_options(options, accepted, function="value_and_grad", backend=self.name)
         axis_name = options.get("axis_name")
         check_axis_name(axis_name)
         compiled, weight = options.get("compile", True), options.get("weight")
@@ -189,44 +196,44 @@ class JaxBackend:
         return steps.apply_gradients(states, grads, skip)
 
     def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
-        return [(name, whole(leaf)) for name, leaf in named_leaves(gradients.values).items()]
+        return [(name, gather_array(leaf)) for name, leaf in named_leaves(gradients.values).items()]
 
-    def in_parts(self, state: Any) -> AbstractContextManager[Parts]:
-        from polyamp_jax.step.parts import in_parts
+    def sharded_state(self, state: Any) -> AbstractContextManager[ShardedState]:
+        from polyamp_jax.step.sharded_state import sharded_state
 
-        return in_parts(state)
+        return sharded_state(state)
 
     def export_state(self, state: Any) -> dict[str, np.ndarray[Any, Any]]:
-        return states_.export(state)
+        return states_.export_arrays(state)
 
     def import_state(self, state: Any, arrays: Mapping[str, Any]) -> states_.JaxState:
-        return states_.replaced(state, arrays)
+        return states_.replace_arrays(state, arrays)
 
     def optimizer_settings(self, state: Any) -> dict[str, Any]:
-        return resuming.described(state.recipe.optimizer)
+        return optimizer_metadata.optimizer_metadata(state.recipe.optimizer)
 
     def setting_of(self, state: Any, name: str) -> str | None:
-        return resuming.setting_of(state.recipe.optimizer, name)
+        return optimizer_metadata.optimizer_setting(state.recipe.optimizer, name)
 
     def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
-        return failures.explained(error, batch, casts=any(state.setup.plan.cast for state in states))
+        return error_hints.explain_error(error, batch, casts=any(state.setup.plan.cast for state in states))
 
     @property
     def porting_states(self) -> StateConverter:
-        from polyamp_jax.porting.states import STATES
+        from polyamp_jax.porting.training_states import STATE_CONVERTER
 
-        return STATES
+        return STATE_CONVERTER
 
     def described(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
-        from polyamp.porting.states.described import text
+        from polyamp.porting.states.metadata import state_metadata_json
 
-        return text(state, arrays, self.porting, self.porting_states)
+        return state_metadata_json(state, arrays, self.porting, self.porting_states)
 
-    def refresh(self, state: Any, model: Any, growth: Growth) -> states_.JaxState:
+    def refresh(self, state: Any, model: Any, growth: RefreshPlan) -> states_.JaxState:
         try:
-            return refreshed(state, model, growth)
+            return refresh_state(state, model, growth)
         except Exception as error:
-            steps.refuse_gone([state], error)
+            steps.refuse_deleted_states([state], error)
             raise
 
     def testing(self) -> Harness:
@@ -239,6 +246,6 @@ BACKEND: Final[Backend] = JaxBackend()
 
 
 @jax.jit
-def _unscale(leaves: list[Any], scale: Any | None) -> tuple[list[Any], Any]:
-    unscaled = [unscaled_leaf(leaf, scale) for leaf in leaves]
-    return unscaled, norm_and_finite(unscaled)[1]
+def _unscale_leaves(leaves: list[Any], scale: Any | None) -> tuple[list[Any], Any]:
+    unscaled = [unscale_leaf(leaf, scale) for leaf in leaves]
+    return unscaled, global_norm_and_finite(unscaled)[1]

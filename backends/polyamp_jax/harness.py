@@ -1,4 +1,4 @@
-"""The JAX backend's harness: flax linen models for the conformance suite, the demo and the parity runner."""
+"""Test harness of the JAX backend: flax models for the conformance suite, the demo and the parity runner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax.interpreters import ad, mlir
 from jax.sharding import Mesh, PartitionSpec
 
 import polyamp
-from polyamp.contract.harness import Layer, Observe
+from polyamp.contract.harness import DenseWeights, ObserveCallback
 from polyamp.demo import digits
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.recipe import Recipe
@@ -27,23 +27,23 @@ from polyamp_jax.arrays import to_numpy
 from polyamp_jax.precision.op_list import register_rule
 
 Array = np.ndarray[Any, Any]
-PARTS: Final = ("kernel", "bias")
+DENSE_ARRAYS: Final = ("kernel", "bias")
 
 
-class MLP(linen.Module):  # type: ignore[misc]  # flax is not typed
-    """dense -> [batch normalisation] -> relu -> [dropout] -> ... -> dense."""
+class LinenMLP(linen.Module):  # type: ignore[misc]  # flax is not typed
+    """MLP: dense -> [batch normalisation] -> relu -> [dropout] -> ... -> dense."""
 
     widths: tuple[int, ...]
     normalize: bool = False
     dropout: float = 0.0
-    observe: Observe | None = None
+    observe: ObserveCallback | None = None
 
     @linen.compact  # type: ignore[untyped-decorator]  # flax is not typed
     def __call__(self, x: Any) -> Any:
         for number, width in enumerate(self.widths):
             x = linen.Dense(width, name=f"dense{number}")(x)
             if self.observe is not None:
-                x = _observed(x, self.observe)
+                x = _observe_dtype(x, self.observe)
             if number < len(self.widths) - 1:
                 if self.normalize:
                     x = linen.BatchNorm(use_running_average=False, momentum=0.9, epsilon=1e-5, name=f"norm{number}")(x)
@@ -53,8 +53,8 @@ class MLP(linen.Module):  # type: ignore[misc]  # flax is not typed
         return x
 
 
-class GatheredMLP(linen.Module):  # type: ignore[misc]  # flax is not typed
-    """An MLP whose output is read at some rows of the batch."""
+class LinenGatheredMLP(linen.Module):  # type: ignore[misc]  # flax is not typed
+    """MLP that returns its output at selected rows of the batch."""
 
     widths: tuple[int, ...]
     rows: tuple[int, ...]
@@ -66,10 +66,10 @@ class GatheredMLP(linen.Module):  # type: ignore[misc]  # flax is not typed
         return jnp.take(x, np.asarray(self.rows), axis=0)
 
 
-class ConstrainedMLP(nnx.Module):  # type: ignore[misc]  # flax is not typed
-    """An MLP of nnx, whose parameters can be written to, that clips its first kernel before it uses it."""
+class NnxConstrainedMLP(nnx.Module):  # type: ignore[misc]  # flax is not typed
+    """nnx MLP that clips its first kernel in place before using it."""
 
-    def __init__(self, layers: Sequence[Layer], limit: float) -> None:
+    def __init__(self, layers: Sequence[DenseWeights], limit: float) -> None:
         self.limit, self.depth = limit, len(layers)
         for number, layer in enumerate(layers):
             dense = nnx.Linear(*layer.kernel.shape, rngs=nnx.Rngs(0))
@@ -77,15 +77,15 @@ class ConstrainedMLP(nnx.Module):  # type: ignore[misc]  # flax is not typed
             setattr(self, f"dense{number}", dense)
 
     def __call__(self, x: Any) -> Any:
-        kernel = self.dense0.kernel[...]  # with the gradient of what is written, as where a write is in place
+        kernel = self.dense0.kernel[...]  # straight-through: the gradient of the written kernel
         self.dense0.kernel[...] = kernel + jax.lax.stop_gradient(jnp.clip(kernel, -self.limit, self.limit) - kernel)
         for number in range(self.depth):
             x = getattr(self, f"dense{number}")(nnx.relu(x) if number else x)
         return x
 
 
-class Branches(linen.Module):  # type: ignore[misc]  # flax is not typed
-    """Dense layers side by side."""
+class LinenBranches(linen.Module):  # type: ignore[misc]  # flax is not typed
+    """Parallel dense layers on the same input; returns a tuple of outputs."""
 
     widths: tuple[int, ...]
 
@@ -94,8 +94,8 @@ class Branches(linen.Module):  # type: ignore[misc]  # flax is not typed
         return tuple(linen.Dense(width, name=f"dense{number}")(x) for number, width in enumerate(self.widths))
 
 
-class Transformer(linen.Module):  # type: ignore[misc]  # flax is not typed
-    """The one-block transformer of `polyamp.demo.digits`, every layer written out."""
+class LinenTransformer(linen.Module):  # type: ignore[misc]  # flax is not typed
+    """One-block transformer of `polyamp.demo.digits`, with every layer written out."""
 
     @linen.compact  # type: ignore[untyped-decorator]  # flax is not typed
     def __call__(self, x: Any) -> Any:
@@ -118,49 +118,54 @@ class Transformer(linen.Module):  # type: ignore[misc]  # flax is not typed
 
 
 class JaxHarness:
-    """`Harness` over flax linen. Made before JAX starts, it asks for two devices of the CPU, which replicas need."""
+    """`Harness` with flax models. If created before JAX starts, it requests two CPU devices, as replicas need."""
 
     def __init__(self) -> None:
         if "device_count" not in os.environ.get("XLA_FLAGS", ""):
-            with contextlib.suppress(RuntimeError):  # JAX runs already; then `replicate` says so
+            with contextlib.suppress(RuntimeError):  # JAX is already initialised; then `replicate` raises
                 jax.config.update("jax_num_cpu_devices", 2)  # type: ignore[no-untyped-call]  # JAX does not annotate it
 
     def array(self, value: Array) -> Any:
         return jnp.array(value)
 
     def float64(self) -> contextlib.AbstractContextManager[Any]:
-        return compat.float64()
+        return compat.enable_float64()
 
-    def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> Any:
-        return MLP(_widths(layers), observe=observe), {"params": _dense_params(layers)}
+    def mlp(self, layers: Sequence[DenseWeights], *, observe: ObserveCallback | None = None) -> Any:
+        return LinenMLP(_widths(layers), observe=observe), {"params": _dense_params(layers)}
 
-    def branches(self, layers: Sequence[Layer]) -> Any:
-        return Branches(_widths(layers)), {"params": _dense_params(layers)}
+    def branches(self, layers: Sequence[DenseWeights]) -> Any:
+        return LinenBranches(_widths(layers)), {"params": _dense_params(layers)}
 
-    def normalized_mlp(self, layers: Sequence[Layer]) -> Any:
+    def normalized_mlp(self, layers: Sequence[DenseWeights]) -> Any:
         width = layers[0].bias.shape
         norm = {"scale": jnp.ones(width, jnp.float32), "bias": jnp.zeros(width, jnp.float32)}
         running = {"mean": jnp.zeros(width, jnp.float32), "var": jnp.ones(width, jnp.float32)}
         variables = {"params": {**_dense_params(layers), "norm0": norm}, "batch_stats": {"norm0": running}}
-        return MLP(_widths(layers), normalize=True), variables
+        return LinenMLP(_widths(layers), normalize=True), variables
 
-    def dropout_mlp(self, layers: Sequence[Layer]) -> tuple[Any, dict[str, Any]]:
-        return (MLP(_widths(layers), dropout=0.5), {"params": _dense_params(layers)}), {"rngs": {"dropout": 0}}
+    def dropout_mlp(self, layers: Sequence[DenseWeights]) -> tuple[Any, dict[str, Any]]:
+        return (LinenMLP(_widths(layers), dropout=0.5), {"params": _dense_params(layers)}), {"rngs": {"dropout": 0}}
 
-    def constrained_mlp(self, layers: Sequence[Layer], limit: float) -> Any:
-        return ConstrainedMLP(layers, limit)
+    def constrained_mlp(self, layers: Sequence[DenseWeights], limit: float) -> Any:
+        return NnxConstrainedMLP(layers, limit)
 
     def digits(self, weights: Mapping[str, Array]) -> Any:
         params: dict[str, dict[str, Any]] = {}
         for path, value in weights.items():
             module, _, name = path.partition("/")
             params.setdefault(module, {})[name] = jnp.array(value)
-        return Transformer(), {"params": params}
+        return LinenTransformer(), {"params": params}
 
-    def weights(self, state: Any) -> list[Layer]:
+    def weights(self, state: Any) -> list[DenseWeights]:
         params = state.params
         return [
-            Layer(*(to_numpy(getattr(params[f"dense{n}"][part], "value", params[f"dense{n}"][part])) for part in PARTS))
+            DenseWeights(
+                *(
+                    to_numpy(getattr(params[f"dense{n}"][part], "value", params[f"dense{n}"][part]))
+                    for part in DENSE_ARRAYS
+                )
+            )
             for n in range(sum(name.startswith("dense") for name in params))
         ]
 
@@ -181,7 +186,7 @@ class JaxHarness:
                 "norm": lambda x: jnp.linalg.norm(x, axis=-1),
             },
             "losses": {"squared_error": lambda x: jnp.mean(optax.squared_error(x))},
-            # behind a product, whose result is 16 bits wide: JAX itself refuses 16-bit arguments while it traces
+            # after a product with a 16-bit result: JAX itself refuses 16-bit arguments at trace time
             "linear algebra": {
                 "inv": lambda x: jnp.linalg.inv(x[:, :4] @ jnp.eye(4)),
                 "qr": lambda x: jnp.linalg.qr((x[:, :4] @ jnp.eye(4)).T)[1],
@@ -191,7 +196,7 @@ class JaxHarness:
                 "rfft": lambda x: jnp.fft.rfft(x[:, :4] @ jnp.eye(4)),
             },
         }
-        # compiled as a whole: eagerly JAX fuses what it has jitted itself, and rounds differently from its parts
+        # compiled as a whole: eagerly, JAX fuses functions that it jits internally, which changes rounding
         return {
             family: {name: jax.jit(operation) for name, operation in operations.items()}
             for family, operations in families.items()
@@ -221,21 +226,21 @@ class JaxHarness:
     def outer(self, left: Any, right: Any) -> Any:
         return jnp.einsum("i,j->ij", left, right)
 
-    def gathered(self, layers: Sequence[Layer], rows: Array) -> Any:
-        return GatheredMLP(_widths(layers), tuple(rows.tolist())), {"params": _dense_params(layers)}
+    def gathered(self, layers: Sequence[DenseWeights], rows: Array) -> Any:
+        return LinenGatheredMLP(_widths(layers), tuple(rows.tolist())), {"params": _dense_params(layers)}
 
     def unusable(self, kind: str) -> Any:
         if kind == "empty":
-            return MLP(()), {"params": {}}
+            return LinenMLP(()), {"params": {}}
         dtype = {"integer": jnp.int32, "complex": jnp.complex64, "float16": jnp.float16}[kind]
         layer = {"kernel": jnp.ones((2, 2), dtype), "bias": jnp.ones(2, dtype)}
-        return MLP((2,)), {"params": {"dense0": layer}}
+        return LinenMLP((2,)), {"params": {"dense0": layer}}
 
     def complex_dense(self, kernel: Array) -> Any:
         raise UnsupportedError("the JAX backend trains no complex parameters.")
 
     def replicate(
-        self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
+        self, layers: Sequence[DenseWeights], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
     ) -> list[tuple[Any, StepResult]]:
         devices = jax.devices()[: len(batches)]
         if len(devices) < len(batches):
@@ -243,7 +248,7 @@ class JaxHarness:
                 f"{len(batches)} replicas need as many devices, set before JAX starts (XLA_FLAGS="
                 f"--xla_force_host_platform_device_count={len(batches)}). Received: {len(devices)}."
             )
-        same, own = PartitionSpec(), PartitionSpec("replica")  # type: ignore[no-untyped-call]  # JAX does not annotate it
+        same, own = PartitionSpec(), PartitionSpec("replica")  # type: ignore[no-untyped-call]  # untyped in JAX
         step = jax.shard_map(
             polyamp.train_step(loss_fn, recipe),
             mesh=Mesh(np.array(devices), ("replica",)),
@@ -259,12 +264,12 @@ class JaxHarness:
             for number in range(len(batches))
         ]
 
-    def with_head(self, state: Any, head: Layer) -> Any:
+    def with_head(self, state: Any, head: DenseWeights) -> Any:
         module, variables = state.model
         last = f"dense{len(module.widths) - 1}"
         widths = (*module.widths[:-1], head.kernel.shape[1])
         params = {**variables["params"], last: {"kernel": jnp.array(head.kernel), "bias": jnp.array(head.bias)}}
-        return MLP(widths), {**variables, "params": params}
+        return LinenMLP(widths), {**variables, "params": params}
 
     def with_frozen(self, state: Any, numbers: Collection[int]) -> Any:
         raise UnsupportedError("linen's parameters are all trained; nnx's and those of functions are divided by hand.")
@@ -277,13 +282,12 @@ class JaxHarness:
         return optax.sgd(learning_rate)
 
 
-def _observed(x: Any, observe: Observe) -> Any:
-    """`x`, whose dtype `observe` hears of when the program is lowered: what Python sees while tracing is the dtype
-    before autocast."""
+def _observe_dtype(x: Any, observe: ObserveCallback) -> Any:
+    """Return `x` and report its dtype to `observe` at lowering; during tracing the dtype is the one before autocast."""
     return _observe_p.bind(x, observe=observe)
 
 
-def _lower_observed(ctx: Any, x: Any, *, observe: Observe) -> Any:
+def _lower_observed(ctx: Any, x: Any, *, observe: ObserveCallback) -> Any:
     observe(str(ctx.avals_in[0].dtype))
     return [x]
 
@@ -307,11 +311,11 @@ def _norm(name: str) -> Any:
     return linen.LayerNorm(epsilon=digits.EPSILON, use_fast_variance=False, name=name)
 
 
-def _widths(layers: Sequence[Layer]) -> tuple[int, ...]:
+def _widths(layers: Sequence[DenseWeights]) -> tuple[int, ...]:
     return tuple(layer.bias.shape[0] for layer in layers)
 
 
-def _dense_params(layers: Sequence[Layer]) -> dict[str, Any]:
+def _dense_params(layers: Sequence[DenseWeights]) -> dict[str, Any]:
     return {
         f"dense{n}": {"kernel": jnp.array(layer.kernel), "bias": jnp.array(layer.bias)}
         for n, layer in enumerate(layers)

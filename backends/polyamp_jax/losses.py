@@ -1,4 +1,4 @@
-"""Loss functions on JAX arrays, in float32 also inside an autocast function (S4). Called by `polyamp.losses`."""
+"""Loss functions on JAX arrays; they compute in float32 also inside autocast functions (S4)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp_jax.precision.interpreter.staging import KEEP
+from polyamp_jax.precision.interpreter.staging import KEEP_SCOPE
 
 
 class JaxLosses:
-    """`LossFunctions` over jax.numpy; the formulas are the stable ones of optax and torch."""
+    """`LossFunctions` implementation in jax.numpy, with the stable formulas of optax and torch."""
 
     def in_float32(self) -> contextlib.AbstractContextManager[Any]:
-        scope: contextlib.AbstractContextManager[Any] = jax.named_scope(KEEP)
+        scope: contextlib.AbstractContextManager[Any] = jax.named_scope(KEEP_SCOPE)
         return scope
 
     def wide(self, values: Any, like: Any) -> Any:
@@ -44,7 +44,7 @@ class JaxLosses:
         return jnp.square(_wide(predictions) - _wide(targets))
 
     def softmax_cross_entropy(self, logits: Any, labels: Any, reduction: str) -> Any:
-        # log_softmax at the labels alone: all of its rows would be one more array to write and to read back
+        # log_softmax at the labels only: the full result would be one more array to write and read back
         x = _wide(logits)
         largest = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
         own = self.pick(x, labels) - largest[..., 0]

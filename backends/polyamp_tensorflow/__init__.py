@@ -1,12 +1,15 @@
-"""polyamp's TensorFlow and Keras backend; `polyamp` loads it by itself when it is given a Keras model or a tensor.
+"""TensorFlow and Keras backend of polyamp. `polyamp` loads it automatically for a Keras model or a tensor.
 
-What the step does, it does in one `tf.function` per state (see `step`): Keras's own loss scaling, clipping and
-accumulation stay off. `loss_fn` is traced without AutoGraph, so that its exceptions arrive as they are: what depends
-on a tensor's value is written with `tf.where` or `tf.cond`.
+The training step runs in one `tf.function` per state (see `step`). Keras's own loss scaling, clipping and accumulation
+stay off. `loss_fn` is traced without AutoGraph, so that its exceptions reach the user unchanged: use `tf.where` or
+`tf.cond` for what depends on a tensor's value.
 
-For people who use `fit` or keep their own loop: `compile` sets a model up by a recipe; `apply_policy` puts a built
-model under a policy, for a while or for good; `LossScaleOptimizer` wraps any Keras optimizer; `SpecOptimizer` is one
-with PyTorch's formulas.
+For `fit` and custom training loops:
+
+- `compile` configures a model by a recipe;
+- `apply_policy` applies a policy to a built model, permanently or for a block;
+- `LossScaleOptimizer` wraps any Keras optimizer;
+- `SpecOptimizer` is a Keras optimizer with PyTorch's formulas.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""TensorFlow arrays: the namespace for polyamp's formulas, casts (S2), and the ways in and out of TensorFlow.
-
-Called by every other module of this package.
-"""
+"""TensorFlow arrays: namespace for polyamp's formulas, casts (S2), and conversion to and from TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from polyamp.arrays import ArrayNamespace
-from polyamp.errors import BatchError, GradientError, described
+from polyamp.array_namespace import ArrayNamespace
+from polyamp.errors import BatchError, GradientError, describe_value
+from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.rules.batches import host_array
-from polyamp.rules.refusals import FLOATING
 
 Array = np.ndarray[Any, Any]
 
@@ -58,68 +55,68 @@ XP: Final[ArrayNamespace] = TensorFlowNamespace()
 
 
 def dtype_name(array: Any) -> str:
-    """The canonical name of an array's dtype: "float32", also for Keras variables and NumPy arrays."""
+    """Return the canonical name of a dtype, such as "float32", of a tensor, Keras variable or NumPy array."""
     return str(tf.as_dtype(array.dtype).name)
 
 
-def raw(variable: Any) -> Any:
-    """The `tf.Variable` inside a Keras variable, or the `tf.Variable` that was given."""
+def native_variable(variable: Any) -> Any:
+    """Return the `tf.Variable` inside a Keras variable; any other value unchanged."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def variable_name(variable: Any) -> str:
-    """A variable's path; a `tf.Variable` has a name only."""
+    """Return a variable's path, or its name for a `tf.Variable`, which has no path."""
     return str(getattr(variable, "path", variable.name))
 
 
-def write(variables: Iterable[Any], values: Iterable[Any]) -> None:
+def assign_values(variables: Iterable[Any], values: Iterable[Any]) -> None:
     """Assign each value to its variable."""
     for variable, value in zip(variables, values, strict=True):
-        raw(variable).assign(value)
+        native_variable(variable).assign(value)
 
 
 def at_least_float32(dtype: Any) -> Any:
-    """The dtype in which gradients and slots are held: float64 stays, anything else becomes float32."""
+    """Return the dtype of gradients and optimizer slots: float64 for float64, otherwise float32."""
     return tf.float64 if tf.as_dtype(dtype) == tf.float64 else tf.float32
 
 
 def is_array(leaf: Any) -> bool:
-    """True for tensors, variables and NumPy arrays."""
+    """Return whether a leaf is a tensor, a variable or a NumPy array."""
     return isinstance(leaf, keras.Variable | np.ndarray | np.generic) or bool(tf.is_tensor(leaf))
 
 
 def is_floating(leaf: Any) -> bool:
-    """True for an array of real floating numbers (S2)."""
-    return is_array(leaf) and str(getattr(leaf.dtype, "name", leaf.dtype)) in FLOATING
+    """Return whether a leaf is an array of real floating numbers (S2)."""
+    return is_array(leaf) and str(getattr(leaf.dtype, "name", leaf.dtype)) in FLOAT_DTYPES
 
 
 def cast(tree: Any, dtype: str, *, float64: bool = False) -> Any:
-    """The tree with its floating leaves in `dtype`; NumPy leaves stay NumPy, everything else is untouched (S2)."""
+    """Cast the floating leaves of a tree to `dtype` (S2). NumPy leaves stay NumPy; other leaves are unchanged."""
 
     def one(leaf: Any) -> Any:
         if not is_floating(leaf) or (dtype_name(leaf) == "float64" and not float64):
             return leaf
         if isinstance(leaf, np.ndarray | np.generic):
             return np.asarray(leaf).astype(tf.as_dtype(dtype).as_numpy_dtype)
-        return tf.cast(raw(leaf), dtype)
+        return tf.cast(native_variable(leaf), dtype)
 
     return keras.tree.map_structure(one, tree)
 
 
 def scalar(value: float, dtype: str, *, like: Any = None) -> Any:
-    """A new 0-dim tensor, on the device of `like` or on the default one."""
-    device = getattr(raw(like), "device", None)
+    """Return a new scalar tensor on the device of `like`, or on the default device."""
+    device = getattr(native_variable(like), "device", None)
     with tf.device(device):
         return tf.constant(value, dtype)
 
 
 def to_numpy(array: Any) -> Array:
-    """A copy on the host; bfloat16 arrives as `ml_dtypes.bfloat16`."""
-    return np.array(tf.convert_to_tensor(raw(array)).numpy())
+    """Return a copy as a NumPy array; bfloat16 becomes `ml_dtypes.bfloat16`."""
+    return np.array(tf.convert_to_tensor(native_variable(array)).numpy())
 
 
-def leaves(tree: Any) -> list[tuple[str, Any]]:
-    """(path, leaf) of every leaf that is not None; a path reads as it would be indexed: "['x'][0]"."""
+def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
+    """Return (path, leaf) of every leaf that is not None. A path is written as an index: "['x'][0]"."""
     return [
         ("".join(f"[{part!r}]" for part in path), leaf)
         for path, leaf in keras.tree.flatten_with_path(tree)
@@ -128,15 +125,16 @@ def leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def to_tensors(tree: Any, parameters: str = "float64") -> Any:
-    """A batch as tensors, Python scalars included, so that a new value is never a new trace. What a distributed dataset
-    yields stays as it is.
+    """Convert a batch to tensors, Python scalars included, so that a new value does not cause a retrace.
+
+    Values from a distributed dataset are unchanged.
 
     Args:
         tree: the batch, or gradients.
-        parameters: the policy's `param` dtype, which decides what becomes of NumPy's float64 in a batch (S26).
+        parameters: the policy's `param` dtype, which decides how NumPy float64 in a batch is converted (S26).
 
     Raises:
-        BatchError: a leaf that TensorFlow cannot hold.
+        BatchError: a leaf that TensorFlow cannot convert.
     """
 
     def one(leaf: Any) -> Any:
@@ -147,18 +145,18 @@ def to_tensors(tree: Any, parameters: str = "float64") -> Any:
         if isinstance(leaf, np.ndarray | np.generic):
             leaf = host_array(leaf, parameters)
         try:
-            return tf.convert_to_tensor(raw(leaf))
+            return tf.convert_to_tensor(native_variable(leaf))
         except (TypeError, ValueError) as error:
-            raise _no_leaf(tree, leaf) from error
+            raise _leaf_error(tree, leaf) from error
 
     return keras.tree.map_structure(one, tree)
 
 
-def _no_leaf(batch: Any, leaf: Any) -> BatchError:
-    """The error for a leaf that TensorFlow cannot hold."""
-    paths = [path for path, other in leaves(batch) if other is leaf]
+def _leaf_error(batch: Any, leaf: Any) -> BatchError:
+    """Return the error for a leaf that TensorFlow cannot convert."""
+    paths = [path for path, other in leaves_with_paths(batch) if other is leaf]
     where = f"batch{paths[0] if paths else ''}"
-    said, advice = described(leaf), f"Take it out of the batch, or convert it to numbers ({where})."
+    said, advice = describe_value(leaf), f"Take it out of the batch, or convert it to numbers ({where})."
     if isinstance(leaf, np.ndarray):
         said = "a NumPy array of Python objects, as it is made of rows of different length or of None"
         advice = "Pad the rows to one length, and give a mask; or use a tf.RaggedTensor."
@@ -169,9 +167,9 @@ def _no_leaf(batch: Any, leaf: Any) -> BatchError:
     )
 
 
-def dense(gradient: Any, like: Any) -> Any:
-    """A gradient as a dense tensor; `tf.IndexedSlices`, as an embedding's lookup gives them, are summed by row, in at
-    least float32 (S4)."""
+def to_dense(gradient: Any, like: Any) -> Any:
+    """Return a gradient as a dense tensor. `tf.IndexedSlices`, the gradient of an embedding lookup, are summed by row
+    in at least float32 (S4)."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     values = gradient.values
@@ -180,15 +178,15 @@ def dense(gradient: Any, like: Any) -> Any:
     return tf.math.unsorted_segment_sum(values, gradient.indices, like.shape[0])
 
 
-def dense_wide(gradient: Any, variable: Any) -> Any:
-    """A variable's gradient as a dense tensor of at least float32.
+def to_dense_float32(gradient: Any, variable: Any) -> Any:
+    """Return a variable's gradient as a dense tensor of at least float32.
 
     Raises:
-        GradientError: it is not floating.
+        GradientError: the gradient is not floating.
     """
     if not is_floating(gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient):
         raise GradientError(
             f"gradients must be floating tensors. Received: {gradient!r} for {variable_name(variable)}."
         )
-    value = dense(gradient, variable)
+    value = to_dense(gradient, variable)
     return tf.cast(value, at_least_float32(value.dtype))

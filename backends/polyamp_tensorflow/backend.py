@@ -1,4 +1,4 @@
-"""`TensorFlowBackend`: the contract of `polyamp.contract.backend` for TensorFlow and Keras, a line or two a method."""
+"""`TensorFlowBackend`: the backend protocol of `polyamp.contract.backend` for TensorFlow and Keras."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ from typing import TYPE_CHECKING, Any, Final
 
 import tensorflow as tf
 
-from polyamp.arrays import ArrayNamespace
+from polyamp.array_namespace import ArrayNamespace
 from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
-from polyamp.contract.parts import Parts
+from polyamp.contract.sharded_state import ShardedState
 from polyamp.errors import PolyampError, RecipeError
 from polyamp.porting.layouts.converter import Converter
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
-from polyamp.rules.decide import Skip
-from polyamp.rules.growing import Growth
-from polyamp.rules.refusals import check_options
+from polyamp.rules.refresh import RefreshPlan
+from polyamp.rules.step_checks import check_options
+from polyamp.rules.update_decision import Skip
 from polyamp_tensorflow import arrays as conversions
 from polyamp_tensorflow.arrays import Array
 from polyamp_tensorflow.losses import TensorFlowLosses
-from polyamp_tensorflow.models.layers import check_model
+from polyamp_tensorflow.models.layers import check_is_model
 from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
 from polyamp_tensorflow.precision import autocast as policies
-from polyamp_tensorflow.precision.bound import parameters_of
-from polyamp_tensorflow.step import additions, failures, resuming, step
-from polyamp_tensorflow.step import measure as scaling
-from polyamp_tensorflow.step.differentiate import differentiate
-from polyamp_tensorflow.step.distribution import several
-from polyamp_tensorflow.step.graph import GraphFunction
-from polyamp_tensorflow.step.optimizer_checks import check_recipe_optimizer
-from polyamp_tensorflow.step.refresh import refreshed
+from polyamp_tensorflow.precision.policy_module import module_parameters
+from polyamp_tensorflow.step import error_hints, optimizer_metadata, step
+from polyamp_tensorflow.step import grad_stats as scaling
+from polyamp_tensorflow.step.accumulation import accumulate_gradients
+from polyamp_tensorflow.step.distributed_step import has_several_replicas
+from polyamp_tensorflow.step.refresh import refresh_state
 from polyamp_tensorflow.step.replicas import check_strategy
 from polyamp_tensorflow.step.state import TensorFlowState
-from polyamp_tensorflow.step.update import update
+from polyamp_tensorflow.step.tensorflow_only import model_losses
+from polyamp_tensorflow.step.tensorflow_only.graph_function import GraphFunction
+from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import check_recipe_optimizer
+from polyamp_tensorflow.step.update import update_states
 
 if TYPE_CHECKING:
-    from polyamp.parity.observing import Observer
-    from polyamp.porting.states.layout import StateConverter
+    from polyamp.parity.trace.observer import Observer
+    from polyamp.porting.states.optimizer_layout import StateConverter
 
 _STEP_OPTIONS: Final = ("compile", "jit_compile", "weight")
 
@@ -79,7 +80,7 @@ class TensorFlowBackend:
         return policies.dtype_policy(policy)
 
     def native_scaler(self, scaler: LossScaler, **options: Any) -> LossScaleOptimizer:
-        """A Keras optimizer; `options` are those of `polyamp_tensorflow.LossScaleOptimizer`, `optimizer=` among them.
+        """Return a Keras optimizer. `options` are those of `polyamp_tensorflow.LossScaleOptimizer`, with `optimizer=`.
 
         Raises:
             RecipeError: no optimizer to wrap.
@@ -102,18 +103,18 @@ class TensorFlowBackend:
         return scaling.unscale(grads, scale)
 
     def regularization(self, model: Any) -> Any:
-        return additions.regularization(model)
+        return model_losses.regularization(model)
 
     def parameters(self, model: Any) -> dict[str, Any]:
-        return parameters_of(model)
+        return module_parameters(model)
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TensorFlowState:
         check_options(options, (), function="init", backend=self.name)
         policies.require_tensorflow()
         strategy = tf.distribute.get_strategy()
-        if several(strategy):
+        if has_several_replicas(strategy):
             check_strategy(strategy)
-        check_model(model)
+        check_is_model(model)
         check_recipe_optimizer(recipe.optimizer, recipe.clip_norm)
         return TensorFlowState(model, recipe, self)
 
@@ -121,7 +122,7 @@ class TensorFlowBackend:
         check_options(options, _STEP_OPTIONS, function="train_step", backend=self.name)
         weight = options.pop("weight", None)
         body = GraphFunction(
-            lambda states, batch: step.full_step(states, loss_fn, batch, weight), **{"jit_compile": None, **options}
+            lambda states, batch: step.train_step(states, loss_fn, batch, weight), **{"jit_compile": None, **options}
         )
         accumulates = recipe.accumulate_steps > 1
 
@@ -137,7 +138,8 @@ class TensorFlowBackend:
         check_options(options, _STEP_OPTIONS, function="value_and_grad", backend=self.name)
         weight = options.pop("weight", None)
         body = GraphFunction(
-            lambda states, batch: differentiate(states, loss_fn, batch, 1, weight), **{"jit_compile": None, **options}
+            lambda states, batch: accumulate_gradients(states, loss_fn, batch, 1, weight),
+            **{"jit_compile": None, **options},
         )
 
         def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:
@@ -155,16 +157,16 @@ class TensorFlowBackend:
     ) -> tuple[list[Any], list[StepResult]]:
         for state in states:
             state.check_unchanged()
-        results = _UPDATES[skip](states, [conversions.to_tensors(item) for item in grads])
+        results = _UPDATE_FUNCTIONS[skip](states, [conversions.to_tensors(item) for item in grads])
         return list(states), list(results)
 
     def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
         return list(gradients.values.items())
 
-    def in_parts(self, state: Any) -> AbstractContextManager[Parts]:
-        from polyamp_tensorflow.step.parts import in_parts
+    def sharded_state(self, state: Any) -> AbstractContextManager[ShardedState]:
+        from polyamp_tensorflow.step.sharded_state import sharded_state
 
-        return in_parts(state)
+        return sharded_state(state)
 
     def export_state(self, state: Any) -> dict[str, Array]:
         exported: dict[str, Array] = state.export()
@@ -179,24 +181,24 @@ class TensorFlowBackend:
         return dict(state.optimizer_settings)
 
     def setting_of(self, state: Any, name: str) -> str | None:
-        return resuming.setting_of(state.optimizer, name)
+        return optimizer_metadata.optimizer_setting(state.optimizer, name)
 
     def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
-        return failures.explained(error, states)
+        return error_hints.explain_error(error, states)
 
     @property
     def porting_states(self) -> StateConverter:
-        from polyamp_tensorflow.porting.states import STATES
+        from polyamp_tensorflow.porting.training_states import STATE_CONVERTER
 
-        return STATES
+        return STATE_CONVERTER
 
     def described(self, state: Any, arrays: Mapping[str, Array]) -> str:
-        from polyamp.porting.states.described import text
+        from polyamp.porting.states.metadata import state_metadata_json
 
-        return text(state, arrays, self.porting, self.porting_states)
+        return state_metadata_json(state, arrays, self.porting, self.porting_states)
 
-    def refresh(self, state: Any, model: Any, growth: Growth) -> TensorFlowState:
-        return refreshed(state, model, growth)
+    def refresh(self, state: Any, model: Any, growth: RefreshPlan) -> TensorFlowState:
+        return refresh_state(state, model, growth)
 
     @property
     def porting(self) -> Converter:
@@ -216,9 +218,9 @@ class TensorFlowBackend:
         return TensorFlowHarness()
 
 
-_UPDATES: Final[dict[str, GraphFunction]] = {
-    "all": GraphFunction(lambda states, grads: update(states, grads, "all"), split=False),
-    "each": GraphFunction(lambda states, grads: update(states, grads, "each"), split=False),
+_UPDATE_FUNCTIONS: Final[dict[str, GraphFunction]] = {
+    "all": GraphFunction(lambda states, grads: update_states(states, grads, "all"), split=False),
+    "each": GraphFunction(lambda states, grads: update_states(states, grads, "each"), split=False),
 }
 
 BACKEND: Final[Backend] = TensorFlowBackend()

@@ -1,8 +1,7 @@
-"""The only door to private names of TensorFlow and Keras, and to what differs between their versions (TensorFlow from
-2.19 and Keras from 3.9 are supported).
+"""Private names of TensorFlow and Keras, and differences between versions (TensorFlow from 2.19, Keras from 3.9).
 
-Every other module of this package imports from here, under a name that says what it is good for;
-`tests/core/house/test_private_names.py` walks the syntax trees. Beside each name stands what is relied on.
+No other module of this package uses a private name; `tests/core/house/test_private_names.py` checks the syntax trees.
+The docstring of each name states the behaviour that polyamp relies on.
 """
 
 from __future__ import annotations
@@ -19,101 +18,99 @@ import tensorflow as tf
 
 from polyamp.errors import UnsupportedError
 
-_SUPPORTED: Final = "Use Keras 3.9 to 3.15"
-_PREPARING: Final = ("keras.src.layers.preprocessing.", "keras.layers.preprocessing.")
+_SUPPORTED_VERSIONS: Final = "Use Keras 3.9 to 3.15"
+_PREPROCESSING_MODULES: Final = ("keras.src.layers.preprocessing.", "keras.layers.preprocessing.")
 _MASK: Final = "_keras_mask"
 
 # TensorFlow.
 
 EagerTensor: Final[Any] = tf.__internal__.EagerTensor
-"""The class of tensors that have a value; `tf.Tensor` is also that of a graph's."""
+"""Class of tensors that have a value; `tf.Tensor` also covers symbolic tensors of a graph."""
 FunctionGraph: Final[Any] = tf.__internal__.FuncGraph
-"""The graph of a `tf.function`. That of a condition's branch or a loop's body is a subclass, and `outer_graph` is the
-one around it."""
+"""Graph of a `tf.function`. A condition's branch or a loop's body is a subclass; `outer_graph` is the enclosing one."""
 
 
-def replicas_cannot_merge() -> bool:
-    """True where replicas run without ever meeting, as on one device: `merge_call` is refused there, or useless."""
+def is_merge_call_unavailable() -> bool:
+    """Return whether replicas never synchronise, as on one device: `merge_call` is then refused or useless."""
     return bool(tf.__internal__.distribute.strategy_supports_no_merge_call())
 
 
-# A layer and what it holds.
+# Layers and their variables.
 
-own_trainable: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_trainable_variables")
-"""The weights that a layer created itself, whether they are frozen or not. Of an optimizer: the variables that it was
-built for, in the order of its slots."""
-own_state: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_non_trainable_variables")
-"""The variables of a layer that were never to be trained, such as a moving mean."""
+own_trainable_variables: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_trainable_variables")
+"""Weights that a layer itself created, frozen or not. For an optimizer: the variables that it was built for, in the
+order of its slots."""
+own_non_trainable_variables: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_non_trainable_variables")
+"""Variables of a layer that were created as non-trainable, such as a moving mean."""
 seed_generators: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_seed_generators")
-"""The generators whose `state` a layer draws its random numbers from."""
+"""Generators whose `state` is the source of a layer's random numbers."""
+
+tracked_layers: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_layers")
+"""Layers that a layer tracks, in the order in which they were assigned."""
 
 
-layers_held: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_layers")
-"""The layers that a layer tracks as its own, in the order in which it got them."""
-
-
-def layers_inside(layer: Any) -> list[Any]:
-    """The layers that a layer holds in its attributes, lists and dicts, without those inside of them."""
+def child_layers(layer: Any) -> list[Any]:
+    """Return the layers in a layer's attributes, lists and dicts, without their own child layers."""
     return list(layer._flatten_layers(include_self=False, recursive=False))
 
 
-def every_layer(layer: Any) -> list[Any]:
-    """A layer and all the layers inside, an input's stand-in (`InputLayer`) among them."""
+def flatten_layers(layer: Any) -> list[Any]:
+    """Return a layer and all layers inside it, `InputLayer` included."""
     return list(layer._flatten_layers())
 
 
-def lookups(layers: Sequence[Any]) -> list[Any]:
-    """The layers inside each TextVectorization that look words up: Keras never marks them as built."""
+def lookup_layers(layers: Sequence[Any]) -> list[Any]:
+    """Return the lookup layer of each TextVectorization. Keras never marks it as built."""
     return [layer._lookup_layer for layer in layers if isinstance(layer, keras.layers.TextVectorization)]
 
 
-def layers_named(text: str) -> tuple[Any, ...]:
-    """The Keras layers of these names; those newer than the installed Keras are left out."""
+def layer_classes(text: str) -> tuple[Any, ...]:
+    """Return the Keras layer classes of these names, without those that the installed Keras lacks."""
     return tuple(getattr(keras.layers, name) for name in text.split() if hasattr(keras.layers, name))
 
 
-def given_arguments(layer: Any) -> Any:
-    """What a layer's constructor was called with, by name, as Keras keeps it for `get_config`; None if it could not."""
+def constructor_arguments(layer: Any) -> Any:
+    """Return the constructor arguments that Keras stored for `get_config`, by name; None if it could not store them."""
     return getattr(getattr(layer, "_auto_config", None), "config", None)
 
 
-def built_with(layer: Any) -> Any:
-    """The shapes that a layer's `build` was called with, in a list; empty if it was not."""
+def build_shapes(layer: Any) -> Any:
+    """Return a list of the shapes that a layer's `build` got; empty if it was not called."""
     return (getattr(layer, "_build_shapes_dict", None) or {}).get("input_shape", [])
 
 
-def is_kerass(function: Any) -> bool:
-    """True for a function or class of Keras's own code, by its module's name."""
+def is_keras_code(function: Any) -> bool:
+    """Return whether a function or class is Keras's own code, by its module's name."""
     return str(function.__module__).startswith("keras.")
 
 
-def prepares_data(layer: Any) -> bool:
-    """True for Keras's preprocessing layers, by the folder that their class stands in."""
-    return str(type(layer).__module__).startswith(_PREPARING)
+def is_preprocessing_layer(layer: Any) -> bool:
+    """Return whether a layer is one of Keras's preprocessing layers, by the module of its class."""
+    return str(type(layer).__module__).startswith(_PREPROCESSING_MODULES)
 
 
-# A layer's dtype policy, without Keras's setter: that edits a DTypePolicyMap in place, and tracks what it is given.
+# A layer's dtype policy, without Keras's setter, which edits a DTypePolicyMap in place and tracks its value.
 
-held_policy: Final[Callable[[Any], Any]] = operator.attrgetter("_dtype_policy")
-"""The policy or the map of policies that a layer holds; `layer.dtype_policy` looks its own up in a map."""
+get_layer_policy: Final[Callable[[Any], Any]] = operator.attrgetter("_dtype_policy")
+"""Policy or policy map of a layer; `layer.dtype_policy` instead returns the map's entry for the layer."""
 
 
-def hold_policy(layer: Any, policy: Any) -> None:
-    """Have a layer hold a policy. Keras reads it at each call."""
+def set_layer_policy(layer: Any, policy: Any) -> None:
+    """Set a layer's policy. Keras reads it at each call."""
     layer._dtype_policy = policy
 
 
-def quantized_like(quantized: Any, policy: Any) -> Any:
-    """The policy that quantizes in the same way as another, over `policy`: Keras names it "int8_from_<policy>"."""
+def quantized_policy(quantized: Any, policy: Any) -> Any:
+    """Return the policy with the quantization of `quantized` over `policy`: Keras names it "int8_from_<policy>"."""
     mode, _, _ = quantized.name.rpartition("_from_")
     return keras.dtype_policies.get(f"{mode}_from_{policy.name}")
 
 
-def hold_value(variable: Any, value: Any) -> Any:
-    """Have a Keras variable be another `tf.Variable`, also of another dtype.
+def replace_variable(variable: Any, value: Any) -> Any:
+    """Replace the `tf.Variable` inside a Keras variable, possibly by one of another dtype.
 
     Returns:
-        The one that it was.
+        The previous `tf.Variable`.
     """
     before = variable._value
     variable._value, variable._dtype = value, value.dtype.name
@@ -121,8 +118,8 @@ def hold_value(variable: Any, value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def operations_told(told: Callable[[str, Any, Any], None]) -> Iterator[None]:
-    """A block in which each operation that this thread runs is told: `told(name, inputs, outputs)`."""
+def report_operations(told: Callable[[str, Any, Any], None]) -> Iterator[None]:
+    """Context manager that calls `told(name, inputs, outputs)` for each operation that this thread runs."""
     from tensorflow.python.framework import op_callbacks
 
     def callback(name: str, inputs: Any, attributes: Any, outputs: Any, *more: Any, **options: Any) -> None:
@@ -135,24 +132,24 @@ def operations_told(told: Callable[[str, Any, Any], None]) -> Iterator[None]:
         op_callbacks.remove_op_callback(callback)
 
 
-# What a graph writes.
+# Writes in a graph.
 
 
-def written_resources(operation: Any) -> list[Any]:
-    """The handles of variables that an operation writes to, or hands to a function that does: functions say which of
-    their resources they only read."""
+def resource_writes(operation: Any) -> list[Any]:
+    """Return the handles of variables that an operation writes to, itself or in a function that it calls. Functions
+    record which of their resources they only read."""
     from tensorflow.python.framework import auto_control_deps_utils
 
     return list(auto_control_deps_utils.get_read_write_resource_inputs(operation)[1])
 
 
-def called_graph(operation: Any, name: str) -> Any:
-    """The graph of a function that an operation calls; None if it is not known."""
+def callee_graph(operation: Any, name: str) -> Any:
+    """Return the graph of a function that an operation calls; None if it is unknown."""
     return getattr(operation.graph._get_function(name), "graph", None)
 
 
-def fresh_function(function: Any) -> Any:
-    """A `tf.function` as another one that has not been traced; None where `function` is none."""
+def untraced_function(function: Any) -> Any:
+    """Return an untraced copy of a `tf.function`; None if `function` is not a `tf.function`."""
     clone = getattr(function, "_clone", None)
     return None if clone is None or not hasattr(function, "python_function") else clone(None)
 
@@ -160,27 +157,27 @@ def fresh_function(function: Any) -> Any:
 # Random numbers.
 
 
-def global_seed() -> Any:
-    """The variable from which Keras draws where a layer or a call names no generator; None before the first time."""
+def global_seed_variable() -> Any:
+    """Return the seed variable that Keras uses where no generator is given; None before its first use."""
     from keras.src.backend.common import global_state
 
     generator = global_state.get_global_attribute("global_seed_generator")
     return None if generator is None else generator.state
 
 
-def operation_seeds() -> random.Random | None:
-    """What gives seeds to TensorFlow's random operations that have none; None before `tf.random.set_seed`."""
+def operation_seed_source() -> random.Random | None:
+    """Return the generator of seeds for TensorFlow's unseeded random operations; None before `tf.random.set_seed`."""
     from tensorflow.python.eager import context
 
     return getattr(context.context(), "_rng", None)
 
 
 def random_functions() -> dict[str, list[tuple[Any, str]]]:
-    """What all of TensorFlow's and Keras's random numbers come from, by what it gives: the module and the name that
-    the callers look it up by, each time.
+    """Return the functions behind all random numbers of TensorFlow and Keras, by kind, as (module, name) pairs. Callers
+    look each name up at every call.
 
     "dropout" has the arguments `(x, rate, noise_shape, ...)`; "uniform", "normal" and "truncated" `(shape, ...)` and a
-    `dtype`; "integers" `(shape, ..., minval, maxval)`; "others" give numbers of other distributions.
+    `dtype`; "integers" `(shape, ..., minval, maxval)`; "others" return numbers of other distributions.
     """
     from tensorflow.python.ops import (
         gen_random_ops,
@@ -209,7 +206,7 @@ def random_functions() -> dict[str, list[tuple[Any, str]]]:
 
 
 def is_outermost(layer: Any) -> bool:
-    """True in a call of a layer that the program made itself: no call of another layer is around it."""
+    """Return whether the current call of a layer is outermost: no call of another layer encloses it."""
     from keras.src.backend.common import global_state
 
     context = global_state.get_global_attribute("current_call_ctx")
@@ -218,35 +215,35 @@ def is_outermost(layer: Any) -> bool:
 
 # The graph of a functional model.
 
-came_from: Final[Callable[[Any], Any]] = operator.attrgetter("_keras_history")
-"""Of a symbolic tensor: the operation that gave it, which of its calls, and which of that call's results."""
-calls_of: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_inbound_nodes")
-"""The calls of an operation or layer on symbolic tensors, each with `input_tensors` and `arguments`."""
+keras_history: Final[Callable[[Any], Any]] = operator.attrgetter("_keras_history")
+"""Of a symbolic tensor: the operation that produced it, the index of the call, and the index of the result."""
+inbound_nodes: Final[Callable[[Any], list[Any]]] = operator.attrgetter("_inbound_nodes")
+"""Calls of an operation or layer on symbolic tensors, each with `input_tensors` and `arguments`."""
 
 
-def functional_of(layer: Any) -> Any:
-    """A functional model, or the one inside a sequential model; None for other layers, and before it is built."""
+def functional_model(layer: Any) -> Any:
+    """Return a functional model, or the one inside a sequential model; None for other layers and before it is built."""
     function = getattr(layer, "_functional", None) or layer
     return function if isinstance(function, keras.Function) else None
 
 
 def symbolic_inputs(layer: Any) -> list[Any]:
-    """The symbolic inputs of a functional or sequential model, to whose dtypes it casts what it is given."""
-    function = functional_of(layer)
+    """Return the symbolic inputs of a functional or sequential model, to whose dtypes it casts its inputs."""
+    function = functional_model(layer)
     return [] if function is None else list(function._inputs)
 
 
 CONVERT_INPUTS: Final = "_convert_inputs_to_tensors"
 """`(flat_inputs)` -> tensors in the dtypes of a functional model's inputs, in their order."""
 ADJUST_RANK: Final = "_adjust_input_rank"
-"""`(flat_inputs)` -> the same with an axis of length 1 added or taken out where an input asks for it."""
+"""`(flat_inputs)` -> the same with an axis of length 1 added or removed where an input requires it."""
 
 
-def hold_dtype(symbolic: Any, dtype: str) -> str:
-    """Have a symbolic tensor say another dtype.
+def set_symbolic_dtype(symbolic: Any, dtype: str) -> str:
+    """Set the dtype of a symbolic tensor.
 
     Returns:
-        The one that it said.
+        The previous dtype.
     """
     before = str(symbolic.dtype)
     symbolic._dtype = dtype
@@ -254,99 +251,99 @@ def hold_dtype(symbolic: Any, dtype: str) -> str:
 
 
 def is_linear_algebra(operation: Any) -> bool:
-    """True for an operation of `keras.ops.linalg`, by the module that its class stands in."""
+    """Return whether an operation belongs to `keras.ops.linalg`, by the module of its class."""
     return str(type(operation).__module__).endswith("ops.linalg")
 
 
-def mask_of(tensor: Any) -> Any:
-    """The mask that Keras's layers put on what they give; None without one."""
+def get_keras_mask(tensor: Any) -> Any:
+    """Return the mask that Keras's layers attach to their outputs; None without one."""
     return getattr(tensor, _MASK, None)
 
 
-def keep_mask(tensor: Any, result: Any) -> Any:
-    """`result` with the mask that Keras keeps on a tensor, for the layers and the loss that follow."""
-    if (mask := mask_of(tensor)) is not None and result is not tensor:
+def copy_keras_mask(tensor: Any, result: Any) -> Any:
+    """Attach the Keras mask of `tensor` to `result`, for the layers and the loss that follow, and return `result`."""
+    if (mask := get_keras_mask(tensor)) is not None and result is not tensor:
         setattr(result, _MASK, mask)
     return result
 
 
-# Methods of attention layers that a policy stands in for (see `precision.stand_ins`).
+# Methods of attention layers that a policy replaces (see `layer_method_wrappers`).
 
-SCORES: Final = "_calculate_scores"
-"""`(query, key)` -> scores. `Attention(score_mode="concat")` and AdditiveAttention sum up in it."""
-WEIGHTED: Final = "_apply_scores"
-"""`(scores, value, scores_mask, training)` -> the softmax of the scores, dropped out, and its product with value."""
+CALCULATE_SCORES: Final = "_calculate_scores"
+"""`(query, key)` -> scores. `Attention(score_mode="concat")` and AdditiveAttention compute sums in it."""
+APPLY_SCORES: Final = "_apply_scores"
+"""`(scores, value, scores_mask, training)` -> the softmax of the scores after dropout, and its product with value."""
 
 
-# Losses that a model adds by itself.
+# Losses that a model adds.
 
 
 def own_losses(layer: Any) -> list[Any]:
-    """What `add_loss` and the activity regularizer gave at a layer's last call."""
+    """Return the losses of `add_loss` and of the activity regularizer from a layer's last call."""
     return list(layer._get_own_losses())
 
 
-def losses_instead(model: Any) -> list[Any]:
-    """What a model reports as its losses in the place of those of its layers; empty as a rule."""
+def losses_override(model: Any) -> list[Any]:
+    """Return the losses that a model reports in place of its layers' losses; usually empty."""
     return list(model._losses_override)
 
 
-def forget_losses(model: Any) -> None:
-    """Drop what `own_losses` of a model's layers would give."""
+def clear_losses(model: Any) -> None:
+    """Clear the losses that `own_losses` returns for a model's layers."""
     model._clear_losses()
 
 
-LOSSES: Final = ("_losses", "_losses_override")
-"""The lists of a layer in which `add_loss` and a model's own losses stand. `forget_losses` empties them in place."""
+LOSS_ATTRIBUTES: Final = ("_losses", "_losses_override")
+"""Lists of a layer with its losses from `add_loss` and a model's override. `clear_losses` empties them in place."""
 
 
 # Optimizers.
 
 
-def index_in(optimizer: Any, variable: Any) -> int:
-    """Which of the variables that an optimizer was built for this is."""
+def variable_index(optimizer: Any, variable: Any) -> int:
+    """Return the index of a variable among those that an optimizer was built for."""
     return int(optimizer._get_variable_index(variable))
 
 
-def check_known(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Keras's own refusal of variables that an optimizer was not built for."""
+def check_optimizer_variables(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Raise Keras's own error if an optimizer was not built for these variables."""
     optimizer._check_variables_are_known(variables)
 
 
 def moving_averages(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """(variable, moving average of it) of an optimizer with `use_ema`."""
-    for variable, average in zip(own_trainable(optimizer), optimizer._model_variables_moving_average, strict=True):
+    """Yield (variable, its moving average) of an optimizer with `use_ema`."""
+    for variable, average in zip(
+        own_trainable_variables(optimizer), optimizer._model_variables_moving_average, strict=True
+    ):
         if average is not None:
             yield variable, average
 
 
 def slot_lists(optimizer: Any) -> dict[str, list[Any]]:
-    """Word -> variables of a slot, one for each parameter, of Keras's own optimizers that are built."""
+    """Map the name of each slot to its variables, one per parameter, of a built Keras optimizer."""
     words = ("momentums", "velocities", "average_gradients", "accumulators")
     held = vars(optimizer)
     return {word: list(held.get(f"_{word}") or held.get(word) or ()) for word in words}
 
 
-NO_SLOTS: Final = ("_trainable_variables", "_variables")
-"""Lists of an optimizer that hold something else than a slot of each parameter."""
+NON_SLOT_ATTRIBUTES: Final = ("_trainable_variables", "_variables")
+"""Lists of an optimizer that are not slots of the parameters."""
+_WEIGHT_DECAY_EXCLUSIONS: Final = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
+"""Attributes that `exclude_from_weight_decay` sets on an optimizer; its configuration does not include them."""
 
 
-_NOT_DECAYED: Final = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
-"""What `exclude_from_weight_decay` leaves in an optimizer, of which its configuration says nothing."""
+def reset_optimizer(optimizer: Any) -> None:
+    """Reset a Keras optimizer to the unbuilt state, without variables, with its present settings.
 
-
-def begin_again(optimizer: Any) -> None:
-    """A Keras optimizer as its constructor left it, with the settings that it has now: not built, without variables.
-
-    Keras builds an optimizer once. Its configuration makes another one, whose attributes take the place of its own.
+    Keras builds an optimizer once. So its configuration creates another one, whose attributes replace its own.
 
     Raises:
-        UnsupportedError: the configuration leaves out an argument of the constructor.
+        UnsupportedError: the configuration lacks an argument of the constructor.
     """
     rate = optimizer._learning_rate
     config = optimizer.get_config()
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-        config["learning_rate"] = rate  # the object itself, which need not be able to describe itself
+        config["learning_rate"] = rate  # the object itself, which may have no get_config
     made = type(optimizer).from_config(config)
     for name in inspect.signature(type(optimizer)).parameters:
         value, again = vars(optimizer).get(name), vars(made).get(name)
@@ -355,53 +352,53 @@ def begin_again(optimizer: Any) -> None:
                 f"refresh builds {type(optimizer).__qualname__} again from its get_config(), which leaves out {name}: "
                 f"{value!r} became {again!r}. Let get_config() return it."
             )
-    spared = {name: value for name, value in vars(optimizer).items() if name in _NOT_DECAYED}
+    spared = {name: value for name, value in vars(optimizer).items() if name in _WEIGHT_DECAY_EXCLUSIONS}
     vars(optimizer).clear()
     vars(optimizer).update(vars(made) | spared)
 
 
 def rate_variable(optimizer: Any) -> Any:
-    """The variable that holds an optimizer's learning rate, or its schedule."""
+    """Return the variable of an optimizer's learning rate, or its schedule."""
     return getattr(optimizer, "_learning_rate", None)
 
 
-REDUCE: Final = "_all_reduce_sum_gradients"
+ALL_REDUCE_GRADIENTS: Final = "_all_reduce_sum_gradients"
 """`(pairs of gradient and variable)` -> the same, summed over the replicas; `apply` calls it on several replicas."""
-WITHOUT_EMPTY: Final = "_filter_empty_gradients"
-"""`(gradients, variables)` -> both without the places of a None; `apply` calls it first."""
-MOVE_AVERAGES: Final = "_update_model_variables_moving_average"
-"""`(variables)`: one move of the averages, at the end of `apply`."""
-TAKE_AVERAGES: Final = "_overwrite_model_variables_with_average_value"
-"""`(variables)`: the averages into the variables, in `apply` and when `fit` ends."""
+FILTER_GRADIENTS: Final = "_filter_empty_gradients"
+"""`(gradients, variables)` -> both without the entries whose gradient is None; `apply` calls it first."""
+UPDATE_AVERAGES: Final = "_update_model_variables_moving_average"
+"""`(variables)`: updates the moving averages once, at the end of `apply`."""
+OVERWRITE_WITH_AVERAGES: Final = "_overwrite_model_variables_with_average_value"
+"""`(variables)`: copies the averages to the variables, in `apply` and when `fit` ends."""
 
 
 def check_methods(optimizer: Any, parts: Sequence[Any], names: Sequence[str], *, purpose: str, instead: str) -> None:
-    """Refuse an optimizer without the private methods that are to be stood in for.
+    """Raise if an optimizer lacks a private method that polyamp replaces.
 
     Args:
-        optimizer: the user's.
-        parts: it and its members.
-        names: of the methods.
+        optimizer: the user's optimizer.
+        parts: the optimizer and its members.
+        names: names of the methods.
         purpose: what polyamp cannot do without them.
-        instead: what else the user can do.
+        instead: what the user can do instead.
 
     Raises:
-        UnsupportedError: this version of Keras does the same somewhere else.
+        UnsupportedError: a method is missing in this version of Keras.
     """
     if not all(hasattr(part, name) for part in parts for name in names):
         listed = f"{', '.join(names[:-1])} or {names[-1]}" if names[1:] else names[0]
         raise UnsupportedError(
-            f"{type(optimizer).__qualname__} has no {listed}, so polyamp cannot keep it {purpose}. {_SUPPORTED}, or "
-            f"{instead}."
+            f"{type(optimizer).__qualname__} has no {listed}, so polyamp cannot keep it {purpose}. "
+            f"{_SUPPORTED_VERSIONS}, or {instead}."
         )
 
 
 # `fit`.
 
 
-def build_by(model: Any, build: Callable[..., None]) -> None:
-    """Have `fit` call `build(model, iterator=None, data_batch=None)` before its first batch, in the place of Keras's
-    own `_maybe_symbolic_build`, which builds the model, its metrics and its losses if they are not."""
+def set_build_function(model: Any, build: Callable[..., None]) -> None:
+    """Make `fit` call `build(model, iterator=None, data_batch=None)` before its first batch, in place of Keras's own
+    `_maybe_symbolic_build`, which builds the model, its metrics and its losses if necessary."""
 
     def instead(iterator: Any = None, data_batch: Any = None) -> None:
         build(model, iterator, data_batch)
@@ -410,23 +407,22 @@ def build_by(model: Any, build: Callable[..., None]) -> None:
 
 
 def build_symbolically(model: Any, data_batch: Any) -> None:
-    """Build a model, its metrics and its losses by shapes and dtypes of a batch; nothing is computed."""
+    """Build a model, its metrics and its losses from the shapes and dtypes of a batch; nothing is computed."""
     model._symbolic_build(data_batch=data_batch)
 
 
 # Files.
 
 
-def saved_places(model: Any) -> dict[int, list[str]]:
-    """id of each variable of a model -> where Keras saves it: "layers/dense/vars/0"; in several places if several
-    layers hold it.
+def saved_variable_paths(model: Any) -> dict[int, list[str]]:
+    """Map the id of each variable to its paths in Keras's file, such as "layers/dense/vars/0"; several if it is shared.
 
-    Keras walks a model with `_save_state` and gives each layer a store, which the layer writes its variables to.
+    Keras walks a model with `_save_state` and passes each layer a store, to which the layer writes its variables.
     """
     from keras.src.saving import saving_lib
 
     class Places(saving_lib.H5IOStore):  # type: ignore[misc]  # Keras is untyped
-        """A store that writes nothing."""
+        """Store that records paths and writes nothing."""
 
         def __init__(self) -> None:
             self.found: dict[int, list[str]] = {}
@@ -443,7 +439,7 @@ def saved_places(model: Any) -> dict[int, list[str]]:
             self.found.setdefault(id(value), []).append(f"{self.group}/{key}")
 
         def close(self) -> None:
-            """Nothing is open."""
+            """Do nothing."""
 
     store = Places()
     saving_lib._save_state(model, weights_store=store, assets_store=None, inner_path="", visited_saveables=set())

@@ -1,4 +1,4 @@
-"""`TensorFlowHarness`: Keras models with given weights, for the conformance suite, the demo and the parity runner."""
+"""`TensorFlowHarness`: Keras models with given weights, for the conformance suite, the demo and parity runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import polyamp
-from polyamp.contract.harness import Layer, Observe
+from polyamp.contract.harness import DenseWeights, ObserveCallback
 from polyamp.demo import digits
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.recipe import Recipe
@@ -20,11 +20,11 @@ from polyamp_tensorflow.arrays import Array, dtype_name, to_numpy
 
 
 class TensorFlowHarness:
-    """`Harness` over Keras. Made before TensorFlow starts, it asks for two logical CPUs, which replicas need."""
+    """`Harness` for Keras. If created before TensorFlow starts, it configures two logical CPUs, which replicas need."""
 
     def __init__(self) -> None:
         (cpu, *_) = tf.config.list_physical_devices("CPU")
-        with contextlib.suppress(RuntimeError):  # TensorFlow runs already; then `replicate` says so
+        with contextlib.suppress(RuntimeError):  # TensorFlow is already initialised; `replicate` then raises
             if not tf.config.get_logical_device_configuration(cpu):
                 two = [tf.config.LogicalDeviceConfiguration()] * 2
                 tf.config.set_logical_device_configuration(cpu, two)
@@ -35,7 +35,7 @@ class TensorFlowHarness:
     def float64(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> Any:
+    def mlp(self, layers: Sequence[DenseWeights], *, observe: ObserveCallback | None = None) -> Any:
         inputs = hidden = keras.Input((layers[0].kernel.shape[0],))
         made = [_ObservedDense(layer, name=f"dense{number}") for number, layer in enumerate(layers)]
         for dense in made[:-1]:
@@ -45,11 +45,11 @@ class TensorFlowHarness:
             dense.observe = observe
         return model
 
-    def branches(self, layers: Sequence[Layer]) -> Any:
+    def branches(self, layers: Sequence[DenseWeights]) -> Any:
         inputs = keras.Input((layers[0].kernel.shape[0],))
         return keras.Model(inputs, [_dense(layer, f"dense{number}")(inputs) for number, layer in enumerate(layers)])
 
-    def normalized_mlp(self, layers: Sequence[Layer]) -> Any:
+    def normalized_mlp(self, layers: Sequence[DenseWeights]) -> Any:
         first, second = layers
         return keras.Sequential(
             [
@@ -61,7 +61,7 @@ class TensorFlowHarness:
             ]
         )
 
-    def dropout_mlp(self, layers: Sequence[Layer]) -> tuple[Any, dict[str, Any]]:
+    def dropout_mlp(self, layers: Sequence[DenseWeights]) -> tuple[Any, dict[str, Any]]:
         first, second = layers
         made = [
             keras.Input((first.kernel.shape[0],)),
@@ -72,7 +72,7 @@ class TensorFlowHarness:
         ]
         return keras.Sequential(made), {}
 
-    def constrained_mlp(self, layers: Sequence[Layer], limit: float) -> Any:
+    def constrained_mlp(self, layers: Sequence[DenseWeights], limit: float) -> Any:
         inputs = hidden = keras.Input((layers[0].kernel.shape[0],))
         made = [_ConstrainedDense(layers[0], "dense0", limit)]
         made += [_dense(layer, f"dense{number}") for number, layer in enumerate(layers) if number]
@@ -81,13 +81,13 @@ class TensorFlowHarness:
         return keras.Model(inputs, made[-1](hidden))
 
     def digits(self, weights: Mapping[str, Array]) -> Any:
-        model = Digits(weights)
+        model = KerasDigits(weights)
         model.build((None, digits.ROWS, digits.ROWS))
         return model
 
-    def weights(self, state: Any) -> list[Layer]:
-        dense = [layer for layer in state.model.layers if isinstance(layer, keras.layers.Dense | _CopiedDense)]
-        return [Layer(to_numpy(layer.kernel), to_numpy(layer.bias)) for layer in dense]
+    def weights(self, state: Any) -> list[DenseWeights]:
+        dense = [layer for layer in state.model.layers if isinstance(layer, keras.layers.Dense | _ReplicaDense)]
+        return [DenseWeights(to_numpy(layer.kernel), to_numpy(layer.bias)) for layer in dense]
 
     def sensitive(self) -> Mapping[str, Mapping[str, Callable[[Any], Any]]]:
         families: dict[str, dict[str, Callable[[Any], Any]]] = {
@@ -151,7 +151,7 @@ class TensorFlowHarness:
     def outer(self, left: Any, right: Any) -> Any:
         return keras.ops.einsum("i,j->ij", left, right)
 
-    def gathered(self, layers: Sequence[Layer], rows: Array) -> Any:
+    def gathered(self, layers: Sequence[DenseWeights], rows: Array) -> Any:
         inputs = hidden = keras.Input((layers[0].kernel.shape[0],))
         for number, layer in enumerate(layers):
             hidden = _dense(layer, f"dense{number}")(keras.ops.relu(hidden) if number else hidden)
@@ -162,13 +162,13 @@ class TensorFlowHarness:
             return keras.Sequential([keras.Input((2,)), keras.layers.ReLU()])
         if kind == "float16":
             return keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, dtype="float16")])
-        return _Linear(np.ones((2, 2), {"integer": np.int32, "complex": np.complex64}[kind]))
+        return _LinearModule(np.ones((2, 2), {"integer": np.int32, "complex": np.complex64}[kind]))
 
     def complex_dense(self, kernel: Array) -> Any:
         raise UnsupportedError("the TensorFlow backend trains no complex parameters.")
 
     def replicate(
-        self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
+        self, layers: Sequence[DenseWeights], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
     ) -> list[tuple[Any, StepResult]]:
         devices = [device.name for device in tf.config.list_logical_devices("CPU")][: len(batches)]
         if len(devices) < len(batches):
@@ -183,9 +183,9 @@ class TensorFlowHarness:
         for parts in zip(*batches, strict=True):
             whole = keras.tree.map_structure(lambda *members: np.concatenate(members), *parts)
             _, result = step(state, whole)
-        return [(_Copy(state.model, strategy, number), result) for number in range(len(batches))]
+        return [(_ReplicaModel(state.model, strategy, number), result) for number in range(len(batches))]
 
-    def with_head(self, state: Any, head: Layer) -> Any:
+    def with_head(self, state: Any, head: DenseWeights) -> Any:
         *body, last = [layer for layer in state.model.layers if not isinstance(layer, keras.layers.InputLayer)]
         new = _ObservedDense(head, name=last.name)
         return keras.Model(state.model.inputs[0], new(body[-1].output))
@@ -205,37 +205,38 @@ class TensorFlowHarness:
 
 
 def _functional(operation: Callable[[Any], Any]) -> Any:
-    """A functional model of one operation, after a layer that gives it its input in the compute dtype."""
+    """Return a functional model of one operation, after a layer that casts its input to the compute dtype."""
     inputs = keras.Input((600,))
     return keras.Model(inputs, operation(keras.layers.Identity()(inputs)))
 
 
-class _Copy:
-    """One replica's copy of a model, as far as `TensorFlowHarness.weights` reads it."""
+class _ReplicaModel:
+    """One replica's copy of a model, limited to what `TensorFlowHarness.weights` reads."""
 
     def __init__(self, model: Any, strategy: Any, number: int) -> None:
         self.model = self
         self.layers = [
-            _CopiedDense(*(strategy.experimental_local_results(weight.value)[number] for weight in layer.weights))
+            _ReplicaDense(*(strategy.experimental_local_results(weight.value)[number] for weight in layer.weights))
             for layer in model.layers
             if isinstance(layer, keras.layers.Dense)
         ]
 
 
-class _CopiedDense(NamedTuple):
+class _ReplicaDense(NamedTuple):
     """A dense layer's weights on one replica."""
 
     kernel: Any
     bias: Any
 
 
-class Digits(keras.Model):  # type: ignore[misc]  # Keras is untyped
-    """The one-block transformer of `polyamp.demo.digits` from Dense and LayerNormalization layers."""
+class KerasDigits(keras.Model):  # type: ignore[misc]  # Keras is untyped
+    """One-block transformer of `polyamp.demo.digits`, built from Dense and LayerNormalization layers."""
 
     def __init__(self, weights: Mapping[str, Array]) -> None:
         super().__init__(name="digits")
         made: dict[str, Any] = {
-            name: _dense(Layer(weights[f"{name}/kernel"], weights[f"{name}/bias"]), name) for name in digits.DENSE
+            name: _dense(DenseWeights(weights[f"{name}/kernel"], weights[f"{name}/bias"]), name)
+            for name in digits.DENSE
         }
         for name in digits.NORMS:
             made[name] = keras.layers.LayerNormalization(
@@ -247,7 +248,7 @@ class Digits(keras.Model):  # type: ignore[misc]  # Keras is untyped
         self.blocks = made
 
     def build(self, input_shape: Any) -> None:
-        """Create every layer's variables; the shapes do not depend on the batch."""
+        """Create the variables of every layer. Their shapes do not depend on the batch."""
         for name, (inputs, _) in digits.DENSE.items():
             self.blocks[name].build((None, inputs))
         for name in digits.NORMS:
@@ -255,7 +256,7 @@ class Digits(keras.Model):  # type: ignore[misc]  # Keras is untyped
         self.built = True
 
     def call(self, x: Any) -> Any:
-        """Logits, shape (batch, 10), of images, shape (batch, 8, 8)."""
+        """Return logits of shape (batch, 10) for images of shape (batch, 8, 8)."""
         hidden = self.blocks["embed"](x)
         hidden = hidden + self._attention(self.blocks["norm1"](hidden))
         inner = keras.ops.relu(self.blocks["mlp1"](self.blocks["norm2"](hidden)))
@@ -272,18 +273,18 @@ class Digits(keras.Model):  # type: ignore[misc]  # Keras is untyped
 
         query, key, value = split("query"), split("key"), split("value")
         scores = keras.ops.matmul(query, keras.ops.transpose(key, (0, 1, 3, 2))) / size**0.5
-        # Softmax in float32 as S4 asks; the product with the values runs in the compute dtype again.
+        # Softmax in float32 (S4); the product with the values is in the compute dtype.
         shares = keras.ops.cast(keras.ops.softmax(keras.ops.cast(scores, "float32")), value.dtype)
         mixed = keras.ops.transpose(keras.ops.matmul(shares, value), (0, 2, 1, 3))
         return self.blocks["out"](keras.ops.reshape(mixed, (-1, digits.ROWS, digits.WIDTH)))
 
 
 class _ObservedDense(keras.layers.Dense):  # type: ignore[misc]  # Keras is untyped
-    """A dense layer that reports the dtype of its result."""
+    """Dense layer that reports the dtype of its output."""
 
-    def __init__(self, layer: Layer, name: str) -> None:
+    def __init__(self, layer: DenseWeights, name: str) -> None:
         super().__init__(**_settings(layer), name=name)
-        self.observe: Observe | None = None
+        self.observe: ObserveCallback | None = None
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         result = super().call(inputs, training=training)
@@ -293,9 +294,9 @@ class _ObservedDense(keras.layers.Dense):  # type: ignore[misc]  # Keras is unty
 
 
 class _ConstrainedDense(keras.layers.Dense):  # type: ignore[misc]  # Keras is untyped
-    """A dense layer that clips its kernel before it uses it."""
+    """Dense layer that clips its kernel before each use."""
 
-    def __init__(self, layer: Layer, name: str, limit: float) -> None:
+    def __init__(self, layer: DenseWeights, name: str, limit: float) -> None:
         super().__init__(**_settings(layer), name=name)
         self.limit = limit
 
@@ -304,8 +305,8 @@ class _ConstrainedDense(keras.layers.Dense):  # type: ignore[misc]  # Keras is u
         return super().call(inputs, training=training)
 
 
-class _Linear(tf.Module):  # type: ignore[misc]  # TensorFlow is untyped
-    """A callable with `trainable_variables` that is no Keras layer."""
+class _LinearModule(tf.Module):  # type: ignore[misc]  # TensorFlow is untyped
+    """`tf.Module` with `trainable_variables`; not a Keras layer."""
 
     def __init__(self, kernel: Array) -> None:
         super().__init__()
@@ -315,11 +316,11 @@ class _Linear(tf.Module):  # type: ignore[misc]  # TensorFlow is untyped
         return tf.matmul(x, self.kernel)
 
 
-def _dense(layer: Layer, name: str) -> Any:
+def _dense(layer: DenseWeights, name: str) -> Any:
     return keras.layers.Dense(**_settings(layer), name=name)
 
 
-def _settings(layer: Layer) -> dict[str, Any]:
+def _settings(layer: DenseWeights) -> dict[str, Any]:
     return {
         "units": layer.kernel.shape[1],
         "kernel_initializer": keras.initializers.Constant(layer.kernel),

@@ -1,10 +1,9 @@
-"""Blocks that end although an interrupt kept their end from running: what a Ctrl-C leaves on is taken off at the next
-step.
+"""Context manager whose undo runs even if a `KeyboardInterrupt` skips the end of the block.
 
-A `KeyboardInterrupt` arrives between any two lines, also between the setting of something and the `try` that takes it
-back, and inside a `finally`. So what a step sets for a time (the layers' policies, a recording tape, an optimizer's
-methods) is noted before it is set, with the frame whose block it is; a note whose frame no longer runs is stale, and
-`repair` does what the block's end would have done. Called by the step, the policies and `replicas`.
+A `KeyboardInterrupt` can arrive between any two lines: between a change and the `try` that undoes it, or inside a
+`finally`. Temporary changes of a step are the layers' policies, a recording tape and an optimizer's methods. Each is
+registered before it is made, together with the frame that owns the block. A registered block whose frame no longer runs
+is stale: `close_stale_blocks` runs its undo at the next step.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Final
 
-_OPEN: Final[list[ending]] = []
+_OPEN_BLOCKS: Final[list[EnsureUndo]] = []
 
 
-class ending:  # noqa: N801  # read as `with ending(...)`, like contextlib.closing
-    """`with ending(undo):` calls `undo` at the end of the block, or in `repair` if an interrupt prevented that.
+class EnsureUndo:  # used as `with EnsureUndo(...)`, like contextlib.closing
+    """Context manager that calls `undo` at the end of the block, or in `close_stale_blocks` after an interrupt.
 
     Args:
-        undo: takes back what the block sets, as far as it is set; it may be called twice.
+        undo: reverts the changes of the block, also after only some of them were made. It may be called twice.
 
     Example:
         >>> light = ["off"]
-        >>> with ending(lambda: light.__setitem__(0, "off")):
+        >>> with EnsureUndo(lambda: light.__setitem__(0, "off")):
         ...     light[0] = "on"
         >>> light
         ['off']
@@ -39,8 +38,8 @@ class ending:  # noqa: N801  # read as `with ending(...)`, like contextlib.closi
     def __init__(self, undo: Callable[[], object]) -> None:
         self._undo = undo
         self._thread = threading.get_ident()
-        self._frame = _owner()
-        _OPEN.append(self)
+        self._frame = _owner_frame()
+        _OPEN_BLOCKS.append(self)
 
     def __enter__(self) -> None:
         pass
@@ -51,32 +50,32 @@ class ending:  # noqa: N801  # read as `with ending(...)`, like contextlib.closi
     def finish(self) -> None:
         """End the block; a second call does nothing."""
         self._undo()
-        if self in _OPEN:
-            _OPEN.remove(self)
+        if self in _OPEN_BLOCKS:
+            _OPEN_BLOCKS.remove(self)
 
     def is_stale(self, running: set[int]) -> bool:
-        """True if the block's frame is not among the ids of those that run in this thread, or its thread is gone."""
+        """Return whether the block's frame is not in `running` (ids of this thread's frames), or its thread ended."""
         if self._thread == threading.get_ident():
             return id(self._frame) not in running
         return self._thread not in sys._current_frames()
 
 
-def repair() -> None:
-    """End the blocks of this thread that an interrupt left open, and those of threads that are no more."""
-    if not _OPEN:
+def close_stale_blocks() -> None:
+    """End the blocks that an interrupt left open in this thread, and those of threads that have ended."""
+    if not _OPEN_BLOCKS:
         return
     running = set()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         running.add(id(frame))
         frame = frame.f_back
-    for block in reversed(list(_OPEN)):
+    for block in reversed(list(_OPEN_BLOCKS)):
         if block.is_stale(running):
             block.finish()
 
 
-def _owner() -> FrameType | None:
-    """The function that the block stands in: not a generator, whose frame rests while the block of its caller runs."""
+def _owner_frame() -> FrameType | None:
+    """Return the frame of the function that contains the block, skipping generators, which are suspended meanwhile."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (
         frame.f_code.co_flags & inspect.CO_GENERATOR or frame.f_code.co_filename == contextlib.__file__

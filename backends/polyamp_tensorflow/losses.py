@@ -1,4 +1,4 @@
-"""Losses on TensorFlow tensors, computed in float32 (S4); `polyamp.losses` composes its formulas of these."""
+"""Building blocks of `polyamp.losses` on TensorFlow tensors, computed in float32 (S4)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TensorFlowLosses:
     """`LossFunctions` over tensors."""
 
     def in_float32(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()  # TensorFlow casts nothing by itself
+        return contextlib.nullcontext()  # TensorFlow has no implicit casts
 
     def wide(self, values: Any, like: Any) -> Any:
         return _wide(values)

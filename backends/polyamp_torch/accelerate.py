@@ -1,4 +1,4 @@
-"""polyamp in Hugging Face Accelerate, under the name that users import; see `integrations.accelerate`."""
+"""Public import path of the Hugging Face Accelerate integration; see `integrations.accelerate`."""
 
 from __future__ import annotations
 

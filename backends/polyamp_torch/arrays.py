@@ -1,7 +1,4 @@
-"""torch as an array namespace: dtype names, trees, casting, and the way between NumPy and a device.
-
-Called by every other module of this package.
-"""
+"""torch as an array namespace: dtype names, trees, casting, and transfer between NumPy and devices."""
 
 from __future__ import annotations
 
@@ -11,20 +8,19 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from polyamp.arrays import ArrayNamespace
+from polyamp.array_namespace import ArrayNamespace
+from polyamp.float_formats import FORMATS, HALF_DTYPES
 from polyamp.rules.batches import check_has_rows, host_array
 from polyamp.trees import map_tree
 
-DTYPES: Final[dict[str, torch.dtype]] = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in FORMATS}
+"""Canonical name -> torch dtype."""
+HALF_TENSOR_DTYPES: Final = tuple(DTYPES[name] for name in HALF_DTYPES)
+"""The 16-bit dtypes."""
 
 
 class TorchNamespace:
-    """`ArrayNamespace` over torch; scalars stay on their device."""
+    """`ArrayNamespace` for torch; scalars stay on their device."""
 
     def where(self, condition: Any, x: Any, y: Any, /) -> Any:
         return torch.where(condition, x, y)
@@ -61,28 +57,28 @@ XP: Final[ArrayNamespace] = TorchNamespace()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The canonical name of a torch dtype: "float16", "int32", ..."""
+    """Return the canonical name of a torch dtype: "float16", "int32", ..."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_castable(leaf: Any, *, float64: bool) -> bool:
-    """True for a real floating tensor; for a float64 one only if the policy names float64 (S2)."""
+    """Return whether a leaf is a real floating tensor; float64 ones count only if the policy names float64 (S2)."""
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and (float64 or leaf.dtype != torch.float64)
 
 
 def cast_tree(tree: Any, dtype: str, *, float64: bool = False) -> Any:
-    """A tree with its floating leaves in `dtype`, differentiably; everything else untouched (S2)."""
+    """Cast the floating leaves of a tree to `dtype`, differentiably; other leaves are unchanged (S2)."""
     target = DTYPES[dtype]
     return map_tree(lambda leaf: leaf.to(target) if is_castable(leaf, float64=float64) else leaf, tree)
 
 
 def to_device(tree: Any, device: torch.device, parameters: str) -> Any:
-    """A batch with NumPy leaves turned into tensors, and every tensor on `device`.
+    """Convert a batch's NumPy leaves to tensors, and move every tensor to `device`.
 
     Args:
         tree: the batch.
-        device: where to.
-        parameters: the policy's `param` dtype, which decides what becomes of NumPy's float64 (S26).
+        device: the target device.
+        parameters: the policy's `param` dtype, which determines the conversion of NumPy's float64 (S26).
 
     Raises:
         BatchError: none of the arrays has a row.
@@ -104,30 +100,30 @@ def to_device(tree: Any, device: torch.device, parameters: str) -> Any:
 
 
 def from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A NumPy array as a CPU tensor of the same dtype, `ml_dtypes.bfloat16` included; shares memory where it may."""
+    """Convert a NumPy array to a CPU tensor of the same dtype, also `ml_dtypes.bfloat16`; share memory if possible."""
     if array.dtype == ml_dtypes.bfloat16:
         return from_numpy(array.view(np.int16)).view(torch.bfloat16)
     usable = array.dtype.isnative and all(stride >= 0 for stride in array.strides)
     if usable and array.flags.writeable and array.ndim:
         return torch.from_numpy(array)
-    # a copy: torch warns of memory that it must not write to, and has no reversed strides and no foreign byte order
+    # a copy: torch warns about read-only memory, and supports neither negative strides nor foreign byte orders
     return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """A tensor as it is, a NumPy array as `from_numpy` makes one of it."""
+    """Return a tensor unchanged, and a NumPy array converted by `from_numpy`."""
     return value if isinstance(value, torch.Tensor) else from_numpy(value)
 
 
-def is_divided(tensor: Any) -> bool:
-    """Whether several processes hold a tensor together (a `DTensor`), without importing what they are made of."""
+def is_sharded(tensor: Any) -> bool:
+    """Return whether a tensor is sharded over processes (a `DTensor`), without importing `torch.distributed.tensor`."""
     return hasattr(tensor, "device_mesh")
 
 
-def fill(target: Any, value: Any) -> None:
-    """Copy into a tensor, in place; of a whole one its part where several processes hold the target together."""
-    if is_divided(target) and not is_divided(value):
-        (chunk,) = target.__create_chunk_list__()  # what torch.distributed.checkpoint asks every tensor for
+def fill_tensor(target: Any, value: Any) -> None:
+    """Copy into a tensor, in place; into a sharded target, the local shard of an unsharded value."""
+    if is_sharded(target) and not is_sharded(value):
+        (chunk,) = target.__create_chunk_list__()  # torch.distributed.checkpoint calls it too
         part = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
         target.to_local().copy_(value[part])
     else:
@@ -135,11 +131,11 @@ def fill(target: Any, value: Any) -> None:
 
 
 def to_numpy(tensor: Any) -> np.ndarray[Any, Any]:
-    """A copy of a tensor on the host. One that several processes hold together is gathered: each of them calls it."""
+    """Return a copy of a tensor on the host. A sharded tensor is gathered: every rank must call this."""
     if not isinstance(tensor, torch.Tensor):
         return np.array(tensor)
     whole: Any = tensor
-    if is_divided(whole):
+    if is_sharded(whole):
         whole = whole.detach().full_tensor()
     host: torch.Tensor = whole.detach().to("cpu", copy=True)
     if host.dtype == torch.bfloat16:

@@ -1,4 +1,4 @@
-"""The torch backend: `Backend` over PyTorch. The work is done in `step`, `state`, `optimizers` and `autocast`."""
+"""`TorchBackend`: the `Backend` protocol for PyTorch, implemented by `step`, `precision`, `distributed` and others."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ import numpy as np
 import torch
 from torch import nn
 
-from polyamp.arrays import ArrayNamespace
+from polyamp.array_namespace import ArrayNamespace
 from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
-from polyamp.contract.parts import Parts
+from polyamp.contract.sharded_state import ShardedState
 from polyamp.errors import GradientError, LossError, PolyampError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
-from polyamp.rules import refusals
-from polyamp.rules.decide import Skip
-from polyamp.rules.growing import Growth
+from polyamp.rules import step_checks
+from polyamp.rules.refresh import RefreshPlan
+from polyamp.rules.update_decision import Skip
 from polyamp.trees import leaves, map_tree
 from polyamp_torch.arrays import XP, cast_tree, dtype_name, to_numpy
 from polyamp_torch.compat import foreach_mul
-from polyamp_torch.distributed.mixed_precision import check_precision
+from polyamp_torch.distributed.fsdp_mixed_precision import check_fsdp_precision
 from polyamp_torch.losses import TorchLosses
 from polyamp_torch.own_loop.grad_scaler import GradScaler
-from polyamp_torch.precision.autocast import autocast, run_under
-from polyamp_torch.precision.bound import BoundModule, device_of, inside
-from polyamp_torch.precision.parameter_listing import tree_parameters
-from polyamp_torch.precision.paths import path_of, plan_for
-from polyamp_torch.step import differentiate, failures, replicas, resuming, step, update
-from polyamp_torch.step.measure import global_norm, reciprocal
-from polyamp_torch.step.refresh import refreshed
+from polyamp_torch.precision.autocast import autocast, wrap_function
+from polyamp_torch.precision.policy_module import PolicyModule, module_device, wrapped_module
+from polyamp_torch.precision.torch_only.module_paths import path_function, resolve_policy
+from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters
+from polyamp_torch.step import error_hints, forward_backward, optimizer_metadata, replicas, step, update
+from polyamp_torch.step.grad_stats import global_norm, scale_reciprocal
+from polyamp_torch.step.refresh import refresh_state
 from polyamp_torch.step.state import TorchState
 
 if TYPE_CHECKING:
-    from polyamp.parity.observing import Observer
+    from polyamp.parity.trace.observer import Observer
     from polyamp.porting.layouts.converter import Converter
-    from polyamp.porting.states.layout import StateConverter
+    from polyamp.porting.states.optimizer_layout import StateConverter
 
 
 class TorchBackend:
-    """`Backend` over PyTorch."""
+    """`Backend` for PyTorch."""
 
     name = "torch"
 
@@ -58,14 +58,14 @@ class TorchBackend:
 
     @property
     def porting(self) -> Converter:
-        """What moves models to other frameworks; its room is imported here."""
+        """Converter of models to and from other frameworks; imported on first use."""
         from polyamp_torch.porting.converter import CONVERTER
 
         return CONVERTER
 
     @property
     def observer(self) -> Observer:
-        """What watches a training for a comparison; its room is imported here."""
+        """Observer of a training for a comparison; imported on first use."""
         from polyamp_torch.observe.observer import OBSERVER
 
         return OBSERVER
@@ -88,27 +88,27 @@ class TorchBackend:
         return cast_tree(tree, dtype, float64=float64)
 
     def native_policy(self, policy: Policy) -> Any:
-        """A `torch.autocast` region for the default device; use `polyamp_torch.autocast` to name another."""
+        """Return a `torch.autocast` region for the default device; use `polyamp_torch.autocast` for another device."""
         return autocast(policy, "cuda" if torch.cuda.is_available() else "cpu")
 
     def native_scaler(self, scaler: LossScaler, **options: Any) -> GradScaler:
-        """A `torch.amp.GradScaler`; `options` are those of `polyamp_torch.GradScaler`."""
-        refusals.check_options(options, ("device", "enabled", "skip"), function="native", backend=self.name)
+        """Return a `torch.amp.GradScaler`; `options` are those of `polyamp_torch.GradScaler`."""
+        step_checks.check_options(options, ("device", "enabled", "skip"), function="native", backend=self.name)
         return GradScaler(scaler, **options)
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
-        if isinstance(target, BoundModule):  # the model in `loss_fn`: this policy instead, for what runs inside
-            target = inside(target)
+        if isinstance(target, PolicyModule):  # the model in `loss_fn`: this policy replaces its own inside
+            target = wrapped_module(target)
         if isinstance(target, nn.Module):
-            plan = plan_for(target, policy)
-            check_precision(target, plan)
-            return BoundModule(target, plan, device_of(target))
-        return run_under(target, policy.plan())
+            plan = resolve_policy(target, policy)
+            check_fsdp_precision(target, plan)
+            return PolicyModule(target, plan, module_device(target))
+        return wrap_function(target, policy.plan())
 
     def scale_loss(self, loss: Any, scale: Any | None) -> Any:
         if not isinstance(loss, torch.Tensor):
             raise LossError(f"scale() needs a tensor. Received: {type(loss).__name__}.")
-        refusals.check_loss(tuple(loss.shape), dtype_name(loss.dtype), what="scale()")
+        step_checks.check_loss(tuple(loss.shape), dtype_name(loss.dtype), what="scale()")
         return loss.float() if scale is None else loss.float() * scale
 
     def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
@@ -119,35 +119,35 @@ class TorchBackend:
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
                 raise GradientError(f"gradients must be floating tensors. Received: {leaf!r}.")
         wide = [leaf.detach().float() for leaf in found]
-        unscaled = wide if scale is None else list(foreach_mul(wide, reciprocal(scale)))
+        unscaled = wide if scale is None else list(foreach_mul(wide, scale_reciprocal(scale)))
         rest = iter(unscaled)
         tree = map_tree(lambda leaf: None if leaf is None else next(rest), grads)
         return tree, torch.isfinite(global_norm(unscaled))
 
     def regularization(self, model: Any) -> Any:
-        parameters = tree_parameters(inside(model) if isinstance(model, BoundModule) else model)
+        parameters = tree_parameters(wrapped_module(model) if isinstance(model, PolicyModule) else model)
         return torch.zeros((), device=next((p.device for _, p in parameters), None), dtype=torch.float32)
 
     def parameters(self, model: Any) -> dict[str, Any]:
-        if isinstance(model, BoundModule):
+        if isinstance(model, PolicyModule):
             return model.trainable()
-        path = path_of(model)
+        path = path_function(model)
         return {path(name): p for name, p in tree_parameters(model) if p.requires_grad}
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TorchState:
-        refusals.check_options(options, (), function="init", backend=self.name)
+        step_checks.check_options(options, (), function="init", backend=self.name)
         try:
             state = TorchState(model, recipe, self)
         except Exception as error:
-            replicas.withdraw(model, error)
+            replicas.report_failed_init(model, error)
             raise
-        replicas.compare(state)
+        replicas.compare_and_check_ranks(state)
         if state.device.type == "cuda" and "bfloat16" in state.plan.narrow:
             _require_bfloat16()
         return state
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
-        refusals.check_options(options, ("compile", "weight"), function="train_step", backend=self.name)
+        step_checks.check_options(options, ("compile", "weight"), function="train_step", backend=self.name)
         weight = options.get("weight")
         how = options.get("compile", False)
         if not isinstance(how, bool | Mapping):
@@ -156,16 +156,14 @@ class TorchBackend:
             )
         if how is False:
             return lambda state, batch: (state, step.train_step(loss_fn, recipe, state, batch, weight))
-        from polyamp_torch.step.compiled_step import (
-            CompiledStep,  # imports torch.func, which an eager step does not need
-        )
+        from polyamp_torch.step.torch_only.compiled_step import CompiledStep
 
         compiled = CompiledStep(loss_fn, recipe, how if isinstance(how, Mapping) else {}, weight)
         return lambda state, batch: (state, compiled(state, batch))
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
-        refusals.check_options(options, ("weight",), function="value_and_grad", backend=self.name)
-        return lambda states, batch: differentiate.value_and_grad(loss_fn, states, batch, options.get("weight"))
+        step_checks.check_options(options, ("weight",), function="value_and_grad", backend=self.name)
+        return lambda states, batch: forward_backward.value_and_grad(loss_fn, states, batch, options.get("weight"))
 
     def apply_gradients(
         self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip
@@ -184,36 +182,36 @@ class TorchBackend:
         restored.load(arrays)
         return restored
 
-    def in_parts(self, state: Any) -> AbstractContextManager[Parts]:
-        from polyamp_torch.step.parts import in_parts
+    def sharded_state(self, state: Any) -> AbstractContextManager[ShardedState]:
+        from polyamp_torch.step.sharded_state import sharded_state
 
-        return in_parts(state)
+        return sharded_state(state)
 
     def optimizer_settings(self, state: Any) -> dict[str, Any]:
         return dict(state.optimizer_settings)
 
     def setting_of(self, state: Any, name: str) -> str | None:
-        return resuming.setting_of(state.recipe.optimizer, name)
+        return optimizer_metadata.optimizer_setting(state.recipe.optimizer, name)
 
     def check_arrays(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> list[str]:
-        return resuming.problems(state, arrays)
+        return optimizer_metadata.list_load_problems(state, arrays)
 
     def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
-        return failures.explained(error)
+        return error_hints.explain_error(error)
 
     @property
     def porting_states(self) -> StateConverter:
-        from polyamp_torch.porting.states import STATES
+        from polyamp_torch.porting.training_states import STATE_CONVERTER
 
-        return STATES
+        return STATE_CONVERTER
 
     def described(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
-        from polyamp.porting.states.described import text
+        from polyamp.porting.states.metadata import state_metadata_json
 
-        return text(state, arrays, self.porting, self.porting_states)
+        return state_metadata_json(state, arrays, self.porting, self.porting_states)
 
-    def refresh(self, state: Any, model: Any, growth: Growth) -> TorchState:
-        return refreshed(state, model, growth)
+    def refresh(self, state: Any, model: Any, growth: RefreshPlan) -> TorchState:
+        return refresh_state(state, model, growth)
 
     def testing(self) -> Harness:
         from polyamp_torch.harness import TorchHarness

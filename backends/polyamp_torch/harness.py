@@ -1,4 +1,4 @@
-"""The torch backend's harness: the models of the conformance suite and of the digits demo."""
+"""Test harness of the torch backend: the models of the conformance suite and of the digits demo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 import polyamp
-from polyamp.contract.harness import Layer, Observe
+from polyamp.contract.harness import DenseWeights, ObserveCallback
 from polyamp.demo import digits
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.recipe import Recipe
@@ -27,23 +27,25 @@ from polyamp.results import LossFunction, StepResult
 from polyamp_torch.arrays import dtype_name, from_numpy, to_numpy
 
 Array = np.ndarray[Any, Any]
-_LIMIT: Final = datetime.timedelta(minutes=4)
-"""What a training of two replicas may take, most of which is two interpreters that import torch."""
+_TIMEOUT: Final = datetime.timedelta(minutes=4)
+"""Time limit of a training with two replicas; most of the time is two interpreters that import torch."""
 
 
-class MLP(nn.Module):
-    """dense0 -> [norm0] -> relu -> dense1 -> ..."""
+class TorchMLP(nn.Module):
+    """MLP: dense0 -> [norm0] -> relu -> dense1 -> ..."""
 
-    def __init__(self, layers: Sequence[Layer], observe: Observe | None, *, normalize: bool = False) -> None:
+    def __init__(
+        self, layers: Sequence[DenseWeights], observe: ObserveCallback | None, *, normalize: bool = False
+    ) -> None:
         super().__init__()
         self.depth = len(layers)
         self.observe = observe
         for number, layer in enumerate(layers):
-            setattr(self, f"dense{number}", linear(layer.kernel, layer.bias))
+            setattr(self, f"dense{number}", linear_layer(layer.kernel, layer.bias))
         self.norm0 = nn.BatchNorm1d(layers[0].bias.size, eps=1e-5, momentum=0.1) if normalize else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The network's output, shape (batch, out)."""
+        """Return the network's output, shape (batch, out)."""
         for number in range(self.depth):
             x = getattr(self, f"dense{number}")(x)
             if self.observe is not None:
@@ -53,82 +55,84 @@ class MLP(nn.Module):
         return x
 
 
-class GatheredMLP(MLP):
-    """An MLP whose output is read at some rows of the batch."""
+class TorchGatheredMLP(TorchMLP):
+    """MLP whose output is gathered at some rows of the batch."""
 
-    def __init__(self, layers: Sequence[Layer], rows: Array) -> None:
+    def __init__(self, layers: Sequence[DenseWeights], rows: Array) -> None:
         super().__init__(layers, None)
         self.register_buffer("rows", torch.from_numpy(rows), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The output at the rows, shape (reads, out)."""
+        """Return the output at the rows, shape (reads, out)."""
         return super().forward(x)[self.get_buffer("rows")]
 
 
-class DropoutMLP(MLP):
-    """dense -> relu -> dropout of a half -> dense."""
+class DropoutMLP(TorchMLP):
+    """MLP with dropout: dense -> relu -> dropout with rate 0.5 -> dense."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The network's output, shape (batch, out)."""
+        """Return the network's output, shape (batch, out)."""
         hidden = functional.dropout(functional.relu(self.get_submodule("dense0")(x)))
         out: torch.Tensor = self.get_submodule("dense1")(hidden)
         return out
 
 
-class ConstrainedMLP(MLP):
-    """An MLP that clips its first kernel before it uses it."""
+class TorchConstrainedMLP(TorchMLP):
+    """MLP that clips its first kernel before it uses it."""
 
-    def __init__(self, layers: Sequence[Layer], limit: float) -> None:
+    def __init__(self, layers: Sequence[DenseWeights], limit: float) -> None:
         super().__init__(layers, None)
         self.limit = limit
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The network's output, shape (batch, out)."""
+        """Return the network's output, shape (batch, out)."""
         first: Any = self.dense0
         with torch.no_grad():
             first.weight.clamp_(-self.limit, self.limit)
         return super().forward(x)
 
 
-class Branches(MLP):
-    """The dense layers side by side."""
+class TorchBranches(TorchMLP):
+    """Dense layers in parallel."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        """One output per layer."""
+        """Return one output per layer."""
         return [getattr(self, f"dense{number}")(x) for number in range(self.depth)]
 
 
 class ComplexDense(nn.Module):
-    """x -> |x @ kernel|² with a complex kernel."""
+    """Layer x -> |x @ kernel|² with a complex kernel."""
 
     def __init__(self, kernel: Array) -> None:
         super().__init__()
-        self.kernel = nn.Parameter(_owned(kernel))
+        self.kernel = nn.Parameter(_owned_tensor(kernel))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The squared magnitudes, shape (batch, out)."""
+        """Return the squared magnitudes, shape (batch, out)."""
         return torch.view_as_real(x.to(self.kernel.dtype) @ self.kernel).square().sum(-1)
 
 
-class DigitsTransformer(nn.Module):
-    """The transformer that `polyamp.demo.digits` describes."""
+class TorchDigitsTransformer(nn.Module):
+    """Transformer that `polyamp.demo.digits` describes."""
 
     def __init__(self, weights: Mapping[str, Array]) -> None:
         super().__init__()
         for name in digits.DENSE:
-            setattr(self, name, linear(weights[f"{name}/kernel"], weights[f"{name}/bias"]))
+            setattr(self, name, linear_layer(weights[f"{name}/kernel"], weights[f"{name}/bias"]))
         for name in digits.NORMS:
             norm = nn.LayerNorm(digits.WIDTH, eps=digits.EPSILON)
-            norm.load_state_dict({"weight": _owned(weights[f"{name}/scale"]), "bias": _owned(weights[f"{name}/bias"])})
+            norm.load_state_dict(
+                {"weight": _owned_tensor(weights[f"{name}/scale"]), "bias": _owned_tensor(weights[f"{name}/bias"])}
+            )
             setattr(self, name, norm)
 
     def part(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """One named layer's result."""
+        """Return the result of the layer of that name."""
         result: torch.Tensor = self.get_submodule(name)(x)
         return result
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits, shape (batch, 10), of images, shape (batch, 8, 8)."""
+        """Return logits, shape (batch, 10), of images, shape (batch, 8, 8)."""
         h = self.part("embed", x)
         h = h + self._attention(self.part("norm1", h))
         h = h + self.part("mlp2", functional.relu(self.part("mlp1", self.part("norm2", h))))
@@ -143,35 +147,35 @@ class DigitsTransformer(nn.Module):
 
 
 class TorchHarness:
-    """`Harness` over torch."""
+    """`Harness` for torch."""
 
     def array(self, value: Array) -> Any:
-        return _owned(np.asarray(value))
+        return _owned_tensor(np.asarray(value))
 
     def float64(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> nn.Module:
-        return MLP(layers, observe)
+    def mlp(self, layers: Sequence[DenseWeights], *, observe: ObserveCallback | None = None) -> nn.Module:
+        return TorchMLP(layers, observe)
 
-    def branches(self, layers: Sequence[Layer]) -> nn.Module:
-        return Branches(layers, None)
+    def branches(self, layers: Sequence[DenseWeights]) -> nn.Module:
+        return TorchBranches(layers, None)
 
-    def normalized_mlp(self, layers: Sequence[Layer]) -> nn.Module:
-        return MLP(layers, None, normalize=True)
+    def normalized_mlp(self, layers: Sequence[DenseWeights]) -> nn.Module:
+        return TorchMLP(layers, None, normalize=True)
 
-    def dropout_mlp(self, layers: Sequence[Layer]) -> tuple[nn.Module, dict[str, Any]]:
+    def dropout_mlp(self, layers: Sequence[DenseWeights]) -> tuple[nn.Module, dict[str, Any]]:
         return DropoutMLP(layers, None), {}
 
-    def constrained_mlp(self, layers: Sequence[Layer], limit: float) -> nn.Module:
-        return ConstrainedMLP(layers, limit)
+    def constrained_mlp(self, layers: Sequence[DenseWeights], limit: float) -> nn.Module:
+        return TorchConstrainedMLP(layers, limit)
 
     def digits(self, weights: Mapping[str, Array]) -> nn.Module:
-        return DigitsTransformer(weights)
+        return TorchDigitsTransformer(weights)
 
-    def weights(self, state: Any) -> list[Layer]:
+    def weights(self, state: Any) -> list[DenseWeights]:
         parts = [getattr(state.model, f"dense{number}") for number in range(state.model.depth)]
-        return [Layer(to_numpy(p.weight.detach().t()), to_numpy(p.bias)) for p in parts]
+        return [DenseWeights(to_numpy(p.weight.detach().t()), to_numpy(p.bias)) for p in parts]
 
     def sensitive(self) -> Mapping[str, Mapping[str, Callable[[Any], Any]]]:
         return {
@@ -221,8 +225,8 @@ class TorchHarness:
     def outer(self, left: Any, right: Any) -> Any:
         return torch.einsum("i,j->ij", left, right)
 
-    def gathered(self, layers: Sequence[Layer], rows: Array) -> nn.Module:
-        return GatheredMLP(layers, rows)
+    def gathered(self, layers: Sequence[DenseWeights], rows: Array) -> nn.Module:
+        return TorchGatheredMLP(layers, rows)
 
     def unusable(self, kind: str) -> nn.Module:
         if kind == "empty":
@@ -237,21 +241,21 @@ class TorchHarness:
         return ComplexDense(kernel)
 
     def replicate(
-        self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
+        self, layers: Sequence[DenseWeights], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
     ) -> list[tuple[Any, StepResult]]:
-        store = _store(0, leads=True)
+        store = _tcp_store(0, leads=True)
         asked = [
             (rank, len(batches), store.port, layers, recipe, loss_fn, list(own)) for rank, own in enumerate(batches)
         ]
         found = []
-        for arrays, result in _in_processes(asked):
-            state: Any = polyamp.init(MLP(layers, None), recipe)
+        for arrays, result in _run_in_processes(asked):
+            state: Any = polyamp.init(TorchMLP(layers, None), recipe)
             state.load(arrays)
             found.append((state, result))
         return found
 
-    def with_head(self, state: Any, head: Layer) -> None:
-        setattr(state.model, f"dense{state.model.depth - 1}", linear(head.kernel, head.bias))
+    def with_head(self, state: Any, head: DenseWeights) -> None:
+        setattr(state.model, f"dense{state.model.depth - 1}", linear_layer(head.kernel, head.bias))
 
     def with_frozen(self, state: Any, numbers: Collection[int]) -> None:
         for number in range(state.model.depth):
@@ -265,9 +269,12 @@ class TorchHarness:
         return torch.optim.SGD(model.parameters(), lr=learning_rate)
 
 
-def _in_processes(asked: Sequence[Any]) -> list[Any]:
-    """What `_replica` gives for each, in as many processes."""
-    code = f"import pickle, sys; from {__name__} import {_replica.__name__} as run; run(*pickle.load(sys.stdin.buffer))"
+def _run_in_processes(asked: Sequence[Any]) -> list[Any]:
+    """Run `_train_replica` with each tuple of arguments, each in its own process, and return the results."""
+    code = (
+        f"import pickle, sys; from {__name__} import {_train_replica.__name__} as run; "
+        "run(*pickle.load(sys.stdin.buffer))"
+    )
     begun = [
         subprocess.Popen(  # this interpreter, with polyamp's own code
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -280,7 +287,7 @@ def _in_processes(asked: Sequence[Any]) -> list[Any]:
             process.stdin.write(pickle.dumps(arguments))
             process.stdin.close()
             process.stdin = None
-        said = [process.communicate(timeout=_LIMIT.total_seconds()) for process in begun]
+        said = [process.communicate(timeout=_TIMEOUT.total_seconds()) for process in begun]
     finally:
         for process in begun:
             process.kill()
@@ -288,30 +295,30 @@ def _in_processes(asked: Sequence[Any]) -> list[Any]:
     for process, (_, errors) in zip(begun, said, strict=True):
         if process.returncode:
             raise RuntimeError(f"a replica ended with {process.returncode}: {errors.decode()}")
-    return [pickle.loads(out) for out, _ in said]  # noqa: S301  # what this program's own process wrote
+    return [pickle.loads(out) for out, _ in said]  # noqa: S301  # output of this program's own processes
 
 
-def _store(port: int, *, leads: bool) -> Any:
+def _tcp_store(port: int, *, leads: bool) -> Any:
     kind: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, and not typed
-    return kind("127.0.0.1", port, is_master=leads, wait_for_workers=False, timeout=_LIMIT)
+    return kind("127.0.0.1", port, is_master=leads, wait_for_workers=False, timeout=_TIMEOUT)
 
 
-def _replica(
+def _train_replica(
     rank: int,
     count: int,
     port: int,
-    layers: Sequence[Layer],
+    layers: Sequence[DenseWeights],
     recipe: Recipe,
     loss_fn: LossFunction,
     batches: Sequence[Any],
 ) -> None:
-    """One replica's training, in a process of its own; writes the arrays of its state and its last result."""
+    """Train one replica in its own process, and write the arrays of its state and its last result to stdout."""
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    store = _store(port, leads=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=_LIMIT)
-    state: Any = polyamp.init(nn.parallel.DistributedDataParallel(MLP(layers, None)), recipe)
+    store = _tcp_store(port, leads=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=_TIMEOUT)
+    state: Any = polyamp.init(nn.parallel.DistributedDataParallel(TorchMLP(layers, None)), recipe)
     step = polyamp.train_step(loss_fn, recipe)
     for batch in batches:
         state, result = step(state, batch)
@@ -321,14 +328,14 @@ def _replica(
     sys.stdout.buffer.write(pickle.dumps((arrays, plain)))
 
 
-def linear(kernel: Array, bias: Array) -> nn.Linear:
-    """A linear layer from a kernel of shape (in, out), in the kernel's dtype."""
-    weight = _owned(kernel.T.copy())
+def linear_layer(kernel: Array, bias: Array) -> nn.Linear:
+    """Return a linear layer from a kernel of shape (in, out), in the kernel's dtype."""
+    weight = _owned_tensor(kernel.T.copy())
     inputs, outputs = kernel.shape
     layer = nn.Linear(inputs, outputs, dtype=weight.dtype)
-    layer.load_state_dict({"weight": weight, "bias": _owned(bias)})
+    layer.load_state_dict({"weight": weight, "bias": _owned_tensor(bias)})
     return layer
 
 
-def _owned(value: Array) -> torch.Tensor:
+def _owned_tensor(value: Array) -> torch.Tensor:
     return from_numpy(np.array(value))

@@ -1,4 +1,4 @@
-"""polyamp in Lightning, under the name that users import; see `integrations.lightning`."""
+"""Public import path of the Lightning integration; see `integrations.lightning`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torch backend's losses: torch's own functions on float32, outside any autocast region (S4)."""
+"""Losses of the torch backend: torch's own functions in float32, outside any autocast region (S4)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from polyamp_torch.arrays import dtype_name, from_numpy
 
 
 class TorchLosses:
-    """`LossFunctions` over torch."""
+    """`LossFunctions` for torch."""
 
     def in_float32(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()  # torch's autocast casts no arithmetic, and widens what is used here
+        return contextlib.nullcontext()  # autocast casts no arithmetic, and runs the functions used here in float32
 
     def wide(self, values: Any, like: torch.Tensor) -> torch.Tensor:
-        return _wide(_tensor(values, like))
+        return _to_float32(_as_tensor(values, like))
 
     def constant(self, values: Any, like: torch.Tensor) -> torch.Tensor:
         return self.wide(values, like).detach()
 
     def indices(self, labels: Any, like: torch.Tensor) -> torch.Tensor:
-        return _tensor(labels, like).long()
+        return _as_tensor(labels, like).long()
 
     def on_host(self, labels: Any) -> np.ndarray[Any, Any] | None:
         if isinstance(labels, np.ndarray):
@@ -43,23 +43,27 @@ class TorchLosses:
         return logits.shape[-1]
 
     def mean_squared_error(self, predictions: Any, targets: Any) -> Any:
-        return functional.mse_loss(_wide(predictions), self.wide(targets, predictions), reduction="none")
+        return functional.mse_loss(_to_float32(predictions), self.wide(targets, predictions), reduction="none")
 
     def softmax_cross_entropy(self, logits: Any, labels: Any, reduction: str) -> Any:
-        wide = _wide(logits)
+        wide = _to_float32(logits)
         if wide.dim() != 2:
             wide = wide.reshape(-1, wide.shape[-1])
         flat = functional.cross_entropy(wide, labels.reshape(-1), reduction=reduction)
         return flat.reshape(labels.shape) if reduction == "none" else flat
 
     def sigmoid_cross_entropy(self, logits: Any, targets: Any) -> Any:
-        return functional.binary_cross_entropy_with_logits(_wide(logits), self.wide(targets, logits), reduction="none")
+        return functional.binary_cross_entropy_with_logits(
+            _to_float32(logits), self.wide(targets, logits), reduction="none"
+        )
 
     def huber(self, predictions: Any, targets: Any, delta: float) -> Any:
-        return functional.huber_loss(_wide(predictions), self.wide(targets, predictions), reduction="none", delta=delta)
+        return functional.huber_loss(
+            _to_float32(predictions), self.wide(targets, predictions), reduction="none", delta=delta
+        )
 
     def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
-        return functional.log_softmax(_wide(logits), dim=-1)
+        return functional.log_softmax(_to_float32(logits), dim=-1)
 
     def pick(self, values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return values.gather(-1, labels[..., None])[..., 0]
@@ -73,19 +77,19 @@ class TorchLosses:
         return torch.where(condition, x, y)
 
     def sum(self, values: torch.Tensor, axis: int | None = None) -> torch.Tensor:
-        return _wide(values).sum() if axis is None else _wide(values).sum(axis)
+        return _to_float32(values).sum() if axis is None else _to_float32(values).sum(axis)
 
     def mean(self, values: torch.Tensor, axis: int | None = None) -> torch.Tensor:
-        return _wide(values).mean() if axis is None else _wide(values).mean(axis)
+        return _to_float32(values).mean() if axis is None else _to_float32(values).mean(axis)
 
 
-def _tensor(values: Any, like: torch.Tensor) -> torch.Tensor:
+def _as_tensor(values: Any, like: torch.Tensor) -> torch.Tensor:
     if isinstance(values, torch.Tensor):
         return values
     return from_numpy(np.asarray(values)).to(like.device)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _to_float32(x: torch.Tensor) -> torch.Tensor:
     if x.is_complex():  # .float() would drop the imaginary part
         raise LossError(
             f"polyamp.losses take real tensors. Received: {dtype_name(x.dtype)}. Give torch.view_as_real(x), both "

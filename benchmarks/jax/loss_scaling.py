@@ -26,8 +26,8 @@ from benchmarks.common import paired, results
 from benchmarks.common.results import Entry, Side
 from benchmarks.jax import measure as jax_measure
 from polyamp.results import Gradients
-from polyamp_jax.step import differentiate, forward_backward
-from polyamp_jax.step.update import applied
+from polyamp_jax.step import accumulation, forward_backward
+from polyamp_jax.step.update import update_states
 
 RATE: Final = 0.1
 CLIP: Final = 1.0
@@ -74,8 +74,8 @@ def initial(count: int, width: int, mode: Any) -> Any:
 
 def ours(state: Any, scaled: Any) -> tuple[Any, Any]:
     """polyamp's part: (state, norm)."""
-    gradients = differentiate.unscaled(scaled, forward_backward.scale_of(state), state.params)
-    (state,), (result,) = applied([state], [Gradients(gradients, state.running)], "all")
+    gradients = accumulation.unscale_gradients(scaled, forward_backward.active_loss_scale(state), state.params)
+    (state,), (result,) = update_states([state], [Gradients(gradients, state.running)], "all")
     return state, result.grad_norm
 
 
@@ -163,7 +163,7 @@ def compile_all(versions: Sequence[Version]) -> None:
 
 def gradients(state: Any) -> Any:
     """Scaled gradients, in the dtypes in which those of the scaled loss come."""
-    compute = forward_backward.computed(state)
+    compute = forward_backward.compute_parameters(state)
     keys = jax.random.split(jax.random.key(0), len(compute))
     return {k: jax.random.normal(key, v.shape, v.dtype) for key, (k, v) in zip(keys, compute.items(), strict=True)}
 

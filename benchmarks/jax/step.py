@@ -34,7 +34,7 @@ from benchmarks.jax import measure, transformer
 from benchmarks.jax.measure import Measured, Settings, Variant
 from benchmarks.jax.synchronisations import waits
 from polyamp.contract import registry
-from polyamp.rules.stuck import Watch
+from polyamp.rules.stuck_scale import StuckScaleMonitor
 
 _STEP: Final = 1.02
 _COMPILE: Final = 1.25
@@ -171,10 +171,10 @@ def synchronisations(step: Any, state: Callable[[], Any], calls: int) -> Iterato
     if deliberate != [1] * 4:
         raise RuntimeError(f"the counter of host synchronisations missed some of 4 deliberate ones: {deliberate}")
     start, _ = step(state(), batch)  # with the watch that the compiled step's states share
-    scaler, watch = polyamp.LossScaler(), Watch(shared=True)
+    scaler, watch = polyamp.LossScaler(), StuckScaleMonitor(shared=True)
     watch.steps = start.watch.steps + 1  # the one that warms up
     found = waits(step, start, batch, calls=calls)
-    looks = [watch.due(scaler) for _ in range(calls)]
+    looks = [watch.is_due(scaler) for _ in range(calls)]
     for name, looking, target in (
         ("host synchronisations in a step, float16", False, 0.0),
         ("the same, steps that look whether the scale is stuck", True, None),

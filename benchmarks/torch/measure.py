@@ -83,17 +83,23 @@ def as_on_an_accelerator() -> Iterator[None]:
     Raises:
         RuntimeError: polyamp's torch backend has no such switch any more.
     """
-    homes = [home for name, home in sys.modules.items() if name.startswith("polyamp_torch.") and hasattr(home, "looks")]
+    homes = [
+        home
+        for name, home in sys.modules.items()
+        if name.startswith("polyamp_torch.") and hasattr(home, "can_read_without_sync")
+    ]
     if not homes:
-        raise RuntimeError("no module of polyamp_torch has looks(), which says whether the host may read.")
-    native = [vars(home)["looks"] for home in homes]
+        raise RuntimeError(
+            "no module of polyamp_torch has can_read_without_sync(), which says whether the host may read."
+        )
+    native = [vars(home)["can_read_without_sync"] for home in homes]
     for home in homes:
-        vars(home)["looks"] = lambda device: False
+        vars(home)["can_read_without_sync"] = lambda device: False
     try:
         yield
     finally:
         for home, looks in zip(homes, native, strict=True):
-            vars(home)["looks"] = looks
+            vars(home)["can_read_without_sync"] = looks
 
 
 def peak(step: Step, model: nn.Module) -> float:

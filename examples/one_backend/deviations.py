@@ -1,4 +1,4 @@
-"""What this backend does not do yet, as (backend, rule, reason): `--polyamp-deviations` of the conformance suite.
+"""Known deviations of this backend as (backend, rule, reason), for `--polyamp-deviations` of the conformance suite.
 
 Strict: a row whose test starts passing fails the run.
 """

@@ -1,4 +1,4 @@
-"""The command line. `main` is the `polyamp` command, and `python -m polyamp`; the commands are in `polyamp.cli.app`."""
+"""Command line. `main` is the `polyamp` command and `python -m polyamp`; the commands are in `polyamp.cli.app`."""
 
 from __future__ import annotations
 

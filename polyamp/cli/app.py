@@ -1,9 +1,8 @@
-"""The commands `demo`, `parity`, `doctor`, `bench` (`port` has a file of its own): they read arguments, call polyamp,
-print and set the exit status.
+"""Commands `demo`, `parity`, `doctor` and `bench`; `port` is in `polyamp.cli.port`.
 
-Exit status: 0 all fine; 1 a framework failed or a distance is outside the tolerance; 2 a wrong argument or recipe, or
-a command whose extra is not installed. Each command imports what it needs when it runs; with `--json`, standard output
-holds one JSON object and nothing else.
+Exit status: 0 success; 1 a framework failed or a distance is outside the tolerance; 2 a wrong argument or recipe, or
+a command whose extra is not installed. Each command imports its dependencies when it runs. With `--json`, standard
+output is one JSON object and nothing else.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_DEMO: Final = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
-"""Import name -> distribution of what the commands that train need: the extra `demo`."""
+_DEMO_PACKAGES: Final = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
+"""Import name -> distribution of the packages that training commands need: the extra `demo`."""
 
 app.command()(port.port)
 
@@ -85,7 +84,7 @@ def demo(
     json: Json = False,
 ) -> None:
     """Train one recipe on handwritten digits in every framework and policy, and compare the curves."""
-    _parity("demo", None, backends, None, steps, python, out, timeout, json)
+    _run_digits("demo", None, backends, None, steps, python, out, timeout, json)
 
 
 @app.command()
@@ -116,37 +115,37 @@ def parity(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Do two trainings of your own model agree, and if not, where do they part first?
+    """Compare two trainings of your own model and report where they first diverge.
 
-    FILE.py defines build = {"torch": make_torch, "jax": make_jax}, functions that make the models, and data; and as it
-    needs loss_fn, recipe, steps, names, inputs, ..., as polyamp.parity.run takes them. Each side has a process of its
-    own, in another environment with --interpreter LABEL=PATH.
+    FILE.py defines build = {"torch": make_torch, "jax": make_jax}, functions that make the models, and data; optionally
+    loss_fn, recipe, steps, names, inputs, ..., as polyamp.parity.run takes them. Each side runs in a separate process,
+    in another environment with --interpreter LABEL=PATH.
 
-    A recipe is tried out on polyamp's own model of handwritten digits, as in the demo.
+    If a recipe is given instead, it trains polyamp's own model of handwritten digits, as in the demo.
 
     Exit status: 0 they agree; 1 they do not, or a side failed; 2 a wrong argument or file.
     """
     if file.suffix != ".py":
         where, limit = out or Path("out"), timeout or runner.TIMEOUT
-        _parity("parity", file, backends, policies, steps or runner.STEPS, python, where, limit, json)
+        _run_digits("parity", file, backends, policies, steps or runner.STEPS, python, where, limit, json)
         return
     if policies:
-        _stop(f"--policies is for recipes: {file.name} says with recipe= what to train with.")
-    from polyamp.cli.parity import Given, compare_file
+        _exit_with_error(f"--policies is for recipes: {file.name} says with recipe= what to train with.")
+    from polyamp.cli.parity import CompareOptions, compare_file
 
-    sides = _words(backends) if backends is not None else None
-    given = Given(sides, steps, timeout, out, dict(_interpreter(item) for item in python or ()))
+    sides = _split_names(backends) if backends is not None else None
+    given = CompareOptions(sides, steps, timeout, out, dict(_parse_interpreter(item) for item in python or ()))
     try:
-        status = compare_file(file, given, _console(stderr=json), json=json)
+        status = compare_file(file, given, _make_console(stderr=json), json=json)
     except PolyampError as error:
-        _stop(error)
+        _exit_with_error(error)
     raise typer.Exit(status)
 
 
 @app.command()
 def doctor(json: Json = False) -> None:
-    """Show every framework: usable, version, devices, or what is wrong with it."""
-    console = _console(stderr=json)
+    """Show the status of every framework: usable, version, devices, or its problem."""
+    console = _make_console(stderr=json)
     with console.status("Starting each framework in a process of its own"):
         found = polyamp.backends()
         probed = polyamp.backends(probe=True)
@@ -158,8 +157,8 @@ def doctor(json: Json = False) -> None:
         typer.echo(dumps({**versions, "platform": platform.platform(), "backends": rows}, indent=2))
     else:
         console.print(f"polyamp {polyamp.__version__}, Python {platform.python_version()}, {platform.platform()}")
-        console.print(tables.doctor_table(statuses, broken=_broken(installed)))
-    raise typer.Exit(1 if _broken(installed) else 0)
+        console.print(tables.doctor_table(statuses, broken=_broken_backends(installed)))
+    raise typer.Exit(1 if _broken_backends(installed) else 0)
 
 
 @app.command()
@@ -177,31 +176,31 @@ def bench(
 ) -> None:
     """Measure polyamp against its targets, handwritten steps and other libraries; needs a checkout of the repository.
 
-    Makes an environment for each framework in the checkout first. Every ratio is of two steps that ran in turns in one
+    Makes an environment for each framework in the checkout first. Every ratio is of two steps that alternate in one
     process.
     """
     script = Path(polyamp.__file__).parents[1] / "benchmarks" / "bench.py"
     if not script.is_file():
-        _stop(
+        _exit_with_error(
             "polyamp bench runs the scripts of the folder benchmarks/, which only a checkout of the repository has. "
             f"Received: polyamp installed in {script.parents[1]}. Clone the repository and run: make bench"
         )
     command = [sys.executable, str(script), "--out", str(out)]
-    command += ["--quick"] * quick + ["--here"] * here + (["--only", *_words(only)] if only else [])
+    command += ["--quick"] * quick + ["--here"] * here + (["--only", *_split_names(only)] if only else [])
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
-def _stop(error: object) -> NoReturn:
-    """Print what is wrong and end with status 2."""
-    Console(stderr=True).print(f"[red]error:[/] {tables.plain(error)}", highlight=False, soft_wrap=True)
+def _exit_with_error(error: object) -> NoReturn:
+    """Print an error and exit with status 2."""
+    Console(stderr=True).print(f"[red]error:[/] {tables.escape_markup(error)}", highlight=False, soft_wrap=True)
     raise typer.Exit(2)
 
 
-def _broken(installed: dict[str, polyamp.BackendStatus]) -> set[str]:
+def _broken_backends(installed: dict[str, polyamp.BackendStatus]) -> set[str]:
     return {name for name, status in installed.items() if not status.usable}
 
 
-def _parity(
+def _run_digits(
     command: str,
     recipe: Path | None,
     backends: str | None,
@@ -212,44 +211,44 @@ def _parity(
     timeout: float,
     json: bool,
 ) -> None:
-    if missing := [distribution for name, distribution in _DEMO.items() if find_spec(name) is None]:
-        _stop(f'polyamp {command} needs {", ".join(missing)}. Run: pip install "polyamp[demo]"')
-    console = _console(stderr=json)
-    interpreters = dict(_interpreter(item) for item in python or ())
+    if missing := [distribution for name, distribution in _DEMO_PACKAGES.items() if find_spec(name) is None]:
+        _exit_with_error(f'polyamp {command} needs {", ".join(missing)}. Run: pip install "polyamp[demo]"')
+    console = _make_console(stderr=json)
+    interpreters = dict(_parse_interpreter(item) for item in python or ())
     try:
         loaded = Recipe.load(recipe) if recipe is not None else runner.demo_recipe()
-        _check_out(out)
+        _check_writable(out)
         with show_progress(console) as on_event:
             report = runner.run(
                 loaded,
-                backends=_words(backends) if backends is not None else None,
-                policies=[word for item in policies for word in _words(item)] if policies else runner.POLICIES,
+                backends=_split_names(backends) if backends is not None else None,
+                policies=[word for item in policies for word in _split_names(item)] if policies else runner.POLICIES,
                 steps=steps,
                 interpreters=interpreters,
                 timeout=timeout,
                 on_event=on_event,
             )
     except PolyampError as error:
-        _stop(error)
+        _exit_with_error(error)
     tables.print_report(console, report)
-    for path in _write(report, out):
+    for path in _write_results(report, out):
         console.print(f"wrote {path}", soft_wrap=True)
     if json:
         typer.echo(report.to_json())
     raise typer.Exit(0 if report.ok else 1)
 
 
-def _check_out(out: Path) -> None:
-    """Find out before a training of minutes whether its results can be written."""
+def _check_writable(out: Path) -> None:
+    """Check before a long training that its results can be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "report.json", b"", replace=False)
     except OSError as error:
-        _stop(f"--out must be a folder that can be written to. Received: {out}: {error.strerror}.")
+        _exit_with_error(f"--out must be a folder that can be written to. Received: {out}: {error.strerror}.")
 
 
-def _write(report: runner.Report, out: Path) -> list[Path]:
-    """The report as JSON and, if anything ran, the picture and the table."""
+def _write_results(report: runner.DemoReport, out: Path) -> list[Path]:
+    """Write the report as JSON and, if anything ran, the picture and the table."""
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / "report.json"]
     paths[0].write_text(report.to_json() + "\n", encoding="utf-8")
@@ -262,12 +261,12 @@ def _write(report: runner.Report, out: Path) -> list[Path]:
     return paths
 
 
-def _words(item: str) -> list[str]:
-    """The words of a comma-separated list; a policy in jmp's spelling holds commas itself, and `=`."""
+def _split_names(item: str) -> list[str]:
+    """Split a comma-separated list; a policy in jmp's spelling contains commas itself, and `=`."""
     return [item] if "=" in item else [word.strip() for word in item.split(",") if word.strip()]
 
 
-def _interpreter(item: str) -> tuple[str, str]:
+def _parse_interpreter(item: str) -> tuple[str, str]:
     name, equals, path = item.partition("=")
     found = shutil.which(str(Path(path).expanduser())) if equals else None
     if not name or found is None:
@@ -279,7 +278,7 @@ def _interpreter(item: str) -> tuple[str, str]:
     return name, found
 
 
-def _console(*, stderr: bool = False) -> Console:
-    """Standard output, or standard error; lines of 100 columns where it is not a terminal."""
+def _make_console(*, stderr: bool = False) -> Console:
+    """Return a console on standard output or standard error, 100 columns wide if it is not a terminal."""
     console = Console(highlight=False, stderr=stderr)
     return console if console.is_terminal else Console(highlight=False, stderr=stderr, width=100)

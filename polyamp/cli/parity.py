@@ -1,7 +1,6 @@
-"""`polyamp parity FILE.py`: a file that says what to compare, run with one process per side. Called by `app`.
+"""`polyamp parity FILE.py`: run the comparison that a Python file defines, with one process per side.
 
-The file defines what `polyamp.parity.run` takes, by these names; a file is a module, so that it may also be imported by
-tests.
+The file defines the arguments of `polyamp.parity.run` by their names. It is a module, so that tests may import it too.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ import typer
 from rich.console import Console
 
 from polyamp.cli.parity_progress import show_progress
-from polyamp.cli.port import ended_by_signals
+from polyamp.cli.port import exit_on_sigterm
 from polyamp.errors import ArgumentError, PolyampError, did_you_mean
-from polyamp.parity.named import MAIN, module_of
-from polyamp.parity.report import Report
-from polyamp.parity.runner import run
+from polyamp.parity.report.report import Report
+from polyamp.parity.run.function_ref import MAIN_MODULE, load_module_file
+from polyamp.parity.run.runner import run
 
-_NEEDED: Final = ("build", "data")
-_OTHERS: Final = ("loss_fn", "recipe", "steps", "names", "inputs", "randomness", "interpreters", "timeout", "options",
-                  "at_once", "out")  # fmt: skip
-INTERRUPTED: Final = 130
-"""Exit status after Ctrl-C, as shells have it."""
+_REQUIRED_NAMES: Final = ("build", "data")
+_OPTIONAL_NAMES: Final = ("loss_fn", "recipe", "steps", "names", "inputs", "randomness", "interpreters", "timeout",
+                          "options", "at_once", "out")  # fmt: skip
+EXIT_INTERRUPTED: Final = 130
+"""Exit status after Ctrl-C, as in shells."""
 
 
-class Given(NamedTuple):
-    """What the command line says beside the file; None where it says nothing.
+class CompareOptions(NamedTuple):
+    """Options of the command line, which override the file; None if not given.
 
     Attributes:
         sides: labels to run.
@@ -46,31 +45,31 @@ class Given(NamedTuple):
     interpreters: Mapping[str, str]
 
 
-def compare_file(file: Path, given: Given, console: Console, *, json: bool) -> int:
-    """Run what a file says, print the report and write its files.
+def compare_file(file: Path, given: CompareOptions, console: Console, *, json: bool) -> int:
+    """Run the comparison of a file, print the report and write its files.
 
     Args:
         file: the Python file.
-        given: what the command line says.
+        given: options of the command line.
         console: for progress and the report.
         json: whether the report goes to standard output as JSON.
 
     Returns:
-        The exit status: 0 where all agree, 1 where they do not or a side failed, 130 after Ctrl-C.
+        The exit status: 0 if all agree, 1 if they do not or a side failed, 130 after Ctrl-C.
 
     Raises:
-        PolyampError: the file, or what it says, cannot be.
+        PolyampError: the file, or a value in it, is invalid.
     """
-    arguments = _arguments(_values(file), given, file)
+    arguments = _run_arguments(_module_values(file), given, file)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            with ended_by_signals(), show_progress(console) as on_event:
+            with exit_on_sigterm(), show_progress(console) as on_event:
                 report: Report = run(on_event=on_event, **arguments)
         except (KeyboardInterrupt, SystemExit) as error:
             for note in getattr(error, "__notes__", []):
                 typer.echo(note, err=True)
-            return INTERRUPTED if isinstance(error, KeyboardInterrupt) else int(error.code or 0)
+            return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else int(error.code or 0)
     typer.echo(str(report), err=json)
     for each in said:
         typer.echo(f"warning: {each.message}", err=True)
@@ -83,13 +82,13 @@ def compare_file(file: Path, given: Given, console: Console, *, json: bool) -> i
     return 0 if report.agrees else 1
 
 
-def _values(file: Path) -> dict[str, Any]:
-    """What the file defines. It is imported as `python FILE.py` would find its neighbours."""
+def _module_values(file: Path) -> dict[str, Any]:
+    """Return the names that the file defines. Imports in it resolve as with `python FILE.py`."""
     place = file.resolve()
     sys.path.insert(0, str(place.parent))
-    name = place.stem if place.stem.isidentifier() and place.stem not in sys.modules else MAIN
+    name = place.stem if place.stem.isidentifier() and place.stem not in sys.modules else MAIN_MODULE
     try:
-        return vars(module_of(name, place))
+        return vars(load_module_file(name, place))
     except PolyampError:
         raise
     except Exception as error:
@@ -97,20 +96,20 @@ def _values(file: Path) -> dict[str, Any]:
         raise ArgumentError(f"{file} cannot be imported:\n{stack}") from error
 
 
-def _arguments(values: Mapping[str, Any], given: Given, file: Path) -> dict[str, Any]:
-    """What `run` is called with."""
+def _run_arguments(values: Mapping[str, Any], given: CompareOptions, file: Path) -> dict[str, Any]:
+    """Return the arguments of `run`."""
     own = {
         name
         for name, value in values.items()
         if not name.startswith("_") and getattr(value, "__module__", None) in (None, values["__name__"])
     }
-    for name in _NEEDED:
+    for name in _REQUIRED_NAMES:
         if name not in values:
             raise ArgumentError(
-                f"{file} must define {' and '.join(_NEEDED)}, as polyamp.parity.run takes them. Received a file "
-                f"without {name}.{did_you_mean(name, own)} It may define {', '.join(_OTHERS)}."
+                f"{file} must define {' and '.join(_REQUIRED_NAMES)}, as polyamp.parity.run takes them. Received a "
+                f"file without {name}.{did_you_mean(name, own)} It may define {', '.join(_OPTIONAL_NAMES)}."
             )
-    found = {name: values[name] for name in (*_NEEDED, *_OTHERS) if name in values}
+    found = {name: values[name] for name in (*_REQUIRED_NAMES, *_OPTIONAL_NAMES) if name in values}
     build = found["build"]
     if given.sides is not None and isinstance(build, Mapping):
         unknown = [label for label in given.sides if label not in build]

@@ -1,4 +1,4 @@
-"""The picture of a parity report: loss curves, distances between the frameworks, loss scale and skipped steps."""
+"""Picture of a demo report: loss curves, distances between the frameworks, loss scale and skipped steps."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from polyamp.demo.report import COMPARED_STEPS, LOSS_FLOOR, Comparison, Report, Run
+from polyamp.demo.report import COMPARED_STEPS, LOSS_FLOOR, DemoReport, FrameworkRun, PolicyComparison
 
 _STYLES: Final = (("#0072B2", "-", 4.0), ("#E69F00", "-", 2.2), ("#222222", (0, (4, 3)), 1.2), ("#CC79A7", ":", 1.2))
-"""Colour, dashes and width of each framework's line: later ones are thinner, so that equal curves all stay visible."""
+"""Colour, dashes and width of each framework's line. Later ones are thinner, so that coinciding curves stay visible."""
 _PAIR_STYLES: Final = (("#009E73", "-"), ("#D55E00", "--"), ("#56B4E9", ":"), ("#666666", "-."))
-_BESIDE: Final = (1.02, 1.0)
-"""Where a legend stands: right of the last panel of its row, in axes fractions."""
-_SMALLEST: Final = 1e-8
-"""Distances below this are drawn here: a logarithmic axis has no place for 0."""
+_LEGEND_ANCHOR: Final = (1.02, 1.0)
+"""Position of a legend: right of the last panel of its row, in axes fractions."""
+_MIN_DISTANCE: Final = 1e-8
+"""Least distance that is drawn; smaller ones are drawn here, because a logarithmic axis has no 0."""
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: DemoReport, path: Path) -> None:
     """Write the picture of a report with at least one run as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     policies = list(dict.fromkeys(run.policy for run in report.runs))
-    scaled = [policy for policy in policies if any(max(run.scales) != 1.0 for run in _of(report, policy))]
+    scaled = [policy for policy in policies if any(max(run.scales) != 1.0 for run in _policy_runs(report, policy))]
     heights = [3.0] + [2.2] * bool(report.comparisons) + [2.2] * len(scaled)
     figure = Figure(figsize=(max(8.0, 4.2 * len(policies)), sum(heights) + 1.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -35,50 +35,50 @@ def draw(report: Report, path: Path) -> None:
         _draw_distances(figure, grid, report, policies)
     for number, policy in enumerate(scaled):
         axes = figure.add_subplot(grid[len(heights) - len(scaled) + number, :])
-        _draw_scale(axes, _of(report, policy), policy, report)
+        _draw_scale(axes, _policy_runs(report, policy), policy, report)
     names = ", ".join(dict.fromkeys(f"{run.backend} {run.version.partition('+')[0]}" for run in report.runs))
     figure.suptitle(f"One recipe, the same weights and batches of handwritten digits: {names}", fontsize=13)
     figure.savefig(path, dpi=110)
 
 
-def _draw_losses(figure: Any, grid: Any, report: Report, policies: Sequence[str]) -> None:
+def _draw_losses(figure: Any, grid: Any, report: DemoReport, policies: Sequence[str]) -> None:
     first = None
     for column, policy in enumerate(policies):
         axes = figure.add_subplot(grid[0, column], sharey=first)
         first = first or axes
-        for run in _of(report, policy):
-            axes.plot(_steps(run), _with_gaps(run.losses), label=run.backend, **_style(report, run.backend))
+        for run in _policy_runs(report, policy):
+            axes.plot(_steps(run), _plot_values(run.losses), label=run.backend, **_style(report, run.backend))
         axes.set(title=policy, yscale="log", xlabel="step")
         if column == 0:
             axes.set_ylabel("training loss (nats)")
         else:
             axes.tick_params(labelleft=False)
         _tidy(axes)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=_BESIDE, title="framework", alignment="left")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=_LEGEND_ANCHOR, title="framework", alignment="left")
 
 
-def _draw_distances(figure: Any, grid: Any, report: Report, policies: Sequence[str]) -> None:
+def _draw_distances(figure: Any, grid: Any, report: DemoReport, policies: Sequence[str]) -> None:
     first = None
     for column, policy in enumerate(policies):
         comparison = next((item for item in report.comparisons if item.policy == policy), None)
         axes = figure.add_subplot(grid[1, column], sharey=first)
         first = first or axes
-        axes.set(yscale="log", xlabel="step", ylim=(_SMALLEST / 2, 1.0))
+        axes.set(yscale="log", xlabel="step", ylim=(_MIN_DISTANCE / 2, 1.0))
         if column == 0:
             axes.set_ylabel("relative difference of\nthe loss between frameworks")
         else:
             axes.tick_params(labelleft=False)
         if comparison is not None:
-            _draw_pairs(axes, _of(report, policy), comparison)
+            _draw_pairs(axes, _policy_runs(report, policy), comparison)
         _tidy(axes)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=_BESIDE, title="pair", alignment="left")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=_LEGEND_ANCHOR, title="pair", alignment="left")
 
 
-def _draw_pairs(axes: Any, runs: Sequence[Run], comparison: Comparison) -> None:
+def _draw_pairs(axes: Any, runs: Sequence[FrameworkRun], comparison: PolicyComparison) -> None:
     for number, (a, b) in enumerate(itertools.combinations(runs, 2)):
         colour, dashes = _PAIR_STYLES[number % len(_PAIR_STYLES)]
         gaps = [
-            float("nan") if x is None or y is None else max(_SMALLEST, abs(x - y) / max(abs(x), abs(y), LOSS_FLOOR))
+            float("nan") if x is None or y is None else max(_MIN_DISTANCE, abs(x - y) / max(abs(x), abs(y), LOSS_FLOOR))
             for x, y in zip(a.losses, b.losses, strict=True)
         ]
         axes.plot(_steps(a), gaps, color=colour, linestyle=dashes, linewidth=1.1, label=f"{a.backend} - {b.backend}")
@@ -88,8 +88,8 @@ def _draw_pairs(axes: Any, runs: Sequence[Run], comparison: Comparison) -> None:
     axes.annotate(f"allowed: {limit:.1e}", (0, limit), xytext=(0, 4), textcoords="offset points", fontsize=9)
 
 
-def _draw_scale(axes: Any, runs: Sequence[Run], policy: str, report: Report) -> None:
-    """Loss scale over the steps; below it one row of marks per framework, one mark per skipped step."""
+def _draw_scale(axes: Any, runs: Sequence[FrameworkRun], policy: str, report: DemoReport) -> None:
+    """Draw the loss scale over the steps, and below it a row per framework with a mark per skipped step."""
     for run in runs:
         axes.step(_steps(run), run.scales, where="post", label=run.backend, **_style(report, run.backend))
     lowest, highest = min(min(run.scales) for run in runs), max(max(run.scales) for run in runs)
@@ -110,19 +110,19 @@ def _draw_scale(axes: Any, runs: Sequence[Run], policy: str, report: Report) -> 
     _tidy(axes)
 
 
-def _of(report: Report, policy: str) -> list[Run]:
+def _policy_runs(report: DemoReport, policy: str) -> list[FrameworkRun]:
     return [run for run in report.runs if run.policy == policy]
 
 
-def _steps(run: Run) -> range:
+def _steps(run: FrameworkRun) -> range:
     return range(len(run.losses))
 
 
-def _with_gaps(curve: Sequence[float | None]) -> list[float]:
+def _plot_values(curve: Sequence[float | None]) -> list[float]:
     return [float("nan") if value is None else value for value in curve]
 
 
-def _style(report: Report, backend: str) -> dict[str, Any]:
+def _style(report: DemoReport, backend: str) -> dict[str, Any]:
     backends = list(dict.fromkeys(run.backend for run in report.runs))
     colour, dashes, width = _STYLES[backends.index(backend) % len(_STYLES)]
     return {"color": colour, "linestyle": dashes, "linewidth": width}

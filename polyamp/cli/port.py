@@ -1,4 +1,4 @@
-"""The command `polyamp port`: a model's file becomes another framework's. Registered by `app`."""
+"""The command `polyamp port`, which converts a model's file to another framework's format."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def port(
     dry_run: DryRun = False,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """A model's file becomes another framework's, or polyamp's canonical one.
+    """Convert a model's file to another framework's format, or to polyamp's canonical one.
 
-    SOURCE is what polyamp.porting.save wrote, safetensors as on Hugging Face (or model.safetensors.index.json), torch's
-    .pt, .pth or .bin, .keras, .weights.h5 or a folder of orbax; nothing in it is run. TARGET is replaced at the end and
-    whole. Each framework's package is needed only for its own files.
+    SOURCE is a file of polyamp.porting.save, safetensors as on Hugging Face (or model.safetensors.index.json), torch's
+    .pt, .pth or .bin, .keras, .weights.h5 or a folder of orbax; no code in it is run. TARGET is replaced atomically at
+    the end. Each framework's package is needed only for its own files.
 
     \b
     Examples:
@@ -73,38 +73,38 @@ def port(
       polyamp port gpt.safetensors gpt.keras --into keras_models:gpt
           into the Keras model that gpt() of keras_models.py returns
       polyamp port old.pt new.pt --like new.pt --names '^encoder/=backbone/' --dry-run
-          only say what would be moved, and what differs
+          only report what would be moved, and what differs
 
     Exit status: 0 written; 1 the models do not fit or a file is damaged; 2 a wrong argument, or a package is missing.
     """
     from polyamp.porting.convert import convert
 
     try:
-        with ended_by_signals():
+        with exit_on_sigterm():
             report = convert(
                 source,
                 target,
                 like=like,
                 into=into,
-                names=dict(_renaming(item) for item in names or ()),
+                names=dict(_parse_renaming(item) for item in names or ()),
                 strict=strict,
                 source_format=from_,
                 target_format=to,
                 dry_run=dry_run,
             )
     except (ArgumentError, BackendError, OSError) as error:
-        _stop(error, 2)
+        _exit_with_error(error, 2)
     except PolyampError as error:
-        _stop(error, 1)
+        _exit_with_error(error, 1)
     if json:
-        typer.echo(dumps({**_plain(report), "source": str(source), "target": str(target), "written": not dry_run}))
+        typer.echo(dumps({**_json_data(report), "source": str(source), "target": str(target), "written": not dry_run}))
     else:
         typer.echo(str(report))
         typer.echo(f"wrote {target}" if not dry_run else f"would write {target}")
 
 
-def _renaming(item: str) -> tuple[str, str]:
-    """REGEX=REPLACEMENT; the last `=` divides, for a replacement holds none."""
+def _parse_renaming(item: str) -> tuple[str, str]:
+    """Parse REGEX=REPLACEMENT at the last `=`: a replacement contains none."""
     pattern, equals, replacement = item.rpartition("=")
     if not equals or not pattern:
         raise ArgumentError(f"--names takes REGEX=REPLACEMENT, such as '^encoder/=backbone/'. Received: {item!r}.")
@@ -112,8 +112,8 @@ def _renaming(item: str) -> tuple[str, str]:
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that nothing partial stays."""
+def exit_on_sigterm() -> Iterator[None]:
+    """End the block on SIGTERM as on Ctrl-C, so that no partial file remains."""
 
     def end(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
@@ -125,20 +125,20 @@ def ended_by_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, old)
 
 
-def _plain(value: Any) -> Any:
-    """A report as JSON holds it."""
+def _json_data(value: Any) -> Any:
+    """Return a report as JSON data."""
     if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: _json_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if hasattr(value, "_asdict"):
-        return _plain(value._asdict())
+        return _json_data(value._asdict())
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _json_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+        return [_json_data(item) for item in value]
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
-def _stop(error: BaseException, status: int) -> None:
+def _exit_with_error(error: BaseException, status: int) -> None:
     said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
     typer.echo(f"error: {said}", err=True)
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""What the commands print: the tables of a parity report and of `doctor`, and the same results as Markdown."""
+"""Tables of a demo report, on the console and as Markdown, and the table of `doctor`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from polyamp.contract.registry import BackendStatus
-from polyamp.demo.report import COMPARED_STEPS, MIXED_FACTOR, TOLERANCE, Comparison, Report, Run
+from polyamp.demo.report import COMPARED_STEPS, MIXED_FACTOR, TOLERANCE, DemoReport, FrameworkRun, PolicyComparison
 
 _RUN_COLUMNS = ("framework", "policy", "loss", "accuracy", "applied", "skipped", "scale", "ms/step")
 _DISTANCE_COLUMNS = ("policy", "farthest apart", "distance", "allowed", "from float32", "verdict")
-_TEXT = ("framework", "policy", "farthest apart", "verdict")
-"""Columns that hold words; the others hold numbers, right-aligned."""
+_TEXT_COLUMNS = ("framework", "policy", "farthest apart", "verdict")
+"""Columns with text; the others have numbers, right-aligned."""
 
 
-def print_report(console: Console, report: Report) -> None:
-    """The results, the distances, and what has to be said beside them."""
+def print_report(console: Console, report: DemoReport) -> None:
+    """Print the results, the distances and the remarks."""
     if report.runs:
         _print_table(console, title(report), _RUN_COLUMNS, [_run_row(run) for run in report.runs])
     if report.comparisons:
@@ -35,14 +35,14 @@ def print_report(console: Console, report: Report) -> None:
     console.print(f"{verdict} after {report.seconds:.0f} s")
 
 
-def title(report: Report) -> str:
-    """What was trained, with the frameworks' versions."""
+def title(report: DemoReport) -> str:
+    """Return the title: what was trained, with the frameworks' versions."""
     versions = dict.fromkeys(f"{run.backend} {run.version.partition('+')[0]}" for run in report.runs)
     return f"Handwritten digits, {report.steps} steps of {report.batch_size}: {', '.join(versions)}"
 
 
-def remarks(report: Report) -> list[str]:
-    """What a reader of the tables must know beside them, one paragraph each."""
+def remarks(report: DemoReport) -> list[str]:
+    """Return remarks that a reader of the tables needs, one paragraph each."""
     found = []
     if report.comparisons:
         found.append(
@@ -62,8 +62,8 @@ def remarks(report: Report) -> list[str]:
     return found
 
 
-def problems(report: Report) -> list[str]:
-    """What did not run, and what to do."""
+def problems(report: DemoReport) -> list[str]:
+    """Return what did not run, and what to do."""
     found = [f"{backend} left out: {message}" for backend, message in report.missing.items()]
     for failure in report.failures:
         where = failure.backend if failure.policy is None else f"{failure.backend}, {failure.policy}"
@@ -73,8 +73,8 @@ def problems(report: Report) -> list[str]:
     return found
 
 
-def markdown(report: Report) -> str:
-    """The two tables as Markdown."""
+def markdown(report: DemoReport) -> str:
+    """Return the two tables as Markdown."""
     parts = [title(report) + ".\n", _markdown(_RUN_COLUMNS, [_run_row(run) for run in report.runs])]
     if report.comparisons:
         parts.append(_markdown(_DISTANCE_COLUMNS, [_distance_row(comparison) for comparison in report.comparisons]))
@@ -82,7 +82,7 @@ def markdown(report: Report) -> str:
 
 
 def doctor_table(statuses: Mapping[str, BackendStatus], *, broken: Set[str]) -> Table:
-    """One line per backend; `broken` are those that are installed and do not work."""
+    """Return a table with a row per backend; `broken` are those that are installed but do not work."""
     table = Table(box=box.SIMPLE)
     for heading in ("backend", "usable", "version", "devices or problem"):
         table.add_column(heading, overflow="fold")
@@ -93,7 +93,7 @@ def doctor_table(statuses: Mapping[str, BackendStatus], *, broken: Set[str]) -> 
 
 
 def power_of_two(value: float) -> str:
-    """A loss scale in the form people compare them in.
+    """Return a loss scale as a power of two if it is one, else as a number.
 
     >>> power_of_two(65536.0), power_of_two(1.0), power_of_two(1000.0)
     ('2^16', '1', '1000')
@@ -102,12 +102,12 @@ def power_of_two(value: float) -> str:
     return f"2^{exponent:.0f}" if exponent.is_integer() and value != 1.0 else f"{value:g}"
 
 
-def plain(error: object) -> str:
-    """An exception's message or another text, safe to print among rich's markup."""
+def escape_markup(error: object) -> str:
+    """Escape an exception's message or another text for rich's markup."""
     return escape(str(error))
 
 
-def _run_row(run: Run) -> tuple[str, ...]:
+def _run_row(run: FrameworkRun) -> tuple[str, ...]:
     last = run.losses[-1]
     return (
         run.backend,
@@ -121,7 +121,7 @@ def _run_row(run: Run) -> tuple[str, ...]:
     )
 
 
-def _distance_row(comparison: Comparison) -> tuple[str, ...]:
+def _distance_row(comparison: PolicyComparison) -> tuple[str, ...]:
     worst = comparison.pairs[0]
     own = [_distance(comparison.from_float32.get(name, 0.0)) for name in worst.backends]
     return (
@@ -146,7 +146,7 @@ def _print_table(console: Console, heading: str, columns: tuple[str, ...], rows:
 def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in columns:
-        table.add_column(column, justify="left" if column in _TEXT else "right", overflow="fold")
+        table.add_column(column, justify="left" if column in _TEXT_COLUMNS else "right", overflow="fold")
     for number, row in enumerate(rows):
         own_group = number + 1 < len(rows) and columns is _RUN_COLUMNS and rows[number + 1][0] != row[0]
         styled = [f"[bold red]{cell}[/]" if cell == "OUTSIDE" else escape(cell) for cell in row]
@@ -155,5 +155,5 @@ def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
 
 
 def _markdown(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    rule = ["---" if column in _TEXT else "---:" for column in columns]
+    rule = ["---" if column in _TEXT_COLUMNS else "---:" for column in columns]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (columns, rule, *rows))

@@ -1,8 +1,8 @@
-"""The pytest plugin: options and fixtures of the conformance suite.
+"""pytest plugin with the options and fixtures of the conformance suite.
 
-`pytest --pyargs polyamp.conformance --polyamp-backend=NAME` runs it on any registered backend. What a backend
-does not yet do is listed in a file given by `--polyamp-deviations`, as data and strictly: a listed test that starts
-passing fails the run.
+`pytest --pyargs polyamp.conformance --polyamp-backend=NAME` runs it on any registered backend. The file given by
+`--polyamp-deviations` lists rules that a backend does not follow yet. It is strict: a listed test that starts passing
+fails the run.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from polyamp.contract.backend import Backend
     from polyamp.contract.harness import Harness
 
-SUITE = ("polyamp.conformance", "polyamp.testing.conformance")
+SUITE_MODULES = ("polyamp.conformance", "polyamp.testing.conformance")
 
 
 class Deviation(NamedTuple):
-    """A rule that a backend does not follow yet.
+    """Rule that a backend does not follow yet.
 
     Attributes:
         backend: the backend's name.
@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    suite = [item for item in items if getattr(getattr(item, "module", None), "__name__", "").startswith(SUITE)]
+    suite = [item for item in items if getattr(getattr(item, "module", None), "__name__", "").startswith(SUITE_MODULES)]
     if not suite:
         return
     name = config.getoption("--polyamp-backend")
@@ -67,7 +67,7 @@ def _deviations(config: pytest.Config, backend: str) -> list[Deviation]:
 
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> Backend:
-    """The backend under test; a missing framework fails, it does not skip."""
+    """Return the backend under test; a missing framework is a failure, not a skip."""
     from polyamp.contract import registry
 
     return registry.get(request.config.getoption("--polyamp-backend"))
@@ -75,5 +75,5 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 @pytest.fixture(scope="session")
 def harness(backend: Backend) -> Harness:
-    """Its harness."""
+    """Return the harness of the backend under test."""
     return backend.testing()

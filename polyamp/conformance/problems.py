@@ -1,4 +1,4 @@
-"""The small problems that the suite trains on: weights, batches, loss functions and ways to read a state."""
+"""Small training problems of the suite: weights, batches, loss functions, and functions that read a state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import polyamp
-from polyamp.contract.harness import Layer
+from polyamp.contract.harness import DenseWeights
 
 if TYPE_CHECKING:
     from polyamp.contract.backend import Backend
@@ -19,19 +19,19 @@ Array = np.ndarray[Any, Any]
 Batch = dict[str, Any]
 
 
-def layers(sizes: Sequence[int] = (4, 8, 3), seed: int = 0) -> list[Layer]:
-    """Weights of an MLP, kernels of variance 1 / inputs."""
+def layers(sizes: Sequence[int] = (4, 8, 3), seed: int = 0) -> list[DenseWeights]:
+    """Return weights of an MLP, with kernels of variance 1 / inputs."""
     rng = np.random.default_rng(seed)
     made = []
     for inputs, outputs in pairwise(sizes):
         limit = (3.0 / inputs) ** 0.5
         kernel = rng.uniform(-limit, limit, (inputs, outputs)).astype(np.float32)
-        made.append(Layer(kernel, rng.uniform(-0.1, 0.1, outputs).astype(np.float32)))
+        made.append(DenseWeights(kernel, rng.uniform(-0.1, 0.1, outputs).astype(np.float32)))
     return made
 
 
 def batch(seed: int = 0, *, size: int = 8, inputs: int = 4, outputs: int = 3, gain: float = 1.0) -> Batch:
-    """A regression batch; a `gain` of inf makes every gradient overflow."""
+    """Return a regression batch; a `gain` of inf makes every gradient overflow."""
     rng = np.random.default_rng(seed)
     return {
         "x": rng.normal(size=(size, inputs)).astype(np.float32),
@@ -41,26 +41,26 @@ def batch(seed: int = 0, *, size: int = 8, inputs: int = 4, outputs: int = 3, ga
 
 
 def loss_fn(model: Any, batch: Batch) -> Any:
-    """Mean squared error of the gained outputs."""
+    """Return the mean squared error of the outputs times the gain."""
     return polyamp.losses.mean_squared_error(model(batch["x"]) * batch["gain"], batch["y"])
 
 
 def loss_and_aux(model: Any, batch: Batch) -> Any:
-    """The same loss, with itself as aux."""
+    """Return the same loss, with itself as aux."""
     loss = loss_fn(model, batch)
     return loss, {"loss": loss}
 
 
 def recipe(policy: str | polyamp.Policy = "float32", **settings: Any) -> polyamp.Recipe:
-    """A recipe with plain SGD unless told otherwise."""
+    """Return a recipe, by default with plain SGD."""
     settings.setdefault("optimizer", polyamp.sgd(0.1))
     return polyamp.Recipe(policy=policy, **settings)
 
 
 def train(
-    harness: Harness, made: polyamp.Recipe, batches: Iterable[Batch], *, weights: Sequence[Layer] | None = None
+    harness: Harness, made: polyamp.Recipe, batches: Iterable[Batch], *, weights: Sequence[DenseWeights] | None = None
 ) -> tuple[Any, list[polyamp.StepResult]]:
-    """The state and the results after stepping through `batches` from the same initial weights."""
+    """Train on `batches` from the same initial weights and return the state and the results."""
     state = polyamp.init(harness.mlp(weights or layers()), made)
     step = polyamp.train_step(loss_fn, made)
     results = []
@@ -70,13 +70,13 @@ def train(
     return state, results
 
 
-def flat(harness: Harness, state: Any) -> Array:
-    """All weights of an MLP state as one vector."""
+def flat_weights(harness: Harness, state: Any) -> Array:
+    """Return all weights of an MLP state as one vector."""
     return np.concatenate([part.ravel() for layer in harness.weights(state) for part in layer])
 
 
-def unmoved(before: dict[str, Array], after: dict[str, Array]) -> list[str]:
-    """Names of the arrays that changed, beside the loss scale and the random-number streams."""
+def changed_arrays(before: dict[str, Array], after: dict[str, Array]) -> list[str]:
+    """Return names of the arrays that changed, except the loss scale and the random-number streams."""
     return [
         name
         for name in before
@@ -84,12 +84,12 @@ def unmoved(before: dict[str, Array], after: dict[str, Array]) -> list[str]:
     ]
 
 
-def number(backend: Backend, value: Any) -> float:
-    """A device scalar as a Python float."""
+def to_float(backend: Backend, value: Any) -> float:
+    """Return a device scalar as a Python float."""
     return float(backend.to_numpy(value))
 
 
-def relative(a: Any, b: Any) -> float:
-    """Largest elementwise distance, relative to the larger magnitude of the two curves at that point."""
+def relative_difference(a: Any, b: Any) -> float:
+    """Return the largest elementwise distance, relative to the larger magnitude of the two curves at that point."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     return float(np.max(np.abs(a - b) / np.maximum(np.maximum(np.abs(a), np.abs(b)), 1e-12)))

@@ -1,8 +1,8 @@
-"""The loss-scale rules of other libraries, transcribed from their sources by reading them: the oracles of S16.
+"""Loss-scale rules of other libraries, transcribed by hand from their sources: the oracles of S16.
 
 Each is a generator function of the flags (True: the gradients overflowed) that yields the scale after every step. They
-share no code with polyamp's rule and none with each other, so that one mistake cannot hide in both. Called by the
-conformance suite, on some sequences, and by the core tests, on all sequences of 8 flags.
+share no code with polyamp's rule or each other, so that no mistake is common to both. The conformance suite tests them
+on some sequences, the core tests on all sequences of 8 flags.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 FLOAT32_MAX: Final = (2.0 - 2.0**-23) * 2.0**127
-Rule = Callable[..., Iterator[float]]
+PublishedRule = Callable[..., Iterator[float]]
 
 
 def torch(flags: Sequence[bool], *, scale: float, interval: int) -> Iterator[float]:
@@ -160,25 +160,25 @@ def flax(flags: Sequence[bool], *, scale: float, interval: int, floor: float = 2
         yield scale
 
 
-class Case(NamedTuple):
-    """One source with one setting, and the scaler that has its sequences.
+class PublishedCase(NamedTuple):
+    """One source with one setting, and the scaler with the same sequences.
 
     Attributes:
         rule: the transcription.
         arguments: its constants.
         preset: the name that `LossScaler.like` takes.
-        changes: what it takes beside that.
+        changes: further arguments of `LossScaler.like`.
     """
 
-    rule: Rule
+    rule: PublishedRule
     arguments: dict[str, Any]
     preset: str
     changes: dict[str, Any]
 
 
-def _cases() -> list[Case]:
+def _cases() -> list[PublishedCase]:
     cases = []
-    plain: tuple[tuple[Rule, str, dict[str, Any]], ...] = (
+    plain: tuple[tuple[PublishedRule, str, dict[str, Any]], ...] = (
         (torch, "torch", {}),
         (keras, "keras", {}),
         (apex, "apex", {}),
@@ -189,17 +189,19 @@ def _cases() -> list[Case]:
     for interval in (1, 2, 3):
         for scale in (2.0, 16.0):
             given, own = {"scale": scale, "interval": interval}, {"init_scale": scale, "growth_interval": interval}
-            cases += [Case(rule, given, preset, {**own, **changes}) for rule, preset, changes in plain]
+            cases += [PublishedCase(rule, given, preset, {**own, **changes}) for rule, preset, changes in plain]
             for hysteresis in (1, 2, 3):
                 more, theirs = {**given, "hysteresis": hysteresis}, {**own, "hysteresis": hysteresis}
                 refilled = {**theirs, "consecutive_hysteresis": True}
                 cases += [
-                    Case(megatron, more, "megatron", theirs),
-                    Case(deepspeed, more, "deepspeed", theirs),
-                    Case(deepspeed, {**more, "consecutive": True}, "deepspeed", refilled),
-                    Case(apex_hysteresis, more, "torch", refilled),
+                    PublishedCase(megatron, more, "megatron", theirs),
+                    PublishedCase(deepspeed, more, "deepspeed", theirs),
+                    PublishedCase(deepspeed, {**more, "consecutive": True}, "deepspeed", refilled),
+                    PublishedCase(apex_hysteresis, more, "torch", refilled),
                 ]
-    cases.append(Case(apex, {"scale": 2.0**23, "interval": 1}, "apex", {"init_scale": 2.0**23, "growth_interval": 1}))
+    cases.append(
+        PublishedCase(apex, {"scale": 2.0**23, "interval": 1}, "apex", {"init_scale": 2.0**23, "growth_interval": 1})
+    )
     return cases
 
 
@@ -210,31 +212,31 @@ OVERFLOWS: Final = [1, 0, 0, 0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1]
 """The flags of S16's table, 1 for an overflow."""
 
 
-class Reference(NamedTuple):
+class PublishedScaler(NamedTuple):
     """One row of S16's table.
 
     Attributes:
         rule: the transcription.
-        arguments: its constants, beside the table's interval of 4 and initial scale of 16.
-        settings: the scaler's, likewise.
+        arguments: its constants, besides the table's interval of 4 and initial scale of 16.
+        settings: those of the scaler, likewise.
     """
 
-    rule: Rule
+    rule: PublishedRule
     arguments: dict[str, Any]
     settings: dict[str, Any]
 
     def scales(self) -> list[float]:
-        """The scale after each of the table's steps."""
+        """Return the scale after each of the table's steps."""
         return list(self.rule([bool(flag) for flag in OVERFLOWS], scale=16.0, interval=4, **self.arguments))
 
 
-_SHIFTS: Final[dict[str, Any]] = {"hysteresis": 2}
-_REFILLED: Final[dict[str, Any]] = {"hysteresis": 2, "consecutive_hysteresis": True}
-REFERENCES: Final[dict[str, Reference]] = {
-    "torch": Reference(torch, {}, {}),
-    "megatron": Reference(megatron, _SHIFTS, _SHIFTS),
-    "consecutive": Reference(apex_hysteresis, _SHIFTS, _REFILLED),
-    "deepspeed": Reference(deepspeed, _SHIFTS, {**_SHIFTS, "growth_delay": "after_overflow"}),
-    "flax": Reference(flax, {}, {"growth_delay": "always"}),
+_WITH_HYSTERESIS: Final[dict[str, Any]] = {"hysteresis": 2}
+_CONSECUTIVE: Final[dict[str, Any]] = {"hysteresis": 2, "consecutive_hysteresis": True}
+PUBLISHED_SCALERS: Final[dict[str, PublishedScaler]] = {
+    "torch": PublishedScaler(torch, {}, {}),
+    "megatron": PublishedScaler(megatron, _WITH_HYSTERESIS, _WITH_HYSTERESIS),
+    "consecutive": PublishedScaler(apex_hysteresis, _WITH_HYSTERESIS, _CONSECUTIVE),
+    "deepspeed": PublishedScaler(deepspeed, _WITH_HYSTERESIS, {**_WITH_HYSTERESIS, "growth_delay": "after_overflow"}),
+    "flax": PublishedScaler(flax, {}, {"growth_delay": "always"}),
 }
-"""First word of a row of S16's table -> where it comes from, and the scaler that has it."""
+"""First word of a row of S16's table -> its source, and the scaler with the same sequence."""

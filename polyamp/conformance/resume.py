@@ -1,4 +1,4 @@
-"""The second half of S22's test, in a process of its own: restore a checkpoint, continue, write what came out.
+"""Second half of S22's test, in a separate process: restore a checkpoint, continue, write the resulting arrays.
 
 python -m polyamp.conformance.resume BACKEND KIND CHECKPOINT OUTPUT.npz
 """
@@ -17,8 +17,8 @@ from polyamp.contract import registry
 KINDS = ("mlp", "normalized_mlp")
 
 
-def made() -> polyamp.Recipe:
-    """A recipe with every kind of state: schedule, moments, accumulation, a moving scale."""
+def resume_recipe() -> polyamp.Recipe:
+    """Return a recipe with every kind of state: schedule, moments, accumulation, a moving scale."""
     return recipe(
         "mixed_float16",
         optimizer=polyamp.adamw(polyamp.schedules.warmup_cosine(1e-2, 3, 30)),
@@ -28,15 +28,15 @@ def made() -> polyamp.Recipe:
     )
 
 
-def fresh(backend: str, kind: str, seed: int) -> Any:
-    """A new state; the seed changes the initial weights, which a restore must replace."""
+def fresh_state(backend: str, kind: str, seed: int) -> Any:
+    """Return a new state; the seed changes the initial weights, which a restore must replace."""
     model = getattr(registry.get(backend).testing(), kind)(layers(seed=seed))
-    return polyamp.init(model, made())
+    return polyamp.init(model, resume_recipe())
 
 
-def advance(state: Any, first: int, last: int) -> Any:
-    """Steps `first` to `last` of the run; every fourth overflows."""
-    step = polyamp.train_step(loss_fn, made())
+def advance_state(state: Any, first: int, last: int) -> Any:
+    """Run steps `first` to `last`; every fourth overflows."""
+    step = polyamp.train_step(loss_fn, resume_recipe())
     for i in range(first, last):
         state, _ = step(state, batch(i, gain=np.inf if i % 4 == 3 else 1.0))
     return state
@@ -44,7 +44,7 @@ def advance(state: Any, first: int, last: int) -> Any:
 
 def main(backend: str, kind: str, checkpoint: str, output: str) -> None:
     """Restore into a state with other weights, continue, export."""
-    state = advance(polyamp.restore(fresh(backend, kind, seed=1), checkpoint), 6, 12)
+    state = advance_state(polyamp.restore(fresh_state(backend, kind, seed=1), checkpoint), 6, 12)
     arrays: dict[str, Any] = registry.get(backend).export_state(state)
     np.savez(output, **arrays)
 

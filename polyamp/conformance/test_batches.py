@@ -8,23 +8,33 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import Batch, batch, flat, layers, loss_fn, number, recipe, train, unmoved
+from polyamp.conformance.problems import (
+    Batch,
+    batch,
+    changed_arrays,
+    flat_weights,
+    layers,
+    loss_fn,
+    recipe,
+    to_float,
+    train,
+)
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import BatchError
 
 
-def empty() -> Batch:
+def empty_batch() -> Batch:
     return {name: value[:0] for name, value in batch().items()}
 
 
 @pytest.mark.parametrize(
     ("count", "given"),
     [
-        (1, empty()),
-        (1, {**empty(), "rate": np.float32(0.5), "step": 3}),
-        (2, empty()),
-        (2, [empty(), empty()]),
+        (1, empty_batch()),
+        (1, {**empty_batch(), "rate": np.float32(0.5), "step": 3}),
+        (2, empty_batch()),
+        (2, [empty_batch(), empty_batch()]),
     ],
     ids=["one", "beside scalars", "split", "listed"],
 )
@@ -42,10 +52,10 @@ def test_s24_an_empty_batch_is_refused_before_the_step(
             BatchError, match=r"batch is empty: of its [36] arrays none has a row along axis 0.*drop_last"
         ):
             call(state, item)
-    assert unmoved(before, backend.export_state(state)) == []
+    assert changed_arrays(before, backend.export_state(state)) == []
     full = [batch(size=2), batch(1, size=2)] if isinstance(given, list) else batch()
     state, result = polyamp.train_step(loss_fn, made)(state, full)
-    assert number(backend, result.step) == 1
+    assert to_float(backend, result.step) == 1
 
 
 def test_s08_a_list_of_a_number_for_each_row_is_not_split_and_refused(backend: Backend, harness: Harness) -> None:
@@ -56,14 +66,14 @@ def test_s08_a_list_of_a_number_for_each_row_is_not_split_and_refused(backend: B
     given = {**batch(), "lengths": [5, 1, 4, 2, 3, 5, 1, 2]}
     with pytest.raises(BatchError, match=r"batch\['lengths'\]"):
         polyamp.train_step(loss_fn, made)(state, given)
-    assert unmoved(before, backend.export_state(state)) == []
+    assert changed_arrays(before, backend.export_state(state)) == []
 
 
 def test_s24_an_empty_array_beside_others_is_the_programs_own(backend: Backend, harness: Harness) -> None:
     made = recipe()
     state = polyamp.init(harness.mlp(layers()), made)
     _, result = polyamp.train_step(loss_fn, made)(state, {**batch(), "boxes": np.zeros((0, 4), np.float32)})
-    assert np.isfinite(number(backend, result.loss))
+    assert np.isfinite(to_float(backend, result.loss))
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
@@ -82,14 +92,14 @@ def test_s26_host_arrays_of_float64_train_as_float32(
     states, losses = [], []
     for item in halves:
         state, (result,) = train(harness, made, [item])
-        states.append(flat(harness, state))
-        losses.append(number(backend, result.loss))
+        states.append(flat_weights(harness, state))
+        losses.append(to_float(backend, result.loss))
     assert losses[0] == losses[1]
     assert np.array_equal(states[0], states[1])
     if form == "one":
         state = polyamp.init(harness.mlp(layers()), made)
         found = [polyamp.value_and_grad(loss_fn)(state, item) for item in (wide, narrow)]
-        assert number(backend, found[0][0]) == number(backend, found[1][0])
+        assert to_float(backend, found[0][0]) == to_float(backend, found[1][0])
         for (_, one), (_, other) in zip(*(backend.named_gradients(g) for _, g in found), strict=True):
             assert np.array_equal(backend.to_numpy(one), backend.to_numpy(other))
 

@@ -12,25 +12,25 @@ import pytest
 
 import polyamp
 from polyamp.conformance import resume
-from polyamp.conformance.problems import layers, recipe, unmoved
+from polyamp.conformance.problems import changed_arrays, layers, recipe
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import CheckpointError
 
 
-def data_of(path: Path) -> Path:
+def manifest_data_folder(path: Path) -> Path:
     """The folder that the manifest names."""
     return path / str(json.loads((path / "polyamp.json").read_text(encoding="utf-8"))["data"])
 
 
 def test_s33_a_folder_resumes_bit_identically(backend: Backend, tmp_path: Path) -> None:
-    state = resume.advance(resume.fresh(backend.name, "normalized_mlp", seed=0), 0, 4)
+    state = resume.advance_state(resume.fresh_state(backend.name, "normalized_mlp", seed=0), 0, 4)
     polyamp.save(state, tmp_path / "folder", sharded=True)
     polyamp.save(state, tmp_path / "file")
-    straight = backend.export_state(resume.advance(state, 4, 8))
+    straight = backend.export_state(resume.advance_state(state, 4, 8))
     for name in ("folder", "file"):
-        other = polyamp.restore(resume.fresh(backend.name, "normalized_mlp", seed=1), tmp_path / name)
-        resumed = backend.export_state(resume.advance(other, 4, 8))
+        other = polyamp.restore(resume.fresh_state(backend.name, "normalized_mlp", seed=1), tmp_path / name)
+        resumed = backend.export_state(resume.advance_state(other, 4, 8))
         assert set(resumed) == set(straight)
         assert [key for key in straight if straight[key].tobytes() != resumed[key].tobytes()] == [], name
 
@@ -39,15 +39,15 @@ def test_s33_a_folder_is_replaced_in_one_moment(backend: Backend, harness: Harne
     first, second = (polyamp.init(harness.mlp(layers(seed=seed)), recipe()) for seed in (0, 1))
     path = tmp_path / "checkpoint"
     polyamp.save(first, path, sharded=True)
-    before = data_of(path)
+    before = manifest_data_folder(path)
     polyamp.save(second, path, sharded=True, dry_run=True)
-    assert data_of(path) == before
+    assert manifest_data_folder(path) == before
     polyamp.save(second, path, sharded=True)
-    assert sorted(each.name for each in path.iterdir()) == sorted([data_of(path).name, "polyamp.json"])
+    assert sorted(each.name for each in path.iterdir()) == sorted([manifest_data_folder(path).name, "polyamp.json"])
     assert not before.exists()
     expected = backend.export_state(second)
     found = backend.export_state(polyamp.restore(polyamp.init(harness.mlp(layers(seed=2)), recipe()), path))
-    assert unmoved(expected, found) == []
+    assert changed_arrays(expected, found) == []
 
 
 def test_s33_a_folder_that_is_refused_changes_nothing(backend: Backend, harness: Harness, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_s33_a_folder_that_is_refused_changes_nothing(backend: Backend, harness:
     changed = polyamp.init(harness.mlp(layers()), recipe(clip_norm=3.0))
     with pytest.raises(CheckpointError, match=r"clip_norm: None -> 3\.0"):
         polyamp.restore(changed, path)
-    for file in (*data_of(path).rglob("*"), path / "polyamp.json"):
+    for file in (*manifest_data_folder(path).rglob("*"), path / "polyamp.json"):
         if file.is_dir() or not file.stat().st_size:
             continue
         content = file.read_bytes()
@@ -69,5 +69,5 @@ def test_s33_a_folder_that_is_refused_changes_nothing(backend: Backend, harness:
         with pytest.raises(CheckpointError, match=r"damaged|not a manifest"):
             polyamp.restore(state, path)
         file.write_bytes(content)
-    assert unmoved(before, backend.export_state(state)) == []
-    assert unmoved(before, backend.export_state(polyamp.restore(state, path))) != []
+    assert changed_arrays(before, backend.export_state(state)) == []
+    assert changed_arrays(before, backend.export_state(polyamp.restore(state, path))) != []

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import batch, flat, layers, loss_fn, recipe
+from polyamp.conformance.problems import batch, flat_weights, layers, loss_fn, recipe
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import UnsupportedError
-from polyamp.parity.observing import Observes
+from polyamp.parity.trace.observer import HasObserver
 
 SOURCE, TARGET = layers(), layers(seed=7)
 
 
-def made(policy: str = "mixed_bfloat16", **settings: Any) -> polyamp.Recipe:
+def comparison_recipe(policy: str = "mixed_bfloat16", **settings: Any) -> polyamp.Recipe:
     """Moments, decay and a clip."""
     settings.setdefault("optimizer", polyamp.adamw(0.05, weight_decay=0.1))
     return recipe(policy, clip_norm=1.0, **settings)
@@ -28,9 +28,9 @@ def other_loss(model: Any, data: Any) -> Any:
     return loss_fn(model, data) * 3.0
 
 
-def refused(backend: Backend, harness: Harness) -> bool:
+def is_comparison_refused(backend: Backend, harness: Harness) -> bool:
     """Whether the backend's models cannot be watched; it says so then."""
-    if isinstance(backend, Observes):
+    if isinstance(backend, HasObserver):
         return False
     with pytest.raises(UnsupportedError, match=f"the {backend.name} backend of this version cannot be watched"):
         polyamp.compare(harness.mlp(SOURCE), harness.mlp(TARGET), batch(), loss_fn)
@@ -38,10 +38,10 @@ def refused(backend: Backend, harness: Harness) -> bool:
 
 
 def test_s31_the_same_program_agrees_and_no_model_is_changed(backend: Backend, harness: Harness) -> None:
-    if refused(backend, harness):
+    if is_comparison_refused(backend, harness):
         return
     one, two = harness.mlp(SOURCE), harness.mlp(TARGET)
-    report = polyamp.compare(one, two, batch, loss_fn, made(), steps=2)
+    report = polyamp.compare(one, two, batch, loss_fn, comparison_recipe(), steps=2)
     assert report.agrees, str(report)
     seen = {(row.stage, row.what) for row in report.comparisons[0].rows}
     assert {("forward", "output"), ("forward", "loss"), ("backward", "gradient"), ("step", "grad_norm")} <= seen
@@ -49,24 +49,32 @@ def test_s31_the_same_program_agrees_and_no_model_is_changed(backend: Backend, h
     assert {row.phase for row in report.comparisons[0].rows} == {"float32", "mixed_bfloat16"}
     for model, weights in ((one, SOURCE), (two, TARGET)):
         wanted = np.concatenate([np.ravel(array) for layer in weights for array in layer])
-        np.testing.assert_array_equal(flat(harness, polyamp.init(model, made())), wanted)
+        np.testing.assert_array_equal(flat_weights(harness, polyamp.init(model, comparison_recipe())), wanted)
 
 
 @pytest.mark.parametrize(
     ("fault", "stage", "what"),
     [
         ({"loss_fn": (loss_fn, other_loss)}, "forward", "loss"),
-        ({"recipe": (made(), made(optimizer=polyamp.adamw(0.05, weight_decay=0.0)))}, "update", "parameter"),
-        ({"recipe": (made(), made(optimizer=polyamp.adamw(0.05, (0.8, 0.999))))}, "update", "exp_avg"),
+        (
+            {"recipe": (comparison_recipe(), comparison_recipe(optimizer=polyamp.adamw(0.05, weight_decay=0.0)))},
+            "update",
+            "parameter",
+        ),
+        (
+            {"recipe": (comparison_recipe(), comparison_recipe(optimizer=polyamp.adamw(0.05, (0.8, 0.999))))},
+            "update",
+            "exp_avg",
+        ),
     ],
     ids=["loss", "decay", "beta"],
 )
 def test_s31_the_first_difference_is_named(
     backend: Backend, harness: Harness, fault: dict[str, Any], stage: str, what: str
 ) -> None:
-    if refused(backend, harness):
+    if is_comparison_refused(backend, harness):
         return
-    given = {"loss_fn": loss_fn, "recipe": made(), **fault}
+    given = {"loss_fn": loss_fn, "recipe": comparison_recipe(), **fault}
     report = polyamp.compare(harness.mlp(SOURCE), harness.mlp(TARGET), batch, **given)
     first = report.first
     assert first is not None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import batch, flat, layers, loss_fn, recipe
+from polyamp.conformance.problems import batch, flat_weights, layers, loss_fn, recipe
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import GradientError, LossError, ModelError, PolyampError, RecipeError, UnsupportedError
@@ -39,11 +39,11 @@ def test_s20_models_that_cannot_be_trained(backend: Backend, harness: Harness, k
 def test_s20_losses_that_cannot_be_differentiated(harness: Harness, broken: Any, message: str) -> None:
     made = recipe()
     state = polyamp.init(harness.mlp(layers()), made)
-    before = flat(harness, state)
+    before = flat_weights(harness, state)
     with pytest.raises(LossError, match=message):
         polyamp.train_step(broken, made)(state, batch())
     state, _ = polyamp.train_step(loss_fn, made)(state, batch())
-    assert not np.array_equal(before, flat(harness, state)), "the state must still be usable"
+    assert not np.array_equal(before, flat_weights(harness, state)), "the state must still be usable"
 
 
 def test_s20_an_integer_loss_is_refused(backend: Backend, harness: Harness) -> None:
@@ -54,7 +54,7 @@ def test_s20_an_integer_loss_is_refused(backend: Backend, harness: Harness) -> N
 
 def test_s20_gradients_that_do_not_fit_are_refused(backend: Backend, harness: Harness) -> None:
     state = polyamp.init(harness.mlp(layers()), recipe())
-    before = flat(harness, state)
+    before = flat_weights(harness, state)
     _, gradients = polyamp.value_and_grad(loss_fn)(state, batch())
     other = polyamp.init(harness.mlp(layers((4, 5, 3))), recipe())
     _, misshapen = polyamp.value_and_grad(loss_fn)(other, batch())
@@ -66,7 +66,7 @@ def test_s20_gradients_that_do_not_fit_are_refused(backend: Backend, harness: Ha
         polyamp.apply_gradients([state, state], [gradients])
     with pytest.raises(GradientError, match="no gradients"):
         polyamp.LossScaler.off().unscale([], polyamp.LossScaler.off().init(backend.name))
-    assert np.array_equal(before, flat(harness, state))
+    assert np.array_equal(before, flat_weights(harness, state))
 
 
 def test_s20_an_unknown_option_is_refused(backend: Backend, harness: Harness) -> None:

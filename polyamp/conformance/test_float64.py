@@ -12,7 +12,7 @@ import polyamp
 from polyamp import Group, schedules
 from polyamp.conformance.problems import layers, recipe
 from polyamp.contract.backend import Backend
-from polyamp.contract.harness import Harness, Layer
+from polyamp.contract.harness import DenseWeights, Harness
 
 Array = np.ndarray[Any, Any]
 STEPS = 50
@@ -35,11 +35,12 @@ GROUPS = [
 ]
 
 
-def wide_layers() -> list[Layer]:
+def wide_layers() -> list[DenseWeights]:
     """Weights in float64 that float32 does not hold."""
     rng = np.random.default_rng(3)
     return [
-        Layer(*(part + 1e-9 * rng.normal(size=part.shape) for part in layer)) for layer in layers((INPUTS, 4, OUTPUTS))
+        DenseWeights(*(part + 1e-9 * rng.normal(size=part.shape) for part in layer))
+        for layer in layers((INPUTS, 4, OUTPUTS))
     ]
 
 
@@ -48,14 +49,14 @@ def wide_batch(seed: int) -> dict[str, Array]:
     return {"x": rng.normal(size=(ROWS, INPUTS)), "y": rng.normal(size=(ROWS, OUTPUTS))}
 
 
-def squares(model: Any, batch: Any) -> Any:
+def squared_distance_loss(model: Any, batch: Any) -> Any:
     """The mean over rows of squared distances, in the dtype of the model's output; `polyamp.losses` are float32."""
     distance = model(batch["x"]) - batch["y"]
     squared = distance * distance
     return sum(squared[row, column] for row in range(ROWS) for column in range(OUTPUTS)) * (1.0 / ROWS)
 
 
-def rate_of(schedule: Any, count: int) -> float:
+def schedule_rate(schedule: Any, count: int) -> float:
     """The schedules' definitions in Python's numbers."""
     match schedule:
         case schedules.Cosine():
@@ -77,7 +78,7 @@ def rate_of(schedule: Any, count: int) -> float:
     return float(schedule)
 
 
-def updated(spec: Any, w: Any, g: Any, slots: dict[str, Any], rate: float, n: int) -> Any:
+def update_parameter(spec: Any, w: Any, g: Any, slots: dict[str, Any], rate: float, n: int) -> Any:
     """PyTorch's formulas in NumPy's float64; `slots` are changed in place."""
 
     def slot(name: str) -> Any:
@@ -116,16 +117,21 @@ def updated(spec: Any, w: Any, g: Any, slots: dict[str, Any], rate: float, n: in
     return w - rate * decay * w - rate * direction
 
 
-def distance(one: Any, other: Any) -> float:
+def relative_distance(one: Any, other: Any) -> float:
     """Largest distance of two sets of arrays, relative to their largest number."""
     apart = max(float(np.max(np.abs(one[name] - other[name]))) for name in other)
     return apart / max(float(np.max(np.abs(array))) for array in other.values())
 
 
-def trained(backend: Backend, harness: Harness, made: polyamp.Recipe, *, halves: bool = False, **options: Any) -> float:
+def distance_from_formulas(
+    backend: Backend, harness: Harness, made: polyamp.Recipe, *, halves: bool = False, **options: Any
+) -> float:
     """How far 50 steps are from NumPy's formulas, which are given the same gradients; `options` are the step's."""
     state = polyamp.init(harness.mlp(wide_layers()), made)
-    step, half = polyamp.train_step(squares, made, **options), polyamp.value_and_grad(squares)
+    step, half = (
+        polyamp.train_step(squared_distance_loss, made, **options),
+        polyamp.value_and_grad(squared_distance_loss),
+    )
     host = {name: backend.to_numpy(array) for name, array in polyamp.parameters(state.model).items()}
     slots: dict[str, dict[str, Array]] = {name: {} for name in host}
     for number in range(STEPS):
@@ -138,8 +144,8 @@ def trained(backend: Backend, harness: Harness, made: polyamp.Recipe, *, halves:
         for name, grad in grads.items():
             assert state.groups is not None
             member = state.groups.of(name)
-            rate = rate_of(member.spec.learning_rate, number) * member.scale
-            host[name] = updated(member.spec, host[name], grad * factor, slots[name], rate, number + 1)
+            rate = schedule_rate(member.spec.learning_rate, number) * member.scale
+            host[name] = update_parameter(member.spec, host[name], grad * factor, slots[name], rate, number + 1)
         if halves:
             _, gradients = half(state, parts[0])
             state, result = polyamp.apply_gradients(state, gradients)
@@ -149,7 +155,7 @@ def trained(backend: Backend, harness: Harness, made: polyamp.Recipe, *, halves:
         assert math.isclose(float(backend.to_numpy(result.grad_norm)), norm, rel_tol=1e-6)
     after = {name: backend.to_numpy(array) for name, array in polyamp.parameters(state.model).items()}
     assert {array.dtype.name for array in after.values()} == {"float64"}
-    return distance(after, host)
+    return relative_distance(after, host)
 
 
 @pytest.mark.parametrize(
@@ -166,14 +172,14 @@ def test_s01_float64_optimizers_schedules_and_clipping(
         clip_norm=0.07 if clips else None,
     )
     with harness.float64():
-        assert trained(backend, harness, made) < 1e-14
+        assert distance_from_formulas(backend, harness, made) < 1e-14
 
 
 @pytest.mark.parametrize("optimizer", [polyamp.adamw(0.03), polyamp.sgd(0.07, momentum=0.7)], ids=["AdamW", "SGD"])
 def test_s01_float64_parameter_groups(backend: Backend, harness: Harness, optimizer: Any) -> None:
     made = recipe(polyamp.Policy("float64"), optimizer=optimizer.replace(groups=GROUPS), clip_norm=0.07)
     with harness.float64():
-        assert trained(backend, harness, made) < 1e-14
+        assert distance_from_formulas(backend, harness, made) < 1e-14
 
 
 def test_s01_float64_halves_and_micro_batches(backend: Backend, harness: Harness) -> None:
@@ -184,8 +190,8 @@ def test_s01_float64_halves_and_micro_batches(backend: Backend, harness: Harness
         clip_norm=0.07,
     )
     with harness.float64():
-        assert trained(backend, harness, made, halves=True) < 1e-14
-        assert trained(backend, harness, made.replace(accumulate_steps=3)) < 1e-14
+        assert distance_from_formulas(backend, harness, made, halves=True) < 1e-14
+        assert distance_from_formulas(backend, harness, made.replace(accumulate_steps=3)) < 1e-14
 
 
 def test_s01_float64_gradients_are_divided_by_the_scale_in_float64(backend: Backend, harness: Harness) -> None:
@@ -193,9 +199,11 @@ def test_s01_float64_gradients_are_divided_by_the_scale_in_float64(backend: Back
         found = []
         for scaler in (polyamp.LossScaler.off(), polyamp.LossScaler(init_scale=1000.0)):
             made = recipe(polyamp.Policy("float64"), scaler=scaler)
-            _, grads = polyamp.value_and_grad(squares)(polyamp.init(harness.mlp(wide_layers()), made), wide_batch(0))
+            _, grads = polyamp.value_and_grad(squared_distance_loss)(
+                polyamp.init(harness.mlp(wide_layers()), made), wide_batch(0)
+            )
             found.append({name: backend.to_numpy(grad) for name, grad in backend.named_gradients(grads)})
-        assert distance(found[1], found[0]) < 1e-15
+        assert relative_distance(found[1], found[0]) < 1e-15
 
 
 def test_s01_float64_windows_of_uneven_micro_batches(backend: Backend, harness: Harness) -> None:
@@ -215,4 +223,4 @@ def test_s01_float64_windows_of_uneven_micro_batches(backend: Backend, harness: 
             made = recipe(polyamp.Policy("float64"), optimizer=polyamp.sgd(0.7), accumulate_steps=count)
             state, _ = polyamp.train_step(mean, made)(polyamp.init(harness.mlp(wide_layers()), made), whole)
             found.append({name: backend.to_numpy(value) for name, value in polyamp.parameters(state.model).items()})
-        assert distance(found[1], found[0]) < 1e-15
+        assert relative_distance(found[1], found[0]) < 1e-15

@@ -10,18 +10,18 @@ import pytest
 import polyamp
 from polyamp.conformance.problems import (
     batch,
-    flat,
+    changed_arrays,
+    flat_weights,
     layers,
     loss_and_aux,
     loss_fn,
-    number,
     recipe,
-    relative,
+    relative_difference,
+    to_float,
     train,
-    unmoved,
 )
 from polyamp.contract.backend import Backend
-from polyamp.contract.harness import Harness, Layer
+from polyamp.contract.harness import DenseWeights, Harness
 from polyamp.errors import BatchError
 
 
@@ -38,7 +38,7 @@ def test_s06_a_16_bit_loss_is_upcast_before_it_is_scaled(backend: Backend, harne
 def test_s06_a_16_bit_loss_trains(backend: Backend, harness: Harness) -> None:
     policy = polyamp.Policy(compute="float16", output="float16")
     made = recipe(policy, scaler=polyamp.LossScaler(init_scale=2.0**15))
-    weights = [Layer(np.full((2, 1), 1.5, np.float32), np.zeros(1, np.float32))]
+    weights = [DenseWeights(np.full((2, 1), 1.5, np.float32), np.zeros(1, np.float32))]
     state = polyamp.init(harness.mlp(weights), made)
     step = polyamp.train_step(lambda model, batch: model(batch["x"])[0][0], made)
     _, result = step(state, {"x": np.ones((1, 2), np.float32)})
@@ -53,7 +53,7 @@ def test_s07_gradients_are_those_of_the_unscaled_loss(backend: Backend, harness:
     run = polyamp.value_and_grad(loss_fn)
     loss, want = run(plain, batch())
     scaled_loss, got = run(scaled, batch())
-    assert number(backend, scaled_loss) == number(backend, loss)
+    assert to_float(backend, scaled_loss) == to_float(backend, loss)
     for (name, a), (_, b) in zip(backend.named_gradients(want), backend.named_gradients(got), strict=True):
         first, second = backend.to_numpy(a), backend.to_numpy(b)
         assert second.dtype == np.float32
@@ -77,7 +77,7 @@ def test_s07_16_bit_gradients_are_widened_before_they_are_divided(backend: Backe
 def test_s07_value_and_grad_returns_what_loss_fn_returned(backend: Backend, harness: Harness) -> None:
     state = polyamp.init(harness.mlp(layers()), recipe(scaler=polyamp.LossScaler.static(8.0)))
     (loss, aux), _ = polyamp.value_and_grad(loss_and_aux)(state, batch())
-    assert number(backend, loss) == number(backend, aux["loss"])
+    assert to_float(backend, loss) == to_float(backend, aux["loss"])
 
 
 @pytest.mark.parametrize("optimizer", [polyamp.sgd(0.1, momentum=0.9), polyamp.adamw(1e-2)])
@@ -86,10 +86,10 @@ def test_s08_micro_batches_equal_one_batch(backend: Backend, harness: Harness, o
     settings: dict[str, Any] = {"optimizer": optimizer, "scaler": polyamp.LossScaler.static(1024.0), "clip_norm": 0.5}
     whole, whole_results = train(harness, recipe(**settings), batches)
     parts, part_results = train(harness, recipe(**settings, accumulate_steps=4), batches)
-    assert relative(flat(harness, whole), flat(harness, parts)) < 2e-5
-    losses = [[number(backend, r.loss) for r in results] for results in (whole_results, part_results)]
-    assert relative(*losses) < 2e-6
-    assert number(backend, part_results[-1].step) == 3
+    assert relative_difference(flat_weights(harness, whole), flat_weights(harness, parts)) < 2e-5
+    losses = [[to_float(backend, r.loss) for r in results] for results in (whole_results, part_results)]
+    assert relative_difference(*losses) < 2e-6
+    assert to_float(backend, part_results[-1].step) == 3
 
 
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
@@ -97,7 +97,7 @@ def test_s08_16_bit_parameters_are_accumulated_in_float32(backend: Backend, harn
     """In 16 bits 256 + 1 is 256 (bfloat16), and 40,000 + 40,000 is infinite (float16)."""
     first, rest, count = {"bfloat16": (256.0, 1.0, 16), "float16": (40000.0, 40000.0, 4)}[policy]
     dtype = backend.to_numpy(backend.cast(harness.array(np.zeros(1, np.float32)), policy)).dtype
-    weights = [Layer(np.zeros((1, 1), dtype), np.zeros(1, dtype))]
+    weights = [DenseWeights(np.zeros((1, 1), dtype), np.zeros(1, dtype))]
     made = recipe(policy, optimizer=polyamp.sgd(2.0**-8), accumulate_steps=count)
     state = polyamp.init(harness.mlp(weights), made)
     x = np.full((count, 1), rest, np.float32)
@@ -106,7 +106,7 @@ def test_s08_16_bit_parameters_are_accumulated_in_float32(backend: Backend, harn
     moved = -float(harness.weights(state)[0].kernel[0, 0])
     assert not bool(backend.to_numpy(result.skipped))
     np.testing.assert_allclose(moved, x.mean() * 2.0**-8, rtol=2.0**-8)
-    np.testing.assert_allclose(number(backend, result.grad_norm), np.hypot(x.mean(), 1.0), rtol=2.0**-7)
+    np.testing.assert_allclose(to_float(backend, result.grad_norm), np.hypot(x.mean(), 1.0), rtol=2.0**-7)
 
 
 def test_s08_a_list_of_micro_batches_equals_the_split_batch(harness: Harness) -> None:
@@ -115,7 +115,7 @@ def test_s08_a_list_of_micro_batches_equals_the_split_batch(harness: Harness) ->
     halves = [{name: value[i : i + 4] for name, value in whole.items()} for i in (0, 4)]
     split, _ = train(harness, made, [whole])
     listed, _ = train(harness, made, [halves])  # type: ignore[list-item]  # a list is the other accepted form
-    assert np.array_equal(flat(harness, split), flat(harness, listed))
+    assert np.array_equal(flat_weights(harness, split), flat_weights(harness, listed))
 
 
 def test_s08_aux_is_stacked_and_loss_is_the_mean(backend: Backend, harness: Harness) -> None:
@@ -124,19 +124,19 @@ def test_s08_aux_is_stacked_and_loss_is_the_mean(backend: Backend, harness: Harn
     _, result = polyamp.train_step(loss_and_aux, made)(state, batch())
     each = backend.to_numpy(result.aux["loss"])
     assert each.shape == (4,)
-    np.testing.assert_allclose(number(backend, result.loss), each.mean(), rtol=1e-6)
+    np.testing.assert_allclose(to_float(backend, result.loss), each.mean(), rtol=1e-6)
 
 
 def test_s08_overflow_in_any_micro_batch_skips_the_window(backend: Backend, harness: Harness) -> None:
     made = recipe("mixed_float16", accumulate_steps=4, scaler=polyamp.LossScaler(init_scale=16.0))
     state = polyamp.init(harness.mlp(layers()), made)
-    before = flat(harness, state)
+    before = flat_weights(harness, state)
     broken = batch()
     broken["gain"][5] = np.inf
     state, result = polyamp.train_step(loss_fn, made)(state, broken)
     assert bool(backend.to_numpy(result.skipped))
-    assert number(backend, result.scale) == 8.0
-    assert np.array_equal(flat(harness, state), before)
+    assert to_float(backend, result.scale) == 8.0
+    assert np.array_equal(flat_weights(harness, state), before)
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_s08_overflow_in_any_micro_batch_skips_the_window(backend: Backend, harn
 def test_s08_batches_that_cannot_be_split_are_refused(harness: Harness, broken: Any, message: str) -> None:
     made = recipe(accumulate_steps=4)
     state = polyamp.init(harness.mlp(layers()), made)
-    before = flat(harness, state)
+    before = flat_weights(harness, state)
     with pytest.raises(BatchError, match=message):
         polyamp.train_step(loss_fn, made)(state, broken)
-    assert np.array_equal(flat(harness, state), before)
+    assert np.array_equal(flat_weights(harness, state), before)
 
 
 def test_s09_unscale_comes_before_clip(backend: Backend, harness: Harness) -> None:
@@ -164,7 +164,7 @@ def test_s09_unscale_comes_before_clip(backend: Backend, harness: Harness) -> No
     for scale in (1.0, 2.0**12):
         made = recipe(scaler=polyamp.LossScaler.static(scale), clip_norm=0.25, optimizer=polyamp.sgd(1.0))
         state, (result,) = train(harness, made, [batch()])
-        results[scale] = (flat(harness, state), number(backend, result.grad_norm))
+        results[scale] = (flat_weights(harness, state), to_float(backend, result.grad_norm))
     assert np.array_equal(results[1.0][0], results[2.0**12][0])
     assert results[1.0][1] == results[2.0**12][1]
 
@@ -177,10 +177,10 @@ def test_s09_gradients_are_unscaled_with_the_scale_that_produced_them(backend: B
     batches = [batch(i, gain=gain) for i, gain in enumerate(flags)]
     moved, moved_results = train(harness, moving, batches)
     kept, kept_results = train(harness, still, batches)
-    assert [number(backend, r.scale) for r in moved_results] == [64.0, 128.0, 64.0, 64.0, 128.0, 128.0]
-    assert np.array_equal(flat(harness, moved), flat(harness, kept))
+    assert [to_float(backend, r.scale) for r in moved_results] == [64.0, 128.0, 64.0, 64.0, 128.0, 128.0]
+    assert np.array_equal(flat_weights(harness, moved), flat_weights(harness, kept))
     finite = [i for i, gain in enumerate(flags) if gain == 1.0]
-    losses = [[number(backend, results[i].loss) for i in finite] for results in (moved_results, kept_results)]
+    losses = [[to_float(backend, results[i].loss) for i in finite] for results in (moved_results, kept_results)]
     assert losses[0] == losses[1]
 
 
@@ -188,8 +188,8 @@ def test_s09_replicas_take_the_same_decision(backend: Backend, harness: Harness)
     """Overflow on the second replica skips on both, and scale and weights stay identical."""
     made = recipe("mixed_float16", scaler=polyamp.LossScaler(init_scale=16.0))
     outcomes = harness.replicate(layers(), made, loss_fn, [[batch(0), batch(1)], [batch(2), batch(3, gain=np.inf)]])
-    assert [number(backend, result.scale) for _, result in outcomes] == [8.0, 8.0]
-    first, second = (flat(harness, state) for state, _ in outcomes)
+    assert [to_float(backend, result.scale) for _, result in outcomes] == [8.0, 8.0]
+    first, second = (flat_weights(harness, state) for state, _ in outcomes)
     assert np.array_equal(first, second)
 
 
@@ -225,7 +225,7 @@ def test_s10_a_step_whose_gradients_are_infinite_and_not_nan_is_skipped(
 ) -> None:
     """One dense layer of ones and positive inputs: every product has one sign, so that no NaN gives the overflow away.
     The scale is no 16-bit number either: 2^20 alone overflows nothing (S6)."""
-    ones = [Layer(np.ones((4, 1), np.float32), np.zeros(1, np.float32))]
+    ones = [DenseWeights(np.ones((4, 1), np.float32), np.zeros(1, np.float32))]
     item = {"x": np.ones((2, 4), np.float32), "y": np.zeros((2, 1), np.float32), "gain": np.ones((2, 1), np.float32)}
     made = recipe(scaler=polyamp.LossScaler.static(2.0**20), clip_norm=clip_norm)
     state = polyamp.init(harness.mlp(ones), made)
@@ -236,7 +236,7 @@ def test_s10_a_step_whose_gradients_are_infinite_and_not_nan_is_skipped(
     assert all(np.isinf(value).all() for value in values)
     state, result = step(state, large)
     assert bool(backend.to_numpy(result.skipped))
-    assert unmoved(before, backend.export_state(state)) == []
+    assert changed_arrays(before, backend.export_state(state)) == []
     state, result = step(state, item)
     assert not bool(backend.to_numpy(result.skipped))
 
@@ -255,12 +255,12 @@ def test_s10_gradients_whose_squares_leave_float32_are_finite(
     squares = [np.square(backend.to_numpy(g).astype(np.float64)).sum() for _, g in backend.named_gradients(gradients)]
     norm = float(np.sqrt(np.sum(squares)))
     assert not 1e-22 < norm < 1e20
-    before = flat(harness, state)
+    before = flat_weights(harness, state)
     state, result = polyamp.train_step(loss_fn, made)(state, item)
     assert not bool(backend.to_numpy(result.skipped))
-    np.testing.assert_allclose(number(backend, result.grad_norm), norm, rtol=1e-5)
+    np.testing.assert_allclose(to_float(backend, result.grad_norm), norm, rtol=1e-5)
     if clip_norm and gain > 1:
-        moved = np.linalg.norm((flat(harness, state) - before).astype(np.float64))
+        moved = np.linalg.norm((flat_weights(harness, state) - before).astype(np.float64))
         np.testing.assert_allclose(moved, 1e-3, rtol=1e-3)
 
 
@@ -269,12 +269,12 @@ def test_s11_clip_by_global_norm(backend: Backend, harness: Harness, scale: floa
     """Of the unscaled gradients, whatever they were scaled with."""
     scaler = None if scale is None else polyamp.LossScaler.static(scale)
     free, (plain,) = train(harness, recipe(optimizer=polyamp.sgd(1.0)), [batch()])
-    start = flat(harness, polyamp.init(harness.mlp(layers()), recipe()))
-    norm = number(backend, plain.grad_norm)
-    np.testing.assert_allclose(np.linalg.norm(flat(harness, free) - start), norm, rtol=1e-5)
+    start = flat_weights(harness, polyamp.init(harness.mlp(layers()), recipe()))
+    norm = to_float(backend, plain.grad_norm)
+    np.testing.assert_allclose(np.linalg.norm(flat_weights(harness, free) - start), norm, rtol=1e-5)
     for limit, wanted in ((norm / 4, norm / 4), (norm * 4, norm)):
         made = recipe(optimizer=polyamp.sgd(1.0), clip_norm=limit, scaler=scaler)
         clipped, (result,) = train(harness, made, [batch()])
-        np.testing.assert_allclose(np.linalg.norm(flat(harness, clipped) - start), wanted, rtol=1e-5)
-        np.testing.assert_allclose(number(backend, result.grad_norm), norm, rtol=1e-6)
+        np.testing.assert_allclose(np.linalg.norm(flat_weights(harness, clipped) - start), wanted, rtol=1e-5)
+        np.testing.assert_allclose(to_float(backend, result.grad_norm), norm, rtol=1e-6)
         assert backend.to_numpy(result.grad_norm).dtype == np.float32

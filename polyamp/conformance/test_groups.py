@@ -10,8 +10,8 @@ import pytest
 
 import polyamp
 from polyamp import Group, no_decay, schedules
-from polyamp.conformance.problems import batch, flat, layers, loss_fn, recipe, train, unmoved
-from polyamp.conformance.test_unused import of_both, of_first, of_second, two_branches
+from polyamp.conformance.problems import batch, changed_arrays, flat_weights, layers, loss_fn, recipe, train
+from polyamp.conformance.test_unused import loss_of_both, loss_of_first, second_branch_arrays, two_branches
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
@@ -32,7 +32,7 @@ GROUPS = [
 ]
 
 
-def by_end(state: Any) -> dict[str, Any]:
+def hyperparameters_by_end(state: Any) -> dict[str, Any]:
     """End of a parameter's path, "dense0/kernel" or "dense0/bias" -> the hyperparameters it has."""
     found = {}
     for path in state.groups.numbers:
@@ -55,9 +55,11 @@ def test_s27_groups_train_as_the_reference_does(backend: Backend, harness: Harne
     oracle = registry.get("reference").testing()
     expected, _ = train(oracle, made, batches)
     assert [bool(backend.to_numpy(result.skipped)) for result in results] == [False, False, True, False, False]
-    np.testing.assert_allclose(flat(harness, state), flat(oracle, expected), rtol=0, atol=2e-6)
+    np.testing.assert_allclose(flat_weights(harness, state), flat_weights(oracle, expected), rtol=0, atol=2e-6)
     plain, _ = train(oracle, made.replace(optimizer=optimizer.replace(weight_decay=0.3)), batches)
-    assert np.min(np.abs(flat(oracle, plain) - flat(oracle, expected))[:8]) > 1e-4, "the groups do something"
+    assert np.min(np.abs(flat_weights(oracle, plain) - flat_weights(oracle, expected))[:8]) > 1e-4, (
+        "the groups do something"
+    )
 
 
 def test_s27_each_hyperparameter_is_decided_by_itself(backend: Backend, harness: Harness) -> None:
@@ -71,7 +73,7 @@ def test_s27_each_hyperparameter_is_decided_by_itself(backend: Backend, harness:
         Group("**/dense1", kind="bias", learning_rate_scale=2.0),
     ]
     made = recipe(optimizer=polyamp.adamw(0.1, groups=groups))
-    found = by_end(polyamp.init(harness.mlp(layers()), made))
+    found = hyperparameters_by_end(polyamp.init(harness.mlp(layers()), made))
     shown = {end: (m.spec.weight_decay, m.spec.eps, m.learning_rate) for end, m in found.items()}
     assert shown == {
         "dense0/kernel": (0.7, 1e-3, 0.2),
@@ -114,11 +116,11 @@ def test_s27_unused_parameters_of_a_group_stay(backend: Backend, harness: Harnes
     ends = []
     for owner in (harness, oracle):
         state = polyamp.init(owner.branches(two_branches()), made)
-        for number, loss in enumerate((of_both, of_first, of_both)):
-            before = of_second(state.backend, state)
+        for number, loss in enumerate((loss_of_both, loss_of_first, loss_of_both)):
+            before = second_branch_arrays(state.backend, state)
             state, _ = polyamp.train_step(loss, made)(state, batch(number))
-            assert (unmoved(before, of_second(state.backend, state)) == []) is (loss is of_first)
-        ends.append(flat(owner, state))
+            assert (changed_arrays(before, second_branch_arrays(state.backend, state)) == []) is (loss is loss_of_first)
+        ends.append(flat_weights(owner, state))
     np.testing.assert_allclose(ends[0], ends[1], rtol=0, atol=2e-6)
 
 
@@ -137,13 +139,13 @@ def test_s27_groups_resume_and_a_changed_one_is_said(backend: Backend, harness: 
     polyamp.save(half, tmp_path / "half")
     whole = backend.export_state(advanced(half, range(2, 4)))
     again = polyamp.restore(polyamp.init(harness.mlp(layers(seed=5)), made), tmp_path / "half")
-    assert unmoved(whole, backend.export_state(advanced(again, range(2, 4)))) == []
+    assert changed_arrays(whole, backend.export_state(advanced(again, range(2, 4)))) == []
     changed = made.replace(optimizer=polyamp.adamw(rate, groups=[*GROUPS, Group("**/dense1", weight_decay=0.4)]))
     other = polyamp.init(harness.mlp(layers(seed=5)), changed)
     with pytest.raises(CheckpointError, match=r"optimizer.groups.3.weight_decay: 0.3 -> 0.4"):
         polyamp.restore(other, tmp_path / "half")
     restored = polyamp.restore(other, tmp_path / "half", on_change="accept")
-    assert by_end(restored)["dense1/kernel"].spec.weight_decay == 0.4
+    assert hyperparameters_by_end(restored)["dense1/kernel"].spec.weight_decay == 0.4
     restored, _ = polyamp.train_step(loss_fn, changed)(restored, batch(2))
     again = polyamp.restore(polyamp.init(harness.mlp(layers(seed=5)), made), tmp_path / "half")
     ends = [harness.weights(state) for state in (advanced(again, range(2, 3)), restored)]
@@ -151,7 +153,7 @@ def test_s27_groups_resume_and_a_changed_one_is_said(backend: Backend, harness: 
     assert not np.array_equal(ends[0][1].kernel, ends[1][1].kernel), "the code's groups train"
 
 
-def path_of(backend: Backend, harness: Harness, module: str) -> str:
+def module_path_in_backend(backend: Backend, harness: Harness, module: str) -> str:
     """A module's path in this framework."""
     groups = polyamp.init(harness.mlp(layers()), recipe(optimizer=polyamp.sgd(0.1))).groups
     assert groups is not None
@@ -160,7 +162,7 @@ def path_of(backend: Backend, harness: Harness, module: str) -> str:
 
 def test_s05_an_alias_names_a_module_in_overrides_and_groups(backend: Backend, harness: Harness) -> None:
     seen: dict[str, list[str]] = {}
-    own = path_of(backend, harness, "dense0")[:-1] + "*"
+    own = module_path_in_backend(backend, harness, "dense0")[:-1] + "*"
     for first in ("blocks/0", "**/dense0"):
         made = recipe(
             polyamp.Policy("mixed_bfloat16", overrides={first: "float32"}),
@@ -180,7 +182,7 @@ def test_s05_an_alias_names_a_module_in_overrides_and_groups(backend: Backend, h
 
 @pytest.mark.parametrize("bad", ["nothing", "taken"])
 def test_s05_an_alias_that_does_not_fit_is_refused(backend: Backend, harness: Harness, bad: str) -> None:
-    first, second = (path_of(backend, harness, name) for name in ("dense0", "dense1"))
+    first, second = (module_path_in_backend(backend, harness, name) for name in ("dense0", "dense1"))
     aliases = {"nothing": {"head": {backend.name: "nonesuch"}}, "taken": {second: {backend.name: first}}}[bad]
     made = recipe(optimizer=polyamp.sgd(0.1, groups=[Group("**", learning_rate=0.2)]), aliases=aliases)
     expected = {"nothing": "matches no path of this model. Nearest: .*dense", "taken": "already a name of"}[bad]

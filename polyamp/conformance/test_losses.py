@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import Array, number, recipe, unmoved
-from polyamp.contract.harness import Harness, Layer
+from polyamp.conformance.problems import Array, changed_arrays, recipe, to_float
+from polyamp.contract.harness import DenseWeights, Harness
 from polyamp.errors import LossError
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 LABELS: Final = np.array([2, 0, 1, 1, 3, 2], np.int64)
 WEIGHTS: Final = np.array([0.5, 2.0, 1.5, 0.25], np.float32)
 LOGITS: Final = np.random.default_rng(3).normal(0.0, 2.0, (6, 4)).astype(np.float32)
-IGNORING: Final = np.where(np.arange(6) % 3 == 1, -100, LABELS)
+IGNORED_LABELS: Final = np.where(np.arange(6) % 3 == 1, -100, LABELS)
 PROBABILITIES: Final = np.random.default_rng(4).dirichlet(np.ones(4), 6).astype(np.float32)
 SETTINGS: Final = [
     (labels, {**ignored, **smoothing, **weights})
     for (labels, ignored), smoothing, weights in itertools.product(
-        [(LABELS, {}), (LABELS, {"ignore_index": 1}), (IGNORING, {"ignore_index": -100}), (PROBABILITIES, {})],
+        [(LABELS, {}), (LABELS, {"ignore_index": 1}), (IGNORED_LABELS, {"ignore_index": -100}), (PROBABILITIES, {})],
         [{}, {"label_smoothing": 0.1}],
         [{}, {"class_weights": WEIGHTS}],
     )
@@ -66,12 +66,12 @@ def cross_entropy(
     return sum(rows) / sum(counts) if reduction == "mean" else sum(rows)
 
 
-def state_of(harness: Harness, logits: Array, made: polyamp.Recipe) -> Any:
+def logits_state(harness: Harness, logits: Array, made: polyamp.Recipe) -> Any:
     """A model whose only kernel is `logits`, so that its output for the rows of the identity is."""
-    return polyamp.init(harness.mlp([Layer(logits, np.zeros(logits.shape[1], np.float32))]), made)
+    return polyamp.init(harness.mlp([DenseWeights(logits, np.zeros(logits.shape[1], np.float32))]), made)
 
 
-def slope(function: Any, at: Array) -> Array:
+def numeric_gradient(function: Any, at: Array) -> Array:
     """The gradient of a function of one array, by central differences."""
     found = np.zeros(at.shape)
     for index in np.ndindex(*at.shape):
@@ -101,7 +101,7 @@ def test_s24_cross_entropy_has_torchs_values_and_gradients(
             total = total + float(factor) * (value if value.shape == () else value[0] + 2.0 * value[1])
         return total, found
 
-    state = state_of(harness, LOGITS, made)
+    state = logits_state(harness, LOGITS, made)
     given = {"x": np.eye(6, dtype=np.float32), "labels": tuple(labels for labels, _ in GRID)}
     (_, found), gradients = polyamp.value_and_grad(loss_fn)(state, given)
     seen = backend.to_numpy(backend.cast(harness.array(LOGITS), policy)).astype(np.float64)
@@ -117,8 +117,8 @@ def test_s24_cross_entropy_has_torchs_values_and_gradients(
         pairs = zip(factors, values, strict=True)
         return float(sum(f * (v if v.shape == () else v[0] + 2.0 * v[1]) for f, v in pairs))
 
-    want = slope(whole, seen)
-    np.testing.assert_allclose(of_logits(backend, gradients), want, rtol=0, atol=digits * np.abs(want).max())
+    want = numeric_gradient(whole, seen)
+    np.testing.assert_allclose(logits_gradient(backend, gradients), want, rtol=0, atol=digits * np.abs(want).max())
 
 
 def test_s24_values_outside_of_a_step_and_labels_of_every_kind(backend: Backend, harness: Harness) -> None:
@@ -131,7 +131,7 @@ def test_s24_values_outside_of_a_step_and_labels_of_every_kind(backend: Backend,
             np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-6, err_msg=f"{options}")
     for dtype in ("uint8", "int8", "int16", "int32"):
         got = polyamp.losses.softmax_cross_entropy(logits, harness.array(LABELS.astype(dtype)))
-        np.testing.assert_allclose(number(backend, got), cross_entropy(LOGITS, LABELS), rtol=2e-6)
+        np.testing.assert_allclose(to_float(backend, got), cross_entropy(LOGITS, LABELS), rtol=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["traced", "host"])
@@ -155,7 +155,7 @@ def test_s24_a_label_outside_of_the_classes_is_never_another_class(
         return polyamp.losses.softmax_cross_entropy(model(batch["x"]), batch["y"], **options), rows
 
     made = recipe(scaler=polyamp.LossScaler(init_scale=8.0))
-    state = state_of(harness, LOGITS, made)
+    state = logits_state(harness, LOGITS, made)
     before = backend.export_state(state)
     given = {"x": np.eye(6, dtype=np.float32), "y": labels}
     try:
@@ -163,14 +163,14 @@ def test_s24_a_label_outside_of_the_classes_is_never_another_class(
     except LossError:  # a step that is not compiled sees the values
         with pytest.raises(LossError, match=said):
             polyamp.train_step(loss_fn, made)(state, given)
-        assert unmoved(before, backend.export_state(state)) == []
+        assert changed_arrays(before, backend.export_state(state)) == []
         return
-    assert np.isnan(number(backend, loss))
+    assert np.isnan(to_float(backend, loss))
     assert np.isnan(backend.to_numpy(rows)).tolist() == [False] * 3 + [True] + [False] * 2
-    assert np.isnan(of_logits(backend, gradients)[3]).all()
+    assert np.isnan(logits_gradient(backend, gradients)[3]).all()
     state, result = polyamp.train_step(loss_fn, made)(state, given)
     assert bool(backend.to_numpy(result.skipped))
-    assert unmoved(before, backend.export_state(state)) == []
+    assert changed_arrays(before, backend.export_state(state)) == []
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "class_weights": WEIGHTS}])
@@ -183,12 +183,12 @@ def test_s24_ignored_rows_have_no_gradient_whatever_they_hold(backend: Backend, 
         logits = model(batch["x"])
         return polyamp.losses.softmax_cross_entropy(logits + batch["added"], batch["y"], ignore_index=-100, **options)
 
-    state = state_of(harness, LOGITS, recipe())
-    given = {"x": np.eye(6, dtype=np.float32), "y": IGNORING, "added": gains}
+    state = logits_state(harness, LOGITS, recipe())
+    given = {"x": np.eye(6, dtype=np.float32), "y": IGNORED_LABELS, "added": gains}
     loss, gradients = polyamp.value_and_grad(loss_fn)(state, given)
-    want = cross_entropy(LOGITS, IGNORING, ignore_index=-100, **options)
-    np.testing.assert_allclose(number(backend, loss), want, rtol=2e-6)
-    found = of_logits(backend, gradients)
+    want = cross_entropy(LOGITS, IGNORED_LABELS, ignore_index=-100, **options)
+    np.testing.assert_allclose(to_float(backend, loss), want, rtol=2e-6)
+    found = logits_gradient(backend, gradients)
     assert found[[1, 4]].tolist() == [[0.0] * 4] * 2
     assert np.isfinite(found).all()
     assert (found[[0, 2, 3, 5]] != 0.0).all()
@@ -198,13 +198,13 @@ def test_s24_the_mean_of_no_row_is_nan_and_moves_nothing(backend: Backend, harne
     def loss_fn(model: Any, batch: Any) -> Any:
         return polyamp.losses.softmax_cross_entropy(model(batch["x"]), batch["y"], ignore_index=3)
 
-    state = state_of(harness, LOGITS, recipe())
+    state = logits_state(harness, LOGITS, recipe())
     given = {"x": np.eye(6, dtype=np.float32), "y": np.full(6, 3)}
     loss, gradients = polyamp.value_and_grad(loss_fn)(state, given)
-    assert number(backend, loss) == number(backend, gradients.weight) == 0.0  # a step says so (S8)
-    assert not of_logits(backend, gradients).any()
+    assert to_float(backend, loss) == to_float(backend, gradients.weight) == 0.0  # a step says so (S8)
+    assert not logits_gradient(backend, gradients).any()
     alone = polyamp.losses.softmax_cross_entropy(harness.array(LOGITS), given["y"], ignore_index=3)
-    assert np.isnan(number(backend, alone))
+    assert np.isnan(to_float(backend, alone))
 
 
 @pytest.mark.parametrize("name", ["mean_squared_error", "sigmoid_cross_entropy", "huber"])
@@ -267,20 +267,20 @@ def test_s25_a_model_without_losses_of_its_own_adds_nothing(backend: Backend, ha
         return plain + added, {"plain": plain, "added": added}
 
     made = recipe("mixed_bfloat16")
-    model = harness.mlp([Layer(LOGITS[:4], np.zeros(4, np.float32))])
+    model = harness.mlp([DenseWeights(LOGITS[:4], np.zeros(4, np.float32))])
     outside = backend.to_numpy(polyamp.losses.regularization(model))
     assert (outside.dtype, outside.shape, float(outside)) == (np.float32, (), 0.0)
     state = polyamp.init(model, made)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         _, result = polyamp.train_step(loss_fn, made)(state, PROBABILITIES)
-    assert number(backend, result.aux["added"]) == 0.0
-    assert number(backend, result.loss) == number(backend, result.aux["plain"])
+    assert to_float(backend, result.aux["added"]) == 0.0
+    assert to_float(backend, result.loss) == to_float(backend, result.aux["plain"])
     assert all("float32" in dtype and shape == () for dtype, shape in seen)
 
 
-def of_logits(backend: Backend, gradients: polyamp.Gradients) -> Array:
-    """The gradient of the kernel of `state_of`."""
+def logits_gradient(backend: Backend, gradients: polyamp.Gradients) -> Array:
+    """The gradient of the kernel of `logits_state`."""
     found = [backend.to_numpy(gradient) for _, gradient in backend.named_gradients(gradients)]
     kernel = next(value for value in found if value.ndim == 2)
     return kernel if kernel.shape == LOGITS.shape else kernel.T  # torch keeps (out, in)

@@ -16,7 +16,7 @@ Mode = Literal["autocast", "cast"]
 MODES: list[Mode] = ["autocast", "cast"]
 
 
-def penalty(model: Any, batch: Any) -> Any:
+def l2_penalty(model: Any, batch: Any) -> Any:
     """The L2 penalty of all parameters."""
     return polyamp.losses.sum_of_squares(polyamp.parameters(model))
 
@@ -28,7 +28,7 @@ def test_s29_parameters_in_loss_fn_are_the_masters(backend: Backend, harness: Ha
 
     def noted(model: Any, batch: Any) -> Any:
         seen.extend(str(array.dtype) for array in polyamp.parameters(model).values())
-        return penalty(model, batch)
+        return l2_penalty(model, batch)
 
     # a number that float16 rounds, and one whose square it has not
     weights = [layer._replace(bias=np.full_like(layer.bias, 1000.1)) for layer in layers()]
@@ -52,7 +52,7 @@ def test_s29_gradients_of_a_call_and_of_a_penalty_add_up(backend: Backend, harne
     weights = layers()
 
     def both(model: Any, batch: Any) -> Any:
-        return loss_fn(model, batch) + 0.5 * penalty(model, batch)
+        return loss_fn(model, batch) + 0.5 * l2_penalty(model, batch)
 
     apart = [polyamp.init(harness.mlp(weights), made) for _ in range(2)]
     found = [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import batch, flat, layers, number, recipe, relative, train
+from polyamp.conformance.problems import batch, flat_weights, layers, recipe, relative_difference, to_float, train
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.reference import BACKEND as REFERENCE
@@ -29,19 +29,21 @@ OPTIMIZERS = {
 }
 
 
-def curve(backend: Backend, harness: Harness, made: polyamp.Recipe, steps: int) -> tuple[list[float], Any]:
+def loss_curve(backend: Backend, harness: Harness, made: polyamp.Recipe, steps: int) -> tuple[list[float], Any]:
     """The loss curve and the last state of the suite's MLP."""
     state, results = train(harness, made, [batch(i, size=16) for i in range(steps)], weights=layers((4, 16, 3)))
-    return [number(backend, result.loss) for result in results], state
+    return [to_float(backend, result.loss) for result in results], state
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_s21_float32_curves_agree_over_100_steps(backend: Backend, harness: Harness, name: str) -> None:
     made = recipe(optimizer=OPTIMIZERS[name], clip_norm=2.0)
-    mine, state = curve(backend, harness, made, 100)
-    reference, oracle = curve(REFERENCE, REFERENCE.testing(), made, 100)
-    assert relative(mine, reference) <= FLOAT32_TOLERANCE
-    np.testing.assert_allclose(flat(harness, state), flat(REFERENCE.testing(), oracle), rtol=1e-3, atol=1e-4)
+    mine, state = loss_curve(backend, harness, made, 100)
+    reference, oracle = loss_curve(REFERENCE, REFERENCE.testing(), made, 100)
+    assert relative_difference(mine, reference) <= FLOAT32_TOLERANCE
+    np.testing.assert_allclose(
+        flat_weights(harness, state), flat_weights(REFERENCE.testing(), oracle), rtol=1e-3, atol=1e-4
+    )
 
 
 SCHEDULES: dict[str, polyamp.schedules.Schedule] = {
@@ -56,9 +58,9 @@ SCHEDULES: dict[str, polyamp.schedules.Schedule] = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_s21_schedules_agree(backend: Backend, harness: Harness, name: str) -> None:
     made = recipe(optimizer=polyamp.sgd(SCHEDULES[name], momentum=0.9))
-    mine, _ = curve(backend, harness, made, 30)
-    reference, _ = curve(REFERENCE, REFERENCE.testing(), made, 30)
-    assert relative(mine, reference) <= FLOAT32_TOLERANCE
+    mine, _ = loss_curve(backend, harness, made, 30)
+    reference, _ = loss_curve(REFERENCE, REFERENCE.testing(), made, 30)
+    assert relative_difference(mine, reference) <= FLOAT32_TOLERANCE
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
@@ -67,10 +69,10 @@ def test_s21_mixed_curves_are_no_further_apart_than_from_float32(
 ) -> None:
     def distances(optimizer: Any) -> tuple[float, float]:
         made = {p: recipe(p, optimizer=optimizer, scaler=None) for p in ("float32", policy)}
-        mine = {p: np.array(curve(backend, harness, r, 60)[0]) for p, r in made.items()}
-        theirs = {p: np.array(curve(REFERENCE, REFERENCE.testing(), r, 60)[0]) for p, r in made.items()}
-        own = max(relative(side["float32"], side[policy]) for side in (mine, theirs))
-        return relative(mine[policy], theirs[policy]), own
+        mine = {p: np.array(loss_curve(backend, harness, r, 60)[0]) for p, r in made.items()}
+        theirs = {p: np.array(loss_curve(REFERENCE, REFERENCE.testing(), r, 60)[0]) for p, r in made.items()}
+        own = max(relative_difference(side["float32"], side[policy]) for side in (mine, theirs))
+        return relative_difference(mine[policy], theirs[policy]), own
 
     apart, own = distances(polyamp.sgd(0.05, momentum=0.9))
     assert 0.0 < own < 0.2
@@ -101,7 +103,7 @@ def test_trap_cross_entropy_of_30_is_30(backend: Backend, harness: Harness, dtyp
     """Clipped probabilities report 16.1."""
     logits = backend.cast(harness.array(np.array([[0.0, 30.0]], np.float32)), dtype)
     loss = polyamp.losses.softmax_cross_entropy(logits, harness.array(np.array([0], np.int32)))
-    assert number(backend, loss) == 30.0
+    assert to_float(backend, loss) == 30.0
 
 
 def test_s20_losses_refuse_shapes_that_would_broadcast(harness: Harness) -> None:

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import batch, layers, loss_fn, number, recipe, relative, train
+from polyamp.conformance.problems import batch, layers, loss_fn, recipe, relative_difference, to_float, train
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import PolicyError
-from polyamp.rules.sensitive import FAMILIES
+from polyamp.rules.float32_ops import OP_FAMILIES
 
 MIXED = ["mixed_float16", "mixed_bfloat16"]
 
 
-def compute_of(policy: str) -> str:
+def policy_compute_dtype(policy: str) -> str:
     return polyamp.Policy(policy).compute
 
 
@@ -32,7 +32,7 @@ def test_s01_masters_stay_float32_and_output_is_float32(backend: Backend, harnes
 
 @pytest.mark.parametrize("policy", MIXED)
 def test_s01_output_dtype_is_the_policys(backend: Backend, harness: Harness, policy: str) -> None:
-    dtype = compute_of(policy)
+    dtype = policy_compute_dtype(policy)
     wanted = polyamp.Policy(compute=dtype, output=dtype)
     output = wanted.autocast(harness.mlp(layers()))(harness.array(batch()["x"]))
     assert backend.to_numpy(output).dtype.name == dtype
@@ -69,7 +69,7 @@ def test_s03_inner_dtype_and_gradient_dtype(backend: Backend, harness: Harness, 
     state = polyamp.init(harness.mlp(layers(), observe=seen.append), made)
     _, gradients = polyamp.value_and_grad(loss_fn)(state, batch())
     assert seen, "the model never reported an inner dtype"
-    assert set(seen) == {compute_of(policy)}
+    assert set(seen) == {policy_compute_dtype(policy)}
     named = backend.named_gradients(gradients)
     assert {backend.to_numpy(value).dtype.name for _, value in named} == {"float32"}
     sizes = sorted(part.size for layer in harness.weights(state) for part in layer)
@@ -113,7 +113,7 @@ def test_s03_the_policy_that_loss_fn_puts_around_something_decides_for_it(
     whole = {"x": np.full((3, 3), 1.001, np.float32), "y": np.ones((3, 3), np.float32)}
     state = polyamp.init(harness.mlp(layers((3, 8, 3)), observe=seen.append), made)
     (_, aux), _ = polyamp.value_and_grad(nested)(state, whole)
-    assert set(seen) == {compute_of(inner)}
+    assert set(seen) == {policy_compute_dtype(inner)}
     product = float(backend.to_numpy(aux["product"])[0, 0])
     assert product == pytest.approx(3.0 if inner == "mixed_bfloat16" else 3.003, abs=1e-5), "1.001 rounds to 1"
 
@@ -126,7 +126,7 @@ def test_s03_float32_policy_computes_in_float32(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("policy", MIXED)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OP_FAMILIES)
 def test_s04_sensitive_families_run_in_float32(backend: Backend, harness: Harness, family: str, policy: str) -> None:
     operations = harness.sensitive().get(family, {})
     assert operations, f"the harness names no operation of {family}"
@@ -171,9 +171,9 @@ def test_s05_one_module_in_16_bits_under_a_float32_policy(
     for overrides in ({}, {"**/dense1": "bfloat16"}):
         made = recipe(polyamp.Policy("float32", mode=mode, overrides=overrides))
         state = polyamp.init(harness.mlp(layers((4, 8, 8, 3)), observe=seen.append), made)
-        losses.append(number(backend, polyamp.train_step(loss_fn, made)(state, batch())[1].loss))
+        losses.append(to_float(backend, polyamp.train_step(loss_fn, made)(state, batch())[1].loss))
     assert seen[2] == seen[-1] == "float32"
-    assert 1e-6 < relative(losses[1], losses[0]) < 3e-2
+    assert 1e-6 < relative_difference(losses[1], losses[0]) < 3e-2
 
 
 def test_s05_longest_glob_wins(harness: Harness) -> None:

@@ -8,30 +8,30 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import batch, flat, layers, loss_fn, recipe
+from polyamp.conformance.problems import batch, flat_weights, layers, loss_fn, recipe
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import PortError, UnsupportedError
-from polyamp.porting.layouts.converter import Ports
+from polyamp.porting.layouts.converter import HasConverter
 
 SOURCE, TARGET, OTHER = layers(), layers(seed=7), layers((8, 5), seed=7)
 
 
-def made() -> polyamp.Recipe:
+def porting_recipe() -> polyamp.Recipe:
     """Moments, counts, a schedule and a scale that moves."""
     rate = polyamp.schedules.warmup_cosine(0.05, warmup_steps=2, total_steps=12)
     scaler = polyamp.LossScaler(init_scale=64.0, growth_interval=2)
     return recipe("mixed_float16", optimizer=polyamp.adamw(rate, weight_decay=0.1), scaler=scaler, clip_norm=1.0)
 
 
-def held(harness: Harness, model: Any) -> list[np.ndarray[Any, Any]]:
+def model_weights(harness: Harness, model: Any) -> list[np.ndarray[Any, Any]]:
     """A model's weights, layer by layer."""
-    return [np.asarray(array) for layer in harness.weights(polyamp.init(model, made())) for array in layer]
+    return [np.asarray(array) for layer in harness.weights(polyamp.init(model, porting_recipe())) for array in layer]
 
 
-def refused(backend: Backend, source: Any, target: Any) -> bool:
+def is_porting_refused(backend: Backend, source: Any, target: Any) -> bool:
     """Whether the backend moves no models; it says so then."""
-    if isinstance(backend, Ports):
+    if isinstance(backend, HasConverter):
         return False
     with pytest.raises(UnsupportedError, match=f"the {backend.name} backend of this version has no converter"):
         polyamp.port(source, target)
@@ -40,29 +40,29 @@ def refused(backend: Backend, source: Any, target: Any) -> bool:
 
 def test_s30_weights_move_bit_for_bit(backend: Backend, harness: Harness) -> None:
     source, target = harness.mlp(SOURCE), harness.mlp(TARGET)
-    if refused(backend, source, target):
+    if is_porting_refused(backend, source, target):
         return
     ported, report = polyamp.port(source, target)
     assert report.clean
     wanted = [np.asarray(array) for layer in SOURCE for array in layer]
-    for array, want in zip(held(harness, ported), wanted, strict=True):
+    for array, want in zip(model_weights(harness, ported), wanted, strict=True):
         np.testing.assert_array_equal(array, want)
 
 
 def test_s30_what_does_not_fit_changes_nothing(backend: Backend, harness: Harness) -> None:
     source, target = harness.mlp(SOURCE), harness.mlp(OTHER)
-    if refused(backend, source, target):
+    if is_porting_refused(backend, source, target):
         return
     with pytest.raises(PortError, match="have no partner"):
         polyamp.port(source, target)
-    for array, want in zip(held(harness, target), (a for layer in OTHER for a in layer), strict=True):
+    for array, want in zip(model_weights(harness, target), (a for layer in OTHER for a in layer), strict=True):
         np.testing.assert_array_equal(array, np.asarray(want))
 
 
 def test_s30_a_training_state_goes_on_in_another(backend: Backend, harness: Harness) -> None:
-    step = polyamp.train_step(loss_fn, made())
-    state, other = (polyamp.init(harness.mlp(weights), made()) for weights in (SOURCE, TARGET))
-    if refused(backend, state, other):
+    step = polyamp.train_step(loss_fn, porting_recipe())
+    state, other = (polyamp.init(harness.mlp(weights), porting_recipe()) for weights in (SOURCE, TARGET))
+    if is_porting_refused(backend, state, other):
         return
     for seed in range(3):
         state, _ = step(state, batch(seed))
@@ -74,6 +74,6 @@ def test_s30_a_training_state_goes_on_in_another(backend: Backend, harness: Harn
         for seed in range(3, 6):
             each, _ = step(each, batch(seed))  # one state after the other
             scales.append(float(backend.to_numpy(each.scale_state.scale)))
-        ends.append(flat(harness, each))
+        ends.append(flat_weights(harness, each))
     assert scales[:3] == scales[3:]
     np.testing.assert_array_equal(ends[0], ends[1])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import batch, flat, layers, loss_fn, number, recipe, relative
+from polyamp.conformance.problems import batch, flat_weights, layers, loss_fn, recipe, relative_difference, to_float
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
@@ -20,54 +20,54 @@ RATE = polyamp.schedules.warmup_cosine(0.05, warmup_steps=2, total_steps=12)
 Slots = dict[str, np.ndarray[Any, Any]]
 
 
-def made() -> polyamp.Recipe:
+def refresh_recipe() -> polyamp.Recipe:
     """Moments, counts, a schedule and a scale that moves."""
     scaler = polyamp.LossScaler(init_scale=64.0, growth_interval=2)
     return recipe("mixed_float16", optimizer=polyamp.adamw(RATE, weight_decay=0.1), scaler=scaler, clip_norm=1.0)
 
 
-def advanced(state: Any, seeds: Sequence[int], outputs: int = 3) -> Any:
+def advance_state(state: Any, seeds: Sequence[int], outputs: int = 3) -> Any:
     step = polyamp.train_step(loss_fn, state.recipe)
     for seed in seeds:
         state, _ = step(state, batch(seed, outputs=outputs))
     return state
 
 
-def of_layer(arrays: Slots, number: int) -> Slots:
+def layer_slots(arrays: Slots, number: int) -> Slots:
     """The optimizer's arrays of one dense layer."""
     return {n: a for n, a in arrays.items() if n.startswith("optimizer/") and f"dense{number}/" in n and a.size > 1}
 
 
 def test_s28_a_new_head_starts_anew_and_the_body_goes_on(backend: Backend, harness: Harness, tmp_path: Path) -> None:
-    state = advanced(polyamp.init(harness.mlp(layers()), made()), range(3))
+    state = advance_state(polyamp.init(harness.mlp(layers()), refresh_recipe()), range(3))
     before = backend.export_state(state)
     head = layers((8, 5), seed=7)[0]
     state = polyamp.refresh(state, harness.with_head(state, head))
     after = backend.export_state(state)
-    assert of_layer(before, 0)
-    for name, array in of_layer(before, 0).items():
+    assert layer_slots(before, 0)
+    for name, array in layer_slots(before, 0).items():
         assert np.array_equal(after[name], array), name
         assert np.any(array != 0), name
-    assert of_layer(after, 1)
-    assert not any(np.any(array != 0) for array in of_layer(after, 1).values())
+    assert layer_slots(after, 1)
+    assert not any(np.any(array != 0) for array in layer_slots(after, 1).values())
     for name in ("step", *(name for name in before if name.startswith("loss_scale/"))):
         assert np.array_equal(after[name], before[name]), name
-    assert number(backend, state.step) == 3
-    state = advanced(state, range(3, 5), outputs=5)
+    assert to_float(backend, state.step) == 3
+    state = advance_state(state, range(3, 5), outputs=5)
     polyamp.save(state, tmp_path / "grown")  # S22 holds for what has grown
-    again = polyamp.init(harness.mlp([layers()[0], head]), made())
+    again = polyamp.init(harness.mlp([layers()[0], head]), refresh_recipe())
     again = polyamp.restore(again, tmp_path / "grown")
-    ends = [flat(harness, advanced(each, range(5, 7), outputs=5)) for each in (state, again)]
+    ends = [flat_weights(harness, advance_state(each, range(5, 7), outputs=5)) for each in (state, again)]
     assert np.array_equal(ends[0], ends[1])
 
 
 def test_s28_a_new_head_takes_the_first_step_of_a_new_parameter(backend: Backend, harness: Harness) -> None:
     """Its bias correction counts its own updates (S23), while the rate is that of the state's next update (S13)."""
     settings: dict[str, Any] = {"scaler": polyamp.LossScaler.off(), "optimizer": polyamp.adam(RATE, eps=1e-12)}
-    state = advanced(polyamp.init(harness.mlp(layers()), recipe(**settings)), range(3))
+    state = advance_state(polyamp.init(harness.mlp(layers()), recipe(**settings)), range(3))
     head = layers((8, 3), seed=7)[0]
     state = polyamp.refresh(state, harness.with_head(state, head), fresh="dense1")
-    state = advanced(state, [3])
+    state = advance_state(state, [3])
     moved = np.abs(harness.weights(state)[1].kernel - head.kernel)
     rate = float(RATE(3))
     np.testing.assert_allclose(np.median(moved), rate, rtol=1e-3)
@@ -76,42 +76,42 @@ def test_s28_a_new_head_takes_the_first_step_of_a_new_parameter(backend: Backend
 def test_s28_nothing_changed_changes_nothing(backend: Backend, harness: Harness) -> None:
     ends = []
     for refreshes in (False, True):
-        state = advanced(polyamp.init(harness.mlp(layers()), made()), range(3))
+        state = advance_state(polyamp.init(harness.mlp(layers()), refresh_recipe()), range(3))
         if refreshes:
             state = polyamp.refresh(state, state.model)
-        ends.append(flat(harness, advanced(state, range(3, 5))))
+        ends.append(flat_weights(harness, advance_state(state, range(3, 5))))
     assert np.array_equal(ends[0], ends[1])
 
 
 def test_s28_thawed_layers_start_anew_and_frozen_ones_are_dropped(backend: Backend, harness: Harness) -> None:
-    state = polyamp.init(harness.mlp(layers()), made())
+    state = polyamp.init(harness.mlp(layers()), refresh_recipe())
     try:
         model = harness.with_frozen(state, [0])
     except UnsupportedError:
         return  # its models have no such switch
-    state = advanced(polyamp.refresh(state, model), range(3))
-    start, head = layers()[0], of_layer(backend.export_state(state), 1)
+    state = advance_state(polyamp.refresh(state, model), range(3))
+    start, head = layers()[0], layer_slots(backend.export_state(state), 1)
     assert np.array_equal(harness.weights(state)[0].kernel, start.kernel)
-    assert of_layer(backend.export_state(state), 0) == {}
+    assert layer_slots(backend.export_state(state), 0) == {}
     state = polyamp.refresh(state, harness.with_frozen(state, []))
     after = backend.export_state(state)
     assert all(np.array_equal(after[name], array) for name, array in head.items())
-    assert of_layer(after, 0)
-    assert not any(np.any(array != 0) for array in of_layer(after, 0).values())
-    state = advanced(state, range(3, 5))
+    assert layer_slots(after, 0)
+    assert not any(np.any(array != 0) for array in layer_slots(after, 0).values())
+    state = advance_state(state, range(3, 5))
     assert not np.array_equal(harness.weights(state)[0].kernel, start.kernel)
     frozen = polyamp.refresh(state, harness.with_frozen(state, [1]))
-    assert of_layer(backend.export_state(frozen), 1) == {}
+    assert layer_slots(backend.export_state(frozen), 1) == {}
 
 
 def test_s28_what_is_said_of_parameters_must_be_there(backend: Backend, harness: Harness) -> None:
-    state = advanced(polyamp.init(harness.mlp(layers()), made()), [0])
+    state = advance_state(polyamp.init(harness.mlp(layers()), refresh_recipe()), [0])
     before = backend.export_state(state)
     for name in ("fresh", "keep"):
         with pytest.raises(ModelError, match=rf"{name}: the glob 'haed/\*\*' matches no trained parameter"):
             polyamp.refresh(state, state.model, **{name: "haed/**"})
     assert all(np.array_equal(array, before[name]) for name, array in backend.export_state(state).items())
-    assert number(backend, advanced(state, [1]).step) == 2
+    assert to_float(backend, advance_state(state, [1]).step) == 2
     with pytest.raises(StateError, match=r"refresh takes a state .* Received: tuple"):
         polyamp.refresh((state, None))  # type: ignore[arg-type]  # the mistake
 
@@ -121,9 +121,9 @@ def test_s28_training_on_is_the_references(backend: Backend, harness: Harness) -
     ends = []
     for own in (harness, registry.get("reference").testing()):
         settings = recipe(optimizer=polyamp.adamw(RATE, weight_decay=0.1))
-        state = advanced(polyamp.init(own.mlp(layers()), settings), range(2))
+        state = advance_state(polyamp.init(own.mlp(layers()), settings), range(2))
         for number_, outputs in enumerate((5, 3)):
             state = polyamp.refresh(state, own.with_head(state, layers((8, outputs), seed=number_ + 5)[0]))
-            state = advanced(state, range(2 * number_ + 2, 2 * number_ + 4), outputs=outputs)
-        ends.append(flat(own, state))
-    assert relative(ends[0], ends[1]) < 2e-4
+            state = advance_state(state, range(2 * number_ + 2, 2 * number_ + 4), outputs=outputs)
+        ends.append(flat_weights(own, state))
+    assert relative_difference(ends[0], ends[1]) < 2e-4

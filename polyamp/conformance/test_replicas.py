@@ -11,18 +11,20 @@ from polyamp.conformance.problems import layers, recipe
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import ReplicaError
-from polyamp.rules.replicas import Group, compare
-from polyamp.rules.roll_call import Shelf
-from polyamp.train.ranks import brought
+from polyamp.rules.failure_report import InMemoryStore
+from polyamp.rules.rank_comparison import RankGroup, compare_ranks
+from polyamp.train.rank_fingerprint import state_fingerprint
 
 
-def said(states: list[Any]) -> list[str]:
+def rank_messages(states: list[Any]) -> list[str]:
     """What each of several ranks with these states is told; "" where it may go on."""
-    shelf, found = Shelf(), [""] * len(states)
+    shelf, found = InMemoryStore(), [""] * len(states)
 
     def rank(place: int) -> None:
         try:
-            compare(Group(shelf, place, range(len(states)), 20.0), 1, brought(states[place], whole=True))
+            compare_ranks(
+                RankGroup(shelf, place, range(len(states)), 20.0), 1, state_fingerprint(states[place], whole=True)
+            )
         except ReplicaError as error:
             found[place] = str(error)
 
@@ -38,7 +40,7 @@ def test_s32_ranks_that_bring_the_same_train(backend: Backend, harness: Harness)
     def state() -> Any:
         return polyamp.init(harness.mlp(layers((4, 8, 3))), recipe())
 
-    assert said([state(), state()]) == ["", ""]
+    assert rank_messages([state(), state()]) == ["", ""]
 
 
 def test_s32_a_rank_that_brings_something_else_is_refused_on_all(backend: Backend, harness: Harness) -> None:
@@ -55,6 +57,6 @@ def test_s32_a_rank_that_brings_something_else_is_refused_on_all(backend: Backen
         "rank 2 brings other values than ranks 0 and 1: ": lambda: state(seed=1),
     }
     for words, other in others.items():
-        found = said([state(), state(), other()])
+        found = rank_messages([state(), state(), other()])
         assert found[0].startswith(words), found[0]
         assert found == [found[0]] * 3

@@ -16,7 +16,7 @@ import pytest
 
 import polyamp
 from polyamp.conformance import resume
-from polyamp.conformance.problems import batch, flat, layers, loss_fn, number, recipe, unmoved
+from polyamp.conformance.problems import batch, changed_arrays, flat_weights, layers, loss_fn, recipe, to_float
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import CheckpointError, UnsupportedError
@@ -24,10 +24,10 @@ from polyamp.errors import CheckpointError, UnsupportedError
 
 @pytest.mark.parametrize("kind", resume.KINDS)
 def test_s22_resume_is_bit_identical(backend: Backend, tmp_path: Path, kind: str) -> None:
-    state = resume.advance(resume.fresh(backend.name, kind, seed=0), 0, 6)
+    state = resume.advance_state(resume.fresh_state(backend.name, kind, seed=0), 0, 6)
     path, output = tmp_path / "checkpoint.safetensors", tmp_path / "resumed.npz"
     polyamp.save(state, path)
-    straight = backend.export_state(resume.advance(state, 6, 12))
+    straight = backend.export_state(resume.advance_state(state, 6, 12))
     arguments = [backend.name, kind, str(path), str(output)]
     subprocess.run([sys.executable, "-m", resume.__name__, *arguments], check=True, timeout=300)
     with np.load(output) as resumed:
@@ -46,7 +46,7 @@ def test_s22_a_checkpoint_of_another_model_is_refused(backend: Backend, harness:
     deeper = polyamp.init(harness.mlp(layers((4, 5, 5, 3))), recipe())
     with pytest.raises(CheckpointError, match="missing: "):
         polyamp.restore(deeper, path)
-    assert unmoved(before, backend.export_state(state)) == []
+    assert changed_arrays(before, backend.export_state(state)) == []
 
 
 def test_s22_a_damaged_checkpoint_changes_nothing(backend: Backend, harness: Harness, tmp_path: Path) -> None:
@@ -61,16 +61,16 @@ def test_s22_a_damaged_checkpoint_changes_nothing(backend: Backend, harness: Har
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError, match="damaged"):
             polyamp.restore(state, path)
-        assert unmoved(before, backend.export_state(state)) == []
+        assert changed_arrays(before, backend.export_state(state)) == []
 
 
-def bits(backend: Backend, state: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+def state_bytes(backend: Backend, state: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Everything in a state, random-number streams included, to the bit."""
     arrays = backend.export_state(state)
     return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in arrays.items()}
 
 
-class Forged:
+class ForgedState:
     """Arrays of anybody's making, which `save` writes with a digest that is right."""
 
     def __init__(self, state: Any, arrays: dict[str, Any]) -> None:
@@ -81,14 +81,14 @@ class Forged:
         return self.arrays
 
 
-def _set(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+def _set_value(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
     def change(arrays: dict[str, Any]) -> None:
         arrays[name] = np.asarray(value, arrays[name].dtype)
 
     return change
 
 
-def _wide(name: str) -> Callable[[dict[str, Any]], None]:
+def _widen_count(name: str) -> Callable[[dict[str, Any]], None]:
     """A count that int32 does not hold, which a cast would make negative."""
 
     def change(arrays: dict[str, Any]) -> None:
@@ -102,17 +102,26 @@ def _last_parameter(arrays: dict[str, Any]) -> str:
 
 
 FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "nan": (_set("loss_scale/scale", np.nan), "loss_scale/scale is nan, which its scaler .* never has"),
-    "negative scale": (_set("loss_scale/scale", -8.0), "loss_scale/scale is -8"),
-    "above": (_set("loss_scale/scale", 2.0**60), r"loss_scale/scale is 1.15.*e\+18"),
-    "good_steps": (_set("loss_scale/good_steps", -7), "loss_scale/good_steps is -7, and a count is never negative"),
-    "skipped": (_set("loss_scale/skipped", -1), "loss_scale/skipped is -1, and a count"),
-    "stuck": (_set("loss_scale/stuck", -1), "loss_scale/stuck is -1, and a count"),
-    "hysteresis": (_set("loss_scale/hysteresis", 9), "loss_scale/hysteresis is 9, which must lie between -1 and 2"),
-    "step": (_set("step", -3), "step is -3, and a count is never negative"),
-    "wide step": (_wide("step"), r"step: int64\[\] in the file, int32\[\] in the state"),
-    "wide skipped": (_wide("loss_scale/skipped"), r"loss_scale/skipped: int64\[\] in the file, int32\[\]"),
-    "wide good_steps": (_wide("loss_scale/good_steps"), r"loss_scale/good_steps: int64\[\] in the file, int32\[\]"),
+    "nan": (_set_value("loss_scale/scale", np.nan), "loss_scale/scale is nan, which its scaler .* never has"),
+    "negative scale": (_set_value("loss_scale/scale", -8.0), "loss_scale/scale is -8"),
+    "above": (_set_value("loss_scale/scale", 2.0**60), r"loss_scale/scale is 1.15.*e\+18"),
+    "good_steps": (
+        _set_value("loss_scale/good_steps", -7),
+        "loss_scale/good_steps is -7, and a count is never negative",
+    ),
+    "skipped": (_set_value("loss_scale/skipped", -1), "loss_scale/skipped is -1, and a count"),
+    "stuck": (_set_value("loss_scale/stuck", -1), "loss_scale/stuck is -1, and a count"),
+    "hysteresis": (
+        _set_value("loss_scale/hysteresis", 9),
+        "loss_scale/hysteresis is 9, which must lie between -1 and 2",
+    ),
+    "step": (_set_value("step", -3), "step is -3, and a count is never negative"),
+    "wide step": (_widen_count("step"), r"step: int64\[\] in the file, int32\[\] in the state"),
+    "wide skipped": (_widen_count("loss_scale/skipped"), r"loss_scale/skipped: int64\[\] in the file, int32\[\]"),
+    "wide good_steps": (
+        _widen_count("loss_scale/good_steps"),
+        r"loss_scale/good_steps: int64\[\] in the file, int32\[\]",
+    ),
     "shape": (lambda a: a.update({_last_parameter(a): np.zeros(77, "f4")}), r"float32\[77\] in the file, float32"),
     "dtype": (lambda a: a.update({_last_parameter(a): a[_last_parameter(a)].astype("f8")}), "float64.* in the file"),
     "missing": (lambda a: a.pop(_last_parameter(a)), "missing: model/"),
@@ -122,18 +131,18 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 def test_s22_a_forged_checkpoint_changes_nothing(backend: Backend, harness: Harness, tmp_path: Path) -> None:
     """A digest that is right proves nothing: everything is looked at before the first write."""
-    state = resume.advance(resume.fresh(backend.name, "mlp", seed=0), 0, 2)
-    before = bits(backend, state)
+    state = resume.advance_state(resume.fresh_state(backend.name, "mlp", seed=0), 0, 2)
+    before = state_bytes(backend, state)
     for name, (forge, message) in FORGERIES.items():
         arrays = backend.export_state(state)
         forge(arrays)
-        polyamp.save(Forged(state, arrays), tmp_path / "forged")
+        polyamp.save(ForgedState(state, arrays), tmp_path / "forged")
         with pytest.raises(CheckpointError, match=message):
             polyamp.restore(state, tmp_path / "forged", on_change="accept")
-        assert bits(backend, state) == before, name
+        assert state_bytes(backend, state) == before, name
 
 
-def stepped(state: Any, made: polyamp.Recipe) -> Any:
+def step_once(state: Any, made: polyamp.Recipe) -> Any:
     """The state after one step."""
     return polyamp.train_step(loss_fn, made)(state, batch())[0]
 
@@ -146,16 +155,16 @@ def test_s22_a_changed_recipe_is_said_and_the_codes_trains(
     new = old.replace(optimizer=polyamp.sgd(rate), clip_norm=7.0)
     polyamp.save(polyamp.init(harness.mlp(layers()), old), tmp_path / "checkpoint")
     state = polyamp.init(harness.mlp(layers(seed=1)), new)
-    before = bits(backend, state)
+    before = state_bytes(backend, state)
     said = r"optimizer\.learning_rate: 0\.001 -> (1\.0|\{.*peak: 0\.5.*\})\n  clip_norm: None -> 7\.0\n"
     with pytest.raises(CheckpointError, match=said):
         polyamp.restore(state, tmp_path / "checkpoint")
-    assert bits(backend, state) == before
+    assert state_bytes(backend, state) == before
     with pytest.warns(UserWarning, match=said):
         state = polyamp.restore(state, tmp_path / "checkpoint", on_change="warn")
-    want = stepped(polyamp.init(harness.mlp(layers()), new), new)
-    assert np.array_equal(flat(harness, stepped(state, new)), flat(harness, want))
-    assert not np.array_equal(flat(harness, want), np.concatenate([part.ravel() for part in sum(layers(), ())]))
+    want = step_once(polyamp.init(harness.mlp(layers()), new), new)
+    assert np.array_equal(flat_weights(harness, step_once(state, new)), flat_weights(harness, want))
+    assert not np.array_equal(flat_weights(harness, want), np.concatenate([part.ravel() for part in sum(layers(), ())]))
 
 
 def test_s22_a_changed_scaler_holds_the_scale_or_starts_anew(
@@ -169,7 +178,7 @@ def test_s22_a_changed_scaler_holds_the_scale_or_starts_anew(
         with pytest.raises(CheckpointError, match=r"scaler\."):
             polyamp.restore(state, tmp_path / "checkpoint")
         state = polyamp.restore(state, tmp_path / "checkpoint", on_change="accept")
-        return [number(backend, value) for value in state.scale_state]
+        return [to_float(backend, value) for value in state.scale_state]
 
     assert restored(max_scale=2.0**16, hysteresis=2) == [2.0**16, 0, 2, 0, 0]
     assert restored(hysteresis=3, growth_interval=7) == [2.0**20, 0, 3, 0, 0]
@@ -195,7 +204,9 @@ def test_s22_a_native_optimizers_changed_rate_is_said(backend: Backend, harness:
         polyamp.restore(other, tmp_path / "checkpoint")
     other = polyamp.restore(other, tmp_path / "checkpoint", on_change="accept")
     state, made_again = fresh(0.5)
-    assert np.array_equal(flat(harness, stepped(other, made)), flat(harness, stepped(state, made_again)))
+    assert np.array_equal(
+        flat_weights(harness, step_once(other, made)), flat_weights(harness, step_once(state, made_again))
+    )
 
 
 def test_s22_a_step_is_pickled_and_copied_after_its_first_call(backend: Backend, harness: Harness) -> None:
@@ -210,8 +221,8 @@ def test_s22_a_step_is_pickled_and_copied_after_its_first_call(backend: Backend,
         other = polyamp.init(harness.mlp(layers()), made)
         for seed in range(3):
             other, _ = each(other, batch(seed))
-        ends.append(flat(harness, other))
+        ends.append(flat_weights(harness, other))
     assert all(np.array_equal(end, ends[0]) for end in ends)
-    assert not np.array_equal(ends[0], flat(harness, state))
+    assert not np.array_equal(ends[0], flat_weights(harness, state))
     assert [each.recipe for each in copies] == [made] * 4
     assert copies[1].recipe is made

@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import polyamp
-from polyamp.conformance.problems import batch, flat, layers, loss_fn, number, recipe, train
-from polyamp.conformance.published import OVERFLOWS, REFERENCES
+from polyamp.conformance.problems import batch, flat_weights, layers, loss_fn, recipe, to_float, train
+from polyamp.conformance.published import OVERFLOWS, PUBLISHED_SCALERS
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import LossScaleStuckError
 
 
-def oracle(scaler: polyamp.LossScaler, flags: list[bool]) -> list[tuple[float, int, int, int, int]]:
+def scale_oracle(scaler: polyamp.LossScaler, flags: list[bool]) -> list[tuple[float, int, int, int, int]]:
     """The pseudo-code of S15 in plain Python: (scale, good_steps, hysteresis, skipped, stuck) after each flag."""
     scale, good, hysteresis, skipped, stuck = scaler.init_scale, 0, scaler.hysteresis, 0, 0
     trace = []
@@ -43,23 +43,23 @@ def oracle(scaler: polyamp.LossScaler, flags: list[bool]) -> list[tuple[float, i
 @pytest.mark.parametrize("name", ["torch", "megatron", "consecutive", "deepspeed"])
 def test_s16_reference_traces_through_the_step(backend: Backend, harness: Harness, name: str) -> None:
     """The scales of each source's own rule (`published`), through whole training steps."""
-    reference = REFERENCES[name]
+    reference = PUBLISHED_SCALERS[name]
     scaler = polyamp.LossScaler(init_scale=16.0, growth_interval=4, **reference.settings)
     made = recipe("mixed_float16", scaler=scaler)
     _, results = train(harness, made, [batch(i, gain=np.inf if bad else 1.0) for i, bad in enumerate(OVERFLOWS)])
-    assert [number(backend, r.scale) for r in results] == reference.scales()
+    assert [to_float(backend, r.scale) for r in results] == reference.scales()
     assert [int(backend.to_numpy(r.skipped)) for r in results] == OVERFLOWS
-    assert number(backend, results[-1].step) == OVERFLOWS.count(0)
+    assert to_float(backend, results[-1].step) == OVERFLOWS.count(0)
 
 
-@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("name", PUBLISHED_SCALERS)
 def test_s16_reference_traces_through_update(backend: Backend, harness: Harness, name: str) -> None:
-    reference = REFERENCES[name]
+    reference = PUBLISHED_SCALERS[name]
     scaler = polyamp.LossScaler(init_scale=16.0, growth_interval=4, **reference.settings)
     state, seen = scaler.init(backend.name), []
     for bad in OVERFLOWS:
         state = scaler.update(state, harness.array(np.asarray(not bad)))
-        seen.append(number(backend, state.scale))
+        seen.append(to_float(backend, state.scale))
     assert seen == reference.scales()
 
 
@@ -68,7 +68,7 @@ def test_s15_the_scale_grows_beyond_a_smaller_growth_interval(backend: Backend, 
     state = polyamp.LossScaler(init_scale=16.0).init(backend.name)
     late = state._replace(good_steps=backend.scalar(1500, "int32", like=state.good_steps))
     new = polyamp.LossScaler(init_scale=16.0, growth_interval=4).update(late, harness.array(np.asarray(True)))
-    assert [number(backend, value) for value in new] == [32.0, 0.0, 1.0, 0.0, 0.0]
+    assert [to_float(backend, value) for value in new] == [32.0, 0.0, 1.0, 0.0, 0.0]
 
 
 @st.composite
@@ -98,7 +98,7 @@ def test_s15_update_follows_the_rule(
 ) -> None:
     """Random flags and settings: every backend equals the oracle, and so every other backend; S17's bounds hold."""
     state = scaler.init(backend.name)
-    for flag, want in zip(flags, oracle(scaler, flags), strict=True):
+    for flag, want in zip(flags, scale_oracle(scaler, flags), strict=True):
         state = scaler.update(state, harness.array(np.asarray(flag)))
         values = [backend.to_numpy(value) for value in state]
         assert [value.dtype.name for value in values] == ["float32", *["int32"] * 4]
@@ -113,10 +113,10 @@ def test_s17_the_scale_never_reaches_zero_and_recovers(backend: Backend, harness
     bad, good = batch(gain=np.inf), batch()
     made = recipe("mixed_float16", scaler=scaler)
     state, results = train(harness, made, [bad] * 200 + [good])
-    scales = [number(backend, r.scale) for r in results]
+    scales = [to_float(backend, r.scale) for r in results]
     assert min(scales) == scales[-1] == 2.0**-14
     assert not bool(backend.to_numpy(results[-1].skipped))
-    assert np.isfinite(flat(harness, state)).all()
+    assert np.isfinite(flat_weights(harness, state)).all()
 
 
 def test_s17_the_scale_never_exceeds_its_ceiling(backend: Backend, harness: Harness) -> None:
@@ -124,7 +124,7 @@ def test_s17_the_scale_never_exceeds_its_ceiling(backend: Backend, harness: Harn
     state = scaler.init(backend.name)
     for _ in range(5):
         state = scaler.update(state, harness.array(np.asarray(True)))
-    assert number(backend, state.scale) == 2.0**24
+    assert to_float(backend, state.scale) == 2.0**24
 
 
 def test_s17_stuck_names_the_parameters(backend: Backend, harness: Harness) -> None:
@@ -152,7 +152,7 @@ def test_s18_state_is_whole_and_built_anew(backend: Backend, harness: Harness) -
         assert a is not b
         assert backend.to_numpy(a).shape == ()
     assert [backend.to_numpy(value).dtype.name for value in first] == ["float32", *["int32"] * 4]
-    assert [number(backend, value) for value in first] == [2.0**15, 0, 3, 0, 0]
+    assert [to_float(backend, value) for value in first] == [2.0**15, 0, 3, 0, 0]
     assert len({id(value) for value in (*first, *second)}) == 10
 
 
@@ -165,7 +165,7 @@ def test_s18_state_moves_to_another_backend(backend: Backend, harness: Harness) 
     for flag in (True, True, True, False):
         state = scaler.update(state, harness.array(np.asarray(flag)))
         moved = scaler.update(moved, np.asarray(flag))
-    assert [number(backend, value) for value in state] == [float(value) for value in moved]
+    assert [to_float(backend, value) for value in state] == [float(value) for value in moved]
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
@@ -173,29 +173,29 @@ def test_s19_off_gives_the_results_of_plain_code(backend: Backend, harness: Harn
     batches = [batch(i) for i in range(4)]
     off, results = train(harness, recipe(scaler=polyamp.LossScaler.off(), clip_norm=clip_norm), batches)
     on, _ = train(harness, recipe(scaler=polyamp.LossScaler.static(1.0), clip_norm=clip_norm), batches)
-    assert np.array_equal(flat(harness, off), flat(harness, on))
-    assert {number(backend, r.scale) for r in results} == {1.0}
+    assert np.array_equal(flat_weights(harness, off), flat_weights(harness, on))
+    assert {to_float(backend, r.scale) for r in results} == {1.0}
 
 
 def test_s19_off_checks_nothing_unless_asked(backend: Backend, harness: Harness) -> None:
     state, (result,) = train(harness, recipe(scaler=polyamp.LossScaler.off()), [batch(gain=np.nan)])
     assert not bool(backend.to_numpy(result.skipped))
-    assert np.isnan(flat(harness, state)).any(), "plain code writes the NaN"
+    assert np.isnan(flat_weights(harness, state)).any(), "plain code writes the NaN"
     checked = recipe(scaler=polyamp.LossScaler.off(check_finite=True))
     state, (result,) = train(harness, checked, [batch(gain=np.nan)])
     assert bool(backend.to_numpy(result.skipped))
-    assert np.isfinite(flat(harness, state)).all()
+    assert np.isfinite(flat_weights(harness, state)).all()
 
 
 def test_trap_a_hand_written_step_needs_only_three_calls(backend: Backend, harness: Harness) -> None:
     scaler = polyamp.LossScaler(init_scale=2.0**20)
     state = scaler.init(backend.name)
     scaled = scaler.scale(harness.array(np.asarray(0.5, np.float32)), state)
-    assert number(backend, scaled) == 2.0**19, "a scale of 2^20 must not be cast to float16"
+    assert to_float(backend, scaled) == 2.0**19, "a scale of 2^20 must not be cast to float16"
     (grad,), finite = scaler.unscale([harness.array(np.full(2, 2.0**20, np.float32))], state)
     assert backend.to_numpy(grad).tolist() == [1.0, 1.0]
     state = scaler.update(state, finite)
-    assert [number(backend, value) for value in (state.scale, state.good_steps)] == [2.0**20, 1]
+    assert [to_float(backend, value) for value in (state.scale, state.good_steps)] == [2.0**20, 1]
 
 
 def test_trap_weights_survive_every_scale(backend: Backend, harness: Harness) -> None:
@@ -204,7 +204,7 @@ def test_trap_weights_survive_every_scale(backend: Backend, harness: Harness) ->
     still = batch(gain=0.0)
     still["y"] *= 0.0
     state, results = train(harness, made, [still] * 3, weights=layers())
-    assert np.isfinite(flat(harness, state)).all()
+    assert np.isfinite(flat_weights(harness, state)).all()
     assert not any(bool(backend.to_numpy(r.skipped)) for r in results)
     assert loss_fn is not None
 

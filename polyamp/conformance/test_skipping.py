@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import batch, flat, layers, loss_fn, number, recipe, train, unmoved
+from polyamp.conformance.problems import batch, changed_arrays, flat_weights, layers, loss_fn, recipe, to_float, train
 from polyamp.contract.backend import Backend
-from polyamp.contract.harness import Harness, Layer
+from polyamp.contract.harness import DenseWeights, Harness
 from polyamp.errors import RecipeError
 
 OPTIMIZERS = [
@@ -36,9 +36,9 @@ def test_s12_skip_leaves_everything_unchanged(backend: Backend, harness: Harness
     after = backend.export_state(state)
     assert bool(backend.to_numpy(result.skipped))
     shared = {name: value for name, value in after.items() if name in before}
-    assert unmoved({name: before[name] for name in shared}, shared) == []
+    assert changed_arrays({name: before[name] for name in shared}, shared) == []
     assert set(before) <= set(after)
-    assert number(backend, result.step) == (0 if first else 3)
+    assert to_float(backend, result.step) == (0 if first else 3)
     assert [int(after[f"loss_scale/{n}"]) for n in ("scale", "skipped", "good_steps")] == [8, 1, 0]
 
 
@@ -54,14 +54,14 @@ def test_s12_skip_leaves_running_statistics_unchanged(backend: Backend, harness:
     )
     state, result = step(state, batch(1, gain=np.inf))
     assert bool(backend.to_numpy(result.skipped))
-    assert unmoved(before, backend.export_state(state)) == []
+    assert changed_arrays(before, backend.export_state(state)) == []
 
 
 LIMIT = 0.25
 """What the first kernel is clipped to: a number that 16 bits hold."""
 
 
-def constrained(harness: Harness, made: polyamp.Recipe) -> tuple[Any, list[Layer]]:
+def constrained_state(harness: Harness, made: polyamp.Recipe) -> tuple[Any, list[DenseWeights]]:
     """The state of a model whose forward pass clips its first kernel, and its weights once they are clipped."""
     weights = layers()
     model = harness.constrained_mlp(weights, LIMIT)
@@ -79,7 +79,7 @@ def test_s12_what_the_forward_pass_writes_to_a_parameter_takes_effect_with_the_s
 ) -> None:
     """The step is that of a model which begins with what was written."""
     made = recipe(polyamp.Policy("mixed_bfloat16", mode=mode), accumulate_steps=windows)
-    state, clipped = constrained(harness, made)
+    state, clipped = constrained_state(harness, made)
     state, _ = polyamp.train_step(loss_fn, made)(state, batch())
     wanted, _ = train(harness, made, [batch()], weights=clipped)
     for got, want in zip(harness.weights(state), harness.weights(wanted), strict=True):
@@ -92,14 +92,14 @@ def test_s12_a_skipped_step_takes_back_what_the_forward_pass_wrote(
     backend: Backend, harness: Harness, policy: str
 ) -> None:
     made = recipe(policy, scaler=polyamp.LossScaler(init_scale=16.0))
-    state, _ = constrained(harness, made)
+    state, _ = constrained_state(harness, made)
     before = backend.export_state(state)
     polyamp.value_and_grad(loss_fn)(state, batch())
-    assert unmoved(before, backend.export_state(state)) == [], "a half that applies nothing"
+    assert changed_arrays(before, backend.export_state(state)) == [], "a half that applies nothing"
     step = polyamp.train_step(loss_fn, made)
     state, result = step(state, batch(gain=np.inf))
     assert bool(backend.to_numpy(result.skipped))
-    assert unmoved(before, backend.export_state(state)) == []
+    assert changed_arrays(before, backend.export_state(state)) == []
 
 
 def test_s12_the_two_halves_keep_running_statistics_until_applied(backend: Backend, harness: Harness) -> None:
@@ -108,12 +108,12 @@ def test_s12_the_two_halves_keep_running_statistics_until_applied(backend: Backe
     before = backend.export_state(state)
     run = polyamp.value_and_grad(loss_fn)
     _, gradients = run(state, batch())
-    assert unmoved(before, backend.export_state(state)) == [], "value_and_grad must change nothing"
+    assert changed_arrays(before, backend.export_state(state)) == [], "value_and_grad must change nothing"
     state, result = polyamp.apply_gradients(state, run(state, batch(gain=np.inf))[1])
     assert bool(backend.to_numpy(result.skipped))
-    assert unmoved(before, backend.export_state(state)) == []
+    assert changed_arrays(before, backend.export_state(state)) == []
     state, _ = polyamp.apply_gradients(state, gradients)
-    assert any(name.startswith("running/") for name in unmoved(before, backend.export_state(state)))
+    assert any(name.startswith("running/") for name in changed_arrays(before, backend.export_state(state)))
 
 
 def test_s12_two_calls_draw_two_masks(backend: Backend, harness: Harness) -> None:
@@ -151,8 +151,8 @@ def test_s13_only_applied_updates_count(backend: Backend, harness: Harness, opti
     undisturbed, _ = train(harness, made, clean)
     disturbed, results = train(harness, made, [bad, *clean[:2], bad, bad, *clean[2:]])
     assert [bool(backend.to_numpy(r.skipped)) for r in results] == [True, False, False, True, True, *[False] * 3]
-    assert number(backend, results[-1].step) == 5
-    assert np.array_equal(flat(harness, undisturbed), flat(harness, disturbed))
+    assert to_float(backend, results[-1].step) == 5
+    assert np.array_equal(flat_weights(harness, undisturbed), flat_weights(harness, disturbed))
 
 
 def two_losses(models: Any, batch: Any) -> Any:
@@ -166,19 +166,19 @@ def test_s14_several_optimizers_share_one_scaler(backend: Backend, harness: Harn
     scaler = polyamp.LossScaler(init_scale=16.0)
     made = [recipe(scaler=scaler), recipe(scaler=scaler, optimizer=polyamp.adam(1e-2))]
     states = [polyamp.init(harness.mlp(layers(seed=i)), r) for i, r in enumerate(made)]
-    before = [flat(harness, state) for state in states]
+    before = [flat_weights(harness, state) for state in states]
     bad = batch(gain=np.inf)
     bad["y"] = np.zeros_like(bad["y"])
     _, gradients = polyamp.value_and_grad(two_losses)(states, bad)
     states, results = polyamp.apply_gradients(states, gradients, skip=skip)
     assert [bool(backend.to_numpy(r.skipped)) for r in results] == [True, skip == "all"]
-    same = [np.array_equal(old, flat(harness, state)) for old, state in zip(before, states, strict=True)]
+    same = [np.array_equal(old, flat_weights(harness, state)) for old, state in zip(before, states, strict=True)]
     assert same == [True, skip == "all"]
-    assert [number(backend, r.scale) for r in results] == [8.0, 8.0], "one adjustment, on the OR of the flags"
+    assert [to_float(backend, r.scale) for r in results] == [8.0, 8.0], "one adjustment, on the OR of the flags"
     _, gradients = polyamp.value_and_grad(two_losses)(states, batch())
     states, results = polyamp.apply_gradients(states, gradients, skip=skip)
     assert [bool(backend.to_numpy(r.skipped)) for r in results] == [False, False]
-    assert [number(backend, r.scale) for r in results] == [8.0, 8.0]
+    assert [to_float(backend, r.scale) for r in results] == [8.0, 8.0]
 
 
 def test_s14_states_whose_scales_have_drifted_apart(backend: Backend, harness: Harness) -> None:
@@ -187,7 +187,7 @@ def test_s14_states_whose_scales_have_drifted_apart(backend: Backend, harness: H
     states = [polyamp.init(harness.mlp(layers(seed=i)), made) for i in range(2)]
     _, want = polyamp.value_and_grad(two_losses)(states, batch())
     stepped, _ = polyamp.apply_gradients(states[1], want[1]._replace(values=_zeros(want[1].values)))
-    assert number(backend, stepped.scale_state.scale) == 32.0
+    assert to_float(backend, stepped.scale_state.scale) == 32.0
     _, got = polyamp.value_and_grad(two_losses)([states[0], stepped], batch())
     for a, b in zip(want, got, strict=True):
         for (name, x), (_, y) in zip(backend.named_gradients(a), backend.named_gradients(b), strict=True):
@@ -207,7 +207,7 @@ def test_s14_one_state_twice_is_refused(backend: Backend, harness: Harness) -> N
         polyamp.value_and_grad(lambda models, batch: loss_fn(models[0], batch))([state, other, state], batch())
     with pytest.raises(RecipeError, match="the same state at positions 0 and 1"):
         polyamp.apply_gradients([state, state], [gradients, gradients])
-    assert unmoved(before, backend.export_state(state)) == []
+    assert changed_arrays(before, backend.export_state(state)) == []
 
 
 def test_s14_states_with_different_scalers_are_refused(harness: Harness) -> None:
@@ -223,17 +223,17 @@ def test_s14_states_with_different_scalers_are_refused(harness: Harness) -> None
 )
 def test_s13_the_first_update_uses_the_rate_of_count_zero(harness: Harness, make: Any) -> None:
     made = recipe(optimizer=make(polyamp.schedules.piecewise((0.1, 0.0), (1,))))
-    start, first, second = (flat(harness, train(harness, made, [batch()] * count)[0]) for count in range(3))
+    start, first, second = (flat_weights(harness, train(harness, made, [batch()] * count)[0]) for count in range(3))
     assert not np.array_equal(start, first)
     assert np.array_equal(first, second), "the second update has rate 0"
 
 
 def test_s13_the_first_update_of_adam_is_the_rate(harness: Harness) -> None:
     """Not against the reference, which may be wrong itself: bias correction makes the first quotient of moments 1."""
-    start = flat(harness, polyamp.init(harness.mlp(layers()), recipe()))
+    start = flat_weights(harness, polyamp.init(harness.mlp(layers()), recipe()))
     for count in (1, 2):
         made = recipe(optimizer=polyamp.adam(1e-3, eps=1e-30))
-        moved = np.abs(start - flat(harness, train(harness, made, [batch()] * count)[0]))
+        moved = np.abs(start - flat_weights(harness, train(harness, made, [batch()] * count)[0]))
         np.testing.assert_allclose(moved[moved > 0], count * 1e-3, rtol=1e-2)
         assert np.mean(moved > 0) > 0.5
 
@@ -246,7 +246,7 @@ def test_s14_states_in_changing_company(backend: Backend, harness: Harness) -> N
     first, second, third = (run(state, batch())[1] for state in states)
     (a, b), _ = polyamp.apply_gradients([states[0], states[1]], [first, second])
     (a, c), _ = polyamp.apply_gradients([a, states[2]], [first, third])
-    assert [number(backend, state.step) for state in (a, b, c)] == [2, 1, 1]
+    assert [to_float(backend, state.step) for state in (a, b, c)] == [2, 1, 1]
 
 
 def test_s12_several_states_keep_their_running_statistics(backend: Backend, harness: Harness) -> None:
@@ -255,4 +255,4 @@ def test_s12_several_states_keep_their_running_statistics(backend: Backend, harn
     before = [backend.export_state(state) for state in states]
     polyamp.value_and_grad(two_losses)(states, batch())
     after = [backend.export_state(state) for state in states]
-    assert [unmoved(old, new) for old, new in zip(before, after, strict=True)] == [[], []]
+    assert [changed_arrays(old, new) for old, new in zip(before, after, strict=True)] == [[], []]

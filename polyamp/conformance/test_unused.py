@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import Array, Batch, batch, layers, recipe, unmoved
+from polyamp.conformance.problems import Array, Batch, batch, changed_arrays, layers, recipe
 from polyamp.contract.backend import Backend
-from polyamp.contract.harness import Harness, Layer
+from polyamp.contract.harness import DenseWeights, Harness
 from polyamp.errors import PolyampError
 
 OPTIMIZERS = [
@@ -24,29 +24,29 @@ OPTIMIZERS = [
 ]
 
 
-def of_both(model: Any, batch: Batch) -> Any:
+def loss_of_both(model: Any, batch: Batch) -> Any:
     """Depends on both branches, each by itself."""
     first, second = model(batch["x"])
     mean_squared_error = polyamp.losses.mean_squared_error
     return mean_squared_error(first * batch["gain"], batch["y"]) + mean_squared_error(second, batch["y"])
 
 
-def of_first(model: Any, batch: Batch) -> Any:
+def loss_of_first(model: Any, batch: Batch) -> Any:
     """Depends on the first branch; the second is run, for nothing."""
     return polyamp.losses.mean_squared_error(model(batch["x"])[0] * batch["gain"], batch["y"])
 
 
-def of_none(model: Any, batch: Batch) -> Any:
+def loss_of_none(model: Any, batch: Batch) -> Any:
     """Depends on the batch alone."""
     return polyamp.losses.mean_squared_error(batch["y"], batch["x"][:, :3])
 
 
-def two_branches() -> list[Layer]:
+def two_branches() -> list[DenseWeights]:
     """Two layers that take the same input."""
     return [*layers((4, 3), seed=1), *layers((4, 3), seed=2)]
 
 
-def stepped(harness: Harness, made: polyamp.Recipe, losses: Sequence[Any], seeds: Sequence[int]) -> Any:
+def train_on_losses(harness: Harness, made: polyamp.Recipe, losses: Sequence[Any], seeds: Sequence[int]) -> Any:
     """The state after a step on each loss and batch."""
     state = polyamp.init(harness.branches(two_branches()), made)
     steps = {loss: polyamp.train_step(loss, made) for loss in losses}
@@ -55,7 +55,7 @@ def stepped(harness: Harness, made: polyamp.Recipe, losses: Sequence[Any], seeds
     return state
 
 
-def of_second(backend: Backend, state: Any) -> dict[str, Array]:
+def second_branch_arrays(backend: Backend, state: Any) -> dict[str, Array]:
     """The second branch's part of a state: its parameters, and what the optimizer keeps of them."""
     return {name: value for name, value in backend.export_state(state).items() if "dense1" in name}
 
@@ -66,17 +66,17 @@ def test_s23_an_unused_parameter_and_its_optimizer_state_stay(
 ) -> None:
     """And what the optimizer counts for it are its own updates: it goes on as if the other steps had not been."""
     made = recipe(optimizer=optimizer, scaler=polyamp.LossScaler.static(8.0))
-    without = stepped(harness, made, [of_both, of_both], [0, 3])
-    state = stepped(harness, made, [of_both], [0])
-    before, first = of_second(backend, state), harness.weights(state)[0].kernel
+    without = train_on_losses(harness, made, [loss_of_both, loss_of_both], [0, 3])
+    state = train_on_losses(harness, made, [loss_of_both], [0])
+    before, first = second_branch_arrays(backend, state), harness.weights(state)[0].kernel
     assert any(name.startswith("optimizer/") for name in before)
-    run = polyamp.train_step(of_first, made)
+    run = polyamp.train_step(loss_of_first, made)
     for seed in (1, 2):
         state, result = run(state, batch(seed))
         assert not bool(backend.to_numpy(result.skipped))
-    assert unmoved(before, of_second(backend, state)) == []
+    assert changed_arrays(before, second_branch_arrays(backend, state)) == []
     assert not np.array_equal(harness.weights(state)[0].kernel, first)
-    state, _ = polyamp.train_step(of_both, made)(state, batch(3))
+    state, _ = polyamp.train_step(loss_of_both, made)(state, batch(3))
     assert int(backend.to_numpy(state.step)) == 4
     for got, want in zip(harness.weights(state)[1], harness.weights(without)[1], strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=0)
@@ -87,11 +87,11 @@ def test_s23_an_unused_parameter_and_its_optimizer_state_stay(
 )
 def test_s23_under_clipping_and_accumulation(backend: Backend, harness: Harness, settings: dict[str, Any]) -> None:
     made = recipe(optimizer=polyamp.adamw(0.05), **settings)
-    state = stepped(harness, made, [of_both], [0])
-    before = of_second(backend, state)
-    state, result = polyamp.train_step(of_first, made)(state, batch(1))
-    assert unmoved(before, of_second(backend, state)) == []
-    _, gradients = polyamp.value_and_grad(of_first)(stepped(harness, made, [of_both], [0]), batch(1))
+    state = train_on_losses(harness, made, [loss_of_both], [0])
+    before = second_branch_arrays(backend, state)
+    state, result = polyamp.train_step(loss_of_first, made)(state, batch(1))
+    assert changed_arrays(before, second_branch_arrays(backend, state)) == []
+    _, gradients = polyamp.value_and_grad(loss_of_first)(train_on_losses(harness, made, [loss_of_both], [0]), batch(1))
     own = [backend.to_numpy(g) for name, g in backend.named_gradients(gradients) if "dense0" in name]
     norm = np.sqrt(sum(np.square(g.astype(np.float64)).sum() for g in own))
     np.testing.assert_allclose(float(backend.to_numpy(result.grad_norm)), norm, rtol=1e-5)
@@ -104,14 +104,14 @@ def test_s23_what_one_micro_batch_of_another_shape_uses_has_its_gradient(
     """3 rows are micro-batches of 2 and 1, two programs; only one of them depends on the second branch."""
 
     def of_one(model: Any, part: Batch) -> Any:
-        return of_both(model, part) if (part["x"].shape[0] == 2) is earlier else of_first(model, part)
+        return loss_of_both(model, part) if (part["x"].shape[0] == 2) is earlier else loss_of_first(model, part)
 
     made = recipe(optimizer=polyamp.sgd(0.5), accumulate_steps=2)
     state = polyamp.init(harness.branches(two_branches()), made)
     whole = batch(1, size=3)
     used = slice(0, 2) if earlier else slice(2, 3)
     alone = polyamp.init(harness.branches(two_branches()), recipe())
-    _, gradients = polyamp.value_and_grad(of_both)(alone, {name: array[used] for name, array in whole.items()})
+    _, gradients = polyamp.value_and_grad(loss_of_both)(alone, {name: array[used] for name, array in whole.items()})
     named = [(name, backend.to_numpy(g)) for name, g in backend.named_gradients(gradients) if "dense1" in name]
     before = {name: backend.to_numpy(array).copy() for name, array in polyamp.parameters(state.model).items()}
     state, _ = polyamp.train_step(of_one, made)(state, whole)
@@ -126,30 +126,30 @@ def test_s23_what_one_micro_batch_of_another_shape_uses_has_its_gradient(
 def test_s23_in_two_halves(backend: Backend, harness: Harness) -> None:
     """`value_and_grad` and `apply_gradients` mean the same, and an overflow elsewhere changes nothing of it."""
     made = recipe(optimizer=polyamp.adamw(0.05), scaler=polyamp.LossScaler(init_scale=16.0))
-    state = stepped(harness, made, [of_both], [0])
-    whole, _ = polyamp.train_step(of_first, made)(stepped(harness, made, [of_both], [0]), batch(1))
-    before = of_second(backend, state)
-    run = polyamp.value_and_grad(of_first)
+    state = train_on_losses(harness, made, [loss_of_both], [0])
+    whole, _ = polyamp.train_step(loss_of_first, made)(train_on_losses(harness, made, [loss_of_both], [0]), batch(1))
+    before = second_branch_arrays(backend, state)
+    run = polyamp.value_and_grad(loss_of_first)
     for gain, skipped in ((np.inf, True), (1.0, False)):
         _, gradients = run(state, batch(1, gain=gain))
         state, result = polyamp.apply_gradients(state, gradients)
         assert bool(backend.to_numpy(result.skipped)) is skipped
-        assert unmoved(before, of_second(backend, state)) == []
+        assert changed_arrays(before, second_branch_arrays(backend, state)) == []
     np.testing.assert_allclose(harness.weights(state)[0].kernel, harness.weights(whole)[0].kernel, rtol=1e-6)
 
 
 def test_s23_a_gradient_of_zeros_is_a_gradient(backend: Backend, harness: Harness) -> None:
     """Dependence is a property of the program: momentum and decay go on."""
     made = recipe(optimizer=polyamp.sgd(0.1, momentum=0.9, weight_decay=0.1))
-    state = stepped(harness, made, [of_both], [0])
-    before = of_second(backend, state)
+    state = train_on_losses(harness, made, [loss_of_both], [0])
+    before = second_branch_arrays(backend, state)
 
     def times_zero(model: Any, batch: Batch) -> Any:
         first, second = model(batch["x"])
         return polyamp.losses.mean_squared_error(first + second * (batch["gain"] * 0.0), batch["y"])
 
     state, _ = polyamp.train_step(times_zero, made)(state, batch(1))
-    assert set(unmoved(before, of_second(backend, state))) == set(before)
+    assert set(changed_arrays(before, second_branch_arrays(backend, state))) == set(before)
 
 
 def test_s23_a_loss_that_depends_on_no_parameter_is_refused(backend: Backend, harness: Harness) -> None:
@@ -157,7 +157,7 @@ def test_s23_a_loss_that_depends_on_no_parameter_is_refused(backend: Backend, ha
     state = polyamp.init(harness.branches(two_branches()), made)
     before = backend.export_state(state)
     with pytest.raises(PolyampError, match="depend"):
-        polyamp.train_step(of_none, made)(state, batch())
+        polyamp.train_step(loss_of_none, made)(state, batch())
     with pytest.raises(PolyampError, match="depend"):
-        polyamp.value_and_grad(of_none)(state, batch())
-    assert unmoved(before, backend.export_state(state)) == []
+        polyamp.value_and_grad(loss_of_none)(state, batch())
+    assert changed_arrays(before, backend.export_state(state)) == []

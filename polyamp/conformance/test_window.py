@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import Batch, batch, flat, layers, loss_fn, number, recipe, relative, train
+from polyamp.conformance.problems import (
+    Batch,
+    batch,
+    flat_weights,
+    layers,
+    loss_fn,
+    recipe,
+    relative_difference,
+    to_float,
+    train,
+)
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 
@@ -19,34 +29,36 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def rows(whole: Batch, *lengths: int) -> list[Batch]:
+def split_rows(whole: Batch, *lengths: int) -> list[Batch]:
     """The batch in parts of these lengths."""
     ends = np.cumsum(lengths)
     return [{k: v[end - n : end] for k, v in whole.items()} for n, end in zip(lengths, ends, strict=True)]
 
 
-def compared(harness: Harness, backend: Backend, wholes: list[Batch], given: list[Any]) -> None:
+def assert_same_training(harness: Harness, backend: Backend, wholes: list[Batch], given: list[Any]) -> None:
     """Training on whole batches at once, and on the same in 4 micro-batches, end at the same place."""
     found = []
     for count, batches in ((1, wholes), (4, given)):
         state, results = train(harness, recipe(**SETTINGS, accumulate_steps=count), batches)
-        assert number(backend, results[-1].step) == len(wholes)
-        reported = [number(backend, field) for r in results for field in (r.loss, r.grad_norm)]
-        found.append((flat(harness, state), reported))
-    assert relative(found[0][0], found[1][0]) < 2e-5
-    assert relative(found[0][1], found[1][1]) < 5e-6
+        assert to_float(backend, results[-1].step) == len(wholes)
+        reported = [to_float(backend, field) for r in results for field in (r.loss, r.grad_norm)]
+        found.append((flat_weights(harness, state), reported))
+    assert relative_difference(found[0][0], found[1][0]) < 2e-5
+    assert relative_difference(found[0][1], found[1][1]) < 5e-6
 
 
 def test_s08_the_last_batch_of_an_epoch_equals_one_batch_of_its_size(backend: Backend, harness: Harness) -> None:
     """7 rows of 4 micro-batches are 2, 2, 2 and 1; fewer rows than micro-batches are one each."""
     batches = [batch(seed, size=size) for seed, size in enumerate((8, 7, 2, 1, 8))]
-    compared(harness, backend, batches, batches)
+    assert_same_training(harness, backend, batches, batches)
 
 
 def test_s08_a_list_may_be_shorter_and_its_members_may_differ(backend: Backend, harness: Harness) -> None:
     lengths = ((3, 3, 1), (2, 2, 2))
     wholes = [batch(seed, size=sum(own)) for seed, own in enumerate(lengths)]
-    compared(harness, backend, wholes, [rows(whole, *own) for whole, own in zip(wholes, lengths, strict=True)])
+    assert_same_training(
+        harness, backend, wholes, [split_rows(whole, *own) for whole, own in zip(wholes, lengths, strict=True)]
+    )
 
 
 def test_s08_what_is_no_row_is_the_same_in_every_micro_batch(backend: Backend, harness: Harness) -> None:
@@ -58,11 +70,11 @@ def test_s08_what_is_no_row_is_the_same_in_every_micro_batch(backend: Backend, h
     made = recipe(accumulate_steps=2)
     state = polyamp.init(harness.mlp(layers()), made)
     weights = np.full(5, 0.2, np.float32)
-    parts = [{**part, "weights": weights} for part in rows(batch(size=3), 2, 1)]
+    parts = [{**part, "weights": weights} for part in split_rows(batch(size=3), 2, 1)]
     _, result = polyamp.train_step(weighed, made)(state, parts)
     alone = polyamp.init(harness.mlp(layers()), recipe())
     _, whole = polyamp.train_step(loss_fn, recipe())(alone, batch(size=3))
-    assert relative(number(backend, whole.loss), number(backend, result.loss)) < 5e-6
+    assert relative_difference(to_float(backend, whole.loss), to_float(backend, result.loss)) < 5e-6
 
 
 def test_s08_aux_of_micro_batches_that_differ(backend: Backend, harness: Harness) -> None:
@@ -87,13 +99,13 @@ def test_s08_aux_of_micro_batches_that_differ(backend: Backend, harness: Harness
 def test_s08_an_overflow_in_the_smallest_micro_batch_skips_the_window(backend: Backend, harness: Harness) -> None:
     made = recipe("mixed_float16", accumulate_steps=4, scaler=polyamp.LossScaler(init_scale=16.0))
     state = polyamp.init(harness.mlp(layers()), made)
-    before = flat(harness, state)
+    before = flat_weights(harness, state)
     broken = batch(size=7)
     broken["gain"][6] = np.inf
     state, result = polyamp.train_step(loss_fn, made)(state, broken)
     assert bool(backend.to_numpy(result.skipped))
-    assert number(backend, result.scale) == 8.0
-    assert np.array_equal(flat(harness, state), before)
+    assert to_float(backend, result.scale) == 8.0
+    assert np.array_equal(flat_weights(harness, state), before)
 
 
 @pytest.mark.parametrize("size", [8, 7], ids=["even", "uneven"])
@@ -113,6 +125,6 @@ def test_s08_what_a_batch_leaves_out_stays_out_of_every_micro_batch(
 
     state = polyamp.init(harness.mlp(layers()), made)
     _, result = polyamp.train_step(masked, made)(state, parts if listed else whole)
-    assert number(backend, result.step) == 1
+    assert to_float(backend, result.step) == 1
     assert seen
     assert all(mask is None for mask in seen)

@@ -1,1 +1,1 @@
-"""What a backend has to be, in types, and how polyamp finds the one of an object."""
+"""Backend protocols, and the registry that resolves a backend from an object or a name."""

@@ -1,8 +1,8 @@
-"""The contract between polyamp and a framework: the `Backend` and `State` protocols and what passes between them.
+"""Contract between polyamp and a framework: the `Backend` and `State` protocols and the types they exchange.
 
-A backend is one object of this shape, registered under the entry-point group `polyamp.backends`. In a backend's
-own package the line `BACKEND: Final[Backend] = TorchBackend()` makes the type checkers prove the contract, and
-`polyamp.conformance` holds its behaviour to the semantics.
+A backend is one object of this protocol, registered under the entry-point group `polyamp.backends`. The line
+`BACKEND: Final[Backend] = TorchBackend()` in a backend's package lets type checkers verify the contract.
+`polyamp.conformance` tests its behaviour against the semantics.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from polyamp.arrays import ArrayNamespace
-from polyamp.contract.report import CastingReport
-from polyamp.recipe.members import Members
+from polyamp.array_namespace import ArrayNamespace
+from polyamp.contract.casting_report import CastingReport
+from polyamp.recipe.group_members import GroupMembers
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
-from polyamp.rules.decide import Skip
-from polyamp.rules.growing import Growth
-from polyamp.rules.scale import LossScaleState
-from polyamp.rules.stuck import Watch
+from polyamp.rules.loss_scale import LossScaleState
+from polyamp.rules.refresh import RefreshPlan
+from polyamp.rules.stuck_scale import StuckScaleMonitor
+from polyamp.rules.update_decision import Skip
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 class BackendInfo(NamedTuple):
-    """What a loaded backend says of itself.
+    """Description of a loaded backend.
 
     Attributes:
         framework: name of the framework's distribution ("torch").
         version: its version.
-        devices: names of the devices it can compute on, the default one first.
+        devices: names of the available devices, the default one first.
     """
 
     framework: str
@@ -55,16 +55,16 @@ else:
 
 
 class State(Protocol[ModelT_co]):
-    """A model under training, generic in the model's type. In JAX a pytree; in torch and Keras it holds the user's own
-    module. What one framework's state has beyond this stands in its class, such as `polyamp_torch.TorchState`."""
+    """Model in training, generic in the model's type. In JAX a pytree; in torch and Keras it contains the user's own
+    module. Framework-specific attributes are on its class, such as `polyamp_torch.TorchState`."""
 
     @property
     def backend(self) -> Backend:
-        """The backend that made it."""
+        """The backend that created it."""
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe it was made with."""
+        """The recipe it was created with."""
 
     @property
     def model(self) -> ModelT_co:
@@ -79,216 +79,216 @@ class State(Protocol[ModelT_co]):
         """Number of applied updates, int32 scalar."""
 
     @property
-    def watch(self) -> Watch:
-        """The host's count of this state's steps (S17). The state that a step returns has the same."""
+    def watch(self) -> StuckScaleMonitor:
+        """The host-side count of this state's steps (S17), shared with the state that a step returns."""
 
     @property
-    def groups(self) -> Members | None:
-        """Which parameter has which hyperparameters (S27); None while a model waits for its variables. Of a backend
-        whose states have none, made before there were parameter groups, `init` refuses a recipe that has some."""
+    def groups(self) -> GroupMembers | None:
+        """The hyperparameters of every parameter (S27); None while a model is not built. If a backend's states have no
+        groups, because it predates them, `init` rejects a recipe with groups."""
 
 
 ValueAndGrad = Callable[[Sequence[Any], Any], tuple[Any, list[Gradients]]]
-"""`(states, batch) -> (value, one Gradients per state)`; `value` is what `loss_fn` returned, the loss in float32."""
+"""`(states, batch) -> (value, one Gradients per state)`; `value` is the result of `loss_fn`, its loss in float32."""
 
 
 class LossFunctions(Protocol):
-    """What `polyamp.losses` composes its formulas of (S24), on the framework's arrays and in float32.
+    """Framework functions for the formulas of `polyamp.losses` (S24), in float32.
 
-    Labels that come in are inside of the classes. Besides, the arrays have the operators of arithmetic, comparison and
-    indexing, and `shape`.
+    Labels passed in are within the range of the classes. Arrays also support `shape` and the operators of arithmetic,
+    comparison and indexing.
     """
 
     def in_float32(self) -> contextlib.AbstractContextManager[Any]:
-        """A scope in which arithmetic on float32 arrays stays in float32, whatever autocast is on (S4)."""
+        """Return a scope in which arithmetic on float32 arrays stays in float32 under any autocast (S4)."""
 
     def wide(self, values: Any, like: Any) -> Any:
-        """Native or NumPy numbers as a float32 array beside `like`, differentiably."""
+        """Convert native or NumPy numbers to a float32 array on the device of `like`, differentiably."""
 
     def constant(self, values: Any, like: Any) -> Any:
-        """The same without a gradient, for counts."""
+        """Convert as `wide` does, but without a gradient, for counts."""
 
     def indices(self, labels: Any, like: Any) -> Any:
-        """Native or NumPy labels as an array of signed integers beside `like`."""
+        """Convert native or NumPy labels to an array of signed integers on the device of `like`."""
 
     def on_host(self, labels: Any) -> np.ndarray[Any, Any] | None:
-        """The labels as a NumPy array where looking at them waits for no device; None elsewhere and while tracing."""
+        """Return the labels as a NumPy array if that needs no device sync; None otherwise and while tracing."""
 
     def classes(self, logits: Any) -> Any:
-        """The length of the last axis: an int, or an integer scalar where a compiler does not know it."""
+        """Return the length of the last axis: an int, or an integer scalar if a compiler does not know it."""
 
     def mean_squared_error(self, predictions: Any, targets: Any) -> Any:
-        """Elementwise squared error, float32."""
+        """Return the elementwise squared error, float32."""
 
     def softmax_cross_entropy(self, logits: Any, labels: Any, reduction: str) -> Any:
-        """Cross-entropy with integer labels, float32, reduced over the rows or not; the framework's quickest."""
+        """Return cross-entropy with integer labels, float32, reduced over rows or not; the fastest native version."""
 
     def sigmoid_cross_entropy(self, logits: Any, targets: Any) -> Any:
-        """Elementwise binary cross-entropy, float32."""
+        """Return the elementwise binary cross-entropy, float32."""
 
     def huber(self, predictions: Any, targets: Any, delta: float) -> Any:
-        """Elementwise Huber loss, float32."""
+        """Return the elementwise Huber loss, float32."""
 
     def log_softmax(self, logits: Any) -> Any:
-        """Along the last axis, float32."""
+        """Return the log-softmax along the last axis, float32."""
 
     def pick(self, values: Any, labels: Any) -> Any:
-        """`values[..., labels]`: one of each row, shape (...) of values of shape (..., classes)."""
+        """Return `values[..., labels]`: one element per row, shape (...) from values of shape (..., classes)."""
 
     def take(self, values: Any, labels: Any) -> Any:
-        """`values[labels]`, of values of shape (classes,)."""
+        """Return `values[labels]` from values of shape (classes,)."""
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
-        """Elementwise choice of arrays or Python numbers, in the dtype of the array; of two numbers in float32."""
+        """Choose elementwise between arrays or Python numbers, in the array's dtype; float32 for two numbers."""
 
     def sum(self, values: Any, axis: int | None = None) -> Any:
-        """Sum of all elements or over one axis, float32."""
+        """Return the sum of all elements or over one axis, float32."""
 
     def mean(self, values: Any, axis: int | None = None) -> Any:
-        """Mean of all elements or over one axis, float32."""
+        """Return the mean of all elements or over one axis, float32."""
 
 
 @runtime_checkable
-class PerOperation(Protocol):
-    """A backend whose autocast has rules per operation that it can change (`Policy.op_rules`) and explain; not every
-    backend has."""
+class HasOperationRules(Protocol):
+    """Optional protocol: a backend whose autocast has per-operation rules that it can change (`Policy.op_rules`) and
+    explain."""
 
     def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
-        """The casting report of `target(*inputs)`; with `strict`, an operation without a rule raises."""
+        """Return the casting report of `target(*inputs)`. With `strict`, raise for an operation without a rule."""
 
 
 @runtime_checkable
-class OwnLoop(Protocol):
-    """A backend with a loss-scaling object in its framework's own form, for people who keep their own loop."""
+class HasNativeScaler(Protocol):
+    """Optional protocol: a backend with a native loss-scaling object, for users with their own training loop."""
 
     def native_scaler(self, scaler: LossScaler, **options: Any) -> Any:
-        """The framework's own object for a scaler, made with its own options."""
+        """Return the framework's own object for a scaler, created with its own options."""
 
 
 @runtime_checkable
 class ResumesOptimizers(Protocol):
-    """A backend that can say what hyperparameters a native optimizer has and which arrays of a state hold them.
+    """Optional protocol: a backend that describes a native optimizer's hyperparameters and the arrays that store them.
 
     Without it, `restore` compares only the class of a native optimizer, and takes every array from the file.
     """
 
     def optimizer_settings(self, state: Any) -> dict[str, Any]:
-        """The state's native optimizer as plain values by name, as it was at `init`: its "type" and hyperparameters."""
+        """Return "type" and hyperparameters of the state's native optimizer at `init`, as plain values by name."""
 
     def setting_of(self, state: Any, name: str) -> str | None:
-        """The setting whose present value the array `name` of `export_state` holds, such as "optimizer.learning_rate";
-        None for every other array."""
+        """Return the setting whose current value is in the array `name` of `export_state`, such as
+        "optimizer.learning_rate"; None for every other array."""
 
 
 @runtime_checkable
 class ChecksArrays(Protocol):
-    """A backend that can refuse arrays for more than their names, shapes and dtypes."""
+    """Optional protocol: a backend that checks more of arrays than their names, shapes and dtypes."""
 
     def check_arrays(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> list[str]:
-        """What `import_state` could not put into this state, one sentence each; empty if nothing. Changes nothing."""
+        """Return one sentence for each problem that `import_state` would have with the arrays. Changes nothing."""
 
 
 @runtime_checkable
 class DescribesStates(Protocol):
-    """A backend whose checkpoints say what they hold, so that `polyamp.port` reads them in another framework."""
+    """Optional protocol: a backend that describes its checkpoints, so `polyamp.port` reads them in other frameworks."""
 
     def described(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
-        """What `arrays`, which `export_state` gave of this state, are, as JSON. Raises nothing."""
+        """Return a JSON description of `arrays`, the result of `export_state` for this state. Raises nothing."""
 
 
 @runtime_checkable
 class ExplainsFailures(Protocol):
-    """A backend that knows what was mistaken when a step ends in certain errors of its framework."""
+    """Optional protocol: a backend that explains certain errors of its framework in a step."""
 
     def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
-        """The error to raise in place of the framework's: what came, and what to do. None if it is not known.
+        """Return the error to raise in place of the framework's, with the received value and a fix; None if unknown.
 
         Args:
-            error: what a step, or its first half, raised; none of polyamp's own.
-            states: the states that it was called with.
-            batch: the batch, as the user gave it.
+            error: the error that a step, or its first half, raised; not a polyamp error.
+            states: the states that were passed.
+            batch: the batch as the user passed it.
         """
 
 
 class Backend(Protocol):
-    """What polyamp needs of a framework."""
+    """Framework implementation that polyamp builds on."""
 
     @property
     def name(self) -> str:
-        """Short name, as a user writes it: "torch"."""
+        """Short name as users write it: "torch"."""
 
     @property
     def xp(self) -> ArrayNamespace:
-        """Array namespace for the formulas that polyamp writes once."""
+        """Array namespace for polyamp's framework-independent formulas."""
 
     @property
     def losses(self) -> LossFunctions:
         """Loss functions."""
 
     def info(self) -> BackendInfo:
-        """Framework, version and devices."""
+        """Return framework, version and devices."""
 
     def scalar(self, value: float, dtype: str, *, like: Any = None) -> Any:
-        """A new 0-dim array, on the device of `like` or on the default one."""
+        """Create a 0-dim array, on the device of `like` or on the default one."""
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
-        """A copy on the host; bfloat16 arrives as `ml_dtypes.bfloat16`."""
+        """Copy an array to the host; bfloat16 becomes `ml_dtypes.bfloat16`."""
 
     def is_concrete(self, array: Any) -> bool:
-        """False for an array that has no value yet, because a compiler is tracing."""
+        """Return False for an array without a value, because a compiler is tracing."""
 
     def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
-        """A tree with its floating leaves cast (S2); float64 leaves only if `float64`."""
+        """Cast the floating leaves of a tree (S2); float64 leaves only if `float64`."""
 
     def native_policy(self, policy: Policy) -> Any:
-        """The framework's own object for a policy."""
+        """Return the framework's own object for a policy."""
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
-        """A function or a model as a callable that runs under the policy."""
+        """Wrap a function or a model in a callable that runs under the policy."""
 
     def scale_loss(self, loss: Any, scale: Any | None) -> Any:
-        """The scalar loss in float32, times `scale` unless that is None (S6). Raises `LossError`."""
+        """Return the scalar loss in float32, times `scale` unless that is None (S6). Raises `LossError`."""
 
     def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
-        """Float32 gradients divided by `scale`, and the flag over the quotients (S10). Raises `GradientError`."""
+        """Return float32 gradients divided by `scale`, and their finite flag (S10). Raises `GradientError`."""
 
     def regularization(self, model: Any) -> Any:
-        """What a model, bound or native, adds to its loss by itself (S25): float32 scalar, 0 where there is nothing."""
+        """Return the regularization that a model, bound or native, adds to its loss (S25): float32 scalar, or 0."""
 
     def parameters(self, model: Any) -> dict[str, Any]:
-        """Path -> master weight of every trainable parameter of a model, bound or native (S29). In `loss_fn` they are
-        what gradients are taken by, also where the model computes with casts of them."""
+        """Return path -> master weight of every trainable parameter of a model, bound or native (S29). In `loss_fn`
+        gradients are taken with respect to them, even if the model computes with casts of them."""
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> State:
-        """A fresh state. Raises what S20 asks for, before the first step."""
+        """Create a fresh state. Raises the errors of S20 before the first step."""
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
-        """The whole step: S6 to S14, without host synchronisation where the framework's optimizer allows it."""
+        """Return the whole step, S6 to S14, without host synchronisation if the framework's optimizer allows it."""
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
-        """The first half: `loss_fn` sees one model, or a tuple of models when there are several states."""
+        """Return the first half. `loss_fn` receives one model, or a tuple of models for several states."""
 
     def apply_gradients(
         self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip
     ) -> tuple[list[Any], list[StepResult]]:
-        """The second half for one or several states that share a scaler (S14): flag, clip, optimizer, scale."""
+        """Run the second half for one or several states that share a scaler (S14): flag, clip, optimizer, scale."""
 
     def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
-        """(parameter path, gradient) pairs, for reports."""
+        """Return (parameter path, gradient) pairs, for reports."""
 
     def export_state(self, state: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """Every array of the state by a `/`-separated name, on the host. The loss scale lies under `loss_scale/`."""
+        """Return every array of the state on the host, by `/`-separated name; the loss scale under `loss_scale/`."""
 
     def import_state(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> State:
-        """`state` with its arrays replaced. Names, shapes and dtypes are already checked to be those of
-        `export_state(state)`, counters not to be negative, and `check_arrays` (if there is one) had nothing to say."""
+        """Return `state` with its arrays replaced. The caller has checked that names, shapes and dtypes equal those of
+        `export_state(state)`, that counters are not negative, and that `check_arrays`, if any, reports nothing."""
 
-    def refresh(self, state: Any, model: Any, growth: Growth) -> State:
-        """The state that goes on after the model was changed (S28): that of `init`, with scale, counters and steps, and
-        of every parameter that `growth.stayed` names its optimizer state and count.
+    def refresh(self, state: Any, model: Any, growth: RefreshPlan) -> State:
+        """Return the state that continues after a change of the model (S28): that of `init`, with scale, counters and
+        steps, and with optimizer state and count of the parameters in `growth.surviving_parameters`.
 
-        `model` is None where the user gave none. A state that shares arrays with the new one refuses to step then.
+        `model` is None if the user passed none. An old state that shares arrays with the new one then refuses to step.
         """
 
     def testing(self) -> Harness:
-        """Models of this framework for the conformance suite, the demo and the parity runner."""
+        """Return models of this framework for the conformance suite, the demo and the parity runner."""

@@ -1,7 +1,7 @@
-"""`backend_of`: the backend of an array or a model, for eager and for compiled code.
+"""`backend_of`: backend of an array or a model, in eager and in compiled code.
 
-torch.compile cannot trace the search that `registry` makes. So it runs `_name_for` as it traces, takes the name for a
-constant, and finds the backend where it can hold on to it. Called by `losses` and `train.parameters`.
+torch.compile cannot trace the registry's search. So it runs `_backend_name` while tracing and treats the name as a
+constant, which indexes a dictionary of loaded backends.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from typing import Any
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend
 
-_asked: dict[str, Backend] = {}
-"""The backends that were asked so far, by their names."""
+_loaded_backends: dict[str, Backend] = {}
+"""Backends used so far, by name."""
 
 
 def backend_of(found: Any) -> Backend:
-    """The backend of an array, a model or a state.
+    """Return the backend of an array, a model or a state.
 
     Raises:
         BackendError: no backend recognises it.
     """
-    name = _name_for(type(found))
-    return registry.backend_for(found) if name is None else _asked[name]
+    name = _backend_name(type(found))
+    return registry.backend_for(found) if name is None else _loaded_backends[name]
 
 
-def _name_for(kind: type) -> str | None:
-    """The backend's name in `_asked`; None where not the type but only the object can tell."""
+def _backend_name(kind: type) -> str | None:
+    """Return the backend's name in `_loaded_backends`; None if the type does not determine it."""
     backend = registry.backend_of_type(kind)
     if backend is None:
         return None
-    return _asked.setdefault(backend.name, backend).name
+    return _loaded_backends.setdefault(backend.name, backend).name
 
 
-# The mark of torch.compiler.assume_constant_result, which imports torch; to every other framework it says nothing.
-_name_for._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function takes any attribute
+# What torch.compiler.assume_constant_result sets, without the import of torch. Other frameworks ignore it.
+_backend_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a function takes any attribute

@@ -1,7 +1,7 @@
-"""`Harness`: the few models and functions that a backend offers so that one suite can test every framework.
+"""`Harness`: the models and functions of a backend that one suite uses to test every framework.
 
-A backend's `testing()` returns one. All weights are given as NumPy arrays in one layout, dense kernels as (in, out), so
-that the same numbers reach every framework.
+A backend's `testing()` returns one. All weights are NumPy arrays in one layout, dense kernels as (in, out), so every
+framework gets the same numbers.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-Observe = Callable[[str], None]
-"""Called with the canonical dtype name of an inner result while the model runs (or is traced)."""
+ObserveCallback = Callable[[str], None]
+"""Receives the canonical dtype name of an inner result while the model runs or is traced."""
 
 
-class Layer(NamedTuple):
-    """A dense layer's weights.
+class DenseWeights(NamedTuple):
+    """Weights of a dense layer.
 
     Attributes:
-        kernel: shape (in, out); float32, or the dtype in which the model is to store its parameters.
+        kernel: shape (in, out); float32, or the dtype in which the model stores its parameters.
         bias: shape (out,), of the same dtype.
     """
 
@@ -35,95 +35,95 @@ class Layer(NamedTuple):
 
 
 class Harness(Protocol):
-    """What the conformance suite, the parity runner and the demo need of a backend beyond `Backend` itself."""
+    """Additions to `Backend` for the conformance suite, the parity runner and the demo."""
 
     def array(self, value: Array) -> Any:
-        """A NumPy array as the framework's own, same dtype."""
+        """Convert a NumPy array to the framework's own, with the same dtype."""
 
     def float64(self) -> AbstractContextManager[Any]:
-        """A block in which models, states and batches may be float64; nothing where they always may. A framework that
-        has none raises `UnsupportedError`, and `s01_float64` is a deviation."""
+        """Return a block that allows float64 models, states and batches; it has no effect if they are always allowed.
+        A framework without float64 raises `UnsupportedError`, and `s01_float64` is a deviation."""
 
-    def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> Any:
-        """dense -> relu -> ... -> dense, as the framework's customary model class.
+    def mlp(self, layers: Sequence[DenseWeights], *, observe: ObserveCallback | None = None) -> Any:
+        """Return dense -> relu -> ... -> dense, in the framework's customary model class.
 
-        The layers' module paths end in `dense0`, `dense1`, ...; `observe` gets the dtype of each dense result.
+        The layers' module paths end in `dense0`, `dense1`, ...; `observe` receives the dtype of each dense result.
         """
 
-    def branches(self, layers: Sequence[Layer]) -> Any:
-        """Dense layers side by side, named as in `mlp`: `model(x)` is the sequence `(dense0(x), dense1(x), ...)`, so
-        that a loss can leave some out (S23)."""
+    def branches(self, layers: Sequence[DenseWeights]) -> Any:
+        """Return parallel dense layers, named as in `mlp`: `model(x)` is the sequence `(dense0(x), dense1(x), ...)`,
+        so that a loss can leave some out (S23)."""
 
-    def normalized_mlp(self, layers: Sequence[Layer]) -> Any:
-        """dense -> batch normalisation with running statistics -> relu -> dense, in training mode (two layers)."""
+    def normalized_mlp(self, layers: Sequence[DenseWeights]) -> Any:
+        """Return dense -> batch normalisation with running statistics -> relu -> dense, in training mode."""
 
-    def dropout_mlp(self, layers: Sequence[Layer]) -> tuple[Any, dict[str, Any]] | None:
-        """dense -> relu -> dropout of a half of the features -> dense in training mode (two layers), and the options
-        that `polyamp.init` needs for its random streams; None where models have no randomness (S12)."""
+    def dropout_mlp(self, layers: Sequence[DenseWeights]) -> tuple[Any, dict[str, Any]] | None:
+        """Return dense -> relu -> dropout (p = 0.5) -> dense in training mode (two layers), and the options of
+        `polyamp.init` for its random streams; None if models have no randomness (S12)."""
 
-    def constrained_mlp(self, layers: Sequence[Layer], limit: float) -> Any:
-        """The model of `mlp`, whose forward pass first clips the kernel of dense0 to [-limit, limit], in place, as a
-        max-norm constraint does (S12); None where models cannot write to their parameters."""
+    def constrained_mlp(self, layers: Sequence[DenseWeights], limit: float) -> Any:
+        """Return `mlp` with a forward pass that first clips the kernel of dense0 to [-limit, limit] in place, as a
+        max-norm constraint does (S12); None if models cannot write to their parameters."""
 
     def digits(self, weights: Mapping[str, Array]) -> Any:
-        """The transformer of `polyamp.demo.digits` with these weights."""
+        """Return the transformer of `polyamp.demo.digits` with these weights."""
 
-    def weights(self, state: Any) -> list[Layer]:
-        """The current weights of a state made from `mlp`, in its layout."""
+    def weights(self, state: Any) -> list[DenseWeights]:
+        """Return the current weights of a state made from `mlp`, in its layout."""
 
     def sensitive(self) -> Mapping[str, Mapping[str, Callable[[Any], Any]]]:
-        """Family of `rules.sensitive` -> name -> function of one floating array, shape (4, 600), positive values.
+        """Return family of `rules.float32_ops` -> name -> function of one positive floating array, shape (4, 600).
 
-        Of each family at least one operation that the framework has. A family that is missing is a deviation.
+        Each family has at least one operation if the framework has any. A missing family is a deviation.
         """
 
     def saturating(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Name -> function of one floating array: a logarithm, or a difference from 1, of a saturating result."""
+        """Return name -> function of one floating array: the logarithm of a saturating result, or its distance to 1."""
 
     def inner_products(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Name -> function of one floating array, shape (rows, n): each row's inner product with itself."""
+        """Return name -> function of one floating array, shape (rows, n): each row's inner product with itself."""
 
     def matmul(self, left: Any, right: Any) -> Any:
-        """Matrix product of two framework arrays."""
+        """Return the matrix product of two framework arrays."""
 
     def selected(self, values: Any, mask: Any) -> Any:
-        """The rows of an array at which a boolean array of the batch is True. Raises `UnsupportedError` where compiled
-        code must know their number."""
+        """Return the rows of an array at which a boolean array of the batch is True. Raises `UnsupportedError` if
+        compiled code must know their number."""
 
     def outer(self, left: Any, right: Any) -> Any:
-        """Outer product of two vectors, written as `einsum("i,j->ij")` where the framework has it."""
+        """Return the outer product of two vectors, as `einsum("i,j->ij")` if the framework has it."""
 
-    def gathered(self, layers: Sequence[Layer], rows: Array) -> Any:
-        """The model of `mlp` whose output is read at `rows`, row numbers of the batch, in the network's own dtype."""
+    def gathered(self, layers: Sequence[DenseWeights], rows: Array) -> Any:
+        """Return `mlp` with its output read at `rows`, row numbers of the batch, in the network's own dtype."""
 
     def unusable(self, kind: str) -> Any:
-        """A model that must be refused: `kind` is "empty" (no parameters), "integer" (parameters), "float16"
-        (parameters stored in 16 bits), or "complex" (parameters), which is asked for where `complex_dense` raises."""
+        """Return a model that `init` must reject: `kind` is "empty" (no parameters), "integer" (parameters), "float16"
+        (parameters stored in 16 bits), or "complex" (parameters), used if `complex_dense` raises."""
 
     def complex_dense(self, kernel: Array) -> Any:
-        """The model `x -> |x @ kernel|²`, of real x, with a complex64 kernel, shape (in, out), as its one parameter
-        (S1). Raises `UnsupportedError` where the backend trains no complex parameters."""
+        """Return the model `x -> |x @ kernel|²`, for real x, whose one parameter is a complex64 kernel, shape (in, out)
+        (S1). Raises `UnsupportedError` if the backend trains no complex parameters."""
 
     def replicate(
-        self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
+        self, layers: Sequence[DenseWeights], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
     ) -> list[tuple[Any, StepResult]]:
-        """(state, last result) of each replica after training an MLP data-parallel; `batches[r]` is replica r's.
+        """Return (state, last result) of each replica after data-parallel training; `batches[r]` belongs to replica r.
 
-        Raises `UnsupportedError` where the backend does not run replicas; S9's second test is then a deviation.
+        Raises `UnsupportedError` if the backend does not run replicas; S9's second test is then a deviation.
         """
 
-    def with_head(self, state: Any, head: Layer) -> Any:
-        """The model of a state made from `mlp` with a new last layer of these weights, as a user of the framework
-        replaces it: changed in place, or another model around the same arrays. What `polyamp.refresh` is given."""
+    def with_head(self, state: Any, head: DenseWeights) -> Any:
+        """Return the model of a state made from `mlp` with a new last layer of these weights, for `polyamp.refresh`.
+        It is built as users of the framework do: changed in place, or another model around the same arrays."""
 
     def with_frozen(self, state: Any, numbers: Collection[int]) -> Any:
-        """The same model with exactly the layers of these numbers frozen. Raises `UnsupportedError` where the
+        """Return the same model with exactly the layers of these numbers frozen. Raises `UnsupportedError` if the
         harness's models cannot freeze."""
 
     def native_optimizer(self, model: Any, learning_rate: float, kind: str = "sgd") -> Any:
-        """An optimizer of the framework's own, as a user would put it into a recipe for this model.
+        """Return a native optimizer, as a user would put it into a recipe for this model.
 
-        `kind` is "sgd", "adamw" (decay 0.1) or "halving": plain SGD under the framework's own schedule,
-        which halves the rate after every update. Raises `UnsupportedError` where the framework has none of these, or
-        where its schedules are stepped by the user.
+        `kind` is "sgd", "adamw" (decay 0.1) or "halving": plain SGD under the framework's own schedule, which halves
+        the rate after every update. Raises `UnsupportedError` if the framework has none of these, or if the user steps
+        its schedules.
         """

@@ -1,4 +1,4 @@
-"""The main job's problem: 1,797 handwritten digits and a one-block transformer with the same weights everywhere.
+"""The demo's problem: 1,797 handwritten digits and a one-block transformer with the same weights everywhere.
 
 An 8x8 image is eight tokens, its rows. `initial_weights` names every array once, dense kernels as (in, out); each
 backend's harness builds its model from them:
@@ -45,8 +45,8 @@ NORMS: Final = ("norm1", "norm2", "norm3")
 """Layer normalisations over WIDTH; their arrays are `<name>/scale` and `<name>/bias`."""
 
 
-class Digits(NamedTuple):
-    """Train and held-out parts: images float32 (n, 8, 8) in [0, 1], labels int32 (n,)."""
+class DigitsData(NamedTuple):
+    """Training and held-out digits: images float32 (n, 8, 8) in [0, 1], labels int32 (n,)."""
 
     train_x: Array
     train_y: Array
@@ -54,8 +54,8 @@ class Digits(NamedTuple):
     test_y: Array
 
 
-def load(seed: int = 0) -> Digits:
-    """The digits, shuffled with `seed`: 1,437 to train on and 360 held out."""
+def load(seed: int = 0) -> DigitsData:
+    """Return the digits, shuffled with `seed`: 1,437 to train on and 360 held out."""
     import numpy as np
     from sklearn.datasets import load_digits
 
@@ -64,11 +64,11 @@ def load(seed: int = 0) -> Digits:
     images = (data.images[order] / 16.0).astype(np.float32)
     labels = data.target[order].astype(np.int32)
     split = len(labels) * 4 // 5
-    return Digits(images[:split], labels[:split], images[split:], labels[split:])
+    return DigitsData(images[:split], labels[:split], images[split:], labels[split:])
 
 
-def batches(data: Digits, *, size: int, steps: int, seed: int = 0) -> Iterator[dict[str, Array]]:
-    """`steps` training batches {"x", "y"}, reshuffled every epoch, the incomplete last one of an epoch left out."""
+def batches(data: DigitsData, *, size: int, steps: int, seed: int = 0) -> Iterator[dict[str, Array]]:
+    """Yield `steps` training batches {"x", "y"}, reshuffled every epoch, without an epoch's incomplete last batch."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -84,7 +84,7 @@ def batches(data: Digits, *, size: int, steps: int, seed: int = 0) -> Iterator[d
 
 
 def initial_weights(seed: int = 0) -> dict[str, Array]:
-    """The initial weights: kernels uniform in +-sqrt(3 / inputs) (variance 1 / inputs), biases 0, scales 1."""
+    """Return the initial weights: kernels uniform in +-sqrt(3 / inputs) (variance 1 / inputs), biases 0, scales 1."""
     import numpy as np
 
     rng = np.random.default_rng(seed)

@@ -1,6 +1,4 @@
-"""`run`: one recipe, the handwritten digits, every framework, each in a process of its own, compared step by step.
-
-Called by `polyamp demo` and `polyamp parity`, and from Python:
+"""`run`: train a recipe on the handwritten digits in every framework, one process each, and compare the loss curves.
 
     from polyamp import Recipe
     from polyamp.demo import runner
@@ -26,17 +24,52 @@ import msgspec
 
 from polyamp._version import __version__
 from polyamp.contract import registry
-from polyamp.demo.report import Comparison, Failure, Pair, Report, Run, compare, distance
-from polyamp.demo.worker import Event, Failed, Finished, Job, Missing, Progress, Started, Starting
+from polyamp.demo.report import (
+    DemoReport,
+    FrameworkFailure,
+    FrameworkPair,
+    FrameworkRun,
+    PolicyComparison,
+    compare,
+    distance,
+)
+from polyamp.demo.worker import (
+    DemoEvent,
+    DigitsJob,
+    FrameworkFailureEvent,
+    FrameworkLaunchEvent,
+    FrameworkMissingEvent,
+    FrameworkStartEvent,
+    PolicyProgressEvent,
+    PolicyResultEvent,
+)
 from polyamp.errors import BackendError, PolicyError, RecipeError, did_you_mean
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
-from polyamp.workers import Guard, Heard, Worker
+from polyamp.worker_processes import OutputQueue, Reaper, Worker
 
 __all__ = [
-    "POLICIES", "STEPS", "Comparison", "Event", "Failed", "Failure", "Finished", "Missing", "Pair", "Progress",
-    "Report", "Run", "Started", "Starting", "available", "compare", "demo_recipe", "distance", "recipe_for", "run",
+    "POLICIES",
+    "STEPS",
+    "DemoEvent",
+    "DemoReport",
+    "FrameworkFailure",
+    "FrameworkFailureEvent",
+    "FrameworkLaunchEvent",
+    "FrameworkMissingEvent",
+    "FrameworkPair",
+    "FrameworkRun",
+    "FrameworkStartEvent",
+    "PolicyComparison",
+    "PolicyProgressEvent",
+    "PolicyResultEvent",
+    "available_backends",
+    "compare",
+    "demo_recipe",
+    "distance",
+    "recipe_for",
+    "run",
 ]  # fmt: skip
 
 POLICIES: Final = ("float32", "mixed_bfloat16", "mixed_float16")
@@ -45,9 +78,9 @@ BATCH_SIZE: Final = 64
 TIMEOUT: Final = 900.0
 """Seconds a framework may take for all its policies before its process is ended."""
 
-_EVENTS: Final = msgspec.json.Decoder(Event)
+_EVENT_DECODER: Final = msgspec.json.Decoder(DemoEvent)
 
-OnEvent = Callable[[Event], None]
+OnEvent = Callable[[DemoEvent], None]
 
 
 def run(
@@ -61,35 +94,35 @@ def run(
     interpreters: Mapping[str, str | Path] | None = None,
     timeout: float = TIMEOUT,
     on_event: OnEvent | None = None,
-) -> Report:
+) -> DemoReport:
     """Train the digits under every policy in every framework, one framework after the other, and compare the curves.
 
     Args:
-        recipe: what to train with; its policy's dtypes are replaced, see `recipe_for`.
+        recipe: training recipe; its policy's dtypes are replaced, see `recipe_for`.
         backends: names of backends; None for every registered framework, installed or not.
-        policies: spellings of policies. float32 is added if it is not among them: distances are measured from it.
-        steps: training steps.
+        policies: spellings of policies. float32 is added if it is missing: distances are measured from it.
+        steps: number of training steps.
         batch_size: digits per step, 1 to 1,437; a multiple of the recipe's `accumulate_steps`.
         seed: of the shuffling, the batches and the initial weights.
-        interpreters: backend -> Python interpreter of the environment that it is installed in; this one if not named.
-        timeout: seconds that one framework may take.
+        interpreters: backend -> Python interpreter of its environment; this one by default.
+        timeout: time limit of one framework in seconds.
         on_event: called with every event, in this thread.
 
     Raises:
-        PolyampError: an unknown backend or policy, or a setting that cannot be.
+        PolyampError: an unknown backend or policy, or an invalid setting.
     """
-    chosen = _checked_backends(backends, interpreters or {})
-    recipes, baseline = _recipes(recipe, policies)
+    chosen = _check_backends(backends, interpreters or {})
+    recipes, baseline = _recipes_by_policy(recipe, policies)
     _check_sizes(steps, batch_size, recipe)
     began = time.perf_counter()
-    runs: list[Run] = []
+    runs: list[FrameworkRun] = []
     missing: dict[str, str] = {}
-    failures: list[Failure] = []
+    failures: list[FrameworkFailure] = []
     with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as folder:
         problem = Path(folder) / "problem.npz"
         _write_problem(problem, steps=steps, batch_size=batch_size, seed=seed)
         for backend in chosen:
-            job = Job(
+            job = DigitsJob(
                 backend=backend,
                 problem=str(problem),
                 recipes={policy: settled.to_json() for policy, settled in recipes.items()},
@@ -99,14 +132,14 @@ def run(
             for event in _worker_events(job, str((interpreters or {}).get(backend, sys.executable)), timeout):
                 if on_event is not None:
                     on_event(event)
-                if isinstance(event, Finished):
+                if isinstance(event, PolicyResultEvent):
                     runs.append(event.run)
-                elif isinstance(event, Missing):
+                elif isinstance(event, FrameworkMissingEvent):
                     missing[event.backend] = event.message
-                elif isinstance(event, Failed):
+                elif isinstance(event, FrameworkFailureEvent):
                     failures.append(event.failure)
     comparisons = compare(runs, baseline)
-    return Report(
+    return DemoReport(
         polyamp=__version__,
         recipes={policy: msgspec.json.decode(settled.to_json()) for policy, settled in recipes.items()},
         baseline=baseline,
@@ -123,17 +156,17 @@ def run(
 
 
 def demo_recipe() -> Recipe:
-    """The recipe of `polyamp demo`, `digits.toml` beside this file."""
+    """Return the recipe of `polyamp demo`, `digits.toml` next to this file."""
     return Recipe.load(Path(__file__).with_name("digits.toml"))
 
 
-def available() -> list[str]:
-    """Names of the registered frameworks, installed or not. The NumPy reference has no digits model."""
+def available_backends() -> list[str]:
+    """Return the names of the registered frameworks, installed or not. The NumPy reference has no digits model."""
     return sorted(name for name in registry.names() if name != "reference")
 
 
 def recipe_for(recipe: Recipe, spelling: str) -> Recipe:
-    """The recipe under another policy.
+    """Return the recipe under another policy.
 
     The dtypes are those of `spelling`; mode, op list and, under mixed policies, overrides stay the recipe's. The
     recipe's scaler is used where the policy needs loss scaling (float16) and is off elsewhere.
@@ -154,8 +187,8 @@ def recipe_for(recipe: Recipe, spelling: str) -> Recipe:
     return recipe.replace(policy=policy, scaler=recipe.scaler if policy.needs_loss_scaling else LossScaler.off())
 
 
-def _recipes(recipe: Recipe, policies: Sequence[str]) -> tuple[dict[str, Recipe], str]:
-    """Policy -> recipe, float32 among them, and the spelling of float32 in use."""
+def _recipes_by_policy(recipe: Recipe, policies: Sequence[str]) -> tuple[dict[str, Recipe], str]:
+    """Return policy -> recipe, including float32, and the spelling of float32 in use."""
     if not policies:
         raise PolicyError(f"policies must name at least one, such as {', '.join(POLICIES)}. Received: none.")
     found = {spelling: recipe_for(recipe, spelling) for spelling in policies}
@@ -166,8 +199,8 @@ def _recipes(recipe: Recipe, policies: Sequence[str]) -> tuple[dict[str, Recipe]
     return {"float32": recipe_for(recipe, "float32"), **found}, "float32"
 
 
-def _checked_backends(backends: Sequence[str] | None, interpreters: Mapping[str, str | Path]) -> list[str]:
-    known = available()
+def _check_backends(backends: Sequence[str] | None, interpreters: Mapping[str, str | Path]) -> list[str]:
+    known = available_backends()
     chosen = (
         list(dict.fromkeys(backends))
         if backends is not None
@@ -200,7 +233,7 @@ def _check_sizes(steps: int, batch_size: int, recipe: Recipe) -> None:
 
 
 def _write_problem(path: Path, *, steps: int, batch_size: int, seed: int) -> None:
-    """Everything that the frameworks must agree on, as arrays in one file."""
+    """Write everything that the frameworks share, as arrays in one file."""
     import numpy as np
 
     from polyamp.demo import digits
@@ -212,39 +245,41 @@ def _write_problem(path: Path, *, steps: int, batch_size: int, seed: int) -> Non
     np.savez(path, test_x=data.test_x, test_y=data.test_y, **arrays)
 
 
-def _worker_events(job: Job, python: str, timeout: float) -> Iterator[Event]:
-    """Start one worker, pass its events on, and turn its death into a `Failed` event with the end of its stderr."""
-    yield Starting(backend=job.backend)
-    heard: Heard = SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as folder, Guard(Path(folder)) as guard:
+def _worker_events(job: DigitsJob, python: str, timeout: float) -> Iterator[DemoEvent]:
+    """Start one worker and yield its events; if it dies, yield a `FrameworkFailureEvent` with the end of its stderr."""
+    yield FrameworkLaunchEvent(backend=job.backend)
+    heard: OutputQueue = SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as folder, Reaper(Path(folder)) as guard:
         log = Path(folder) / "log.txt"
         try:
             worker = Worker(job.backend, python, "polyamp.demo.worker", log=log, heard=heard, guard=guard)
         except OSError as error:
-            yield _failed(job, f"cannot start {python}: {error.strerror or error}")
+            yield _failure_event(job, f"cannot start {python}: {error.strerror or error}")
             return
         with worker:
             worker.send(msgspec.json.encode(job))
-            worker.send_no_more()
+            worker.close_stdin()
             try:
-                for line in _lines(heard, timeout):
-                    yield _EVENTS.decode(line)
+                for line in _read_lines(heard, timeout):
+                    yield _EVENT_DECODER.decode(line)
             except msgspec.DecodeError:
-                yield _failed(job, f"{python} sent what polyamp {__version__} cannot read. Install this version there.")
+                yield _failure_event(
+                    job, f"{python} sent what polyamp {__version__} cannot read. Install this version there."
+                )
                 return
             except TimeoutError:
-                yield _failed(job, f"ended after the time limit of {timeout:g} s")
+                yield _failure_event(job, f"ended after the time limit of {timeout:g} s")
                 return
             if status := worker.status():
                 said = worker.tail() or "it wrote nothing to standard error"
-                yield _failed(job, f"the process ended with status {status}: {said}")
+                yield _failure_event(job, f"the process ended with status {status}: {said}")
 
 
-def _lines(heard: Heard, timeout: float) -> Iterator[bytes]:
-    """What one worker sends until it closes its end.
+def _read_lines(heard: OutputQueue, timeout: float) -> Iterator[bytes]:
+    """Yield a worker's lines until it closes its output.
 
     Raises:
-        TimeoutError: it takes longer than it may.
+        TimeoutError: it exceeds the time limit.
     """
     limit = time.perf_counter() + timeout
     while True:
@@ -257,5 +292,5 @@ def _lines(heard: Heard, timeout: float) -> Iterator[bytes]:
         yield line
 
 
-def _failed(job: Job, message: str) -> Failed:
-    return Failed(failure=Failure(backend=job.backend, policy=None, message=message))
+def _failure_event(job: DigitsJob, message: str) -> FrameworkFailureEvent:
+    return FrameworkFailureEvent(failure=FrameworkFailure(backend=job.backend, policy=None, message=message))

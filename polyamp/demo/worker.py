@@ -1,7 +1,7 @@
-"""The process that trains the digits in one framework; started by `polyamp.demo.runner`, one for each framework.
+"""Main program of the process that trains the digits in one framework.
 
-It reads a `Job` as JSON from standard input and writes one JSON event per line to standard output. It uses polyamp's
-public functions only, and of the backend's harness the digits model.
+It reads a `DigitsJob` as JSON from standard input and writes one JSON event per line to standard output. It uses only
+polyamp's public functions and the digits model of the backend's harness.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import polyamp
 from polyamp import losses
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend
-from polyamp.demo.report import Failure, Run
+from polyamp.demo.report import FrameworkFailure, FrameworkRun
 from polyamp.errors import BackendNotInstalledError, PolyampError
 from polyamp.recipe.recipe import Recipe
-from polyamp.workers import claimed
+from polyamp.worker_processes import claim_stdio
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     Arrays = dict[str, np.ndarray[Any, Any]]
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is asked to do.
+class DigitsJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Job of a worker.
 
     Attributes:
         backend: name of the backend.
         problem: path of the `.npz` file with batches, held-out digits and initial weights.
         recipes: policy -> recipe as JSON text, in the order to run them.
-        baseline: the policy that distances are measured from.
+        baseline: the policy from which distances are measured.
         report_every: steps between two progress events.
     """
 
@@ -47,13 +47,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     report_every: int
 
 
-class Starting(msgspec.Struct, frozen=True, kw_only=True, tag="starting"):
-    """The process is about to start and to import its framework; the only event that a worker does not send itself."""
+class FrameworkLaunchEvent(msgspec.Struct, frozen=True, kw_only=True, tag="starting"):
+    """The process is about to start and import its framework. The only event that the worker does not send."""
 
     backend: str
 
 
-class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+class FrameworkStartEvent(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     """The framework is imported."""
 
     backend: str
@@ -61,8 +61,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     device: str
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """Some steps are done: `step` of `steps` under this policy."""
+class PolicyProgressEvent(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """Steps are done: `step` of `steps` under this policy."""
 
     backend: str
     policy: str
@@ -73,73 +73,82 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     skipped: int
 
 
-class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+class PolicyResultEvent(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     """One policy is done."""
 
-    run: Run
+    run: FrameworkRun
 
 
-class Missing(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
-    """The framework is not installed; the message holds the install command."""
+class FrameworkMissingEvent(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
+    """The framework is not installed; the message has the install command."""
 
     backend: str
     message: str
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """The framework, or one policy of it, could not be run."""
+class FrameworkFailureEvent(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The framework failed, or one policy of it."""
 
-    failure: Failure
+    failure: FrameworkFailure
 
 
-Event = Starting | Started | Progress | Finished | Missing | Failed
-Emit = Callable[[Event], None]
+DemoEvent = (
+    FrameworkLaunchEvent
+    | FrameworkStartEvent
+    | PolicyProgressEvent
+    | PolicyResultEvent
+    | FrameworkMissingEvent
+    | FrameworkFailureEvent
+)
+EmitEvent = Callable[[DemoEvent], None]
 
 
 def main() -> None:
-    """Run the job on standard input."""
+    """Run the job from standard input."""
     import numpy as np
 
-    channel = claimed()
+    channel = claim_stdio()
 
-    def emit(event: Event) -> None:
+    def emit(event: DemoEvent) -> None:
         channel.lines.write(msgspec.json.encode(event).decode() + "\n")
         channel.lines.flush()
 
-    job = msgspec.json.decode(channel.commands.read(), type=Job)
+    job = msgspec.json.decode(channel.commands.read(), type=DigitsJob)
     with np.load(job.problem) as file:
         problem = {name: file[name] for name in file.files}
-    work(job, problem, emit)
+    run_job(job, problem, emit)
 
 
-def work(job: Job, problem: Arrays, emit: Emit) -> None:
-    """Train under each of the job's policies. What polyamp refuses becomes a `Failed` event; the rest goes on."""
+def run_job(job: DigitsJob, problem: Arrays, emit: EmitEvent) -> None:
+    """Train under each of the job's policies. A `PolyampError` becomes a `FrameworkFailureEvent`; the others go on."""
     try:
         backend = registry.get(job.backend)
     except BackendNotInstalledError as error:
-        emit(Missing(backend=job.backend, message=str(error)))
+        emit(FrameworkMissingEvent(backend=job.backend, message=str(error)))
         return
     except PolyampError as error:
-        emit(Failed(failure=Failure(backend=job.backend, policy=None, message=str(error))))
+        emit(FrameworkFailureEvent(failure=FrameworkFailure(backend=job.backend, policy=None, message=str(error))))
         return
     info = backend.info()
-    emit(Started(backend=job.backend, version=str(info.version), device=info.devices[0]))
+    emit(FrameworkStartEvent(backend=job.backend, version=str(info.version), device=info.devices[0]))
     for policy in job.recipes:
         try:
-            emit(Finished(run=train(job, policy, backend, problem, emit)))
+            emit(PolicyResultEvent(run=train(job, policy, backend, problem, emit)))
         except PolyampError as error:
-            emit(Failed(failure=Failure(backend=job.backend, policy=policy, message=str(error))))
+            emit(
+                FrameworkFailureEvent(failure=FrameworkFailure(backend=job.backend, policy=policy, message=str(error)))
+            )
 
 
 def loss_fn(model: Any, batch: Any) -> Any:
-    """The digits' loss, the same lines in every framework."""
+    """Return the loss of the digits, with the same code in every framework."""
     return losses.softmax_cross_entropy(model(batch["x"]), batch["y"])
 
 
-def train(job: Job, policy: str, backend: Backend, problem: Arrays, emit: Emit) -> Run:
+def train(job: DigitsJob, policy: str, backend: Backend, problem: Arrays, emit: EmitEvent) -> FrameworkRun:
     """Train under one policy and measure it."""
     recipe = Recipe.from_json(job.recipes[policy])
-    state = _fresh(backend, recipe, problem)
+    state = _initial_state(backend, recipe, problem)
     step = polyamp.train_step(loss_fn, recipe)
     steps = len(problem["batches_x"])
     curve: list[float | None] = []
@@ -152,17 +161,17 @@ def train(job: Job, policy: str, backend: Backend, problem: Arrays, emit: Emit) 
         batch = _batch(problem, number)
         began = time.perf_counter()
         state, result = step(state, batch)
-        curve.append(_number(backend, result.loss))
+        curve.append(_host_number(backend, result.loss))
         times.append(time.perf_counter() - began)
-        norms.append(_number(backend, result.grad_norm))
+        norms.append(_host_number(backend, result.grad_norm))
         scales.append(float(backend.to_numpy(result.scale)))
         skips.append(bool(backend.to_numpy(result.skipped)))
         applied = int(backend.to_numpy(result.step))
         if (number + 1) % job.report_every == 0 or number + 1 == steps:
-            emit(Progress(backend=job.backend, policy=policy, step=number + 1, steps=steps, loss=curve[-1],
+            emit(PolicyProgressEvent(backend=job.backend, policy=policy, step=number + 1, steps=steps, loss=curve[-1],
                           scale=scales[-1], skipped=sum(skips)))  # fmt: skip
     info = backend.info()
-    return Run(
+    return FrameworkRun(
         backend=job.backend,
         policy=policy,
         version=str(info.version),
@@ -174,14 +183,14 @@ def train(job: Job, policy: str, backend: Backend, problem: Arrays, emit: Emit) 
         accuracy=_accuracy(backend, recipe, state, problem),
         applied=applied,
         ms_per_step=1000.0 * statistics.median(times[1:] or times),
-        twin_losses=_twin(job, backend, problem, skips) if any(skips) else None,
+        twin_losses=_float32_twin_losses(job, backend, problem, skips) if any(skips) else None,
     )
 
 
-def _twin(job: Job, backend: Backend, problem: Arrays, skips: list[bool]) -> list[float | None]:
-    """The float32 losses of a run that leaves out the updates of the steps in `skips`."""
+def _float32_twin_losses(job: DigitsJob, backend: Backend, problem: Arrays, skips: list[bool]) -> list[float | None]:
+    """Return the float32 losses of a run without the updates of the steps in `skips`."""
     recipe = Recipe.from_json(job.recipes[job.baseline])
-    state = _fresh(backend, recipe, problem)
+    state = _initial_state(backend, recipe, problem)
     step, look = polyamp.train_step(loss_fn, recipe), polyamp.value_and_grad(loss_fn)
     curve = []
     for number, skipped in enumerate(skips):
@@ -191,11 +200,11 @@ def _twin(job: Job, backend: Backend, problem: Arrays, skips: list[bool]) -> lis
         else:
             state, result = step(state, batch)
             loss = result.loss
-        curve.append(_number(backend, loss))
+        curve.append(_host_number(backend, loss))
     return curve
 
 
-def _fresh(backend: Backend, recipe: Recipe, problem: Arrays) -> Any:
+def _initial_state(backend: Backend, recipe: Recipe, problem: Arrays) -> Any:
     weights = {name.removeprefix("weights/"): value for name, value in problem.items() if name.startswith("weights/")}
     return polyamp.init(backend.testing().digits(weights), recipe, backend=backend.name)
 
@@ -210,7 +219,7 @@ def _accuracy(backend: Backend, recipe: Recipe, state: Any, problem: Arrays) -> 
     return float((logits.astype("float32").argmax(axis=-1) == problem["test_y"]).mean())
 
 
-def _number(backend: Backend, scalar: Any) -> float | None:
+def _host_number(backend: Backend, scalar: Any) -> float | None:
     value = float(backend.to_numpy(scalar))
     return value if math.isfinite(value) else None
 

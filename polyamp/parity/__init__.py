@@ -1,8 +1,8 @@
-"""Two trainings of a user's own model, in two frameworks or in one, compared array by array; where they part is said.
+"""Parity runs: array-by-array comparison of two trainings of a user's model, in two frameworks or in one.
 
-`polyamp.compare` does it in one process, `run` with one process per side; both return a `Report`, whose `first` is a
-`Divergence`. Here are their parts: `observing` is what a backend gives, `sketch` and `trace` what is kept of a run,
-`report` what is found.
+`polyamp.compare` runs both sides in one process, `run` starts one process per side. Both return a `Report`, whose
+`first` is the first `Divergence`. The packages: `trace` records a side, `verdict` compares two traces, `report` renders
+the result, `run` drives the sides, `in_pytest` is the pytest integration.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polyamp.parity.own_loop import OwnLoop
-    from polyamp.parity.report import Divergence, Report
-    from polyamp.parity.runner import run
+    from polyamp.parity.report.report import Divergence, Report
+    from polyamp.parity.run.runner import run
 
 _LAZY = {
-    "Divergence": "polyamp.parity.report",
+    "Divergence": "polyamp.parity.report.report",
     "OwnLoop": "polyamp.parity.own_loop",
-    "Report": "polyamp.parity.report",
-    "run": "polyamp.parity.runner",
+    "Report": "polyamp.parity.report.report",
+    "run": "polyamp.parity.run.runner",
 }
 
 __all__ = ["Divergence", "OwnLoop", "Report", "run"]

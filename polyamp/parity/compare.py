@@ -1,4 +1,4 @@
-"""`compare`: two models in one process, trained side by side on copies, and where they part. The one line."""
+"""`compare`: train copies of two models in one process and report the first divergence."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import msgspec
 
 from polyamp._version import __version__
 from polyamp.errors import ArgumentError
-from polyamp.parity import trace as traces
-from polyamp.parity.curves import curves_of
-from polyamp.parity.party import Party
-from polyamp.parity.phases import Phase, as_data, phases_of
-from polyamp.parity.report import Report
-from polyamp.parity.running import Batches, Meeting
-from polyamp.parity.verdict import Ran, compared
-from polyamp.porting.check import Across, Batch
+from polyamp.parity.precisions import Phase, comparison_phases, recipe_data, without_judge
+from polyamp.parity.report.curves import curve_from_trace
+from polyamp.parity.report.report import Report
+from polyamp.parity.run.participant import Participant
+from polyamp.parity.run.recorder import BatchSource, ParticipantAlignment
+from polyamp.parity.trace import trace as traces
+from polyamp.parity.verdict.verdict import PhaseTrace, compare_traces
+from polyamp.porting.check import Batch, ChannelOrderAdapter
 from polyamp.recipe.recipe import Recipe
 
 RANDOMNESS: Final = ("off", "shared")
@@ -39,39 +39,39 @@ def compare(
     labels: tuple[str, str] | None = None,
     options: Any = None,
 ) -> Report:
-    """Whether two models compute and train alike, and where they part first.
+    """Compare two models array by array over a few training steps and report where they first diverge.
 
-    Copies of both are trained from the first's weights (`polyamp.port`) on the same batches: in float32 first, then
-    under the recipe's policy; small ones in float64 too, which says how much float32 rounds. Modules' outputs, loss,
-    gradients, the step's report, and parameters and moments after each update are compared in this order, and a
-    difference counts when the two sides are further apart than rounding explains (`polyamp.parity.tolerances`).
+    Copies of both models start from the first's weights (`polyamp.port`) and train on the same batches: in float32,
+    then under the recipe's policy. Small models also run in float64, which measures the rounding of float32. Compared
+    in this order: module outputs, loss, gradients, the step's metrics, parameters and moments after each update. A
+    difference counts when it is larger than rounding explains (`polyamp.parity.verdict.tolerances`).
 
     Args:
         model_a: as `polyamp.init` takes it. It is not changed.
-        model_b: of any framework that can share the process, the same one included. It gets the first's weights for
-            the comparison, and has its own again afterwards.
-        batch: what `loss_fn` is given, of NumPy arrays; a list of batches, of which step k gets number k modulo their
-            number; or a function of the step's number (from 0) that gives it. Images are given as `model_a` has them;
+        model_b: of any framework that can share the process, including the same one. It gets the first's weights for
+            the comparison; its own are restored afterwards.
+        batch: argument of `loss_fn`, of NumPy arrays; a list of batches, of which step k gets number k modulo their
+            number; or a function from the step number (from 0) to a batch. Images are in the layout of `model_a`;
             `polyamp.porting.Batch(a, b)` gives each side its own.
-        loss_fn: `loss_fn(model, batch) -> loss`; a pair for one each. None: the outputs against fixed random
-            numbers, as in inference, where the batch is the models' input.
-        recipe: what to train with; a pair for one each; functions of the model where it holds a framework's own
+        loss_fn: `loss_fn(model, batch) -> loss`; a pair for one each. None: compares the outputs with fixed random
+            numbers, in inference mode; the batch is then the models' input.
+        recipe: training recipe; a pair for one each; functions of the model where it uses a framework's own
             optimizer. None: one forward and backward pass in float32.
-        steps: training steps.
-        names: as for `polyamp.port`, where names do not tell which layer is which.
-        inputs: what the models themselves take, where layers are known by their names alone (linen, haiku, functions);
+        steps: number of training steps.
+        names: as for `polyamp.port`, where layers cannot be matched by name.
+        inputs: inputs of the models themselves, where layers are identified by name only (linen, haiku, functions);
             a list of two for one each.
-        randomness: "off": dropout passes on what it gets. "shared": both sides drop the same elements.
-        labels: what the report calls the sides; by default their frameworks.
-        options: `{"init": {...}, "step": {...}}`, what `polyamp.init` and `train_step` are given; a pair for one each.
+        randomness: "off": dropout passes its input through. "shared": both sides drop the same elements.
+        labels: names of the sides in the report; by default their frameworks.
+        options: `{"init": {...}, "step": {...}}`, options of `polyamp.init` and `train_step`; a pair for one each.
 
     Returns:
         A report: `report.agrees`, `report.first`, `print(report)`, `report.save(folder)`.
 
     Raises:
-        PortError: the models do not fit each other.
-        ArgumentError: an argument that cannot be.
-        PolyampError: whatever a step would raise.
+        PortError: the models cannot be matched.
+        ArgumentError: an argument is invalid.
+        PolyampError: any error that a step raises.
 
     Example:
         >>> import numpy as np, polyamp
@@ -92,11 +92,11 @@ def compare(
         raise ArgumentError("batch must be a batch, or a list with at least one. Received: an empty list.")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ArgumentError(f"steps must be a whole number of at least 1. Received: steps={steps!r}.")
-    loss_fns, recipes, given_options = (_pair(each) for each in (loss_fn, recipe, options))
-    given_inputs = _pair(tuple(inputs)) if isinstance(inputs, list) else (inputs, inputs)
-    called = labels or _labels(model_a, model_b)
+    loss_fns, recipes, given_options = (_value_per_side(each) for each in (loss_fn, recipe, options))
+    given_inputs = _value_per_side(tuple(inputs)) if isinstance(inputs, list) else (inputs, inputs)
+    called = labels or _default_labels(model_a, model_b)
     one, two = (
-        Party(
+        Participant(
             called[number],
             model,
             loss_fns[number],
@@ -107,40 +107,44 @@ def compare(
         )
         for number, model in enumerate((model_a, model_b))
     )
-    second, taken = two.meet(one.inventory, names)
+    second, taken = two.align_with(one.inventory, names)
     first = one.first(second.agreed, taken)
     sides = ((one, first), (two, second))
-    batches = _batches(batch, Across(one.inventory, two.inventory))
+    batches = _batch_sources(batch, ChannelOrderAdapter(one.inventory, two.inventory))
     trained = one.recipe is not None or two.recipe is not None
-    phases = phases_of((one.recipe, two.recipe), max(one.parameters, two.parameters))
+    phases = comparison_phases((one.recipe, two.recipe), max(one.parameters, two.parameters))
     ran: list[dict[str, traces.Trace]] = [{}, {}]
     notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as folder:
         for number, (party, meeting) in enumerate(sides):
             for phase in phases:
                 path = Path(folder) / f"{number}-{phase.name}"
-                trace = _run(party, phase, meeting, batches[number], steps if trained else 1, path, notes)
+                trace = _record_phase(party, phase, meeting, batches[number], steps if trained else 1, path, notes)
                 if trace is not None:
                     ran[number][phase.name] = trace
         runs = [
             (
                 phase,
-                _ran(Path(folder) / f"0-{phase.name}", ran[0].get(phase.name)),
-                _ran(Path(folder) / f"1-{phase.name}", ran[1].get(phase.name)),
+                _phase_trace(Path(folder) / f"0-{phase.name}", ran[0].get(phase.name)),
+                _phase_trace(Path(folder) / f"1-{phase.name}", ran[1].get(phase.name)),
             )
             for phase in phases
         ]
-        found = compared(called, runs, second.agreed[0], (one.recipe, two.recipe))
+        found = compare_traces(called, runs, second.agreed[0], (one.recipe, two.recipe))
         curves = [
             curve
             for phase in phases
             for number in (0, 1)
             if phase.name in ran[number]
-            for curve in [curves_of(called[number], phase.shown, traces.read(Path(folder) / f"{number}-{phase.name}"))]
+            for curve in [
+                curve_from_trace(
+                    called[number], phase.shown, traces.read_entries(Path(folder) / f"{number}-{phase.name}")
+                )
+            ]
         ]
     return Report(
         polyamp=__version__,
-        recipes={party.label: as_data(party.recipe) for party, _ in sides if party.recipe is not None},
+        recipes={party.label: recipe_data(party.recipe) for party, _ in sides if party.recipe is not None},
         phases=[phase.shown for phase in phases],
         steps=steps if trained else 1,
         environments=[party.environment() for party, _ in sides],
@@ -153,11 +157,17 @@ def compare(
     )
 
 
-def _run(
-    party: Party, phase: Phase, meeting: Meeting, batches: Batches, steps: int, path: Path, notes: list[str]
+def _record_phase(
+    party: Participant,
+    phase: Phase,
+    meeting: ParticipantAlignment,
+    batches: BatchSource,
+    steps: int,
+    path: Path,
+    notes: list[str],
 ) -> traces.Trace | None:
-    """One phase of one side; None where it has no float64, which is a judge and none of the user's own runs."""
-    writer = traces.Writer(path)
+    """Run one phase of one side. Return None if its float64 reference run fails; any other failure is raised."""
+    writer = traces.TraceWriter(path)
     try:
         return party.run(phase, meeting, batches, steps, writer)
     except Exception as error:
@@ -169,46 +179,40 @@ def _run(
         writer.close()
 
 
-def without_judge(label: str, error: Exception) -> str:
-    """The note of a side that cannot be run in float64: its framework cannot, or the model asks for a dtype itself."""
-    said = str(error).strip().partition("\n")[0]
-    return f"{label} has no float64 run to judge its float32 by: {said or type(error).__name__}"
-
-
-def _ran(path: Path, trace: traces.Trace | None) -> Ran:
+def _phase_trace(path: Path, trace: traces.Trace | None) -> PhaseTrace:
     if trace is None:
-        return Ran(traces.Trace(side="", phase=""), tuple)
-    return Ran(trace, lambda: traces.read(path))
+        return PhaseTrace(traces.Trace(side="", phase=""), tuple)
+    return PhaseTrace(trace, lambda: traces.read_entries(path))
 
 
-def _pair(value: Any) -> tuple[Any, Any]:
+def _value_per_side(value: Any) -> tuple[Any, Any]:
     return (value[0], value[1]) if isinstance(value, tuple) and len(value) == 2 else (value, value)
 
 
-def _labels(model_a: Any, model_b: Any) -> tuple[str, str]:
+def _default_labels(model_a: Any, model_b: Any) -> tuple[str, str]:
     from polyamp.contract import registry
 
     one, other = registry.backend_for(model_a).name, registry.backend_for(model_b).name
     return (one, other) if one != other else (f"{one} a", f"{one} b")
 
 
-def _batches(batch: Any, across: Across) -> tuple[Batches, Batches]:
-    """The batches of either side."""
+def _batch_sources(batch: Any, across: ChannelOrderAdapter) -> tuple[BatchSource, BatchSource]:
+    """Return the batch functions of both sides."""
     if callable(batch) and not isinstance(batch, Mapping):
         made: Callable[[int], Any] = batch
-        return lambda step: _first(made(step)), lambda step: _second(made(step), across)
+        return lambda step: _source_batch(made(step)), lambda step: _target_batch(made(step), across)
     several = batch if isinstance(batch, list) else [batch]
     return (
-        lambda step: _first(several[step % len(several)]),
-        lambda step: _second(several[step % len(several)], across),
+        lambda step: _source_batch(several[step % len(several)]),
+        lambda step: _target_batch(several[step % len(several)], across),
     )
 
 
-def _first(batch: Any) -> Any:
+def _source_batch(batch: Any) -> Any:
     return batch.source if isinstance(batch, Batch) else batch
 
 
-def _second(batch: Any, across: Across) -> Any:
+def _target_batch(batch: Any, across: ChannelOrderAdapter) -> Any:
     if isinstance(batch, Batch) and batch.target is not None:
         return batch.target
-    return across.tree(_first(batch))
+    return across.tree(_source_batch(batch))

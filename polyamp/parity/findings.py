@@ -1,5 +1,4 @@
-"""What a comparison of trainings found, as data. `report.Report` is it with what writes it down: `said`, `page` and
-`picture` read it from here, so that none of them imports what calls it."""
+"""Data classes of a parity report. `report.Report` adds rendering and saving to `Findings`."""
 
 from __future__ import annotations
 
@@ -7,24 +6,26 @@ from typing import Any, Literal
 
 import msgspec
 
-Kind = Literal["dtype", "epsilon", "layout", "formula", "factor", "randomness", "not finite", "missing", "unknown"]
-"""What a difference looks like: other dtypes, an epsilon of a normalization, the same numbers in another order, another
-formula, all values times one factor, random numbers, inf or NaN on one side, something that one side does not have."""
+DivergenceKind = Literal[
+    "dtype", "epsilon", "layout", "formula", "factor", "randomness", "not finite", "missing", "unknown"
+]
+"""Likely cause of a difference: other dtypes, the epsilon of a normalization, the same numbers in another order,
+another formula, a common factor, random numbers, inf or NaN on one side, a quantity that one side lacks."""
 
 
-class Shown(msgspec.Struct, frozen=True, kw_only=True):
+class SideValues(msgspec.Struct, frozen=True, kw_only=True):
     """One side's values at a divergence.
 
     Attributes:
-        path: as this side calls the module or the array.
-        dtype: of the values; "" of a number.
+        path: of the module or the array, in this side's names.
+        dtype: of the values; "" for a number.
         shape: in canonical layout.
         mean, rms, largest: of its finite values.
-        nonfinite: how many are inf or NaN.
-        zeros: how many are 0.
-        width: the narrowest dtype that holds all of them.
-        number: where it is a number and no array.
-        operations: what ran in the module, and in which dtype ("softmax in bfloat16").
+        nonfinite: number of elements that are inf or NaN.
+        zeros: number of elements that are 0.
+        width: the narrowest dtype that represents all values exactly.
+        number: the value, if it is a number and not an array.
+        operations: operations that ran in the module, with their dtypes ("softmax in bfloat16").
     """
 
     path: str
@@ -41,22 +42,22 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """Where two trainings part first.
+    """First divergence of two trainings.
 
     Attributes:
         phase: "float32", or the policy under which it was found.
         step: number of the training step, from 1.
         stage: "forward", "backward", "step" or "update".
-        module: path of the module, or of the layer that owns the parameter; "" of the whole model.
+        module: path of the module, or of the layer that owns the parameter; "" for the whole model.
         what: the quantity: "output", "loss", "gradient", "exp_avg", ... (`trace.Entry.what`).
-        name: the array in its layer ("kernel"); "" where there is none.
+        name: the array in its layer ("kernel"); "" if there is none.
         sides: label -> its values.
-        distance: how far apart they are, relative to the larger; None where one is not finite.
-        allowed: how far apart rounding allows them to be, relative to the same.
-        own: label -> how far the side is from its own wider run; None where there was none.
-        kind: what it looks like.
-        sentence: the same in words.
-        evidence: what that is read from, a sentence each.
+        distance: relative to the larger side; None where one is not finite.
+        allowed: largest distance that rounding explains, relative to the same.
+        own: label -> distance of the side from its own wider run; None if there was none.
+        kind: likely cause.
+        sentence: the likely cause in words.
+        evidence: the observations that support it, a sentence each.
         after: path of the last module before it that agrees; "" if there is none.
     """
 
@@ -66,19 +67,18 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     module: str
     what: str
     name: str = ""
-    sides: dict[str, Shown] = msgspec.field(default_factory=dict)
+    sides: dict[str, SideValues] = msgspec.field(default_factory=dict)
     distance: float | None = None
     allowed: float | None = None
     own: dict[str, float | None] = msgspec.field(default_factory=dict)
-    kind: Kind = "unknown"
+    kind: DivergenceKind = "unknown"
     sentence: str = ""
     evidence: list[str] = msgspec.field(default_factory=list)
     after: str = ""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the table: one quantity of one module, in one phase, at its worst step up to that in which the sides
-    part there.
+class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Row of the comparison table: one quantity of one module in one phase, at its worst step up to the divergence.
 
     Attributes:
         phase, module, what, name: as in `Divergence`.
@@ -87,7 +87,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         dtypes: of the first side, of the second.
         distance: relative, at that step; None where one is not finite.
         allowed: relative.
-        counts: whether it counts as a difference.
+        counts: whether the row counts as a difference.
     """
 
     phase: str
@@ -103,13 +103,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """What a side's steps reported under one policy; None where a number is not finite.
+    """Metrics of a side's steps under one policy; None where a number is not finite.
 
     Attributes:
         side: label.
-        phase: policy, or "float64" of the judge.
-        loss, grad_norm, scale: a number per step; empty where nothing reports them.
-        skipped: numbers of the steps that applied nothing.
+        phase: policy, or "float64" for the reference run.
+        loss, grad_norm, scale: a number per step; empty if not reported.
+        skipped: numbers of the skipped steps.
     """
 
     side: str
@@ -121,31 +121,31 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Two sides.
+    """Comparison of two sides.
 
     Attributes:
         sides: the labels; modules have the names of the first.
-        first: where they part; None where they do not, or where nobody knows because something failed.
+        first: first divergence; None if there is none, or if a failure left it unknown.
         rows: the table, in the order of the first side's program.
-        notes: what was not compared and why; what weights do not carry (`polyamp.port`'s report).
+        notes: what was not compared and why; settings that weights do not carry (`polyamp.port`'s report).
     """
 
     sides: tuple[str, str]
     first: Divergence | None
-    rows: list[Row] = msgspec.field(default_factory=list)
+    rows: list[ComparisonRow] = msgspec.field(default_factory=list)
     notes: list[str] = msgspec.field(default_factory=list)
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A side that did not come to its end.
+    """Failure of a side that did not finish.
 
     Attributes:
         side: label.
-        phase: where it was; "" before the first.
+        phase: the phase it was in; "" before the first.
         step: the step that it did not finish; 0 before the first.
-        reason: "missing" (the framework is not installed), "error" (what the user's code or polyamp raised), "crashed",
+        reason: "missing" (the framework is not installed), "error" (raised by the user's code or polyamp), "crashed",
             "killed", "timeout" or "interrupted".
-        message: what is known, and what to do.
+        message: the cause, and what to do.
     """
 
     side: str
@@ -156,15 +156,15 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a side ran.
+    """Environment of one side.
 
     Attributes:
         side: label.
-        backend: polyamp's name of the framework.
+        backend: name of the backend.
         versions: distribution -> version.
         device: the device.
         model: class of the model.
-        parameters: how many trained values.
+        parameters: number of trained values.
     """
 
     side: str
@@ -176,7 +176,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a comparison found; `report.Report` says what the fields are."""
+    """Results of a comparison; the fields are documented in `report.Report`."""
 
     polyamp: str
     recipes: dict[str, dict[str, Any]]
@@ -192,23 +192,23 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def agrees(self) -> bool:
-        """True where every side came to its end and no two part."""
+        """Whether every side finished and no two diverge."""
         return not self.failures and bool(self.comparisons) and self.first is None
 
     @property
     def first(self) -> Divergence | None:
-        """The first divergence of the first two sides that part."""
+        """The first divergence of the first comparison that has one."""
         return next((each.first for each in self.comparisons if each.first is not None), None)
 
 
-def encoded(findings: Findings) -> bytes:
-    """Findings as indented JSON; what is not finite is null there."""
-    return msgspec.json.format(msgspec.json.encode(findings, enc_hook=_plain), indent=1)
+def encode_report(findings: Findings) -> bytes:
+    """Return findings as indented JSON; numbers that are not finite become null."""
+    return msgspec.json.format(msgspec.json.encode(findings, enc_hook=_encode_numpy_scalar), indent=1)
 
 
-def _plain(value: Any) -> Any:
-    """A NumPy scalar as Python's: measured numbers are often such."""
+def _encode_numpy_scalar(value: Any) -> Any:
+    """Convert a NumPy scalar to a Python scalar."""
     if type(value).__module__ == "numpy" and hasattr(value, "item"):
         return value.item()
-    # what msgspec asks an encoding hook to raise for a type that it does not know
+    # the exception that msgspec requires of an encoding hook for an unknown type
     raise NotImplementedError(f"a report holds plain data. Received: {type(value).__qualname__}.")

@@ -1,5 +1,4 @@
-"""`OwnLoop`: a side that is trained by the user's own code instead of `polyamp.train_step`; and `Trainer`, what both
-kinds of side look like to a run. Called by `running`."""
+"""`OwnLoop`, a side trained by the user's own code, and the `Trainer` protocol that hides how a side trains."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from polyamp.contract import registry
-from polyamp.errors import ArgumentError, described
-from polyamp.porting.states.sides import Training, is_side
+from polyamp.errors import ArgumentError, describe_value
+from polyamp.porting.states.training_side import Training, is_training_side
 from polyamp.recipe.optimizers import sgd
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
@@ -19,18 +18,17 @@ from polyamp.train.step import init, train_step
 
 @dataclasses.dataclass(frozen=True)
 class OwnLoop:
-    """A training loop of the user's own, to be compared with a recipe or with another loop: it stands where a side's
-    recipe stands.
+    """User-written training loop, passed in place of a side's recipe.
 
     Args:
-        begin: `begin(model) -> polyamp.porting.training(model, optimizer, scaler)`: what the loop makes before its
-            first step. It is given a copy of the model, several times.
-        step: `step(training, batch) -> (training, loss)`: one step as the program makes it. In torch and Keras the
-            training that it is given comes back, changed; in JAX a new one. `batch` holds NumPy arrays.
-        policy: the precision that the loop computes in, as a `Policy` or its spelling.
+        begin: `begin(model) -> polyamp.porting.training(model, optimizer, scaler)`: set up the loop before its first
+            step. It is called several times, each time with a copy of the model.
+        step: `step(training, batch) -> (training, loss)`: run one step. In torch and Keras it returns the training
+            that it received, changed; in JAX a new one. `batch` is of NumPy arrays.
+        policy: precision in which the loop computes, as a `Policy` or its spelling.
 
-    The loop's losses, parameters, moments, scale and number of updates are compared; its forward and backward pass are
-    looked at through `loss_fn`, under `policy`.
+    Compared are the loop's losses, parameters, moments, scale and number of updates. Its forward and backward pass are
+    recorded with `loss_fn` under `policy`.
 
     Example::
 
@@ -53,27 +51,27 @@ class OwnLoop:
 
     @property
     def recipe(self) -> Recipe:
-        """What its forward and backward pass are looked at with."""
+        """Recipe with which the forward and backward pass are recorded."""
         return Recipe(policy=Policy.of(self.policy), optimizer=sgd(0.0))
 
 
 class Trainer(Protocol):
-    """What trains a copy of a side's model."""
+    """Protocol of an object that trains a copy of a side's model."""
 
     @property
     def state(self) -> Any:
-        """A polyamp state of the model as it is now, for a look at a pass."""
+        """Current polyamp state of the model, for recording a pass."""
 
     @property
     def training(self) -> Any:
-        """The training state as it is now, as `polyamp.port` takes it."""
+        """Current training state, as `polyamp.port` takes it."""
 
     def step(self, batch: Any) -> Mapping[str, float]:
-        """One step, and the numbers that it reports: "loss", "grad_norm", "finite", "scale", "applied"."""
+        """Run one step and return its metrics: "loss", "grad_norm", "finite", "scale", "applied"."""
 
 
 class RecipeTrainer:
-    """`polyamp.train_step`.
+    """Trainer that uses `polyamp.train_step`.
 
     Args:
         model: a copy of the side's model.
@@ -103,12 +101,12 @@ class RecipeTrainer:
 
 
 class LoopTrainer:
-    """An `OwnLoop`.
+    """Trainer that runs an `OwnLoop`.
 
     Args:
         model: a copy of the side's model.
         loop: the loop.
-        recipe: what its passes are looked at with in the phase.
+        recipe: recipe with which its passes are recorded in the phase.
         options: `{"init": {...}, "step": {...}}`.
     """
 
@@ -118,23 +116,23 @@ class LoopTrainer:
         if not isinstance(self.training, Training):
             raise ArgumentError(
                 "OwnLoop(begin, step): begin(model) must return polyamp.porting.training(model, optimizer, scaler). "
-                f"Received: {described(self.training)}."
+                f"Received: {describe_value(self.training)}."
             )
-        self._looked: tuple[Any, Any] = (None, None)
+        self._pass_state: tuple[Any, Any] = (None, None)
 
     @property
     def state(self) -> Any:
         model = self.training.model
-        if self._looked[0] is not model:
-            self._looked = (model, init(model, self._recipe, **self._options["init"]))
-        return self._looked[1]
+        if self._pass_state[0] is not model:
+            self._pass_state = (model, init(model, self._recipe, **self._options["init"]))
+        return self._pass_state[1]
 
     def step(self, batch: Any) -> Mapping[str, float]:
         made = self._loop.step(self.training, batch)
-        if not (isinstance(made, tuple) and len(made) == 2 and is_side(made[0])):
+        if not (isinstance(made, tuple) and len(made) == 2 and is_training_side(made[0])):
             raise ArgumentError(
                 "OwnLoop(begin, step): step(training, batch) must return (training, loss). Received: "
-                f"{described(made)}."
+                f"{describe_value(made)}."
             )
         self.training, loss = made
         return {"loss": float(registry.backend_for(self.training.model).to_numpy(loss))}

@@ -1,19 +1,21 @@
-"""The pytest plugin for users: a test's backends, and assertions that two trainings are the same.
+"""pytest plugin for users: the `backends` marker, and the fixtures `polyamp_backend` and `assert_parity`.
 
-pytest loads it in every session of an environment that has polyamp (entry point `polyamp`; `-p no:polyamp` leaves it
-out), so only pytest is imported here; what a session that uses it needs is in `polyamp.parity.in_pytest`.
+pytest loads it in every session of an environment that has polyamp installed (entry point `polyamp`; disable it with
+`-p no:polyamp`), so only pytest is imported here. The rest is in `polyamp.parity.in_pytest`.
 
     @pytest.mark.backends("torch", "jax")
-    def test_shapes(polyamp_backend):              # twice, each in a process of its own
+    def test_shapes(polyamp_backend):              # runs twice, each in a separate process
         model = {"torch": torch_net, "jax": jax_net}[polyamp_backend]()
 
     @pytest.mark.backends("torch", "jax")
     def test_trains_alike(assert_parity):
         assert_parity(build={"torch": torch_net, "jax": jax_net}, data=batch, loss_fn=loss_fn, recipe=recipe, steps=3)
 
-Options, each with an ini setting of the same name in underscores: `--polyamp-backends=torch,jax` (of the backends that
-tests are marked with, these), `--polyamp-skip-missing` (a framework that is not installed is a skip and no failure),
-`--polyamp-report-dir=DIR` (where reports of failed assertions go; else into the test's `tmp_path`).
+Options, each with an ini setting of the same name in underscores:
+
+- `--polyamp-backends=torch,jax`: of the marked backends, run only these.
+- `--polyamp-skip-missing`: skip tests of a framework that is not installed, instead of failing them.
+- `--polyamp-report-dir=DIR`: folder for reports of failed assertions; default: the test's `tmp_path`.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from polyamp.parity.in_pytest.asserting import AssertParity
-    from polyamp.parity.in_pytest.choice import Named
+    from polyamp.parity.in_pytest.assert_parity import AssertParity
+    from polyamp.parity.in_pytest.backend_selection import BackendChoice
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,56 +58,56 @@ def pytest_configure(config: pytest.Config) -> None:
         "each; with one name alone it runs in that framework's process.",
     )
     if config.getoption("polyamp_backends"):
-        from polyamp.parity.in_pytest import choice
+        from polyamp.parity.in_pytest import backend_selection
 
-        choice.selection(config)  # a name that is none is an error whatever is collected
+        backend_selection.selection(config)  # an unknown name is an error whatever is collected
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "polyamp_backend" in metafunc.fixturenames:
-        from polyamp.parity.in_pytest import choice
+        from polyamp.parity.in_pytest import backend_selection
 
-        names = choice.names_of(metafunc.definition, fixture=True)
+        names = backend_selection.backend_names(metafunc.definition, fixture=True)
         metafunc.parametrize("polyamp_backend", names, ids=names, indirect=True, scope="session")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if any(item.get_closest_marker("backends") or "polyamp_backend" in _fixtures(item) for item in items):
-        from polyamp.parity.in_pytest import choice
+    if any(item.get_closest_marker("backends") or "polyamp_backend" in _fixture_names(item) for item in items):
+        from polyamp.parity.in_pytest import backend_selection
 
-        choice.choose(config, items)
+        backend_selection.select_items(config, items)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if any(item.get_closest_marker("backends") or "polyamp_backend" in _fixtures(item) for item in session.items):
-        from polyamp.parity.in_pytest import standing_in
+    if any(item.get_closest_marker("backends") or "polyamp_backend" in _fixture_names(item) for item in session.items):
+        from polyamp.parity.in_pytest import remote_items
 
-        standing_in.take_over(session)
+        remote_items.replace_items(session)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """pytest-xdist's: a worker is told the arguments, which it needs for further processes, and has not."""
+    """pytest-xdist hook: pass the command-line arguments to a worker, which needs them to start further processes."""
     node.workerinput["polyamp_args"] = [str(each) for each in node.config.invocation_params.args]
 
 
-def _fixtures(item: pytest.Item) -> Any:
+def _fixture_names(item: pytest.Item) -> Any:
     return getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(scope="session")
-def polyamp_backend(request: pytest.FixtureRequest) -> Named:
-    """The name of a backend of the marker `backends`: a str, with the `Backend` object as `.backend`."""
-    from polyamp.parity.in_pytest import choice
+def polyamp_backend(request: pytest.FixtureRequest) -> BackendChoice:
+    """Name of a backend of the marker `backends`: a str, with the `Backend` object as `.backend`."""
+    from polyamp.parity.in_pytest import backend_selection
 
-    return choice.named(request)
+    return backend_selection.backend_choice(request)
 
 
 @pytest.fixture
 def assert_parity(request: pytest.FixtureRequest) -> AssertParity:
-    """Asserts that two trainings are the same: `polyamp.parity.run` of `build=`, or `polyamp.compare` of two models."""
-    from polyamp.parity.in_pytest.asserting import AssertParity
+    """Assertion that two trainings agree: `polyamp.parity.run` of `build=`, or `polyamp.compare` of two models."""
+    from polyamp.parity.in_pytest.assert_parity import AssertParity
 
     return AssertParity(request)

@@ -1,27 +1,30 @@
-"""Models and their training state move to another framework, and nothing is lost on the way.
+"""Transfer of models and their training state to other frameworks without loss.
 
-`polyamp.port(source, target)` does it whole. Here are its parts: a model in the canonical layout (`export`, `load`),
-its file (`save`, `open`), a training state in the canonical layout (`training_state`), a model that is trained without
-polyamp (`training`), and the way to teach it a layer of your own (`register`, with `Form`, `Rule`, `same` and
-`operations`).
+`polyamp.port(source, target)` does the whole transfer. This package has its parts:
+
+- `export`, `load`: a model in the canonical layout.
+- `save`, `open`: the file of such a model.
+- `training_state`: a training state in the canonical layout.
+- `training`: a model that is trained without polyamp.
+- `register`, with `Form`, `Rule`, `same` and `operations`: support for a custom layer.
 """
 
 from __future__ import annotations
 
 from polyamp.porting.check import Batch
 from polyamp.porting.convert import save
-from polyamp.porting.files.files import open  # noqa: A004  # the name that users call
+from polyamp.porting.files.canonical_file import open  # noqa: A004  # public name
 from polyamp.porting.layouts import operations
-from polyamp.porting.layouts.canonical import Canonical, Layer
-from polyamp.porting.layouts.forms import Form, Rule, same
-from polyamp.porting.layouts.lazy import Lazy
-from polyamp.porting.layouts.register import register
+from polyamp.porting.layouts.canonical_model import Canonical, Layer
+from polyamp.porting.layouts.layer_layout import Form, Rule, same
+from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp.porting.layouts.registration import register
+from polyamp.porting.model_side import export
 from polyamp.porting.port import load
-from polyamp.porting.report import PortReport
-from polyamp.porting.side import export
-from polyamp.porting.states.canonical import TrainingState
+from polyamp.porting.port_report import PortReport
 from polyamp.porting.states.port_state import StateReport, training_state
-from polyamp.porting.states.sides import Training, training
+from polyamp.porting.states.training_side import Training, training
+from polyamp.porting.states.training_state import TrainingState
 
 __all__ = [
     "Batch",

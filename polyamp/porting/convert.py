@@ -1,8 +1,7 @@
-"""`save`: a model becomes a file; `convert`: a file of one framework becomes a file of another. Called by users and by
-the command `polyamp port`.
+"""`save` writes a model to a file; `convert` converts a file of one framework to a file of another.
 
-A converted file's layout comes from an existing file of the target model, or from a function that builds the model;
-without either the target is the source in the canonical layout, which `porting.open` reads in any environment.
+The layout of a converted file comes from an existing file of the target model, or from a function that builds the
+model. Without either, the target is the source in the canonical layout, which `porting.open` reads in any environment.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import Any
 from polyamp.contract import registry
 from polyamp.errors import ArgumentError, PortError, did_you_mean
 from polyamp.files import as_path
-from polyamp.porting.files import files, formats
-from polyamp.porting.layouts.canonical import canonical_of
-from polyamp.porting.port import moved
-from polyamp.porting.report import Moved, PortReport
-from polyamp.porting.side import Side, export, side_of
+from polyamp.porting.files import canonical_file, file_formats
+from polyamp.porting.layouts.canonical_model import to_canonical
+from polyamp.porting.model_side import ModelSide, export, make_model_side
+from polyamp.porting.port import transfer_model
+from polyamp.porting.port_report import PortedLayer, PortReport
 
 
 def save(canonical_or_model: Any, path: str | os.PathLike[str], batch: Any = None) -> None:
@@ -31,10 +30,10 @@ def save(canonical_or_model: Any, path: str | os.PathLike[str], batch: Any = Non
         canonical_or_model: what `export` or `open` returned, or a model, which is then exported.
         path: the file; its folder must exist. An older file there is replaced only once the new one is whole. Its
             permissions stay, and so does a symbolic link; partial files that killed saves of it left are removed.
-        batch: inputs for `export`, of a model that shows more than its arrays only when it is called.
+        batch: inputs for `export`; needed if only a call of the model shows its layers.
 
     Raises:
-        PortError: an attribute is no JSON data, an array's dtype has no place in such a file, or a tie leads nowhere.
+        PortError: an attribute is no JSON data, the file format lacks an array's dtype, or a tied array does not exist.
         ArgumentError: no path.
         OSError: the folder is missing, full or read-only; the older file is intact.
 
@@ -49,7 +48,7 @@ def save(canonical_or_model: Any, path: str | os.PathLike[str], batch: Any = Non
     """
     file = as_path(path, instead="porting.save(model, path) writes a model.")
     canonical = export(canonical_or_model, batch)
-    files.write(canonical, file)
+    canonical_file.write(canonical, file)
 
 
 def convert(
@@ -64,43 +63,45 @@ def convert(
     target_format: str | None = None,
     dry_run: bool = False,
 ) -> PortReport:
-    """Write a model's file as another framework, or polyamp, has it.
+    """Convert a model's file to the format of another framework or of polyamp.
 
     Args:
-        source: a model's file, of any form that `formats.inventory_of` takes.
-        target: the file to be written; an older one is replaced at the end and whole.
+        source: a model's file, in any format that `file_formats.file_inventory` accepts.
+        target: the file to be written; an older one is replaced atomically at the end.
         like: an existing file of the target model; the new one has its layout. It may be `target` itself.
-        into: "package.module:build", a function that makes the target model, called without arguments.
-        names: as for `polyamp.port`.
-        strict: as for `polyamp.port`.
-        source_format: whose file the source is, where it does not say: "canonical", or a backend's name.
-        target_format: the same of the target.
-        dry_run: do all but write.
+        into: "package.module:build", a function that builds the target model, called without arguments.
+        names: see `polyamp.port`.
+        strict: see `polyamp.port`.
+        source_format: format of the source if the file does not identify it: "canonical", or a backend's name.
+        target_format: the same for the target.
+        dry_run: do everything except writing.
 
     Returns:
-        What was moved, and what the weights do not carry and is not alike.
+        A report of the moved layers, and of differences that the weights do not carry.
 
     Raises:
-        PortError: as `polyamp.port` raises it, or a file is damaged or of none of the known forms.
+        PortError: as for `polyamp.port`, or a file is damaged or of an unknown format.
         ArgumentError: neither `like` nor `into` where the target needs one, or both; or `into` names no function.
-        BackendNotInstalledError: a framework whose file it is is not installed.
+        BackendNotInstalledError: the framework of a file is not installed.
         FileNotFoundError: there is no such file.
-        OSError: the target cannot be written; an older one is as it was.
+        OSError: the target cannot be written; an older file is unchanged.
     """
     goal = Path(target)
     if like is not None and into is not None:
         raise ArgumentError("--like and --into both say what the target is. Give one of them.")
-    chosen = target_format or (formats.framework_for(goal) if like is None else formats.CANONICAL)
-    if like is None and into is None and chosen != formats.CANONICAL:
+    chosen = target_format or (file_formats.framework_from_suffix(goal) if like is None else file_formats.CANONICAL)
+    if like is None and into is None and chosen != file_formats.CANONICAL:
         raise ArgumentError(
             f"{goal} would be a file of {chosen}, and nothing says which model it is of. Give --like FILE, an existing "
             "file of the target model, or --into package.module:build, a function that makes it. A target that ends in "
             ".safetensors needs neither: it is written in the canonical layout."
         )
-    found = formats.inventory_of(source, source_format)
+    found = file_formats.file_inventory(source, source_format)
     if like is not None:
-        goes = formats.FileTarget(None if dry_run else goal, Path(like), target_format)
-        return moved(Side(found, None, source), Side(goes.inventory(), goes, like), names, strict, None)[1]
+        goes = file_formats.FileTarget(None if dry_run else goal, Path(like), target_format)
+        return transfer_model(
+            ModelSide(found, None, source), ModelSide(goes.inventory(), goes, like), names, strict, None
+        )[1]
     if into is None:
         if unknown := [layer.path for layer in found.layers if len(layer.forms) > 1]:
             raise PortError(
@@ -108,39 +109,41 @@ def convert(
                 f"{f' (and {len(unknown) - 5} more)' if len(unknown) > 5 else ''}. Give --into package.module:build, a "
                 "function that makes the model: it says so."
             )
-        canonical = canonical_of(found)
+        canonical = to_canonical(found)
         if not dry_run:
-            files.write(canonical, goal)
-        return PortReport([Moved(path, path, layer.kind, "name") for path, layer in canonical.items()])
-    side = side_of(_built(into), None, f"--into {into}")
-    if chosen != formats.CANONICAL and not formats.same_backend(chosen, registry.backend_for(side.model).name):
+            canonical_file.write(canonical, goal)
+        return PortReport([PortedLayer(path, path, layer.kind, "name") for path, layer in canonical.items()])
+    side = make_model_side(_build_model(into), None, f"--into {into}")
+    if chosen != file_formats.CANONICAL and not file_formats.is_same_backend(
+        chosen, registry.backend_for(side.model).name
+    ):
         raise PortError(
             f"{goal} would be a file of {chosen}, and --into {into} makes a model of {side.inventory.framework}. "
             "Choose a target with the suffix of its files, or .safetensors for the canonical layout."
         )
     if dry_run:
-        tried = side._replace(converter=formats.Tried(side.inventory))
-        return moved(Side(found, None, source), tried, names, strict, None)[1]
-    ported, report = moved(Side(found, None, source), side, names, strict, None)
-    if chosen == formats.CANONICAL:
+        tried = side._replace(converter=file_formats.DryRunConverter(side.inventory))
+        return transfer_model(ModelSide(found, None, source), tried, names, strict, None)[1]
+    ported, report = transfer_model(ModelSide(found, None, source), side, names, strict, None)
+    if chosen == file_formats.CANONICAL:
         save(ported, goal)
     else:
-        formats.reader(chosen, goal).write_model(goal, ported)
+        file_formats.file_converter(chosen, goal).write_model(goal, ported)
     return report
 
 
-def _built(into: str) -> Any:
-    """The model that a function makes, named as package.module:build."""
+def _build_model(into: str) -> Any:
+    """Return the model that a function, named as package.module:build, creates."""
     module, colon, name = into.partition(":")
     if not (module and colon and name):
         raise ArgumentError(f"--into takes package.module:build. Received: {into!r}.")
-    if os.getcwd() not in sys.path:  # noqa: PTH109  # entries are texts; a command's own folder is there, not this one
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109  # the same text
+    if os.getcwd() not in sys.path:  # noqa: PTH109  # entries are str; a command has its own folder there
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109  # as above
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # a module that it needs itself
+            raise  # a module that it imports is missing
         raise ArgumentError(
             f"--into {into}: there is no module {error.name!r} here or among what is installed."
         ) from error

@@ -1,4 +1,4 @@
-"""`port` and `load`: a model's weights go into another model, whole or not at all."""
+"""`port` and `load`: transfer of a model's weights into another model, either completely or not at all."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from polyamp.errors import PortError, described
-from polyamp.porting.check import Across, Batch, filled_and_checked
-from polyamp.porting.layouts.canonical import Canonical
+from polyamp.errors import PortError, describe_value
+from polyamp.porting.check import Batch, ChannelOrderAdapter, fill_and_check
+from polyamp.porting.layouts.canonical_model import Canonical
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp.porting.layouts.lazy import Lazy
-from polyamp.porting.matching.flatten import Order
-from polyamp.porting.progress import watched
-from polyamp.porting.refusals import dtypes_differ
-from polyamp.porting.report import PortReport
-from polyamp.porting.settled import Settled, settled
-from polyamp.porting.side import Side, side_of
+from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp.porting.matching.flatten_order import ChannelOrder
+from polyamp.porting.model_side import ModelSide, make_model_side
+from polyamp.porting.port_errors import dtype_error
+from polyamp.porting.port_report import PortReport
+from polyamp.porting.progress import track_reads
 from polyamp.porting.states.port_state import port_state
-from polyamp.porting.states.sides import is_side
+from polyamp.porting.states.training_side import is_training_side
+from polyamp.porting.transfer_plan import TransferPlan, make_transfer_plan
 
 _Target = TypeVar("_Target")
 
@@ -31,25 +31,25 @@ def load(
     strict: bool = True,
     batch: Any = None,
 ) -> tuple[_Target, PortReport]:
-    """A model with the values of a `Canonical`: `port` with a source that was exported before.
+    """Fill a model with the values of a `Canonical`; `port` with a previously exported source.
 
     Args:
-        target: the model that gets the values.
+        target: the model that receives the values.
         canonical: what `export` or `porting.open` returned.
-        names: as for `port`.
-        strict: as for `port`.
-        batch: inputs for the target, as for `export`.
+        names: see `port`.
+        strict: see `port`.
+        batch: inputs for the target; see `export`.
 
     Raises:
-        PortError: as `port` raises it. The target is then as it was.
+        PortError: as for `port`. The target is then unchanged.
     """
     if not isinstance(canonical, Canonical):
         raise PortError(
             "load takes what porting.export(model) or porting.open(path) returned. Received: "
-            f"{described(canonical)}. polyamp.port(source, target) takes models."
+            f"{describe_value(canonical)}. polyamp.port(source, target) takes models."
         )
-    ours = Side(canonical.inventory(), None, canonical)
-    return moved(ours, side_of(target, batch, "load(target, canonical)"), names, strict, None)
+    ours = ModelSide(canonical.inventory(), None, canonical)
+    return transfer_model(ours, make_model_side(target, batch, "load(target, canonical)"), names, strict, None)
 
 
 def port(
@@ -60,35 +60,36 @@ def port(
     strict: bool = True,
     check: Any = None,
 ) -> tuple[_Target, PortReport]:
-    """Put a model's weights and running statistics, or a whole training state, into one of another framework.
+    """Copy a model's weights and running statistics, or a whole training state, to a model or state of another
+    framework.
 
-    Layers are matched by structure, kind, shape and names, and never guessed; each array goes through its canonical
-    layout, so that kernels are turned, gates reordered and projections packed as the target has them. What weights do
-    not carry is compared and reported.
+    Layers are matched by structure, kind, shape and names, and never guessed. Each array is converted through its
+    canonical layout, so that kernels are transposed, gates reordered and projections packed for the target. Settings
+    that weights do not carry are compared and reported.
 
     Args:
-        source: a model as `polyamp.init` takes it, a `Canonical`, or a file's path (`polyamp.porting` says which). For
-            a training state that goes on: a polyamp state, a checkpoint's path, or `porting.training(...)`.
-        target: the model that gets the values, or for a training state the state or `porting.training(...)`. In torch
-            and Keras it is filled in place, at the end and whole; in JAX it gives the structure, and a model may be
-            made by `jax.eval_shape`.
-        names: regular expression -> replacement, applied in turn to the source's paths (divided by "/"), where names
-            do not tell: `{r"^encoder/": "backbone/"}`.
-        strict: False leaves what has no partner as it is, casts where dtypes differ, goes on where the recipes of two
-            states differ, and reports all three.
+        source: a model as `polyamp.init` accepts it, a `Canonical`, or a file's path (see `polyamp.porting`). To
+            continue training: a polyamp state, a checkpoint's path, or `porting.training(...)`.
+        target: the model that receives the values, or for a training state the state or `porting.training(...)`. In
+            torch and Keras it is filled in place, completely and at the end. In JAX it provides the structure, and a
+            model may be created by `jax.eval_shape`.
+        names: regular expression -> replacement, applied in turn to the source's "/"-separated paths, if names do not
+            determine a match: `{r"^encoder/": "backbone/"}`.
+        strict: False keeps layers without a partner unchanged, casts if dtypes differ, continues if the recipes of
+            two states differ, and reports all three.
         check: inputs for both models (a NumPy array, a tuple or a mapping), in the source's layout; not for training
-            states. Both run in float32, and outputs and every parameter's gradient are compared. Also tells what linen
-            and haiku models are made of. `porting.Batch` gives each side its own, and other tolerances.
+            states. Both run in float32, and outputs and every parameter's gradient are compared. They also identify
+            the layers of linen and haiku models. `porting.Batch` sets separate inputs for each side, and tolerances.
 
     Returns:
         The target with the values, and a report: `print(report)`.
 
     Raises:
-        PortError: a layer without a partner, several that nothing tells apart, other shapes or dtypes, a formula that
-            the target does not have, or with `check` a model that computes something else; of training states also
-            optimizers of two kinds, or other recipes. The target is as it was.
-        ModelError: a model without variables, or no model.
-        UnsupportedError: a backend whose models cannot be moved.
+        PortError: a layer has no partner, layers cannot be distinguished, shapes or dtypes differ, the target lacks a
+            formula, or with `check` the outputs or gradients differ. For training states also: optimizers are of two
+            kinds, or recipes differ. The target is unchanged.
+        ModelError: a model without variables, or not a model.
+        UnsupportedError: the backend's models cannot be moved.
 
     Example:
         >>> import polyamp
@@ -100,18 +101,20 @@ def port(
         >>> bool((ported.parameters["dense1/kernel"] == source.parameters["dense1/kernel"]).all())
         True
     """
-    if is_side(source) or is_side(target):
-        return _state_moved(source, target, names, strict, check)
+    if is_training_side(source) or is_training_side(target):
+        return _transfer_state(source, target, names, strict, check)
     given = None if check is None else Batch.of(check)
-    ours = side_of(source, None if given is None else given.source, "port(source, target)", files=True)
-    theirs = side_of(target, None if given is None else given.target, "port(source, target)")
-    if given is not None and given.target is None:  # where the target has its channels is known now
-        given = dataclasses.replace(given, target=Across(ours.inventory, theirs.inventory).tree(given.source))
-        theirs = side_of(target, given.target, "port(source, target)")
-    return moved(ours, theirs, names, strict, given)
+    ours = make_model_side(source, None if given is None else given.source, "port(source, target)", files=True)
+    theirs = make_model_side(target, None if given is None else given.target, "port(source, target)")
+    if given is not None and given.target is None:  # the target's channel position is known now
+        given = dataclasses.replace(
+            given, target=ChannelOrderAdapter(ours.inventory, theirs.inventory).tree(given.source)
+        )
+        theirs = make_model_side(target, given.target, "port(source, target)")
+    return transfer_model(ours, theirs, names, strict, given)
 
 
-def _state_moved(
+def _transfer_state(
     source: Any, target: Any, names: Mapping[str, str] | None, strict: bool, check: Any
 ) -> tuple[Any, PortReport]:
     if check is not None:
@@ -122,36 +125,41 @@ def _state_moved(
     return port_state(source, target, names=names, strict=strict)
 
 
-def moved(
-    source: Side, target: Side, names: Mapping[str, str] | None, strict: bool, given: Any
+def transfer_model(
+    source: ModelSide, target: ModelSide, names: Mapping[str, str] | None, strict: bool, given: Any
 ) -> tuple[Any, PortReport]:
-    """The target with the source's values, and the report; what `port` and `load` do.
+    """Fill the target with the source's values, and return it with the report; implements `port` and `load`.
 
     Args:
-        source: where the values come from.
-        target: what gets them.
-        names: as for `port`.
-        strict: as for `port`.
-        given: the batches of a check; None without one.
+        source: side that provides the values.
+        target: side that receives them.
+        names: see `port`.
+        strict: see `port`.
+        given: the batches of a check; None without a check.
     """
-    way = settled(source.inventory, target.inventory, names, strict=strict)
-    leaves, merges = values(way, target.inventory, strict=strict)
-    notes = [*way.kept.check(leaves), *_said(way.turned), *way.compared.conventions, *_left(source.inventory)]
+    way = make_transfer_plan(source.inventory, target.inventory, names, strict=strict)
+    leaves, merges = new_leaf_values(way, target.inventory, strict=strict)
+    notes = [
+        *way.kept.check(leaves),
+        *_describe_orders(way.turned),
+        *way.compared.conventions,
+        *_describe_left_arrays(source.inventory),
+    ]
     assert target.converter is not None
     if given is None:
-        with watched("filling the target", leaves) as shown:
+        with track_reads("filling the target", leaves) as shown:
             filled, measured = target.converter.fill(target.model, shown), None
     else:
         differences = way.compared.differences
-        filled, measured = filled_and_checked(source, target, leaves, way.pairs, way.turned, given, differences)
+        filled, measured = fill_and_check(source, target, leaves, way.pairs, way.turned, given, differences)
     compared = way.compared
     return filled, PortReport(
         way.moved, compared.differences, merges, notes, way.missing, way.unused, compared.unseen, measured
     )
 
 
-def values(way: Settled, target: Inventory, *, strict: bool) -> tuple[dict[str, Lazy], list[str]]:
-    """The new value of every leaf of the target by its name, and what is merged."""
+def new_leaf_values(way: TransferPlan, target: Inventory, *, strict: bool) -> tuple[dict[str, Lazy], list[str]]:
+    """Return the new value of every leaf of the target by name, and notes about merged arrays."""
     leaves: dict[str, Lazy] = {}
     merges: list[str] = []
     wrong: list[str] = []
@@ -167,18 +175,18 @@ def values(way: Settled, target: Inventory, *, strict: bool) -> tuple[dict[str, 
             if value.dtype != leaf.array.dtype:
                 if strict:
                     wrong.append(f"{leaf.name}: {leaf.array.dtype} here, {value.dtype} in the source")
-                value = _cast(value, leaf.array.dtype)
+                value = _lazy_cast(value, leaf.array.dtype)
             leaves[leaf.name] = value
     if wrong:
-        raise dtypes_differ(wrong, target)
+        raise dtype_error(wrong, target)
     return leaves, merges
 
 
-def _cast(value: Lazy, dtype: Any) -> Lazy:
+def _lazy_cast(value: Lazy, dtype: Any) -> Lazy:
     return Lazy(value.shape, dtype, lambda: value.read().astype(dtype))
 
 
-def _said(turned: Mapping[str, Order]) -> list[str]:
+def _describe_orders(turned: Mapping[str, ChannelOrder]) -> list[str]:
     return [
         f"{path}: {'rows' if order.rows else 'columns'} put from channels {'first' if order.first else 'last'} to "
         f"channels {'last' if order.first else 'first'}, for {order.beside} beside it has {order.channels} channels"
@@ -186,7 +194,7 @@ def _said(turned: Mapping[str, Order]) -> list[str]:
     ]
 
 
-def _left(source: Inventory) -> list[str]:
+def _describe_left_arrays(source: Inventory) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for name, why in source.left.items():
         reasons.setdefault(why, []).append(name)

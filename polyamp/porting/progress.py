@@ -1,7 +1,7 @@
-"""`progress`: the bar that work on a model of many gigabytes shows. Called by `files` as it writes and by `port` as it
-fills a target; the command line shows no other.
+"""Progress bar for work on models of many gigabytes, such as writing files and filling a target.
 
-On standard error, where that is a terminal or a notebook; only once the work has taken a second; gone when it ends.
+The bar is shown on standard error if that is a terminal or a notebook. It appears after one second of work and
+disappears at the end.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.lazy_array import Lazy
 
 if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, Any]
 
-AFTER: Final = 1.0
-"""Seconds of work before which nothing is shown."""
+SHOW_AFTER_SECONDS: Final = 1.0
+"""Seconds of work before the bar is shown."""
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A function to call with the number of bytes that were just done, for as long as the block lasts.
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Context manager that yields a function to call with the number of bytes just processed.
 
     Args:
-        what: is being done, such as "writing model.safetensors".
-        total: bytes to do.
+        what: label of the work, such as "writing model.safetensors".
+        total: total number of bytes.
 
     Example:
-        >>> with progress("copying", 10) as advance:
+        >>> with progress_bar("copying", 10) as advance:
         ...     advance(10)
     """
     started, done, bars = time.monotonic(), 0, None
     task: Any = None
-    possible = _seen()
+    possible = _is_interactive()
 
     def advance(count: int) -> None:
         nonlocal bars, done, task
         done += count
-        if bars is None and possible and time.monotonic() - started >= AFTER:
-            bars = _bars()
+        if bars is None and possible and time.monotonic() - started >= SHOW_AFTER_SECONDS:
+            bars = _make_bar()
             task = bars.add_task(what, total=total)
             bars.start()
         if bars is not None:
@@ -57,16 +57,16 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
-def watched(what: str, arrays: Mapping[str, Lazy]) -> Iterator[dict[str, Lazy]]:
-    """The same arrays; reading one for the first time moves a bar on.
+def track_reads(what: str, arrays: Mapping[str, Lazy]) -> Iterator[dict[str, Lazy]]:
+    """Context manager that yields the same arrays; the first read of each advances a bar.
 
     Example:
         >>> import numpy as np
-        >>> with watched("filling", {"kernel": Lazy.of(np.ones(2))}) as arrays:
+        >>> with track_reads("filling", {"kernel": Lazy.of(np.ones(2))}) as arrays:
         ...     arrays["kernel"].read().tolist()
         [1.0, 1.0]
     """
-    with progress(what, sum(array.nbytes for array in arrays.values())) as advance:
+    with progress_bar(what, sum(array.nbytes for array in arrays.values())) as advance:
 
         def reader(array: Lazy) -> Callable[[], Array]:
             left = array.nbytes
@@ -83,12 +83,12 @@ def watched(what: str, arrays: Mapping[str, Lazy]) -> Iterator[dict[str, Lazy]]:
         yield {name: Lazy(array.shape, array.dtype, reader(array)) for name, array in arrays.items()}
 
 
-def _seen() -> bool:
-    """Whether somebody looks at standard error."""
+def _is_interactive() -> bool:
+    """Return whether standard error is a terminal or a notebook."""
     return sys.stderr is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules)
 
 
-def _bars() -> Any:
+def _make_bar() -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 

@@ -1,1 +1,1 @@
-"""What a user writes: the policy and its dialects, the loss scaler, optimizer specs, and the recipe that holds them."""
+"""User-facing configuration: policy and dialects, loss scaler, optimizer specs, and the recipe that combines them."""

@@ -1,7 +1,6 @@
 """Other libraries' spellings of a precision policy: Keras, Lightning, Accelerate, Apex and jmp.
 
-`parse` turns a spelling into the fields of a `Policy`; `spell` turns a policy back into one dialect. Called by
-`Policy` alone.
+`parse_spelling` converts a spelling to the fields of a `Policy`; `spell_policy` converts a policy to one dialect.
 
 Sources: keras.io/api/mixed_precision, lightning.ai/docs (`precision`), huggingface.co/docs/accelerate
 (`mixed_precision`), nvidia.github.io/apex (`opt_level`), github.com/google-deepmind/jmp (`get_policy`).
@@ -11,12 +10,12 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-from polyamp.dtypes import ALIASES, canonical
-from polyamp.errors import PolicyError, did_you_mean, nearest
+from polyamp.errors import PolicyError, closest_words, did_you_mean
+from polyamp.float_formats import DTYPE_ALIASES, HALF_DTYPES, canonical_dtype
 
 
-class Spelling(NamedTuple):
-    """What one word means: three dtypes and, where the word settles it, the mode."""
+class PolicySpelling(NamedTuple):
+    """Meaning of one spelling: three dtypes and, if the spelling determines it, the mode."""
 
     param: str
     compute: str
@@ -24,15 +23,15 @@ class Spelling(NamedTuple):
     mode: str | None = None
 
 
-def _pure(dtype: str) -> Spelling:
-    return Spelling(dtype, dtype, dtype)
+def _pure(dtype: str) -> PolicySpelling:
+    return PolicySpelling(dtype, dtype, dtype)
 
 
-def _mixed(dtype: str, mode: str | None = None) -> Spelling:
-    return Spelling("float32", dtype, "float32", mode)
+def _mixed(dtype: str, mode: str | None = None) -> PolicySpelling:
+    return PolicySpelling("float32", dtype, "float32", mode)
 
 
-WORDS: Final[dict[str, dict[str, Spelling]]] = {
+DIALECTS: Final[dict[str, dict[str, PolicySpelling]]] = {
     "keras": {
         "float32": _pure("float32"),
         "mixed_float16": _mixed("float16"),
@@ -60,16 +59,16 @@ WORDS: Final[dict[str, dict[str, Spelling]]] = {
         "O3": _pure("float16"),
     },
 }
-"""Dialect -> word -> meaning. The first word with a given meaning is the one `spell` returns."""
+"""Dialect -> word -> meaning. `spell_policy` returns the first word with a given meaning."""
 
-_MEANT: Final[dict[str, tuple[str, ...]]] = {
+_SUGGESTIONS: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(("half", "f16", "16bit", "float16mixed"), ("mixed_float16", "float16")),
     **dict.fromkeys(("amp", "mixed", "auto", "mixedprecision"), ("mixed_float16", "mixed_bfloat16")),
     **dict.fromkeys(("bfloat", "bf"), ("mixed_bfloat16", "bfloat16")),
     **dict.fromkeys(("full", "f32", "fp32", "single", "none"), ("float32",)),
 }
-"""Words of no dialect, written together -> what may have been meant."""
-_ELSEWHERE: Final = {
+"""Words of no dialect, normalized -> suggestion."""
+_OTHER_HINTS: Final = {
     "tf32": " TF32 is no policy but how float32 products are computed: Policy('float32', float32_matmul='high').",
     "fp8": " There is no policy in 8 bits: 'mixed_bfloat16' and 'mixed_float16' are the narrowest.",
 }
@@ -85,81 +84,81 @@ _JMP_KEYS: Final[dict[str, str]] = {
 }
 
 
-def parse(word: str) -> Spelling:
-    """The meaning of `word` in whichever dialect has it.
+def parse_spelling(word: str) -> PolicySpelling:
+    """Return the meaning of `word` in the dialect that contains it.
 
     Raises:
-        PolicyError: no dialect has the word; the message lists the nearest ones.
+        PolicyError: no dialect has the word; the message lists the closest ones.
 
-    >>> parse("bf16-mixed").compute
+    >>> parse_spelling("bf16-mixed").compute
     'bfloat16'
-    >>> parse("params=float32,compute=bf16,output=f32")
-    Spelling(param='float32', compute='bfloat16', output='float32', mode='cast')
-    >>> parse("c=bf16")
-    Spelling(param='float32', compute='bfloat16', output='bfloat16', mode='cast')
+    >>> parse_spelling("params=float32,compute=bf16,output=f32")
+    PolicySpelling(param='float32', compute='bfloat16', output='float32', mode='cast')
+    >>> parse_spelling("c=bf16")
+    PolicySpelling(param='float32', compute='bfloat16', output='bfloat16', mode='cast')
     """
     if "=" in word:
         return _parse_jmp(word)
-    for words in WORDS.values():
+    for words in DIALECTS.values():
         if word in words:
             return words[word]
-    known = [name for words in WORDS.values() for name in words]
+    known = [name for words in DIALECTS.values() for name in words]
     raise PolicyError(
         f"policy must be one of {', '.join(dict.fromkeys(known))}, or a jmp string such as "
-        f"'params=float32,compute=bfloat16,output=float32'. Received: {word!r}.{_meant(word, known)}"
+        f"'params=float32,compute=bfloat16,output=float32'. Received: {word!r}.{_spelling_suggestion(word, known)}"
     )
 
 
-def _meant(word: str, known: list[str]) -> str:
-    """What an unknown word may have meant; where that holds everything in 16 bits, what is mixed is named beside it."""
+def _spelling_suggestion(word: str, known: list[str]) -> str:
+    """Return a suggestion for an unknown word; next to a pure 16-bit policy it also names the mixed one."""
     plain = "".join(letter for letter in word.lower() if letter.isalnum())
     if plain.startswith(("fp8", "float8", "f8")):
-        return _ELSEWHERE["fp8"]
-    if plain in _ELSEWHERE:
-        return _ELSEWHERE[plain]
-    close = list(_MEANT.get(plain, ())) or nearest(word, known)
+        return _OTHER_HINTS["fp8"]
+    if plain in _OTHER_HINTS:
+        return _OTHER_HINTS[plain]
+    close = list(_SUGGESTIONS.get(plain, ())) or closest_words(word, known)
     if not close:
         return ""
     said = f" Did you mean {' or '.join(map(repr, close))}?"
     for name in close:
-        meaning = next(words[name] for words in WORDS.values() if name in words)
-        if meaning.param in ("float16", "bfloat16"):
+        meaning = next(words[name] for words in DIALECTS.values() if name in words)
+        if meaning.param in HALF_DTYPES:
             mixed = f"'mixed_{meaning.param}'"
             return f"{said} {name!r} holds every parameter in 16 bits; {mixed} keeps float32 master weights."
     return said
 
 
-def _parse_jmp(word: str) -> Spelling:
-    """A string of jmp's, with jmp's own defaults: parameters in float32, computation as the parameters, output as the
-    computation (`jmp.get_policy`, jmp 0.0.4). "half" is float16, as in jmp on everything but a TPU."""
+def _parse_jmp(word: str) -> PolicySpelling:
+    """Parse a jmp string with jmp's defaults: float32 parameters, computation as parameters, output as computation
+    (`jmp.get_policy`, jmp 0.0.4). "half" is float16, as in jmp on every device but a TPU."""
     fields: dict[str, str] = {}
     for part in word.split(","):
         key, _, value = (piece.strip() for piece in part.partition("="))
         name = _JMP_KEYS.get(key)
-        if name is None or name in fields or value not in ALIASES:
+        if name is None or name in fields or value not in DTYPE_ALIASES:
             hint = did_you_mean(key, _JMP_KEYS) if name is None else ""
-            hint = did_you_mean(value, ALIASES) if value not in ALIASES else hint
+            hint = did_you_mean(value, DTYPE_ALIASES) if value not in DTYPE_ALIASES else hint
             raise PolicyError(
                 "a jmp policy is 'params=DTYPE,compute=DTYPE,output=DTYPE' (or p=, c=, o=), each at most "
                 "once, with DTYPE one "
-                f"of {', '.join(ALIASES)}. Received: {part.strip()!r} in {word!r}.{hint}"
+                f"of {', '.join(DTYPE_ALIASES)}. Received: {part.strip()!r} in {word!r}.{hint}"
             )
-        fields[name] = canonical(value, argument=key)
+        fields[name] = canonical_dtype(value, argument=key)
     param = fields.get("param", "float32")
     compute = fields.get("compute", param)
-    return Spelling(param, compute, fields.get("output", compute), mode="cast")
+    return PolicySpelling(param, compute, fields.get("output", compute), mode="cast")
 
 
-def spell(spelling: Spelling, dialect: str, *, extras: list[str]) -> str:
-    """The word for `spelling` in `dialect`.
+def spell_policy(spelling: PolicySpelling, dialect: str, *, extras: list[str]) -> str:
+    """Return the word for `spelling` in `dialect`.
 
     Args:
-        extras: names of policy settings beyond dtypes and mode that are in use; no dialect has a word for them.
+        extras: names of used policy settings other than dtypes and mode; no dialect has a word for them.
 
     Raises:
-        PolicyError: unknown dialect, or the dialect cannot say it.
+        PolicyError: the dialect is unknown, or has no word for the policy.
     """
-    known: dict[str, Any] = {**WORDS, "jmp": None}
+    known: dict[str, Any] = {**DIALECTS, "jmp": None}
     if dialect not in known:
         raise PolicyError(
             f"dialect must be one of {', '.join(known)}. Received: {dialect!r}.{did_you_mean(dialect, known)}"
@@ -168,9 +167,9 @@ def spell(spelling: Spelling, dialect: str, *, extras: list[str]) -> str:
         raise PolicyError(f"{dialect} has no word for {', '.join(extras)}; drop it or hand over the Policy itself.")
     if dialect == "jmp" and spelling.mode != "autocast":
         return f"params={spelling.param},compute={spelling.compute},output={spelling.output}"
-    for word, meaning in WORDS.get(dialect, {}).items():
+    for word, meaning in DIALECTS.get(dialect, {}).items():
         settled = spelling.mode is None or spelling.mode == meaning.mode or meaning.param == meaning.compute
         if meaning[:3] == spelling[:3] and (settled or (meaning.mode is None and spelling.mode == "autocast")):
             return word
-    can_say = "a policy whose mode is 'cast'" if dialect == "jmp" else ", ".join(WORDS[dialect])
+    can_say = "a policy whose mode is 'cast'" if dialect == "jmp" else ", ".join(DIALECTS[dialect])
     raise PolicyError(f"{dialect} has no word for {spelling}. It can say: {can_say}.")

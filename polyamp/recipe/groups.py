@@ -1,6 +1,6 @@
-"""`Group`: parameters, selected by path or kind, for which a recipe's optimizer has other hyperparameters (S27).
+"""`Group`: parameters, selected by path or kind, with their own optimizer hyperparameters (S27).
 
-A spec holds groups in its field `groups`; `members` resolves them against a model.
+A spec stores groups in its field `groups`; `polyamp.recipe.group_members` resolves them against a model.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ from typing import Any, ClassVar, Final
 
 from polyamp.errors import RecipeError, did_you_mean
 from polyamp.records import Record
-from polyamp.rules.kinds import KINDS
 from polyamp.rules.overrides import check_glob
+from polyamp.rules.parameter_kinds import KINDS
 from polyamp.schedules import Schedule
 
-RATES: Final = ("learning_rate", "learning_rate_scale")
-_SELECTING: Final = ("paths", "kind")
+RATE_FIELDS: Final = ("learning_rate", "learning_rate_scale")
+_SELECTORS: Final = ("paths", "kind")
 
 
 class Group(Record):
-    """Hyperparameters for some of a model's parameters, beside those of the recipe's optimizer (S27).
+    """Hyperparameters for some of a model's parameters, in place of those of the recipe's optimizer (S27).
 
     Args:
-        paths: one glob or several over parameter paths, as overrides have them: `/`-separated in every framework, `*`
-            inside one segment, `**` across segments; a glob that matches a module covers its parameters. A parameter's
-            path is its module's and its own name, as in checkpoints.
-        kind: one kind or several: "bias", "norm" (everything that a normalization owns), "embedding", "vector" (fewer
-            than two axes). With `paths` too, both must hold.
-        learning_rate: a number or a schedule, in the place of the optimizer's.
-        learning_rate_scale: times the optimizer's rate, its schedule included; instead of `learning_rate`.
-        weight_decay, betas, eps, momentum, nesterov, alpha, lr_decay, initial_accumulator_value: as the optimizer has
-            them. What changes which arrays the optimizer keeps is refused.
+        paths: one glob or several over `/`-separated parameter paths, as in overrides: `*` stays inside one segment,
+            `**` crosses segments, and a glob that matches a module covers its parameters. A parameter's path is its
+            module's path and its own name, as in checkpoints.
+        kind: one kind or several: "bias", "norm" (all parameters of a normalization), "embedding", "vector" (fewer
+            than two axes). With `paths` too, both must match.
+        learning_rate: a number or a schedule, in place of the optimizer's.
+        learning_rate_scale: factor of the optimizer's rate or schedule; excludes `learning_rate`.
+        weight_decay, betas, eps, momentum, nesterov, alpha, lr_decay, initial_accumulator_value: as in the optimizer.
+            A value that changes which arrays the optimizer keeps is an error.
 
-    Where several groups set one hyperparameter of a parameter, one with a kind goes before one without, then the
-    longest glob decides (S5), then the later group. Each hyperparameter is decided by itself, so that a parameter may
-    have its rate from one group and its decay from another.
+    If several groups set one hyperparameter of a parameter, the first of these rules decides: a group with a kind
+    precedes one without; the longest glob wins (S5); the later group wins. Each hyperparameter is decided separately,
+    so a parameter may take its rate from one group and its decay from another.
 
     Raises:
-        RecipeError: nothing selected or nothing set, both rates, or an unknown name.
+        RecipeError: no selection, no setting, both rates, or an unknown name.
 
     Example:
         >>> import polyamp
@@ -71,18 +71,18 @@ class Group(Record):
             raise RecipeError(f"paths must be a glob or several, such as '**/bias'. Received: paths={self.paths!r}.")
         for glob in paths:
             check_glob(glob, argument="group: each of its paths", error=RecipeError)
-        self._settle("paths", tuple(paths))
+        self._set_field("paths", tuple(paths))
         kinds = (self.kind,) if isinstance(self.kind, str) else self.kind
         if kinds is not None:
             if not isinstance(kinds, list | tuple) or not kinds or not all(kind in KINDS for kind in kinds):
                 close = did_you_mean(kinds[0], KINDS) if len(kinds or ()) == 1 and isinstance(kinds[0], str) else ""
                 raise RecipeError(f"kind must be one of {KINDS}, or several. Received: kind={self.kind!r}.{close}")
-            self._settle("kind", kinds[0] if len(kinds) == 1 else tuple(kinds))
+            self._set_field("kind", kinds[0] if len(kinds) == 1 else tuple(kinds))
         if not self.paths and self.kind is None:
             raise RecipeError("a group needs paths (globs over parameter paths) or a kind. Received: neither.")
         if not self.settings:
             raise RecipeError(f"a group sets at least one hyperparameter, such as weight_decay=0.0. Received: {self}.")
-        if all(getattr(self, name) is not None for name in RATES):
+        if all(getattr(self, name) is not None for name in RATE_FIELDS):
             raise RecipeError(
                 "a group has learning_rate (a rate of its own) or learning_rate_scale (times the optimizer's), not "
                 f"both. Received: {self}."
@@ -102,21 +102,21 @@ class Group(Record):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """`kind`, as a tuple; empty if there is none."""
+        """`kind` as a tuple; empty if there is none."""
         return () if self.kind is None else (self.kind,) if isinstance(self.kind, str) else tuple(self.kind)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it sets, by name."""
-        named = ((name, getattr(self, name)) for name in self.field_names if name not in _SELECTING)
+        """The hyperparameters that the group sets, by name."""
+        named = ((name, getattr(self, name)) for name in self.field_names if name not in _SELECTORS)
         return {name: value for name, value in named if value is not None}
 
 
 def no_decay(*kinds: str) -> list[Group]:
-    """Groups without weight decay for these kinds of parameters, to be put into `groups=`.
+    """Return groups without weight decay for these kinds of parameters, for `groups=`.
 
     Args:
-        *kinds: "bias", "norm", "embedding" or "vector" (everything with fewer than two axes, as nanoGPT has it).
+        *kinds: "bias", "norm", "embedding" or "vector" (fewer than two axes, as in nanoGPT).
 
     Raises:
         RecipeError: no kind, or an unknown one.
@@ -131,11 +131,11 @@ def no_decay(*kinds: str) -> list[Group]:
 
 
 def check_groups(spec: Any, groups: Any) -> tuple[Group, ...]:
-    """The groups of a spec, as a tuple.
+    """Check the groups of a spec and return them as a tuple.
 
     Raises:
-        RecipeError: no list of groups; or one sets what the spec does not have, cannot have, or what changes which
-            arrays the optimizer keeps.
+        RecipeError: the value is no list of groups, or a group sets a hyperparameter that the spec does not have, that
+            groups cannot set, or that changes which arrays the optimizer keeps.
     """
     if isinstance(groups, Group) or not isinstance(groups, list | tuple) or not all(map(_is_group, groups)):
         nested = isinstance(groups, list | tuple) and any(isinstance(item, list | tuple) for item in groups)

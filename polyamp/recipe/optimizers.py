@@ -1,8 +1,8 @@
 """Optimizer specs: sgd, adam, adamw, rmsprop, adagrad and lion, with PyTorch's defaults and PyTorch's formulas (S21).
 
-A spec is frozen data that a recipe file can hold. `spec.update` is its formula, written once over an array
-namespace: the reference and TensorFlow backends run it as it stands; torch and JAX use `torch.optim` and optax, whose
-results the conformance suite holds to it.
+A spec is frozen data that a recipe file can store. `spec.update` is its formula, written once over an array namespace.
+The reference and TensorFlow backends run it directly. torch and JAX use `torch.optim` and optax; the conformance suite
+compares their results with it.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from polyamp.arrays import ArrayNamespace
-from polyamp.errors import RecipeError, as_plain
+from polyamp.array_namespace import ArrayNamespace
+from polyamp.errors import RecipeError, plain_number_hint
 from polyamp.recipe.groups import Group, check_groups
 from polyamp.records import Record
 from polyamp.schedules import Schedule, is_schedule
 
 Slots = dict[str, Any]
-Keep = Callable[[Slots], Slots]
+SlotSelector = Callable[[Slots], Slots]
 
 
-def _all(slots: Slots) -> Slots:
+def _keep_all_slots(slots: Slots) -> Slots:
     return slots
 
 
 class _Spec(Record):
-    """What every spec shares. `slots` names the per-parameter arrays, of the parameter's shape, at least float32.
+    """Base class of the specs. `slots` names the per-parameter arrays, of the parameter's shape, at least float32.
 
-    `groups`, the last field of each, holds other hyperparameters for some of the parameters (S27); `recipe.members`
-    resolves them. `update` knows none of it.
+    `groups`, the last field of each spec, has other hyperparameters for some parameters (S27).
+    `polyamp.recipe.group_members` resolves them; `update` ignores them.
     """
 
     word: ClassVar[str] = "spec"
@@ -38,7 +38,7 @@ class _Spec(Record):
 
     def __post_init__(self) -> None:
         if not is_schedule(self.learning_rate):
-            _number("learning_rate", self.learning_rate, low=0.0)
+            _check_number("learning_rate", self.learning_rate, low=0.0)
         for name in self.hyperparameters:
             value = getattr(self, name)
             if name in ("nesterov", "centered"):
@@ -48,17 +48,17 @@ class _Spec(Record):
                 if not isinstance(value, tuple) or len(value) != 2:
                     raise RecipeError(f"betas must be a pair of numbers. Received: betas={value!r}.")
                 for beta in value:
-                    _number("betas", beta, low=0.0, below=1.0)
+                    _check_number("betas", beta, low=0.0, below=1.0)
             else:
-                _number(name, value, low=0.0, below=1.0 if name in ("momentum", "alpha") else math.inf)
-        groups: Any = getattr(self, "groups")  # noqa: B009  # the last field of every spec, which stands in each
+                _check_number(name, value, low=0.0, below=1.0 if name in ("momentum", "alpha") else math.inf)
+        groups: Any = getattr(self, "groups")  # noqa: B009  # the last field, declared in every subclass
         if groups:
             groups = check_groups(self, groups)
-        self._settle("groups", tuple(groups))
+        self._set_field("groups", tuple(groups))
 
     @property
     def hyperparameters(self) -> tuple[str, ...]:
-        """Names of the fields beside the rate and the groups."""
+        """Names of the fields other than the rate and the groups."""
         return self.field_names[1:-1]
 
     @property
@@ -67,35 +67,43 @@ class _Spec(Record):
         raise NotImplementedError  # every spec defines its own
 
     def initial(self, slot: str) -> float:
-        """The value a slot is filled with at the start."""
+        """Return the initial value of a slot."""
         return 0.0
 
     def rate(self, count: Any, xp: ArrayNamespace) -> Any:
-        """The learning rate of the update that follows `count` applied ones, as a scalar of `count`'s framework: of
-        its dtype where that is floating."""
+        """Return the learning rate of the update after `count` applied ones, as a scalar of `count`'s framework, in its
+        dtype if that is floating."""
         rate = self.learning_rate
         return rate(count, xp) if callable(rate) else xp.asarray(rate, count * 1.0)
 
     def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> dict[str, Any]:
-        """What the formula takes from the number of the update, by name: scalars, or vectors if `count` is the vector
-        of the parameters' numbers. `update` makes them itself; a backend may make those of all parameters at once."""
+        """Return the quantities that depend on the update's number, by name: scalars, or vectors if `count` is a vector
+        over parameters. `update` computes them itself; a backend may compute those of all parameters at once."""
         return {}
 
     def update(
-        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any, *, keep: Keep = _all
+        self,
+        xp: ArrayNamespace,
+        param: Any,
+        grad: Any,
+        slots: Slots,
+        rate: Any,
+        count: Any,
+        *,
+        keep: SlotSelector = _keep_all_slots,
     ) -> tuple[Any, Slots]:
-        """One update of one parameter.
+        """Return the result of one update of one parameter.
 
         Args:
             xp: the framework's array namespace.
-            param: the parameter, float32, or float64 where it is stored so (S1).
+            param: the parameter, float32, or float64 if it is stored so (S1).
             grad: its gradient, of the same dtype and shape.
             slots: this spec's state arrays for the parameter.
             rate: learning rate, scalar of this dtype.
             count: number of this update of this parameter (S23), starting at 1, as a scalar of this dtype; or the
-                `corrections` made from it.
-            keep: what becomes of new slots before the parameter is made of them. A compiler that skips a step by
-                choosing among old and new chooses here, so that no old slot is read after the new one.
+                `corrections` computed from it.
+            keep: selects the slots before the parameter is computed from them. A compiled step that skips by choosing
+                between old and new slots chooses here, so that no old slot is read after the new one.
 
         Returns:
             The new parameter and the new slots.
@@ -128,7 +136,15 @@ class SGD(_Spec):
         return ("momentum",) if self.momentum else ()
 
     def update(
-        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any, *, keep: Keep = _all
+        self,
+        xp: ArrayNamespace,
+        param: Any,
+        grad: Any,
+        slots: Slots,
+        rate: Any,
+        count: Any,
+        *,
+        keep: SlotSelector = _keep_all_slots,
     ) -> tuple[Any, Slots]:
         if self.weight_decay:
             grad = grad + self.weight_decay * param
@@ -140,7 +156,7 @@ class SGD(_Spec):
 
 
 class _AdamFormula(_Spec):
-    """The moments shared by Adam and AdamW; epsilon is added to the bias-corrected root."""
+    """Moments shared by Adam and AdamW; epsilon is added to the bias-corrected root."""
 
     learning_rate: float | Schedule = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -159,7 +175,15 @@ class _AdamFormula(_Spec):
         return {"root": root, "rate": rate / _one_minus_power(beta1, count, xp)}
 
     def update(
-        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any, *, keep: Keep = _all
+        self,
+        xp: ArrayNamespace,
+        param: Any,
+        grad: Any,
+        slots: Slots,
+        rate: Any,
+        count: Any,
+        *,
+        keep: SlotSelector = _keep_all_slots,
     ) -> tuple[Any, Slots]:
         beta1, beta2 = self.betas
         if self.weight_decay and self._decoupled:
@@ -222,7 +246,15 @@ class RMSprop(_Spec):
         return ("square_avg", *(("grad_avg",) if self.centered else ()), *(("momentum",) if self.momentum else ()))
 
     def update(
-        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any, *, keep: Keep = _all
+        self,
+        xp: ArrayNamespace,
+        param: Any,
+        grad: Any,
+        slots: Slots,
+        rate: Any,
+        count: Any,
+        *,
+        keep: SlotSelector = _keep_all_slots,
     ) -> tuple[Any, Slots]:
         if self.weight_decay:
             grad = grad + self.weight_decay * param
@@ -267,7 +299,15 @@ class Adagrad(_Spec):
         return {"rate": rate / (1.0 + (count - 1.0) * self.lr_decay)}
 
     def update(
-        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any, *, keep: Keep = _all
+        self,
+        xp: ArrayNamespace,
+        param: Any,
+        grad: Any,
+        slots: Slots,
+        rate: Any,
+        count: Any,
+        *,
+        keep: SlotSelector = _keep_all_slots,
     ) -> tuple[Any, Slots]:
         if self.weight_decay:
             grad = grad + self.weight_decay * param
@@ -295,7 +335,15 @@ class Lion(_Spec):
         return ("exp_avg",)
 
     def update(
-        self, xp: ArrayNamespace, param: Any, grad: Any, slots: Slots, rate: Any, count: Any, *, keep: Keep = _all
+        self,
+        xp: ArrayNamespace,
+        param: Any,
+        grad: Any,
+        slots: Slots,
+        rate: Any,
+        count: Any,
+        *,
+        keep: SlotSelector = _keep_all_slots,
     ) -> tuple[Any, Slots]:
         beta1, beta2 = self.betas
         direction = xp.sign(beta1 * slots["exp_avg"] + (1.0 - beta1) * grad)
@@ -305,7 +353,7 @@ class Lion(_Spec):
 
 
 OptimizerSpec = SGD | Adam | AdamW | RMSprop | Adagrad | Lion
-"""Any optimizer spec; in a recipe file a table with `type = "adamw"` and so on."""
+"""Any optimizer spec; in a recipe file a table with `type = "adamw"` etc."""
 SPECS: tuple[type[OptimizerSpec], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, Lion)
 
 sgd = SGD
@@ -317,25 +365,25 @@ lion = Lion
 
 
 def is_spec(value: Any) -> bool:
-    """True for one of polyamp's specs, False for a framework's own optimizer."""
+    """Return True for a polyamp spec, False for a framework's own optimizer."""
     return isinstance(value, _Spec)
 
 
 def _one_minus_power(beta: float, count: Any, xp: ArrayNamespace) -> Any:
-    """1 - beta**count without cancellation (in float32 at beta=0.999, count=1 the plain form loses 4 digits)."""
+    """Return 1 - beta**count without cancellation (the plain form loses 4 digits in float32 at beta=0.999, count=1)."""
     return -xp.expm1(count * math.log(beta)) if beta > 0.0 else xp.asarray(1.0, count)
 
 
-def _number(name: str, value: Any, *, low: float, below: float = math.inf) -> None:
+def _check_number(name: str, value: Any, *, low: float, below: float = math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < below:
         limit = f"of at least {low:g}" + (f" and below {below:g}" if below < math.inf else "")
         schedule = " or a polyamp.schedules schedule" if name == "learning_rate" else ""
-        instead = as_plain(value) or (_no_rate(value) if name == "learning_rate" else "")
+        instead = plain_number_hint(value) or (_rate_hint(value) if name == "learning_rate" else "")
         raise RecipeError(f"{name} must be a finite number {limit}{schedule}. Received: {name}={value!r}.{instead}")
 
 
-def _no_rate(value: Any) -> str:
-    """What to do with what is no learning rate: "" or a sentence, a blank first."""
+def _rate_hint(value: Any) -> str:
+    """Return a hint for a value that is no learning rate: "" or a sentence with a leading space."""
     if hasattr(value, "__next__") or type(value) in (list, tuple, dict):
         return " The parameters are the model's: polyamp.init(model, recipe) gives them to the optimizer."
     if isinstance(value, type):

@@ -1,7 +1,7 @@
-"""`Policy`: which dtype parameters, computations and outputs have (rules S1 to S5).
+"""`Policy`: dtypes of parameters, computations and outputs (rules S1 to S5).
 
-A policy is a frozen description; it imports no framework. `policy.autocast`, `policy.native` and the
-`cast_to_*` methods find the backend from what they are given.
+A policy is a frozen description and imports no framework. `policy.autocast`, `policy.native` and the `cast_to_*`
+methods find the backend from their arguments.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal, Never, TypeVar
 
-from polyamp.dtypes import BYTES, canonical, name_of
 from polyamp.errors import PolicyError, PolyampError, did_you_mean
-from polyamp.lookup import registry
+from polyamp.float_formats import FORMATS, HALF_DTYPES, canonical_dtype, framework_dtype_name
 from polyamp.recipe import dialects
-from polyamp.records import Record, unknown_arguments
-from polyamp.rules import aliases as alias_names
+from polyamp.records import Record, unknown_argument_error
+from polyamp.registry_access import registry
+from polyamp.rules import module_aliases as alias_names
 from polyamp.rules import overrides as globs
-from polyamp.rules.plan import Plan
+from polyamp.rules.resolved_policy import ResolvedPolicy
 
 Mode = Literal["autocast", "cast"]
 _CHOICES: Final[dict[str, tuple[str | None, ...]]] = {
@@ -30,7 +30,7 @@ _EXTRAS: Final[tuple[tuple[str, Any], ...]] = (
     ("op_list", "polyamp"),
     ("op_rules", MappingProxyType({})),
 )
-_TABLES: Final = ("overrides", "op_rules", "aliases")
+_TABLE_FIELDS: Final = ("overrides", "op_rules", "aliases")
 _RULES: Final = ("compute", "float32", "promote", "follow", "opaque")
 _Target = TypeVar("_Target")
 
@@ -43,21 +43,21 @@ class Policy(Record, kw_only=True):
             "params=float32,compute=bf16,output=f32"); see `polyamp.recipe.dialects`.
         param: dtype in which parameters are stored, the master weights.
         compute: dtype of matrix multiplications, convolutions and attention.
-        output: dtype the model returns.
+        output: dtype that the model returns.
         mode: "autocast" (each operation picks its dtype), "cast" (parameters and inputs are cast once at the
-            model's boundary), or None for the backend's own default.
+            model's boundary), or None for the backend's default.
         overrides: module-path glob -> dtype, `/`-separated in every framework; `*` stays inside one path segment,
-            `**` crosses segments, and a glob that matches a module covers what is inside it. The longest matching
+            `**` crosses segments, and a glob that matches a module covers its submodules. The longest matching
             glob wins (of two equally long ones, the last in alphabetical order).
-        float32_matmul: precision of float32 matrix multiplications where the device has a faster one (TF32):
-            "highest", "high", "medium", or None to leave the framework's setting alone. In torch and TensorFlow it is a
-            setting of the process: two threads that want different ones at the same time get an UnsupportedError.
+        float32_matmul: precision of float32 matrix multiplications on devices with a faster one (TF32): "highest",
+            "high", "medium", or None to leave the framework's setting unchanged. In torch and TensorFlow the setting
+            is process-wide: two threads with different values at the same time get an UnsupportedError.
         op_list: "polyamp" keeps sensitive operations in float32 in autocast mode (S4); "native" keeps the
             framework's own list.
-        op_rules: name of an operation -> rule, to change an entry of the op list in autocast mode: "compute",
-            "float32", "promote" (the widest dtype among its operands), "follow" (the operand's dtype) or "opaque" (the
-            dtypes that the program declares). Names are the framework's; in JAX those of its primitives.
-        aliases: names for modules whose paths differ between frameworks, to be used in `overrides`; usually given to
+        op_rules: operation name -> rule, to change an entry of the op list in autocast mode: "compute", "float32",
+            "promote" (the widest dtype of its operands), "follow" (the operand's dtype) or "opaque" (the dtypes that
+            the program declares). Names are the framework's; in JAX those of its primitives.
+        aliases: names for modules whose paths differ between frameworks, for use in `overrides`; usually passed to
             the `Recipe`, which uses them for parameter groups too.
 
     Raises:
@@ -106,25 +106,25 @@ class Policy(Record, kw_only=True):
         **unknown: Never,
     ) -> None:
         if unknown:
-            raise unknown_arguments(Policy, list(unknown))
+            raise unknown_argument_error(Policy, list(unknown))
         dtypes = {"param": param, "compute": compute, "output": output}
         if isinstance(spelling, Policy):
             raise PolicyError("policy is already a Policy; use policy.replace(...) to change one of its fields.")
         if spelling is not None:
             if not isinstance(spelling, str):
                 raise PolicyError(
-                    f"policy must be a string such as 'mixed_float16'. Received: {spelling!r}.{no_spelling(spelling)}"
+                    f"policy must be a string such as 'mixed_float16'. Received: {spelling!r}.{spelling_hint(spelling)}"
                 )
             doubled = [name for name, value in dtypes.items() if value is not None]
             if doubled:
                 raise PolicyError(
                     f"{spelling!r} already settles {', '.join(doubled)}; give either the word or the dtypes."
                 )
-            word = dialects.parse(spelling)
+            word = dialects.parse_spelling(spelling)
             dtypes = {"param": word.param, "compute": word.compute, "output": word.output}
             if mode is not None and word.mode is not None and mode != word.mode:
                 raise PolicyError(f"{spelling!r} means mode={word.mode!r}. Received: mode={mode!r}.")
-            mode = mode or word.mode  # type: ignore[assignment]  # the dialects' table holds only the two modes
+            mode = mode or word.mode  # type: ignore[assignment]  # the dialects' table has only the two modes
         settings = {"mode": mode, "float32_matmul": float32_matmul, "op_list": op_list}
         for name, value in settings.items():
             if value not in _CHOICES[name]:
@@ -132,23 +132,23 @@ class Policy(Record, kw_only=True):
                     f"{name} must be one of {_CHOICES[name]}. Received: {name}={value!r}."
                     + did_you_mean(str(value), [c for c in _CHOICES[name] if c])
                 )
-        given = {name: canonical(v, argument=name) for name, v in dtypes.items() if v is not None}
+        given = {name: canonical_dtype(v, argument=name) for name, v in dtypes.items() if v is not None}
         values: dict[str, Any] = {
             "param": given.get("param", "float32"),
             "compute": given.get("compute", given.get("param", "float32")),
             "output": given.get("output", given.get("param", "float32")),
-            "overrides": MappingProxyType(_checked_overrides(overrides or {})),
-            "op_rules": MappingProxyType(_checked_rules(op_rules or {})),
-            "aliases": MappingProxyType(alias_names.checked(aliases or {})),
+            "overrides": MappingProxyType(_parse_overrides(overrides or {})),
+            "op_rules": MappingProxyType(_parse_rules(op_rules or {})),
+            "aliases": MappingProxyType(alias_names.parse_aliases(aliases or {})),
             **settings,
         }
         for name, value in values.items():
-            self._settle(name, value)
+            self._set_field(name, value)
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
-        if BYTES[self.param] < BYTES[self.compute] or (
-            BYTES[self.param] == BYTES[self.compute] and self.param != self.compute
+        if FORMATS[self.param].bits < FORMATS[self.compute].bits or (
+            FORMATS[self.param].bits == FORMATS[self.compute].bits and self.param != self.compute
         ):
             wide = "float64" if self.compute == "float64" else "float32"
             raise PolicyError(
@@ -157,38 +157,39 @@ class Policy(Record, kw_only=True):
             )
 
     def _key(self) -> tuple[Any, ...]:
-        return tuple(_hashable(getattr(self, name)) for name in self.field_names)
+        return tuple(_to_hashable(getattr(self, name)) for name in self.field_names)
 
     def __repr__(self) -> str:
         shown = [f"{name}={getattr(self, name)!r}" for name in ("param", "compute", "output")]
         for name, default in (("mode", None), ("float32_matmul", None), ("op_list", "polyamp")):
             if getattr(self, name) != default:
                 shown.append(f"{name}={getattr(self, name)!r}")
-        shown += [f"{name}={dict(getattr(self, name))!r}" for name in _TABLES if getattr(self, name)]
+        shown += [f"{name}={dict(getattr(self, name))!r}" for name in _TABLE_FIELDS if getattr(self, name)]
         return f"Policy({', '.join(shown)})"
 
     def __str__(self) -> str:
-        """`repr`, and in words whether there are master weights: "fp16" is mixed, "float16" is not."""
-        if self.param in ("float16", "bfloat16"):
+        """Return `repr`, and in words whether there are master weights: "fp16" is mixed, "float16" is not."""
+        if self.param in HALF_DTYPES:
             return f"{self!r} [pure: no float32 master weights]"
         return f"{self!r} [mixed: {self.param} master weights]" if self.is_mixed else repr(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The policy's fields as plain data: `Policy(**policy.to_dict()) == policy`."""
+        """Return the policy's fields as plain data: `Policy(**policy.to_dict()) == policy`."""
         fields = super().to_dict()
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """True when some of the model computes in float16 and its masters are wider (gradients underflow there)."""
-        return self.param != "float16" and "float16" in (self.compute, *self.overrides.values())
+        """Whether part of the model computes in float16 with wider master weights, where gradients may underflow."""
+        computed = (self.compute, *self.overrides.values())
+        return not FORMATS[self.param].needs_scale and any(FORMATS[dtype].needs_scale for dtype in computed)
 
     @classmethod
     def of(cls, policy: Policy | str) -> Policy:
-        """A policy where it or its spelling is taken: what every function does that has a `policy` argument.
+        """Return a policy from a policy or its spelling, as every function with a `policy` argument does.
 
         Raises:
-            PolicyError: neither.
+            PolicyError: the value is neither.
 
         >>> Policy.of("mixed_float16").compute
         'float16'
@@ -202,11 +203,11 @@ class Policy(Record, kw_only=True):
 
     @property
     def is_mixed(self) -> bool:
-        """True when anything is computed in another dtype than the parameters are stored in."""
+        """Whether any computation has another dtype than the stored parameters."""
         return any(dtype != self.param for dtype in (self.compute, self.output, *self.overrides.values()))
 
     def spelled(self, dialect: str) -> str:
-        """The word for this policy in "keras", "lightning", "accelerate", "apex" or "jmp".
+        """Return the word for this policy in "keras", "lightning", "accelerate", "apex" or "jmp".
 
         Raises:
             PolicyError: the dialect has no word for it.
@@ -217,54 +218,54 @@ class Policy(Record, kw_only=True):
         extras = [name for name, default in _EXTRAS if getattr(self, name) != default]
         if self.overrides:
             extras.append("overrides")
-        return dialects.spell(
-            dialects.Spelling(self.param, self.compute, self.output, self.mode), dialect, extras=extras
+        return dialects.spell_policy(
+            dialects.PolicySpelling(self.param, self.compute, self.output, self.mode), dialect, extras=extras
         )
 
     def dtype_at(self, path: str) -> str | None:
-        """The dtype that the overrides give the module at `path`, or None where none applies (S5).
+        """Return the dtype that the overrides give the module at `path`, or None if none applies (S5).
 
         >>> Policy("mixed_float16", overrides={"encoder/norm*": "float32"}).dtype_at("encoder/norm1")
         'float32'
         """
         return globs.dtype_at(self.overrides, path)
 
-    def plan(self, paths: Iterable[str] | None = None, *, backend: str | None = None) -> Plan:
-        """The policy resolved against a model, once: what each of its modules computes in (S3, S4, S5).
+    def plan(self, paths: Iterable[str] | None = None, *, backend: str | None = None) -> ResolvedPolicy:
+        """Resolve the policy once against a model: the compute dtype of each of its modules (S3, S4, S5).
 
         Args:
-            paths: the path of every module of the model, `/`-separated, "" for the model itself; None for what has no
-                modules, such as a plain function.
-            backend: whose spelling the paths have, for a policy with `aliases`.
+            paths: the path of every module of the model, `/`-separated, "" for the model itself; None for a target
+                without modules, such as a plain function.
+            backend: backend whose spelling the paths have, for a policy with `aliases`.
 
         Raises:
-            PolicyError: a glob of `overrides` matches none of `paths`; the message lists the nearest. Or an alias does
-                not fit the paths, or the policy has some and no backend is named.
+            PolicyError: a glob of `overrides` matches none of `paths` (lists the closest), an alias does not match the
+                paths, or the policy has aliases and no backend is named.
 
         >>> Policy("mixed_float16", overrides={"head": "float32"}).plan(["", "body", "head"]).at("head").dtype
         'float32'
         """
-        return Plan(self, {} if paths is None else self.resolve_overrides(paths, backend=backend))
+        return ResolvedPolicy(self, {} if paths is None else self.resolve_overrides(paths, backend=backend))
 
     def resolve_overrides(self, paths: Iterable[str], *, backend: str | None = None) -> dict[str, str]:
-        """Module path -> dtype for every path that an override covers; arguments and errors as of `plan`."""
+        """Return module path -> dtype for every path that an override covers; arguments and errors as in `plan`."""
         if not self.overrides:
             return {}
         known = list(dict.fromkeys(paths))
-        names = alias_names.named(self.aliases, backend, [(path,) for path in known])
-        return globs.resolved(self.overrides, dict(zip(known, names, strict=True)))
+        names = alias_names.expand_aliases(self.aliases, backend, [(path,) for path in known])
+        return globs.resolve_overrides(self.overrides, dict(zip(known, names, strict=True)))
 
     def autocast(self, target: Callable[..., Any], *, backend: str | None = None) -> Callable[..., Any]:
-        """`target` (a function or a model) as a callable that runs under this policy; also a decorator.
+        """Wrap `target`, a function or a model, in a callable that runs under this policy. Also a decorator.
 
         Args:
             target: a function, a method, a model or any callable.
             backend: the framework's name. By default that of `target` or, for a plain function, that of its first
-                argument at the call which is an array of a framework. NumPy arrays leave it open: then it is the
-                framework whose modules and arrays the function names, closes over or has as defaults.
+                argument at the call that is an array of a framework. NumPy arrays do not decide: then it is the
+                framework of the modules and arrays that the function names, closes over or has as defaults.
 
         Raises:
-            BackendError: none of these says it, or two contradict each other (when it is called).
+            BackendError: at the call, if none of these determines the framework, or two contradict each other.
 
         Example:
             >>> import numpy as np
@@ -277,25 +278,25 @@ class Policy(Record, kw_only=True):
         return under
 
     def native(self, backend: str) -> Any:
-        """The framework's own object for this policy: a `torch.autocast` context, a `keras.DTypePolicy`, or in JAX a
-        function transform."""
-        return registry().supporting(registry().get(backend), self).native_policy(self)
+        """Return the framework's own object for this policy: a `torch.autocast` context, a `keras.DTypePolicy`, or in
+        JAX a function transform."""
+        return registry().check_supported(registry().get(backend), self).native_policy(self)
 
     def cast_to_param(self, tree: _Target) -> _Target:
-        """`tree` with its floating leaves in `param` dtype (S2: everything else passes untouched)."""
+        """Return `tree` with its floating leaves in `param` dtype (S2: all other leaves are unchanged)."""
         return self._cast(tree, self.param)
 
     def cast_to_compute(self, tree: _Target) -> _Target:
-        """`tree` with its floating leaves in `compute` dtype (S2: everything else passes untouched)."""
+        """Return `tree` with its floating leaves in `compute` dtype (S2: all other leaves are unchanged)."""
         return self._cast(tree, self.compute)
 
     def cast_to_output(self, tree: _Target) -> _Target:
-        """`tree` with its floating leaves in `output` dtype (S2: everything else passes untouched)."""
+        """Return `tree` with its floating leaves in `output` dtype (S2: all other leaves are unchanged)."""
         return self._cast(tree, self.output)
 
     @property
     def casts_float64(self) -> bool:
-        """True when the policy names float64 itself; otherwise float64 leaves are never cast (S2)."""
+        """Whether the policy names float64 itself; otherwise float64 leaves are never cast (S2)."""
         return "float64" in (self.param, self.compute, self.output)
 
     def _cast(self, tree: _Target, dtype: str) -> _Target:
@@ -303,35 +304,35 @@ class Policy(Record, kw_only=True):
         return result
 
 
-def no_spelling(value: Any) -> str:
-    """What to do with what is no spelling of a policy: "" or a sentence or two, a blank first."""
-    if isinstance(value, int) and str(value) in dialects.WORDS["lightning"]:
+def spelling_hint(value: Any) -> str:
+    """Return a hint for a value that is no spelling: "" or one or two sentences with a leading space."""
+    if isinstance(value, int) and str(value) in dialects.DIALECTS["lightning"]:
         word = "16-mixed" if value == 16 else f"{value}-true"
         return f" Did you mean {word!r}?"
     if isinstance(value, Mapping):
         return " For fields by name: Policy(**fields)."
     if isinstance(value, type) and issubclass(value, Policy):
         return " Call it: Policy('mixed_float16')."
-    dtype = name_of(value)
-    if dtype in BYTES and dtype not in ("float32", "float64"):
+    dtype = framework_dtype_name(value)
+    if dtype in HALF_DTYPES:
         return (
             f" A dtype alone does not say what is stored in it: Policy('mixed_{dtype}') computes in {dtype} and keeps "
             f"float32 master weights, as Policy(compute={dtype!r}) does; Policy({dtype!r}) stores them in 16 bits too."
         )
-    return f" Did you mean {dtype!r}?" if dtype in BYTES else ""
+    return f" Did you mean {dtype!r}?" if dtype in FORMATS else ""
 
 
-def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, str]:
+def _parse_overrides(overrides: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(overrides, Mapping):
         raise PolicyError(f"overrides must map module-path globs to dtypes. Received: {overrides!r}.")
     checked = {}
     for glob, dtype in overrides.items():
         globs.check_glob(glob, argument="overrides: a key")
-        checked[glob] = canonical(dtype, argument=f"overrides[{glob!r}]")
+        checked[glob] = canonical_dtype(dtype, argument=f"overrides[{glob!r}]")
     return checked
 
 
-def _checked_rules(op_rules: Mapping[str, str]) -> dict[str, str]:
+def _parse_rules(op_rules: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(op_rules, Mapping):
         raise PolicyError(f"op_rules must map names of operations to rules. Received: {op_rules!r}.")
     for name, rule in op_rules.items():
@@ -342,5 +343,7 @@ def _checked_rules(op_rules: Mapping[str, str]) -> dict[str, str]:
     return dict(op_rules)
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(sorted((key, _hashable(item)) for key, item in value.items())) if isinstance(value, Mapping) else value
+def _to_hashable(value: Any) -> Any:
+    return (
+        tuple(sorted((key, _to_hashable(item)) for key, item in value.items())) if isinstance(value, Mapping) else value
+    )

@@ -1,4 +1,4 @@
-"""`Recipe`: policy, scaler, optimizer, clipping and accumulation in one frozen object, and its TOML and JSON form."""
+"""`Recipe`: policy, scaler, optimizer, clipping and accumulation in one frozen object, with TOML and JSON formats."""
 
 from __future__ import annotations
 
@@ -14,26 +14,37 @@ from polyamp.errors import (
     LossScaleError,
     PolyampError,
     RecipeError,
-    as_plain,
-    described,
+    closest_words,
+    describe_value,
     did_you_mean,
-    nearest,
+    plain_number_hint,
 )
 from polyamp.recipe.optimizers import SPECS, AdamW, OptimizerSpec, is_spec
-from polyamp.recipe.policy import Policy, no_spelling
+from polyamp.recipe.policy import Policy, spelling_hint
 from polyamp.recipe.scaler import PRESETS, LossScaler
 from polyamp.records import Record
 
 if TYPE_CHECKING:
-    AnyOptimizer = Any  # a spec, or whatever the framework calls an optimizer
+    AnyOptimizer = Any  # a spec, or a framework's own optimizer
 else:
-    AnyOptimizer = OptimizerSpec  # what a file can hold
+    AnyOptimizer = OptimizerSpec  # the types that a file can store
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 SPEC_NAMES: tuple[str, ...] = tuple(spec.called() for spec in SPECS)
-_NO_OBJECTS = (str, bytes, bool, int, float, complex, type, types.FunctionType, types.MethodType, functools.partial)
+_NON_OPTIMIZER_TYPES = (
+    str,
+    bytes,
+    bool,
+    int,
+    float,
+    complex,
+    type,
+    types.FunctionType,
+    types.MethodType,
+    functools.partial,
+)
 
 
 class Recipe(Record, kw_only=True):
@@ -42,13 +53,13 @@ class Recipe(Record, kw_only=True):
     Args:
         policy: a `Policy`, or a spelling of one ("mixed_float16").
         scaler: a `LossScaler`; "dynamic", "off" or a preset's name ("torch", "megatron", ...); None lets the policy
-            choose (dynamic for float16 under wider masters, off otherwise).
-        optimizer: one of polyamp's specs, or the framework's own optimizer.
-        clip_norm: largest global L2 norm of the unscaled gradients (S11), or None.
+            choose (dynamic for float16 with wider master weights, else off).
+        optimizer: a polyamp spec, or the framework's own optimizer.
+        clip_norm: maximum global L2 norm of the unscaled gradients (S11), or None.
         accumulate_steps: micro-batches per update (S8).
         aliases: names for modules whose paths differ between frameworks: `{"blocks/*": {"torch": "transformer/h/*",
-            "tensorflow": "block_*", "jax": "h_*"}}`. They can be used wherever a glob over paths is read (overrides of
-            the policy, parameter groups), beside the framework's own paths. The policy carries them too.
+            "tensorflow": "block_*", "jax": "h_*"}}`. Every glob over paths accepts them in addition to the framework's
+            own paths: overrides of the policy, parameter groups. The policy stores them too.
 
     Raises:
         RecipeError: an impossible value or a contradiction.
@@ -70,7 +81,7 @@ class Recipe(Record, kw_only=True):
     clip_norm: float | None = None
     accumulate_steps: int = 1
     aliases: Mapping[str, Mapping[str, str]] = MappingProxyType({})
-    _loss_scaler: ClassVar[LossScaler]  # of a recipe, not of the class: every step asks, and it is no field
+    _loss_scaler: ClassVar[LossScaler]  # per instance, no field; every step reads it
 
     if TYPE_CHECKING:
 
@@ -87,27 +98,27 @@ class Recipe(Record, kw_only=True):
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, str):
-            self._settle("policy", Policy(self.policy))
+            self._set_field("policy", Policy(self.policy))
         if not isinstance(self.policy, Policy):
             raise RecipeError(
                 "policy must be a polyamp.Policy or its spelling, such as 'mixed_float16'. Received: "
-                f"{_shown('policy', self.policy)}.{_no_policy(self.policy)}"
+                f"{_format_argument('policy', self.policy)}.{_policy_hint(self.policy)}"
             )
         self._share_aliases()
         if isinstance(self.scaler, str):
-            self._settle("scaler", _named_scaler(self.scaler))
+            self._set_field("scaler", _scaler_from_name(self.scaler))
         if not isinstance(self.scaler, LossScaler | None):
             raise RecipeError(
                 "scaler must be a polyamp.LossScaler, 'dynamic', 'off', a preset's name, or None, which lets "
                 "the policy "
                 "choose. A framework's own scaler would scale the loss a second time. Received: "
-                f"{_shown('scaler', self.scaler)}.{_no_scaler(self.scaler)}"
+                f"{_format_argument('scaler', self.scaler)}.{_scaler_hint(self.scaler)}"
             )
         optimizer: Any = self.optimizer
-        if not (is_spec(optimizer) or _may_be_native(optimizer)):
+        if not (is_spec(optimizer) or _is_native_optimizer(optimizer)):
             raise RecipeError(
                 f"optimizer must be one of polyamp's specs ({', '.join(SPEC_NAMES)}) or a framework's own optimizer. "
-                f"Received: {_shown('optimizer', optimizer)}.{_no_optimizer(optimizer)}"
+                f"Received: {_format_argument('optimizer', optimizer)}.{_optimizer_hint(optimizer)}"
             )
         clip, steps = self.clip_norm, self.accumulate_steps
         if clip is not None and (
@@ -115,14 +126,15 @@ class Recipe(Record, kw_only=True):
         ):
             off = " For no clipping: clip_norm=None." if clip == 0 and not isinstance(clip, bool) else ""
             raise RecipeError(
-                f"clip_norm must be None or a finite number above 0. Received: clip_norm={clip!r}.{off}{as_plain(clip)}"
+                f"clip_norm must be None or a finite number above 0. Received: clip_norm={clip!r}.{off}"
+                f"{plain_number_hint(clip)}"
             )
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise RecipeError(
                 f"accumulate_steps must be an integer of at least 1. Received: accumulate_steps={steps!r}."
-                + as_plain(steps)
+                + plain_number_hint(steps)
             )
-        self._settle("_loss_scaler", self.scaler or LossScaler.for_policy(self.policy))
+        self._set_field("_loss_scaler", self.scaler or LossScaler.for_policy(self.policy))
         if self.policy.param == "float16" and self.loss_scaler.scales:
             raise RecipeError(
                 "a loss scaler needs float32 master weights: unscaled gradients underflow in float16 parameters. "
@@ -131,7 +143,7 @@ class Recipe(Record, kw_only=True):
             )
 
     def _share_aliases(self) -> None:
-        """Recipe and policy have the same: `recipe.policy.autocast(model)` reads overrides as the step does."""
+        """Make recipe and policy share aliases, so `recipe.policy.autocast(model)` reads overrides as the step does."""
         given, own = self.aliases, self.policy.aliases
         if given and given != own:
             policy = self.policy.replace(aliases=given)
@@ -140,21 +152,21 @@ class Recipe(Record, kw_only=True):
                     f"aliases stand in the recipe ({', '.join(given)}) and in its policy ({', '.join(own)}), and they "
                     "differ. Give them to the recipe alone."
                 )
-            self._settle("policy", policy)
-        self._settle("aliases", self.policy.aliases)
+            self._set_field("policy", policy)
+        self._set_field("aliases", self.policy.aliases)
 
     def replace(self, **changes: Any) -> Self:
-        """As of every record. A new policy keeps the recipe's aliases unless it brings some."""
+        """Return a changed copy; see `Record.replace`. A new policy keeps the recipe's aliases unless it has some."""
         if "aliases" not in changes and getattr(changes.get("policy"), "aliases", None):
             changes["aliases"] = changes["policy"].aliases
         return super().replace(**changes)
 
-    def _given(self) -> dict[str, Any]:
+    def _init_arguments(self) -> dict[str, Any]:
         policy = self.policy.replace(aliases={}) if self.aliases else self.policy
         return {**self.to_dict(), "policy": policy}
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name: `Recipe(**recipe.to_dict()) == recipe`."""
+        """Return the fields by name: `Recipe(**recipe.to_dict()) == recipe`."""
         return {**super().to_dict(), "aliases": self.policy.to_dict()["aliases"]}
 
     def _key(self) -> tuple[Any, ...]:
@@ -162,26 +174,26 @@ class Recipe(Record, kw_only=True):
 
     @property
     def loss_scaler(self) -> LossScaler:
-        """The scaler in use: `scaler`, or the one that the policy chooses."""
+        """The scaler in use: `scaler`, or the policy's choice."""
         return self._loss_scaler
 
     @classmethod
     def load(cls, path: str | Path) -> Recipe:
-        """Read a recipe from a `.toml` or `.json` file. It must name its policy; every other field has a default.
+        """Read a recipe from a `.toml` or `.json` file. The policy is required; every other field has a default.
 
         Raises:
-            RecipeError: no policy, as in an empty or cut-off file; an unknown key, a wrong type or an impossible value.
-                Names the file and the path in it.
-            FileNotFoundError: there is no such file; names files beside it with nearly that name.
+            RecipeError: no policy, as in an empty or truncated file; an unknown key, a wrong type or an impossible
+                value. Names the file and the path in it.
+            FileNotFoundError: there is no such file; lists similar names in the folder.
         """
-        from polyamp.files import as_path, missing
+        from polyamp.files import as_path, missing_file_error
 
         path = as_path(path, instead="A recipe made in code is polyamp.Recipe(...).")
-        parse = _format(path)[0]
+        parse = _file_format(path)[0]
         try:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError as error:
-            raise missing(path) from error
+            raise missing_file_error(path) from error
         except UnicodeDecodeError as error:
             raise RecipeError(f"{path} is not UTF-8 text: {error}.") from error
         return parse(text, source=str(path))
@@ -189,34 +201,34 @@ class Recipe(Record, kw_only=True):
     def dump(self, path: str | Path) -> None:
         """Write the recipe as a `.toml` or `.json` file that `load` reads back as an equal recipe.
 
-        The file is replaced in one moment, and the beginning of one that was cut off is no recipe.
+        The file is replaced atomically. A truncated file never parses as a recipe.
 
         Raises:
-            RecipeError: another suffix, or a native optimizer, which has no file form.
+            RecipeError: another suffix, or a native optimizer, which has no file format.
             OSError: the folder is missing or full; the older file is intact.
         """
         from polyamp.files import as_path, write_atomically
 
         path = as_path(path)
-        text = _format(path)[1](self)
+        text = _file_format(path)[1](self)
         write_atomically(path, text.encode())
 
     @classmethod
     def from_toml(cls, text: str, *, source: str = "TOML text") -> Recipe:
-        """Parse a recipe from TOML; as `load` does."""
+        """Parse a recipe from TOML; see `load`."""
         import msgspec
 
-        return _decode(msgspec.toml.decode, source, _text(text, "TOML"))
+        return _decode(msgspec.toml.decode, source, _check_text(text, "TOML"))
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "JSON text") -> Recipe:
-        """Parse a recipe from JSON; as `load` does."""
+        """Parse a recipe from JSON; see `load`."""
         import msgspec
 
-        return _decode(msgspec.json.decode, source, _text(text, "JSON"))
+        return _decode(msgspec.json.decode, source, _check_text(text, "JSON"))
 
     def to_toml(self) -> str:
-        """The recipe as TOML. The policy's `compute` comes last, so that a text that was cut off lacks it."""
+        """Return the recipe as TOML. The policy's `compute` comes last, so a truncated text lacks it."""
         import msgspec
 
         plain = self._plain()
@@ -227,7 +239,7 @@ class Recipe(Record, kw_only=True):
         return "\n".join(msgspec.toml.encode(part).decode() for part in parts)
 
     def to_json(self) -> str:
-        """The recipe as JSON."""
+        """Return the recipe as JSON."""
         import msgspec
 
         return msgspec.json.format(msgspec.json.encode(self._plain()), indent=2).decode()
@@ -238,23 +250,25 @@ class Recipe(Record, kw_only=True):
                 f"a native optimizer ({type(self.optimizer).__qualname__}) cannot be written to a file; use one of "
                 "polyamp's specs, such as polyamp.adamw(...)."
             )
-        from polyamp.recipe.files import plain
+        from polyamp.recipe.files import to_plain_data
 
-        fields: dict[str, Any] = plain(self)
-        fields["policy"].pop("aliases", None)  # once is enough
+        fields: dict[str, Any] = to_plain_data(self)
+        fields["policy"].pop("aliases", None)  # the recipe has them already
         if not self.aliases:
             del fields["aliases"]
         return fields
 
 
-def _text(text: Any, form: str) -> str | bytes:
+def _check_text(text: Any, form: str) -> str | bytes:
     if not isinstance(text, str | bytes):
-        raise RecipeError(f"text must be {form} text. Received: {described(text)}. To read a file: Recipe.load(path).")
+        raise RecipeError(
+            f"text must be {form} text. Received: {describe_value(text)}. To read a file: Recipe.load(path)."
+        )
     return text
 
 
-def _with_line(message: str, text: str | bytes) -> str:
-    """A parser's message with the number of the line, where it says another place."""
+def _add_line_number(message: str, text: str | bytes) -> str:
+    """Return a parser's message with the line number, if it reports another position."""
     content, newline = text.encode() if isinstance(text, str) else text, b"\n"
     last = content.rstrip().count(newline) + 1
     message = message.replace("(at end of document)", f"(at end of document, line {last})")
@@ -264,13 +278,13 @@ def _with_line(message: str, text: str | bytes) -> str:
 def _decode(parse: Callable[[str | bytes], Any], source: str, text: str | bytes) -> Recipe:
     import msgspec
 
-    from polyamp.recipe.files import convert
+    from polyamp.recipe.files import record_from_data
 
     try:
         plain = parse(text)
-        recipe: Recipe = convert(plain, Recipe)
+        recipe: Recipe = record_from_data(plain, Recipe)
     except (msgspec.DecodeError, PolyampError) as error:
-        raise RecipeError(f"{source}: {_with_line(str(error), text)}") from error
+        raise RecipeError(f"{source}: {_add_line_number(str(error), text)}") from error
     if "policy" not in plain:
         raise RecipeError(
             f'{source}: no policy is named. A recipe in a file must name it, for instance policy = "float32", because '
@@ -280,7 +294,7 @@ def _decode(parse: Callable[[str | bytes], Any], source: str, text: str | bytes)
     return recipe
 
 
-def _named_scaler(name: str) -> LossScaler:
+def _scaler_from_name(name: str) -> LossScaler:
     if name == "dynamic":
         return LossScaler()
     if name == "off":
@@ -292,30 +306,30 @@ def _named_scaler(name: str) -> LossScaler:
     return LossScaler.like(name)
 
 
-def _may_be_native(value: Any) -> bool:
-    """Whether a value may be a framework's own optimizer: an object that is neither plain data, nor a class or function
-    that makes one."""
-    if value is None or isinstance(value, _NO_OBJECTS) or hasattr(value, "__next__"):
+def _is_native_optimizer(value: Any) -> bool:
+    """Whether a value may be a framework's own optimizer: an object that is neither plain data, nor a class or a
+    function that creates one."""
+    if value is None or isinstance(value, _NON_OPTIMIZER_TYPES) or hasattr(value, "__next__"):
         return False
     return not (type(value) in (list, tuple, set, dict) or isinstance(value, Mapping | Record))
 
 
-def _shown(name: str, value: Any) -> str:
-    """A value that came, with the argument's name where it is short."""
-    words = described(value)
+def _format_argument(name: str, value: Any) -> str:
+    """Format a received value, with the argument's name if the value is short."""
+    words = describe_value(value)
     return f"{name}={words}" if value is None or isinstance(value, str | bool | int | float) else words
 
 
-def _no_policy(value: Any) -> str:
+def _policy_hint(value: Any) -> str:
     if value is None:
         return " For none: 'float32', the default."
     own = getattr(value, "name", None)
     if isinstance(own, str) and hasattr(value, "compute_dtype"):
         return f" Keras's policies go by their name: policy=policy.name ({own!r})."
-    return no_spelling(value)
+    return spelling_hint(value)
 
 
-def _no_scaler(value: Any) -> str:
+def _scaler_hint(value: Any) -> str:
     if isinstance(value, bool):
         return f" Did you mean {'dynamic' if value else 'off'!r}?"
     if isinstance(value, int | float):
@@ -323,7 +337,7 @@ def _no_scaler(value: Any) -> str:
     return " Call it: polyamp.LossScaler()." if value is LossScaler else ""
 
 
-def _no_optimizer(value: Any) -> str:
+def _optimizer_hint(value: Any) -> str:
     if isinstance(value, type):
         name = value.__name__.lower()
         made = f"polyamp.{name}(learning_rate=1e-3)" if name in SPEC_NAMES else "polyamp.adamw(learning_rate=1e-3)"
@@ -333,12 +347,12 @@ def _no_optimizer(value: Any) -> str:
     if isinstance(value, Mapping) and value.get("type") in SPEC_NAMES:
         return f" Write polyamp.{value['type']}(...); tables are for recipe files (Recipe.load)."
     if isinstance(value, str):
-        close = nearest(value, SPEC_NAMES, limit=1) or ["adamw"]
+        close = closest_words(value, SPEC_NAMES, limit=1) or ["adamw"]
         return f" Write polyamp.{close[0]}(learning_rate=1e-3)."
     return " Write polyamp.adamw(learning_rate=1e-3)."
 
 
-def _format(path: Path) -> tuple[Callable[..., Recipe], Callable[[Recipe], str]]:
+def _file_format(path: Path) -> tuple[Callable[..., Recipe], Callable[[Recipe], str]]:
     if path.suffix not in _FORMATS:
         raise RecipeError(f"a recipe file ends in .toml or .json. Received: {path.name!r}.")
     return _FORMATS[path.suffix]

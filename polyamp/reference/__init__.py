@@ -1,4 +1,4 @@
-"""The NumPy backend: small and obvious, the oracle of the conformance suite.
+"""NumPy reference backend, the oracle of the conformance suite.
 
 It differentiates multi-layer perceptrons with a short tape, computes in real float16 and bfloat16 (`ml_dtypes`), and
 follows `semantics.md` line by line. It is for checking and learning, not for speed.

@@ -1,4 +1,4 @@
-"""NumPy as an array namespace, and casting of trees of NumPy arrays. Called by the reference backend."""
+"""NumPy as an array namespace, and casting of trees of NumPy arrays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-from polyamp.arrays import ArrayNamespace
+from polyamp.array_namespace import ArrayNamespace
 from polyamp.trees import map_tree
 
 Array = np.ndarray[Any, Any]
@@ -57,17 +57,17 @@ XP: Final[ArrayNamespace] = NumpyNamespace()
 
 
 def dtype_name(dtype: Any) -> str:
-    """The canonical name of a NumPy dtype, `ml_dtypes` included."""
+    """Return the canonical name of a NumPy dtype, including those of `ml_dtypes`."""
     return str(np.dtype(dtype).name)
 
 
 def is_floating(value: Any) -> bool:
-    """True for a NumPy array or scalar of a real floating dtype."""
+    """Return whether a value is a NumPy array or scalar of a real floating dtype."""
     return isinstance(value, (np.ndarray, np.generic)) and dtype_name(value.dtype) in DTYPES
 
 
 def cast_tree(tree: Any, dtype: str, *, float64: bool = False) -> Any:
-    """A tree with its floating leaves in `dtype`; everything else, and float64 unless named, untouched (S2)."""
+    """Cast a tree's floating leaves to `dtype`; other leaves, and float64 unless requested, are unchanged (S2)."""
 
     def cast(leaf: Any) -> Any:
         if not is_floating(leaf) or (leaf.dtype == np.float64 and not float64):

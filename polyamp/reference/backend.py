@@ -1,4 +1,4 @@
-"""The reference backend: `semantics.md` in NumPy, one function per stage of the step."""
+"""Reference backend: `semantics.md` in NumPy, with one function per stage of the step."""
 
 from __future__ import annotations
 
@@ -9,52 +9,52 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
-from polyamp.arrays import ArrayNamespace
+from polyamp.array_namespace import ArrayNamespace
 from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
+from polyamp.display import StateDisplayMixin
 from polyamp.errors import GradientError, ModelError, UnsupportedError
-from polyamp.recipe.members import Members, members
+from polyamp.recipe.group_members import GroupMembers, resolve_group_members
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import XP, Array, cast_tree, dtype_name, is_floating
-from polyamp.reference.differentiate import accumulate, entered, separate
+from polyamp.reference.forward_backward import accumulate_gradients, prepare_batch, single_batch_gradients
 from polyamp.reference.harness import ReferenceHarness
 from polyamp.reference.losses import ReferenceLosses
-from polyamp.reference.models import MLP, BoundMLP
+from polyamp.reference.models import MLP, PolicyMLP
 from polyamp.reference.tensor import Tensor
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
-from polyamp.rules import clip, decide, refusals
+from polyamp.rules import clip, step_checks, update_decision
 from polyamp.rules.batches import micro_batches
-from polyamp.rules.decide import Decision, Measured, Skip
-from polyamp.rules.growing import Growth, Known, needs_model
-from polyamp.rules.kinds import Leaf
-from polyamp.rules.plan import Plan
-from polyamp.rules.scale import LossScaleState
-from polyamp.rules.stuck import Watch
-from polyamp.shown import ShownState
+from polyamp.rules.loss_scale import LossScaleState
+from polyamp.rules.parameter_kinds import ParameterLeaf
+from polyamp.rules.refresh import KnownParameter, RefreshPlan, missing_model_error
+from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.rules.stuck_scale import StuckScaleMonitor
+from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision
 from polyamp.trees import map_tree
 
 if TYPE_CHECKING:
-    from polyamp.parity.observing import Observer
+    from polyamp.parity.trace.observer import Observer
     from polyamp.porting.layouts.converter import Converter
-    from polyamp.porting.states.layout import StateConverter
+    from polyamp.porting.states.optimizer_layout import StateConverter
 
 
-class ReferenceState(ShownState, msgspec.Struct, frozen=True, kw_only=True):
-    """A reference model under training; every step returns a new one."""
+class ReferenceState(StateDisplayMixin, msgspec.Struct, frozen=True, kw_only=True):
+    """Training state of a reference model; every step returns a new one."""
 
     model: MLP
     recipe: Recipe
-    plan: Plan
-    groups: Members
+    plan: ResolvedPolicy
+    groups: GroupMembers
     slots: dict[str, dict[str, Array]]
     counts: dict[str, Array]
-    """By parameter, how many updates it took (S23)."""
+    """Parameter -> number of its updates (S23)."""
     scale_state: LossScaleState
     step: Array
-    watch: Watch = msgspec.field(default_factory=Watch)
+    watch: StuckScaleMonitor = msgspec.field(default_factory=StuckScaleMonitor)
 
     @property
     def backend(self) -> Backend:
@@ -63,7 +63,7 @@ class ReferenceState(ShownState, msgspec.Struct, frozen=True, kw_only=True):
     def _place(self) -> tuple[str, int]:
         return "cpu", sum(value.size for value in self.model.parameters.values())
 
-    __repr__ = ShownState.__repr__
+    __repr__ = StateDisplayMixin.__repr__
 
 
 class ReferenceBackend:
@@ -97,20 +97,20 @@ class ReferenceBackend:
 
     def native_policy(self, policy: Policy) -> Any:
         plan = policy.plan()
-        return ops.under_policy(plan.compute, sensitive=plan.kept)
+        return ops.casting_mode(plan.compute, sensitive=plan.kept)
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
-        if isinstance(target, BoundMLP):  # in loss_fn: the second policy decides (S3)
+        if isinstance(target, PolicyMLP):  # in loss_fn: the second policy applies (S3)
             target = target.model
         if isinstance(target, MLP):
-            return BoundMLP(target, policy.plan(target.module_paths(), backend=self.name)).__call__
+            return PolicyMLP(target, policy.plan(target.module_paths(), backend=self.name)).__call__
         plan = policy.plan()
 
         @functools.wraps(target)
         def call(*args: Any, **kwargs: Any) -> Any:
             if plan.cast:
                 args, kwargs = cast_tree((args, kwargs), plan.compute)
-            with ops.under_policy(plan.compute, sensitive=plan.kept), np.errstate(all="ignore"):
+            with ops.casting_mode(plan.compute, sensitive=plan.kept), np.errstate(all="ignore"):
                 result = target(*args, **kwargs)
             return map_tree(lambda leaf: ops.cast(leaf, plan.output) if isinstance(leaf, Tensor) else leaf, result)
 
@@ -118,7 +118,7 @@ class ReferenceBackend:
 
     def scale_loss(self, loss: Any, scale: Any | None) -> Any:
         source = ops.tensor(loss)
-        refusals.check_loss(source.shape, dtype_name(source.dtype), what="scale()")
+        step_checks.check_loss(source.shape, dtype_name(source.dtype), what="scale()")
         wide = ops.cast(source, "float32")
         scaled = wide if scale is None else wide * scale
         return scaled if isinstance(loss, Tensor) else scaled.data
@@ -146,23 +146,23 @@ class ReferenceBackend:
         return np.zeros((), np.float32)
 
     def parameters(self, model: Any) -> dict[str, Any]:
-        return dict((model.model if isinstance(model, BoundMLP) else model).parameters)
+        return dict((model.model if isinstance(model, PolicyMLP) else model).parameters)
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> ReferenceState:
-        refusals.check_options(options, (), function="init", backend=self.name)
+        step_checks.check_options(options, (), function="init", backend=self.name)
         if not isinstance(model, MLP):
             raise ModelError(
                 f"the reference backend trains polyamp.reference.MLP. Received: {type(model).__name__}. For a model of "
                 "another framework whose parameters are NumPy arrays, name it: polyamp.init(..., backend='jax')."
             )
         parameters = [(name, dtype_name(value.dtype)) for name, value in model.parameters.items()]
-        refusals.check_parameters(parameters, recipe)
+        step_checks.check_parameters(parameters, recipe)
         plan = recipe.policy.plan(model.module_paths(), backend=self.name)
         spec = recipe.optimizer
         if not hasattr(spec, "slots"):
             raise UnsupportedError("NumPy has no optimizers of its own; use one of polyamp's specs.")
-        leaves = [Leaf(name, value.ndim) for name, value in model.parameters.items()]
-        groups = members(recipe, model.parameters, lambda: leaves, backend=self.name)
+        leaves = [ParameterLeaf(name, value.ndim) for name, value in model.parameters.items()]
+        groups = resolve_group_members(recipe, model.parameters, lambda: leaves, backend=self.name)
         slots = {
             name: {slot: np.full_like(value, groups.of(name).spec.initial(slot)) for slot in spec.slots}
             for name, value in model.parameters.items()
@@ -183,25 +183,27 @@ class ReferenceBackend:
         )
 
     def train_step(self, loss_fn: LossFunction, recipe: Recipe, **options: Any) -> StepFunction:
-        refusals.check_options(options, ("weight",), function="train_step", backend=self.name)
+        step_checks.check_options(options, ("weight",), function="train_step", backend=self.name)
         weight = options.get("weight")
 
         def step(state: Any, batch: Any) -> tuple[Any, StepResult]:
             with np.errstate(all="ignore"):
-                parts, window = micro_batches(entered(batch, recipe), recipe.accumulate_steps)
-                loss, aux, grads = accumulate(loss_fn, state, parts, window, weight)
+                parts, window = micro_batches(prepare_batch(batch, recipe), recipe.accumulate_steps)
+                loss, aux, grads = accumulate_gradients(loss_fn, state, parts, window, weight)
                 (state,), (result,) = self.apply_gradients([state], [grads], "all")
             return state, result._replace(loss=loss, aux=aux)
 
         return step
 
     def value_and_grad(self, loss_fn: LossFunction, **options: Any) -> ValueAndGrad:
-        refusals.check_options(options, ("weight",), function="value_and_grad", backend=self.name)
+        step_checks.check_options(options, ("weight",), function="value_and_grad", backend=self.name)
         weight = options.get("weight")
 
         def run(states: Sequence[Any], batch: Any) -> tuple[Any, list[Gradients]]:
             with np.errstate(all="ignore"):
-                loss, aux, grads = separate(loss_fn, states, entered(batch, states[0].recipe), weight)
+                loss, aux, grads = single_batch_gradients(
+                    loss_fn, states, prepare_batch(batch, states[0].recipe), weight
+                )
             return (loss if aux is None else (loss, aux)), grads
 
         return run
@@ -210,12 +212,12 @@ class ReferenceBackend:
         self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip
     ) -> tuple[list[Any], list[StepResult]]:
         for state, item in zip(states, grads, strict=True):
-            refusals.check_gradients(
+            step_checks.check_gradients(
                 [(name, value.shape) for name, value in state.model.parameters.items()],
                 [(name, None if value is None else value.shape) for name, value in item.values.items()],
             )
         with np.errstate(all="ignore"):
-            return decide.update(states, grads, skip, ReferenceVerbs())
+            return update_decision.apply_update(states, grads, skip, ReferenceUpdateHooks())
 
     def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
         return list(gradients.values.items())
@@ -250,15 +252,15 @@ class ReferenceBackend:
             step=arrays["step"],
         )
 
-    def refresh(self, state: Any, model: Any, growth: Growth) -> ReferenceState:
+    def refresh(self, state: Any, model: Any, growth: RefreshPlan) -> ReferenceState:
         if model is None:
-            raise needs_model("a reference state holds arrays of its own")
+            raise missing_model_error("a reference state holds arrays of its own")
         made = self.init(model, state.recipe)
         before, now = state.model.parameters, made.model.parameters
-        given = model.parameters  # the arrays of `state.model`, where they were not replaced
-        stayed = growth.stayed(
-            {name: Known(id(array), array.shape) for name, array in before.items()},
-            {name: Known(id(given[name]), array.shape) for name, array in now.items()},
+        given = model.parameters  # the arrays of `state.model`, unless they were replaced
+        stayed = growth.surviving_parameters(
+            {name: KnownParameter(id(array), array.shape) for name, array in before.items()},
+            {name: KnownParameter(id(given[name]), array.shape) for name, array in now.items()},
             lambda old, new: np.array_equal(before[old], now[new]),
         )
         slots, counts = dict(made.slots), dict(made.counts)
@@ -270,30 +272,30 @@ class ReferenceBackend:
 
     @property
     def porting(self) -> Converter:
-        """What `polyamp.port` asks of this backend."""
-        from polyamp.reference.porting import ReferenceConverter
+        """Converter for `polyamp.port`."""
+        from polyamp.reference.converter import ReferenceConverter
 
         return ReferenceConverter()
 
     @property
     def porting_states(self) -> StateConverter:
-        """The same for training states."""
-        from polyamp.reference.porting_states import ReferenceStates
+        """Converter of training states for `polyamp.port`."""
+        from polyamp.reference.training_states import ReferenceStateConverter
 
-        return ReferenceStates()
+        return ReferenceStateConverter()
 
     @property
     def observer(self) -> Observer:
-        """What watches a training of this backend."""
-        from polyamp.reference.observe import ReferenceObserver
+        """Recorder of training passes for parity runs."""
+        from polyamp.reference.observer import ReferenceObserver
 
         return ReferenceObserver()
 
     def described(self, state: Any, arrays: Mapping[str, Array]) -> str:
-        """What a checkpoint's arrays are, for other frameworks."""
-        from polyamp.porting.states.described import text
+        """Return metadata of a checkpoint's arrays, for other frameworks."""
+        from polyamp.porting.states.metadata import state_metadata_json
 
-        return text(state, arrays, self.porting, self.porting_states)
+        return state_metadata_json(state, arrays, self.porting, self.porting_states)
 
     def testing(self) -> Harness:
         return ReferenceHarness(self)
@@ -302,31 +304,33 @@ class ReferenceBackend:
 BACKEND: Final[Backend] = ReferenceBackend()
 
 
-class ReferenceVerbs(decide.Verbs[ReferenceState, Gradients]):
-    """The second half of a step: S9 to S14 are `decide.update`."""
+class ReferenceUpdateHooks(update_decision.UpdateHooks[ReferenceState, Gradients]):
+    """Update hooks of the second half of a step: S9 to S14 are in `update_decision.apply_update`."""
 
     xp = XP
 
     def scaler(self, state: ReferenceState) -> LossScaler:
         return state.recipe.loss_scaler
 
-    def measure(self, state: ReferenceState, grads: Gradients) -> Measured:
-        """The norm in float64, and whether every gradient is finite."""
-        present = _present(grads).values()
+    def measure(self, state: ReferenceState, grads: Gradients) -> GradStats:
+        """Return the global norm, computed in float64, and whether all gradients are finite."""
+        present = _existing_gradients(grads).values()
         norm = np.sqrt(sum(float(np.sum(np.square(v, dtype=np.float64))) for v in present))
         finite = np.asarray(all(np.isfinite(value).all() for value in present))
-        return Measured(np.asarray(norm, np.float32), finite, norm, grads.weight)
+        return GradStats(np.asarray(norm, np.float32), finite, norm, grads.weight)
 
-    def commit(self, state: ReferenceState, grads: Gradients, measured: Measured, decision: Decision) -> ReferenceState:
-        """Clip and step each parameter that has a gradient, and take the running statistics."""
+    def commit(
+        self, state: ReferenceState, grads: Gradients, measured: GradStats, decision: UpdateDecision
+    ) -> ReferenceState:
+        """Clip and update each parameter that has a gradient, and store the running statistics."""
         counted = {"scale_state": decision.scale_state, "step": np.asarray(decision.step, np.int32)}
         if decision.skipped:
             return msgspec.structs.replace(state, **counted)
         recipe = state.recipe
-        wide: Any = np.float64 if recipe.policy.param == "float64" else np.float32  # of what acts on the masters (S1)
-        factor = wide(1.0) if recipe.clip_norm is None else clip.factor(wide(measured.more), recipe.clip_norm, XP)
+        wide: Any = np.float64 if recipe.policy.param == "float64" else np.float32  # of values applied to masters (S1)
+        factor = wide(1.0) if recipe.clip_norm is None else clip.clip_factor(wide(measured.more), recipe.clip_norm, XP)
         parameters, slots, counts = dict(state.model.parameters), dict(state.slots), dict(state.counts)
-        for name, value in _present(grads).items():
+        for name, value in _existing_gradients(grads).items():
             counts[name] = np.asarray(counts[name] + 1, np.int32)
             member = state.groups.of(name)
             new, slots[name] = member.spec.update(
@@ -342,6 +346,6 @@ class ReferenceVerbs(decide.Verbs[ReferenceState, Gradients]):
         return msgspec.structs.replace(state, model=model, slots=slots, counts=counts, **counted)
 
 
-def _present(grads: Gradients) -> dict[str, Array]:
-    """The gradients without the None of what the loss does not depend on."""
+def _existing_gradients(grads: Gradients) -> dict[str, Array]:
+    """Return the gradients that are not None."""
     return {name: value for name, value in grads.values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The reference backend's harness for the conformance suite."""
+"""Harness of the reference backend for the conformance suite."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from polyamp.contract.backend import Backend
-from polyamp.contract.harness import Layer, Observe
+from polyamp.contract.harness import DenseWeights, ObserveCallback
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.recipe import Recipe
 from polyamp.reference import tensor as ops
@@ -17,19 +17,19 @@ from polyamp.reference.arrays import Array
 from polyamp.reference.losses import ReferenceLosses
 from polyamp.reference.models import EPSILON, MLP, GatheredMLP
 from polyamp.results import LossFunction, StepResult
-from polyamp.rules.plan import Plan
+from polyamp.rules.resolved_policy import ResolvedPolicy
 
 
 class Branches(MLP):
-    """The dense layers side by side instead of one after the other."""
+    """Dense layers in parallel instead of in sequence."""
 
-    def __call__(self, x: Any, plan: Plan | None = None) -> Any:
-        """One output per layer."""
-        return [_alone(self.parameters, number)(x, plan) for number in range(self.depth)]
+    def __call__(self, x: Any, plan: ResolvedPolicy | None = None) -> Any:
+        """Return one output per layer."""
+        return [_single_layer_mlp(self.parameters, number)(x, plan) for number in range(self.depth)]
 
 
-def _alone(parameters: Mapping[str, Any], number: int) -> MLP:
-    """An MLP of one of the layers."""
+def _single_layer_mlp(parameters: Mapping[str, Any], number: int) -> MLP:
+    """Return an MLP with one of the layers."""
     return MLP({f"dense0/{kind}": parameters[f"dense{number}/{kind}"] for kind in ("kernel", "bias")})
 
 
@@ -45,31 +45,31 @@ class ReferenceHarness:
     def float64(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> MLP:
-        return MLP(_named(layers), observe=observe)
+    def mlp(self, layers: Sequence[DenseWeights], *, observe: ObserveCallback | None = None) -> MLP:
+        return MLP(_parameters_by_path(layers), observe=observe)
 
-    def branches(self, layers: Sequence[Layer]) -> MLP:
-        return Branches(_named(layers))
+    def branches(self, layers: Sequence[DenseWeights]) -> MLP:
+        return Branches(_parameters_by_path(layers))
 
-    def normalized_mlp(self, layers: Sequence[Layer]) -> MLP:
+    def normalized_mlp(self, layers: Sequence[DenseWeights]) -> MLP:
         width = layers[0].bias.shape
         scale = {"norm0/scale": np.ones(width, np.float32), "norm0/bias": np.zeros(width, np.float32)}
         running = {"norm0/mean": np.zeros(width, np.float32), "norm0/variance": np.ones(width, np.float32)}
-        return MLP({**_named(layers), **scale}, running)
+        return MLP({**_parameters_by_path(layers), **scale}, running)
 
-    def dropout_mlp(self, layers: Sequence[Layer]) -> None:
-        """Nothing: the reference's models have no randomness."""
+    def dropout_mlp(self, layers: Sequence[DenseWeights]) -> None:
+        """Return None: the reference's models have no randomness."""
 
-    def constrained_mlp(self, layers: Sequence[Layer], limit: float) -> None:
-        """Nothing: the parameters of the reference's models are values."""
+    def constrained_mlp(self, layers: Sequence[DenseWeights], limit: float) -> None:
+        """Return None: the parameters of the reference's models are plain values."""
 
     def digits(self, weights: Mapping[str, Array]) -> Any:
         raise UnsupportedError("the reference backend trains MLPs only; the digits transformer needs a framework.")
 
-    def weights(self, state: Any) -> list[Layer]:
+    def weights(self, state: Any) -> list[DenseWeights]:
         model = state.model
         return [
-            Layer(np.array(model.parameters[f"dense{i}/kernel"]), np.array(model.parameters[f"dense{i}/bias"]))
+            DenseWeights(np.array(model.parameters[f"dense{i}/kernel"]), np.array(model.parameters[f"dense{i}/bias"]))
             for i in range(model.depth)
         ]
 
@@ -105,8 +105,8 @@ class ReferenceHarness:
     def outer(self, left: Any, right: Any) -> Any:
         return ops.outer(left, right)
 
-    def gathered(self, layers: Sequence[Layer], rows: Array) -> MLP:
-        return GatheredMLP(_named(layers), rows)
+    def gathered(self, layers: Sequence[DenseWeights], rows: Array) -> MLP:
+        return GatheredMLP(_parameters_by_path(layers), rows)
 
     def unusable(self, kind: str) -> MLP:
         if kind == "empty":
@@ -117,7 +117,7 @@ class ReferenceHarness:
     def complex_dense(self, kernel: Array) -> Any:
         raise UnsupportedError("the reference trains no complex parameters.")
 
-    def with_head(self, state: Any, head: Layer) -> MLP:
+    def with_head(self, state: Any, head: DenseWeights) -> MLP:
         last = f"dense{state.model.depth - 1}"
         new = {f"{last}/kernel": np.array(head.kernel), f"{last}/bias": np.array(head.bias)}
         return MLP({**state.model.parameters, **new})
@@ -129,9 +129,9 @@ class ReferenceHarness:
         raise UnsupportedError("NumPy has no optimizers of its own.")
 
     def replicate(
-        self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
+        self, layers: Sequence[DenseWeights], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
     ) -> list[tuple[Any, StepResult]]:
-        """One state per replica; `batches[r]` is replica r's. Gradients are averaged before the flag (S9)."""
+        """Train one state per replica; `batches[r]` is replica r's. Gradients are averaged before the flag (S9)."""
         backend = self.backend
         states = [backend.init(self.mlp(layers), recipe) for _ in batches]
         run = backend.value_and_grad(loss_fn)
@@ -149,7 +149,7 @@ class ReferenceHarness:
         return list(zip(states, results, strict=True))
 
 
-def _named(layers: Sequence[Layer]) -> dict[str, Array]:
+def _parameters_by_path(layers: Sequence[DenseWeights]) -> dict[str, Array]:
     named: dict[str, Array] = {}
     for number, layer in enumerate(layers):
         named[f"dense{number}/kernel"] = np.array(layer.kernel)

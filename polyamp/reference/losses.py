@@ -1,4 +1,4 @@
-"""The reference backend's losses: float32 inside, on tensors or on plain NumPy arrays."""
+"""Losses of the reference backend: computed in float32, on tensors or on plain NumPy arrays."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from polyamp.reference.tensor import Tensor
 
 
 class ReferenceLosses:
-    """`LossFunctions` for NumPy; a NumPy array in gives a NumPy array out."""
+    """`LossFunctions` for NumPy; for NumPy arrays it returns NumPy arrays."""
 
     def in_float32(self) -> contextlib.AbstractContextManager[Any]:
-        return np.errstate(all="ignore")  # as in a step: a division by no rows is NaN, and NaN is the answer
+        return np.errstate(all="ignore")  # as in a step: a division by 0 rows is NaN, which is the result
 
     def wide(self, values: Any, like: Any) -> Any:
-        return _like(like, _wide(values))
+        return _return_like(like, _to_float32(values))
 
     def constant(self, values: Any, like: Any) -> Any:
         return np.asarray(values.data if isinstance(values, Tensor) else values, np.float32)
@@ -34,28 +34,28 @@ class ReferenceLosses:
         return int(logits.shape[-1])
 
     def mean_squared_error(self, predictions: Any, targets: Any) -> Any:
-        difference = _wide(predictions) - _wide(targets)
-        return _like(predictions, difference * difference)
+        difference = _to_float32(predictions) - _to_float32(targets)
+        return _return_like(predictions, difference * difference)
 
     def softmax_cross_entropy(self, logits: Any, labels: Any, reduction: str) -> Any:
         rows = -self.pick(self.log_softmax(logits), labels)
         return rows if reduction == "none" else self.mean(rows) if reduction == "mean" else self.sum(rows)
 
     def sigmoid_cross_entropy(self, logits: Any, targets: Any) -> Any:
-        x, z = _wide(logits), _wide(targets)
+        x, z = _to_float32(logits), _to_float32(targets)
         magnitude = ops.relu(x) + ops.relu(-x)
         softplus = ops.log(ops.exp(-magnitude) + np.float32(1.0))
-        return _like(logits, ops.relu(x) - x * z + softplus)
+        return _return_like(logits, ops.relu(x) - x * z + softplus)
 
     def huber(self, predictions: Any, targets: Any, delta: float) -> Any:
-        difference = _wide(predictions) - _wide(targets)
+        difference = _to_float32(predictions) - _to_float32(targets)
         magnitude = ops.relu(difference) + ops.relu(-difference)
         beyond = ops.relu(magnitude - np.float32(delta))
         within = magnitude - beyond
-        return _like(predictions, np.float32(0.5) * within * within + np.float32(delta) * beyond)
+        return _return_like(predictions, np.float32(0.5) * within * within + np.float32(delta) * beyond)
 
     def log_softmax(self, logits: Any) -> Any:
-        return _like(logits, ops.log_softmax(_wide(logits)))
+        return _return_like(logits, ops.log_softmax(_to_float32(logits)))
 
     def pick(self, values: Any, labels: Any) -> Any:
         return values[(*np.indices(labels.shape), labels)]
@@ -70,16 +70,16 @@ class ReferenceLosses:
         return chosen if chosen.dtype.kind == "i" else chosen.astype(np.float32)
 
     def sum(self, values: Any, axis: int | None = None) -> Any:
-        return _like(values, ops.total(_wide(values), axis))
+        return _return_like(values, ops.total(_to_float32(values), axis))
 
     def mean(self, values: Any, axis: int | None = None) -> Any:
-        return _like(values, ops.mean(_wide(values), axis))
+        return _return_like(values, ops.mean(_to_float32(values), axis))
 
 
-def _wide(x: Any) -> Tensor:
+def _to_float32(x: Any) -> Tensor:
     x = ops.tensor(x)
     return ops.cast(x, "float32") if x.dtype.kind in "fV" else ops.Tensor(x.data.astype(np.float32))
 
 
-def _like(source: Any, value: Tensor) -> Any:
+def _return_like(source: Any, value: Tensor) -> Any:
     return value if isinstance(source, Tensor) else value.data

@@ -1,4 +1,4 @@
-"""`MLP`: the model family that the reference backend trains, with optional batch normalisation."""
+"""`MLP`: model family of the reference backend, with optional batch normalisation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import Array, dtype_name
 from polyamp.reference.tensor import Tensor
-from polyamp.rules.plan import Plan
+from polyamp.rules.resolved_policy import ResolvedPolicy
 
 MOMENTUM: Final = 0.9
 EPSILON: Final = 1e-5
 
 
 class MLP:
-    """dense -> [batch normalisation] -> relu -> ... -> dense.
+    """Multi-layer perceptron: dense -> [batch normalisation] -> relu -> ... -> dense.
 
     Args:
         parameters: "dense0/kernel" (in, out), "dense0/bias" (out,), ...; with normalisation also "norm0/scale" and
@@ -43,12 +43,12 @@ class MLP:
         self.running = dict(running or {})
         self.observe = observe
         self.shown: Callable[[str, Tensor, Tensor | None], Tensor] | None = None
-        """Called with the path, the output and the input of every layer and, with path "" and no input, of the network;
-        gives the output to go on with."""
+        """Hook called with path, output and input of every layer and, with path "" and no input, of the network; it
+        returns the output to use."""
 
     @classmethod
     def random(cls, sizes: Sequence[int], *, seed: int) -> MLP:
-        """An MLP with layers of these sizes, kernels uniform in +-sqrt(3 / inputs) and biases 0."""
+        """Return an MLP with layers of these sizes, kernels uniform in +-sqrt(3 / inputs) and biases 0."""
         rng = np.random.default_rng(seed)
         parameters: dict[str, Array] = {}
         for number, (inputs, outputs) in enumerate(pairwise(sizes)):
@@ -58,7 +58,7 @@ class MLP:
         return cls(parameters)
 
     def with_arrays(self, parameters: Mapping[str, Any], running: Mapping[str, Any]) -> Self:
-        """The same network around other parameters and running statistics."""
+        """Return the same network with other parameters and running statistics."""
         made = copy.copy(self)
         made.parameters, made.running = dict(parameters), dict(running)
         return made
@@ -69,16 +69,16 @@ class MLP:
         return sum(name.startswith("dense") and name.endswith("/kernel") for name in self.parameters)
 
     def module_paths(self) -> list[str]:
-        """Paths of the modules, as a policy's overrides see them."""
+        """Paths of the modules, as a policy's overrides use them."""
         return sorted({name.partition("/")[0] for name in self.parameters})
 
-    def __call__(self, x: Any, plan: Plan | None = None) -> Tensor:
-        """The network's output for x, shape (batch, in); under a plan if one is given."""
+    def __call__(self, x: Any, plan: ResolvedPolicy | None = None) -> Tensor:
+        """Return the network's output for x, shape (batch, in); under a policy if `plan` is given."""
         h = self.last(x, plan)
         return self._show("", h if plan is None else ops.cast(h, plan.output))
 
-    def last(self, x: Any, plan: Plan | None) -> Tensor:
-        """What the last layer gives, before it is cast to the plan's output dtype."""
+    def last(self, x: Any, plan: ResolvedPolicy | None) -> Tensor:
+        """Return the last layer's output before the cast to the policy's output dtype."""
         h: Any = ops.tensor(x)
         if plan is not None and plan.cast:
             h = ops.cast(h, plan.compute)
@@ -91,19 +91,19 @@ class MLP:
         result: Tensor = ops.tensor(h)
         return result
 
-    def _dense(self, path: str, h: Tensor, plan: Plan | None) -> Tensor:
+    def _dense(self, path: str, h: Tensor, plan: ResolvedPolicy | None) -> Tensor:
         kernel, bias = self.parameters[f"{path}/kernel"], self.parameters[f"{path}/bias"]
         if plan is None:
             result: Tensor = ops.matmul(h, kernel) + bias
         else:
             dtype = plan.at(path).dtype
-            with ops.under_policy(dtype, sensitive=plan.kept):
+            with ops.casting_mode(dtype, sensitive=plan.kept):
                 result = ops.matmul(h, kernel) + ops.cast(bias, dtype)
         if self.observe is not None:
             self.observe(dtype_name(result.dtype))
         return self._show(path, result, h)
 
-    def _normalize(self, path: str, h: Tensor, plan: Plan | None) -> Tensor:
+    def _normalize(self, path: str, h: Tensor, plan: ResolvedPolicy | None) -> Tensor:
         given = h
         if plan is not None:
             h = ops.cast(h, plan.at(path).named or (plan.compute if plan.cast else "float32"))
@@ -123,7 +123,7 @@ class MLP:
 
 
 class GatheredMLP(MLP):
-    """An MLP whose output is read at some rows of the batch, before it is cast to the policy's output dtype.
+    """MLP whose output is gathered at some rows of the batch, before the cast to the policy's output dtype.
 
     Args:
         parameters: as `MLP` has them.
@@ -134,16 +134,16 @@ class GatheredMLP(MLP):
         super().__init__(parameters)
         self.rows = rows
 
-    def last(self, x: Any, plan: Plan | None) -> Tensor:
-        """What the last layer gives at the rows, shape (reads, out)."""
+    def last(self, x: Any, plan: ResolvedPolicy | None) -> Tensor:
+        """Return the last layer's output at the rows, shape (reads, out)."""
         return super().last(x, plan)[self.rows]
 
 
-class BoundMLP(NamedTuple):
-    """The model as `loss_fn` sees it: under its plan."""
+class PolicyMLP(NamedTuple):
+    """Model under its resolved policy, as `loss_fn` receives it."""
 
     model: MLP
-    plan: Plan
+    plan: ResolvedPolicy
 
     def __call__(self, x: Any) -> Tensor:
         return self.model(x, self.plan)

@@ -1,7 +1,7 @@
-"""`Tensor`: a NumPy array that remembers how it was made, and the operations that obey a policy.
+"""`Tensor`: NumPy array with reverse-mode differentiation, and operations that follow a policy.
 
-Called by the reference models and losses. Under `under_policy` an operation picks its dtype as S4 says: matrix
-products in the compute dtype, sensitive operations in float32, the rest in the widest dtype of its inputs.
+Under `casting_mode` an operation chooses its dtype by S4: matrix products in the compute dtype, sensitive operations in
+float32, the rest in the widest dtype of its inputs.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from polyamp.reference.arrays import DTYPES, Array, dtype_name, is_floating
 Vjp = Callable[[Array], Array]
 
 
-class _Casting(NamedTuple):
-    """What an operation does to its inputs: dtype of matrix products, and whether sensitive ones go to float32."""
+class _CastingMode(NamedTuple):
+    """Casts of inputs: the dtype of matrix products, and whether sensitive operations run in float32."""
 
     compute: str
     sensitive: bool
 
 
-_CASTING: Final[ContextVar[_Casting | None]] = ContextVar("casting", default=None)
+_CASTING_MODE: Final[ContextVar[_CastingMode | None]] = ContextVar("casting", default=None)
 
 
 @contextlib.contextmanager
-def under_policy(compute: str, *, sensitive: bool) -> Iterator[None]:
+def casting_mode(compute: str, *, sensitive: bool) -> Iterator[None]:
     """Run operations with matrix products in `compute` and, if `sensitive`, the rest of S4's list in float32."""
-    token = _CASTING.set(_Casting(compute, sensitive))
+    token = _CASTING_MODE.set(_CastingMode(compute, sensitive))
     try:
         yield
     finally:
-        _CASTING.reset(token)
+        _CASTING_MODE.reset(token)
 
 
 class Tensor:
-    """A value and, for each tensor it came from, the function that carries a cotangent back to it."""
+    """Value with, for each input tensor, the function that maps its cotangent to the input's."""
 
-    __array_ufunc__ = None  # so that `array * tensor` comes to __rmul__
+    __array_ufunc__ = None  # so that `array * tensor` calls __rmul__
     __slots__ = ("data", "parents")
     data: Array
     parents: tuple[tuple[Tensor, Vjp], ...]
@@ -69,7 +69,7 @@ class Tensor:
 
     def __getitem__(self, index: Any) -> Tensor:
         def back(g: Array) -> Array:
-            full = np.zeros(self.shape, np.promote_types(self.dtype, np.float32))  # rows read twice are a sum (S4)
+            full = np.zeros(self.shape, np.promote_types(self.dtype, np.float32))  # repeated rows are summed (S4)
             np.add.at(full, index, g)
             return full.astype(self.dtype)
 
@@ -79,19 +79,19 @@ class Tensor:
         return self * -1.0
 
     def __add__(self, other: Any) -> Tensor:
-        return _elementwise(np.add, self, other, _one, _one)
+        return _elementwise(np.add, self, other, _slope_one, _slope_one)
 
     def __sub__(self, other: Any) -> Tensor:
-        return _elementwise(np.subtract, self, other, _one, _minus_one)
+        return _elementwise(np.subtract, self, other, _slope_one, _slope_minus_one)
 
     def __rsub__(self, other: Any) -> Tensor:
         return tensor(other) - self
 
     def __mul__(self, other: Any) -> Tensor:
-        return _elementwise(np.multiply, self, other, _second, _first)
+        return _elementwise(np.multiply, self, other, _slope_second, _slope_first)
 
     def __truediv__(self, other: Any) -> Tensor:
-        return _elementwise(np.divide, self, other, _inverse, _quotient_slope)
+        return _elementwise(np.divide, self, other, _slope_inverse, _slope_quotient)
 
     __radd__ = __add__
     __rmul__ = __mul__
@@ -106,37 +106,37 @@ class Tensor:
         return matmul(self, other)
 
 
-def _one(a: Any, b: Any) -> Any:
+def _slope_one(a: Any, b: Any) -> Any:
     return 1.0
 
 
-def _minus_one(a: Any, b: Any) -> Any:
+def _slope_minus_one(a: Any, b: Any) -> Any:
     return -1.0
 
 
-def _first(a: Any, b: Any) -> Any:
+def _slope_first(a: Any, b: Any) -> Any:
     return a
 
 
-def _second(a: Any, b: Any) -> Any:
+def _slope_second(a: Any, b: Any) -> Any:
     return b
 
 
-def _inverse(a: Any, b: Any) -> Any:
+def _slope_inverse(a: Any, b: Any) -> Any:
     return 1.0 / b
 
 
-def _quotient_slope(a: Any, b: Any) -> Any:
+def _slope_quotient(a: Any, b: Any) -> Any:
     return -a / (b * b)
 
 
 def tensor(value: Any) -> Tensor:
-    """`value` itself if it is a tensor, else a constant."""
+    """Return `value` if it is a tensor, else a constant tensor."""
     return value if isinstance(value, Tensor) else Tensor(value)
 
 
 def cast(x: Any, dtype: str) -> Tensor:
-    """`x` in another floating dtype; its cotangent is cast back. Integers stay as they are (S2)."""
+    """Cast `x` to another floating dtype; its cotangent is cast back. Integers are unchanged (S2)."""
     x = tensor(x)
     if not is_floating(x.data) or dtype_name(x.dtype) == dtype:
         result: Tensor = x
@@ -145,11 +145,11 @@ def cast(x: Any, dtype: str) -> Tensor:
 
 
 def matmul(left: Any, right: Any) -> Tensor:
-    """Matrix product in the policy's compute dtype, accumulated in float32 as matrix units do.
+    """Return the matrix product in the policy's compute dtype, accumulated in float32 as in matrix units.
 
-    With a shared axis of length 1 it contracts nothing, so it is a multiplication and follows its operands.
+    A product over an axis of length 1 is a multiplication and follows its operands' dtype.
     """
-    casting = _CASTING.get()
+    casting = _CASTING_MODE.get()
     a, b = tensor(left), tensor(right)
     if casting is not None and a.shape[-1] != 1:
         a, b = cast(a, casting.compute), cast(b, casting.compute)
@@ -167,13 +167,13 @@ def matmul(left: Any, right: Any) -> Tensor:
 
 
 def relu(x: Any) -> Tensor:
-    """max(x, 0)."""
+    """Return max(x, 0)."""
     x = tensor(x)
     return Tensor(np.where(x.data > 0, x.data, np.zeros_like(x.data)), [(x, lambda g: g * (x.data > 0))])
 
 
 def where(condition: Array, x: Any, y: float) -> Tensor:
-    """`x` where the condition holds, and a constant elsewhere."""
+    """Return `x` where the condition is true, and a constant elsewhere."""
     x = tensor(x)
     other = x.dtype.type(y)
     zero = x.dtype.type(0)
@@ -181,49 +181,49 @@ def where(condition: Array, x: Any, y: float) -> Tensor:
 
 
 def exp(x: Any) -> Tensor:
-    """e to the x; sensitive."""
-    x = _sensitive(x)
+    """Return e to the x; sensitive."""
+    x = _cast_sensitive(x)
     value = np.exp(x.data)
     return Tensor(value, [(x, lambda g: g * value)])
 
 
 def log(x: Any) -> Tensor:
-    """Natural logarithm; sensitive."""
-    x = _sensitive(x)
+    """Return the natural logarithm; sensitive."""
+    x = _cast_sensitive(x)
     return Tensor(np.log(x.data), [(x, lambda g: g / x.data)])
 
 
 def sigmoid(x: Any) -> Tensor:
-    """1 / (1 + e to the -x); sensitive, for the logarithm or the `1 - x` that it may feed."""
-    x = _sensitive(x)
+    """Return 1 / (1 + e to the -x); sensitive, because a logarithm or `1 - x` may follow."""
+    x = _cast_sensitive(x)
     one = x.data.dtype.type(1.0)
     value = one / (one + np.exp(-x.data))
     return Tensor(value, [(x, lambda g: g * value * (one - value))])
 
 
 def inner(left: Any, right: Any) -> Tensor:
-    """Inner product along the last axis; sensitive, because it has no free axes."""
-    return total(_sensitive(left) * _sensitive(right), axis=-1)
+    """Return the inner product along the last axis; sensitive, because it has no free axes."""
+    return total(_cast_sensitive(left) * _cast_sensitive(right), axis=-1)
 
 
 def outer(left: Any, right: Any) -> Tensor:
-    """Outer product of two vectors: it contracts nothing, so it is a multiplication and follows its operands."""
+    """Return the outer product of two vectors: a multiplication, which follows its operands' dtype."""
     a, b = tensor(left), tensor(right)
-    result: Tensor = _keep(a) * b
+    result: Tensor = _match_precision(a) * b
     return result
 
 
 def power(x: Any, exponent: float) -> Tensor:
-    """x to a constant power; sensitive."""
-    x = _sensitive(x)
+    """Return x to a constant power; sensitive."""
+    x = _cast_sensitive(x)
     p = x.data.dtype.type(exponent)
     one = x.data.dtype.type(1.0)
     return Tensor(np.power(x.data, p), [(x, lambda g: g * p * np.power(x.data, p - one))])
 
 
 def total(x: Any, axis: int | None = None) -> Tensor:
-    """Sum over one axis or all; sensitive."""
-    x = _sensitive(x)
+    """Return the sum over one axis or all; sensitive."""
+    x = _cast_sensitive(x)
 
     def back(g: Array) -> Array:
         wide = g if axis is None else np.expand_dims(g, axis)
@@ -233,22 +233,22 @@ def total(x: Any, axis: int | None = None) -> Tensor:
 
 
 def mean(x: Any, axis: int | None = None) -> Tensor:
-    """Mean over one axis or all; sensitive."""
-    x = _sensitive(x)
+    """Return the mean over one axis or all; sensitive."""
+    x = _cast_sensitive(x)
     count = x.data.size if axis is None else x.shape[axis]
     result: Tensor = total(x, axis) / x.dtype.type(count)
     return result
 
 
 def cumulative_sum(x: Any) -> Tensor:
-    """Cumulative sum along the last axis; sensitive."""
-    x = _sensitive(x)
+    """Return the cumulative sum along the last axis; sensitive."""
+    x = _cast_sensitive(x)
     return Tensor(np.cumsum(x.data, axis=-1, dtype=x.dtype), [(x, lambda g: np.cumsum(g[..., ::-1], -1)[..., ::-1])])
 
 
 def log_sum_exp(x: Any) -> Tensor:
-    """log(sum(exp(x))) along the last axis; sensitive."""
-    x = _sensitive(x)
+    """Return log(sum(exp(x))) along the last axis; sensitive."""
+    x = _cast_sensitive(x)
     peak = x.data.max(axis=-1, keepdims=True)
     parts = np.exp(x.data - peak)
     sums = parts.sum(axis=-1, keepdims=True, dtype=x.dtype)
@@ -257,29 +257,29 @@ def log_sum_exp(x: Any) -> Tensor:
 
 
 def log_softmax(x: Any) -> Tensor:
-    """x - logsumexp(x) along the last axis; sensitive."""
-    x = _sensitive(x)
+    """Return x - logsumexp(x) along the last axis; sensitive."""
+    x = _cast_sensitive(x)
     normal = log_sum_exp(x)
     result: Tensor = x - Tensor(normal.data[..., None], [(normal, lambda g: g[..., 0])])
     return result
 
 
 def softmax(x: Any) -> Tensor:
-    """Softmax along the last axis; sensitive."""
+    """Return the softmax along the last axis; sensitive."""
     return exp(log_softmax(x))
 
 
 def normalize(x: Any, epsilon: float) -> Tensor:
-    """(x - mean) / sqrt(variance + epsilon) over the last axis; sensitive."""
-    x = _sensitive(x)
-    centred = x - _keep(mean(x, axis=-1))
+    """Return (x - mean) / sqrt(variance + epsilon) over the last axis; sensitive."""
+    x = _cast_sensitive(x)
+    centred = x - _match_precision(mean(x, axis=-1))
     variance = mean(centred * centred, axis=-1)
-    result: Tensor = centred * _keep(power(variance + x.dtype.type(epsilon), -0.5))
+    result: Tensor = centred * _match_precision(power(variance + x.dtype.type(epsilon), -0.5))
     return result
 
 
 def gradients(output: Tensor, inputs: Sequence[Tensor]) -> list[Array | None]:
-    """Derivative of a scalar with respect to each input, in the input's dtype; None where it does not depend on it."""
+    """Return the derivative of a scalar by each input, in the input's dtype; None if it does not depend on it."""
     order: list[Tensor] = []
     seen: set[int] = set()
 
@@ -303,12 +303,12 @@ def gradients(output: Tensor, inputs: Sequence[Tensor]) -> list[Array | None]:
     return [cotangents.get(id(item)) for item in inputs]
 
 
-def _keep(x: Tensor) -> Tensor:
+def _match_precision(x: Tensor) -> Tensor:
     return Tensor(x.data[..., None], [(x, lambda g: g[..., 0])])
 
 
-def _sensitive(x: Any) -> Tensor:
-    casting = _CASTING.get()
+def _cast_sensitive(x: Any) -> Tensor:
+    casting = _CASTING_MODE.get()
     x = tensor(x)
     return cast(x, "float32") if casting is not None and casting.sensitive else x
 

@@ -1,1 +1,1 @@
-"""The rules of `docs/semantics.md` as code, one file a rule. They import nothing above them and know no framework."""
+"""Rules of `docs/semantics.md` in code, one file per rule. They import neither higher layers nor frameworks."""

@@ -1,6 +1,6 @@
-"""What becomes of a batch on its way into a step: micro-batches (S8), float64 on the host (S26), no rows (S24).
+"""Preparation of a batch for a step: micro-batches (S8), float64 arrays on the host (S26), empty batches (S24).
 
-Each backend calls these from the walk over the batch that it makes anyway. They know no framework.
+This module knows no framework. Backends use it in their own pass over the batch.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from itertools import accumulate
 from typing import Any
 
 from polyamp.errors import BatchError
-from polyamp.rules.window import Window, divided
+from polyamp.rules.accumulation import Accumulation, divide_rows
 from polyamp.trees import leaves, map_tree
 
 Shape = tuple[int, ...]
 
 
 def host_array(array: Any, parameters: str) -> Any:
-    """A NumPy array or scalar as it goes into a step: float64 as float32, unless the parameters are float64 (S26).
+    """Convert a float64 NumPy array or scalar to float32, unless the parameters are float64 (S26).
 
-    NumPy makes float64 of whatever is not told otherwise, and frameworks compute in float32. Arrays of a framework are
-    not for this function: what was made float64 there stays (S2).
+    NumPy creates float64 by default, and frameworks compute in float32. Do not pass arrays of a framework: float64
+    arrays of a framework stay float64 (S2).
 
     Args:
         array: NumPy array or scalar.
@@ -36,15 +36,15 @@ def host_array(array: Any, parameters: str) -> Any:
 
 
 def check_has_rows(lengths: Iterable[int | None]) -> None:
-    """Refuse a batch none of whose arrays has a row: the mean over it would be NaN, or nothing.
+    """Raise if no array of the batch has any rows: the mean over it would be NaN.
 
-    An array of length 0 beside others is the program's own business, such as the boxes of an image without any.
+    An empty array next to non-empty ones is allowed, such as the boxes of an image without any.
 
     Args:
-        lengths: of every array of the batch that has an axis, that along axis 0; None where it is not known.
+        lengths: length along axis 0 of every array that has an axis; None where it is unknown.
 
     Raises:
-        BatchError: there are arrays, and all are empty.
+        BatchError: there are arrays and all are empty.
     """
     found = list(lengths)
     if found and not any(length != 0 for length in found):
@@ -55,16 +55,17 @@ def check_has_rows(lengths: Iterable[int | None]) -> None:
 
 
 def check_has_no_lists(batch: Any, rows: int, path: str = "") -> None:
-    """Refuse a batch with a list of one number or text for each row: it would go whole into every micro-batch, where
-    its first entries would meet other rows.
+    """Raise if the batch contains a list with one number or string per row.
+
+    Such a list would be copied whole into every micro-batch, where its entries would not match the rows.
 
     Args:
-        batch: in dicts, lists and tuples.
-        rows: how many there are to split.
-        path: of `batch`.
+        batch: nested dicts, lists and tuples.
+        rows: number of rows to split.
+        path: path of `batch`.
 
     Raises:
-        BatchError: names it, and what to pass.
+        BatchError: names the list and what to pass instead.
     """
     if isinstance(batch, Mapping):
         for key, value in batch.items():
@@ -85,14 +86,14 @@ def check_has_no_lists(batch: Any, rows: int, path: str = "") -> None:
             check_has_no_lists(value, rows, f"{path}[{number}]")
 
 
-def split(leaves: Sequence[tuple[str, Shape]], count: int) -> Window:
-    """The window of up to `count` micro-batches that a batch with these leaves is split into along axis 0 (S8).
+def accumulation_of_batch(leaves: Sequence[tuple[str, Shape]], count: int) -> Accumulation:
+    """Return the micro-batches, at most `count`, into which a batch is split along axis 0 (S8).
 
     Args:
         leaves: (path, shape) of every array in the batch.
 
     Raises:
-        BatchError: no arrays, leaves of different length, or a length that is not known.
+        BatchError: there are no arrays, their lengths differ, or a length is unknown.
     """
     if not leaves:
         raise BatchError("batch holds no arrays to split into micro-batches.")
@@ -113,17 +114,17 @@ def split(leaves: Sequence[tuple[str, Shape]], count: int) -> Window:
             f"accumulate_steps={count} splits every array of the batch along axis 0, whose length the compiler must "
             "know. Received: an unknown length. Have the dataset make batches of one length (drop_remainder=True)."
         )
-    return divided(length, count)
+    return divide_rows(length, count)
 
 
-def listed(batches: Sequence[Sequence[tuple[str, Shape]]], count: int) -> Window:
-    """The window of a list of up to `count` micro-batches, whose members may differ along axis 0 (S8).
+def accumulation_of_list(batches: Sequence[Sequence[tuple[str, Shape]]], count: int) -> Accumulation:
+    """Return the accumulation of a list of at most `count` micro-batches, whose lengths along axis 0 may differ (S8).
 
     Args:
-        batches: (path, shape) of every array of each.
+        batches: (path, shape) of every array of each micro-batch.
 
     Raises:
-        BatchError: too many or none, or members that differ in anything else.
+        BatchError: too many or no micro-batches, or other differences than the length.
     """
     if not 1 <= len(batches) <= count:
         raise BatchError(
@@ -139,21 +140,21 @@ def listed(batches: Sequence[Sequence[tuple[str, Shape]]], count: int) -> Window
     first = list(batches[0])
     for number, other in enumerate(batches[1:], start=1):
         if [(path, shape[1:], len(shape)) for path, shape in other] != [(p, s[1:], len(s)) for p, s in first]:
-            raise _disagree(first, number, other)
+            raise _shape_mismatch_error(first, number, other)
     columns = [[shape[:1] for _, shape in column] for column in zip(*batches, strict=True)]
     differing = [column for column in columns if len(set(column)) > 1]
     if not differing:
-        return Window((1,) * len(batches))
+        return Accumulation((1,) * len(batches))
     for number, lengths in enumerate(zip(*differing, strict=True)):
         if len(set(lengths)) > 1:
-            raise _disagree(first, number, batches[number])
+            raise _shape_mismatch_error(first, number, batches[number])
     sizes = tuple(length for (length,) in differing[0])
     if 0 in sizes:
         raise BatchError(f"micro-batch {sizes.index(0)} of the list has no rows along axis 0. Leave it out.")
-    return Window(sizes)
+    return Accumulation(sizes)
 
 
-def in_runs(
+def micro_batch_runs(
     batch: Any,
     count: int,
     *,
@@ -161,28 +162,28 @@ def in_runs(
     tree_map: Callable[..., Any],
     stack: Callable[[Sequence[Any]], Any],
     reshape: Callable[[Any, Shape], Any],
-) -> tuple[Window, list[tuple[range, Any]]]:
-    """The micro-batches of a batch, or of a list of them, for frameworks that loop over equal shapes (S8).
+) -> tuple[Accumulation, list[tuple[range, Any]]]:
+    """Split a batch, or group a list of micro-batches, for frameworks that loop over equal shapes (S8).
 
     Args:
         batch: arrays of `count` micro-batches along axis 0, or a list of micro-batches.
-        count: how many there are at most.
-        shapes: (path, shape) of every array.
-        tree_map: the framework's; it calls a function with the leaves of one or several trees.
-        stack, reshape: the framework's.
+        count: maximum number of micro-batches.
+        shapes: returns (path, shape) of every array.
+        tree_map: the framework's function that maps over the leaves of one or several trees.
+        stack, reshape: the framework's functions.
 
     Returns:
-        How the rows are divided; and every run of equal micro-batches with its batch of them, each leaf of shape
-        (micro-batches, rows, ...): one run, unless they differ.
+        The accumulation, and a list of (range, batch) for every run of equal micro-batches. Each leaf has the shape
+        (micro-batches, rows, ...). There is one run unless the sizes differ.
 
     Raises:
-        BatchError: see `split` and `listed`.
+        BatchError: see `accumulation_of_batch` and `accumulation_of_list`.
     """
     if isinstance(batch, list):
-        window = listed([shapes(part) for part in batch], count)
+        window = accumulation_of_list([shapes(part) for part in batch], count)
         groups = [(run, batch[run.start : run.stop]) for run in window.runs]
         return window, [(run, tree_map(lambda *parts: stack(parts), *group)) for run, group in groups]
-    window, runs, start = split(shapes(batch), count), [], 0
+    window, runs, start = accumulation_of_batch(shapes(batch), count), [], 0
 
     def folded(leaf: Any, start: int, stop: int, size: int) -> Any:
         rows = leaf if (start, stop) == (0, leaf.shape[0]) else leaf[start:stop]
@@ -196,39 +197,42 @@ def in_runs(
     return window, runs
 
 
-def _disagree(first: Sequence[tuple[str, Shape]], number: int, other: Sequence[tuple[str, Shape]]) -> BatchError:
+def _shape_mismatch_error(
+    first: Sequence[tuple[str, Shape]], number: int, other: Sequence[tuple[str, Shape]]
+) -> BatchError:
     return BatchError(
         "micro-batches must agree in structure and shape but for one length along axis 0, so that their mean is that "
         f"of the whole batch. Received: micro-batch 0 has {dict(first)}, micro-batch {number} has {dict(other)}."
     )
 
 
-def micro_batches(batch: Any, count: int) -> tuple[list[Any], Window]:
-    """A batch as up to `count` micro-batches, from a batch to split along axis 0 or from a list of them, and what each
-    weighs (S8).
+def micro_batches(batch: Any, count: int) -> tuple[list[Any], Accumulation]:
+    """Return at most `count` micro-batches, from a batch to split along axis 0 or from a list, and their weights (S8).
 
     Raises:
-        BatchError: it cannot be split.
+        BatchError: the batch cannot be split.
 
     >>> import numpy as np
     >>> parts, window = micro_batches({"x": np.arange(3)}, 2)
-    >>> [part["x"].tolist() for part in parts], window.shares
+    >>> [part["x"].tolist() for part in parts], window.weights
     ([[0, 1], [2]], (1.0, 0.5))
     """
     if count == 1:
-        return [batch], Window((1,))
+        return [batch], Accumulation((1,))
     if isinstance(batch, list):
-        return batch, listed([_shapes(part) for part in batch], count)
-    window = split(_shapes(batch), count)
+        return batch, accumulation_of_list([_array_shapes(part) for part in batch], count)
+    window = accumulation_of_batch(_array_shapes(batch), count)
     check_has_no_lists(batch, sum(window.sizes))
     ends = list(accumulate(window.sizes))
-    return [map_tree(_rows(stop - size, stop), batch) for size, stop in zip(window.sizes, ends, strict=True)], window
+    return [
+        map_tree(_row_slicer(stop - size, stop), batch) for size, stop in zip(window.sizes, ends, strict=True)
+    ], window
 
 
-def _rows(start: int, stop: int) -> Callable[[Any], Any]:
+def _row_slicer(start: int, stop: int) -> Callable[[Any], Any]:
     return lambda leaf: leaf[start:stop] if hasattr(leaf, "shape") else leaf
 
 
-def _shapes(batch: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """Paths and shapes of the arrays; numbers, strings and None go into every micro-batch as they are."""
+def _array_shapes(batch: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Return paths and shapes of the arrays. Numbers, strings and None go into every micro-batch unchanged."""
     return [(path, tuple(leaf.shape)) for path, leaf in leaves(batch) if hasattr(leaf, "shape")]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyamp.arrays import ArrayNamespace
+from polyamp.array_namespace import ArrayNamespace
 
 
-def factor(norm: Any, max_norm: float, xp: ArrayNamespace) -> Any:
-    """The multiplier of clipping by global norm: `max_norm / max(norm, max_norm)`, at most 1.
+def clip_factor(norm: Any, max_norm: float, xp: ArrayNamespace) -> Any:
+    """Return the factor for clipping by global norm: `max_norm / max(norm, max_norm)`, at most 1.
 
-    >>> from polyamp.arrays import PYTHON
-    >>> factor(4.0, 1.0, PYTHON), factor(0.5, 1.0, PYTHON)
+    >>> from polyamp.array_namespace import PYTHON
+    >>> clip_factor(4.0, 1.0, PYTHON), clip_factor(0.5, 1.0, PYTHON)
     (0.25, 1.0)
     """
     limit = xp.asarray(max_norm, norm)

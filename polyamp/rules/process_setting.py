@@ -1,8 +1,7 @@
-"""`ProcessSetting`: a switch of the whole process, set for the time of a block, by several threads at once.
+"""`ProcessSetting`: process-wide switch that several threads can set temporarily.
 
-torch's float32 matmul precision and TensorFlow's TF32 switch are such switches; JAX's is thread-local and needs none of
-this. Saving and restoring by itself would leave the process changed when two threads' blocks overlap: the second saves
-what the first has set. Called by the backends that have such a switch.
+torch's float32 matmul precision and TensorFlow's TF32 switch are process-wide; JAX's is thread-local. Simply saving and
+restoring the value would leave it changed when the blocks of two threads overlap: the second saves the first's value.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from polyamp.errors import UnsupportedError
 Value = TypeVar("Value")
 
 
-class _Owner(NamedTuple):
-    """An open block: whose it is, what it asked for, and the block, which is gone if it was interrupted."""
+class _SettingOwner(NamedTuple):
+    """Open block: its thread, the requested value, and a weak reference, which is dead if the block was interrupted."""
 
     thread: threading.Thread
     value: Any
@@ -26,17 +25,17 @@ class _Owner(NamedTuple):
 
 
 class ProcessSetting(Generic[Value]):
-    """A switch with owners: the first block in saves what was there, the last one out puts it back.
+    """Switch with owners: the first block to open saves the original value, and the last one to close restores it.
 
     Args:
         name: the policy's argument, for messages.
-        read: gives the switch's value.
+        read: returns the switch's value.
         write: sets it.
 
     Example:
         >>> light = ["off"]
         >>> switch = ProcessSetting("light", lambda: light[0], lambda value: light.__setitem__(0, value))
-        >>> with switch.held("on"), switch.held("on"):
+        >>> with switch.temporary_value("on"), switch.temporary_value("on"):
         ...     light[0]
         'on'
         >>> light[0]
@@ -47,23 +46,23 @@ class ProcessSetting(Generic[Value]):
         self.name: Final = name
         self.read: Final = read
         self.write: Final = write
-        self.lock: Final = threading.RLock()  # not Lock: an interrupt's handler may come while this thread holds it
-        self.owners: list[_Owner] = []
+        self.lock: Final = threading.RLock()  # not Lock: a signal handler may run while this thread owns the lock
+        self.owners: list[_SettingOwner] = []
         self.original: Any = None
 
-    def held(self, value: Value) -> Block:
-        """A block in which the switch has this value. Blocks of one thread nest, with other values too.
+    def temporary_value(self, value: Value) -> SettingBlock:
+        """Return a block in which the switch has this value. Blocks of one thread may be nested, with any values.
 
         Raises:
-            UnsupportedError: on entering, if another thread's block is open with another value. Nothing is changed.
+            UnsupportedError: on entry, if a block of another thread is open with another value. Nothing is changed.
         """
-        return Block(self, value)
+        return SettingBlock(self, value)
 
-    def enter(self, block: Block) -> None:
-        """Set the switch for a block; see `held`."""
+    def enter(self, block: SettingBlock) -> None:
+        """Set the switch for a block; see `temporary_value`."""
         thread = threading.current_thread()
         with self.lock:
-            self._keep(lambda owner: True)
+            self._release_owners(lambda owner: True)
             for owner in self.owners:
                 if owner.thread is not thread and owner.value != block.value:
                     raise UnsupportedError(
@@ -73,28 +72,28 @@ class ProcessSetting(Generic[Value]):
                     )
             if not self.owners:
                 self.original = self.read()
-            self.owners = [*self.owners, _Owner(thread, block.value, weakref.ref(block, self._orphaned))]
+            self.owners = [*self.owners, _SettingOwner(thread, block.value, weakref.ref(block, self._release_orphans))]
             self.write(block.value)
 
-    def leave(self, block: Block) -> None:
-        """Close a block, if it is open."""
+    def leave(self, block: SettingBlock) -> None:
+        """Close a block if it is open."""
         with self.lock:
-            self._keep(lambda owner: owner.block() is not block)
+            self._release_owners(lambda owner: owner.block() is not block)
 
-    def _keep(self, wanted: Callable[[_Owner], bool]) -> None:
-        """Close the other blocks, and those of which nothing is left but the entry here."""
+    def _release_owners(self, wanted: Callable[[_SettingOwner], bool]) -> None:
+        """Close the unwanted blocks, and entries whose block no longer exists."""
         left = [owner for owner in self.owners if wanted(owner) and owner.block() and owner.thread.is_alive()]
         if len(left) < len(self.owners):
-            self.write(left[-1].value if left else self.original)  # those that are left agree, or are one thread's
+            self.write(left[-1].value if left else self.original)  # the remaining blocks agree, or belong to one thread
             self.owners = left
 
-    def _orphaned(self, _: Any) -> None:
-        """An interrupt came between a block's end and its closing."""
+    def _release_orphans(self, _: Any) -> None:
+        """Release a block that an interrupt left open between its end and its closing."""
         with self.lock:
-            self._keep(lambda owner: True)
+            self._release_owners(lambda owner: True)
 
 
-class Block:
+class SettingBlock:
     """One block of a `ProcessSetting`, to be entered once."""
 
     def __init__(self, setting: ProcessSetting[Any], value: Any) -> None:
@@ -104,7 +103,7 @@ class Block:
     def __enter__(self) -> None:
         try:
             self.setting.enter(self)
-        except BaseException:  # an interrupt too
+        except BaseException:  # includes KeyboardInterrupt
             self.setting.leave(self)
             raise
 

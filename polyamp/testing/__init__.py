@@ -1,1 +1,1 @@
-"""Where the conformance suite used to be; it is `polyamp.conformance` now."""
+"""Former location of the conformance suite, which is now `polyamp.conformance`."""

@@ -1,1 +1,1 @@
-"""`init`, the step and its halves, and checkpoints: what a user calls. They find the backend."""
+"""User-facing functions that find the backend: `init`, the training step and its halves, and checkpoints."""

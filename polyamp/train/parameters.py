@@ -1,4 +1,4 @@
-"""`parameters`: a model's trainable parameters by path, for a penalty that reads the same in every framework (S29)."""
+"""`parameters`: trainable parameters of a model by path, for penalties that work in every framework (S29)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from polyamp.contract.dispatch import backend_of
 
 
 def parameters(model: Any) -> dict[str, Any]:
-    """The trainable parameters of a model by path, in the model's order: the master weights.
+    """Return the trainable parameters of a model by path, in the model's order: the master weights.
 
-    In `loss_fn` gradients go through them, and they are in the policy's `param` dtype in both modes: under a mixed
-    policy a penalty over them is float32.
+    In `loss_fn` they are differentiable and have the policy's `param` dtype in both modes: under a mixed policy a
+    penalty over them is float32.
 
     Args:
-        model: the model that `loss_fn` is given, or the framework's own model, such as `state.model`.
+        model: the model that `loss_fn` receives, or the framework's own model, such as `state.model`.
 
     Returns:
         Path -> the framework's array, of the parameter's shape. The paths are those of checkpoints and reports:

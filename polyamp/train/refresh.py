@@ -1,4 +1,4 @@
-"""`polyamp.refresh`: a state that goes on after its model was changed (S28)."""
+"""`polyamp.refresh`: continuation of a state after a change of its model (S28)."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ from typing import Any, TypeVar
 
 from polyamp.contract.backend import Backend, State
 from polyamp.errors import StateError
-from polyamp.rules.growing import Growth, globs
+from polyamp.rules.refresh import RefreshPlan, parse_globs
 
 M = TypeVar("M")
 
 
 def refresh(state: State[M], model: Any = None, *, fresh: Any = (), keep: Any = ()) -> State[M]:
-    """A state that goes on with a changed model: layers added, taken out or replaced, frozen or thawed.
+    """Return a state that continues with a changed model: layers added, removed, replaced, frozen or unfrozen.
 
-    Scale, counters, steps and the position of schedules go on, and so do optimizer state and counts of every parameter
-    that stayed, bit for bit. What is new starts anew; what went, or is frozen now, is dropped, so that a parameter that
-    is thawed later starts anew too. Overrides, groups and aliases are resolved again.
+    Scale, counters, steps and the position of schedules continue, and so do, bit for bit, optimizer state and counts of
+    every parameter that survives. New parameters start anew. Removed or frozen ones are dropped, so a parameter that is
+    unfrozen later starts anew too. Overrides, groups and aliases are resolved again.
 
-    In torch and Keras a parameter stayed if it is the same object with the same shape, wherever it lies now. In JAX,
-    and in other frameworks where a model is a value, it stayed if it is the same array, or has the path, the shape and
-    the values of one before.
+    In torch and Keras a parameter survives if it is the same object with the same shape, at any path. In JAX, and in
+    other frameworks where a model is a value, it survives if it is the same array, or if path, shape and values equal
+    those of an old parameter.
 
     Args:
-        state: the state before. Do not step it again: in torch and Keras it shares the model and the optimizer with the
-            new one, and says so.
+        state: the old state. Do not step it again: in torch and Keras it shares the model and the optimizer with the
+            new one, and raises.
         model: the changed model, in the form that `init` takes: `model = state.model`, changed. In torch and Keras it
-            may be left out where the state's own model was changed in place.
-        fresh: a glob of parameter paths, or a list of them, whose optimizer state starts anew.
-        keep: the same of parameters whose optimizer state is kept though they were replaced by others of their shape,
-            or given other values by hand.
+            may be omitted if the state's own model was changed in place.
+        fresh: a glob of parameter paths, or a list of globs, whose optimizer state starts anew.
+        keep: globs of parameters that keep their optimizer state although they were replaced by others of the same
+            shape, or their values were changed by hand.
 
     Returns:
-        The state to go on with. A compiled step compiles again at its next call.
+        The new state. A compiled step compiles again at its next call.
 
     Raises:
-        ModelError: no model where one is needed; a glob that matches nothing; what `init` raises. The given state is
-            then as it was.
-        UnsupportedError: a native optimizer that cannot be built again.
-        StateError: not a state, or one that was refreshed already.
+        ModelError: a required model is missing, a glob matches nothing, or an error of `init`. The old state is then
+            unchanged.
+        UnsupportedError: a native optimizer that cannot be rebuilt.
+        StateError: not a state, or one that was already refreshed.
 
     Example:
         >>> import numpy as np, polyamp
@@ -57,5 +57,5 @@ def refresh(state: State[M], model: Any = None, *, fresh: Any = (), keep: Any = 
             "polyamp.refresh(state) or polyamp.refresh(state, model)."
         )
     found: Backend = backend
-    new: State[M] = found.refresh(state, model, Growth(globs("fresh", fresh), globs("keep", keep)))
+    new: State[M] = found.refresh(state, model, RefreshPlan(parse_globs("fresh", fresh), parse_globs("keep", keep)))
     return new

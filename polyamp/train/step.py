@@ -1,6 +1,6 @@
-"""`init`, `train_step`, `value_and_grad` and `apply_gradients`: what a user calls.
+"""`init`, `train_step`, `value_and_grad` and `apply_gradients`.
 
-They find the backend and keep the books that need the host: one recipe per state, and the check for a stuck scale.
+They find the backend and do the host's part: one recipe per state, and the check for a stuck scale.
 """
 
 from __future__ import annotations
@@ -14,37 +14,38 @@ from polyamp.contract.backend import State, ValueAndGrad
 from polyamp.errors import ArgumentError, RecipeError, UnsupportedError
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
-from polyamp.rules import stuck
-from polyamp.rules.decide import Skip
-from polyamp.rules.weights import WeightFunction
-from polyamp.train import arguments
+from polyamp.rules import stuck_scale
+from polyamp.rules.loss_weights import WeightFunction
+from polyamp.rules.update_decision import Skip
+from polyamp.train import argument_checks
 
 M = TypeVar("M")
 
 
 def init(model: M, recipe: Recipe, *, backend: str | None = None, **options: Any) -> State[M]:
-    """The training state of a model under a recipe.
+    """Return the training state of a model under a recipe.
 
     Args:
         model: `nn.Module`; `keras.Model`; nnx or equinox module; `(linen_module, variables)`;
             `(hk.Transformed, params)`; `(apply_fn, params)`.
-        recipe: what to train it with.
-        backend: names the backend where the model does not show it, as `(apply_fn, NumPy params)` does not.
-        **options: what the backend accepts beyond that, such as `rngs={"dropout": 0}` in JAX.
+        recipe: the recipe to train it with.
+        backend: the backend's name, if the model does not determine it, as `(apply_fn, NumPy params)` does not.
+        **options: further options of the backend, such as `rngs={"dropout": 0}` in JAX.
 
     Returns:
-        A state. In torch and Keras it holds the model itself, which the step updates in place; in JAX it is a pytree.
+        A state. In torch and Keras it contains the model itself, which the step updates in place; in JAX it is a
+        pytree.
 
     Raises:
-        PolyampError: whatever the recipe asks for and this model, backend or device cannot honour (S20).
+        PolyampError: this model, backend or device does not support a setting of the recipe (S20).
     """
     if not isinstance(recipe, Recipe):
-        raise arguments.no_recipe(recipe, "Write polyamp.init(model, recipe)")
-    arguments.check_model(model, backend)
+        raise argument_checks.not_a_recipe_error(recipe, "Write polyamp.init(model, recipe)")
+    argument_checks.check_model(model, backend)
     if backend is not None:
-        registry.check_named(backend, model)
+        registry.check_backend_argument(backend, model)
     found = registry.get(backend) if backend is not None else registry.backend_for(model)
-    state: State[M] = registry.supporting(found, recipe.policy).init(model, recipe, **options)
+    state: State[M] = registry.check_supported(found, recipe.policy).init(model, recipe, **options)
     if getattr(recipe.optimizer, "groups", ()) and not hasattr(state, "groups"):
         raise UnsupportedError(
             f"the {found.name} backend of this version has one set of hyperparameters for all parameters. Received: "
@@ -54,7 +55,7 @@ def init(model: M, recipe: Recipe, *, backend: str | None = None, **options: Any
 
 
 class TrainStep:
-    """A training step: `state, result = step(state, batch)`; see `train_step`.
+    """Training step: `state, result = step(state, batch)`; see `train_step`.
 
     It can be pickled and copied at any time, if `loss_fn` can; a copy compiles anew at its first call.
     """
@@ -70,11 +71,11 @@ class TrainStep:
         return f"TrainStep(loss_fn={getattr(self.loss_fn, '__name__', self.loss_fn)!r}, recipe={self.recipe!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a pickle or a copy holds: not what was compiled, which belongs to this process and this object."""
+        """Return the state of a pickle or a copy, without compiled functions, which belong to this object."""
         return {**self.__dict__, "_run": {}, "_accepted": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainStep:
-        """A copy for the same states: it shares the recipe, which is frozen and may hold the states' own optimizer."""
+        """Return a copy for the same states. It shares the frozen recipe, which may contain the states' optimizer."""
         import copy
 
         memo.setdefault(id(self.recipe), self.recipe)
@@ -83,13 +84,13 @@ class TrainStep:
         return made
 
     def __call__(self, state: State[M], batch: Any, *more: Never) -> tuple[State[M], StepResult]:
-        """One step: scaled loss, gradients, finite flag, clip, optimizer, scale adjustment (S6 to S15)."""
+        """Run one step: scaled loss, gradients, finite flag, clip, optimizer, scale adjustment (S6 to S15)."""
         try:
             backend, recipe = state.backend, state.recipe
         except AttributeError:
-            raise arguments.no_state(state, batch, "step(state, batch)") from None
+            raise argument_checks.not_a_state_error(state, batch, "step(state, batch)") from None
         if more:
-            raise arguments.too_many(more)
+            raise argument_checks.extra_batch_error(more)
         if recipe is not self._accepted:
             self._accept(recipe)
         run = self._run.get(backend.name)
@@ -98,9 +99,9 @@ class TrainStep:
         try:
             state, result = run(state, batch)
         except Exception as error:
-            _explain(error, self.loss_fn, [state], batch)
+            _add_loss_error_hints(error, self.loss_fn, [state], batch)
             raise
-        _look_if_stuck(state, lambda: self._not_finite(state, batch))
+        _check_stuck_scale(state, lambda: self._not_finite(state, batch))
         return state, result
 
     def _accept(self, recipe: Recipe) -> None:
@@ -112,39 +113,39 @@ class TrainStep:
         self._accepted = recipe
 
     def _not_finite(self, state: State, batch: Any) -> list[str]:
-        """The parameters whose gradients are not finite on any micro-batch of this batch, made once more."""
+        """Return the parameters with non-finite gradients on any micro-batch of this batch, by computing them again."""
         names: dict[str, None] = {}
         value_and_grad_ = state.backend.value_and_grad(self.loss_fn)
         batches = batch if isinstance(batch, list) and self.recipe.accumulate_steps > 1 else [batch]
         for part in batches:
             _, (gradients,) = value_and_grad_([state], part)
-            names.update(dict.fromkeys(_not_finite(state.backend, gradients)))
+            names.update(dict.fromkeys(_non_finite_names(state.backend, gradients)))
         return list(names)
 
 
 def train_step(
     loss_fn: LossFunction, recipe: Recipe, *, weight: WeightFunction | None = None, **options: Any
 ) -> TrainStep:
-    """A training step for any framework.
+    """Return a training step for any framework.
 
     Args:
         loss_fn: `loss_fn(model, batch)` returning a scalar loss, or `(loss, aux)`; the loss may be a
             `polyamp.losses.Mean`.
         recipe: the recipe that the state was made with.
-        weight: `weight(batch)` returns what the mean of that batch's loss is over: a number or a scalar of the
-            framework, 0 for a batch that has nothing to say. Micro-batches and replicas count by it (S8, S9). Without
-            it they count by their rows, or by what a loss of `polyamp.losses` divided by.
-        **options: what the state's backend accepts, such as `compile=` (JAX and TensorFlow compile by default).
+        weight: `weight(batch)` returns the divisor of that batch's mean loss: a number or a scalar of the framework, 0
+            for a batch without contribution. Micro-batches and replicas are weighted by it (S8, S9). By default they
+            are weighted by their rows, or by the divisor of a loss of `polyamp.losses`.
+        **options: options of the state's backend, such as `compile=` (JAX and TensorFlow compile by default).
 
     Returns:
-        A callable `(state, batch) -> (state, StepResult)`; inside a `jit` or `vmap` of your own it cannot look for a
+        A callable `(state, batch) -> (state, StepResult)`; inside your own `jit` or `vmap` it cannot check for a
         stuck scale. `batch` is a pytree of NumPy or native arrays of any number of rows; with
         `accumulate_steps` of N above 1, also a list of up to N micro-batches.
 
     Raises (from the returned callable):
         LossScaleStuckError: see `LossScaler.patience`.
-        PolyampError: a state, loss, batch or option that cannot be honoured. What `loss_fn` itself raises comes
-            through, with a note that says what it was called with.
+        PolyampError: an unsupported state, loss, batch or option. Errors of `loss_fn` itself propagate, with a note
+            that shows its arguments.
 
     Example:
         >>> import numpy as np, polyamp
@@ -158,15 +159,15 @@ def train_step(
         >>> bool(result.skipped), int(result.step)
         (False, 1)
     """
-    arguments.check_loss_fn(loss_fn, "polyamp.train_step(loss_fn, recipe)", registry.entries())
+    argument_checks.check_loss_fn(loss_fn, "polyamp.train_step(loss_fn, recipe)", registry.entries())
     if not isinstance(recipe, Recipe):
-        raise arguments.no_recipe(recipe, "Write polyamp.train_step(loss_fn, recipe)")
-    arguments.check_weight(weight)
+        raise argument_checks.not_a_recipe_error(recipe, "Write polyamp.train_step(loss_fn, recipe)")
+    argument_checks.check_weight(weight)
     return TrainStep(loss_fn, recipe, options if weight is None else {**options, "weight": weight})
 
 
 class ValueAndGradients(Protocol):
-    """What `value_and_grad` returns."""
+    """Callable that `value_and_grad` returns."""
 
     @overload
     def __call__(self, state: State, batch: Any) -> tuple[Any, Gradients]: ...
@@ -175,22 +176,22 @@ class ValueAndGradients(Protocol):
 
 
 def value_and_grad(loss_fn: LossFunction, *, weight: WeightFunction | None = None, **options: Any) -> ValueAndGradients:
-    """The first half of a step: `value, gradients = value_and_grad(loss_fn)(state, batch)`.
+    """Return the first half of a step: `value, gradients = value_and_grad(loss_fn)(state, batch)`.
 
-    The loss is scaled before differentiation and the gradients are unscaled after it (S6, S7). Given a list of states,
-    `loss_fn` sees a tuple of their models and a list of `Gradients` comes back. Nothing in the state
-    changes but the random streams (S12). `weight` is that of `train_step`, by which replicas count (S9).
+    The loss is scaled before differentiation and the gradients are unscaled after it (S6, S7). For a list of states,
+    `loss_fn` receives a tuple of their models, and the result has a list of `Gradients`. The state does not change,
+    except for its random streams (S12). `weight` is that of `train_step`, by which replicas are weighted (S9).
 
     Returns:
-        A callable. `value` is what `loss_fn` returned, with the unscaled loss in float32. A parameter that several
-        states share is one parameter: each of their `Gradients` holds its whole gradient (S23).
+        A callable. `value` is the result of `loss_fn`, with the unscaled loss in float32. A parameter that several
+        states share is one parameter: each of their `Gradients` contains its whole gradient (S23).
 
     Raises (from the returned callable):
         ArgumentError: no state.
         RecipeError: one state twice.
     """
-    arguments.check_loss_fn(loss_fn, "polyamp.value_and_grad(loss_fn)(state, batch)", registry.entries())
-    arguments.check_weight(weight)
+    argument_checks.check_loss_fn(loss_fn, "polyamp.value_and_grad(loss_fn)(state, batch)", registry.entries())
+    argument_checks.check_weight(weight)
     options = options if weight is None else {**options, "weight": weight}
     runs: dict[str, ValueAndGrad] = {}
 
@@ -203,7 +204,7 @@ def value_and_grad(loss_fn: LossFunction, *, weight: WeightFunction | None = Non
         try:
             value, gradients = runs[backend.name](states, batch)
         except Exception as error:
-            _explain(error, loss_fn, states, batch)
+            _add_loss_error_hints(error, loss_fn, states, batch)
             raise
         return value, (gradients if several else gradients[0])
 
@@ -217,28 +218,28 @@ def apply_gradients(
     state: list[State[M]], grads: list[Gradients], *, skip: Skip = "all"
 ) -> tuple[list[State[M]], list[StepResult]]: ...
 def apply_gradients(state: Any, grads: Any, *, skip: Skip = "all") -> tuple[Any, Any]:
-    """The second half of a step: finite flag, clip, optimizer, one scale adjustment (S9 to S15).
+    """Run the second half of a step: finite flag, clip, optimizer, one scale adjustment (S9 to S15).
 
     Args:
         state: a state, or a list of states that share one scaler (S14).
         grads: the `Gradients` of each.
-        skip: with several states, "all" (if one overflows none steps) or "each". The scale is adjusted once,
+        skip: with several states, "all" (if one overflows, none is updated) or "each". The scale is adjusted once,
             on whether any overflowed.
 
     Returns:
         The new state and a `StepResult` whose `loss` is None; lists of them for a list of states. A parameter whose
-        gradient is None, and the optimizer's state of it, stay as they are (S23). Where several states share a
-        parameter, each state's optimizer applies that parameter's one gradient.
+        gradient is None, and its optimizer state, stay unchanged (S23). If several states share a parameter, each
+        state's optimizer applies that parameter's one gradient.
 
     Raises:
-        GradientError: gradients that do not fit the state, or are all None.
+        GradientError: gradients that do not match the state, or are all None.
         RecipeError: several states whose scalers differ, or one state twice.
         LossScaleStuckError: see `LossScaler.patience`.
     """
     states, several = _as_list(state, grads, "polyamp.apply_gradients(state, grads)")
     if skip not in ("all", "each"):
         raise RecipeError(f"skip must be 'all' or 'each'. Received: skip={skip!r}.")
-    arguments.check_gradients(grads, len(states), several=several)
+    argument_checks.check_gradients(grads, len(states), several=several)
     _check_distinct(states)
     gradients: Sequence[Gradients] = grads if several else [grads]
     if len({item.recipe.loss_scaler for item in states}) > 1:
@@ -246,25 +247,25 @@ def apply_gradients(state: Any, grads: Any, *, skip: Skip = "all") -> tuple[Any,
     backend = states[0].backend
     new_states, results = backend.apply_gradients(states, gradients, skip)
     for new, item in zip(new_states, gradients, strict=True):
-        _look_if_stuck(new, functools.partial(_not_finite, backend, item))
+        _check_stuck_scale(new, functools.partial(_non_finite_names, backend, item))
     return (new_states, results) if several else (new_states[0], results[0])
 
 
-def _explain(error: Exception, loss_fn: LossFunction, states: Sequence[Any], batch: Any) -> None:
-    from polyamp.train import failures  # needs what nothing else of polyamp needs at its start
+def _add_loss_error_hints(error: Exception, loss_fn: LossFunction, states: Sequence[Any], batch: Any) -> None:
+    from polyamp.train import error_hints  # has imports that an ordinary start of polyamp does not need
 
-    failures.explain(error, loss_fn, states, batch)
+    error_hints.add_error_hints(error, loss_fn, states, batch)
 
 
-def _look_if_stuck(state: State, names: Callable[[], list[str]]) -> None:
-    """After a step: read the state on the host, if that is due (S17)."""
+def _check_stuck_scale(state: State, names: Callable[[], list[str]]) -> None:
+    """Read the state on the host after a step, if a check is due (S17)."""
     backend, scaler = state.backend, state.recipe.loss_scaler
-    if state.watch.due(scaler) and backend.is_concrete(state.scale_state.stuck):
-        stuck.check(int(backend.to_numpy(state.scale_state.stuck)), scaler, names, stacklevel=4)
+    if state.watch.is_due(scaler) and backend.is_concrete(state.scale_state.stuck):
+        stuck_scale.check_stuck(int(backend.to_numpy(state.scale_state.stuck)), scaler, names, stacklevel=4)
 
 
 def _check_distinct(states: Sequence[Any]) -> None:
-    """Refuse a list that holds one state twice: its update would be applied twice, or half of it lost."""
+    """Raise if a list contains one state twice: its update would be applied twice, or partly lost."""
     for index, state in enumerate(states):
         first = next(number for number, other in enumerate(states) if other is state)
         if first != index:
@@ -275,24 +276,24 @@ def _check_distinct(states: Sequence[Any]) -> None:
 
 
 def _as_list(state: Any, other: Any, call: str) -> tuple[list[Any], bool]:
-    """The states, and whether they came as a list.
+    """Return the states as a list, and whether they were passed as one.
 
     Raises:
-        ArgumentError: something else came.
+        ArgumentError: the value is neither.
     """
     if not isinstance(state, list):
-        if not arguments.is_state(state):
-            raise arguments.no_state(state, other, call, several=True)
+        if not argument_checks.is_state(state):
+            raise argument_checks.not_a_state_error(state, other, call, several=True)
         return [state], False
     if not state:
         raise ArgumentError(f"{call}: states must hold at least one state. Received: an empty list.")
     for position, each in enumerate(state):
-        if not arguments.is_state(each):
-            raise arguments.no_state(each, other, call, several=True, position=position)
+        if not argument_checks.is_state(each):
+            raise argument_checks.not_a_state_error(each, other, call, several=True, position=position)
     return state, True
 
 
-def _not_finite(backend: Any, gradients: Gradients) -> list[str]:
+def _non_finite_names(backend: Any, gradients: Gradients) -> list[str]:
     import numpy as np
 
     return [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from polyamp.workers import Guard
+from polyamp.worker_processes import Reaper
 
 
 def test_without_process_groups_a_guard_starts_nothing_and_ends_nothing(
@@ -20,8 +20,8 @@ def test_without_process_groups_a_guard_starts_nothing_and_ends_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(os, "name", "nt")
         patched.setattr(subprocess, "Popen", lambda *command, **_: started.append(command))
-        with Guard(tmp_path) as guard:
-            guard.watch(1, "mark")
-            guard.leave(1, "mark")
+        with Reaper(tmp_path) as guard:
+            guard.watch_group(1, "mark")
+            guard.unwatch_group(1, "mark")
     assert started == []
     assert tmp_path.is_dir()

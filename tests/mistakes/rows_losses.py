@@ -171,7 +171,7 @@ ROWS: Final = [
                 "train(lambda model, batch: (loss_fn(model, batch), {'f': loss_fn}))",
                 r"aux.* is a function \(loss_fn\).*must be",
             ),
-            ("train(lambda model, batch: (loss_fn(model, batch), {'m': model}))", r"aux.* is a BoundModel"),
+            ("train(lambda model, batch: (loss_fn(model, batch), {'m': model}))", r"aux.* is a PolicyModule"),
             ("train(lambda model, batch: (loss_fn(model, batch), Pair(1.0, 2.0)))", r"aux is a Pair"),
         ],
     ),

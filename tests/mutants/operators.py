@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
@@ -35,6 +36,8 @@ OPERATORS: Final[dict[type[ast.AST], tuple[str, tuple[str, ...]]]] = {
     ast.BitOr: ("|", ("&",)),
 }
 """Operator -> its text, and what may stand in its place."""
+NAMES: Final = re.compile(r"[a-z]\w*( [a-z]\w*){3,}")
+"""Four names and more in one string."""
 DROPPED: Final = (ast.Expr, ast.Assign, ast.AugAssign, ast.Raise, ast.Break, ast.Continue, ast.Delete)
 """Statements that `pass` may replace."""
 
@@ -43,7 +46,7 @@ class Mutant(NamedTuple):
     """One edit.
 
     Attributes:
-        kind: "comparison", "logic", "arithmetic", "number", "condition", "argument" or "statement".
+        kind: "comparison", "logic", "arithmetic", "number", "word", "condition", "argument" or "statement".
         line: its line, from 1.
         start: where it begins, a byte offset into the file in UTF-8.
         end: where the replaced text ends.
@@ -101,6 +104,7 @@ class _Walk:
             yield self._edit("condition", node, f"({self._text(node.operand)})")
         elif isinstance(node, ast.Constant):
             yield from (self._edit("number", node, text) for text in _other_numbers(node.value))
+            yield from self._without_words(node)
         elif isinstance(node, ast.Call):
             yield from self._without_arguments(node)
         elif isinstance(node, DROPPED):
@@ -128,6 +132,13 @@ class _Walk:
                 if self._data[start:end].decode().lstrip().startswith(","):  # no bracket around the one before
                     yield Mutant("argument", each.lineno, start, end, "")
             before = each
+
+    def _without_words(self, node: ast.Constant) -> Iterator[Mutant]:
+        """A list of names in one string, such as an op list, without one of its names."""
+        if isinstance(node.value, str) and NAMES.fullmatch(node.value) and "_" in node.value:
+            start, end = self._span(node)
+            for word in re.finditer(rb" \w+", self._data[start:end]):
+                yield Mutant("word", node.lineno, start + word.start(), start + word.end(), "")
 
     def _edit(self, kind: str, node: Any, after: str) -> Mutant:
         return Mutant(kind, node.lineno, *self._span(node), after)

@@ -72,8 +72,21 @@ def test_the_faults_are_small_edits_of_the_text() -> None:
     }
 
 
+def test_a_list_of_names_loses_one_of_them() -> None:
+    source = "A = 'exp log1p soft_max pow'; B = 'all of these words'; C = 'two_names more'"
+    assert [mutant.applied(source)[:26] for mutant in mutants(source) if mutant.kind == "word"] == [
+        "A = 'exp soft_max pow'; B ",
+        "A = 'exp log1p pow'; B = '",
+        "A = 'exp log1p soft_max'; ",
+    ]
+
+
 def test_every_fault_parses_and_is_another_program_at_its_line() -> None:
-    for source in (SOURCE, (ROOT / "polyamp/rules/scale.py").read_text(), (ROOT / "polyamp/losses.py").read_text()):
+    for source in (
+        SOURCE,
+        (ROOT / "polyamp/rules/loss_scale.py").read_text(),
+        (ROOT / "polyamp/losses.py").read_text(),
+    ):
         for mutant in mutants(source):
             changed = mutant.applied(source)
             assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
@@ -99,20 +112,20 @@ def names(path: str, *, whole: bool = False) -> list[str]:
 
 
 def test_what_ought_to_notice_is_run_from_the_nearest_on() -> None:
-    assert names("polyamp/rules/kinds.py") == ["doctest", "near", "room", "conformance-reference"]
-    near = stages("polyamp/rules/kinds.py")[1].arguments
-    assert near == ("tests/core/rules/test_kinds.py",)
-    assert stages("polyamp/rules/kinds.py")[2].arguments == ("tests/core/rules", f"--ignore={near[0]}")
-    assert names("backends/polyamp_jax/step/measure.py")[2:] == ["room", "conformance-jax"]
-    assert names("backends/polyamp_torch/porting/walk.py")[-1] == "tests/porting"
+    assert names("polyamp/rules/parameter_kinds.py") == ["doctest", "near", "room", "conformance-reference"]
+    near = stages("polyamp/rules/parameter_kinds.py")[1].arguments
+    assert near == ("tests/core/rules/test_parameter_kinds.py",)
+    assert stages("polyamp/rules/parameter_kinds.py")[2].arguments == ("tests/core/rules", f"--ignore={near[0]}")
+    assert names("backends/polyamp_jax/step/grad_stats.py")[2:] == ["room", "conformance-jax"]
+    assert names("backends/polyamp_torch/porting/inventory.py")[-1] == "tests/porting"
     assert names("backends/polyamp_torch/arrays.py")[-1] == "backend-torch", "it is in no room"
     assert names("polyamp/rules/clip.py", whole=True)[-4:] == ["core", *(f"conformance-{name}" for name in FRAMEWORKS)]
-    assert names("backends/polyamp_jax/step/measure.py", whole=True)[-2:] == ["backend-jax", "distributed-jax"]
+    assert names("backends/polyamp_jax/step/grad_stats.py", whole=True)[-2:] == ["backend-jax", "distributed-jax"]
 
 
 def test_every_file_of_the_library_has_tests_that_are_there_in_one_framework() -> None:
     files = library()
-    assert "polyamp/rules/scale.py" in files
+    assert "polyamp/rules/loss_scale.py" in files
     assert not any(path.startswith(("polyamp/conformance", "polyamp/testing", "tests")) for path in files)
     for path in files:
         backend = path.split("/")[1].removeprefix("polyamp_") if path.startswith("backends") else "reference"

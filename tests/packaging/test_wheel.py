@@ -68,7 +68,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(names: set[str]) -> None:
 def test_the_wheel_holds_type_markers_and_data(names: set[str]) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     assert "polyamp/demo/digits.toml" in names
-    assert {f"polyamp/parity/template/report.{kind}" for kind in ("html", "css", "js")} <= names
+    assert {f"polyamp/parity/report/template/report.{kind}" for kind in ("html", "css", "js")} <= names
 
 
 def test_the_wheel_holds_no_settings_tests_or_litter(names: set[str]) -> None:

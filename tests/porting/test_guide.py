@@ -1,5 +1,5 @@
 """docs/guides/moving_models.md tells the truth: its blocks run in order in one process and print what stands there, and
-its table is the one of `polyamp.porting.layouts.kinds`."""
+its table is the one of `polyamp.porting.layouts.layer_kinds`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from polyamp.porting.layouts.kinds import KINDS
+from polyamp.porting.layouts.layer_kinds import KINDS
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "moving_models.md").read_text(encoding="utf-8")

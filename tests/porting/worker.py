@@ -32,7 +32,7 @@ import numpy as np
 import polyamp
 from polyamp import porting
 from polyamp.contract import registry
-from polyamp.porting import port, side
+from polyamp.porting import model_side, port
 from polyamp.porting.check import Batch
 from polyamp.porting.layouts.converter import Evaluation
 from polyamp.porting.layouts.inventory import Inventory
@@ -196,9 +196,9 @@ class Worker:
         canonical = porting.open(file)
         played = Evaluation(known["outputs"], known["gradients"], {})
         model, evaluated = self.evaluated[each.library, each.name]
-        target = side.side_of(model, each.native, "port")
-        _, report = port.moved(
-            side.Side(canonical.inventory(), Played(None, played), canonical),
+        target = model_side.make_model_side(model, each.native, "port")
+        _, report = port.transfer_model(
+            model_side.ModelSide(canonical.inventory(), Played(None, played), canonical),
             target._replace(converter=Played(target.converter, evaluated)),
             None,
             True,

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import polyamp
-from polyamp_tensorflow.arrays import raw
+from polyamp_tensorflow.arrays import native_variable
 from tests.soak import trial as trials_
 from tests.soak.trial import Outcome, Trial
 
@@ -134,7 +134,7 @@ class Side:
                 seen.decisions[replica].append((bool(result.skipped), scale))
                 seen.digests[replica].append(digests)
         parameters = self.state.variables.parameters
-        seen.parameters.update({name: np.array(raw(variable)) for name, variable in parameters.items()})
+        seen.parameters.update({name: np.array(native_variable(variable)) for name, variable in parameters.items()})
         return seen
 
     def copies(self, result: Any) -> Iterator[tuple[float, dict[str, str]]]:
@@ -148,7 +148,7 @@ class Side:
             "scale": state._scale,
         }
         each = {
-            name: [self.strategy.experimental_local_results(raw(variable)) for variable in variables]
+            name: [self.strategy.experimental_local_results(native_variable(variable)) for variable in variables]
             for name, variables in groups.items()
         }
         said = digest([result.loss, result.grad_norm, result.scale, result.skipped, result.step])

@@ -1,1 +1,1 @@
-"""How the models of each JAX library are taken apart, called and put together again."""
+"""Adapters that split, call and rebuild the models of each JAX library."""

@@ -1,9 +1,9 @@
-"""The equinox model that `loss_fn` gets: a real module, for equinox's own functions too, whose calls run under the
-policy (S29).
+"""Bound equinox modules: the model that `loss_fn` receives, whose calls run under the policy (S29).
 
-A bound module has a subclass of its own class, with a static field that says where it stands in the model. What
-`eqx.tree_at`, `eqx.combine`, `eqx.nn.inference_mode` or `jax.tree.map` make of it is bound to the same place: a call of
-such a copy runs the model with the copy there.
+A bound module is a real equinox module, so equinox's own functions accept it. Its class is a subclass of the user's
+class, with a static field that stores its path in the model. Copies that `eqx.tree_at`, `eqx.combine`,
+`eqx.nn.inference_mode` or `jax.tree.map` make keep this path. A call of such a copy runs the model with the copy at
+that path.
 """
 
 from __future__ import annotations
@@ -17,89 +17,95 @@ from typing import Any, Protocol
 import equinox as eqx
 import jax
 
-from polyamp_jax.models import attributes
-from polyamp_jax.models.call_hook import NATIVE, native_class
-from polyamp_jax.models.routes import ROOT, Route, Step, kind_of
+from polyamp_jax.models import attribute_access
+from polyamp_jax.models.call_hook import NATIVE_CLASS_ATTRIBUTE, native_class
+from polyamp_jax.models.submodule_path import ROOT_PATH, ModulePath, PathStep, path_kind
 
-_PLACE = "_polyamp_place"
+_BINDING_ATTRIBUTE = "_polyamp_place"
 
 
-class Owner(Protocol):
-    """What runs the calls of a bound model, and knows its parameters: the engine."""
+class EquinoxOwner(Protocol):
+    """Engine interface of a bound model: runs its calls and returns its parameters."""
 
     root: Any
 
-    def call(self, route: Route, args: Any, kwargs: Any, part: Any = None) -> Any:
-        """The output of the part that `route` leads to; with a copy, `part`, in its module's place."""
+    def call(self, route: ModulePath, args: Any, kwargs: Any, part: Any = None) -> Any:
+        """Return the output of the part at `route`. A copy, `part`, replaces the module there."""
 
-    def narrowed(self, route: Route, value: Any) -> Any:
-        """A value that holds parameters, as the model computes with it."""
+    def narrowed(self, route: ModulePath, value: Any) -> Any:
+        """Return a value that contains parameters in the dtype that the model computes with."""
 
-    def params_of(self, part: Any, route: Route) -> Any:
-        """The masters of a part."""
+    def params_of(self, part: Any, route: ModulePath) -> Any:
+        """Return the master parameters of a part."""
 
     def state(self) -> Any:
-        """The model's state, as the calls so far have left it; None if it has none."""
+        """Return the model's state after the calls so far, or None if it has none."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Place:
-    """Where a bound module stands; equal to itself alone."""
+class EquinoxBinding:
+    """Owner and path of a bound module. Compares by identity."""
 
-    owner: Callable[[], Owner | None]
-    route: Route
+    owner: Callable[[], EquinoxOwner | None]
+    route: ModulePath
 
 
-def bind(model: Any, owner: Callable[[], Owner | None]) -> Any:
-    """A copy of a native module whose modules are bound."""
+def bind_module(model: Any, owner: Callable[[], EquinoxOwner | None]) -> Any:
+    """Return a copy of a native module in which every module is bound."""
 
-    def bound(node: Any, route: Route) -> Any:
+    def bound(node: Any, route: ModulePath) -> Any:
         kind: Any = type(node)
-        return _made(node, _bound(kind), route, bound, Place(owner, route))
+        return _rebuild_module(node, _bound_class(kind), route, bound, EquinoxBinding(owner, route))
 
-    return bound(model, ROOT)
+    return bound(model, ROOT_PATH)
 
 
-def native(model: Any) -> Any:
-    """A bound module as one of the user's own classes."""
+def native_module(model: Any) -> Any:
+    """Return a bound module as an instance of the user's own class."""
 
-    def plain(node: Any, route: Route) -> Any:
-        return _made(node, native_class(type(node)), route, plain, None)
+    def plain(node: Any, route: ModulePath) -> Any:
+        return _rebuild_module(node, native_class(type(node)), route, plain, None)
 
-    return plain(model, ROOT)
+    return plain(model, ROOT_PATH)
 
 
 def is_bound(value: Any) -> bool:
-    """Whether a value is a bound equinox module, or a copy of one."""
-    return isinstance(value, eqx.Module) and NATIVE in vars(type(value)) and _PLACE in vars(value)
+    """Return whether a value is a bound equinox module, or a copy of one."""
+    return (
+        isinstance(value, eqx.Module)
+        and NATIVE_CLASS_ATTRIBUTE in vars(type(value))
+        and _BINDING_ATTRIBUTE in vars(value)
+    )
 
 
-def place_of(module: Any) -> Place:
-    """Where a bound module stands."""
-    place: Place = vars(module)[_PLACE]
+def binding_of(module: Any) -> EquinoxBinding:
+    """Return the binding of a bound module."""
+    place: EquinoxBinding = vars(module)[_BINDING_ATTRIBUTE]
     return place
 
 
-def is_copy(module: Any) -> bool:
-    """Whether a bound module was made of the one that stands in the model, and is not that itself."""
-    place = place_of(module)
+def is_module_copy(module: Any) -> bool:
+    """Return whether a bound module is a copy of the model's module rather than that module itself."""
+    place = binding_of(module)
     owner = place.owner()
-    return owner is None or place.route.walked(owner.root) is not module
+    return owner is None or place.route.resolve(owner.root) is not module
 
 
-def _made(node: Any, kind: Any, route: Route, change: Callable[[Any, Route], Any], place: Place | None) -> Any:
-    """A module of another class with the same fields, the modules in them changed."""
+def _rebuild_module(
+    node: Any, kind: Any, route: ModulePath, change: Callable[[Any, ModulePath], Any], place: EquinoxBinding | None
+) -> Any:
+    """Return a module of class `kind` with the same fields, with `change` applied to the modules in them."""
     made = object.__new__(kind)
     for name, value in vars(node).items():
-        if name != _PLACE:
-            object.__setattr__(made, name, _changed(value, route.to(Step(name, True), "module"), change))
+        if name != _BINDING_ATTRIBUTE:
+            object.__setattr__(made, name, _map_modules(value, route.to(PathStep(name, True), "module"), change))
     if place is not None:
-        object.__setattr__(made, _PLACE, place)
+        object.__setattr__(made, _BINDING_ATTRIBUTE, place)
     return made
 
 
-def _changed(value: Any, route: Route, change: Callable[[Any, Route], Any]) -> Any:
-    """A value of a field with the modules in it changed."""
+def _map_modules(value: Any, route: ModulePath, change: Callable[[Any, ModulePath], Any]) -> Any:
+    """Return a field's value with `change` applied to the modules in it."""
     if isinstance(value, eqx.nn.StateIndex):
         return value
     if isinstance(value, eqx.Module):
@@ -107,94 +113,94 @@ def _changed(value: Any, route: Route, change: Callable[[Any, Route], Any]) -> A
     children, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
     if jax.tree_util.treedef_is_leaf(structure):
         return value
-    made = [_changed(child, route.to(_step(keys[0]), "module"), change) for keys, child in children]
+    made = [_map_modules(child, route.to(_path_step(keys[0]), "module"), change) for keys, child in children]
     return (
         value if all(a is b for a, (_, b) in zip(made, children, strict=True)) else jax.tree.unflatten(structure, made)
     )
 
 
-def _step(key: Any) -> Step:
+def _path_step(key: Any) -> PathStep:
     if isinstance(key, jax.tree_util.GetAttrKey):
-        return Step(key.name, True)
-    return Step(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key, False)
+        return PathStep(key.name, True)
+    return PathStep(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key, False)
 
 
 @functools.lru_cache(maxsize=4096)
-def _bound(kind: Any) -> type:
-    """The bound subclass of a class; JAX keeps every class that is a pytree for ever, hence one per class."""
+def _bound_class(kind: Any) -> type:
+    """Return the bound subclass of a class, one per class: JAX never frees a class registered as a pytree."""
     own = native_class(kind)
 
     def get(self: Any, name: str) -> Any:
-        if name.startswith("__") or name in (_PLACE, NATIVE):
+        if name.startswith("__") or name in (_BINDING_ATTRIBUTE, NATIVE_CLASS_ATTRIBUTE):
             return own.__getattribute__(self, name)
-        return _read(own, self, name)
+        return _read_attribute(own, self, name)
 
     def missing(self: Any, name: str) -> Any:
-        return _missing(own, self, name)
+        return _missing_attribute(own, self, name)
 
     names: dict[str, Any] = {
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
-        "__annotations__": {_PLACE: Any},
+        "__annotations__": {_BINDING_ATTRIBUTE: Any},
         "__getattribute__": get,
         "__getattr__": missing,
-        _PLACE: eqx.field(static=True, default=None, repr=False),
-        NATIVE: own,
+        _BINDING_ATTRIBUTE: eqx.field(static=True, default=None, repr=False),
+        NATIVE_CLASS_ATTRIBUTE: own,
     }
     if any("__call__" in vars(base) for base in own.__mro__):
-        names["__call__"] = _dispatched(own.__call__, None)
+        names["__call__"] = _dispatch_method(own.__call__, None)
     made: type = type(own)(own.__name__, (own,), names)
     return made
 
 
-def _dispatched(function: Callable[..., Any], step: Step | None) -> Callable[..., Any]:
-    """A method of a bound module: the engine runs it on a copy of the model, under the policy."""
+def _dispatch_method(function: Callable[..., Any], step: PathStep | None) -> Callable[..., Any]:
+    """Return a bound module's method, which the engine runs under the policy on a copy of the model."""
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        route = place_of(self).route
-        return _run(self, route if step is None else route.to(step, "method"), args, kwargs)
+        route = binding_of(self).route
+        return _run_method(self, route if step is None else route.to(step, "method"), args, kwargs)
 
     return call
 
 
-def _run(module: Any, route: Route, args: Any, kwargs: Any) -> Any:
-    return _owner(module).call(route, args, kwargs, native(module) if is_copy(module) else None)
+def _run_method(module: Any, route: ModulePath, args: Any, kwargs: Any) -> Any:
+    return _binding_owner(module).call(route, args, kwargs, native_module(module) if is_module_copy(module) else None)
 
 
-def _owner(module: Any) -> Owner:
-    return place_of(module).owner() or attributes.Refusing()
+def _binding_owner(module: Any) -> EquinoxOwner:
+    return binding_of(module).owner() or attribute_access.UnboundOwner()
 
 
-def _read(own: Any, module: Any, name: str) -> Any:
-    """An attribute of a bound module."""
-    route, step = place_of(module).route, Step(name, True)
+def _read_attribute(own: Any, module: Any, name: str) -> Any:
+    """Return an attribute of a bound module."""
+    route, step = binding_of(module).route, PathStep(name, True)
     definition = inspect.getattr_static(own, name, None)
     is_property = name not in vars(module) and isinstance(definition, property | functools.cached_property)
-    value = getattr(native(module), name) if is_property else own.__getattribute__(module, name)
-    kind = kind_of(module, step, value, eqx.Module)
+    value = getattr(native_module(module), name) if is_property else own.__getattribute__(module, name)
+    kind = path_kind(module, step, value, eqx.Module)
     if kind == "method":
-        return functools.partial(_dispatched(getattr(own, name), step), module)
-    if kind == "property" and attributes.is_computed(value):
-        return _run(module, route.to(step, kind), (), {})
-    return _owner(module).narrowed(route, value) if kind in ("value", "property") else value
+        return functools.partial(_dispatch_method(getattr(own, name), step), module)
+    if kind == "property" and attribute_access.has_computed_arrays(value):
+        return _run_method(module, route.to(step, kind), (), {})
+    return _binding_owner(module).narrowed(route, value) if kind in ("value", "property") else value
 
 
-def _missing(own: Any, module: Any, name: str) -> Any:
-    """What `__getattr__` gives: the user's own, or `params` and `state`."""
+def _missing_attribute(own: Any, module: Any, name: str) -> Any:
+    """Return an attribute from the user's own `__getattr__`, or `params` or `state`."""
     users = getattr(own, "__getattr__", None)
     if users is not None:
         try:
             return users(module, name)
         except AttributeError:
             pass
-    if name.startswith("__") or _PLACE not in vars(module):
+    if name.startswith("__") or _BINDING_ATTRIBUTE not in vars(module):
         raise AttributeError(name)
-    place = place_of(module)
+    place = binding_of(module)
     if name == "params":
-        if is_copy(module):
-            return eqx.filter(native(module), eqx.is_inexact_array)
-        return _owner(module).params_of(native(module), place.route)
-    if name == "state" and place.route == ROOT and (state := _owner(module).state()) is not None:
+        if is_module_copy(module):
+            return eqx.filter(native_module(module), eqx.is_inexact_array)
+        return _binding_owner(module).params_of(native_module(module), place.route)
+    if name == "state" and place.route == ROOT_PATH and (state := _binding_owner(module).state()) is not None:
         return state
-    raise AttributeError(attributes.missing(module, place.route, name))
+    raise AttributeError(attribute_access.missing_attribute_message(module, place.route, name))

@@ -1,10 +1,12 @@
-"""The nnx model that `loss_fn` gets: a real module, for flax's own functions too, whose calls run under the policy
-(S29).
+"""Bound nnx modules: the model that `loss_fn` receives, whose calls run under the policy (S29).
 
-A bound module has a subclass of its own class. `__call__`, methods and properties that the user's class defines go
-through the engine, by the module's route; `__getattribute__` gives everything else as it is. In a step the modules of
-the pass's own view change their classes (`bind`); of the user's own model, outside of a step, a bound module shares the
-attributes (`share`). A copy that `nnx.merge` or a transformation makes is bound to nothing, and refuses to be called.
+A bound module is a real nnx module, so flax's own functions accept it. Its class is a subclass of the user's class.
+
+- `__call__`, methods and properties that the user's class defines go through the engine, by the module's path.
+- `__getattribute__` returns everything else unchanged.
+- In a step, `bind_module` changes the classes of the modules in the pass's own view.
+- Outside of a step, `bind_shared_module` makes a bound module that shares the attributes of the user's model.
+- A copy that `nnx.merge` or a transformation makes has no binding. Calling it raises.
 """
 
 from __future__ import annotations
@@ -20,87 +22,93 @@ from typing import Any, Final, NamedTuple, Protocol
 from flax import nnx
 
 from polyamp_jax import compat
-from polyamp_jax.models import attributes
-from polyamp_jax.models.call_hook import NATIVE, native_class
+from polyamp_jax.models import attribute_access
+from polyamp_jax.models.call_hook import NATIVE_CLASS_ATTRIBUTE, native_class
 from polyamp_jax.models.compat import NNX_INTERNAL, nnx_class_options
-from polyamp_jax.models.routes import ROOT, Route, Step, holds, kind_of
+from polyamp_jax.models.submodule_path import ROOT_PATH, ModulePath, PathStep, has_modules, path_kind
 
-_HELPERS: Final = tuple(getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name))
-"""Modules of flax's that hold others, and compute nothing."""
-_READS: Final = ("iter_modules", "iter_children")
-"""Methods of the base class that only read; until flax 0.11 they are no functions."""
-
-
-class Owner(Protocol):
-    """What runs the calls of a bound model, and knows its parameters: the engine."""
-
-    def call(self, route: Route, args: Any, kwargs: Any) -> Any:
-        """The output of the model, or of the part that `route` leads to."""
-
-    def params_of(self, part: Any, route: Route) -> Any:
-        """The masters of a part."""
-
-    def computed(self, route: Route) -> Any:
-        """What the model computes with, at a route: in mode "cast" a parameter's cast."""
+_CONTAINER_CLASSES: Final = tuple(getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name))
+"""Flax modules that only contain other modules and compute nothing."""
+_READ_METHODS: Final = ("iter_modules", "iter_children")
+"""Read-only methods of the base class. Until flax 0.11 they are not plain functions."""
 
 
-class Place(NamedTuple):
-    """Where a bound module stands.
+class NnxOwner(Protocol):
+    """Engine interface of a bound model: runs its calls and returns its parameters."""
+
+    def call(self, route: ModulePath, args: Any, kwargs: Any) -> Any:
+        """Return the output of the model, or of the part at `route`."""
+
+    def params_of(self, part: Any, route: ModulePath) -> Any:
+        """Return the master parameters of a part."""
+
+    def computed(self, route: ModulePath) -> Any:
+        """Return the value at `route` that the model computes with. In mode "cast" this is the cast parameter."""
+
+
+class NnxBinding(NamedTuple):
+    """Owner and path of a bound module.
 
     Attributes:
-        alive: the module itself, if it still is.
-        owner: its engine, or None if that is gone.
-        route: from the root.
-        native: of a module that shares the attributes of the user's own, that one; else None.
+        alive: weak reference to the module itself.
+        owner: returns the module's engine, or None if the engine no longer exists.
+        route: path from the root.
+        native: the user's own module, if the bound module shares its attributes; else None.
     """
 
     alive: weakref.ref[Any]
-    owner: Callable[[], Owner | None]
-    route: Route
+    owner: Callable[[], NnxOwner | None]
+    route: ModulePath
     native: Any = None
 
 
-_places: Final[dict[int, Place]] = {}
-"""By the identity of the module: what flax copies must not carry it along."""
+_bindings: Final[dict[int, NnxBinding]] = {}
+"""Bindings by `id` of the module. They are stored outside the module so that flax's copies do not inherit them."""
 
 
-_NOWHERE: Final = Place(weakref.ref(attributes.Refusing), attributes.Refusing, ROOT)
+_NO_BINDING: Final = NnxBinding(weakref.ref(attribute_access.UnboundOwner), attribute_access.UnboundOwner, ROOT_PATH)
 
 
-def bind(model: Any, owner: Owner) -> Any:
-    """The model itself, a view that belongs to one pass, with all of its modules bound."""
+def bind_module(model: Any, owner: NnxOwner) -> Any:
+    """Bind all modules of `model`, a view that belongs to one pass, and return `model` itself."""
     found = weakref.ref(owner)
-    for module, route in [(module, Route(_steps(model, keys))) for keys, module in compat.nnx_modules(model)]:
+    for module, route in [
+        (module, ModulePath(_path_steps(model, keys))) for keys, module in compat.walk_nnx_modules(model)
+    ]:
         kind: Any = type(module)
-        object.__setattr__(module, "__class__", _bound(kind))
-        _put(module, found, route)
+        object.__setattr__(module, "__class__", _bound_class(kind))
+        _set_binding(module, found, route)
     return model
 
 
-def share(native: Any, owner: Owner, route: Route = ROOT) -> Any:
-    """A bound module with the attributes of the user's own: what is written to either is written to both."""
+def bind_shared_module(native: Any, owner: NnxOwner, route: ModulePath = ROOT_PATH) -> Any:
+    """Return a bound module that shares the attributes of the user's module. A write to one changes both."""
     own: Any = type(native)
-    module: Any = object.__new__(_bound(own))
+    module: Any = object.__new__(_bound_class(own))
     object.__setattr__(module, "__dict__", native.__dict__)
-    _put(module, lambda: owner, route, native)
+    _set_binding(module, lambda: owner, route, native)
     return module
 
 
 def is_bound(value: Any) -> bool:
-    """Whether a value is a bound nnx module, or a copy of one."""
-    return isinstance(value, nnx.Module) and NATIVE in vars(type(value)) and "_polyamp_bound" in vars(type(value))
+    """Return whether a value is a bound nnx module, or a copy of one."""
+    return (
+        isinstance(value, nnx.Module)
+        and NATIVE_CLASS_ATTRIBUTE in vars(type(value))
+        and "_polyamp_bound" in vars(type(value))
+    )
 
 
-def place_of(module: Any) -> Place:
-    """Where a bound module stands; of a copy nowhere."""
-    place = _places.get(id(module))
-    return place if place is not None and place.alive() is module else _NOWHERE
+def binding_of(module: Any) -> NnxBinding:
+    """Return the binding of a bound module. A copy has the empty binding."""
+    place = _bindings.get(id(module))
+    return place if place is not None and place.alive() is module else _NO_BINDING
 
 
 @contextlib.contextmanager
-def native(model: Any) -> Iterator[None]:
-    """A block in which the modules of a bound model have the user's own classes."""
-    bound = [(module, type(module)) for _, module in list(compat.nnx_modules(model)) if is_bound(module)]
+def native_classes(model: Any) -> Iterator[None]:
+    """Give the modules of a bound model the user's own classes inside the context."""
+    bound = [(module, type(module)) for _, module in list(compat.walk_nnx_modules(model)) if is_bound(module)]
     for module, kind in bound:
         object.__setattr__(module, "__class__", native_class(kind))
     try:
@@ -110,40 +118,40 @@ def native(model: Any) -> Iterator[None]:
             object.__setattr__(module, "__class__", kind)
 
 
-def _put(module: Any, owner: Callable[[], Owner | None], route: Route, native: Any = None) -> None:
+def _set_binding(module: Any, owner: Callable[[], NnxOwner | None], route: ModulePath, native: Any = None) -> None:
     number = id(module)
-    _places[number] = Place(weakref.ref(module, lambda _: _places.pop(number, None)), owner, route, native)
+    _bindings[number] = NnxBinding(weakref.ref(module, lambda _: _bindings.pop(number, None)), owner, route, native)
 
 
-def _steps(root: Any, keys: Sequence[Any]) -> tuple[Step, ...]:
-    """The steps of a path as flax has it: keys of containers, and names of attributes."""
+def _path_steps(root: Any, keys: Sequence[Any]) -> tuple[PathStep, ...]:
+    """Convert a flax path, made of container keys and attribute names, to path steps."""
     steps = []
     for key in keys:
         is_item = not isinstance(key, str) or isinstance(root, Mapping)
-        steps.append(Step(key, not is_item))
+        steps.append(PathStep(key, not is_item))
         root = root[key] if is_item else vars(root)[key] if key in vars(root) else getattr(root, key)
     return tuple(steps)
 
 
 @functools.lru_cache(maxsize=4096)
-def _bound(kind: Any) -> type:
-    """The bound subclass of a class; JAX keeps every class that is a pytree for ever, hence one per class."""
+def _bound_class(kind: Any) -> type:
+    """Return the bound subclass of a class, one per class: JAX never frees a class registered as a pytree."""
     own = native_class(kind)
 
     def get(self: Any, name: str) -> Any:
-        return own.__getattribute__(self, name) if name.startswith(NNX_INTERNAL) else _read(own, self, name)
+        return own.__getattribute__(self, name) if name.startswith(NNX_INTERNAL) else _read_attribute(own, self, name)
 
     def missing(self: Any, name: str) -> Any:
-        return _missing(own, self, name)
+        return _missing_attribute(own, self, name)
 
     def put(self: Any, name: str, value: Any) -> None:
         if not (name.startswith(NNX_INTERNAL) or isinstance(value, nnx.Variable)):
-            attributes.refuse_set(place_of(self).route, name)
+            attribute_access.refuse_set_attribute(binding_of(self).route, name)
         own.__setattr__(self, name, value)
 
     def delete(self: Any, name: str) -> None:
         if not (name.startswith(NNX_INTERNAL) or isinstance(vars(self).get(name), nnx.Variable)):
-            attributes.refuse_delete(place_of(self).route, name)
+            attribute_access.refuse_delete_attribute(binding_of(self).route, name)
         own.__delattr__(self, name)
 
     names = {
@@ -153,64 +161,64 @@ def _bound(kind: Any) -> type:
         "__getattr__": missing,
         "__setattr__": put,
         "__delattr__": delete,
-        NATIVE: own,
+        NATIVE_CLASS_ATTRIBUTE: own,
         "_polyamp_bound": True,
     }
     if any("__call__" in vars(base) for base in own.__mro__):
-        names["__call__"] = _dispatched(own.__call__, None)
+        names["__call__"] = _dispatch_method(own.__call__, None)
     made: type = type(own)(own.__name__, (own,), names, **nnx_class_options(own))
     return made
 
 
-def _dispatched(function: Callable[..., Any], step: Step | None) -> Callable[..., Any]:
-    """A method of a bound module: the engine runs it on a copy of the model, under the policy."""
+def _dispatch_method(function: Callable[..., Any], step: PathStep | None) -> Callable[..., Any]:
+    """Return a bound module's method, which the engine runs under the policy on a copy of the model."""
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        place = place_of(self)
+        place = binding_of(self)
         route = place.route if step is None else place.route.to(step, "method")
-        return _owner(place).call(route, args, kwargs)
+        return _binding_owner(place).call(route, args, kwargs)
 
     return call
 
 
-def _owner(place: Place) -> Owner:
-    return place.owner() or attributes.Refusing()
+def _binding_owner(place: NnxBinding) -> NnxOwner:
+    return place.owner() or attribute_access.UnboundOwner()
 
 
-def _read(own: Any, module: Any, name: str) -> Any:
-    """An attribute of a bound module."""
-    place = place_of(module)
-    step = Step(name, True)
+def _read_attribute(own: Any, module: Any, name: str) -> Any:
+    """Return an attribute of a bound module."""
+    place = binding_of(module)
+    step = PathStep(name, True)
     is_property = name not in vars(module) and _is_property(own, name)
     if not is_property:
         value = own.__getattribute__(module, name)
     elif place.native is not None:
         value = getattr(place.native, name)
     else:
-        with native(module):
+        with native_classes(module):
             value = getattr(module, name)
-    if name in _READS:
+    if name in _READ_METHODS:
         return value
-    if isinstance(module, _HELPERS) and not is_property and name not in vars(module):
-        return value  # what a list or a dict of modules does with them
-    kind = kind_of(module, step, value, nnx.Module)
+    if isinstance(module, _CONTAINER_CLASSES) and not is_property and name not in vars(module):
+        return value  # a method of the module list or dict itself
+    kind = path_kind(module, step, value, nnx.Module)
     if kind == "method":
-        return types.MethodType(_dispatched(getattr(own, name), step), module)
+        return types.MethodType(_dispatch_method(getattr(own, name), step), module)
     route = place.route.to(step, kind)
     if kind == "base":
-        attributes.refuse_base(module, place.route.to(step, kind))
-    if kind == "property" and attributes.is_computed(value):
-        return _owner(place).call(route, (), {})
+        attribute_access.refuse_base_method(module, place.route.to(step, kind))
+    if kind == "property" and attribute_access.has_computed_arrays(value):
+        return _binding_owner(place).call(route, (), {})
     if kind in ("module", "container"):
-        return value if place.native is None else _shared(value, _owner(place), place.route, step)
-    if place is not _NOWHERE and _has_parameters(value):
-        return _owner(place).computed(route)
+        return value if place.native is None else _bind_shared_value(value, _binding_owner(place), place.route, step)
+    if place is not _NO_BINDING and _has_parameters(value):
+        return _binding_owner(place).computed(route)
     return value
 
 
 def _is_property(own: Any, name: str) -> bool:
-    """Whether a name of the class is one that Python computes when it is read, and no method."""
+    """Return whether a class attribute is a descriptor that computes a value on read, and not a method."""
     definition = inspect.getattr_static(own, name, None)
     return hasattr(type(definition), "__get__") and not callable(definition) and not inspect.isroutine(definition)
 
@@ -223,27 +231,27 @@ def _has_parameters(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(map(_has_parameters, value))
 
 
-def _shared(value: Any, owner: Owner, outer: Route, step: Step) -> Any:
-    """A module of the user's own model as a bound one, in the containers that it is in."""
+def _bind_shared_value(value: Any, owner: NnxOwner, outer: ModulePath, step: PathStep) -> Any:
+    """Return a value of the user's model with its modules bound, inside the same containers."""
     if isinstance(value, nnx.Module):
-        return value if is_bound(value) else share(value, owner, outer.to(step, "module"))
+        return value if is_bound(value) else bind_shared_module(value, owner, outer.to(step, "module"))
     route = outer.to(step, "container")
     if isinstance(value, Mapping):
-        return {key: _shared(item, owner, route, Step(key, False)) for key, item in value.items()}
-    if isinstance(value, list | tuple) and holds(value, nnx.Module):
-        items = [_shared(item, owner, route, Step(number, False)) for number, item in enumerate(value)]
+        return {key: _bind_shared_value(item, owner, route, PathStep(key, False)) for key, item in value.items()}
+    if isinstance(value, list | tuple) and has_modules(value, nnx.Module):
+        items = [_bind_shared_value(item, owner, route, PathStep(number, False)) for number, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
-def _missing(own: Any, module: Any, name: str) -> Any:
-    """What `__getattr__` gives: the user's own, or `params`."""
+def _missing_attribute(own: Any, module: Any, name: str) -> Any:
+    """Return an attribute from the user's own `__getattr__`, or `params`."""
     if (users := getattr(own, "__getattr__", None)) is not None:
         with contextlib.suppress(AttributeError):
             return users(module, name)
     if name.startswith(NNX_INTERNAL):
         raise AttributeError(name)
-    place = place_of(module)
+    place = binding_of(module)
     if name == "params":
-        return _owner(place).params_of(module, place.route)
-    raise AttributeError(attributes.missing(module, place.route, name))
+        return _binding_owner(place).params_of(module, place.route)
+    raise AttributeError(attribute_access.missing_attribute_message(module, place.route, name))

@@ -1,9 +1,9 @@
-"""Code around module calls for libraries whose modules are objects (nnx, equinox): a subclass with another `__call__`.
+"""Call hooks for libraries whose modules are objects (nnx, equinox): subclasses that override `__call__`.
 
-These libraries have no hook around a module's call, and Python looks `__call__` up on the class; so inside the step,
-on copies that live for one trace, a module gets a subclass of its own class. JAX keeps every class that is registered
-as a pytree for ever, and nested `jit`s find their cached traces again by class; hence one subclass per class and path,
-made once. Called by the adapters.
+These libraries have no hook around a module's call, and Python looks `__call__` up on the class. Inside the step the
+modules are copies that live for one trace, and each gets a subclass of its class. There is exactly one subclass per
+class and path, for two reasons: JAX never frees a class registered as a pytree, and nested `jit`s look up their cached
+traces by class.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from typing import Any, Final
 import jax
 
 from polyamp_jax.arrays import cast_arguments
-from polyamp_jax.models.scopes import Casts
+from polyamp_jax.models.call_casts import CallCasts
 
-NATIVE: Final = "_polyamp_native"
-"""Attribute of the classes that polyamp makes: the user's own."""
+NATIVE_CLASS_ATTRIBUTE: Final = "_polyamp_native"
+"""Attribute of the classes that polyamp makes. Its value is the user's own class."""
 
-_KEPT = 4096
-"""Subclasses kept at most; one that is dropped is made anew."""
+_CACHE_SIZE = 4096
+"""Maximum number of cached subclasses. A dropped one is rebuilt."""
 
-_calling: ContextVar[Casts | None] = ContextVar("polyamp_casts", default=None)
+_current_casts: ContextVar[CallCasts | None] = ContextVar("polyamp_casts", default=None)
 
 
 @contextlib.contextmanager
-def calling(casts: Casts) -> Iterator[None]:
-    """Around a call of a whole model whose modules have been through `set_class`."""
-    token = _calling.set(casts)
+def activate_casts(casts: CallCasts) -> Iterator[None]:
+    """Activate `casts` during a call of a model whose modules were processed by `set_class`."""
+    token = _current_casts.set(casts)
     try:
         yield
     finally:
-        _calling.reset(token)
+        _current_casts.reset(token)
 
 
 def set_class(
     module: Any,
     path: str,
-    casts: Casts,
+    casts: CallCasts,
     *,
     inputs: str | None = None,
     outputs: str | None = None,
     kept: tuple[type, ...] = (),
 ) -> None:
-    """Make `module` do what `casts` says around its calls, in place; one that cannot be called stays as it is.
+    """Wrap the calls of `module` as `casts` specifies, in place. A module that is not callable is left unchanged.
 
     Args:
-        module: a module that belongs to polyamp alone, never the user's own.
+        module: a copy that polyamp made, never the user's own module.
         path: its path.
-        casts: what to do around calls.
-        inputs: cast mode: dtype of the inputs of a pinned module, in place of what `casts` says.
+        casts: the casts or scopes around calls.
+        inputs: cast mode: dtype of the inputs of a pinned module. Takes precedence over `casts`.
         outputs: cast mode: dtype of the outputs of a pinned module, or None to leave them.
-        kept: cast mode: types of what is handed through calls and never cast, such as running statistics.
+        kept: cast mode: types of arguments that are never cast, such as running statistics.
 
     Raises:
-        PolicyError: an override and the dtype that the module was built with contradict each other.
+        PolicyError: an override contradicts the dtype that the module was built with.
     """
     kind: Any = type(module)
     if not callable(module) or (inputs is None and not casts.scoped and path not in casts.dtypes):
@@ -66,27 +66,27 @@ def set_class(
     if inputs is None:
         casts.check(path, getattr(module, "dtype", None))
     if casts.scoped:
-        made = _scoped(kind, path)
+        made = _scoped_class(kind, path)
     else:
-        made = _casting(kind, inputs or casts.dtypes[path], outputs, casts.plan.float64, kept)
+        made = _casting_class(kind, inputs or casts.dtypes[path], outputs, casts.plan.float64, kept)
     object.__setattr__(module, "__class__", made)
 
 
-@functools.lru_cache(maxsize=_KEPT)
-def _scoped(kind: Any, path: str) -> type:
+@functools.lru_cache(maxsize=_CACHE_SIZE)
+def _scoped_class(kind: Any, path: str) -> type:
     @functools.wraps(kind.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        casts = _calling.get()
-        # outside the model's call, in a backward rule that is traced later: the path from the root says it all
+        casts = _current_casts.get()
+        # Outside the model's call, in a backward rule that is traced later, the scope is the full path from the root.
         scope = jax.named_scope(f"/{path}") if casts is None else casts.scope(path)
         with scope:
             return kind.__call__(self, *args, **kwargs)
 
-    return _subclass(kind, call)
+    return _make_subclass(kind, call)
 
 
-@functools.lru_cache(maxsize=_KEPT)
-def _casting(kind: Any, inputs: str, outputs: str | None, float64: bool, kept: tuple[type, ...]) -> type:
+@functools.lru_cache(maxsize=_CACHE_SIZE)
+def _casting_class(kind: Any, inputs: str, outputs: str | None, float64: bool, kept: tuple[type, ...]) -> type:
     def cast(tree: Any, dtype: str) -> Any:
         if not kept:
             return cast_arguments(tree, dtype, float64=float64)
@@ -102,20 +102,20 @@ def _casting(kind: Any, inputs: str, outputs: str | None, float64: bool, kept: t
         result = kind.__call__(self, *args, **kwargs)
         return result if outputs is None else cast(result, outputs)
 
-    return _subclass(kind, call)
+    return _make_subclass(kind, call)
 
 
-def _subclass(kind: Any, call: Callable[..., Any]) -> type:
+def _make_subclass(kind: Any, call: Callable[..., Any]) -> type:
     names = {
         "__call__": call,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
-        NATIVE: native_class(kind),
+        NATIVE_CLASS_ATTRIBUTE: native_class(kind),
     }
     made: type = type(kind)(kind.__name__, (kind,), names)
     return made
 
 
 def native_class(kind: Any) -> Any:
-    """The user's own class behind one that polyamp made of it."""
-    return vars(kind).get(NATIVE, kind)
+    """Return the user's own class that a polyamp class was derived from, or the class itself."""
+    return vars(kind).get(NATIVE_CLASS_ATTRIBUTE, kind)

@@ -1,4 +1,4 @@
-"""Adapters for flax: linen's `(module, variables)` and nnx modules. Loaded by `models.adapt`."""
+"""Adapters for flax: linen's `(module, variables)` and nnx modules."""
 
 from __future__ import annotations
 
@@ -14,82 +14,97 @@ from flax.core import scope
 
 from polyamp.errors import ModelError, TraceError, UnsupportedError
 from polyamp_jax import compat
-from polyamp_jax.models.bound_nnx import bind, share
-from polyamp_jax.models.call_hook import calling, native_class, set_class
-from polyamp_jax.models.nnx_pass import NnxPass, known_paths, merge, split, without_intermediates
-from polyamp_jax.models.parameter_writes import writes
-from polyamp_jax.models.parts import Collected, Keys, Opaque, Parts, Running, inside, owners
-from polyamp_jax.models.routes import Route, accepts, given, narrowed
-from polyamp_jax.models.scopes import Casts
+from polyamp_jax.models.bound_nnx import bind_module, bind_shared_module
+from polyamp_jax.models.call_casts import CallCasts
+from polyamp_jax.models.call_hook import activate_casts, native_class, set_class
+from polyamp_jax.models.model_parts import (
+    CollectedState,
+    ModelParts,
+    OpaqueValue,
+    RandomKeys,
+    RunningState,
+    parameter_owners,
+    subtree_at,
+)
+from polyamp_jax.models.nnx_pass import NnxPass, merge_nnx_model, split_nnx_model, variable_roles, without_intermediates
+from polyamp_jax.models.parameter_writes import find_writes
+from polyamp_jax.models.submodule_path import ModulePath, cast_method_arguments, has_argument, is_argument_given
 
 
 @dataclasses.dataclass(frozen=True)
 class LinenAdapter:
-    """`(linen_module, variables)`: every collection beside "params" is mutable and runs with the step.
+    """Adapter for `(linen_module, variables)`. Every collection except "params" is mutable running state.
 
-    `mutable=` of a call adds collections, as it does for `apply`: they are of that call alone.
+    `mutable=` of a call adds collections, as it does for `apply`. They exist for that call only.
     """
 
-    static: Opaque
+    static: OpaqueValue
     stream: str | None = None
     pinned: frozenset[str] = frozenset()
     mutable: ClassVar[bool] = False
     module: ClassVar[type | tuple[type, ...]] = linen.Module
 
     def call(
-        self, params: Any, running: Running, keys: Keys, casts: Casts, route: Route, args: Any, kwargs: Any
-    ) -> tuple[Any, Running]:
+        self,
+        params: Any,
+        running: RunningState,
+        keys: RandomKeys,
+        casts: CallCasts,
+        route: ModulePath,
+        args: Any,
+        kwargs: Any,
+    ) -> tuple[Any, RunningState]:
         statistics = running.statistics
         rngs = {**keys, **kwargs.pop("rngs", {})}
         asked = False if route.steps else kwargs.pop("mutable", False)
         module: Any = self.static.value
-        if route.steps:  # its own keyword arguments, whatever `apply` has of the same name
+        if route.steps:  # a method's keyword arguments, even if `apply` has some of the same name
             named_arguments = kwargs
             kwargs = {"method": lambda root, *args: route.function(root)(*args, **named_arguments)}
-        casts.expect(owners(params))
-        mutable = scope.union_filters(sorted(statistics), _collections(asked))
-        # linen's own scopes begin with the name of the root's class; polyamp's are the paths that overrides name
+        casts.expect(parameter_owners(params))
+        mutable = scope.union_filters(sorted(statistics), _requested_collections(asked))
+        # linen's own scopes begin with the class name of the root; polyamp's scopes are the paths used in overrides
         named = linen.override_named_call(False) if casts.scoped else contextlib.nullcontext()
-        with named, linen.intercept_methods(_interceptor(casts)):
+        with named, linen.intercept_methods(_linen_interceptor(casts)):
             output, changed = module.apply(
                 {"params": params, **statistics}, *args, rngs=rngs or None, mutable=mutable, **kwargs
             )
         changed = dict(core.unfreeze(changed))
-        kept, collected = collections_of(changed, statistics)
+        kept, collected = split_collections(changed, statistics)
         if asked is not False:
             output = (
                 output,
                 {name: collected.get(name, changed[name]) for name in changed if scope.in_filter(asked, name)},
             )
-        return output, running._replace(statistics=Collected({**statistics, **kept}, collected))
+        return output, running._replace(statistics=CollectedState({**statistics, **kept}, collected))
 
-    def view(self, params: Any, running: Running) -> Any:
+    def view(self, params: Any, running: RunningState) -> Any:
         return self.static.value.bind({"params": params, **running.statistics})
 
     def bound(self, engine: Any) -> Any:
         return None
 
-    def params_of(self, part: Any, route: Route, params: Any, running: Running) -> Any:
-        return inside(params, part.path)
+    def params_of(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
+        return subtree_at(params, part.path)
 
-    def state_of(self, running: Running) -> Any:
+    def state_of(self, running: RunningState) -> Any:
         return None
 
-    def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:
+    def tree(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
         return self.params_of(part, route, params, running)
 
-    def modules(self, params: Any, running: Running) -> Iterable[str]:
-        return owners(params)
+    def modules(self, params: Any, running: RunningState) -> Iterable[str]:
+        return parameter_owners(params)
 
-    def join(self, params: Any, running: Running) -> Any:
+    def join(self, params: Any, running: RunningState) -> Any:
         return self.static.value, {"params": params, **running.statistics}
 
     def check_streams(self, names: Collection[str]) -> None:
-        """linen's streams have names of the module's choosing."""
+        """Accept any name, because a linen module chooses the names of its streams."""
 
 
-def adapt_linen(module: Any, variables: Any) -> Parts:
-    """The parts of a linen module with its variables."""
+def adapt_linen(module: Any, variables: Any) -> ModelParts:
+    """Split a linen module with its variables into parts."""
     if not isinstance(variables, Mapping) or (variables and "params" not in variables):
         raise ModelError(
             "pass the model as (linen_module, variables): variables is the whole result of module.init(...), with its "
@@ -97,14 +112,14 @@ def adapt_linen(module: Any, variables: Any) -> Parts:
         )
     collections = dict(core.unfreeze(variables))
     params = collections.pop("params", {})
-    return Parts(LinenAdapter(Opaque(module)), params, Running(collections, ()))
+    return ModelParts(LinenAdapter(OpaqueValue(module)), params, RunningState(collections, ()))
 
 
-def _collections(asked: Any) -> Any:
-    """What `mutable=` of a call names, less the parameters.
+def _requested_collections(asked: Any) -> Any:
+    """Return the collections in `mutable=` of a call, without the parameters.
 
     Raises:
-        TraceError: it names them.
+        TraceError: `mutable=` names the parameters.
     """
     if asked is not True and scope.in_filter(asked, "params") and not isinstance(asked, core.DenyList):
         raise TraceError(
@@ -114,10 +129,10 @@ def _collections(asked: Any) -> Any:
     return scope.subtract_filters(asked, "params")
 
 
-def collections_of(changed: dict[str, Any], before: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a call made of the collections that run with the step, and what it collected beside them.
+def split_collections(changed: dict[str, Any], before: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the collections that a call changed into running state and values that only this call collected.
 
-    `sow` appends to a tuple: what is new at its end is of this call, and what was there before stays in the state.
+    `sow` appends to a tuple. The new items at its end belong to this call; the earlier items stay in the state.
     """
     kept: dict[str, Any] = {}
     collected: dict[str, Any] = {}
@@ -125,17 +140,17 @@ def collections_of(changed: dict[str, Any], before: Mapping[str, Any]) -> tuple[
         if name not in before:
             collected[name] = values
             continue
-        kept[name], fresh = _without_sown(values, before[name])
+        kept[name], fresh = _split_sown(values, before[name])
         if fresh is not values:
             collected[name] = fresh
     return kept, collected
 
 
-def _without_sown(after: Any, before: Any) -> tuple[Any, Any]:
-    """A collection as it goes on, and as `loss_fn` reads it."""
+def _split_sown(after: Any, before: Any) -> tuple[Any, Any]:
+    """Return a collection's values for the state, and its values for `loss_fn` to read."""
     if isinstance(after, Mapping) and isinstance(before, Mapping):
         pairs = {
-            key: _without_sown(value, before[key]) if key in before else (value, value) for key, value in after.items()
+            key: _split_sown(value, before[key]) if key in before else (value, value) for key, value in after.items()
         }
         if all(fresh is after[key] for key, (_, fresh) in pairs.items()):
             return after, after
@@ -146,7 +161,7 @@ def _without_sown(after: Any, before: Any) -> tuple[Any, Any]:
     return after, after
 
 
-def _interceptor(casts: Casts) -> Any:
+def _linen_interceptor(casts: CallCasts) -> Any:
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         if not casts.active or context.method_name == "setup" or context.module.scope is None:
             return call(*args, **kwargs)
@@ -159,13 +174,13 @@ def _interceptor(casts: Casts) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class NnxAdapter:
-    """An nnx module: `nnx.Param` is trained, `nnx.RngState` moves on, every other variable runs with the step, and so
-    does what is written to an `nnx.Param` (S12).
+    """Adapter for an nnx module.
 
-    Streams given to `init` are passed as `rngs=`, unless the caller passes some.
+    `nnx.Param` is trained and `nnx.RngState` advances. Every other variable is running state, and so are writes to an
+    `nnx.Param` (S12). Streams given to `init` are passed as `rngs=`, unless the caller passes some.
     """
 
-    graphdef: Opaque
+    graphdef: OpaqueValue
     paths: tuple[tuple[Any, str], ...] = dataclasses.field(compare=False)
     takes_rngs: bool = False
     stream: str | None = "default"
@@ -174,63 +189,70 @@ class NnxAdapter:
     module: ClassVar[type | tuple[type, ...]] = nnx.Module
 
     def call(
-        self, params: Any, running: Running, keys: Keys, casts: Casts, route: Route, args: Any, kwargs: Any
-    ) -> tuple[Any, Running]:
-        """`running` is that of the pass: see `NnxPass`."""
+        self,
+        params: Any,
+        running: RunningState,
+        keys: RandomKeys,
+        casts: CallCasts,
+        route: ModulePath,
+        args: Any,
+        kwargs: Any,
+    ) -> tuple[Any, RunningState]:
+        """Run one call. `running` is the running state within the pass: see `NnxPass`."""
         model = self.inside(params, running)
         if casts.active:
-            for segments, module in compat.nnx_modules(model):
+            for segments, module in compat.walk_nnx_modules(model):
                 path = "/".join(map(str, segments))
                 casts.expect([path])
                 set_class(module, path, casts)
         function = route.function(model)
-        if keys and accepts(function, "rngs") and not given(function, "rngs", args, kwargs):
+        if keys and has_argument(function, "rngs") and not is_argument_given(function, "rngs", args, kwargs):
             kwargs = {**kwargs, "rngs": nnx.Rngs(**keys)}
-        args, kwargs = narrowed(route, casts, args, kwargs)
-        with calling(casts), casts.scope(route.path if route.is_method and casts.scoped else ""):
+        args, kwargs = cast_method_arguments(route, casts, args, kwargs)
+        with activate_casts(casts), casts.scope(route.path if route.is_method and casts.scoped else ""):
             output = function(*args, **kwargs)
-        for _, module in list(compat.nnx_modules(model)):
+        for _, module in list(compat.walk_nnx_modules(model)):
             object.__setattr__(module, "__class__", native_class(type(module)))
-        now, changed = split(model, self.known, running.draws)
-        return output, changed._replace(written=writes(params, now))
+        now, changed = split_nnx_model(model, self.known, running.draws)
+        return output, changed._replace(written=find_writes(params, now))
 
     @property
     def known(self) -> Mapping[Any, str]:
-        """Path of each variable of the model -> what it is to the state."""
+        """Mapping from the path of each variable of the model to its role in the state."""
         return dict(self.paths)
 
-    def inside(self, params: Any, running: Running) -> Any:
-        """A model of its own, with what the pass has created so far."""
-        return merge(params, running)
+    def inside(self, params: Any, running: RunningState) -> Any:
+        """Return a separate model that includes the variables that the pass has created so far."""
+        return merge_nnx_model(params, running)
 
-    def start(self, params: Any, masters: Any, running: Running, model: Any = None) -> NnxPass:
-        """The pass of a model; of the user's own, where that is given."""
+    def start(self, params: Any, masters: Any, running: RunningState, model: Any = None) -> NnxPass:
+        """Return the pass of a new model, or of `model` if it is given."""
         made = NnxAdapter.join(self, masters, running) if model is None else model
         return NnxPass(self, made, params, masters, running)
 
-    def view(self, params: Any, running: Running) -> Any:
+    def view(self, params: Any, running: RunningState) -> Any:
         return self.join(params, running)
 
     def bound(self, engine: Any) -> Any:
         if engine.shared is None:
-            return bind(engine.view(), engine)
-        return share(engine.shared, engine)
+            return bind_module(engine.view(), engine)
+        return bind_shared_module(engine.shared, engine)
 
-    def params_of(self, part: Any, route: Route, params: Any, running: Running) -> Any:
-        """Of a part as nnx finds them in it: a shared one lies in all of them under the path of one place alone."""
+    def params_of(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
+        """Return the parameters that nnx finds in a part. In all parameters a shared one has only one of its paths."""
         return nnx.to_pure_dict(self.tree(part, route, params, running)) if route.steps else params
 
-    def state_of(self, running: Running) -> Any:
+    def state_of(self, running: RunningState) -> Any:
         return None
 
-    def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:
-        return nnx.state(route.walked(self.join(params, running)), nnx.Param)
+    def tree(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
+        return nnx.state(route.resolve(self.join(params, running)), nnx.Param)
 
-    def modules(self, params: Any, running: Running) -> Iterable[str]:
-        inside = compat.nnx_modules(self.join(params, running))
-        return [*owners(params), *("/".join(map(str, segments)) for segments, _ in inside)]
+    def modules(self, params: Any, running: RunningState) -> Iterable[str]:
+        inside = compat.walk_nnx_modules(self.join(params, running))
+        return [*parameter_owners(params), *("/".join(map(str, segments)) for segments, _ in inside)]
 
-    def join(self, params: Any, running: Running) -> Any:
+    def join(self, params: Any, running: RunningState) -> Any:
         return nnx.merge(self.graphdef.value, params, running.streams, running.statistics)
 
     def check_streams(self, names: Collection[str]) -> None:
@@ -241,17 +263,17 @@ class NnxAdapter:
             )
 
 
-def adapt_nnx(model: Any) -> Parts:
-    """The parts of an nnx module, less the intermediates that a call left in it."""
+def adapt_nnx(model: Any) -> ModelParts:
+    """Split an nnx module into its parts, without the intermediates that earlier calls left in it."""
     own = without_intermediates(model)
     graphdef, params, streams, rest = nnx.split(own, nnx.Param, nnx.RngState, ...)
-    running = Running(nnx.to_pure_dict(rest), nnx.to_pure_dict(streams))
-    adapter = NnxAdapter(Opaque(graphdef), tuple(known_paths(own).items()), _takes_rngs(model))
-    return Parts(adapter, nnx.to_pure_dict(params), running)
+    running = RunningState(nnx.to_pure_dict(rest), nnx.to_pure_dict(streams))
+    adapter = NnxAdapter(OpaqueValue(graphdef), tuple(variable_roles(own).items()), _has_rngs_argument(model))
+    return ModelParts(adapter, nnx.to_pure_dict(params), running)
 
 
-def _takes_rngs(model: Any) -> bool:
-    """Whether a method of the user's, `__call__` or another, takes random streams."""
+def _has_rngs_argument(model: Any) -> bool:
+    """Return whether a method that the user defined, such as `__call__`, takes random streams."""
     methods = [
         function
         for kind in type(model).__mro__
@@ -259,4 +281,4 @@ def _takes_rngs(model: Any) -> bool:
         for name, function in vars(kind).items()
         if name != "__init__" and inspect.isfunction(function)
     ]
-    return any(accepts(method, "rngs") for method in methods)
+    return any(has_argument(method, "rngs") for method in methods)

@@ -1,4 +1,4 @@
-"""Adapter for haiku's transformed functions with their parameters and state. Loaded by `models.adapt`."""
+"""Adapter for haiku's transformed functions with their parameters and state."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from typing import Any, ClassVar, Final
 import haiku as hk
 
 from polyamp.errors import ModelError, UnsupportedError
-from polyamp_jax.models.function import NOTHING
-from polyamp_jax.models.parts import Keys, Opaque, Parts, Running, owners
-from polyamp_jax.models.routes import Route
-from polyamp_jax.models.scopes import Casts
+from polyamp_jax.models.call_casts import CallCasts
+from polyamp_jax.models.function import NO_ATTRIBUTE
+from polyamp_jax.models.model_parts import ModelParts, OpaqueValue, RandomKeys, RunningState, parameter_owners
+from polyamp_jax.models.submodule_path import ModulePath
 
-_PURE: Final = (hk.Transformed, hk.MultiTransformed)
-_WITH_STATE: Final = (hk.TransformedWithState, hk.MultiTransformedWithState)
+_STATELESS_CLASSES: Final = (hk.Transformed, hk.MultiTransformed)
+_STATEFUL_CLASSES: Final = (hk.TransformedWithState, hk.MultiTransformedWithState)
 
 
 @dataclasses.dataclass(frozen=True)
 class HaikuAdapter:
-    """`(hk.Transformed, params)`, or `(hk.TransformedWithState, (params, state))`; `apply` gets the one random key.
+    """Adapter for `(hk.Transformed, params)` or `(hk.TransformedWithState, (params, state))`.
 
-    `flat` remembers that the model came as three items, so that it is given back as three.
+    `apply` receives a single random key. `flat` is true if the model was passed as three items; it is then returned
+    as three.
     """
 
-    transformed: Opaque
+    transformed: OpaqueValue
     stateful: bool
     flat: bool
     stream: str | None = "rng"
@@ -37,44 +38,51 @@ class HaikuAdapter:
     module: ClassVar[type | tuple[type, ...]] = (types.FunctionType, functools.partial)
 
     def call(
-        self, params: Any, running: Running, keys: Keys, casts: Casts, route: Route, args: Any, kwargs: Any
-    ) -> tuple[Any, Running]:
+        self,
+        params: Any,
+        running: RunningState,
+        keys: RandomKeys,
+        casts: CallCasts,
+        route: ModulePath,
+        args: Any,
+        kwargs: Any,
+    ) -> tuple[Any, RunningState]:
         apply = route.function(self.transformed.value.apply)
         if not callable(apply):
             raise ModelError(
-                f"a model made by hk.multi_transform is called by its functions: {_named(apply)}. Received: "
+                f"a model made by hk.multi_transform is called by its functions: {_function_names(apply)}. Received: "
                 f"{route}(...)."
             )
-        # hk.without_apply_rng takes the argument away
+        # hk.without_apply_rng removes the rng argument
         names = list(inspect.signature(apply).parameters)[1 + self.stateful :]
         key = (next(iter(keys.values()), None),) if names[:1] == ["rng"] else ()
-        casts.expect(owners(params))
-        with hk.intercept_methods(_interceptor(casts)):
+        casts.expect(parameter_owners(params))
+        with hk.intercept_methods(_haiku_interceptor(casts)):
             if not self.stateful:
                 return apply(params, *key, *args, **kwargs), running
             output, changed = apply(params, running.statistics, *key, *args, **kwargs)
         return output, running._replace(statistics=changed)
 
-    def view(self, params: Any, running: Running) -> Any:
+    def view(self, params: Any, running: RunningState) -> Any:
         apply = self.transformed.value.apply
-        return NOTHING if callable(apply) else apply
+        return NO_ATTRIBUTE if callable(apply) else apply
 
     def bound(self, engine: Any) -> Any:
         return None
 
-    def params_of(self, part: Any, route: Route, params: Any, running: Running) -> Any:
+    def params_of(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
         return params
 
-    def state_of(self, running: Running) -> Any:
+    def state_of(self, running: RunningState) -> Any:
         return running.statistics if self.stateful else None
 
-    def tree(self, part: Any, route: Route, params: Any, running: Running) -> Any:
+    def tree(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
         return self.params_of(part, route, params, running)
 
-    def modules(self, params: Any, running: Running) -> Iterable[str]:
-        return owners(params)
+    def modules(self, params: Any, running: RunningState) -> Iterable[str]:
+        return parameter_owners(params)
 
-    def join(self, params: Any, running: Running) -> Any:
+    def join(self, params: Any, running: RunningState) -> Any:
         if not self.stateful:
             return self.transformed.value, params
         both = (params, running.statistics)
@@ -85,11 +93,11 @@ class HaikuAdapter:
             raise UnsupportedError(f"haiku's apply takes one random key. Received: rngs for {sorted(names)}.")
 
 
-def adapt_haiku(model: Any) -> Parts:
-    """The parts of a transformed function with its parameters."""
-    stateful = isinstance(model, tuple) and isinstance(model[0], _WITH_STATE)
+def adapt_haiku(model: Any) -> ModelParts:
+    """Split a transformed function with its parameters into parts."""
+    stateful = isinstance(model, tuple) and isinstance(model[0], _STATEFUL_CLASSES)
     both = model[1:] if len(model) == 3 else model[-1]
-    fits = not isinstance(model, (*_PURE, *_WITH_STATE)) and (
+    fits = not isinstance(model, (*_STATELESS_CLASSES, *_STATEFUL_CLASSES)) and (
         (isinstance(both, tuple) and len(both) == 2 and all(isinstance(item, Mapping) for item in both))
         if stateful
         else len(model) == 2
@@ -100,10 +108,10 @@ def adapt_haiku(model: Any) -> Parts:
             "its init(...) returned; what hk.multi_transform returned goes in the same place."
         )
     params, state = both if stateful else (both, ())
-    return Parts(HaikuAdapter(Opaque(model[0]), stateful, len(model) == 3), params, Running(state, ()))
+    return ModelParts(HaikuAdapter(OpaqueValue(model[0]), stateful, len(model) == 3), params, RunningState(state, ()))
 
 
-def _interceptor(casts: Casts) -> Any:
+def _haiku_interceptor(casts: CallCasts) -> Any:
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         if not casts.active or context.method_name == "__init__":
             return call(*args, **kwargs)
@@ -113,8 +121,8 @@ def _interceptor(casts: Casts) -> Any:
     return intercept
 
 
-def _named(apply: Any) -> str:
-    """The functions of `hk.multi_transform`, as `loss_fn` reaches them."""
+def _function_names(apply: Any) -> str:
+    """Return the functions of `hk.multi_transform` as the expressions that call them in `loss_fn`."""
     if isinstance(apply, Mapping):
         return ", ".join(f"model[{key!r}](...)" for key in apply)
     names = getattr(apply, "_fields", None)

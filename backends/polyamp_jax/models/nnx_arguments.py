@@ -1,9 +1,13 @@
-"""nnx objects among the arguments of a model call: random streams, metrics, other modules. Called by `bound`.
+"""Handling of nnx objects in the arguments of a model call: random streams, metrics, other modules.
 
-Such an object is a pytree, so that whatever maps over arguments makes a copy of it, and what the call changes in the
-copy (a stream that moves on) would be lost. Here the objects are taken out of the arguments, made anew inside the call
-from their arrays, and what the call changed is put back into the caller's own objects. Where these belong to another
-trace, as everything outside a step does, flax refuses that, and `step` says what to do.
+Such an object is a pytree, so any map over the arguments copies it. Changes that the call makes to the copy, such as
+an advanced stream, would be lost. This module therefore works in three stages:
+
+1. It takes the objects out of the arguments.
+2. It rebuilds them from their arrays inside the call.
+3. It writes the changes back into the caller's objects.
+
+If those belong to another trace, as everything outside a step does, flax raises, and `step` explains what to do.
 """
 
 from __future__ import annotations
@@ -19,45 +23,45 @@ from polyamp_jax.arrays import is_key
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
+class ArgumentObjects:
     """Objects that were taken out of arguments.
 
     Attributes:
-        objects: the caller's own, in the order of the arguments.
-        graphdef: how to make others like them.
-        arrays: theirs.
+        objects: the caller's own objects, in the order of the arguments.
+        graphdef: the definition from which copies of them are built.
+        arrays: the arrays of the objects.
     """
 
     objects: list[Any]
     graphdef: Any
     arrays: Any
 
-    def anew(self, arrays: Any) -> list[Any]:
-        """Objects like the caller's, of this trace, around `arrays`."""
-        made: list[Any] = _nnx().merge(self.graphdef, arrays)
+    def rebuild(self, arrays: Any) -> list[Any]:
+        """Return copies of the caller's objects that contain `arrays` and belong to the current trace."""
+        made: list[Any] = _nnx_module().merge(self.graphdef, arrays)
         return made
 
     def changed(self, objects: list[Any], arrays: Any) -> Any:
-        """The arrays of objects that `anew` made from `arrays`, if a call changed one; None if not."""
-        after = _arrays(objects)[1]
-        leaves, structure = _flat(after)
-        before, same = _flat(arrays)
+        """Return the arrays of `objects`, which `rebuild` made from `arrays`; None if the call changed none of them."""
+        after = _object_arrays(objects)[1]
+        leaves, structure = _flatten_with_objects(after)
+        before, same = _flatten_with_objects(arrays)
         return None if structure == same and all(a is b for a, b in zip(leaves, before, strict=True)) else after
 
     def put_back(self, arrays: Any) -> None:
-        """Change the caller's objects as the call changed those in their place, in their own dtypes."""
+        """Write the arrays that the call changed into the caller's objects, in the dtypes of those objects."""
         if arrays is None:
             return
-        if _flat(arrays)[1] == _flat(self.arrays)[1]:
+        if _flatten_with_objects(arrays)[1] == _flatten_with_objects(self.arrays)[1]:
             arrays = jax.tree.map(
                 lambda new, old: new if is_key(old) else jnp.asarray(new, jnp.result_type(old)), arrays, self.arrays
             )
-        _nnx().update(self.objects, arrays)
+        _nnx_module().update(self.objects, arrays)
 
 
-def take_out(args: Any, kwargs: Any) -> tuple[Any, Any, Taken | None]:
-    """The arguments with a `Place` for every nnx object, and the objects; None if there are none."""
-    kinds = compat.nnx_kinds()
+def extract_objects(args: Any, kwargs: Any) -> tuple[Any, Any, ArgumentObjects | None]:
+    """Return the arguments with an `ObjectPlaceholder` for every nnx object, and the objects or None."""
+    kinds = compat.nnx_classes()
     if not kinds:
         return args, kwargs, None
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda node: isinstance(node, kinds))
@@ -66,38 +70,38 @@ def take_out(args: Any, kwargs: Any) -> tuple[Any, Any, Taken | None]:
         return args, kwargs, None
     numbers = iter(range(len(objects)))
     args, kwargs = jax.tree.unflatten(
-        structure, [Place(next(numbers)) if isinstance(leaf, kinds) else leaf for leaf in leaves]
+        structure, [ObjectPlaceholder(next(numbers)) if isinstance(leaf, kinds) else leaf for leaf in leaves]
     )
-    return args, kwargs, Taken(objects, *_arrays(objects))
+    return args, kwargs, ArgumentObjects(objects, *_object_arrays(objects))
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Stands for an object that was taken out."""
+class ObjectPlaceholder:
+    """Placeholder for an object that was taken out of the arguments."""
 
     number: int
 
 
-def put_in(args: Any, kwargs: Any, objects: list[Any]) -> tuple[Any, Any]:
-    """The arguments with objects in their places."""
+def insert_objects(args: Any, kwargs: Any, objects: list[Any]) -> tuple[Any, Any]:
+    """Return the arguments with every placeholder replaced by its object."""
     made: tuple[Any, Any] = jax.tree.map(
-        lambda leaf: objects[leaf.number] if isinstance(leaf, Place) else leaf,
+        lambda leaf: objects[leaf.number] if isinstance(leaf, ObjectPlaceholder) else leaf,
         (args, kwargs),
-        is_leaf=lambda leaf: isinstance(leaf, Place),
+        is_leaf=lambda leaf: isinstance(leaf, ObjectPlaceholder),
     )
     return made
 
 
-def _arrays(objects: list[Any]) -> tuple[Any, Any]:
-    nnx = _nnx()
+def _object_arrays(objects: list[Any]) -> tuple[Any, Any]:
+    nnx = _nnx_module()
     graphdef, state = nnx.split(objects)
     return graphdef, nnx.to_pure_dict(state)
 
 
-def _flat(tree: Any) -> tuple[list[Any], Any]:
+def _flatten_with_objects(tree: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(tree)
 
 
-def _nnx() -> Any:
-    return compat.loaded("flax.nnx")
+def _nnx_module() -> Any:
+    return compat.loaded_module("flax.nnx")

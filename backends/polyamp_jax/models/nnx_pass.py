@@ -1,8 +1,9 @@
-"""`NnxPass`: an nnx model during one pass through `loss_fn`, whose variables come and go as in a loop by hand.
+"""Model state of an nnx module during one pass through `loss_fn`, in which variables can be created and removed.
 
-What a forward pass creates (`sow`, `self.loss = Loss(...)`) is in the model for `loss_fn` to read and to pop, and for
-the next call of the pass. At the end the model has what it had before, or the pass is refused: a state keeps its
-structure from step to step. Variables of the kind `nnx.Intermediate` live for one pass.
+Variables that a forward pass creates (`sow`, `self.loss = Loss(...)`) stay in the model: `loss_fn` can read and pop
+them, and the next call of the pass sees them. A state keeps its structure from step to step. The pass therefore raises
+if the model's variables at its end differ from those at its start. Variables of type `nnx.Intermediate` live for one
+pass.
 """
 
 from __future__ import annotations
@@ -15,29 +16,29 @@ import jax.numpy as jnp
 from flax import nnx
 
 from polyamp.errors import TraceError
-from polyamp_jax.arrays import conform
-from polyamp_jax.models.bound_nnx import native
-from polyamp_jax.models.compat import forget_nnx_attributes
-from polyamp_jax.models.parameter_writes import Leaves, conformed, on_masters, selected, writes
-from polyamp_jax.models.parts import Opaque, Running
-from polyamp_jax.models.passes import WHAT, Outward
-from polyamp_jax.models.routes import Route
+from polyamp_jax.arrays import conform_tree
+from polyamp_jax.models.bound_nnx import native_classes
+from polyamp_jax.models.compat import drop_stale_nnx_attributes
+from polyamp_jax.models.model_parts import OpaqueValue, RunningState
+from polyamp_jax.models.model_pass import RUNNING_STATE_NAME, OutputCast
+from polyamp_jax.models.parameter_writes import NamedLeaves, conform_writes, find_writes, nest_writes, writes_on_masters
+from polyamp_jax.models.submodule_path import ModulePath
 
-Path = tuple[Any, ...]
-PARAMETERS: Final = "parameters"
-STREAMS: Final = "streams"
-KEPT: Final = "kept"
+VariablePath = tuple[Any, ...]
+PARAMETER_VARIABLES: Final = "parameters"
+STREAM_VARIABLES: Final = "streams"
+STEP_VARIABLES: Final = "kept"
 
 
 @jax.tree_util.register_static
-class Graph:
-    """What a model is made of, in a pytree."""
+class NnxGraph:
+    """Graph definition of a model as a static pytree node."""
 
     def __init__(self, graphdef: Any) -> None:
-        self.opaque = Opaque(graphdef)
+        self.opaque = OpaqueValue(graphdef)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Graph) and self.opaque == other.opaque
+        return isinstance(other, NnxGraph) and self.opaque == other.opaque
 
     def __hash__(self) -> int:
         return hash(self.opaque)
@@ -47,47 +48,49 @@ class Graph:
         return self.opaque.value
 
 
-class Inside(NamedTuple):
-    """The variables of a model within a pass, where `Running` has the statistics.
+class NnxPassVariables(NamedTuple):
+    """Variables of a model within a pass, in place of `RunningState.statistics`.
 
     Attributes:
-        kept: the variables that run with the step, as nested dicts of values.
-        more: those that the pass created, an `nnx.State`.
-        graph: what the model is made of.
+        kept: the variables of the running state, as nested dicts of values.
+        more: the variables that the pass created, an `nnx.State`.
+        graph: the graph definition of the model.
     """
 
     kept: Any
     more: Any
-    graph: Graph
+    graph: NnxGraph
 
 
-def known_paths(model: Any) -> dict[Path, str]:
-    """Path of each variable of a model -> what it is to the state."""
+def variable_roles(model: Any) -> dict[VariablePath, str]:
+    """Return a mapping from the path of each variable of a model to its role in the state."""
     _, *states = nnx.split(model, nnx.Param, nnx.RngState, ...)
-    groups = zip((PARAMETERS, STREAMS, KEPT), states, strict=True)
+    groups = zip((PARAMETER_VARIABLES, STREAM_VARIABLES, STEP_VARIABLES), states, strict=True)
     return {path: group for group, state in groups for path, _ in nnx.to_flat_state(state)}
 
 
-def split(model: Any, known: Mapping[Path, str], draws: Any) -> tuple[Any, Running]:
-    """A model with native classes as its parameters and its running state within a pass."""
+def split_nnx_model(model: Any, known: Mapping[VariablePath, str], draws: Any) -> tuple[Any, RunningState]:
+    """Split a model with native classes into its parameters and its running state within a pass."""
 
     def of(group: str) -> Any:
         return lambda path, _: known.get(tuple(path)) == group
 
-    graphdef, params, streams, kept, more = nnx.split(model, of(PARAMETERS), of(STREAMS), of(KEPT), ...)
-    inside = Inside(nnx.to_pure_dict(kept), more, Graph(graphdef))
-    return nnx.to_pure_dict(params), Running(inside, nnx.to_pure_dict(streams), draws)
+    graphdef, params, streams, kept, more = nnx.split(
+        model, of(PARAMETER_VARIABLES), of(STREAM_VARIABLES), of(STEP_VARIABLES), ...
+    )
+    inside = NnxPassVariables(nnx.to_pure_dict(kept), more, NnxGraph(graphdef))
+    return nnx.to_pure_dict(params), RunningState(inside, nnx.to_pure_dict(streams), draws)
 
 
-def merge(params: Any, running: Running) -> Any:
-    """A model of its own around the arrays, the other way round."""
+def merge_nnx_model(params: Any, running: RunningState) -> Any:
+    """Build a new model from the arrays: the inverse of `split_nnx_model`."""
     kept, more, graph = running.statistics
-    more = jax.tree.map(lambda leaf: leaf, more)  # variables of its own
+    more = jax.tree.map(lambda leaf: leaf, more)  # copies the variables
     return nnx.merge(graph.graphdef, params, running.streams, kept, more)
 
 
 def without_intermediates(model: Any) -> Any:
-    """A model less what earlier passes left in it; the model itself if there is nothing."""
+    """Return a copy of a model without the intermediates of earlier passes, or the model itself if it has none."""
     if not jax.tree.leaves(nnx.state(model, nnx.Intermediate)):
         return model
     copy = nnx.merge(*nnx.split(model))
@@ -96,20 +99,20 @@ def without_intermediates(model: Any) -> Any:
 
 
 class NnxPass:
-    """A `Pass` whose model is an nnx module that changes in place.
+    """`ModelPass` of an nnx module, which changes in place.
 
     Args:
-        adapter: of nnx.
-        model: the model of the pass around the masters, or outside of a step the user's own.
-        params: what the model computes with: the masters, or in mode "cast" their casts.
-        masters: the masters.
-        running: its running state.
+        adapter: the nnx adapter.
+        model: the model of the pass, with master parameters; outside of a step the user's own model.
+        params: the parameters that the model computes with: the masters, or in mode "cast" their casts.
+        masters: the master parameters.
+        running: the model's running state.
     """
 
-    def __init__(self, adapter: Any, model: Any, params: Any, masters: Any, running: Running) -> None:
+    def __init__(self, adapter: Any, model: Any, params: Any, masters: Any, running: RunningState) -> None:
         self._adapter = adapter
-        self._graph = Graph(adapter.graphdef.value)
-        self._known: Mapping[Path, str] = adapter.known
+        self._graph = NnxGraph(adapter.graphdef.value)
+        self._known: Mapping[VariablePath, str] = adapter.known
         self._model = model
         self._params = params
         self._masters = masters
@@ -123,70 +126,76 @@ class NnxPass:
         return self._split()[0]
 
     @property
-    def running(self) -> Running:
+    def running(self) -> RunningState:
         params, now = self._split()
         self._check(params, now)
         earlier = self._start._replace(written=None)
-        found: Running = conform(Running(now.statistics.kept, now.streams, now.draws), earlier, what=WHAT)
-        new = conformed(writes(self._masters, params) or {}, self._masters)
+        found: RunningState = conform_tree(
+            RunningState(now.statistics.kept, now.streams, now.draws), earlier, what=RUNNING_STATE_NAME
+        )
+        new = conform_writes(find_writes(self._masters, params) or {}, self._masters)
         written = {**(self._start.written or {}), **new}
         return found._replace(written=written or None)
 
     def view(self) -> Any:
         return self._model
 
-    def inputs(self) -> tuple[Any, Running]:
+    def inputs(self) -> tuple[Any, RunningState]:
         params, running = self._split()
         return self._computed(params), running
 
-    def moved(self, after: Running, before: Running, outward: Outward) -> tuple[Running, bool]:
+    def moved(self, after: RunningState, before: RunningState, outward: OutputCast) -> tuple[RunningState, bool]:
         (kept, more, graph), (kept_before, more_before, graph_before) = after.statistics, before.statistics
-        if _same((kept, after.streams), (self._start.statistics, self._start.streams)):
+        if _has_same_values((kept, after.streams), (self._start.statistics, self._start.streams)):
             own = (self._start.statistics, self._start.streams)
-            kept, streams = conform((kept, after.streams), own, what=WHAT)
+            kept, streams = conform_tree((kept, after.streams), own, what=RUNNING_STATE_NAME)
             after = after._replace(streams=streams)
         more = outward(more)
         pairs = ((kept, kept_before), (after.streams, before.streams), (more, more_before))
-        self._moved = graph != graph_before or not all(_same(a, b) and _identical(a, b) for a, b in pairs)
-        return after._replace(statistics=Inside(kept, more, graph)), self._moved
+        self._moved = graph != graph_before or not all(
+            _has_same_values(a, b) and _has_same_arrays(a, b) for a, b in pairs
+        )
+        return after._replace(statistics=NnxPassVariables(kept, more, graph)), self._moved
 
-    def take(self, after: Running, route: Route, written: Leaves | None = None) -> None:
+    def take(self, after: RunningState, route: ModulePath, written: NamedLeaves | None = None) -> None:
         if written:
-            with native(self._model):
-                nnx.update(self._model, selected(self._masters, written))
+            with native_classes(self._model):
+                nnx.update(self._model, nest_writes(self._masters, written))
             if self._casts is not None:
-                nnx.update(self._casts, selected(self._cast_params, conformed(written, self._cast_params)))
-                self._cast_params = _parameters(self._casts)
+                nnx.update(self._casts, nest_writes(self._cast_params, conform_writes(written, self._cast_params)))
+                self._cast_params = _parameter_arrays(self._casts)
         if not self._moved:
             return
         _, before = self._split()
         now, then = self._values(after), self._values(before)
-        with native(self._model):
+        with native_classes(self._model):
             if after.statistics.graph != before.statistics.graph:
                 removed = then.keys() - now.keys()
                 if removed:
                     nnx.pop(self._model, lambda path, _: tuple(path) in removed)
                 self._create({path: now[path] for path in now.keys() - then.keys()}, route)
                 self._check_made_of(after, route)
-            changed = {path: value for path, value in now.items() if path in then and not _identical(value, then[path])}
+            changed = {
+                path: value for path, value in now.items() if path in then and not _has_same_arrays(value, then[path])
+            }
             if changed:
-                nnx.update(self._model, _nested(changed))
+                nnx.update(self._model, _nest_values(changed))
 
-    def computed(self, route: Route) -> Any:
+    def computed(self, route: ModulePath) -> Any:
         if self._params is self._masters:
-            with native(self._model):
-                return route.walked(self._model)
+            with native_classes(self._model):
+                return route.resolve(self._model)
         if self._casts is None:
             params, _ = self._split()
             self._casts = self._adapter.view(self._computed(params), self._start)
-            self._cast_params = _parameters(self._casts)
-        return route.walked(self._casts)
+            self._cast_params = _parameter_arrays(self._casts)
+        return route.resolve(self._casts)
 
-    def _split(self) -> tuple[Any, Running]:
-        with native(self._model):
+    def _split(self) -> tuple[Any, RunningState]:
+        with native_classes(self._model):
             self._take_casts()
-            params, running = split(self._model, self._known, self._start.draws)
-        if not _same(params, self._masters):
+            params, running = split_nnx_model(self._model, self._known, self._start.draws)
+        if not _has_same_values(params, self._masters):
             raise TraceError(
                 "a parameter was taken out of the model in loss_fn, or put there under another name. The optimizer has "
                 "a state for each parameter of polyamp.init: choose with nnx.state(model, nnx.Param), which leaves the "
@@ -195,7 +204,7 @@ class NnxPass:
         return params, running
 
     def _computed(self, params: Any) -> Any:
-        """What the next call computes with: of a parameter that the pass has not written the given one."""
+        """Return the parameters for the next call: the given ones, except those that the pass has written."""
         return jax.tree.map(
             lambda now, master, own: own if now is master else jnp.asarray(now, own.dtype),
             params,
@@ -203,64 +212,66 @@ class NnxPass:
             self._params,
         )
 
-    def _values(self, running: Running) -> dict[Path, Any]:
-        """Path of each variable but the parameters -> its value, or of one that the pass created the variable."""
+    def _values(self, running: RunningState) -> dict[VariablePath, Any]:
+        """Return path -> value for every variable except parameters. If the pass created it, the variable itself."""
         kept, more, _ = running.statistics
         found = dict(nnx.to_flat_state(more))
-        for tree, group in ((kept, KEPT), (running.streams, STREAMS)):
+        for tree, group in ((kept, STEP_VARIABLES), (running.streams, STREAM_VARIABLES)):
             for path, own in self._known.items():
-                if own == group and (place := _inside(tree, path)) is not None:
+                if own == group and (place := _value_at_path(tree, path)) is not None:
                     found[path] = place[0]
         return found
 
-    def _create(self, variables: Mapping[Path, Any], route: Route) -> None:
+    def _create(self, variables: Mapping[VariablePath, Any], route: ModulePath) -> None:
         for path in variables:
-            owner = _owner(self._model, path)
+            owner = _variable_owner(self._model, path)
             if not isinstance(owner, nnx.Module):
                 raise TraceError(
-                    f"{route}(...) creates {_shown(path)!r} in a part that the model did not have before. loss_fn "
-                    "works on a copy that lives for one call: create modules and containers before polyamp.init, and "
-                    "in a call variables of the modules alone."
+                    f"{route}(...) creates {_format_path(path)!r} in a part that the model did not have before. "
+                    "loss_fn works on a copy that lives for one call: create modules and containers before "
+                    "polyamp.init, and in a call variables of the modules alone."
                 )
         if variables:
             nnx.update(self._model, nnx.from_flat_state(variables.items()))
 
-    def _check_made_of(self, after: Running, route: Route) -> None:
-        if Graph(nnx.graphdef(self._model)) == after.statistics.graph:
+    def _check_made_of(self, after: RunningState, route: ModulePath) -> None:
+        if NnxGraph(nnx.graphdef(self._model)) == after.statistics.graph:
             return
-        params, now = split(self._model, self._known, self._start.draws)
-        if _made_of(merge(params, now)) != _made_of(merge(params, after)):
+        params, now = split_nnx_model(self._model, self._known, self._start.draws)
+        if _model_graph(merge_nnx_model(params, now)) != _model_graph(merge_nnx_model(params, after)):
             raise TraceError(
                 f"{route}(...) changes what the model is made of, such as a setting of its layers, and not only the "
                 "arrays in it. loss_fn works on a copy that lives for one call, so that the change would be lost. "
                 "Make it before polyamp.init."
             )
 
-    def _is_as_before(self, params: Any, now: Running) -> bool:
-        """Whether the model, less the intermediates of this pass, is made of what it was made of before."""
+    def _is_as_before(self, params: Any, now: RunningState) -> bool:
+        """Return whether the model has the same graph as before, ignoring the intermediates of this pass."""
         if now.statistics.graph == self._graph:
             return True
-        model = merge(params, now)
+        model = merge_nnx_model(params, now)
         nnx.pop(model, nnx.Intermediate)
-        return _made_of(model) == _made_of(self._adapter.view(self._masters, self._start))
+        return _model_graph(model) == _model_graph(self._adapter.view(self._masters, self._start))
 
-    def _check(self, params: Any, now: Running) -> None:
-        """Refuse what the state cannot carry to the next step."""
+    def _check(self, params: Any, now: RunningState) -> None:
+        """Raise `TraceError` for changes that the state cannot carry to the next step."""
         for path, variable in nnx.to_flat_state(now.statistics.more):
             kind = type(variable).__name__
             if not isinstance(variable, nnx.Intermediate):
                 raise TraceError(
-                    f"the forward pass creates {_shown(path)!r} ({kind}) and leaves it in the model, which a compiled "
-                    f"step cannot carry to the next one. Take it out in loss_fn, nnx.pop(model, {kind}); or derive its "
-                    "class from nnx.Intermediate, whose variables live for one pass; or create it before polyamp.init."
+                    f"the forward pass creates {_format_path(path)!r} ({kind}) and leaves it in the model, which a "
+                    f"compiled step cannot carry to the next one. Take it out in loss_fn, nnx.pop(model, {kind}); or "
+                    "derive its class from nnx.Intermediate, whose variables live for one pass; or create it before "
+                    "polyamp.init."
                 )
         for path, group in self._known.items():
-            tree = now.streams if group == STREAMS else now.statistics.kept
-            if group != PARAMETERS and _inside(tree, path) is None:
+            tree = now.streams if group == STREAM_VARIABLES else now.statistics.kept
+            if group != PARAMETER_VARIABLES and _value_at_path(tree, path) is None:
                 raise TraceError(
-                    f"loss_fn takes {_shown(path)!r} out of the model, which had it at polyamp.init: a compiled step "
-                    "cannot carry a model without it to the next one. Read it with nnx.state(model, ...), which leaves "
-                    "the model as it is; or derive its class from nnx.Intermediate, whose variables live for one pass."
+                    f"loss_fn takes {_format_path(path)!r} out of the model, which had it at polyamp.init: a "
+                    "compiled step cannot carry a model without it to the next one. Read it with nnx.state(model, "
+                    "...), which leaves the model as it is; or derive its class from nnx.Intermediate, whose "
+                    "variables live for one pass."
                 )
         if not self._is_as_before(params, now):
             raise TraceError(
@@ -269,39 +280,39 @@ class NnxPass:
             )
 
     def _take_casts(self) -> None:
-        """In mode "cast": what `loss_fn` wrote to the casts that it reads by attributes goes to the masters."""
+        """In mode "cast", apply writes that `loss_fn` made to the cast parameters to the masters."""
         if self._casts is None:
             return
-        casts = _parameters(self._casts)
-        if written := writes(self._cast_params, casts):
-            params, _ = split(self._model, self._known, self._start.draws)
-            masters = on_masters(conformed(written, self._cast_params), self._cast_params, params)
-            nnx.update(self._model, selected(params, masters))
+        casts = _parameter_arrays(self._casts)
+        if written := find_writes(self._cast_params, casts):
+            params, _ = split_nnx_model(self._model, self._known, self._start.draws)
+            masters = writes_on_masters(conform_writes(written, self._cast_params), self._cast_params, params)
+            nnx.update(self._model, nest_writes(params, masters))
             self._cast_params = casts
 
 
-def _parameters(model: Any) -> Any:
+def _parameter_arrays(model: Any) -> Any:
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-def _made_of(model: Any) -> Graph:
-    """What a model of its own is made of."""
-    forget_nnx_attributes(model)
-    return Graph(nnx.graphdef(model))
+def _model_graph(model: Any) -> NnxGraph:
+    """Return the graph definition of a separate model."""
+    drop_stale_nnx_attributes(model)
+    return NnxGraph(nnx.graphdef(model))
 
 
-def _same(one: Any, other: Any) -> bool:
+def _has_same_values(one: Any, other: Any) -> bool:
     structure: Any = jax.tree.structure(one)
     return bool(structure == jax.tree.structure(other))
 
 
-def _identical(one: Any, other: Any) -> bool:
+def _has_same_arrays(one: Any, other: Any) -> bool:
     a, b = jax.tree.leaves(one), jax.tree.leaves(other)
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
-def _inside(tree: Any, path: Path) -> tuple[Any] | None:
-    """What nested dicts hold at a path, in a tuple; None if nothing."""
+def _value_at_path(tree: Any, path: VariablePath) -> tuple[Any] | None:
+    """Return the value of nested dicts at a path, in a tuple, or None if there is none."""
     for key in path:
         if not isinstance(tree, Mapping) or key not in tree:
             return None
@@ -309,7 +320,7 @@ def _inside(tree: Any, path: Path) -> tuple[Any] | None:
     return (tree,)
 
 
-def _nested(values: Mapping[Path, Any]) -> dict[Any, Any]:
+def _nest_values(values: Mapping[VariablePath, Any]) -> dict[Any, Any]:
     tree: dict[Any, Any] = {}
     for path, value in values.items():
         inner = tree
@@ -319,8 +330,8 @@ def _nested(values: Mapping[Path, Any]) -> dict[Any, Any]:
     return tree
 
 
-def _owner(model: Any, path: Path) -> Any:
-    """What holds the variable at a path; None if the model has no such part."""
+def _variable_owner(model: Any, path: VariablePath) -> Any:
+    """Return the object that owns the variable at a path, or None if the model has no such part."""
     for key in path[:-1]:
         held = vars(model) if isinstance(key, str) and hasattr(model, "__dict__") else model
         try:
@@ -330,5 +341,5 @@ def _owner(model: Any, path: Path) -> Any:
     return model
 
 
-def _shown(path: Iterable[Any]) -> str:
+def _format_path(path: Iterable[Any]) -> str:
     return "/".join(map(str, path))

@@ -1,8 +1,8 @@
-"""Parameters that a forward pass writes (S12), by path, and the trees of parameters with them.
+"""Detection and application of parameter writes in a forward pass (S12).
 
-nnx modules change in place: spectral and weight normalization, a max-norm constraint. Whether a pass writes is known
-when it is traced: a parameter that was written is another array afterwards. A nested `nnx.jit` or `nnx.remat` hands out
-every parameter as another array too, so that the program decides there (`origins`).
+nnx modules change in place: spectral and weight normalization, a max-norm constraint. Writes are detected during
+tracing: a written parameter is a different array object afterwards. A nested `nnx.jit` or `nnx.remat` also returns
+every parameter as a different object. For these the traced program decides (`output_origins`).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from polyamp.errors import ModelError
 from polyamp_jax import compat
 from polyamp_jax.arrays import named_leaves, path_name
 
-Leaves = Mapping[str, Any]
+NamedLeaves = Mapping[str, Any]
 """Path of a parameter -> array."""
 
 
-def writes(before: Any, after: Any) -> Leaves | None:
-    """The leaves of `after` that are other arrays than those of `before` at their paths; None if there are none."""
+def find_writes(before: Any, after: Any) -> NamedLeaves | None:
+    """Return the leaves of `after` that are not the same array objects as in `before`, or None if there are none."""
     old = named_leaves(before)
     found = {path: leaf for path, leaf in named_leaves(after).items() if path in old and leaf is not old[path]}
     return found or None
 
 
-def conformed(written: Leaves, params: Any) -> Leaves:
-    """What was written in the dtypes of the parameters.
+def conform_writes(written: NamedLeaves, params: Any) -> NamedLeaves:
+    """Return the written arrays in the dtypes of the parameters.
 
     Raises:
-        ModelError: it has another shape.
+        ModelError: a written array has another shape than its parameter.
     """
     old = named_leaves(params)
     for path, leaf in written.items():
@@ -45,14 +45,15 @@ def conformed(written: Leaves, params: Any) -> Leaves:
     return {path: jnp.asarray(leaf, old[path].dtype) for path, leaf in written.items()}
 
 
-def on_masters(written: Leaves, computed: Any, masters: Any) -> Leaves:
-    """The master weights behind what was written: of a cast the elements that changed, and of the others the master's
-    own digits.
+def writes_on_masters(written: NamedLeaves, computed: Any, masters: Any) -> NamedLeaves:
+    """Return the written parameters as master weights.
+
+    For a cast parameter, changed elements come from the write; the other elements keep the master's full precision.
 
     Args:
-        written: what a pass wrote, in the dtypes that it computes in.
+        written: the arrays that a pass wrote, in its compute dtypes.
         computed: the parameters that it computed with.
-        masters: the master weights, which may be the same.
+        masters: the master weights, which may be the same object.
     """
     if computed is masters:
         return written
@@ -65,15 +66,15 @@ def on_masters(written: Leaves, computed: Any, masters: Any) -> Leaves:
     }
 
 
-def overlaid(params: Any, written: Leaves | None) -> Any:
-    """The parameters with what was written in its places; themselves where nothing was."""
+def overlay_writes(params: Any, written: NamedLeaves | None) -> Any:
+    """Return the parameters with the written ones replaced; `params` itself if there are none."""
     if not written:
         return params
     return jax.tree_util.tree_map_with_path(lambda path, leaf: written.get(path_name(path), leaf), params)
 
 
-def selected(params: Any, written: Leaves) -> dict[Any, Any]:
-    """What was written as nested dicts with the keys that lead to it in `params`, which are nested dicts too."""
+def nest_writes(params: Any, written: NamedLeaves) -> dict[Any, Any]:
+    """Return the written arrays as nested dicts, with the same keys as in the nested dicts `params`."""
     found: dict[Any, Any] = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(params):
         if (name := path_name(path)) in written:
@@ -84,21 +85,21 @@ def selected(params: Any, written: Leaves) -> dict[Any, Any]:
     return found
 
 
-def without_origins(written: Leaves, came: Mapping[str, int | None], params: Any) -> Leaves | None:
-    """What was written, less the parameters that a pass handed on as they came; None if nothing is left.
+def drop_unchanged_writes(written: NamedLeaves, came: Mapping[str, int | None], params: Any) -> NamedLeaves | None:
+    """Return the written parameters without those that a pass returned unchanged; None if none is left.
 
     Args:
-        written: what looks written.
-        came: of each the number of the program's input that it is, as `origins` has it.
-        params: the parameters, the first inputs of the program.
+        written: the candidates.
+        came: for each candidate the index of the program input that it equals, as `output_origins` returns it.
+        params: the parameters, which are the first inputs of the program.
     """
     numbers = {path: number for number, path in enumerate(named_leaves(params))}
     found = {path: leaf for path, leaf in written.items() if came[path] != numbers[path]}
     return found or None
 
 
-def origins(program: compat.Jaxpr) -> list[int | None]:
-    """For each output of a program the number of the input that it is, handed on as it came; None where it was made."""
+def output_origins(program: compat.Jaxpr) -> list[int | None]:
+    """Return for each program output the index of the input that it passes through unchanged, or None if computed."""
     made = {var: (eqn, number) for eqn in program.eqns for number, var in enumerate(eqn.outvars)}
     inputs = {var: number for number, var in enumerate(program.invars)}
 
@@ -109,10 +110,14 @@ def origins(program: compat.Jaxpr) -> list[int | None]:
             if atom not in made:
                 return None
             eqn, number = made[atom]
-            inner = [p for p in compat.programs_of(eqn) if len(p.invars) == len(eqn.invars)]
-            if len(inner) != 1 or len(inner[0].outvars) != len(eqn.outvars) or compat.name_of(eqn) not in _HANDING_ON:
+            inner = [p for p in compat.inner_programs(eqn) if len(p.invars) == len(eqn.invars)]
+            if (
+                len(inner) != 1
+                or len(inner[0].outvars) != len(eqn.outvars)
+                or compat.primitive_name(eqn) not in _CALL_PRIMITIVES
+            ):
                 return None
-            came = origins(inner[0])[number]
+            came = output_origins(inner[0])[number]
             if came is None:
                 return None
             atom = eqn.invars[came]
@@ -121,5 +126,5 @@ def origins(program: compat.Jaxpr) -> list[int | None]:
     return [of(atom) for atom in program.outvars]
 
 
-_HANDING_ON = frozenset(("jit", "remat", "checkpoint", "closed_call", "core_call", "custom_jvp_call"))
-"""Equations that run their one program once."""
+_CALL_PRIMITIVES = frozenset(("jit", "remat", "checkpoint", "closed_call", "core_call", "custom_jvp_call"))
+"""Primitives that run a single inner program once."""

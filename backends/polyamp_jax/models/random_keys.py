@@ -1,4 +1,4 @@
-"""The base keys of a model's random streams, from what the user gave to `init` as `rngs`. Called by `backend`."""
+"""Base keys of a model's random streams, derived from the `rngs` argument of `init`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import jax.numpy as jnp
 from polyamp.errors import UnsupportedError
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, is_key
-from polyamp_jax.models.parts import Adapter
+from polyamp_jax.models.model_parts import ModelAdapter
 
 
-def random_keys(rngs: Any, adapter: Adapter) -> dict[str, jax.Array]:
-    """The base keys of a model's random streams, from what the user gave as `rngs`.
+def random_keys(rngs: Any, adapter: ModelAdapter) -> dict[str, jax.Array]:
+    """Return the base keys of a model's random streams, derived from `rngs`.
 
     Args:
-        rngs: None, a mapping from stream name to seed or key, an `nnx.Rngs`, or a bare seed or key where the adapter
-            names it.
+        rngs: None, a mapping from stream name to seed or key, an `nnx.Rngs`, or a bare seed or key if the adapter has
+            a default stream name.
 
     Raises:
         UnsupportedError: something else.
     """
     if rngs is None:
         return {}
-    if compat.is_a(rngs, "flax.nnx", "Rngs"):  # the keys that its streams would give next; it stays as it is
+    if compat.is_a(rngs, "flax.nnx", "Rngs"):  # the next keys of its streams; `rngs` is not changed
         rngs = {name: jax.random.fold_in(stream.key[...], stream.count[...]) for name, stream in rngs.items()}
     if not isinstance(rngs, Mapping):
         if adapter.stream is None:
@@ -35,10 +35,10 @@ def random_keys(rngs: Any, adapter: Adapter) -> dict[str, jax.Array]:
             )
         rngs = {adapter.stream: rngs}
     adapter.check_streams(rngs)
-    return {str(name): _key(name, seed) for name, seed in rngs.items()}
+    return {str(name): _random_key(name, seed) for name, seed in rngs.items()}
 
 
-def _key(name: Any, seed: Any) -> jax.Array:
+def _random_key(name: Any, seed: Any) -> jax.Array:
     if isinstance(seed, int) and not isinstance(seed, bool):
         return jax.random.key(seed)
     if is_key(seed) and seed.shape == ():

@@ -1,1 +1,1 @@
-"""Watching a training of JAX models for `polyamp.compare`: `Observer` over JAX. Loaded by `JaxBackend.observer`."""
+"""Recording of JAX training passes for `polyamp.compare`: the `Observer` protocol for JAX."""

@@ -1,4 +1,4 @@
-"""`JaxObserver`: `polyamp.parity.observing.Observer` over JAX. Called by `JaxBackend.observer`."""
+"""`JaxObserver`: the `polyamp.parity.trace.observer.Observer` protocol for JAX."""
 
 from __future__ import annotations
 
@@ -6,54 +6,54 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Final
 
-from polyamp.parity.observing import Draws, See, Watched
+from polyamp.parity.trace.observer import CaptureCallback, PassRecord, UniformSource
 from polyamp.results import LossFunction
 from polyamp_jax import compat
-from polyamp_jax.observe.named import Gradients, host
-from polyamp_jax.observe.stillness import still
-from polyamp_jax.observe.watching import Found, Watching
-from polyamp_jax.observe.working import working
-from polyamp_jax.step.failures import explained
+from polyamp_jax.observe.capture import PassCapture, PassTraceInfo
+from polyamp_jax.observe.dropout import disable_dropout
+from polyamp_jax.observe.jax_only.named_gradients import LeafGradients, host_array
+from polyamp_jax.observe.model_copy import model_copy
+from polyamp_jax.step.error_hints import explain_error
 
 
 class JaxObserver:
-    """`Observer` over JAX."""
+    """Recorder of JAX training passes; implements `Observer`."""
 
     def __init__(self) -> None:
-        self._watching: dict[int, Watching] = {}
+        self._captures: dict[int, PassCapture] = {}
 
     @contextlib.contextmanager
     def working(self, model: Any, *, wide: bool = False, inference: bool = False) -> Iterator[Any]:
-        with working(model, wide=wide, inference=inference) as made:
+        with model_copy(model, wide=wide, inference=inference) as made:
             try:
                 yield made
             finally:
-                self._watching.clear()
+                self._captures.clear()
 
-    def still(self, model: Any, draws: Draws | None) -> contextlib.AbstractContextManager[None]:
-        return still(draws)
+    def still(self, model: Any, draws: UniformSource | None) -> contextlib.AbstractContextManager[None]:
+        return disable_dropout(draws)
 
-    def watch(self, state: Any, loss_fn: LossFunction, batch: Any, see: See) -> Watched:
-        watching = self._watching.setdefault(id(loss_fn), Watching(loss_fn))
+    def watch(self, state: Any, loss_fn: LossFunction, batch: Any, see: CaptureCallback) -> PassRecord:
+        watching = self._captures.setdefault(id(loss_fn), PassCapture(loss_fn))
         try:
-            with compat.apart("watch", strictly=False):
+            with compat.separate_trace_cache("watch", strictly=False):
                 passed = watching(state, batch)
         except Exception as error:
-            said = explained(error, batch)
+            said = explain_error(error, batch)
             if said is None:
                 raise
             raise said from error
-        found: Found = passed.found.value
+        found: PassTraceInfo = passed.found.value
         dtypes = [str(array.dtype) for array in passed.arrays]
         arrays, cotangents = passed.arrays, passed.cotangents
         for number, (path, what) in enumerate(found.shown):
-            see(path, what, host(arrays[number]), dtypes[number])
-            arrays[number] = None  # one after the other is let go
+            see(path, what, host_array(arrays[number]), dtypes[number])
+            arrays[number] = None  # free each array once it is reported
         for number in reversed(range(len(found.shown))):
             if cotangents[number] is not None:
-                see(found.shown[number][0], "cotangent", host(cotangents[number]), dtypes[number])
+                see(found.shown[number][0], "cotangent", host_array(cotangents[number]), dtypes[number])
                 cotangents[number] = None
-        return Watched(float(passed.loss), Gradients(state, passed.gradients), found.operations, found.unseen)
+        return PassRecord(float(passed.loss), LeafGradients(state, passed.gradients), found.operations, found.unseen)
 
 
 OBSERVER: Final = JaxObserver()

@@ -1,1 +1,1 @@
-"""Loss scaling for training loops that people keep in their own hands."""
+"""Loss scaling for custom training loops: `scaled_value_and_grad` and `select`."""

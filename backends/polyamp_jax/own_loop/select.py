@@ -1,4 +1,4 @@
-"""`select`: the update of a training loop of one's own, or what was there before it, by the finite flag."""
+"""`select`: conditional update for custom training loops, by the finite flag."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyamp.errors import ArgumentError, described
+from polyamp.errors import ArgumentError, describe_value
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, is_key
 
 
 def select(finite: Any, new: Any, old: Any) -> Any:
-    """`new` where `finite`, else `old`, bit for bit: what a step that overflowed leaves alone (S12).
+    """Return `new` if `finite`, else `old`, bit for bit, so that a step that overflows changes nothing (S12).
 
-    Both are computed, and chosen elementwise, as by `jnp.where`: there is no branch and the host does not wait.
+    Both are computed and selected elementwise, as by `jnp.where`: there is no branch, and the host does not wait.
 
     Args:
         finite: the flag of `scaled_value_and_grad` or `scaler.unscale`, a boolean scalar.
-        new: any pytree after the update: parameters, an optax state, an equinox module, `(parameters, state)`. nnx
-            modules and optimizers in it, which an update changes in place, are changed in place: pass the objects
-            themselves.
+        new: any pytree after the update: parameters, an optax state, an equinox module, `(parameters, state)`. For
+            nnx modules and optimizers pass the objects themselves: they are changed in place, as by an update.
         old: the same before the update, and for nnx before the forward pass: `nnx.clone((model, optimizer))`.
 
     Returns:
-        The pytree; of nnx objects `new` itself. Typed PRNG keys and nnx's random streams are those of `new`, or the
-        dropout mask that overflowed would come back. What is no array must be equal in both.
+        The selected pytree; for nnx objects `new` itself. Typed PRNG keys and nnx's random streams always come from
+        `new`; otherwise the dropout mask that overflowed would repeat. Leaves that are not arrays must be equal.
 
     Raises:
-        ArgumentError: `finite` is no boolean scalar; `new` and `old` differ in structure, shape, dtype or in what is no
-            array; `old` is no copy, but shares its nnx variables with `new`.
+        ArgumentError: `finite` is not a boolean scalar; `new` and `old` differ in structure, shape, dtype or in a leaf
+            that is not an array; `old` is not a copy, but shares its nnx variables with `new`.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -45,20 +44,20 @@ def select(finite: Any, new: Any, old: Any) -> Any:
     if not isinstance(finite, bool) and not (is_array(finite) and finite.shape == () and finite.dtype == bool):
         raise ArgumentError(
             "select(finite, new, old): finite must be a boolean scalar, the flag that scaled_value_and_grad returned. "
-            f"Received: {described(finite)}. Are the arguments swapped?"
+            f"Received: {describe_value(finite)}. Are the arguments swapped?"
         )
-    kinds = compat.nnx_kinds()
+    kinds = compat.nnx_classes()
     if any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(new, is_leaf=lambda node: isinstance(node, kinds))):
-        return _in_place(finite, new, old)
+        return _select_in_place(finite, new, old)
     _check_structure(new, old)
-    return jax.tree_util.tree_map_with_path(lambda path, a, b: _leaf(finite, a, b, path), new, old)
+    return jax.tree_util.tree_map_with_path(lambda path, a, b: _select_leaf(finite, a, b, path), new, old)
 
 
-def _in_place(finite: Any, new: Any, old: Any) -> Any:
-    """Change the nnx objects in `new`; the streams of random numbers stay where they have come to."""
-    nnx = compat.loaded("flax.nnx")
+def _select_in_place(finite: Any, new: Any, old: Any) -> Any:
+    """Update the nnx objects in `new` in place; their random streams are not reset."""
+    nnx = compat.loaded_module("flax.nnx")
     after, before = nnx.state(new, nnx.Not(nnx.RngState)), nnx.state(old, nnx.Not(nnx.RngState))
-    variables = [_variables(tree, nnx.Variable) for tree in (new, old)]
+    variables = [_nnx_variables(tree, nnx.Variable) for tree in (new, old)]
     if {id(variable) for variable in variables[0]} & {id(variable) for variable in variables[1]}:
         raise ArgumentError(
             "select(finite, new, old): old shares its variables with new, so that the update changed both. Copy it "
@@ -67,13 +66,13 @@ def _in_place(finite: Any, new: Any, old: Any) -> Any:
         )
     values = nnx.to_pure_dict(after), nnx.to_pure_dict(before)
     _check_structure(*values)
-    chosen = jax.tree_util.tree_map_with_path(lambda path, a, b: _leaf(finite, a, b, path), *values)
+    chosen = jax.tree_util.tree_map_with_path(lambda path, a, b: _select_leaf(finite, a, b, path), *values)
     nnx.update(new, chosen)
     return new
 
 
-def _variables(tree: Any, kind: Any) -> list[Any]:
-    nnx = compat.loaded("flax.nnx")
+def _nnx_variables(tree: Any, kind: Any) -> list[Any]:
+    nnx = compat.loaded_module("flax.nnx")
     leaves: list[Any] = jax.tree.leaves(nnx.state(tree), is_leaf=lambda node: isinstance(node, kind))
     return leaves
 
@@ -87,7 +86,7 @@ def _check_structure(new: Any, old: Any) -> None:
         )
 
 
-def _leaf(finite: Any, new: Any, old: Any, path: Any) -> Any:
+def _select_leaf(finite: Any, new: Any, old: Any, path: Any) -> Any:
     if new is old or is_key(new):
         return new
     if is_array(new) and is_array(old):
@@ -100,6 +99,7 @@ def _leaf(finite: Any, new: Any, old: Any, path: Any) -> Any:
     if not is_array(new) and not is_array(old) and type(new) is type(old) and new == old:
         return new
     raise ArgumentError(
-        f"select(finite, new, old): new{jax.tree_util.keystr(path)} is {described(new)} and old is {described(old)}. "
+        f"select(finite, new, old): new{jax.tree_util.keystr(path)} is {describe_value(new)} and old is "
+        f"{describe_value(old)}. "
         "Only arrays can be chosen by a flag on the device: make it a jnp array, or leave it out."
     )

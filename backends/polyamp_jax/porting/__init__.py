@@ -1,2 +1,2 @@
-"""JAX's half of moving models: flax's, equinox's and haiku's layers, and plain functions' parameters, in the canonical
-layout."""
+"""Transfer of JAX models to and from other frameworks: flax, equinox, haiku and plain functions. `converter` is the
+entry module."""

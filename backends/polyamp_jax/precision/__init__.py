@@ -1,1 +1,1 @@
-"""In which dtype JAX programs run (S1 to S5): autocast as an interpreter of jaxprs, and models under a policy."""
+"""Dtypes of JAX programs (S1 to S5): autocast as an interpreter of jaxprs, and models under a policy."""

@@ -1,7 +1,4 @@
-"""Mode "cast": each module's dtype, parameters cast once, functions with arguments and results cast (S3, S5).
-
-Called by `bound`, `autocast` and `differentiate`.
-"""
+"""Mode "cast": each module's dtype, parameter casts, and casts of a function's arguments and results (S3, S5)."""
 
 from __future__ import annotations
 
@@ -12,21 +9,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyamp.rules.plan import Plan
+from polyamp.rules.resolved_policy import ResolvedPolicy
 from polyamp_jax.arrays import cast_arguments, matmul_precision, named_leaves, path_name
-from polyamp_jax.models.parts import Adapter
-from polyamp_jax.precision.interpreter.staging import settled
-from polyamp_jax.precision.interpreter.walk import interprets
+from polyamp_jax.models.model_parts import ModelAdapter
+from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
+from polyamp_jax.precision.interpreter.staging import innermost_policy_scope
 
 
-def compute_params(params: Any, adapter: Adapter, plan: Plan) -> Any:
-    """The parameters that a pass works on: the masters in mode "autocast"; in mode "cast" in the dtypes that they
-    compute in, the policy's, or that of an override of their module (S5). The very masters where no dtype differs."""
-    if interprets(plan):
+def compute_params(params: Any, adapter: ModelAdapter, plan: ResolvedPolicy) -> Any:
+    """Return the parameters that a pass computes with: the masters in mode "autocast", their casts in mode "cast".
+
+    A cast has the policy's dtype or that of an override of its module (S5). If no dtype differs, the masters themselves
+    are returned.
+    """
+    if has_interpreted_operations(plan):
         return params
 
     def one(path: Any, leaf: Any) -> Any:
-        dtype = dtype_of(_module(path_name(path)), adapter, plan)
+        dtype = module_dtype(_owner_module(path_name(path)), adapter, plan)
         return leaf if leaf.dtype == dtype else jnp.asarray(leaf, dtype)
 
     made = jax.tree_util.tree_map_with_path(one, params)
@@ -34,33 +34,33 @@ def compute_params(params: Any, adapter: Adapter, plan: Plan) -> Any:
     return params if same else made
 
 
-def module_dtypes(params: Any, adapter: Adapter, plan: Plan) -> Mapping[str, str]:
-    """Path of every module that owns parameters -> its dtype; empty where nothing is cast.
+def module_dtypes(params: Any, adapter: ModelAdapter, plan: ResolvedPolicy) -> Mapping[str, str]:
+    """Return the dtype of every module that owns parameters, by path. Empty if nothing is cast.
 
-    Every module's inputs are cast, not only the model's: one that promotes (a batch normalisation with float32
-    statistics, an embedding or a recurrent carry with a dtype of its own) would else leave all that follows in float32.
+    Every module's inputs are cast, not only the model's. Otherwise a module that promotes (a batch normalisation with
+    float32 statistics, an embedding or recurrent carry with its own dtype) would leave all later layers in float32.
     """
     if not plan.overridden and plan.compute == plan.param:
         return {}
-    return {path: dtype_of(path, adapter, plan) for path in map(_module, named_leaves(params))}
+    return {path: module_dtype(path, adapter, plan) for path in map(_owner_module, named_leaves(params))}
 
 
-def cast_function(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
-    """A function with its floating array arguments in `compute` and its floating results in `output` dtype."""
+def cast_function(function: Callable[..., Any], plan: ResolvedPolicy) -> Callable[..., Any]:
+    """Wrap a function: cast its floating array arguments to `compute` and its floating results to `output` dtype."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with matmul_precision(plan), settled():
+        with matmul_precision(plan), innermost_policy_scope():
             args, kwargs = cast_arguments((args, kwargs), plan.compute, float64=plan.float64)
             return cast_arguments(function(*args, **kwargs), plan.output, float64=plan.float64)
 
     return call
 
 
-def dtype_of(module: str, adapter: Adapter, plan: Plan) -> str:
-    """The dtype of the parameters and inputs of the module at a path."""
+def module_dtype(module: str, adapter: ModelAdapter, plan: ResolvedPolicy) -> str:
+    """Return the dtype of the parameters and inputs of the module at a path."""
     return plan.at(module).named or (plan.param if module in adapter.pinned else plan.compute)
 
 
-def _module(parameter: str) -> str:
+def _owner_module(parameter: str) -> str:
     return parameter.rpartition("/")[0]

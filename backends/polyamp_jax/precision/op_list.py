@@ -1,8 +1,8 @@
-"""The op lists: in which dtype each of JAX's primitives runs under autocast (S3, S4). Read by `walk`.
+"""Op lists: the dtype in which each JAX primitive runs under autocast (S3, S4).
 
-The lists mirror those of `torch.autocast` on CUDA; `docs/guides/jax_autocast.md` says where they differ, and why.
-A primitive that is in no list and that `control_flow` has no rule for is opaque: it runs in the dtypes the program
-declares, and the casting report names it.
+The lists mirror those of `torch.autocast` on CUDA. `docs/guides/jax_autocast.md` explains the differences. A primitive
+in no list and without a rule in `control_flow` is opaque: it runs in the dtypes that the program declares, and the
+casting report names it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from polyamp.errors import PolicyError, UnsupportedError, did_you_mean
 from polyamp.recipe.policy import Policy
 from polyamp_jax import compat
 
-Rule = Literal["compute", "float32", "promote", "follow", "opaque"]
+OpRule = Literal["compute", "float32", "promote", "follow", "opaque"]
 
 COMPUTE: Final = """
     conv_general_dilated dot_general ragged_dot_general
 """
-"""Run in the policy's compute dtype: where the time goes, and what matrix units are for."""
+"""Run in the policy's compute dtype: the operations that take most of the time and use matrix units."""
 
 SENSITIVE: Final[Mapping[str, str]] = {
     "exponentials": "cosh exp exp2 expm1 sinh",
@@ -43,17 +43,18 @@ SENSITIVE: Final[Mapping[str, str]] = {
     """,
     "trigonometry next to a pole": "acos asin tan",
 }
-"""Family -> what runs in float32 (S4): it overflows or loses digits in 16 bits. The families are those of
-`polyamp.rules.sensitive`, then JAX's own. A softmax, a normalisation and a loss are programs of exponentials, powers
-and sums here, and have the rules of these. Functions of `jnp.linalg` are programs too, and run in float32 whole: see
-`compat.linear_algebra`."""
+"""Family -> primitives that run in float32 because they overflow or lose digits in 16 bits (S4).
+
+The families are those of `polyamp.rules.float32_ops`, then JAX's own. In JAX a softmax, a normalisation and a loss are
+programs of exponentials, powers and sums, and follow their rules. Functions of `jnp.linalg` are programs too. They run
+in float32 as a whole: see `compat.linear_algebra_name`."""
 
 PROMOTE: Final = """
     add add_any atan2 clamp concatenate div dynamic_update_slice eq eq_to ge gt le le_to lt lt_to max min mul ne
     nextafter pad ragged_all_to_all rem scatter select_and_gather_add select_and_scatter_add select_if_vmap select_n
     stack sub
 """
-"""Several operands: run in the widest dtype among them. Python scalars and other constants do not widen."""
+"""Run in the widest dtype among several operands. Python scalars and other constants do not widen."""
 
 FOLLOW: Final = """
     abs acosh argmax argmin asinh atan atanh ceil cos cummax cummin debug_callback debug_print erf erfc floor
@@ -61,7 +62,7 @@ FOLLOW: Final = """
     reduce_window_max reduce_window_min round sign sin sort sqrt tanh top_k unreduced_psum unreduced_reduce_scatter
     unvmap_all unvmap_any unvmap_max
 """
-"""Run in the dtype that their operand has."""
+"""Run in the dtype of their operand."""
 
 MOVE: Final = """
     all_gather all_gather_invariant all_gather_reduced all_to_all broadcast_in_dim broadcast_to copy device_put
@@ -70,7 +71,7 @@ MOVE: Final = """
     reduced_vary_cast reshape reshard rev sharding_constraint slice split squeeze stage stop_gradient tie tile
     transpose unstack vary_unreduced_cast with_memory_space_constraint xla_metadata_value
 """
-"""Move data without computing: they keep the dtype of what they move, and the casting report leaves them out."""
+"""Move data without computing. They keep the data's dtype, and the casting report omits them."""
 
 OPAQUE: Final = """
     accum_grad_in_ref after_all and announce_jaxpr approx_top_k axis_index bcoo_dot_general bcoo_dot_general_sampled
@@ -93,17 +94,17 @@ OPAQUE: Final = """
 
     addupdate empty_ref free_ref freeze get new_ref mutable_array swap
 """
-"""Run in the dtypes the program declares, since their code, their types or their users' code were made for those."""
+"""Run in the dtypes that the program declares: their code, types or user-defined rules require these."""
 
 STRUCTURE: Final = """
     call closed_call compute_on cond convert_element_type custom_jvp_call custom_vjp_call jit remat remat_opt scan
     shard_map while xla_pmap
 """
-"""Rules of their own, in `control_flow` and `walk`; `op_rules` can make them opaque, and nothing else."""
+"""Primitives with rules in `control_flow` and `interpreter`. `op_rules` can only make them opaque."""
 
 
-def _table() -> dict[str, Rule]:
-    lists: dict[Rule, str] = {
+def _rule_table() -> dict[str, OpRule]:
+    lists: dict[OpRule, str] = {
         "compute": COMPUTE,
         "float32": " ".join(SENSITIVE.values()),
         "promote": PROMOTE,
@@ -113,7 +114,7 @@ def _table() -> dict[str, Rule]:
     return {name: rule for rule, names in lists.items() for name in names.split()}
 
 
-RULES: Final = _table()
+RULES: Final = _rule_table()
 """Primitive name -> rule."""
 
 MOVES: Final = frozenset(MOVE.split())
@@ -121,59 +122,61 @@ PRODUCTS: Final = frozenset(COMPUTE.split())
 STRUCTURES: Final = frozenset(STRUCTURE.split())
 
 SHIFTS: Final = frozenset({"exp", "exp2", "expm1"})
-"""A subtraction whose result reaches one of these (through `TOWARDS_SHIFT`) runs in float32: it is the shift by the
-maximum in a softmax or logsumexp written by hand, and rounding it to 16 bits would not equal casting the input."""
+"""A subtraction whose result reaches one of these (through `SHIFT_INPUTS`) runs in float32. It is the shift by the
+maximum in a hand-written softmax or logsumexp. Rounding it to 16 bits is not equivalent to casting the input."""
 
-TOWARDS_SHIFT: Final = frozenset({"abs", "broadcast_in_dim", "mul", "neg", "reshape", "stop_gradient", "transpose"})
+SHIFT_INPUTS: Final = frozenset({"abs", "broadcast_in_dim", "mul", "neg", "reshape", "stop_gradient", "transpose"})
 
 LOGARITHMS: Final = frozenset({"log", "log1p"})
-"""What makes their operand runs in float32, back through `ROUNDING`, `PASSING` and moves to a product, to `SATURATING`
-or to what is float32 anyway; likewise what makes `x` in `1 - x`. A 16-bit probability near 0 or 1 has no digits."""
+"""The operations that compute their operand run in float32, and so do those that compute `x` in `1 - x`.
 
-_ROUNDS: Final = "add add_any clamp div max min mul nextafter rem select_if_vmap select_n sqrt sub"
-_PASSES: Final = """
+This extends back through `ROUNDING`, `TRANSPARENT` and moves, to a product, to `SATURATING` or to float32 operations.
+A 16-bit probability near 0 or 1 has no digits."""
+
+_ROUNDING_NAMES: Final = "add add_any clamp div max min mul nextafter rem select_if_vmap select_n sqrt sub"
+_TRANSPARENT_NAMES: Final = """
     abs concatenate cummax cummin cumprod cumsum dynamic_update_slice integer_pow neg pad pow reciprocal reduce_max
     reduce_min reduce_prod reduce_sum reduce_window_max reduce_window_min reduce_window_sum rsqrt scatter scatter_add
     sort square stack
 """
-_SATURATES: Final = "acosh asinh atan atan2 atanh cos erf erfc logistic sin tanh"
+_SATURATING_NAMES: Final = "acosh asinh atan atan2 atanh cos erf erfc logistic sin tanh"
 
-ROUNDING: Final = frozenset(_ROUNDS.split())
-"""For a logarithm or `1 - x` they run in float32, and so does what makes their operands. Of a maximum, a clamp or a
-selection it is the constants that would be rounded."""
+ROUNDING: Final = frozenset(_ROUNDING_NAMES.split())
+"""For a logarithm or `1 - x` they run in float32, and so do the operations that compute their operands. A maximum, a
+clamp or a selection is included because its constants would be rounded."""
 
-PASSING: Final = frozenset(_PASSES.split())
-"""Exact, or float32 anyway: for a logarithm or `1 - x`, what makes their operands runs in float32."""
+TRANSPARENT: Final = frozenset(_TRANSPARENT_NAMES.split())
+"""Exact, or always float32. For a logarithm or `1 - x` the operations that compute their operands run in float32."""
 
-SATURATING: Final = frozenset(_SATURATES.split())
-"""For a logarithm or `1 - x` they run in float32; of their own operands 16 bits are enough, as for `exp`."""
+SATURATING: Final = frozenset(_SATURATING_NAMES.split())
+"""For a logarithm or `1 - x` they run in float32. 16 bits are enough for their own operands, as for `exp`."""
 
-SUMS: Final = frozenset({"cumprod", "cumsum", "reduce_prod", "reduce_sum", "reduce_window_sum"})
-"""What JAX itself takes in float32 for 16-bit arrays, returning to 16 bits afterwards."""
+REDUCTIONS: Final = frozenset({"cumprod", "cumsum", "reduce_prod", "reduce_sum", "reduce_window_sum"})
+"""Reductions that JAX itself computes in float32 for 16-bit arrays, with a cast back to 16 bits."""
 
 SCATTERS: Final[Mapping[str, Callable[..., Any]]] = {
     "scatter_add": jax.lax.scatter_add,
     "scatter_mul": jax.lax.scatter_mul,
     "scatter_sub": jax.lax.scatter_sub,
 }
-"""Sums and products typed by a function among their parameters: what binds one in another dtype."""
+"""Scatter primitive -> the function that binds it in another dtype. Its combining function is a typed parameter."""
 
-READS: Final = frozenset({"dynamic_slice", "gather"})
-"""Moves whose gradient is a sum over the places that were read, where those are computed and may repeat."""
-
-
-_registered: list[str] = []
+INDEXED_READS: Final = frozenset({"dynamic_slice", "gather"})
+"""Moves that read at computed indices, which may repeat. Their gradient is a sum over the reads."""
 
 
-def register_rule(name: str, rule: Rule) -> None:
-    """Give a primitive of your own a rule, as `torch.library.register_autocast` does; a policy's `op_rules` still win.
+_registered_names: list[str] = []
+
+
+def register_rule(name: str, rule: OpRule) -> None:
+    """Register a custom primitive's rule, like `torch.library.register_autocast`. A policy's `op_rules` override it.
 
     Args:
         name: the primitive's name.
         rule: "compute", "float32", "promote", "follow" or "opaque".
 
     Raises:
-        PolicyError: no such rule, or the primitive has one already.
+        PolicyError: no such rule, or the primitive already has one.
 
     >>> register_rule("my_rotary_embedding", "follow")
     """
@@ -185,16 +188,16 @@ def register_rule(name: str, rule: Rule) -> None:
         )
     if name not in RULES:
         RULES[name] = rule
-        _registered.append(name)
+        _registered_names.append(name)
 
 
-def registered() -> int:
-    """How many rules have been registered."""
-    return len(_registered)
+def registered_count() -> int:
+    """Return the number of registered rules."""
+    return len(_registered_names)
 
 
-def rules_for(changes: Mapping[str, str]) -> Mapping[str, Rule]:
-    """The table with a policy's `op_rules` in it.
+def rules_for(changes: Mapping[str, str]) -> Mapping[str, OpRule]:
+    """Return the rule table with a policy's `op_rules` applied.
 
     Raises:
         PolicyError: no such operation, or no such rule for it.
@@ -204,8 +207,8 @@ def rules_for(changes: Mapping[str, str]) -> Mapping[str, Rule]:
     """
     table = dict(RULES)
     for given, rule in changes.items():
-        name = compat.canonical(given)
-        if name not in RULES and name not in STRUCTURES and name not in compat.operations():
+        name = compat.canonical_primitive_name(given)
+        if name not in RULES and name not in STRUCTURES and name not in compat.known_primitives():
             raise PolicyError(
                 f"op_rules: JAX has no operation {given!r}."
                 + did_you_mean(given, [*RULES, *STRUCTURES])
@@ -222,7 +225,7 @@ def rules_for(changes: Mapping[str, str]) -> Mapping[str, Rule]:
 
 
 def check_policy(policy: Policy) -> None:
-    """Refuse what this backend cannot compute, before the first step (S20).
+    """Reject a policy that this backend cannot compute, before the first step (S20).
 
     Raises:
         PolicyError: `op_rules` names an operation that does not exist.
@@ -238,5 +241,5 @@ def check_policy(policy: Policy) -> None:
 
 
 def _check_rule(name: str, rule: str) -> None:
-    if rule not in get_args(Rule):
-        raise PolicyError(f"op_rules[{name!r}] must be one of {get_args(Rule)}. Received: {rule!r}.")
+    if rule not in get_args(OpRule):
+        raise PolicyError(f"op_rules[{name!r}] must be one of {get_args(OpRule)}. Received: {rule!r}.")

@@ -1,4 +1,4 @@
-"""One forward and backward pass over one model or several: the loss, its weight, and scaled gradients (S6, S7)."""
+"""Forward and backward pass over one or several models: the loss, its weight and scaled gradients (S6, S7)."""
 
 from __future__ import annotations
 
@@ -11,67 +11,51 @@ import numpy as np
 
 from polyamp.errors import TraceError
 from polyamp.results import LossFunction
-from polyamp.rules import refusals, weights
+from polyamp.rules import loss_weights, step_checks
 from polyamp.rules.batches import check_has_rows
-from polyamp.rules.weights import Totals, WeightFunction
 from polyamp_jax import compat
 from polyamp_jax.arrays import XP, dtype_name, is_array, matmul_precision
-from polyamp_jax.models.parameter_writes import conformed, overlaid
-from polyamp_jax.models.parts import Keys, Running
-from polyamp_jax.precision.bound import Engine
+from polyamp_jax.models.model_parts import RandomKeys, RunningState
+from polyamp_jax.models.parameter_writes import conform_writes, overlay_writes
 from polyamp_jax.precision.cast_mode import compute_params
-from polyamp_jax.precision.reading import bound_model
-from polyamp_jax.step.dependence import gradients_made, scattered
-from polyamp_jax.step.failures import check_aux
-from polyamp_jax.step.replicas import Replicas, check_whole
+from polyamp_jax.precision.jax_only.policy_engine import PolicyEngine
+from polyamp_jax.precision.policy_module import make_policy_module
+from polyamp_jax.step.error_hints import check_aux
+from polyamp_jax.step.loss_weights import LossWeighting, batch_rows, batch_shapes, to_weight
+from polyamp_jax.step.replicas import ShardMapReplicas, check_known_shards
 from polyamp_jax.step.state import JaxState
+from polyamp_jax.step.unused_parameters import gradient_mask, reduce_scatter_mask
 
 
-class Pass(NamedTuple):
-    """What one forward and backward pass over several models gives.
+class PassResult(NamedTuple):
+    """Result of one forward and backward pass over several models.
 
     Attributes:
         loss: unscaled loss, float32 scalar.
-        aux: what `loss_fn` returned beside it.
+        aux: the auxiliary output of `loss_fn`.
         values: per model, gradients of the scaled loss in the dtypes of the computation; None for a parameter on which
             the loss does not depend (S23).
         running: per model, its running state afterwards.
-        weight: what the loss is a mean over, float32 scalar (S8); None where it counts by its rows. The gradients do
-            not hold it yet: in 16 bits, and in the scaled loss, it could be too large.
-        counts: of each term of a sum of means; empty for any other loss.
+        weight: the weight of the loss in a mean, float32 scalar (S8); None if the number of rows is the weight. The
+            gradients are not multiplied by it yet: it could overflow in 16 bits and in the scaled loss.
+        counts: count of each term of a sum of means; empty for any other loss.
     """
 
     loss: Any
     aux: Any
     values: list[Any]
-    running: list[Running]
+    running: list[RunningState]
     weight: Any = None
     counts: Sequence[Any] = ()
 
 
-class Weighing(NamedTuple):
-    """What a batch counts (S8, S9).
-
-    Attributes:
-        function: `weight=` of the user's, or None.
-        share: for a micro-batch that counts by its rows: they over those of the largest.
-        rows: of the batch; None where it is the only one.
-        totals: what the terms of a sum of means are divided by, or None.
-    """
-
-    function: WeightFunction | None = None
-    share: float = 1.0
-    rows: int | None = None
-    totals: Totals | None = None
-
-
-def scaled_loss(loss: Any, scale: Any | None, *, what: str = "loss_fn") -> tuple[jax.Array, jax.Array]:
-    """(scaled loss, loss), both float32 scalars (S6).
+def scale_loss_value(loss: Any, scale: Any | None, *, what: str = "loss_fn") -> tuple[jax.Array, jax.Array]:
+    """Return (scaled loss, loss), both float32 scalars (S6).
 
     Raises:
         LossError: not a floating scalar.
     """
-    refusals.check_loss(jnp.shape(loss) if is_array(loss) else (), dtype_name(loss), what=what)
+    step_checks.check_loss(jnp.shape(loss) if is_array(loss) else (), dtype_name(loss), what=what)
     wide = jnp.asarray(loss, jnp.float32).reshape(())
     return (wide if scale is None else wide * scale), wide
 
@@ -80,49 +64,51 @@ def run_pass(
     loss_fn: LossFunction,
     states: Sequence[JaxState],
     params: Sequence[Any],
-    running: Sequence[Running],
+    running: Sequence[RunningState],
     batch: Any,
-    around: Replicas | None,
-    weighing: Weighing,
-) -> Pass:
-    """One forward and backward pass.
+    around: ShardMapReplicas | None,
+    weighing: LossWeighting,
+) -> PassResult:
+    """Run one forward and backward pass.
 
     Raises:
-        LossError: not a floating scalar, or none of the parameters has a gradient (S23).
-        TraceError: `loss_fn` changes an nnx object that it did not make.
+        LossError: the loss is not a floating scalar, or none of the parameters has a gradient (S23).
+        TraceError: `loss_fn` changes an nnx object that it did not create.
     """
-    check_has_rows(shape[0] for _, shape in shapes_of(batch) if shape)
-    keys = [keys_of(state, own.draws) for state, own in zip(states, running, strict=True)]
-    scale = scale_of(states[0])
-    before, given = running, weights.of_batch(weighing.function, batch)
+    check_has_rows(shape[0] for _, shape in batch_shapes(batch) if shape)
+    keys = [pass_keys(state, own.draws) for state, own in zip(states, running, strict=True)]
+    scale = active_loss_scale(states[0])
+    before, given = running, loss_weights.batch_loss_weight(weighing.function, batch)
     several = around is not None or weighing.rows is not None
     if around is not None:
-        keys, running = [around.keys(own) for own in keys], [around.entering(own) for own in running]
+        keys, running = [around.keys(own) for own in keys], [around.enter_pass(own) for own in running]
 
     # in cast mode loss_fn may use both a parameter's cast and, by model.params, the master itself
     wrote = [item.written or {} for item in running]  # by earlier micro-batches of the window
     masters = [
-        None if own is state.params else overlaid(state.params, written)
+        None if own is state.params else overlay_writes(state.params, written)
         for own, state, written in zip(params, states, wrote, strict=True)
     ]
-    params = [overlaid(own, conformed(written, own)) for own, written in zip(params, wrote, strict=True)]
+    params = [overlay_writes(own, conform_writes(written, own)) for own, written in zip(params, wrote, strict=True)]
 
     def loss_of(params: Sequence[Any], masters: Sequence[Any]) -> tuple[Any, Any]:
         engines = [
-            Engine(state.setup.adapter, state.setup.plan, *parts, masters=own)
+            PolicyEngine(state.setup.adapter, state.setup.plan, *parts, masters=own)
             for state, own, *parts in zip(states, masters, params, running, keys, strict=True)
         ]
-        models = tuple(map(bound_model, engines))
+        models = tuple(map(make_policy_module, engines))
         with matmul_precision(states[0].setup.plan):
-            result, found = weights.call(loss_fn, models[0] if len(models) == 1 else models, batch)
-        loss = weights.read(result, found, XP, weight=given, totals=weighing.totals, rows=weighing.rows or _rows(batch))
-        if several and weights.is_unclear(loss, found):
-            weights.warn_unclear(loss_fn, weights.line_of(found))
+            result, found = loss_weights.call_loss_fn(loss_fn, models[0] if len(models) == 1 else models, batch)
+        loss = loss_weights.parse_loss_output(
+            result, found, XP, weight=given, totals=weighing.totals, rows=weighing.rows or batch_rows(batch)
+        )
+        if several and loss_weights.has_unclear_count(loss, found):
+            loss_weights.warn_unclear_count(loss_fn, loss_weights.count_line(found))
         check_aux(loss.aux)
-        _, wide = scaled_loss(loss.value, None)
-        if states[0].recipe.policy.param == "float64":  # what it is multiplied by is float64 as well (S1)
+        _, wide = scale_loss_value(loss.value, None)
+        if states[0].recipe.policy.param == "float64":  # the scale is float64 as well (S1)
             wide = jnp.asarray(loss.value, jnp.float64).reshape(())
-        weight = None if loss.weight is None else _constant(loss.weight)
+        weight = None if loss.weight is None else to_weight(loss.weight)
         if weight is not None:
             wide = jnp.where(weight > 0.0, wide, 0.0)
         if around is not None:
@@ -130,78 +116,67 @@ def run_pass(
         scaled = wide if scale is None else wide * scale
         if weighing.share != 1.0 and weight is None:
             scaled = scaled * weighing.share
-        counts = [_constant(count) for count in weights.counts_of(loss, weighing.rows or _rows(batch))]
+        counts = [to_weight(count) for count in loss_weights.term_counts(loss, weighing.rows or batch_rows(batch))]
         wide = wide.astype(jnp.float32)
         return scaled, (wide, loss.aux, [engine.running for engine in engines], weight, counts if several else [])
 
     trees = (params, masters) if around is None else (around.own(list(params)), around.own(masters))
-    values, _, (loss, aux, after, weight, counts) = taken(loss_of, *trees)
+    values, _, (loss, aux, after, weight, counts) = take_gradients(loss_of, *trees)
     if around is not None:
-        after = [around.leaving(*own) for own in zip(after, running, before, strict=True)]
+        after = [around.leave_pass(*own) for own in zip(after, running, before, strict=True)]
     made = [jax.tree.unflatten(jax.tree.structure(own), flat) for own, flat in zip(params, values, strict=True)]
     moved = [own._replace(draws=own.draws + 1) for own in after]
-    return Pass(loss, aux, made, moved, weight, counts)
+    return PassResult(loss, aux, made, moved, weight, counts)
 
 
-def _constant(value: Any) -> jax.Array:
-    """A number or a scalar in float32, without a gradient."""
-    return jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
-
-
-def _rows(batch: Any) -> int:
-    """The rows of a batch; 1 where its arrays do not agree."""
-    lengths = {shape[0] for _, shape in shapes_of(batch) if shape}
-    return lengths.pop() if len(lengths) == 1 else 1
-
-
-def taken(
+def take_gradients(
     function: Callable[..., tuple[Any, Any]], params: Sequence[Any], masters: Sequence[Any], *others: Any
 ) -> tuple[list[list[Any]], list[Any], Any]:
-    """The gradients of `function(params, masters, *others) -> (scaled loss, rest)`.
+    """Return the gradients of `function(params, masters, *others) -> (scaled loss, rest)`.
 
     Args:
         function: the forward pass.
-        params: per model, what it computes with.
-        masters: per model, its master weights where these are others, or None.
-        *others: pytrees of whatever else is differentiated by.
+        params: per model, the parameters that it computes with.
+        masters: per model, its master weights if they differ from `params`, else None.
+        *others: further pytrees to differentiate with respect to.
 
     Returns:
-        Per model, the gradients by the leaves of its parameters, each None where the loss does not depend on it (S23);
-        those by the leaves of `others`; and the rest.
+        Three values: per model, the gradients with respect to the leaves of its parameters, each None if the loss does
+        not depend on the leaf (S23); the gradients with respect to the leaves of `others`; and the rest.
     """
     try:
         scaled, backward, rest = jax.vjp(function, list(params), list(masters), *others, has_aux=True)
     except Exception as error:
-        _refuse_changed_nnx(error)
+        _refuse_nnx_changes(error)
         raise
     program = jax.make_jaxpr(backward)(scaled)
-    made = gradients_made(program)
+    made = gradient_mask(program)
     if compat.mapped_axes():
-        check_whole(scattered(program), [params, masters, *others])
-    refusals.check_depends(any(made))
+        check_known_shards(reduce_scatter_mask(program), [params, masters, *others])
+    step_checks.check_loss_dependence(any(made))
     one: Any = np.ones((), scaled.dtype)
-    if own := compat.varying(scaled):  # a loss that is each replica's own
-        one = compat.vary(one, sorted(own))
+    if own := compat.varying_axes(scaled):  # the loss differs between replicas
+        one = compat.vary_over_axes(one, sorted(own))
     flat = compat.jaxpr_as_fun(program)(one)
     found = iter([gradient if depends else None for gradient, depends in zip(flat, made, strict=True)])
     values = [[next(found) for _ in jax.tree.leaves(own)] for own in params]
     for number, own in enumerate(masters):
         if own is not None:
-            values[number] = [_sum(of_cast, next(found)) for of_cast in values[number]]
+            values[number] = [_sum_gradients(of_cast, next(found)) for of_cast in values[number]]
     return values, list(found), rest
 
 
-def _sum(of_cast: Any, of_master: Any) -> Any:
-    """A parameter's gradient by its cast and by itself, each None where the loss does not depend on it."""
+def _sum_gradients(of_cast: Any, of_master: Any) -> Any:
+    """Add a parameter's gradients through its cast and through its master. Each may be None (no dependence)."""
     if of_cast is None or of_master is None:
         return of_master if of_cast is None else of_cast
     return of_cast.astype(of_master.dtype) + of_master
 
 
-def _refuse_changed_nnx(error: BaseException) -> None:
-    """Say what to do where flax found that `loss_fn` changes an nnx object of the world outside the step."""
+def _refuse_nnx_changes(error: BaseException) -> None:
+    """Raise `TraceError` with advice if flax reports that `loss_fn` changes an nnx object from outside the step."""
     cause: BaseException | None = error
-    while cause is not None and not compat.flax_refused_a_change(cause):
+    while cause is not None and not compat.is_flax_trace_error(cause):
         cause = cause.__cause__
     if cause is not None:
         raise TraceError(
@@ -213,23 +188,18 @@ def _refuse_changed_nnx(error: BaseException) -> None:
         ) from error
 
 
-def computed(state: JaxState) -> Any:
-    """What a pass computes with: the parameters, or in mode "cast" their casts."""
+def compute_parameters(state: JaxState) -> Any:
+    """Return the parameters that a pass computes with. In mode "cast" these are the cast parameters."""
     return compute_params(state.params, state.setup.adapter, state.setup.plan)
 
 
-def scale_of(state: JaxState) -> Any | None:
-    """The loss scale; None where nothing scales."""
+def active_loss_scale(state: JaxState) -> Any | None:
+    """Return the loss scale, or None if the loss is not scaled."""
     return state.scale_state.scale if state.recipe.loss_scaler.scales else None
 
 
-def keys_of(state: JaxState, draws: Any) -> Keys:
-    """The random keys of one pass of one attempt: skipped steps and micro-batches all have others."""
+def pass_keys(state: JaxState, draws: Any) -> RandomKeys:
+    """Return the random keys of one pass. Every attempted step, skipped ones included, and micro-batch has new keys."""
     return {
         name: jax.random.fold_in(jax.random.fold_in(key, state.attempts), draws) for name, key in state.rngs.items()
     }
-
-
-def shapes_of(batch: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """(path, shape) of every array of a batch."""
-    return [(jax.tree_util.keystr(path), jnp.shape(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)]

@@ -1,9 +1,12 @@
-"""Optimizer specs as optax transformations with PyTorch's formulas. Called by `state` and `step`.
+"""Optimizer specs as optax transformations with PyTorch's formulas.
 
-A native optax optimizer passes as it is. Where optax has torch's formula it is used as it stands. Two differ, and there
-a small transformation runs the spec's own formula: Adagrad (epsilon inside the root, no decay of the rate) and Adam,
-whose bias correction optax computes as `1 - b2**count` in float32, 1e-5 off at the first steps. That alone put the
-digits transformer 3e-3 away from torch within 100 steps; with the formula it stays within 1e-6.
+A native optax optimizer is used unchanged. If optax has torch's formula, that is used too. Two optimizers differ, and
+a small transformation runs the spec's own formula for them:
+
+- Adagrad: optax has epsilon inside the root and no decay of the rate.
+- Adam: optax computes the bias correction as `1 - b2**count` in float32, which is 1e-5 off at the first steps. This
+  alone led to a distance of 3e-3 from torch within 100 steps of the digits transformer; with the formula it stays
+  within 1e-6.
 """
 
 from __future__ import annotations
@@ -18,27 +21,28 @@ import numpy as np
 import optax
 
 from polyamp.errors import UnsupportedError
-from polyamp.recipe.members import Members
+from polyamp.recipe.group_members import GroupMembers
 from polyamp.recipe.optimizers import SGD, SPECS, Adagrad, Adam, AdamW, Lion, OptimizerSpec, RMSprop, is_spec
-from polyamp_jax.arrays import XP, chosen, conform, made_first
-from polyamp_jax.step.extra_arguments import NOTHING, Asked, given_extra
-from polyamp_jax.step.lookahead import is_lookahead, with_slow_parameters
+from polyamp_jax.arrays import XP, conform_tree, materialize, select_if_finite
+from polyamp_jax.step.jax_only.optax_extra_arguments import NO_EXTRA_ARGUMENTS, OptaxExtraArguments, update_with_extra
+from polyamp_jax.step.jax_only.optax_lookahead import is_lookahead, slow_parameters_transformation
 
 
-def transformation(optimizer: Any) -> Any:
-    """The `optax.GradientTransformation` of a spec, or what runs its own formula; a native one as it is.
+def make_transformation(optimizer: Any) -> Any:
+    """Return the `optax.GradientTransformation` of a spec, or the one that runs the spec's own formula.
 
-    Of `Members` (S27) what runs the formulas, with each parameter's own numbers as constants of the one program.
+    A native transformation is returned unchanged. For `GroupMembers` (S27) the transformation runs the formulas, with
+    each parameter's hyperparameters as constants of a single program.
 
     Raises:
-        UnsupportedError: neither.
+        UnsupportedError: `optimizer` is neither a spec nor an optax transformation.
     """
-    if isinstance(optimizer, Members):
+    if isinstance(optimizer, GroupMembers):
         return _Formula(tuple(member.whole for member in optimizer.each()))
     if is_spec(optimizer):
-        return _from_spec(optimizer)
+        return _transformation_from_spec(optimizer)
     if is_lookahead(optimizer):
-        return with_slow_parameters(optimizer)
+        return slow_parameters_transformation(optimizer)
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return optimizer
     names = ", ".join(spec.__name__.lower() for spec in SPECS)
@@ -48,20 +52,23 @@ def transformation(optimizer: Any) -> Any:
     )
 
 
-def widened(params: Any) -> Any:
-    """Parameters as the optimizer sees them: at least float32, so that 16-bit parameters have float32 moments."""
+def widen_parameters(params: Any) -> Any:
+    """Cast parameters to at least float32 for the optimizer, so that 16-bit parameters have float32 moments."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), params)
 
 
 @functools.cache
-def _from_spec(spec: OptimizerSpec) -> Any:
+def _transformation_from_spec(spec: OptimizerSpec) -> Any:
     match spec:
         case SGD():
-            parts = [_l2(spec.weight_decay), _momentum(spec.momentum, nesterov=spec.nesterov)]
+            parts = [
+                _l2_transformation(spec.weight_decay),
+                _momentum_transformation(spec.momentum, nesterov=spec.nesterov),
+            ]
         case RMSprop():
             scaled = optax.scale_by_stddev if spec.centered else optax.scale_by_rms
             root = scaled(decay=spec.alpha, eps=spec.eps, eps_in_sqrt=False)
-            parts = [_l2(spec.weight_decay), root, _momentum(spec.momentum)]
+            parts = [_l2_transformation(spec.weight_decay), root, _momentum_transformation(spec.momentum)]
         case Lion():
             parts = [optax.scale_by_lion(*spec.betas), optax.add_decayed_weights(spec.weight_decay)]
         case Adam() | AdamW() | Adagrad():
@@ -69,11 +76,11 @@ def _from_spec(spec: OptimizerSpec) -> Any:
     return optax.chain(*parts, optax.scale_by_learning_rate(lambda count: spec.rate(count, XP)))
 
 
-def _l2(weight_decay: float) -> Any:
+def _l2_transformation(weight_decay: float) -> Any:
     return optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity()
 
 
-def _momentum(momentum: float, *, nesterov: bool = False) -> Any:
+def _momentum_transformation(momentum: float, *, nesterov: bool = False) -> Any:
     return optax.trace(momentum, nesterov=nesterov) if momentum else optax.identity()
 
 
@@ -81,8 +88,8 @@ class FormulaState(NamedTuple):
     """State of a transformation that runs `spec.update`.
 
     Attributes:
-        count: updates that the state took, int32 scalar; schedules follow it.
-        missed: int32 vector: how many of them each parameter did not take, in the order of the parameters' leaves
+        count: number of updates of the state, int32 scalar; schedules follow it.
+        missed: int32 vector: number of updates that each parameter missed, in the order of the parameters' leaves
             (S23).
         slots: the spec's slot name -> pytree of arrays like the parameters.
     """
@@ -92,7 +99,7 @@ class FormulaState(NamedTuple):
     slots: dict[str, Any]
 
 
-def updated(
+def update_parameters(
     optimizer: Any,
     grads: Any,
     opt_state: Any,
@@ -100,66 +107,70 @@ def updated(
     *,
     even: bool = False,
     finite: Any | None = None,
-    asked: Asked = NOTHING,
+    asked: OptaxExtraArguments = NO_EXTRA_ARGUMENTS,
     skipped: Any = None,
 ) -> tuple[Any, Any]:
-    """One update: the new parameters and the optimizer's new state, or the old ones where the update is skipped.
+    """Return the new parameters and optimizer state after one update, or the old ones if the update is skipped.
 
-    A parameter without a gradient, and what the optimizer keeps for it, stay as they are (S23): of a native
-    transformation what lies in its state under the parameter's own path. Such a transformation hears of a gradient of
-    zeros, and what it counts for all parameters together counts on.
+    A parameter without a gradient and its optimizer state do not change (S23). For a native transformation this is the
+    part of the state under the parameter's own path. Such a transformation receives a gradient of zeros, and its
+    counters shared by all parameters still advance.
 
     Args:
         optimizer: a spec, a native transformation, or the members of a spec with groups.
-        grads: float32 gradients like the parameters, None where there is none.
-        opt_state: its state.
-        params: the parameters, in their own dtypes, with what the forward pass wrote to them (S12).
-        even: known beforehand: no parameter that has a gradient has missed an update. Then all share one number.
+        grads: float32 gradients like the parameters, None for a parameter without one.
+        opt_state: the optimizer's state.
+        params: the parameters, in their own dtypes, including the writes of the forward pass (S12).
+        even: True if no parameter that has a gradient is known to have missed an update. All then share one count.
         finite: whether the update is applied, boolean scalar; None: it is (S12).
-        asked: what a native transformation may ask for beside the gradients.
-        skipped: the parameters where the update is skipped; None: `params`.
+        asked: extra arguments available to a native transformation.
+        skipped: the parameters to return if the update is skipped; None: `params`.
 
     Raises:
         ModelError: a native transformation changes the structure of its state.
-        GradientError: it asks for the value of the loss, which the gradients do not hold.
+        GradientError: it needs the value of the loss, which the gradients do not contain.
     """
-    wide = widened(params)
+    wide = widen_parameters(params)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    given = [grad is not None for grad in like(grads, params)]
+    given = [grad is not None for grad in leaves_like(grads, params)]
     whole = jax.tree.map(lambda w, g: jnp.zeros_like(w) if g is None else g, wide, grads)
-    run: Any = transformation(optimizer)
+    run: Any = make_transformation(optimizer)
     if isinstance(run, _Formula):
         made, new_state = run.updated(whole, opt_state, wide, given=given, even=even, finite=finite)
     else:
-        updates, new_state = given_extra(run, whole, opt_state, wide, asked)
-        new_state = chosen(finite, conform(new_state, opt_state, what="the optimizer's state"), opt_state)
+        updates, new_state = update_with_extra(run, whole, opt_state, wide, asked)
+        new_state = select_if_finite(
+            finite, conform_tree(new_state, opt_state, what="the optimizer's state"), opt_state
+        )
         made = jax.tree.map(lambda w, u: w + u, wide, updates)
     old = params if skipped is None else skipped
-    new = chosen(finite, jax.tree.map(lambda before, w: w.astype(before.dtype), params, made), old)
+    new = select_if_finite(finite, jax.tree.map(lambda before, w: w.astype(before.dtype), params, made), old)
     if all(given):
         return new, new_state
     idle = {path for path, has in zip(paths, given, strict=True) if not has}
-    return _kept(idle, paths, new, chosen(finite, params, old)), _kept(idle, paths, new_state, opt_state)
+    return _keep_idle(idle, paths, new, select_if_finite(finite, params, old)), _keep_idle(
+        idle, paths, new_state, opt_state
+    )
 
 
-def like(tree: Any, params: Any) -> list[Any]:
-    """The entries of a tree like the parameters, in the order of their leaves, None included."""
+def leaves_like(tree: Any, params: Any) -> list[Any]:
+    """Return the entries of a tree like the parameters, in the order of their leaves, including None."""
     structure: Any = jax.tree.structure(params)
     entries: list[Any] = structure.flatten_up_to(tree)
     return entries
 
 
-def lagging(opt_state: Any) -> frozenset[int]:
-    """Numbers of the parameters that missed an update, in the order of their leaves; read on the host."""
+def lagging_parameters(opt_state: Any) -> frozenset[int]:
+    """Return the indices of the parameters that missed an update, in the order of their leaves. Reads on the host."""
     if not isinstance(opt_state, FormulaState):
         return frozenset()
     return frozenset(np.flatnonzero(np.asarray(opt_state.missed)).tolist())
 
 
-def _kept(idle: Collection[Any], paths: Sequence[Any], new: Any, old: Any) -> Any:
-    """`new`, with what belongs to the parameters at the `idle` paths as it is in `old`.
+def _keep_idle(idle: Collection[Any], paths: Sequence[Any], new: Any, old: Any) -> Any:
+    """Return `new`, with the leaves that belong to the parameters at the `idle` paths taken from `old`.
 
-    A leaf belongs to the parameter whose path its own path ends with, the longest where there are several.
+    A leaf belongs to the parameter whose path is the longest suffix of the leaf's path.
     """
     known = set(paths)
 
@@ -171,16 +182,16 @@ def _kept(idle: Collection[Any], paths: Sequence[Any], new: Any, old: Any) -> An
 
 
 class _Formula(NamedTuple):
-    """Specs' own formula, in the place of a gradient transformation.
+    """Transformation that runs the formula of its specs.
 
     Attributes:
-        specs: of each parameter, in the order of the leaves; or one for all. They are of one class.
+        specs: the spec of each parameter, in the order of the leaves; or one for all. All are of one class.
     """
 
     specs: tuple[OptimizerSpec, ...]
 
     def of(self, size: int) -> list[OptimizerSpec]:
-        """The spec of each of `size` parameters."""
+        """Return the spec of each of `size` parameters."""
         return list(self.specs) * (size if len(self.specs) == 1 else 1)
 
     def init(self, params: Any) -> FormulaState:
@@ -206,14 +217,14 @@ class _Formula(NamedTuple):
         even: bool,
         finite: Any | None,
     ) -> tuple[Any, FormulaState]:
-        """The new parameters, which are still to be chosen where `finite`, and the chosen state.
+        """Return the new parameters, not yet selected by `finite`, and the selected state.
 
-        A parameter is made of the slots that were chosen: of those that the formula makes, the old slot would be read
-        once more after the new one has its place, and XLA would copy all of them first.
+        A parameter is computed from the selected slots, not from the formula's new slots. Otherwise the old slot would
+        be read again after the new one is stored in its place, and XLA would copy all of them first.
         """
         specs, names = self.of(len(given)), self.specs[0].slots
-        wide = jnp.result_type(jnp.float32, *jax.tree.leaves(params))  # of rates and counts: the masters' (S1)
-        count = state.count if wide == jnp.float32 else state.count.astype(wide)  # of an integer rates are float32
+        wide = jnp.result_type(jnp.float32, *jax.tree.leaves(params))  # dtype of rates and counts: the masters' (S1)
+        count = state.count if wide == jnp.float32 else state.count.astype(wide)  # an integer count gives float32 rates
         rates = {spec: spec.rate(count, XP) for spec in dict.fromkeys(specs)}
         numbers = self._numbers(state, specs, rates, wide, even=even)
         made: list[Any] = []
@@ -222,7 +233,7 @@ class _Formula(NamedTuple):
         leaves = zip(specs, jax.tree.leaves(params), jax.tree.leaves(grads), numbers, *columns, strict=True)
         for spec, param, grad, number, *row in leaves:
             old = dict(zip(names, row, strict=True))
-            keep = functools.partial(_chosen_slots, finite, old)
+            keep = functools.partial(_select_slots, finite, old)
             new, own = spec.update(XP, param, grad, old, rates[spec], number, keep=keep)
             made.append(new)
             for slot in names:
@@ -230,9 +241,9 @@ class _Formula(NamedTuple):
         structure = jax.tree.structure(params)
         missed = state.missed
         if not all(given):
-            missed = chosen(finite, missed + np.logical_not(given).astype(np.int32), missed)
+            missed = select_if_finite(finite, missed + np.logical_not(given).astype(np.int32), missed)
         return jax.tree.unflatten(structure, made), FormulaState(
-            chosen(finite, state.count + 1, state.count),
+            select_if_finite(finite, state.count + 1, state.count),
             missed,
             {slot: jax.tree.unflatten(structure, own) for slot, own in slots.items()},
         )
@@ -246,19 +257,19 @@ class _Formula(NamedTuple):
         *,
         even: bool,
     ) -> list[Any]:
-        """The `count` of `spec.update` for each parameter.
+        """Return the `count` argument of `spec.update` for each parameter.
 
-        One number for all leaves XLA equal programs for tensors of equal shape, which it compiles once: 200 tensors
-        compile several times faster than with numbers of their own.
+        With a shared count, tensors of equal shape have equal programs, which XLA compiles once: 200 tensors compile
+        several times faster than with separate counts.
         """
         if even:
             return [(state.count + 1).astype(wide)] * len(specs)
         taken = (state.count + 1 - state.missed).astype(wide)
-        # made before they are taken apart, or each tensor's loop would make its own again
-        columns = made_first([spec.corrections(XP, rate, taken) for spec, rate in rates.items()])
+        # materialized before indexing; otherwise each tensor's loop would compute them again
+        columns = materialize([spec.corrections(XP, rate, taken) for spec, rate in rates.items()])
         own = dict(zip(rates, columns, strict=True))
         return [{name: column[n] for name, column in own[spec].items()} for n, spec in enumerate(specs)]
 
 
-def _chosen_slots(finite: Any | None, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    return {slot: chosen(finite, array, old[slot]) for slot, array in new.items()}
+def _select_slots(finite: Any | None, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    return {slot: select_if_finite(finite, array, old[slot]) for slot, array in new.items()}

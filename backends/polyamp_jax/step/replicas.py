@@ -1,14 +1,13 @@
-"""A step inside `shard_map` or `pmap`: which axes its replicas are, and what is averaged over them (S9).
+"""Replicas of a step inside `shard_map` or `pmap`: their axes, and the reductions over them (S9).
 
-In a `shard_map` that checks how values vary (`check_vma=True`, the default) JAX sums the gradient of whatever is the
-same on all replicas by itself. So the loss is averaged over the axes on which it varies *before* it is differentiated,
-and the gradients are its mean's, those of parameters that are sharded by the user too. Averaging gradients behind
-`jax.grad` instead would leave the sum.
+In a `shard_map` that checks how values vary (`check_vma=True`, the default), JAX itself sums the gradient of a value
+that is the same on all replicas. The loss is therefore averaged over the axes on which it varies *before* it is
+differentiated. The gradients are then those of the mean, also for parameters that the user shards. Averaging the
+gradients after `jax.grad` instead would leave the sum.
 
-Without the checks, and in `pmap`, JAX sums nothing and says nothing: the replica's own gradients are averaged over
-`axis_name`. The same is done in a window of micro-batches (S8), with the parameters made to vary, so that replicas sum
-once at its end. `vmap` makes no replicas, whatever its axis is called. Called by the halves of the step and by
-`own_loop`.
+Without the checks, and in `pmap`, JAX does not sum and raises no error: each replica's gradients are averaged over
+`axis_name`. The same is done in a window of micro-batches (S8), with the parameters made to vary, so that replicas
+sum once at its end. `vmap` does not create replicas, whatever its axis name.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ import jax
 import jax.numpy as jnp
 
 from polyamp.errors import ArgumentError, UnsupportedError
-from polyamp.rules.weights import Totals
+from polyamp.rules.loss_weights import TermTotals
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_key, path_name
-from polyamp_jax.models.parts import Keys, Running
+from polyamp_jax.models.model_parts import RandomKeys, RunningState
 
 AxisName = str | tuple[str, ...] | None
-"""What `axis_name=` takes."""
+"""Type of the argument `axis_name=`."""
 _LAX: Final[Any] = jax.lax  # JAX does not annotate its collectives
 
 
 @dataclasses.dataclass(frozen=True)
-class Replicas:
-    """The replicas around what is being traced.
+class ShardMapReplicas:
+    """Replicas of the current trace.
 
     Attributes:
-        checked: whether JAX knows how values vary over them.
-        rows: axes over which the batch is divided; each has random masks of its own.
-        later: axes over which gradients are each replica's own until `mean`; over all others JAX has summed them.
+        checked: whether JAX tracks how values vary over the replicas.
+        rows: axes over which the batch is divided; the replicas along them draw different random masks.
+        later: axes over which gradients stay per replica until `reduce_gradients`; over all others JAX has summed them.
     """
 
     checked: bool
@@ -47,75 +46,82 @@ class Replicas:
     later: tuple[Any, ...]
 
     def own(self, tree: Any) -> Any:
-        """Arrays as each replica's own: the gradients by them are not summed."""
+        """Mark arrays as varying per replica, so that JAX does not sum the gradients with respect to them."""
         return jax.tree.map(self._own, tree)
 
     def _own(self, leaf: Any) -> Any:
         if not self.checked or is_key(leaf):
             return leaf
-        missing = [axis for axis in self.later if axis not in compat.varying(leaf)]
-        return compat.vary(leaf, missing) if missing else leaf
+        missing = [axis for axis in self.later if axis not in compat.varying_axes(leaf)]
+        return compat.vary_over_axes(leaf, missing) if missing else leaf
 
     def loss(self, loss: Any, weight: Any = None) -> tuple[Any, Any]:
-        """The loss as it is differentiated: its mean over the axes on which it varies, but for those of `later`; and
-        the sum of the weights that replicas count by, where they have some (S9), in the same reduction."""
-        axes = compat.varying(loss) - set(self.later)
+        """Return the loss to differentiate and the summed weight of the replicas, or None (S9).
+
+        The loss is the mean over the axes on which it varies, except those of `later`. The weights are summed in the
+        same reduction.
+        """
+        axes = compat.varying_axes(loss) - set(self.later)
         if weight is None:
-            return self._own(averaged(loss, axes)), None
-        axes |= compat.varying(weight) - set(self.later)
+            return self._own(average_over_axes(loss, axes)), None
+        axes |= compat.varying_axes(weight) - set(self.later)
         if axes:
-            pair = [compat.vary(part, sorted(axes - compat.varying(part))) for part in (loss * weight, weight)]
+            pair = [
+                compat.vary_over_axes(part, sorted(axes - compat.varying_axes(part)))
+                for part in (loss * weight, weight)
+            ]
             total, weight = _LAX.psum(pair, tuple(sorted(axes)))
             loss = total / jnp.where(weight > 0.0, weight, 1.0)
         return self._own(loss), self._own(weight)
 
-    def reduced(
+    def reduce_gradients(
         self, loss: Any, gradients: Sequence[Any], params: Sequence[Any], weight: Any = None
     ) -> tuple[Any, list[Any], Any]:
-        """What is still each replica's own over all of them, in one reduction: means, or, where replicas have weights
-        that loss and gradients hold already, sums.
+        """Reduce loss, gradients and weight over the axes of `later`, in one reduction.
+
+        These are means; if the loss and gradients are already multiplied by the replicas' weights, sums.
 
         Args:
             loss: float32 scalar.
-            gradients: trees like `params` with None where there is none; summed in float32 at least.
-            params: the parameters; those that vary over an axis are shards of one, whose gradient is whole already.
-            weight: what this replica counts, float32 scalar, or None.
+            gradients: trees like `params`, None for a parameter without a gradient; summed in float32 at least.
+            params: the parameters; one that varies over an axis is a shard, whose gradient is already complete.
+            weight: the weight of this replica, float32 scalar, or None.
         """
         if not self.later:
             return loss, list(gradients), weight
-        count = math.prod(_size(axis) for axis in self.later) if weight is None else 1
+        count = math.prod(_axis_size(axis) for axis in self.later) if weight is None else 1
         structure: Any = jax.tree.structure(list(params))
         flat = structure.flatten_up_to(list(gradients))
-        varied = [compat.varying(leaf) for leaf in jax.tree.leaves(list(params))]
+        varied = [compat.varying_axes(leaf) for leaf in jax.tree.leaves(list(params))]
         over = frozenset(self.later)
-        shares = [_wide(loss) / count, weight, *(None if g is None else _wide(g) / count for g in flat)]
-        summed = _summed(shares, [over, over, *(over - own for own in varied)])
+        shares = [_widen_leaf(loss) / count, weight, *(None if g is None else _widen_leaf(g) / count for g in flat)]
+        summed = _sum_over_axes(shares, [over, over, *(over - own for own in varied)])
         return summed[0], list(jax.tree.unflatten(structure, summed[2:])), summed[1]
 
-    def totals(self, totals: Totals) -> Totals:
-        """Those of all replicas, from this one's own."""
-        count = math.prod(_size(axis) for axis in self.rows)
+    def totals(self, totals: TermTotals) -> TermTotals:
+        """Return the totals of all replicas from those of this replica."""
+        count = math.prod(_axis_size(axis) for axis in self.rows)
         axes = tuple(self.rows)
         own = [jnp.asarray(c, jnp.float32) for c in totals.counts]
         if self.checked:
-            own = [compat.vary(c, [axis for axis in axes if axis not in compat.varying(c)]) for c in own]
-        return Totals(_LAX.psum(own, axes) if axes else own, totals.parts * count)
+            own = [compat.vary_over_axes(c, [axis for axis in axes if axis not in compat.varying_axes(c)]) for c in own]
+        return TermTotals(_LAX.psum(own, axes) if axes else own, totals.parts * count)
 
-    def keys(self, keys: Keys) -> Keys:
-        """Random keys with the number of the replica in them."""
+    def keys(self, keys: RandomKeys) -> RandomKeys:
+        """Return random keys with the index of the replica folded in."""
         return keys if not self.rows else {name: self._key(key) for name, key in keys.items()}
 
-    def entering(self, running: Running) -> Running:
-        """Running state as a pass gets it: the model's own random streams are this replica's."""
+    def enter_pass(self, running: RunningState) -> RunningState:
+        """Return the running state for a pass, with the model's own random streams specific to this replica."""
         if not self.rows:
             return running
         return running._replace(streams=jax.tree.map(lambda x: self._key(x) if is_key(x) else x, running.streams))
 
-    def leaving(self, after: Running, given: Running, before: Running) -> Running:
-        """Running state as a pass leaves it: the streams have moved on as far, and are the same on all replicas.
+    def leave_pass(self, after: RunningState, given: RunningState, before: RunningState) -> RunningState:
+        """Return the running state after a pass, with advanced streams that are the same on all replicas again.
 
         Raises:
-            UnsupportedError: a stream has another key.
+            UnsupportedError: the pass replaced the key of a stream.
         """
         if not self.rows:
             return after
@@ -132,52 +138,54 @@ class Replicas:
         return after._replace(streams=jax.tree.map(one, after.streams, given.streams, before.streams))
 
     def statistics(self, new: Any, old: Any) -> Any:
-        """Running statistics as the mean over the replicas; integers, such as counts, are the largest.
+        """Return the mean of the running statistics over the replicas; for integers, such as counts, the maximum.
 
         Args:
-            new: each replica's own.
-            old: those of the last step.
+            new: the statistics of this replica.
+            old: the statistics of the last step.
         """
         leaves, structure = jax.tree.flatten(new)
         before = jax.tree.leaves(old)
-        over = [self._parted(after, prior) for after, prior in zip(leaves, before, strict=True)]
+        over = [self._diverged_axes(after, prior) for after, prior in zip(leaves, before, strict=True)]
         shares = []
         for leaf, axes in zip(leaves, over, strict=True):
             if axes and not jnp.issubdtype(leaf.dtype, jnp.inexact):
                 shares.append(_LAX.pmax(leaf.astype(jnp.int32), tuple(sorted(axes))).astype(leaf.dtype))
             else:
-                shares.append(leaf / math.prod(_size(axis) for axis in axes) if axes else leaf)
+                shares.append(leaf / math.prod(_axis_size(axis) for axis in axes) if axes else leaf)
         floats = [
             axes if jnp.issubdtype(leaf.dtype, jnp.inexact) else frozenset[Any]()
             for leaf, axes in zip(leaves, over, strict=True)
         ]
-        return jax.tree.unflatten(structure, _summed(shares, floats))
+        return jax.tree.unflatten(structure, _sum_over_axes(shares, floats))
 
-    def _parted(self, after: Any, before: Any) -> frozenset[Any]:
-        """Axes over which an array has become each replica's own."""
+    def _diverged_axes(self, after: Any, before: Any) -> frozenset[Any]:
+        """Return the axes over which an array has come to differ between replicas."""
         if after is before or is_key(after):
             return frozenset()
         if self.checked:
-            return compat.varying(after) - compat.varying(before)
+            return compat.varying_axes(after) - compat.varying_axes(before)
         return frozenset(self.later)
 
     def _key(self, key: Any) -> Any:
         return jax.random.fold_in(key, jax.lax.axis_index(self.rows))
 
 
-def replicas(what: str, axis_name: AxisName, batch: Any, params: Any, *, window: bool = False) -> Replicas | None:
-    """The replicas around what is being traced; None outside of `shard_map` and `pmap`.
+def find_replicas(
+    what: str, axis_name: AxisName, batch: Any, params: Any, *, window: bool = False
+) -> ShardMapReplicas | None:
+    """Return the replicas of the current trace, or None outside of `shard_map` and `pmap`.
 
     Args:
-        what: who asks, for errors.
-        axis_name: the axes of replicas as the user named them.
-        batch: what each replica has its own of.
+        what: name of the calling function, for errors.
+        axis_name: the axes of replicas as named by the user.
+        batch: the batch, which differs between replicas.
         params: arrays that may be shards.
-        window: whether gradients are to stay each replica's own until `Replicas.mean`.
+        window: whether gradients stay per replica until `ShardMapReplicas.reduce_gradients`.
 
     Raises:
         ArgumentError: `axis_name` names an axis that is not mapped here.
-        UnsupportedError: it is needed.
+        UnsupportedError: `axis_name` is needed but missing.
     """
     mapped = compat.mapped_axes()
     named = () if axis_name is None else axis_name if isinstance(axis_name, tuple) else (axis_name,)
@@ -190,7 +198,7 @@ def replicas(what: str, axis_name: AxisName, batch: Any, params: Any, *, window:
         )
     if not mapped:
         return None
-    if not is_checked(mapped):
+    if not has_varying_check(mapped):
         if set(named) != set(mapped):
             raise UnsupportedError(
                 f"{what} inside pmap, or shard_map with check_vma=False, needs axis_name=: JAX does not say there over "
@@ -198,39 +206,39 @@ def replicas(what: str, axis_name: AxisName, batch: Any, params: Any, *, window:
                 f"{axis_name!r}. Write axis_name={mapped[0] if len(mapped) == 1 else mapped!r} where the parameters "
                 "are the same on all of them; otherwise use shard_map with check_vma=True, which needs no name."
             )
-        return Replicas(False, named, named)
-    rows = _varied(batch)
-    later = _in_order(mapped, {*rows, *_varied(params)}) if window else ()
-    return Replicas(True, _in_order(mapped, rows), later)
+        return ShardMapReplicas(False, named, named)
+    rows = _varying_axis_names(batch)
+    later = _sort_axes(mapped, {*rows, *_varying_axis_names(params)}) if window else ()
+    return ShardMapReplicas(True, _sort_axes(mapped, rows), later)
 
 
 def check_axis_name(axis_name: Any) -> None:
-    """Refuse what is neither a name nor a tuple of names.
+    """Reject a value that is neither a name nor a tuple of names.
 
     Raises:
-        ArgumentError: says what came.
+        ArgumentError: names the received value.
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if axis_name is not None and not (names and all(isinstance(name, str) for name in names)):
         raise ArgumentError(f"axis_name must be the name of an axis, or a tuple of names. Received: {axis_name!r}.")
 
 
-def is_checked(mapped: Sequence[Any]) -> bool:
-    """Whether the `shard_map` around checks how values vary."""
-    return mapped[0] in compat.varying(jax.lax.axis_index(mapped[0]))
+def has_varying_check(mapped: Sequence[Any]) -> bool:
+    """Return whether the enclosing `shard_map` checks how values vary."""
+    return mapped[0] in compat.varying_axes(jax.lax.axis_index(mapped[0]))
 
 
-def check_whole(scattered: Sequence[bool], differentiated: Any) -> None:
-    """Refuse shards of parameters where JAX does not say that they are some: their gradients would be averaged.
+def check_known_shards(scattered: Sequence[bool], differentiated: Any) -> None:
+    """Reject sharded parameters if JAX does not track them as shards: their gradients would be averaged.
 
     Args:
-        scattered: of each array, whether its gradient comes scattered out of the backward pass.
+        scattered: for each array, whether the backward pass returns its gradient scattered.
         differentiated: the arrays.
 
     Raises:
-        UnsupportedError: says which.
+        UnsupportedError: names the arrays.
     """
-    if not any(scattered) or is_checked(compat.mapped_axes()):
+    if not any(scattered) or has_varying_check(compat.mapped_axes()):
         return
     paths = [path_name(path[2:]) or "params" for path, _ in jax.tree_util.tree_leaves_with_path(differentiated)]
     named = ", ".join(repr(path) for path, shard in zip(paths, scattered, strict=True) if shard)
@@ -241,32 +249,32 @@ def check_whole(scattered: Sequence[bool], differentiated: Any) -> None:
     )
 
 
-def averaged(value: Any, axes: Collection[Any]) -> Any:
-    """The mean over some axes of the `shard_map` around; itself without any."""
+def average_over_axes(value: Any, axes: Collection[Any]) -> Any:
+    """Return the mean over `axes` of the enclosing `shard_map`, or the value itself if there are none."""
     return _LAX.pmean(value, tuple(sorted(axes))) if axes else value
 
 
-def _varied(tree: Any) -> set[Any]:
-    return {axis for leaf in jax.tree.leaves(tree) for axis in compat.varying(leaf)}
+def _varying_axis_names(tree: Any) -> set[Any]:
+    return {axis for leaf in jax.tree.leaves(tree) for axis in compat.varying_axes(leaf)}
 
 
-def _in_order(mapped: Sequence[Any], axes: Collection[Any]) -> tuple[Any, ...]:
+def _sort_axes(mapped: Sequence[Any], axes: Collection[Any]) -> tuple[Any, ...]:
     return tuple(axis for axis in mapped if axis in axes)
 
 
-def _size(axis: Any) -> int:
-    size: int = _LAX.psum(1, axis)  # of a Python number this is the size of the axis, known while tracing
+def _axis_size(axis: Any) -> int:
+    size: int = _LAX.psum(1, axis)  # for a Python number this is the axis size, known while tracing
     return size
 
 
-def _wide(leaf: Any) -> Any:
+def _widen_leaf(leaf: Any) -> Any:
     return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
 
-def _summed(leaves: Sequence[Any], over: Sequence[frozenset[Any]]) -> list[Any]:
-    """Each leaf summed over its own axes, those of equal axes together."""
+def _sum_over_axes(leaves: Sequence[Any], over: Sequence[frozenset[Any]]) -> list[Any]:
+    """Sum each leaf over its own axes, with one reduction for leaves of equal axes."""
     found = list(leaves)
-    # in the order of the leaves: of a set's, processes would make different programs
+    # in the order of the leaves: with a set's order, processes would build different programs
     for axes in dict.fromkeys(each for leaf, each in zip(leaves, over, strict=True) if leaf is not None and each):
         numbers = [n for n, each in enumerate(over) if each == axes and leaves[n] is not None]
         sums = _LAX.psum([leaves[n] for n in numbers], tuple(sorted(axes)))

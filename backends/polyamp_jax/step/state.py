@@ -1,7 +1,6 @@
-"""`JaxState`: a model under training as a pytree, and its arrays by name for checkpoints.
+"""JAX training state as a pytree, and its arrays by name for checkpoints.
 
-Called by `backend` and `step`. It goes through `jax.jit`, `jax.tree.map` and donation like any pytree; unflattening
-checks nothing.
+`JaxState` works with `jax.jit`, `jax.tree.map` and donation like any pytree. Unflattening checks nothing.
 """
 
 from __future__ import annotations
@@ -17,56 +16,61 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.contract.backend import Backend
+from polyamp.display import StateDisplayMixin, plain_number
 from polyamp.errors import CheckpointError
-from polyamp.recipe.members import Members, members
+from polyamp.recipe.group_members import GroupMembers, resolve_group_members
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients
-from polyamp.rules import refusals
-from polyamp.rules.plan import Plan
-from polyamp.rules.scale import LossScaleState
-from polyamp.rules.stuck import Watch
-from polyamp.shown import ShownState, plain_number
+from polyamp.rules import step_checks
+from polyamp.rules.loss_scale import LossScaleState
+from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_jax import compat
-from polyamp_jax.arrays import dtype_name, fresh, is_key, named_leaves, to_numpy
-from polyamp_jax.models.kinds import leaves_of
-from polyamp_jax.models.parts import Adapter, Opaque, Parts, Running, module_paths
-from polyamp_jax.step.extra_arguments import check_extra
-from polyamp_jax.step.layouts import Layout, layout_of, settled
-from polyamp_jax.step.lookahead import check_outermost
-from polyamp_jax.step.optimizers import lagging, transformation, widened
+from polyamp_jax.arrays import copy_arrays, dtype_name, is_key, named_leaves, to_numpy
+from polyamp_jax.models.model_parts import ModelAdapter, ModelParts, OpaqueValue, RunningState, module_paths
+from polyamp_jax.models.parameter_kinds import parameter_leaves
+from polyamp_jax.step.jax_only.optax_extra_arguments import check_extra_arguments
+from polyamp_jax.step.jax_only.optax_lookahead import check_outermost
+from polyamp_jax.step.jax_only.sharding_layout import ShardingLayout, commit_to_devices, find_sharding_layout
+from polyamp_jax.step.optimizers import lagging_parameters, make_transformation, widen_parameters
 
 
-class Setup:
-    """The static half of a state: adapter, recipe, the policy's plan, the optimizer's groups, backend; compared by
-    value, hashed once since `jit` asks every call.
+class StaticSetup:
+    """Static part of a state: adapter, recipe, the policy's plan, the optimizer's groups and the backend.
 
-    The watch over a stuck scale (S17) is here too, so that it outlives every way of making a state anew:
-    `jax.tree.map`, `dataclasses.replace`, a compiled function. The last gives states of equal setups one setup, so the
-    watch is a shared one.
+    Compares by value. The hash is computed once, because `jit` needs it at every call.
+
+    The monitor of a stuck scale (S17) is stored here too, so that it survives every way of rebuilding a state:
+    `jax.tree.map`, `dataclasses.replace`, a compiled function. A compiled function returns states of equal setups with
+    one setup, so the monitor is shared.
     """
 
     __slots__ = ("_hash", "_key", "adapter", "backend", "groups", "plan", "recipe", "watch")
 
-    def __init__(self, adapter: Adapter, recipe: Recipe, plan: Plan, groups: Members, backend: Backend) -> None:
+    def __init__(
+        self, adapter: ModelAdapter, recipe: Recipe, plan: ResolvedPolicy, groups: GroupMembers, backend: Backend
+    ) -> None:
         self.adapter = adapter
         self.recipe = recipe
         self.plan = plan
         self.groups = groups
         self.backend = backend
-        self.watch = Watch(shared=True)
-        self._key = (adapter, Opaque(recipe), plan, None if groups.plain else groups)
+        self.watch = StuckScaleMonitor(shared=True)
+        self._key = (adapter, OpaqueValue(recipe), plan, None if groups.is_ungrouped else groups)
         self._hash = hash(self._key)
 
     @property
     def optimizer(self) -> Any:
-        """The recipe's optimizer, with its groups resolved where it has some (S27), also if all parameters are alike in
-        this model: in a changed one they need not be (S28)."""
+        """The recipe's optimizer, with its groups resolved if it has groups (S27).
+
+        This also applies if all parameters of this model are in one group: in a changed model they may not be (S28).
+        """
         given: Any = self.recipe.optimizer
         return self.groups if is_spec(given) and given.groups else given
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Setup):
+        if not isinstance(other, StaticSetup):
             return NotImplemented
         return self is other or (self._hash == other._hash and self._key == other._key)
 
@@ -80,72 +84,74 @@ class Setup:
     meta_fields=("setup",),
 )
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class JaxState(ShownState):
-    """A JAX model under training.
+class JaxState(StateDisplayMixin):
+    """Training state of a JAX model.
 
     Attributes:
         params: the master weights, a pytree in the policy's `param` dtype.
-        opt_state: the optimizer's state, as optax made it, over float32 parameters.
+        opt_state: the optimizer's state as optax initialises it, over float32 parameters.
         scale_state: the loss-scale state.
         running: running statistics and the model's own random streams.
         rngs: base keys of the random streams given to `init`; folded with the number of attempted steps.
         step: number of applied updates, int32 scalar.
-        setup: what does not change: how to call the model, the recipe, and the backend.
+        setup: the static part: the model adapter, the recipe and the backend.
     """
 
     params: Any
     opt_state: Any
     scale_state: LossScaleState
-    running: Running
+    running: RunningState
     rngs: dict[str, jax.Array]
     step: Any
-    setup: Setup
+    setup: StaticSetup
 
     lagging: ClassVar[frozenset[int] | None] = None
-    """Parameters known to have missed an update (S23), by number; None where it is not known, as inside a trace. It
-    is no part of the pytree: `knowing` sets it on one object."""
+    """Indices of the parameters that have missed an update (S23); None if unknown, as inside a trace. Not part of the
+    pytree: `with_host_facts` sets it on one object."""
 
     _layout: ClassVar[Any] = ...
-    """What `layout` found, or was told; `...` before."""
+    """Cached value of `layout`; `...` before the first lookup."""
 
-    def knowing(self, lagging: frozenset[int] | None, layout: Layout | EllipsisType | None = ...) -> JaxState:
-        """This very state, with `lagging` known, and `layout` where it is given."""
+    def with_host_facts(
+        self, lagging: frozenset[int] | None, layout: ShardingLayout | EllipsisType | None = ...
+    ) -> JaxState:
+        """Set `lagging`, and `layout` if given, on this object, and return it."""
         object.__setattr__(self, "lagging", lagging)
         if layout is not ...:
             object.__setattr__(self, "_layout", layout)
         return self
 
     @property
-    def layout(self) -> Layout | None:
-        """Where the arrays lie, if on several devices and known; looked up once for an object."""
+    def layout(self) -> ShardingLayout | None:
+        """Sharding layout of the arrays, or None on one device or if unknown. Looked up once per object."""
         if self._layout is ...:
-            object.__setattr__(self, "_layout", layout_of(jax.tree.leaves(self)))
-        found: Layout | None = self._layout
+            object.__setattr__(self, "_layout", find_sharding_layout(jax.tree.leaves(self)))
+        found: ShardingLayout | None = self._layout
         return found
 
     @property
-    def watch(self) -> Watch:
-        """When the host looks whether the scale is stuck (S17); see `Setup`."""
+    def watch(self) -> StuckScaleMonitor:
+        """Monitor that tells the host when to check for a stuck scale (S17); see `StaticSetup`."""
         return self.setup.watch
 
-    _moved: ClassVar[Running | None] = None
-    """Where the last call of `value_and_grad` on this very object left the streams."""
-    _traced: ClassVar[tuple[Any, Running] | None] = None
-    """The same of the last call inside a trace, which only counts in that trace."""
+    _moved: ClassVar[RunningState | None] = None
+    """Running state after the last call of `value_and_grad` on this object, for its streams."""
+    _traced: ClassVar[tuple[Any, RunningState] | None] = None
+    """The same for the last call inside a trace, with the trace in which it is valid."""
 
-    def note(self, running: Running) -> None:
-        """Remember how far the streams have come, for the next call on this object (S12)."""
+    def note(self, running: RunningState) -> None:
+        """Record the position of the streams for the next call on this object (S12)."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((running.streams, running.draws))):
             object.__setattr__(self, "_traced", (compat.trace_state(), running))
         else:
             object.__setattr__(self, "_moved", running)
 
-    def continued(self) -> JaxState:
-        """The state with its streams where the last call on it left them; itself, if there was none."""
+    def resume_streams(self) -> JaxState:
+        """Return the state with its streams as the last call on it left them; itself if there was no call."""
         moved = self._moved
         if self._traced is not None and self._traced[0] == compat.trace_state():
             moved = self._traced[1]
-        return self if moved is None else with_streams(self, moved)
+        return self if moved is None else replace_streams(self, moved)
 
     @property
     def backend(self) -> Backend:
@@ -156,13 +162,13 @@ class JaxState(ShownState):
         return self.setup.recipe
 
     @property
-    def groups(self) -> Members:
-        """Which parameter has which hyperparameters (S27)."""
+    def groups(self) -> GroupMembers:
+        """Hyperparameters of each parameter (S27)."""
         return self.setup.groups
 
     @property
     def model(self) -> Any:
-        """The current model in its native form, around this state's arrays.
+        """Current model in its native form, with this state's arrays.
 
         A compiled step donates them, so use the model, or copy it, before the next step.
         """
@@ -170,12 +176,12 @@ class JaxState(ShownState):
 
     @property
     def attempts(self) -> Any:
-        """Number of steps tried, skipped ones included, int32 scalar."""
+        """Number of attempted steps, including skipped ones, int32 scalar."""
         return self.step + self.scale_state.skipped
 
     def _place(self) -> tuple[str, int]:
         leaves = jax.tree.leaves(self.params)
-        return _device(leaves[0]), sum(int(np.prod(jnp.shape(leaf))) for leaf in leaves)
+        return _device_name(leaves[0]), sum(int(np.prod(jnp.shape(leaf))) for leaf in leaves)
 
     def _number(self, value: Any) -> str:
         if isinstance(value, jax.core.Tracer):
@@ -185,25 +191,25 @@ class JaxState(ShownState):
         return plain_number(value) if hasattr(value, "item") else str(value)
 
 
-def with_streams(state: JaxState, running: Running) -> JaxState:
-    """A state with the random streams of `running`, and all else its own."""
+def replace_streams(state: JaxState, running: RunningState) -> JaxState:
+    """Return the state with the random streams replaced by those of `running`."""
     own = state.running._replace(streams=running.streams, draws=running.draws)
-    return dataclasses.replace(state, running=own).knowing(state.lagging, state.layout)
+    return dataclasses.replace(state, running=own).with_host_facts(state.lagging, state.layout)
 
 
 def continue_streams(state: JaxState, gradients: Gradients) -> JaxState:
-    """The state with its random streams where the call of `value_and_grad` that made `gradients` left them.
+    """Return the state with its random streams as the call of `value_and_grad` that returned `gradients` left them.
 
-    Two calls of `value_and_grad` on one state draw two masks by themselves, also inside one `jax.jit`. A function
-    that is compiled once and called again, or the body of a `jax.lax.scan`, knows of its arguments alone: there the
-    streams have to go in and come out.
+    Two calls of `value_and_grad` on one state automatically draw two masks, also inside one `jax.jit`. A function that
+    is compiled once and called again, or the body of a `jax.lax.scan`, only knows its arguments. There the streams
+    must be passed in and returned.
 
     Args:
         state: the state that `value_and_grad` was called with.
-        gradients: what the call returned.
+        gradients: the gradients that the call returned.
 
     Returns:
-        A state that differs in its streams alone, with the structure of `state`.
+        A state that differs only in its streams, with the structure of `state`.
 
     Example:
         >>> import jax, jax.numpy as jnp, polyamp
@@ -218,60 +224,62 @@ def continue_streams(state: JaxState, gradients: Gradients) -> JaxState:
         >>> (first.values["w"] == again.values["w"]).item(), (first.values["w"] == second.values["w"]).item()
         (True, False)
     """
-    return with_streams(state, gradients.running)
+    return replace_streams(state, gradients.running)
 
 
-def create(
-    parts: Parts, recipe: Recipe, rngs: dict[str, jax.Array], scale_state: LossScaleState, backend: Backend
+def create_state(
+    parts: ModelParts, recipe: Recipe, rngs: dict[str, jax.Array], scale_state: LossScaleState, backend: Backend
 ) -> JaxState:
-    """A fresh state; every array is copied, so that donating it never deletes the user's.
+    """Return a new state. Every array is copied, so that donating the state never deletes the user's arrays.
 
     Raises:
-        ModelError, PolicyError, UnsupportedError: what the recipe asks for and this model cannot honour (S20).
+        ModelError, PolicyError, UnsupportedError: the recipe requires something that this model does not support (S20).
     """
     named = named_leaves(parts.params)
-    refusals.check_parameters([(path, dtype_name(leaf)) for path, leaf in named.items()], recipe)
+    step_checks.check_parameters([(path, dtype_name(leaf)) for path, leaf in named.items()], recipe)
     plan = recipe.policy.plan(module_paths(parts), backend="jax")
-    groups = members(recipe, named, lambda: leaves_of(parts), backend="jax", modules=lambda: module_paths(parts))
-    setup = Setup(parts.adapter, recipe, plan, groups, backend)
+    groups = resolve_group_members(
+        recipe, named, lambda: parameter_leaves(parts), backend="jax", modules=lambda: module_paths(parts)
+    )
+    setup = StaticSetup(parts.adapter, recipe, plan, groups, backend)
     named_leaves(parts.running)
-    params = fresh(parts.params)
-    run, wide = transformation(setup.optimizer), widened(params)
-    opt_state = fresh(run.init(wide))
+    params = copy_arrays(parts.params)
+    run, wide = make_transformation(setup.optimizer), widen_parameters(params)
+    opt_state = copy_arrays(run.init(wide))
     if not is_spec(recipe.optimizer):
         check_outermost(recipe.optimizer, opt_state)
-        check_extra(run, opt_state, wide)
+        check_extra_arguments(run, opt_state, wide)
     state = JaxState(
         params=params,
         opt_state=opt_state,
         scale_state=scale_state,
-        running=fresh(parts.running),
-        rngs=fresh(rngs),
+        running=copy_arrays(parts.running),
+        rngs=copy_arrays(rngs),
         step=jnp.array(0, jnp.int32),
         setup=setup,
     )
-    whole: JaxState = settled(state, jax.tree.leaves(params))
-    return whole.knowing(frozenset())
+    whole: JaxState = commit_to_devices(state, jax.tree.leaves(params))
+    return whole.with_host_facts(frozenset())
 
 
-def export(state: JaxState) -> dict[str, np.ndarray[Any, Any]]:
-    """Every array of the state by name, on the host; PRNG keys as their data.
+def export_arrays(state: JaxState) -> dict[str, np.ndarray[Any, Any]]:
+    """Return every array of the state by name, on the host. PRNG keys are returned as their data.
 
     Raises:
-        CheckpointError: the state was donated to a step, before or meanwhile.
+        CheckpointError: the state was donated to a step, before or during the call.
     """
     try:
-        return {name: _on_host(leaf) for name, leaf in _arrays(state).items()}
+        return {name: _copy_to_host(leaf) for name, leaf in _state_arrays(state).items()}
     except (RuntimeError, ValueError) as error:
-        check_held(state, error)
+        check_not_donated(state, error)
         raise
 
 
-def check_held(state: JaxState, error: Exception | None = None) -> None:
-    """Refuse a state whose arrays are gone.
+def check_not_donated(state: JaxState, error: Exception | None = None) -> None:
+    """Raise if the state's arrays no longer exist.
 
     Raises:
-        CheckpointError: it was donated to a step.
+        CheckpointError: the state was donated to a step.
     """
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
         raise CheckpointError(
@@ -280,13 +288,13 @@ def check_held(state: JaxState, error: Exception | None = None) -> None:
         ) from error
 
 
-def named_arrays(state: JaxState) -> dict[str, Any]:
-    """The arrays themselves, by the names of `export`."""
-    return _arrays(state)
+def named_state_arrays(state: JaxState) -> dict[str, Any]:
+    """Return the state's device arrays, by the names of `export_arrays`."""
+    return _state_arrays(state)
 
 
-def _on_host(leaf: Any) -> np.ndarray[Any, Any]:
-    """A copy on the host, gathered where several processes hold it; then each of them calls this."""
+def _copy_to_host(leaf: Any) -> np.ndarray[Any, Any]:
+    """Return a copy on the host. An array that is divided among processes is gathered; then every process must call."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated:
         from jax.experimental import multihost_utils
 
@@ -294,27 +302,27 @@ def _on_host(leaf: Any) -> np.ndarray[Any, Any]:
     return to_numpy(leaf)
 
 
-def replaced(state: JaxState, arrays: Mapping[str, Any]) -> JaxState:
-    """The state with its arrays replaced by those of the same names, with dtypes and placement kept.
+def replace_arrays(state: JaxState, arrays: Mapping[str, Any]) -> JaxState:
+    """Return the state with its arrays replaced by those of the same names, with dtypes and placement kept.
 
-    NumPy's are whole, JAX's already lie where they belong.
+    NumPy arrays are whole; JAX arrays are already on their devices.
     """
-    names = iter(_arrays(state))
-    leaves, structure = jax.tree.flatten(_tree(state))
-    new = jax.tree.unflatten(structure, [_like(leaf, arrays[next(names)]) for leaf in leaves])
+    names = iter(_state_arrays(state))
+    leaves, structure = jax.tree.flatten(_state_tree(state))
+    new = jax.tree.unflatten(structure, [_array_like(leaf, arrays[next(names)]) for leaf in leaves])
     return dataclasses.replace(
         state,
         params=new["model"],
         opt_state=new["optimizer"],
         scale_state=new["loss_scale"],
-        running=Running(new["running"], new["rng"]["model"], new["rng"]["draws"]),
+        running=RunningState(new["running"], new["rng"]["model"], new["rng"]["draws"]),
         rngs=new["rng"]["given"],
         step=new["step"],
-    ).knowing(lagging(new["optimizer"]))
+    ).with_host_facts(lagging_parameters(new["optimizer"]))
 
 
-def _tree(state: JaxState) -> dict[str, Any]:
-    """The state as one tree whose paths are the names in a checkpoint."""
+def _state_tree(state: JaxState) -> dict[str, Any]:
+    """Return the state as one tree whose paths are the names in a checkpoint."""
     return {
         "model": state.params,
         "optimizer": state.opt_state,
@@ -325,15 +333,15 @@ def _tree(state: JaxState) -> dict[str, Any]:
     }
 
 
-def _arrays(state: JaxState) -> dict[str, Any]:
-    return named_leaves(_tree(state))
+def _state_arrays(state: JaxState) -> dict[str, Any]:
+    return named_leaves(_state_tree(state))
 
 
-def _like(leaf: Any, array: Any) -> jax.Array:
+def _array_like(leaf: Any, array: Any) -> jax.Array:
     new: jax.Array
     if isinstance(array, jax.Array):
         return array
-    if not leaf.is_fully_addressable:  # every process has the whole, and puts its part on its devices
+    if not leaf.is_fully_addressable:  # every process has the whole array and places its part
         old = jax.random.key_data(leaf) if is_key(leaf) else leaf
         data = np.asarray(array, old.dtype)
         new = jax.make_array_from_callback(old.shape, old.sharding, lambda index: data[index])
@@ -347,7 +355,7 @@ def _like(leaf: Any, array: Any) -> jax.Array:
     return new
 
 
-def _device(leaf: Any) -> str:
+def _device_name(leaf: Any) -> str:
     if isinstance(leaf, jax.core.Tracer):
         return "traced"
     if not isinstance(leaf, jax.Array):

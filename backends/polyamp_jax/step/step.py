@@ -1,7 +1,7 @@
-"""The step and its halves as compiled functions, and the host's side of their calls.
+"""Training step, `value_and_grad` and `apply_gradients` as compiled functions, with their host-side wrappers.
 
-A `JaxState` is a pytree and a compiled function sees its arrays alone. Around such a function the host hands on which
-parameters have missed an update, and how far the random streams of one state have come (S12). Called by `backend`.
+A `JaxState` is a pytree, and a compiled function receives only its arrays. The host passes two facts in and out of
+such a function: which parameters have missed an update, and the position of the state's random streams (S12).
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ import jax.numpy as jnp
 
 from polyamp.errors import StateError
 from polyamp.results import Gradients, LossFunction, StepResult
-from polyamp.rules.decide import Skip
-from polyamp.rules.weights import WeightFunction
-from polyamp_jax.arrays import entering, is_key, made_first
-from polyamp_jax.step import differentiate
-from polyamp_jax.step.layouts import Layout, shards_of_rows, usable
+from polyamp.rules.loss_weights import WeightFunction
+from polyamp.rules.update_decision import Skip
+from polyamp_jax.arrays import is_key, materialize, prepare_batch
+from polyamp_jax.step import accumulation
+from polyamp_jax.step.jax_only.sharding_layout import ShardingLayout, row_shard_counts, usable_layout
 from polyamp_jax.step.replicas import AxisName
 from polyamp_jax.step.state import JaxState
-from polyamp_jax.step.update import applied
+from polyamp_jax.step.update import update_states
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Fixed:
-    """A result of a compiled function that is known when it is traced."""
+class StaticResult:
+    """Result of a compiled function that is known during tracing."""
 
     value: Any
 
 
-class Known(NamedTuple):
-    """What the host knows of a state and its batch, and a compiled step depends on.
+class HostKnownInputs(NamedTuple):
+    """Host-side facts about a state and its batch that a compiled step depends on.
 
     Attributes:
         lagging: the parameters that have missed an update.
-        layout: where the state's arrays lie.
-        rows: of a batch that is split into micro-batches: into how many shards each array is divided along axis 0.
+        layout: the sharding layout of the state's arrays.
+        rows: number of shards along axis 0 of each array of a batch that is split into micro-batches, else None.
     """
 
     lagging: frozenset[int] | None
-    layout: Layout | None
+    layout: ShardingLayout | None
     rows: tuple[int, ...] | None
 
 
-class Step:
-    """`(state, batch) -> (state, result)`.
+class JaxTrainStep:
+    """Training step with the signature `(state, batch) -> (state, result)`.
 
     Args:
         loss_fn: the loss.
         compiled: whether the step is wrapped in `jax.jit`.
         donate: whether the compiled step consumes its state.
-        axis_name: the axes of replicas, where JAX does not say which they are.
-        weight: what a batch counts, or None.
+        axis_name: the axes of the replicas, if JAX does not provide them.
+        weight: function that returns the weight of a batch, or None.
     """
 
     def __init__(
@@ -76,51 +76,57 @@ class Step:
         self._call = jax.jit(run, static_argnums=2, donate_argnums=(0,) if donate else ()) if compiled else run
 
     def __call__(self, state: JaxState, batch: Any) -> tuple[JaxState, StepResult]:
-        batch = entering(batch, state.setup.plan, compiled=self._compiled)
+        batch = prepare_batch(batch, state.setup.plan, compiled=self._compiled)
         try:
             known = self._known(state, batch)
             state, result, lagging = self._call(state, batch, known)
         except Exception as error:
-            refuse_gone([state], error)
+            refuse_deleted_states([state], error)
             raise
-        return state.knowing(lagging.value, known.layout), result
+        return state.with_host_facts(lagging.value, known.layout), result
 
     def lower(self, state: JaxState, batch: Any) -> Any:
-        """The compiled step's program for these arguments, as `jax.jit(...).lower` gives it."""
+        """Return the lowered program of the compiled step for these arguments, like `jax.jit(...).lower`."""
         call: Any = self._call
         return call.lower(state, batch, self._known(state, batch))
 
-    def _known(self, state: JaxState, batch: Any) -> Known:
-        return Known(state.lagging, state.layout, shards_of_rows(batch) if state.recipe.accumulate_steps > 1 else None)
+    def _known(self, state: JaxState, batch: Any) -> HostKnownInputs:
+        return HostKnownInputs(
+            state.lagging, state.layout, row_shard_counts(batch) if state.recipe.accumulate_steps > 1 else None
+        )
 
-    def _run(self, state: JaxState, batch: Any, known: Known) -> tuple[JaxState, StepResult, Fixed]:
-        state = state.knowing(known.lagging, usable(known.layout))
-        loss, aux, gradients = differentiate.accumulated(
+    def _run(self, state: JaxState, batch: Any, known: HostKnownInputs) -> tuple[JaxState, StepResult, StaticResult]:
+        state = state.with_host_facts(known.lagging, usable_layout(known.layout))
+        loss, aux, gradients = accumulation.accumulate_gradients(
             self._loss_fn, state, batch, self._axis_name, known.rows, self._weight
         )
-        (new,), (result,) = applied([state], [gradients], "all")
+        (new,), (result,) = update_states([state], [gradients], "all")
         if not self._donate:
-            new = _own(new, state)
-        return new, result._replace(loss=loss, aux=aux), Fixed(new.lagging)
+            new = _copy_shared_arrays(new, state)
+        return new, result._replace(loss=loss, aux=aux), StaticResult(new.lagging)
 
 
 def value_and_grad(
     loss_fn: LossFunction, *, compiled: bool, axis_name: AxisName = None, weight: WeightFunction | None = None
 ) -> Callable[..., tuple[Any, list[Gradients]]]:
-    """`(states, batch) -> (value, gradients)`; a second call on one state goes on where the first left the streams."""
+    """Return `(states, batch) -> (value, gradients)`. A repeated call on one state continues its random streams."""
 
-    def run(states: Sequence[JaxState], batch: Any, layouts: tuple[Layout | None, ...]) -> tuple[Any, list[Gradients]]:
-        states = [s.knowing(s.lagging, usable(layout)) for s, layout in zip(states, layouts, strict=True)]
-        return differentiate.separate(loss_fn, states, batch, axis_name, weight=weight)
+    def run(
+        states: Sequence[JaxState], batch: Any, layouts: tuple[ShardingLayout | None, ...]
+    ) -> tuple[Any, list[Gradients]]:
+        states = [
+            s.with_host_facts(s.lagging, usable_layout(layout)) for s, layout in zip(states, layouts, strict=True)
+        ]
+        return accumulation.loss_and_gradients(loss_fn, states, batch, axis_name, weight=weight)
 
     call: Any = jax.jit(run, static_argnums=2) if compiled else run
 
     def go_on(states: Sequence[JaxState], batch: Any) -> tuple[Any, list[Gradients]]:
-        batch = entering(batch, states[0].setup.plan, compiled=compiled)
+        batch = prepare_batch(batch, states[0].setup.plan, compiled=compiled)
         try:
-            value, gradients = call([s.continued() for s in states], batch, tuple(s.layout for s in states))
+            value, gradients = call([s.resume_streams() for s in states], batch, tuple(s.layout for s in states))
         except Exception as error:
-            refuse_gone(states, error)
+            refuse_deleted_states(states, error)
             raise
         for state, item in zip(states, gradients, strict=True):
             state.note(item.running)
@@ -132,44 +138,46 @@ def value_and_grad(
 def apply_gradients(
     states: Sequence[JaxState], grads: Sequence[Gradients], skip: Skip
 ) -> tuple[list[JaxState], list[StepResult]]:
-    """`update.applied`, compiled; the model's own streams go on from the furthest call on each state."""
-    latest = [state.continued().running.streams for state in states]
+    """Run compiled `update_states`. The model's own streams continue from the furthest call on each state."""
+    latest = [state.resume_streams().running.streams for state in states]
     try:
-        known = tuple(Known(state.lagging, state.layout, None) for state in states)
-        made, results, lagging = _applied(list(states), list(grads), latest, skip, known)
+        known = tuple(HostKnownInputs(state.lagging, state.layout, None) for state in states)
+        made, results, lagging = _compiled_apply(list(states), list(grads), latest, skip, known)
     except Exception as error:
-        refuse_gone(states, error)
+        refuse_deleted_states(states, error)
         raise
     after = zip(made, lagging.value, known, strict=True)
-    return [state.knowing(own, before.layout) for state, own, before in after], results
+    return [state.with_host_facts(own, before.layout) for state, own, before in after], results
 
 
-def _apply(
-    states: list[JaxState], grads: list[Gradients], latest: list[Any], skip: Skip, known: Sequence[Known]
-) -> tuple[list[JaxState], list[StepResult], Fixed]:
-    states = [s.knowing(own.lagging, usable(own.layout)) for s, own in zip(states, known, strict=True)]
+def _apply_states(
+    states: list[JaxState], grads: list[Gradients], latest: list[Any], skip: Skip, known: Sequence[HostKnownInputs]
+) -> tuple[list[JaxState], list[StepResult], StaticResult]:
+    states = [s.with_host_facts(own.lagging, usable_layout(own.layout)) for s, own in zip(states, known, strict=True)]
     grads = [
-        item._replace(running=item.running._replace(streams=jax.tree.map(_further, item.running.streams, streams)))
+        item._replace(
+            running=item.running._replace(streams=jax.tree.map(_furthest_stream, item.running.streams, streams))
+        )
         for item, streams in zip(grads, latest, strict=True)
     ]
-    made, results = applied(states, grads, skip)
-    made = [_own(new, old) for new, old in zip(made, states, strict=True)]
-    return made, results, Fixed(tuple(state.lagging for state in made))
+    made, results = update_states(states, grads, skip)
+    made = [_copy_shared_arrays(new, old) for new, old in zip(made, states, strict=True)]
+    return made, results, StaticResult(tuple(state.lagging for state in made))
 
 
-_applied: Any = jax.jit(_apply, static_argnums=(3, 4))
+_compiled_apply: Any = jax.jit(_apply_states, static_argnums=(3, 4))
 
 
-def _further(one: Any, other: Any) -> Any:
-    """Of two states of one stream the one that has drawn more."""
+def _furthest_stream(one: Any, other: Any) -> Any:
+    """Return the further advanced of two states of one stream."""
     return one if is_key(one) else jnp.maximum(one, other)
 
 
-def refuse_gone(states: Sequence[Any], error: Exception) -> None:
-    """After a call failed: say so where a state's arrays are gone.
+def refuse_deleted_states(states: Sequence[Any], error: Exception) -> None:
+    """Raise after a failed call if a state's arrays no longer exist.
 
     Raises:
-        StateError: they were donated or deleted.
+        StateError: the arrays were donated or deleted.
     """
     for leaf in jax.tree.leaves(list(states)):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
@@ -181,11 +189,11 @@ def refuse_gone(states: Sequence[Any], error: Exception) -> None:
             ) from error
 
 
-def _own(new: JaxState, old: JaxState) -> JaxState:
-    """The new state with copies of what it would share with the old one, which may be donated apart from it."""
+def _copy_shared_arrays(new: JaxState, old: JaxState) -> JaxState:
+    """Return the new state with copies of the arrays shared with the old one, so that either can be donated."""
 
     def one(after: Any, before: Any) -> Any:
-        return made_first(after) if after is before else after
+        return materialize(after) if after is before else after
 
     mine: JaxState = jax.tree.map(one, new, old)
-    return mine.knowing(new.lagging, new.layout)
+    return mine.with_host_facts(new.lagging, new.layout)

@@ -1,6 +1,6 @@
-"""The second half of the step as `rules.decide` has it: what JAX measures and how it commits (S9 to S15).
+"""Second half of the step: JAX hooks of `rules.update_decision` that measure gradients and commit updates (S9 to S15).
 
-Called by `step`. All of it is traceable and never waits for the device.
+Everything here is traceable and never waits for the device.
 """
 
 from __future__ import annotations
@@ -14,74 +14,74 @@ import jax.numpy as jnp
 
 from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, StepResult
-from polyamp.rules import clip, decide
-from polyamp.rules.decide import Decision, Measured, Skip
-from polyamp_jax.arrays import XP, chosen
-from polyamp_jax.models.parameter_writes import overlaid
-from polyamp_jax.models.parts import Running
-from polyamp_jax.step.extra_arguments import Asked
-from polyamp_jax.step.measure import fitted, norm_and_finite_of
-from polyamp_jax.step.optimizers import like, updated
+from polyamp.rules import clip, update_decision
+from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision
+from polyamp_jax.arrays import XP, select_if_finite
+from polyamp_jax.models.model_parts import RunningState
+from polyamp_jax.models.parameter_writes import overlay_writes
+from polyamp_jax.step.grad_stats import fit_gradients, sharded_norm_and_finite
+from polyamp_jax.step.jax_only.optax_extra_arguments import OptaxExtraArguments
+from polyamp_jax.step.optimizers import leaves_like, update_parameters
 from polyamp_jax.step.state import JaxState
 
 
-def applied(
+def update_states(
     states: Sequence[JaxState], grads: Sequence[Gradients], skip: Skip
 ) -> tuple[list[JaxState], list[StepResult]]:
-    """The second half for one or several states."""
-    return decide.update(states, grads, skip, _VERBS)
+    """Run the second half of the step for one or several states."""
+    return update_decision.apply_update(states, grads, skip, _UPDATE_HOOKS)
 
 
-class JaxVerbs(decide.Verbs[JaxState, Gradients]):
-    """Measures and commits without a branch on a value."""
+class JaxUpdateHooks(update_decision.UpdateHooks[JaxState, Gradients]):
+    """`UpdateHooks` that measure and commit without branching on a value."""
 
     xp = XP
 
     def scaler(self, state: JaxState) -> LossScaler:
         return state.recipe.loss_scaler
 
-    def measure(self, state: JaxState, grads: Gradients) -> Measured:
-        values = fitted(state, grads)
-        norm, finite = norm_and_finite_of(state, values)
-        return Measured(norm.astype(jnp.float32), finite, (values, norm), grads.weight)
+    def measure(self, state: JaxState, grads: Gradients) -> GradStats:
+        values = fit_gradients(state, grads)
+        norm, finite = sharded_norm_and_finite(state, values)
+        return GradStats(norm.astype(jnp.float32), finite, (values, norm), grads.weight)
 
-    def commit(self, state: JaxState, grads: Gradients, measured: Measured, decision: Decision) -> JaxState:
-        """Clip, update and choose.
+    def commit(self, state: JaxState, grads: Gradients, measured: GradStats, decision: UpdateDecision) -> JaxState:
+        """Clip, update, and select the old or the new values.
 
-        Old and new are chosen by elementwise select, not by a conditional: XLA fuses it into the update's own loop,
-        which reads the old values anyway, while a conditional would make a GPU's host wait for the flag.
+        The selection is elementwise, not a conditional. XLA fuses it into the update's own loop, which reads the old
+        values anyway. A conditional would make a GPU's host wait for the flag.
         """
         recipe, running = state.recipe, grads.running
         values, norm = measured.more
-        asked = Asked(grads.loss, values)
+        asked = OptaxExtraArguments(grads.loss, values)
         if recipe.clip_norm is not None:
-            factor = clip.factor(norm, recipe.clip_norm, XP)
+            factor = clip.clip_factor(norm, recipe.clip_norm, XP)
             values = jax.tree.map(lambda g: g * factor.astype(g.dtype), values)
-        idle = frozenset(n for n, grad in enumerate(like(values, state.params)) if grad is None)
+        idle = frozenset(n for n, grad in enumerate(leaves_like(values, state.params)) if grad is None)
         even = state.lagging is not None and state.lagging <= idle
-        params, opt_state = updated(
+        params, opt_state = update_parameters(
             state.setup.optimizer,
             values,
             state.opt_state,
-            overlaid(state.params, running.written),
+            overlay_writes(state.params, running.written),
             even=even,
             finite=decision.finite,
             asked=asked,
             skipped=state.params,
         )
-        statistics = chosen(decision.finite, running.statistics, state.running.statistics)
+        statistics = select_if_finite(decision.finite, running.statistics, state.running.statistics)
         made = dataclasses.replace(
             state,
             params=params,
             opt_state=opt_state,
             scale_state=decision.scale_state,
-            running=Running(statistics, running.streams, jnp.zeros_like(running.draws)),
+            running=RunningState(statistics, running.streams, jnp.zeros_like(running.draws)),
             step=decision.step,
         )
         if state.layout is not None:
             leaves, structure = jax.tree.flatten(made)
             made = jax.tree.unflatten(structure, state.layout.kept(leaves))
-        return made.knowing(None if state.lagging is None else state.lagging | idle, state.layout)
+        return made.with_host_facts(None if state.lagging is None else state.lagging | idle, state.layout)
 
 
-_VERBS: Final = JaxVerbs()
+_UPDATE_HOOKS: Final = JaxUpdateHooks()

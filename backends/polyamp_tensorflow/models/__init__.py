@@ -1,1 +1,1 @@
-"""What a Keras model is made of."""
+"""Layers, variables and saved settings of a Keras model."""

@@ -1,7 +1,4 @@
-"""What a model is made of: its layers by path.
-
-Called by the state, the policies and the step.
-"""
+"""Layers of a Keras model, listed by path."""
 
 from __future__ import annotations
 
@@ -14,23 +11,23 @@ from typing import Any, Final, NamedTuple
 import keras
 
 from polyamp.errors import ModelError
-from polyamp_tensorflow.compat import every_layer, is_kerass, layers_inside, lookups
+from polyamp_tensorflow.compat import child_layers, flatten_layers, is_keras_code, lookup_layers
 
 OWN_CLASS: Final = "polyamp_own_class"
-"""Attribute of a class that polyamp made of a model's own, which it names."""
+"""Attribute of a class that polyamp derived from a model's class; its value is the original class."""
 
 
-class Module(NamedTuple):
+class LayerEntry(NamedTuple):
     """A layer inside a model.
 
     Attributes:
         layer: the layer.
-        path: names of the layers it lies in and its own, `/`-separated; "" for the model itself. Overrides (S5)
-            match it.
+        path: names of its parent layers and its own name, separated by `/`; "" for the model itself. Overrides (S5)
+            match this path.
         stable_path: the same with Keras's automatic names numbered within their parent. "dense_7" is "dense_1" if it
-            is its parent's second Dense, however many models the process has built. Checkpoints are named by it.
-        parent: the layer it was found in; None for the model itself.
-        other_paths: where else the same layer lies in the model, as `path`.
+            is its parent's second Dense, however many models the process has built. Checkpoints use this path.
+        parent: the parent layer; None for the model itself.
+        other_paths: further paths of a shared layer, in the form of `path`.
     """
 
     layer: Any
@@ -41,28 +38,28 @@ class Module(NamedTuple):
 
 
 def is_layer(model: Any) -> bool:
-    """True for a Keras layer or model."""
+    """Return whether an object is a Keras layer or model."""
     return isinstance(model, keras.Layer)
 
 
 def own_class(layer: Any) -> type[Any]:
-    """The class of a model or layer as its author wrote it, also while it saves settings (see `saved_settings`)."""
+    """Return the class of a model or layer as its author wrote it, also if it saves settings (see `saved_settings`)."""
     cls: type[Any] = getattr(type(layer), OWN_CLASS, type(layer))
     return cls
 
 
 def is_built(model: Any) -> bool:
-    """True unless a layer still waits for its first input to create its variables."""
-    layers = every_layer(model) if is_layer(model) else []
-    never_marked = lookups(layers)
+    """Return whether all layers have created their variables."""
+    layers = flatten_layers(model) if is_layer(model) else []
+    never_marked = lookup_layers(layers)
     return all(layer.built or layer in never_marked for layer in layers)
 
 
-def check_model(model: Any) -> None:
-    """Refuse what is not a model.
+def check_is_model(model: Any) -> None:
+    """Raise unless an object is a model.
 
     Raises:
-        ModelError: not callable, or without `trainable_variables`.
+        ModelError: the object is not callable, or has no `trainable_variables`.
     """
     if not callable(model) or not hasattr(model, "trainable_variables"):
         raise ModelError(
@@ -71,64 +68,64 @@ def check_model(model: Any) -> None:
         )
 
 
-def modules(model: Any) -> list[Module]:
-    """Every layer of a Keras model once, the model itself first; nothing for other models.
+def list_layers(model: Any) -> list[LayerEntry]:
+    """Return every layer of a Keras model once, the model itself first; an empty list for other models.
 
-    A layer that lies in several places has the path of the first, and the others in `other_paths`.
+    The path of a shared layer is that of its first occurrence; `other_paths` has the others.
     """
     if not is_layer(model):
         return []
     paths: defaultdict[int, dict[str, None]] = defaultdict(dict)
-    for layer, path in _places(model, "", ()):
+    for layer, path in _layer_paths(model, "", ()):
         paths[id(layer)].setdefault(path)
     return [
         module._replace(other_paths=tuple(path for path in paths[id(module.layer)] if path != module.path))
-        for module in _walk(Module(model, "", ""), set())
+        for module in _walk(LayerEntry(model, "", ""), set())
     ]
 
 
-def names_of(found: list[Module]) -> dict[str, tuple[str, ...]]:
-    """Path of each module -> every path that names it: where it lies, and `stable_path` unless that is another's path.
+def layer_path_aliases(found: list[LayerEntry]) -> dict[str, tuple[str, ...]]:
+    """Map each layer's path to all its paths: its locations, and `stable_path` unless that is another layer's path.
 
-    "dense_1" is thus the second Dense of a model also where the process has built others before; if a layer is really
-    called so, it is that one.
+    So "dense_1" is the second Dense of a model, however many others the process has built. A layer whose actual name is
+    "dense_1" takes precedence.
     """
     taken = {path for module in found for path in (module.path, *module.other_paths)}
     return {module.path: (module.path, *module.other_paths, *({module.stable_path} - taken)) for module in found}
 
 
-def _walk(module: Module, seen: set[int]) -> Iterator[Module]:
+def _walk(module: LayerEntry, seen: set[int]) -> Iterator[LayerEntry]:
     seen.add(id(module.layer))
     yield module
     siblings: Counter[str] = Counter()
-    for child in _children(module.layer):
+    for child in _child_layers(module.layer):
         if id(child) in seen:
             continue
         prefixes = [f"{path}/" if path else "" for path in (module.path, module.stable_path)]
         stable = prefixes[1] + _stable_name(child, siblings)
-        yield from _walk(Module(child, prefixes[0] + child.name, stable, module.layer), seen)
+        yield from _walk(LayerEntry(child, prefixes[0] + child.name, stable, module.layer), seen)
 
 
-def _places(layer: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[Any, str]]:
-    """Every (layer, path), a shared layer once for each place."""
+def _layer_paths(layer: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[Any, str]]:
+    """Yield every (layer, path); a shared layer once for each location."""
     yield layer, path
-    for child in _children(layer):
+    for child in _child_layers(layer):
         if id(child) not in above:
-            yield from _places(child, f"{path}/{child.name}" if path else child.name, (*above, id(layer)))
+            yield from _layer_paths(child, f"{path}/{child.name}" if path else child.name, (*above, id(layer)))
 
 
-def _children(layer: Any) -> list[Any]:
-    return [child for child in layers_inside(layer) if not isinstance(child, keras.layers.InputLayer)]
+def _child_layers(layer: Any) -> list[Any]:
+    return [child for child in child_layers(layer) if not isinstance(child, keras.layers.InputLayer)]
 
 
-def only_contains(layer: Any) -> bool:
-    """True for a functional or sequential model: it computes nothing itself, it only calls what it contains."""
+def is_container(layer: Any) -> bool:
+    """Return whether a layer is a functional or sequential model, which only calls its layers."""
     container = isinstance(layer, keras.Sequential | keras.Function)
-    return container and is_kerass(type(layer).call)
+    return container and is_keras_code(type(layer).call)
 
 
 def _stable_name(layer: Any, siblings: Counter[str]) -> str:
-    """The layer's name, or where Keras made it up ("dense_7") the same word counted among the layer's siblings."""
+    """Return the layer's name; an automatic name of Keras ("dense_7") is numbered among the layer's siblings."""
     word = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", own_class(layer).__name__)
     word = re.sub(r"([a-z])([A-Z])", r"\1_\2", word).lower()
     if not re.fullmatch(rf"{re.escape(word)}(_\d+)?", layer.name):
@@ -138,11 +135,11 @@ def _stable_name(layer: Any, siblings: Counter[str]) -> str:
 
 
 @contextlib.contextmanager
-def with_calls(calls: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """A block in which layers run another function in the place of their `call`.
+def replace_calls(calls: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+    """Context manager that replaces the `call` of layers.
 
     Args:
-        calls: (layer, function), taken one after the other: a later function may be made of an earlier one.
+        calls: (layer, function), consumed one at a time, so that a later function may wrap an earlier one.
     """
     before: list[tuple[Any, Any]] = []
     try:

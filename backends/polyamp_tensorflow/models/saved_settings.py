@@ -1,10 +1,11 @@
-"""What polyamp set up on a Keras model (a policy, the watch over `fit`), in the files that Keras saves the model in.
+"""Settings of polyamp on a Keras model (a policy, the guard of `fit`), saved in Keras's own model files.
 
-Keras writes a model as the name of its class and a configuration, and builds it again by the class of that name. So a
-model that holds settings becomes an instance of a subclass of its own class, with the same attributes and methods,
-whose configuration holds the settings beside the model's own. Loading it needs the name
-`polyamp_tensorflow>PolyampModel`, which is registered when polyamp_tensorflow is imported; without that Keras's error
-says which class is missing.
+Keras saves a model as a class name and a configuration, and loads it by that class. So a model with settings becomes an
+instance of a subclass of its own class. The subclass has the same attributes and methods, and its configuration
+contains the settings next to the model's own values.
+
+Loading needs the name `polyamp_tensorflow>PolyampModel`, which importing polyamp_tensorflow registers. Otherwise
+Keras's error names the missing class.
 """
 
 from __future__ import annotations
@@ -24,31 +25,31 @@ _SETTINGS: Final = "_polyamp_settings"
 _register: Final = keras.saving.register_keras_serializable(package=_PACKAGE, name=_NAME)
 
 
-class Setting(Protocol):
-    """One thing that is set up on a model, registered with Keras as serializable.
+class ModelSetting(Protocol):
+    """Setting of polyamp on a model, registered with Keras as serializable.
 
     Attributes:
-        needs_compile: whether it is put on a model that was loaded when that is compiled, not as soon as it is built.
+        needs_compile: whether a loaded model gets the setting when it is compiled, not as soon as it is built.
     """
 
     needs_compile: ClassVar[bool]
 
     def get_config(self) -> dict[str, Any]:
-        """Plain values, from which the class's `from_config` makes an equal setting."""
+        """Return plain values, from which the class's `from_config` creates an equal setting."""
 
-    def off(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which the model's own configuration is what it is without the setting."""
+    def suspend(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which the model's configuration is what it is without the setting."""
 
-    def put_on(self, model: Any) -> None:
-        """Set it up on a model that was loaded, and have the model keep it."""
+    def install(self, model: Any) -> None:
+        """Apply the setting to a loaded model, and store it there."""
 
 
 @_register
 class PolyampModel:
-    """Mixin of the classes of models that hold settings; Keras's name for all of them in files."""
+    """Mixin of the classes of models with settings; all of them have this one name in Keras's files."""
 
     def get_config(self) -> dict[str, Any]:
-        """The model's own configuration, and beside it its own class and the settings."""
+        """Return the model's own configuration, with its own class and the settings."""
         cls = own_class(self)
         public = cls is keras.Sequential
         own = {
@@ -56,16 +57,16 @@ class PolyampModel:
             "class_name": cls.__name__,
             "registered_name": None if public else keras.saving.get_registered_name(cls),
             "build_config": self.get_build_config(),  # type: ignore[attr-defined]  # of the model's own class
-            "settings": [keras.saving.serialize_keras_object(setting) for setting in settings_of(self)],
+            "settings": [keras.saving.serialize_keras_object(setting) for setting in model_settings(self)],
         }
         with contextlib.ExitStack() as stack:
-            for setting in settings_of(self):
-                stack.enter_context(setting.off())
+            for setting in model_settings(self):
+                stack.enter_context(setting.suspend())
             return {**super().get_config(), _PACKAGE: own}  # type: ignore[misc]  # of the model's own class
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """The model of the file, of its own class, with the settings that do not wait for `compile`.
+        """Create the saved model, of its own class, with the settings that do not need `compile`.
 
         Raises:
             ModelError: Keras cannot build the model from its configuration, so there are no layers to set up.
@@ -77,47 +78,46 @@ class PolyampModel:
         check_built(model)
         for setting in settings:
             if setting.needs_compile:
-                keep(model, setting)
+                add_setting(model, setting)
             else:
-                setting.put_on(model)
+                setting.install(model)
         return model
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
-        """The model's own, and then the settings that wait for it."""
+        """Compile the model as its own class does, then apply the settings that need it."""
         super().compile_from_config(config)  # type: ignore[misc]  # of the model's own class
-        for setting in settings_of(self):
+        for setting in model_settings(self):
             if setting.needs_compile:
-                setting.put_on(self)
+                setting.install(self)
 
     def __reduce__(self) -> Any:
-        """Keras's way, a file in memory, by a class that pickle can name."""
+        """Pickle as Keras does, as a file in memory, with a class that pickle can import."""
         found: Any = super().__reduce__()
         return getattr(keras.Model, found[0].__name__), found[1]
 
 
-def settings_of(model: Any) -> list[Any]:
-    """What the model holds now, in the order in which it was set up."""
+def model_settings(model: Any) -> list[Any]:
+    """Return the settings of a model, in the order in which they were added."""
     return list(vars(model).get(_SETTINGS, ()))
 
 
-def keep(model: Any, setting: Setting) -> None:
-    """Have a model save a setting, after the others. A layer that is no model has no
-    file of its own, and keeps nothing."""
+def add_setting(model: Any, setting: ModelSetting) -> None:
+    """Add a setting to those that a model saves. A layer that is not a model has no file and stores nothing."""
     if isinstance(model, keras.Model):
-        _hold(model, [*(other for other in settings_of(model) if other is not setting), setting])
+        _store_settings(model, [*(other for other in model_settings(model) if other is not setting), setting])
 
 
-def forget(model: Any, setting: Setting) -> None:
-    """Take a setting out again; a second call does nothing."""
+def remove_setting(model: Any, setting: ModelSetting) -> None:
+    """Remove a setting; a second call does nothing."""
     if isinstance(model, keras.Model):
-        _hold(model, [other for other in settings_of(model) if other is not setting])
+        _store_settings(model, [other for other in model_settings(model) if other is not setting])
 
 
 def check_built(model: Any) -> None:
-    """Refuse a model from a file that has no layers yet for its settings.
+    """Raise if a loaded model is not built, so that its layers for the settings do not exist yet.
 
     Raises:
-        ModelError: says what the class lacks.
+        ModelError: names the methods that the class lacks.
     """
     if not is_built(model):
         raise ModelError(
@@ -128,8 +128,8 @@ def check_built(model: Any) -> None:
         )
 
 
-def _hold(model: Any, settings: list[Any]) -> None:
-    vars(model)[_SETTINGS] = settings  # past Keras's tracking of attributes
+def _store_settings(model: Any, settings: list[Any]) -> None:
+    vars(model)[_SETTINGS] = settings  # bypasses Keras's attribute tracking
     cls = own_class(model)
     wanted = _with_settings(cls) if settings else cls  # type: ignore[arg-type]  # a class is hashable
     if type(model) is not wanted:
@@ -138,12 +138,12 @@ def _hold(model: Any, settings: list[Any]) -> None:
 
 @functools.cache
 def _with_settings(cls: type[Any]) -> type[Any]:
-    """The subclass of a model's class that saves settings."""
+    """Return the subclass of a model's class that saves settings."""
     name = f"Polyamp{cls.__name__}"
     made = type(name, (PolyampModel, cls), {"__module__": _PACKAGE, "__doc__": cls.__doc__, OWN_CLASS: cls})
     registered: type[Any] = _register(made)
     return registered
 
 
-for _class in ("Sequential", "Functional"):  # an .h5 file knows classes by their bare names
+for _class in ("Sequential", "Functional"):  # an .h5 file identifies classes by bare names
     keras.saving.get_custom_objects()[f"Polyamp{_class}"] = PolyampModel

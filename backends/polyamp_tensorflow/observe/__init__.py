@@ -1,5 +1,5 @@
-"""How a Keras model's training is watched: this framework's half of `polyamp.compare`.
+"""Observation of a Keras model's training, for `polyamp.compare`.
 
-`observer` is the door; `working` lends a model and puts it back, `still` takes the randomness out of it, `watching`
-shows what its layers give.
+`observer` is the entry point. `model_copy` restores a model afterwards, `dropout` controls its randomness, and
+`capture` reports the outputs of its layers.
 """

@@ -1,4 +1,4 @@
-"""`KerasObserver`: the `Observer` of `polyamp.parity` over Keras models, a line or two a method."""
+"""`KerasObserver`: the `Observer` of `polyamp.parity` for Keras models."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from polyamp.contract.backend import State
-from polyamp.parity.observing import Draws, Observer, See, Watched
+from polyamp.parity.trace.observer import CaptureCallback, Observer, PassRecord, UniformSource
 from polyamp.results import LossFunction
-from polyamp_tensorflow.observe import still, watching, working
-from polyamp_tensorflow.precision.bound import native_of
+from polyamp_tensorflow.observe import capture, dropout, model_copy
+from polyamp_tensorflow.precision.policy_module import native_model
 
 
 class KerasObserver:
-    """`Observer` over Keras layers and models, and over other models with variables, of which the output alone is seen.
+    """`Observer` for Keras layers and models. Of other models with variables it reports only the output.
 
     Example:
         >>> import keras
@@ -35,13 +35,13 @@ class KerasObserver:
     """
 
     def working(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
-        return working.working(native_of(model), wide=wide, inference=inference)
+        return model_copy.model_copy(native_model(model), wide=wide, inference=inference)
 
-    def still(self, model: Any, draws: Draws | None) -> AbstractContextManager[None]:
-        return still.still(native_of(model), draws)
+    def still(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[None]:
+        return dropout.disable_dropout(native_model(model), draws)
 
-    def watch(self, state: State, loss_fn: LossFunction, batch: Any, see: See) -> Watched:
-        return watching.watch(state, loss_fn, batch, see)
+    def watch(self, state: State, loss_fn: LossFunction, batch: Any, see: CaptureCallback) -> PassRecord:
+        return capture.capture_pass(state, loss_fn, batch, see)
 
 
 OBSERVER: Final[Observer] = KerasObserver()

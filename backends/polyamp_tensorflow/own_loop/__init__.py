@@ -1,1 +1,1 @@
-"""Loss scaling for `fit` and for loops that people keep in their own hands."""
+"""Loss scaling for Keras's `fit` and for custom training loops."""

@@ -1,7 +1,7 @@
-"""`compile`: a recipe for `model.fit`; and `LossScaleLogger`, which shows the scale while it runs.
+"""`compile`, which configures `model.fit` by a recipe, and `LossScaleLogger`, which logs the loss scale.
 
-`fit`, `evaluate` and `predict` stay Keras's. Around the model's own `train_step` a skipped update takes back what the
-forward pass did to running statistics, and the host looks for a stuck scale once every `patience` batches.
+`fit`, `evaluate` and `predict` are Keras's own. A wrapper of the model's `train_step` restores running statistics after
+a skipped update. The host checks for a stuck scale every `patience` batches.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ import keras
 import tensorflow as tf
 
 from polyamp.errors import LossError, LossScaleError, ModelError, UnsupportedError
+from polyamp.float_formats import HALF_DTYPES
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
-from polyamp.rules import refusals, stuck
-from polyamp.rules.plan import NARROW, Plan
-from polyamp_tensorflow.arrays import dtype_name, raw, to_numpy
-from polyamp_tensorflow.compat import build_by, build_symbolically
+from polyamp.rules import step_checks, stuck_scale
+from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp_tensorflow.arrays import dtype_name, native_variable, to_numpy
+from polyamp_tensorflow.compat import build_symbolically, set_build_function
 from polyamp_tensorflow.models.layers import is_built, own_class
-from polyamp_tensorflow.models.saved_settings import forget, keep, settings_of
-from polyamp_tensorflow.models.variables import streams_of, variables_of
+from polyamp_tensorflow.models.saved_settings import add_setting, model_settings, remove_setting
+from polyamp_tensorflow.models.variables import model_variables, seed_variables
 from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
-from polyamp_tensorflow.own_loop.loss_weights import count_losses, note_counts
-from polyamp_tensorflow.own_loop.own_compile import check_own, compile_model
-from polyamp_tensorflow.precision.autocast import BY_COMPILE, AppliedPolicy, matmul_precision, planned
+from polyamp_tensorflow.own_loop.loss_weights import install_loss_counting, report_loss_divisors
+from polyamp_tensorflow.own_loop.own_compile import check_compile_arguments, compile_model
+from polyamp_tensorflow.precision.autocast import APPLIED_BY_COMPILE, AppliedPolicy, matmul_precision, resolve_policy
 from polyamp_tensorflow.step import replicas
-from polyamp_tensorflow.step.optimizer_checks import check_recipe_optimizer
-from polyamp_tensorflow.step.optimizers import groups_of, make_optimizer
-from polyamp_tensorflow.step.xla import needs_xla
+from polyamp_tensorflow.step.optimizers import make_optimizer, resolve_groups
+from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import check_recipe_optimizer
+from polyamp_tensorflow.step.tensorflow_only.xla import needs_xla
 
 _FUNCTIONS: Final = ("train_function", "test_function", "predict_function")
 
@@ -48,28 +49,28 @@ def compile(  # noqa: A001  # Keras's word for it
     jit_compile: bool | str | None = None,
     **more: Any,
 ) -> None:
-    """`model.compile` by a recipe: then `fit`, `evaluate` and `predict` follow its policy, scaler, optimizer and clip.
+    """Compile a model by a recipe: `fit`, `evaluate` and `predict` follow its policy, scaler, optimizer and clip.
 
-    The policy is put on the model for good, and variables stay float32. Each batch that `fit` draws is a micro-batch,
-    as with Keras's own accumulation: `accumulate_steps` of them make one update, and each counts by its rows, or by
-    what its loss divides by: the mask of its output, or sample weights with `reduction="mean_with_sample_weight"` (S8).
-    A window that an epoch's end leaves open goes on in the next epoch.
+    The policy is applied permanently, and variables stay float32. Each batch of `fit` is a micro-batch, as with Keras's
+    own accumulation: `accumulate_steps` of them form one update. Each is weighted by its rows, or by the divisor of its
+    loss: the mask of its output, or sample weights with `reduction="mean_with_sample_weight"` (S8). An accumulation
+    that is incomplete at the end of an epoch continues in the next epoch.
 
     Args:
-        model: a built `keras.Model`; under a strategy, made in its scope.
-        recipe: what `polyamp.train_step` would take.
+        model: a built `keras.Model`; with a strategy, created in its scope.
+        recipe: a recipe as for `polyamp.train_step`.
         loss, metrics, loss_weights, weighted_metrics, run_eagerly, steps_per_execution: as in `model.compile`. Losses
             are computed in float32.
         jit_compile: True, False or "auto" as in Keras. None is "auto", but float16 on one CPU is compiled with XLA,
-            which a warning says once per process.
-        **more: what a `compile` of the model's own takes beside Keras's arguments, such as the `student_loss_fn` of
-            keras.io's Distiller. Of Keras's it gets those that it takes.
+            with one warning per process.
+        **more: further arguments of the model's own `compile`, such as the `student_loss_fn` of keras.io's Distiller.
+            Of Keras's arguments it gets those that it accepts.
 
     Raises:
         ModelError: not a `keras.Model`, not built, or without float32 parameters.
         LossError: a loss in 16 bits.
         PolicyError, RecipeError, LossScaleError, UnsupportedError: as from `polyamp.init`; XLA on several replicas; an
-            argument that the model's `compile` does not take, or lacks.
+            argument that the model's `compile` does not accept, or a missing one.
 
     Example:
         >>> import keras, polyamp
@@ -92,22 +93,22 @@ def compile(  # noqa: A001  # Keras's word for it
             "built. Call it once on a batch, or give its first layer an Input."
         )
     given = {"loss": loss, "metrics": metrics, "loss_weights": loss_weights, "weighted_metrics": weighted_metrics}
-    check_own(model, {name: value for name, value in given.items() if value is not None}, more)
+    check_compile_arguments(model, {name: value for name, value in given.items() if value is not None}, more)
     _check_losses([loss, *more.values()])
-    plan = planned(model, recipe.policy)
+    plan = resolve_policy(model, recipe.policy)
     check_recipe_optimizer(recipe.optimizer, recipe.clip_norm)
-    parameters = variables_of(model).parameters
-    refusals.check_parameters([(name, dtype_name(variable)) for name, variable in parameters.items()], recipe)
+    parameters = model_variables(model).parameters
+    step_checks.check_parameters([(name, dtype_name(variable)) for name, variable in parameters.items()], recipe)
     with model.distribute_strategy.scope():
         optimizer = LossScaleOptimizer(
-            make_optimizer(recipe, parameters, groups_of(model, recipe, parameters)),
+            make_optimizer(recipe, parameters, resolve_groups(model, recipe, parameters)),
             recipe.loss_scaler,
             clip_norm=recipe.clip_norm,
             accumulate_steps=recipe.accumulate_steps,
         )
         optimizer.build(model.trainable_variables)
         jit = _jit_compile(model, plan, jit_compile, run_eagerly)
-        _put_policy(model, plan)
+        _install_policy(model, plan)
         settings = {
             "optimizer": optimizer,
             **given,
@@ -120,64 +121,64 @@ def compile(  # noqa: A001  # Keras's word for it
         guard(model, recipe.policy)
 
 
-def _put_policy(model: Any, plan: Plan) -> None:
-    """The policy for good, in place of the one that an earlier `compile` put there."""
-    before = vars(model).get(BY_COMPILE)
-    AppliedPolicy(model, plan, by_compile=True)  # first, since it may be refused
+def _install_policy(model: Any, plan: ResolvedPolicy) -> None:
+    """Apply the policy permanently, in place of that of an earlier `compile`."""
+    before = vars(model).get(APPLIED_BY_COMPILE)
+    AppliedPolicy(model, plan, by_compile=True)  # first, since it may raise
     if before is not None:
         before.restore()
 
 
 def guard(model: Any, policy: Policy | str | None = None) -> None:
-    """Watch over `model.fit` with a `LossScaleOptimizer`: running statistics and a stuck scale.
+    """Guard `model.fit` with a `LossScaleOptimizer`: restore running statistics, and detect a stuck scale.
 
-    `compile` does this by itself. Call it for a model that `keras.models.load_model` returned, or that was given its
-    `LossScaleOptimizer` in `model.compile`. Keras's own `LossScaleOptimizer`, such as a file of somebody else's holds,
-    is replaced by `LossScaleOptimizer.from_keras` of it, and the model compiled anew with what it was compiled with.
+    `compile` calls it. Call it for a model from `keras.models.load_model`, or for one that got its `LossScaleOptimizer`
+    in `model.compile`. It replaces Keras's own `LossScaleOptimizer`, for example from a file, by
+    `LossScaleOptimizer.from_keras`, and recompiles the model with its previous arguments.
 
     Args:
         model: a compiled, built model.
-        policy: or its spelling; what `fit`, `evaluate` and `predict` follow with `float32_matmul`.
+        policy: a policy or its spelling, whose `float32_matmul` applies to `fit`, `evaluate` and `predict`.
 
     Raises:
-        LossScaleError: the model's optimizer is no `LossScaleOptimizer`.
-        ModelError: a model that is not built.
+        LossScaleError: the model's optimizer is not a `LossScaleOptimizer`.
+        ModelError: the model is not built.
     """
-    _watch(model, None if policy is None else Policy.of(policy).float32_matmul)
+    _install_guard(model, None if policy is None else Policy.of(policy).float32_matmul)
 
 
-def _watch(model: Any, precision: str | None) -> None:
+def _install_guard(model: Any, precision: str | None) -> None:
     with model.distribute_strategy.scope():
-        _take_over(model)
+        _replace_keras_wrapper(model)
         _scaling_optimizer(model).prepare_statistics(model)
     cls = own_class(model)
     several_workers = isinstance(model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
     def train_step(data: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            if isinstance(model.optimizer, LossScaleOptimizer):  # the user may have compiled the model anew
+            if isinstance(model.optimizer, LossScaleOptimizer):  # the user may have recompiled the model
                 stack.enter_context(model.optimizer.keep_statistics(model))
-                stack.enter_context(_counted(model.optimizer, data))
+                stack.enter_context(_count_micro_batch(model.optimizer, data))
             logs = cls.train_step(model, data)
         return _as_vectors(logs) if several_workers else logs
 
     model.train_step = train_step
-    count_losses(model)
+    install_loss_counting(model)
     if several_workers:
         model.test_step = lambda data: _as_vectors(cls.test_step(model, data))
-        build_by(model, _build_on_first_batch)
+        set_build_function(model, _build_on_first_batch)
     for name in _FUNCTIONS:
-        setattr(model, f"make_{name}", _maker(model, name, precision))
+        setattr(model, f"make_{name}", _guard_function_maker(model, name, precision))
         setattr(model, name, None)
-    for setting in settings_of(model):
+    for setting in model_settings(model):
         if isinstance(setting, SavedGuard):
-            forget(model, setting)
-    keep(model, SavedGuard(model, precision))
+            remove_setting(model, setting)
+    add_setting(model, SavedGuard(model, precision))
 
 
 @keras.saving.register_keras_serializable(package="polyamp_tensorflow")
 class SavedGuard:
-    """That `guard` watches over a model, in the model's `.keras` file, with the seeds of its random numbers (S12)."""
+    """Setting in a model's `.keras` file: the guard of the model, and its random seeds (S12)."""
 
     needs_compile: ClassVar[bool] = True
 
@@ -187,47 +188,47 @@ class SavedGuard:
         self._seeds = seeds
 
     def get_config(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the setting as plain values."""
         seeds = self._seeds
         if self._model is not None:
-            seeds = {name: to_numpy(variable).tolist() for name, variable in streams_of(self._model).items()}
+            seeds = {name: to_numpy(variable).tolist() for name, variable in seed_variables(self._model).items()}
         return {"float32_matmul": self._precision, "seeds": seeds}
 
-    def off(self) -> contextlib.AbstractContextManager[None]:
-        """A block that changes nothing: the guard is in no layer's configuration."""
+    def suspend(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager that does nothing: the guard is in no layer's configuration."""
         return contextlib.nullcontext()
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SavedGuard:
-        """What `get_config` described, for a model that `put_on` is given."""
+        """Create the saved setting, to be applied by `install`."""
         return cls(None, config["float32_matmul"], config["seeds"])
 
-    def put_on(self, model: Any) -> None:
-        """Watch over a model that Keras has compiled, unless its class compiles in a way of its own."""
+    def install(self, model: Any) -> None:
+        """Guard a model that Keras has compiled, unless its class overrides `compile`."""
         if isinstance(getattr(model, "optimizer", None), LossScaleOptimizer):
-            _watch(model, self._precision)
+            _install_guard(model, self._precision)
             seeds = self._seeds or {}
-            for name, variable in streams_of(model).items():
+            for name, variable in seed_variables(model).items():
                 if name in seeds:
-                    raw(variable).assign(seeds[name])
+                    native_variable(variable).assign(seeds[name])
 
 
 @contextlib.contextmanager
-def _counted(optimizer: LossScaleOptimizer, data: Any) -> Iterator[None]:
-    """The block in which a micro-batch counts by its rows, those of all replicas together, or by what its loss divides
-    by."""
+def _count_micro_batch(optimizer: LossScaleOptimizer, data: Any) -> Iterator[None]:
+    """Context manager that weights a micro-batch by its rows on all replicas, or by the divisor of its loss."""
     arrays = [leaf for leaf in keras.tree.flatten(data) if tf.is_tensor(leaf) and leaf.shape.rank]
     if optimizer.accumulate_steps == 1 or not arrays:
         yield
         return
-    (rows,) = replicas.total([tf.cast(tf.shape(arrays[0])[0], tf.float32)])
-    with optimizer.micro_batch(rows), note_counts(optimizer.count_micro_batch):
+    (rows,) = replicas.sum_over_replicas([tf.cast(tf.shape(arrays[0])[0], tf.float32)])
+    with optimizer.micro_batch(rows), report_loss_divisors(optimizer.count_micro_batch):
         yield
 
 
 def _build_on_first_batch(model: Any, iterator: Any, data_batch: Any) -> None:
-    """In the place of Keras's own way, which in Keras 3.15 cannot read a batch of several workers: `strategy.reduce`
-    takes no tuple there. What is built depends on shapes and dtypes alone, so this worker's part of the batch serves.
+    """Build a model from this worker's part of the first batch; only shapes and dtypes matter.
+
+    Keras 3.15's own function cannot read a batch of several workers, since `strategy.reduce` takes no tuple there.
     """
     strategy = model.distribute_strategy
     if iterator is not None:
@@ -238,25 +239,27 @@ def _build_on_first_batch(model: Any, iterator: Any, data_batch: Any) -> None:
 
 
 def _as_vectors(logs: Any) -> Any:
-    """Numbers as vectors of one: Keras 3.15 reduces the logs of several workers along axis 0, which a scalar lacks."""
+    """Expand scalars to shape (1,): Keras 3.15 reduces the logs of several workers along axis 0."""
     return keras.tree.map_structure(lambda value: value[None] if value.shape.rank == 0 else value, logs)
 
 
-def _maker(model: Any, name: str, precision: str | None) -> Callable[..., Any]:
-    """Keras's `make_train_function` and its like, with the host's part of the guard around what it makes."""
+def _guard_function_maker(model: Any, name: str, precision: str | None) -> Callable[..., Any]:
+    """Return a replacement of `make_train_function` and similar methods that adds the host's part of the guard."""
     own = getattr(own_class(model), f"make_{name}")
 
     def make(force: bool = False) -> Any:
         if getattr(model, name) is None or force:
             own(model, force)
-            setattr(model, name, _watched(model, getattr(model, name), name == "train_function", precision))
+            setattr(model, name, _guard_function(model, getattr(model, name), name == "train_function", precision))
         return getattr(model, name)
 
     return make
 
 
-def _watched(model: Any, function: Callable[..., Any], trains: bool, precision: str | None) -> Callable[..., Any]:
-    watch = stuck.Watch()
+def _guard_function(
+    model: Any, function: Callable[..., Any], trains: bool, precision: str | None
+) -> Callable[..., Any]:
+    watch = stuck_scale.StuckScaleMonitor()
 
     def run(*args: Any) -> Any:
         with matmul_precision(precision):
@@ -264,15 +267,15 @@ def _watched(model: Any, function: Callable[..., Any], trains: bool, precision: 
         optimizer = model.optimizer if trains else None
         if not isinstance(optimizer, LossScaleOptimizer):
             return result
-        if watch.due(optimizer.scaler, model.steps_per_execution, optimizer.accumulate_steps):
+        if watch.is_due(optimizer.scaler, model.steps_per_execution, optimizer.accumulate_steps):
             optimizer.raise_if_stuck()
         return result
 
     return run
 
 
-def _take_over(model: Any) -> None:
-    """Put polyamp's wrapper in the place of Keras's own."""
+def _replace_keras_wrapper(model: Any) -> None:
+    """Replace Keras's own wrapper by polyamp's."""
     optimizer = getattr(model, "optimizer", None)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not isinstance(optimizer, LossScaleOptimizer):
         settings = keras.saving.deserialize_keras_object(model.get_compile_config())
@@ -290,21 +293,21 @@ def _scaling_optimizer(model: Any) -> LossScaleOptimizer:
 
 
 def _check_losses(loss: Any) -> None:
-    """Refuse losses that would be computed in 16 bits (S6)."""
-    if keras.config.floatx() in NARROW:
+    """Raise for losses that would be computed in 16 bits (S6)."""
+    if keras.config.floatx() in HALF_DTYPES:
         raise UnsupportedError(
             "losses are computed in keras.config.floatx(), which must be float32 (S6). Received: "
             f"{keras.config.floatx()}. Call keras.config.set_floatx('float32') and set the compute dtype by a policy."
         )
     for part in keras.tree.flatten(loss):
-        if getattr(part, "dtype", None) in NARROW:
+        if getattr(part, "dtype", None) in HALF_DTYPES:
             raise LossError(
                 f"loss must be computed in float32. Received: {type(part).__qualname__}(dtype={part.dtype!r}). Drop "
                 "its dtype."
             )
 
 
-def _jit_compile(model: Any, plan: Plan, asked: bool | str | None, run_eagerly: bool) -> bool | str:
+def _jit_compile(model: Any, plan: ResolvedPolicy, asked: bool | str | None, run_eagerly: bool) -> bool | str:
     count = model.distribute_strategy.num_replicas_in_sync
     if asked is True and count > 1:
         raise UnsupportedError(
@@ -319,9 +322,9 @@ def _jit_compile(model: Any, plan: Plan, asked: bool | str | None, run_eagerly: 
 
 
 class LossScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
-    """Adds `loss_scale_optimizer` and `skipped_steps` to the logs: progress bar, `history`, TensorBoard and CSV files.
+    """Callback that adds `loss_scale` and `skipped_steps` to the logs: progress bar, `history`, TensorBoard, CSV files.
 
-    Callbacks see the logs in turn, so list it before `TensorBoard` and `CSVLogger`. Reading the two numbers waits for
+    Callbacks get the logs in order, so list it before `TensorBoard` and `CSVLogger`. Reading the two numbers waits for
     the device after each batch, as the progress bar does.
 
     Raises (when `fit` starts):
@@ -340,7 +343,7 @@ class LossScaleLogger(keras.callbacks.Callback):  # type: ignore[misc]  # Keras 
     """
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Refuse a model without a loss scale."""
+        """Raise for a model without a loss scale."""
         _scaling_optimizer(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -1,7 +1,4 @@
-"""Keras's own spelling of a `LossScaleOptimizer`: its arguments, its messages, and its state in files.
-
-Called by `LossScaleOptimizer` and `guard`.
-"""
+"""Compatibility with Keras's own `LossScaleOptimizer`: its arguments, its messages and its state in files."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any, Final
 from polyamp.errors import LossScaleError, RecipeError, did_you_mean
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
-from polyamp.rules.scale import LossScaleState
+from polyamp.rules.loss_scale import LossScaleState
 
 _BASE_DEFAULTS: Final[dict[str, Any]] = {
     "weight_decay": None,
@@ -25,24 +22,24 @@ _BASE_DEFAULTS: Final[dict[str, Any]] = {
     "loss_scale_factor": None,
     "gradient_accumulation_steps": None,
 }
-"""What Keras's wrapper takes for the sake of older files, and only so."""
-_OWN: Final[dict[str, str]] = {
+"""Arguments that Keras's wrapper accepts only for older files, with their defaults."""
+_POLYAMP_ARGUMENTS: Final[dict[str, str]] = {
     "clipnorm": "clip_norm",
     "global_clipnorm": "clip_norm",
     "gradient_accumulation_steps": "accumulate_steps",
 }
-"""Of these, what the wrapper here has a setting for -> its name."""
+"""Those with an equivalent in polyamp's wrapper -> its name."""
 _NAMES: Final = ("inner_optimizer", "initial_scale", "dynamic_growth_steps", "name", "scaler", "clip_norm",
                  "accumulate_steps")  # fmt: skip
-_IN_FRONT: Final = 4
+_WRAPPER_VARIABLES: Final = 4
 """Keras's variables before the inner optimizer's: an unused count and learning rate, good steps, scale."""
 
 
-def inner_of(given: Any, options: dict[str, Any]) -> Any:
-    """The optimizer to wrap, which may have been given by its older name; taken out of `options`.
+def pop_inner_optimizer(given: Any, options: dict[str, Any]) -> Any:
+    """Return the optimizer to wrap, which may be in `options` by its older name; remove it there.
 
     Raises:
-        RecipeError: none, or two.
+        RecipeError: no optimizer, or two.
     """
     by_name = options.pop("optimizer", None)
     if given is not None and by_name is not None:
@@ -56,10 +53,10 @@ def inner_of(given: Any, options: dict[str, Any]) -> Any:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Refuse, in Keras's words, what Keras's wrapper does not take.
+    """Raise, with Keras's messages, for arguments that Keras's wrapper does not accept.
 
     Raises:
-        RecipeError: says which, and where it belongs.
+        RecipeError: names the argument and where it belongs.
     """
     if not options.pop("dynamic", True):
         raise RecipeError(
@@ -69,7 +66,7 @@ def check_options(options: dict[str, Any]) -> None:
     for name, default in _BASE_DEFAULTS.items():
         value = options.pop(name, default)
         if value != default:
-            own = f", or use LossScaleOptimizer({_OWN[name]}=...)" if name in _OWN else ""
+            own = f", or use LossScaleOptimizer({_POLYAMP_ARGUMENTS[name]}=...)" if name in _POLYAMP_ARGUMENTS else ""
             raise RecipeError(
                 f"LossScaleOptimizer does not support `{name}`. Instead, set `{name}` on the `inner_optimizer`{own}. "
                 f"Received: {name}={value!r}."
@@ -82,14 +79,14 @@ def check_options(options: dict[str, Any]) -> None:
         )
 
 
-def described(initial_scale: Any, dynamic_growth_steps: Any, scaler: LossScaler | str | None) -> LossScaler:
-    """The scaler that either library's arguments come to; polyamp's may stand in the second place too.
+def scaler_from_arguments(initial_scale: Any, dynamic_growth_steps: Any, scaler: LossScaler | str | None) -> LossScaler:
+    """Return the scaler for Keras's or polyamp's arguments. `initial_scale` may also be polyamp's scaler.
 
-    Keras's have Keras's defaults, under polyamp's floor.
+    With Keras's arguments, defaults are Keras's, and the minimum scale is polyamp's.
 
     Raises:
-        LossScaleError: a number that cannot be, or both ways at once.
-        RecipeError: no scaler.
+        LossScaleError: an impossible number, or arguments of both kinds.
+        RecipeError: not a scaler.
     """
     if isinstance(initial_scale, LossScaler | str):
         if scaler is not None:
@@ -119,27 +116,27 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, bool | str) and hasattr(value, "__float__")
 
 
-def is_of_keras(store: Mapping[str, Any], inner: Any) -> bool:
-    """Whether a file holds the variables of Keras's own wrapper around such an inner optimizer."""
-    return len(store.keys()) == _IN_FRONT + len(inner.variables)
+def is_keras_wrapper_file(store: Mapping[str, Any], inner: Any) -> bool:
+    """Return whether a file contains the variables of Keras's own wrapper around such an inner optimizer."""
+    return len(store.keys()) == _WRAPPER_VARIABLES + len(inner.variables)
 
 
 def load_from_keras(store: Mapping[str, Any], inner: Any, scaler: LossScaler, state: LossScaleState) -> None:
-    """Fill the inner optimizer's variables and the loss-scale state's from a file of Keras's own wrapper.
+    """Load the inner optimizer's variables and the loss-scale state from a file of Keras's own wrapper.
 
     Raises:
-        LossScaleError: the file's scale lies outside of the scaler's bounds.
+        LossScaleError: the file's scale is outside the scaler's bounds.
     """
-    take_over(float(store["3"][()]), int(store["2"][()]), scaler, state)
-    for index, variable in enumerate(inner.variables, start=_IN_FRONT):
+    adopt_keras_scale(float(store["3"][()]), int(store["2"][()]), scaler, state)
+    for index, variable in enumerate(inner.variables, start=_WRAPPER_VARIABLES):
         variable.assign(store[str(index)])
 
 
-def take_over(scale: float, good_steps: int, scaler: LossScaler, state: LossScaleState) -> None:
-    """Go on from the scale and the count of good steps of Keras's own wrapper.
+def adopt_keras_scale(scale: float, good_steps: int, scaler: LossScaler, state: LossScaleState) -> None:
+    """Set the loss-scale state from the scale and the count of good steps of Keras's own wrapper.
 
     Raises:
-        LossScaleError: the scale lies outside of the scaler's bounds.
+        LossScaleError: the scale is outside the scaler's bounds.
     """
     if not scaler.min_scale <= scale <= scaler.max_scale:
         raise LossScaleError(

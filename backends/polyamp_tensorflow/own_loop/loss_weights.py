@@ -1,5 +1,5 @@
-"""What a loss of Keras's `fit` is a mean over, where that is not the rows: a mask, a class that is ignored, or sample
-weights (S8)."""
+"""Divisor of a loss in Keras's `fit`, where it is not the number of rows: a mask, an ignored class or sample weights
+(S8)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
-from polyamp_tensorflow.compat import mask_of
+from polyamp_tensorflow.compat import get_keras_mask
 from polyamp_tensorflow.models.layers import own_class
 from polyamp_tensorflow.step import replicas
 
@@ -21,27 +21,27 @@ _BY_WEIGHTS: Final = "mean_with_sample_weight"
 _BY_MASK: Final = ("mean", "sum_over_batch_size")
 
 
-_NOTE: Final[ContextVar[Callable[[Any], None] | None]] = ContextVar("loss_weight", default=None)
-"""Takes what the loss of the present micro-batch divides by; every replica, a thread, has its own."""
+_DIVISOR_CALLBACK: Final[ContextVar[Callable[[Any], None] | None]] = ContextVar("loss_weight", default=None)
+"""Callback that gets the divisor of the current micro-batch's loss; each replica has its own thread and callback."""
 
 
 @contextlib.contextmanager
-def note_counts(note: Callable[[Any], None]) -> Iterator[None]:
-    """A block in which a model that `count_losses` was called on hands what its loss divides by to `note`.
+def report_loss_divisors(note: Callable[[Any], None]) -> Iterator[None]:
+    """Context manager in which models with `install_loss_counting` pass the divisor of their loss to `note`.
 
     Args:
-        note: takes a float32 scalar, the sum over all replicas; it is not called where that is the rows.
+        note: called with a float32 scalar, the sum over all replicas; not called if the divisor is the number of rows.
     """
-    token = _NOTE.set(note)
+    token = _DIVISOR_CALLBACK.set(note)
     try:
         yield
     finally:
-        _NOTE.reset(token)
+        _DIVISOR_CALLBACK.reset(token)
 
 
-def count_losses(model: Any) -> None:
-    """Have a model's `compute_loss` say what it divides by, inside of `note_counts`. One of the user's own stays as it
-    is: nothing is known of it."""
+def install_loss_counting(model: Any) -> None:
+    """Make a model's `compute_loss` report its divisor in `report_loss_divisors`. A custom `compute_loss` is unchanged,
+    since its divisor is unknown."""
     cls = own_class(model)
     if cls.compute_loss is not keras.Model.compute_loss:
         return
@@ -50,20 +50,20 @@ def count_losses(model: Any) -> None:
     def compute_loss(
         x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
     ) -> Any:
-        note = _NOTE.get()
-        count = None if note is None else _count(model, y, y_pred, sample_weight)
+        note = _DIVISOR_CALLBACK.get()
+        count = None if note is None else _loss_divisor(model, y, y_pred, sample_weight)
         if note is not None and count is not None:
-            (total,) = replicas.total([tf.cast(count, tf.float32)])
+            (total,) = replicas.sum_over_replicas([tf.cast(count, tf.float32)])
             note(total)
         return cls.compute_loss(model, x, y, y_pred, sample_weight, training)
 
     model.compute_loss = compute_loss
 
 
-def _mask(loss: Any, labels: Any, output: Any) -> Any:
-    """Which elements of an output count in its loss, as Keras has it: those of the output's own mask whose label is not
+def _loss_mask(loss: Any, labels: Any, output: Any) -> Any:
+    """Return which elements of an output count in its loss, as in Keras: those in the output's mask whose label is not
     ignored; None for all."""
-    mask, ignored = mask_of(output), getattr(loss, "ignore_class", None)
+    mask, ignored = get_keras_mask(output), getattr(loss, "ignore_class", None)
     if ignored is None:
         return None if mask is None else tf.cast(mask, tf.bool)
     labels = tf.convert_to_tensor(labels)
@@ -73,18 +73,18 @@ def _mask(loss: Any, labels: Any, output: Any) -> Any:
     return counted if mask is None else tf.logical_and(tf.cast(mask, tf.bool), counted)
 
 
-def _count(model: Any, labels: Any, outputs: Any, sample_weight: Any) -> Any:
-    """What the compiled loss divides by; None for the rows."""
+def _loss_divisor(model: Any, labels: Any, outputs: Any, sample_weight: Any) -> Any:
+    """Return the divisor of the compiled loss; None if it is the number of rows."""
     loss = model.loss
     structured = isinstance(loss, dict | list | tuple) or isinstance(outputs, dict | list | tuple)
     reductions = [getattr(part, "reduction", _BY_MASK[1]) for part in keras.tree.flatten(loss)]
     by_weights = sample_weight is not None and _BY_WEIGHTS in reductions
     if structured:
         ignores = any(getattr(part, "ignore_class", None) is not None for part in keras.tree.flatten(loss))
-        if by_weights or ignores or any(mask_of(leaf) is not None for leaf in keras.tree.flatten(outputs)):
-            _warn()
+        if by_weights or ignores or any(get_keras_mask(leaf) is not None for leaf in keras.tree.flatten(outputs)):
+            _warn_unknown_divisor()
         return None
-    found = _mask(loss, labels, outputs)
+    found = _loss_mask(loss, labels, outputs)
     mask = None if found is None else tf.cast(found, tf.float32)
     if mask is not None and reductions[0] in _BY_MASK:
         return tf.reduce_sum(mask)
@@ -98,8 +98,8 @@ def _count(model: Any, labels: Any, outputs: Any, sample_weight: Any) -> Any:
 
 
 @functools.cache
-def _warn() -> None:
-    """Once in a process."""
+def _warn_unknown_divisor() -> None:
+    """Warn once per process."""
     warnings.warn(
         "fit with accumulate_steps: the losses of several outputs have masks, classes that they ignore, or sample "
         "weights that they divide by, so that no one number says what the sum is over. Micro-batches count by their "

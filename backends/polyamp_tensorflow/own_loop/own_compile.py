@@ -1,6 +1,6 @@
-"""The arguments of a model's own `compile`: a class such as keras.io's `Distiller` takes losses of its own there.
+"""Arguments of a model's own `compile`: a class such as keras.io's `Distiller` takes additional losses there.
 
-Keras's arguments reach it as far as it takes them; what it leaves to `keras.Model.compile` is set on the model.
+It gets those of Keras's arguments that it accepts. Execution arguments that it does not accept are set as attributes.
 """
 
 from __future__ import annotations
@@ -10,42 +10,42 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from polyamp.errors import RecipeError, UnsupportedError, did_you_mean
-from polyamp_tensorflow.compat import is_kerass
+from polyamp_tensorflow.compat import is_keras_code
 
-_SET: Final = ("run_eagerly", "steps_per_execution", "jit_compile")
-"""What a model takes by an attribute as well."""
-_KERAS: Final = ("loss", "metrics", "loss_weights", "weighted_metrics", *_SET)
-"""Keras's arguments, which reach a `compile` that takes them whether they were given or not."""
-_POLYAMPS: Final = {
+_EXECUTION_ARGUMENTS: Final = ("run_eagerly", "steps_per_execution", "jit_compile")
+"""Arguments that can also be set as attributes of a model."""
+_KERAS_ARGUMENTS: Final = ("loss", "metrics", "loss_weights", "weighted_metrics", *_EXECUTION_ARGUMENTS)
+"""Keras's arguments, which are passed to a `compile` that accepts them, whether the user set them or not."""
+_RESERVED_ARGUMENTS: Final = {
     "optimizer": "It is the recipe's: polyamp.Recipe(optimizer=...).",
     "auto_scale_loss": "The recipe's scaler scales the loss: polyamp.Recipe(scaler=...).",
 }
-"""What polyamp gives a model's `compile`, and where it is said instead."""
+"""Arguments that polyamp itself passes to a model's `compile`, with what to use instead."""
 
 
-def check_own(model: Any, given: Mapping[str, Any], more: Mapping[str, Any]) -> None:
-    """Refuse what a model's `compile` does not take, before anything is put on the model.
+def check_compile_arguments(model: Any, given: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    """Raise for arguments that a model's `compile` does not accept, before the model is changed.
 
     Args:
         model: the model.
-        given: Keras's arguments that the user gave another value than the default.
-        more: the other arguments that the user gave.
+        given: Keras's arguments that the user set to another value than the default.
+        more: the other arguments of the user.
 
     Raises:
-        UnsupportedError: names the argument and those that `compile` takes; or a `compile` without `optimizer`.
-        RecipeError: an argument that it needs was not given.
+        UnsupportedError: names the argument and those that `compile` accepts; or a `compile` without `optimizer`.
+        RecipeError: a required argument is missing.
     """
     for name in more:
-        if name in _POLYAMPS:
-            raise UnsupportedError(f"compile() makes {name}= itself. Received: {name}=. {_POLYAMPS[name]}")
-    if is_kerass(type(model).compile):
+        if name in _RESERVED_ARGUMENTS:
+            raise UnsupportedError(f"compile() makes {name}= itself. Received: {name}=. {_RESERVED_ARGUMENTS[name]}")
+    if is_keras_code(type(model).compile):
         for name in more:
             raise UnsupportedError(
-                f"compile() takes {', '.join(_KERAS)}, and what a compile of the model's own takes; "
-                f"{type(model).__qualname__} has none. Received: {name}=.{did_you_mean(name, _KERAS)}"
+                f"compile() takes {', '.join(_KERAS_ARGUMENTS)}, and what a compile of the model's own takes; "
+                f"{type(model).__qualname__} has none. Received: {name}=.{did_you_mean(name, _KERAS_ARGUMENTS)}"
             )
         return
-    own, takes_all = _taken(model)
+    own, takes_all = _compile_parameters(model)
     if "optimizer" not in own and not takes_all:
         raise UnsupportedError(
             f"{type(model).__qualname__}.compile takes no optimizer=, which polyamp makes by the recipe. Call it "
@@ -53,13 +53,13 @@ def check_own(model: Any, given: Mapping[str, Any], more: Mapping[str, Any]) -> 
             f"with polyamp_tensorflow.apply_policy. Received: a compile of {', '.join(own) or 'nothing'}."
         )
     for name in (*given, *more):
-        if not takes_all and name not in (*own, *_SET):
+        if not takes_all and name not in (*own, *_EXECUTION_ARGUMENTS):
             raise UnsupportedError(
                 f"{type(model).__qualname__}.compile takes {', '.join(own)}. Received: {name}=."
                 + did_you_mean(name, own)
             )
     received = {"optimizer", *given, *more}
-    missing = [name for name, needed in own.items() if needed and name not in received and name not in _KERAS]
+    missing = [name for name, needed in own.items() if needed and name not in received and name not in _KERAS_ARGUMENTS]
     if missing:
         raise RecipeError(
             f"{type(model).__qualname__}.compile needs {', '.join(f'{name}=' for name in missing)}. Give it to "
@@ -68,25 +68,25 @@ def check_own(model: Any, given: Mapping[str, Any], more: Mapping[str, Any]) -> 
 
 
 def compile_model(model: Any, settings: Mapping[str, Any], more: Mapping[str, Any]) -> None:
-    """`model.compile` with what it takes of Keras's arguments, and all of the others; then the attributes that it left.
+    """Call `model.compile` with those of Keras's arguments that it accepts, and all others; set the rest as attributes.
 
     Args:
         model: the model.
-        settings: Keras's arguments, `optimizer` among them.
-        more: the other arguments that the user gave.
+        settings: Keras's arguments, including `optimizer`.
+        more: the other arguments of the user.
     """
-    if is_kerass(type(model).compile):
+    if is_keras_code(type(model).compile):
         model.compile(**settings)
         return
-    own, takes_all = _taken(model)
+    own, takes_all = _compile_parameters(model)
     model.compile(**{name: value for name, value in settings.items() if takes_all or name in own}, **more)
-    for name in _SET:
+    for name in _EXECUTION_ARGUMENTS:
         if not takes_all and name not in own and settings[name] != "auto":
             setattr(model, name, settings[name])
 
 
-def _taken(model: Any) -> tuple[dict[str, bool], bool]:
-    """Names of the arguments of a model's `compile` and whether each must be given, and whether it takes all."""
+def _compile_parameters(model: Any) -> tuple[dict[str, bool], bool]:
+    """Return the argument names of a model's `compile`, each with whether it is required; and whether it takes `**`."""
     parameters = inspect.signature(model.compile).parameters.values()
     named = {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return named, any(p.kind is p.VAR_KEYWORD for p in parameters)

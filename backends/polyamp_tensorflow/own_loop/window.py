@@ -1,9 +1,9 @@
-"""An update of a `LossScaleOptimizer`, or a micro-step of a window of them, in three parts: numbers, decision, writes.
+"""Update of a `LossScaleOptimizer`, or one micro-step of an accumulation, in three parts: measure, decide, commit.
 
     measure: [the window's sum] -> unscale -> norm and finite flag                            (S7 to S10)
     commit:  clip -> the inner optimizer under one condition for all replicas; scale, window  (S11 to S15)
 
-`polyamp.rules.decide` decides in between; inside a window nothing but the sums moves. Called by `LossScaleOptimizer`.
+`polyamp.rules.update_decision` makes the decision. During accumulation only the sums change.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any, Final, NamedTuple
 import tensorflow as tf
 
 from polyamp.recipe.scaler import LossScaler
-from polyamp.rules import decide
-from polyamp.rules.decide import Decision, Measured
-from polyamp.rules.scale import LossScaleState
-from polyamp_tensorflow.arrays import XP, raw, write
-from polyamp_tensorflow.own_loop.loop_memory import not_finite
+from polyamp.rules import update_decision
+from polyamp.rules.loss_scale import LossScaleState
+from polyamp.rules.update_decision import GradStats, UpdateDecision
+from polyamp_tensorflow.arrays import XP, assign_values, native_variable
+from polyamp_tensorflow.own_loop.loop_memory import count_non_finite
 from polyamp_tensorflow.step import replicas
-from polyamp_tensorflow.step.measure import norm_and_flag
-from polyamp_tensorflow.step.unused import leaving_alone
-from polyamp_tensorflow.step.update import clipped
+from polyamp_tensorflow.step.grad_stats import global_norm_and_finite
+from polyamp_tensorflow.step.unused_parameters import skip_unused_parameters
+from polyamp_tensorflow.step.update import clip_gradients
 
 
-class Share(NamedTuple):
-    """What a micro-batch weighs beside the largest of its window so far (S8), float32 scalars.
+class MicroBatchShare(NamedTuple):
+    """Weight of a micro-batch relative to the largest of its accumulation so far (S8), float32 scalars.
 
     Attributes:
-        weight: its own; none is above 1, so that weighing makes nothing overflow.
-        most: rows of the largest, itself included.
-        earlier: what the sums of those before it are multiplied by, 1 unless it is larger than all of them.
+        weight: its weight; at most 1, so that the product cannot overflow.
+        most: rows of the largest micro-batch, including this one.
+        earlier: factor for the sums of the previous micro-batches; 1 unless this one is larger than all of them.
     """
 
     weight: Any
@@ -39,22 +39,22 @@ class Share(NamedTuple):
     earlier: Any
 
 
-class Held(NamedTuple):
-    """What a `LossScaleOptimizer` holds and its settings, for an update.
+class LossScaleOptimizerFields(NamedTuple):
+    """Variables and settings of a `LossScaleOptimizer` for an update.
 
     Attributes:
-        inner: the optimizer inside.
-        scaler, clip_norm, accumulate_steps: as it was given.
-        owners: index of each variable among those that it was built for, by id.
+        inner: the inner optimizer.
+        scaler, clip_norm, accumulate_steps: as in the constructor.
+        owners: index of each variable among those of `build`, by id.
         scale: the variables of the loss-scale state.
-        skipped: 1 if the last call ended in a skipped update, else 0.
-        not_finite: by variable, how many elements of its gradient were not finite at the last skipped update.
-        micro_step: calls since the window began.
-        sums: by variable, the sum of the window's gradients; empty without a window.
-        used: by variable, 1 if it had a gradient in this window; None without one.
-        rows: of the window's largest micro-batch so far, and the sum of what the shares differ from 1, float32 vector;
-            None without a window.
-        share: of this call's micro-batch; None where it weighs 1.
+        skipped: 1 if the last call skipped its update, else 0.
+        not_finite: by variable, the number of non-finite gradient elements at the last skipped update.
+        micro_step: calls since the start of the accumulation.
+        sums: by variable, the accumulated gradients; empty without accumulation.
+        used: by variable, 1 if it had a gradient in this accumulation; None without accumulation.
+        rows: rows of the largest micro-batch so far, and the sum of (weight - 1), float32 vector; None without
+            accumulation.
+        share: share of this call's micro-batch; None if its weight is 1.
     """
 
     inner: Any
@@ -69,20 +69,20 @@ class Held(NamedTuple):
     sums: list[Any]
     used: Any
     rows: Any = None
-    share: Share | None = None
+    share: MicroBatchShare | None = None
 
 
-class Call(NamedTuple):
-    """One call of `apply`, as `decide` asks for it.
+class ApplyCall(NamedTuple):
+    """One call of `apply`, as the state for `update_decision`.
 
     Attributes:
-        held: the optimizer's.
-        variables: those that have a gradient now; in a window all.
-        every: the variables of the call.
-        unused: those of them whose gradient is None.
+        held: the optimizer's variables and settings.
+        variables: the variables with a gradient in this call; with accumulation, all.
+        every: all variables of the call.
+        unused: those whose gradient is None.
     """
 
-    held: Held
+    held: LossScaleOptimizerFields
     variables: list[Any]
     every: list[Any]
     unused: list[Any]
@@ -90,170 +90,172 @@ class Call(NamedTuple):
     @property
     def scale_state(self) -> LossScaleState:
         """The loss-scale state, as tensors."""
-        return LossScaleState(*(tf.convert_to_tensor(raw(variable)) for variable in self.held.scale))
+        return LossScaleState(*(tf.convert_to_tensor(native_variable(variable)) for variable in self.held.scale))
 
     @property
     def step(self) -> Any:
-        """Applied updates: the inner optimizer counts them."""
-        return tf.convert_to_tensor(raw(self.held.inner.iterations))
+        """Number of applied updates, as counted by the inner optimizer."""
+        return tf.convert_to_tensor(native_variable(self.held.inner.iterations))
 
 
-def update(call: Call, gradients: list[Any]) -> None:
-    """The update, or a micro-step of it; `gradients` of `call.variables` are dense, scaled, and summed over replicas.
+def apply_or_accumulate(call: ApplyCall, gradients: list[Any]) -> None:
+    """Apply an update, or accumulate a micro-step. `gradients` of `call.variables` are dense, scaled, and summed over
+    replicas.
 
-    In a window the unused variables have sums too: whether they were used before is known when it ends.
+    With accumulation the unused variables have sums too; whether they were used before is known at its end.
     """
     held = call.held
     if held.sums:
-        sums = [raw(held.sums[owner]) for owner in _owners(held, call.variables)]
+        sums = [native_variable(held.sums[owner]) for owner in _owner_indices(held, call.variables)]
         if held.share is not None:
             sums = [total * tf.cast(held.share.earlier, total.dtype) for total in sums]
         gradients = [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
-    decide.update([call], [gradients], "all", _VERBS)
+    update_decision.apply_update([call], [gradients], "all", _UPDATE_HOOKS)
 
 
-class _Verbs(decide.Verbs[Call, list[Any]]):
+class _OptimizerUpdateHooks(update_decision.UpdateHooks[ApplyCall, list[Any]]):
     xp = XP
 
-    def scaler(self, state: Call) -> LossScaler:
+    def scaler(self, state: ApplyCall) -> LossScaler:
         return state.held.scaler
 
-    def measure(self, state: Call, grads: list[Any]) -> Measured:
+    def measure(self, state: ApplyCall, grads: list[Any]) -> GradStats:
         held = state.held
         if not held.sums:
-            return _measured(held, grads)
-        return Measured(
+            return _grad_stats(held, grads)
+        return GradStats(
             *tf.cond(
-                _window_ends(held),
-                lambda: tuple(_measured(held, grads)),
+                _is_last_micro_batch(held),
+                lambda: tuple(_grad_stats(held, grads)),
                 lambda: (tf.constant(1.0), tf.constant(True), grads, None if held.share is None else tf.constant(1.0)),
             )
         )
 
-    def commit(self, state: Call, grads: list[Any], measured: Measured, decision: Decision) -> Call:
+    def commit(self, state: ApplyCall, grads: list[Any], measured: GradStats, decision: UpdateDecision) -> ApplyCall:
         held = state.held
 
         def write_all(
-            run: replicas.Run, sums: Any, unscaled: Any, norm: Any, finite: Any, scale: Any, rows: Any
+            run: replicas.ReplicaRun, sums: Any, unscaled: Any, norm: Any, finite: Any, scale: Any, rows: Any
         ) -> None:
             def end() -> None:
-                _end_window(run, state, unscaled, norm, finite, scale, may_skip=decision.finite is not None)
+                _apply_window(run, state, unscaled, norm, finite, scale, may_skip=decision.finite is not None)
 
             if held.sums:
-                tf.cond(_window_ends(held), end, lambda: _add(state, sums, rows))
+                tf.cond(_is_last_micro_batch(held), end, lambda: _accumulate_gradients(state, sums, rows))
             else:
                 end()
 
         scale, finite = list(decision.scale_state), measured.finite if decision.finite is None else decision.finite
-        replicas.together(write_all, grads, measured.more, measured.norm, finite, scale, _rows_after(held))
+        replicas.merge_replica_calls(
+            write_all, grads, measured.more, measured.norm, finite, scale, _next_window_rows(held)
+        )
         return state
 
 
-_VERBS: Final = _Verbs()
+_UPDATE_HOOKS: Final = _OptimizerUpdateHooks()
 
 
-def _owners(held: Held, variables: Sequence[Any]) -> list[int]:
+def _owner_indices(held: LossScaleOptimizerFields, variables: Sequence[Any]) -> list[int]:
     return [held.owners[id(variable)] for variable in variables]
 
 
-def _window_ends(held: Held) -> Any:
-    return tf.equal(raw(held.micro_step), held.accumulate_steps - 1)
+def _is_last_micro_batch(held: LossScaleOptimizerFields) -> Any:
+    return tf.equal(native_variable(held.micro_step), held.accumulate_steps - 1)
 
 
-def share_of(held: Held | None, rows: Any) -> Share:
-    """The share of a micro-batch of so many rows, or what else it counts by; of the first one where nothing is held
-    yet."""
+def micro_batch_share(held: LossScaleOptimizerFields | None, rows: Any) -> MicroBatchShare:
+    """Return the share of a micro-batch by its rows or other weight; the share of a first one if `held` is None."""
     one = tf.ones_like(rows)
     if held is None:
-        return Share(tf.where(rows > 0.0, one, 0.0), rows, one)
-    before = raw(held.rows)[0]
-    before = tf.where(tf.equal(raw(held.micro_step), 0) | tf.equal(before, 0.0), rows, before)
+        return MicroBatchShare(tf.where(rows > 0.0, one, 0.0), rows, one)
+    before = native_variable(held.rows)[0]
+    before = tf.where(tf.equal(native_variable(held.micro_step), 0) | tf.equal(before, 0.0), rows, before)
     most = tf.maximum(before, rows)
-    by = tf.where(most > 0.0, most, one)  # nothing has counted yet
-    return Share(rows / by, most, before / by)
+    by = tf.where(most > 0.0, most, one)  # all weights are 0 so far
+    return MicroBatchShare(rows / by, most, before / by)
 
 
-def _rows_after(held: Held) -> Any:
-    """What `held.rows` is to be after this call; None where every micro-batch weighs 1."""
+def _next_window_rows(held: LossScaleOptimizerFields) -> Any:
+    """Return the value of `held.rows` after this call; None if every micro-batch has weight 1."""
     if held.share is None:
         return None
     weight, most, earlier = held.share
-    count = tf.cast(raw(held.micro_step), tf.float32)
-    return tf.stack([most, raw(held.rows)[1] * earlier + count * (earlier - 1.0) + weight - 1.0])
+    count = tf.cast(native_variable(held.micro_step), tf.float32)
+    return tf.stack([most, native_variable(held.rows)[1] * earlier + count * (earlier - 1.0) + weight - 1.0])
 
 
-def _measured(held: Held, gradients: list[Any]) -> Measured:
-    """Norm, flag and the unscaled gradients; no norm where neither the flag nor a clip asks for it."""
+def _grad_stats(held: LossScaleOptimizerFields, gradients: list[Any]) -> GradStats:
+    """Return norm, flag and unscaled gradients. The norm is not computed if neither the flag nor a clip needs it."""
     count: Any = float(held.accumulate_steps)
     scaler, weight = held.scaler, None
     if scaler.scales or held.sums:
         if held.sums:
-            after = _rows_after(held)
-            count = count + (raw(held.rows) if after is None else after)[1]
+            after = _next_window_rows(held)
+            count = count + (native_variable(held.rows) if after is None else after)[1]
             if held.share is not None:
                 weight = count
                 count = tf.where(count > 0.0, count, 1.0)
-        divisor = raw(held.scale.scale) * count if scaler.scales else tf.convert_to_tensor(count)
+        divisor = native_variable(held.scale.scale) * count if scaler.scales else tf.convert_to_tensor(count)
         gradients = [gradient / tf.cast(divisor, gradient.dtype) for gradient in gradients]
     if not scaler.checks and held.clip_norm is None:
-        return Measured(tf.constant(1.0), tf.constant(True), gradients, weight)
-    return Measured(*norm_and_flag(gradients), gradients, weight)
+        return GradStats(tf.constant(1.0), tf.constant(True), gradients, weight)
+    return GradStats(*global_norm_and_finite(gradients), gradients, weight)
 
 
-def _add(call: Call, sums: Sequence[Any], rows: Any) -> None:
-    """A micro-step inside a window."""
+def _accumulate_gradients(call: ApplyCall, sums: Sequence[Any], rows: Any) -> None:
+    """Write the sums of a micro-step."""
     held = call.held
     if rows is not None:
-        raw(held.rows).assign(replicas.shared(rows))
-    write([held.sums[owner] for owner in _owners(held, call.variables)], sums)
-    left = set(_owners(held, call.unused))
+        native_variable(held.rows).assign(replicas.read_shared(rows))
+    assign_values([held.sums[owner] for owner in _owner_indices(held, call.variables)], sums)
+    left = set(_owner_indices(held, call.unused))
     now = tf.constant([int(owner not in left) for owner in range(len(held.sums))])
-    raw(held.used).assign(tf.maximum(replicas.shared(raw(held.used)), now))
-    raw(held.micro_step).assign_add(1)
-    raw(held.skipped).assign(0)
+    native_variable(held.used).assign(tf.maximum(replicas.read_shared(native_variable(held.used)), now))
+    native_variable(held.micro_step).assign_add(1)
+    native_variable(held.skipped).assign(0)
 
 
-def _end_window(
-    run: replicas.Run, call: Call, unscaled: Any, norm: Any, finite: Any, scale: Any, *, may_skip: bool
+def _apply_window(
+    run: replicas.ReplicaRun, call: ApplyCall, unscaled: Any, norm: Any, finite: Any, scale: Any, *, may_skip: bool
 ) -> None:
-    """The update of all replicas or none, and what the decision says of the scale."""
+    """Update all replicas or none, and write the decided loss-scale state."""
     held = call.held
 
     def update_all_but(left: list[Any]) -> None:
         without = {id(variable) for variable in left}
 
         def step(unscaled: Any, norm: Any) -> None:
-            pairs = zip(call.variables, clipped(unscaled, norm, held.clip_norm), strict=True)
+            pairs = zip(call.variables, clip_gradients(unscaled, norm, held.clip_norm), strict=True)
             known = {id(variable): gradient for variable, gradient in pairs if id(variable) not in without}
             held.inner.apply([known.get(id(variable)) for variable in call.every], call.every)
 
-        with replicas.reduced_already(held.inner), leaving_alone(held.inner, left, warn=True):
+        with replicas.skip_gradient_reduction(held.inner), skip_unused_parameters(held.inner, left, warn=True):
             run(step, unscaled, norm)
 
     def apply() -> None:
         if not (call.unused and held.sums):
             update_all_but(call.unused)
             return
-        before = tf.gather(replicas.shared(raw(held.used)), _owners(held, call.unused))
+        before = tf.gather(replicas.read_shared(native_variable(held.used)), _owner_indices(held, call.unused))
         tf.cond(tf.reduce_any(before > 0), lambda: update_all_but([]), lambda: update_all_but(call.unused))
 
     if not may_skip:
         apply()
     else:
-        flag = replicas.shared(finite)
-        tf.cond(flag, apply, lambda: _note_skip(call, unscaled))
-        write(held.scale, [replicas.shared(value) for value in scale])
-        raw(held.skipped).assign(tf.where(flag, 0, 1))
+        flag = replicas.read_shared(finite)
+        tf.cond(flag, apply, lambda: _count_non_finite_gradients(call, unscaled))
+        assign_values(held.scale, [replicas.read_shared(value) for value in scale])
+        native_variable(held.skipped).assign(tf.where(flag, 0, 1))
     if held.sums:
-        write(held.sums, [tf.zeros(total.shape, total.dtype) for total in held.sums])
-        raw(held.used).assign(tf.zeros(held.used.shape, tf.int32))
-        raw(held.rows).assign(tf.zeros(2))
-        raw(held.micro_step).assign(0)
+        assign_values(held.sums, [tf.zeros(total.shape, total.dtype) for total in held.sums])
+        native_variable(held.used).assign(tf.zeros(held.used.shape, tf.int32))
+        native_variable(held.rows).assign(tf.zeros(2))
+        native_variable(held.micro_step).assign(0)
 
 
-def _note_skip(call: Call, gradients: Any) -> None:
-    """How many elements of each gradient were not finite, for the report on a stuck scale."""
+def _count_non_finite_gradients(call: ApplyCall, gradients: Any) -> None:
+    """Store the number of non-finite elements of each gradient, for the error about a stuck scale."""
     counts = dict.fromkeys(range(call.held.not_finite.shape[0]), tf.constant(0))
-    for owner, gradient in zip(_owners(call.held, call.variables), gradients, strict=True):
-        counts[owner] = not_finite(replicas.shared(gradient))
-    raw(call.held.not_finite).assign(tf.stack(list(counts.values())))
+    for owner, gradient in zip(_owner_indices(call.held, call.variables), gradients, strict=True):
+        counts[owner] = count_non_finite(replicas.read_shared(gradient))
+    native_variable(call.held.not_finite).assign(tf.stack(list(counts.values())))

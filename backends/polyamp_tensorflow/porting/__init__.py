@@ -1,1 +1,1 @@
-"""Keras's half of `polyamp.porting`: its layers in the canonical layout, its models filled and evaluated, its files."""
+"""Transfer of Keras models to and from other frameworks. `converter` is the entry module."""

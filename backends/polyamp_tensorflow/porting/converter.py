@@ -1,4 +1,4 @@
-"""`KerasConverter`: the `Converter` of `polyamp.porting` over Keras models, a line or two a method."""
+"""Entry module of Keras porting: `KerasConverter`, which lists, fills, evaluates, reads and writes Keras models."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 
 from polyamp.porting.layouts.converter import Converter, Evaluation
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_tensorflow.porting import evaluate, files, fill
-from polyamp_tensorflow.porting.walk import found
-from polyamp_tensorflow.precision.bound import native_of
+from polyamp_tensorflow.porting.inventory import read_keras_model
+from polyamp_tensorflow.precision.policy_module import native_model
 
 Array = np.ndarray[Any, Any]
 
 
 class KerasConverter:
-    """`Converter` over Keras layers and models, and over other models with variables, whose names alone are known.
+    """`Converter` for Keras layers and models, and for other models with variables, of which only names are known.
 
     Example:
         >>> import keras
@@ -31,7 +31,7 @@ class KerasConverter:
     in_place: Final = True
 
     def inventory(self, model: Any, batch: Any = None) -> Inventory:
-        return found(native_of(model)).inventory
+        return read_keras_model(native_model(model)).inventory
 
     def open_file(self, path: Path) -> Inventory:
         return files.open_file(path)
@@ -40,16 +40,16 @@ class KerasConverter:
         files.write_file(path, leaves, like)
 
     def write_model(self, path: Path, model: Any) -> None:
-        files.write_model(path, native_of(model))
+        files.write_model(path, native_model(model))
 
     def fill(self, model: Any, leaves: Mapping[str, Lazy]) -> Any:
-        native = native_of(model)
-        fill.fill(native, found(native), leaves)
+        native = native_model(model)
+        fill.fill(native, read_keras_model(native), leaves)
         return model
 
     def evaluate(self, model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]]) -> Evaluation:
-        native = native_of(model)
-        return evaluate.evaluate(native, found(native), batch, cotangents)
+        native = native_model(model)
+        return evaluate.evaluate(native, read_keras_model(native), batch, cotangents)
 
 
 CONVERTER: Final[Converter] = KerasConverter()

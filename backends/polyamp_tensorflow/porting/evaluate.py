@@ -1,6 +1,6 @@
-"""One pass of a model in float32 and as in inference, forward and backward, with what every layer gives.
+"""Float32 evaluation of a model in inference mode: outputs, gradients and the output of each layer.
 
-Called by `converter`; `polyamp.port(check=)` compares it with that of the other framework.
+`polyamp.port(check=)` compares it with the evaluation in the other framework.
 """
 
 from __future__ import annotations
@@ -16,36 +16,41 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.errors import UnsupportedError
+from polyamp.float_formats import HALF_DTYPES
 from polyamp.porting.layouts.converter import Evaluation
 from polyamp.recipe.policy import Policy
-from polyamp.rules.plan import NARROW
-from polyamp_tensorflow.arrays import dense, dtype_name, is_floating, raw, to_numpy
-from polyamp_tensorflow.compat import forget_losses, held_policy, hold_policy, hold_value
-from polyamp_tensorflow.models.layers import is_layer, modules, with_calls
-from polyamp_tensorflow.models.variables import variables_of
+from polyamp_tensorflow.arrays import dtype_name, is_floating, native_variable, to_dense, to_numpy
+from polyamp_tensorflow.compat import clear_losses, get_layer_policy, replace_variable, set_layer_policy
+from polyamp_tensorflow.models.layers import is_layer, list_layers, replace_calls
+from polyamp_tensorflow.models.variables import model_variables
 from polyamp_tensorflow.porting.fill import assign
-from polyamp_tensorflow.porting.walk import Found
-from polyamp_tensorflow.precision.keras_policies import is_quantized
-from polyamp_tensorflow.precision.layer_stack import Application
+from polyamp_tensorflow.porting.inventory import KerasInventory
+from polyamp_tensorflow.precision.tensorflow_only.keras_policies import is_quantized
+from polyamp_tensorflow.precision.tensorflow_only.policy_application import PolicyApplication
 
 Array = np.ndarray[Any, Any]
 _CONVOLUTIONS: Final = {"conv", "conv_transpose"}
 
 
 def evaluate(
-    model: Any, found: Found, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]]
+    model: Any, found: KerasInventory, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]]
 ) -> Evaluation:
-    """Outputs, gradients and the outputs of layers (see `Converter.evaluate`).
+    """Return outputs, gradients and the outputs of layers (see `Converter.evaluate`).
 
     Raises:
-        UnsupportedError: convolutions beside torch, whose gradient would end the process.
+        UnsupportedError: the model has convolutions and torch is loaded; their gradient could end the process.
     """
-    refuse_beside_torch(found, "check", "port without check=")
+    refuse_with_torch(found, "check", "port without check=")
     args, kwargs = _arguments(batch)
-    weights = {name: found.variables[name] for name in _trainable(found)}
+    weights = {name: found.variables[name] for name in _trainable_names(found)}
     seen: dict[str, Array] = {}
-    with _as_before(model), _in_float32(model), _recording(model, found.paths, seen), _tape() as tape:
-        watched = [raw(variable) for variable in weights.values()]
+    with (
+        _preserve_state(model),
+        _force_float32(model),
+        _record_outputs(model, found.paths, seen),
+        _gradient_tape() as tape,
+    ):
+        watched = [native_variable(variable) for variable in weights.values()]
         tape.watch(watched)
         given = model(*args, **kwargs, training=False) if is_layer(model) else model(*args, **kwargs)
         outputs = [tf.cast(leaf, tf.float32) if is_floating(leaf) else leaf for leaf in keras.tree.flatten(given)]
@@ -56,19 +61,21 @@ def evaluate(
     gradients = tape.gradient(total, watched)
     return Evaluation(
         [to_numpy(output) for output in outputs],
-        {name: _gradient(item, weights[name]) for name, item in zip(weights, gradients, strict=True)},
+        {name: _to_array(item, weights[name]) for name, item in zip(weights, gradients, strict=True)},
         seen,
     )
 
 
-def refuse_beside_torch(found: Found, call: str, instead: str) -> None:
-    """TensorFlow's oneDNN kernels for the gradient of a convolution abort once torch has run its own in the process
-    (seen with TensorFlow 2.21 and torch 2.13 on the CPU); without them all is well.
+def refuse_with_torch(found: KerasInventory, call: str, instead: str) -> None:
+    """Raise if the model has convolutions and torch is loaded in the process.
+
+    TensorFlow's oneDNN kernels for the gradient of a convolution abort once torch has run its own in the process. This
+    was seen with TensorFlow 2.21 and torch 2.13 on the CPU. Without these kernels there is no problem.
 
     Args:
         found: the model.
-        call: what would run it.
-        instead: what can be done without the environment variable.
+        call: the call that would run it.
+        instead: the alternative to the environment variable.
     """
     kinds = {layer.forms[0].kind for layer in found.inventory.layers}
     if "torch" not in sys.modules or os.environ.get("TF_ENABLE_ONEDNN_OPTS") == "0" or not kinds & _CONVOLUTIONS:
@@ -80,31 +87,31 @@ def refuse_beside_torch(found: Found, call: str, instead: str) -> None:
     )
 
 
-def _tape() -> Any:
+def _gradient_tape() -> Any:
     return tf.GradientTape(watch_accessed_variables=False)
 
 
-def _trainable(found: Found) -> list[str]:
+def _trainable_names(found: KerasInventory) -> list[str]:
     leaves = [leaf for layer in found.inventory.layers for leaf in layer.leaves.values()]
     return [leaf.name for leaf in leaves if leaf.trainable and leaf.tied is None]
 
 
-def _gradient(gradient: Any, variable: Any) -> Array:
-    """As float32; zeros of a parameter that the output does not depend on."""
+def _to_array(gradient: Any, variable: Any) -> Array:
+    """Return a gradient in float32; zeros for a parameter that the output does not depend on."""
     if gradient is None:
         return np.zeros(tuple(variable.shape), np.float32)
-    return to_numpy(tf.cast(dense(gradient, variable), tf.float32))
+    return to_numpy(tf.cast(to_dense(gradient, variable), tf.float32))
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    tensors = keras.tree.map_structure(_tensor, batch)
+    tensors = keras.tree.map_structure(_to_tensor, batch)
     if isinstance(tensors, Mapping):
         return (), dict(tensors)
     return (tuple(tensors), {}) if isinstance(tensors, tuple) else ((tensors,), {})
 
 
-def _tensor(leaf: Any) -> Any:
-    """An argument on the device, in float32 if it is floating; what is no array stays."""
+def _to_tensor(leaf: Any) -> Any:
+    """Return an argument as a tensor, in float32 if it is floating; other objects are unchanged."""
     if not isinstance(leaf, np.ndarray | np.generic) and not tf.is_tensor(leaf):
         return leaf
     tensor = tf.convert_to_tensor(leaf)
@@ -112,9 +119,9 @@ def _tensor(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _as_before(model: Any) -> Iterator[None]:
-    """What a forward pass writes has its old values afterwards: statistics, seeds, the states of stateful layers."""
-    found = variables_of(model)
+def _preserve_state(model: Any) -> Iterator[None]:
+    """Context manager that restores what a forward pass writes: statistics, seeds, states of stateful layers."""
+    found = model_variables(model)
     written = [*found.running.values(), *found.rng.values(), *found.rewritten.values()]
     before = [to_numpy(variable) for variable in written]
     try:
@@ -123,45 +130,50 @@ def _as_before(model: Any) -> Iterator[None]:
         for variable, values in zip(written, before, strict=True):
             assign(variable, values)
         if isinstance(model, keras.Layer):
-            forget_losses(model)
+            clear_losses(model)
 
 
 @contextlib.contextmanager
-def _in_float32(model: Any) -> Iterator[None]:
-    """Every layer computes in float32, whatever policy it was given, and with float32 copies of variables in 16 bits,
-    which some layers of Keras do not cast; afterwards each has its own again."""
+def _force_float32(model: Any) -> Iterator[None]:
+    """Context manager in which every layer computes in float32, whatever its policy.
+
+    Variables in 16 bits are replaced by float32 copies, because some Keras layers do not cast them. Policies and
+    variables are restored on exit.
+    """
     if not is_layer(model):
         yield
         return
-    application = Application(model, Policy("float32").plan())
+    application = PolicyApplication(model, Policy("float32").plan())
     held: list[tuple[Any, Any]] = []
     values: list[tuple[Any, Any]] = []
     try:
         application.put()
-        for module in modules(model):
+        for module in list_layers(model):
             if not is_quantized(module.layer):
-                held.append((module.layer, held_policy(module.layer)))
-                hold_policy(module.layer, keras.DTypePolicy("float32"))
+                held.append((module.layer, get_layer_policy(module.layer)))
+                set_layer_policy(module.layer, keras.DTypePolicy("float32"))
         for variable in model.variables:
-            if dtype_name(variable) in NARROW:
-                wide = tf.Variable(tf.cast(raw(variable), tf.float32), trainable=variable.trainable)
-                values.append((variable, hold_value(variable, wide)))
+            if dtype_name(variable) in HALF_DTYPES:
+                wide = tf.Variable(tf.cast(native_variable(variable), tf.float32), trainable=variable.trainable)
+                values.append((variable, replace_variable(variable, wide)))
         yield
     finally:
         for variable, value in values:
-            hold_value(variable, value)
+            replace_variable(variable, value)
         for layer, policy in held:
-            hold_policy(layer, policy)
+            set_layer_policy(layer, policy)
         application.restore()
 
 
-def _recording(model: Any, paths: Mapping[int, str], seen: dict[str, Array]) -> contextlib.AbstractContextManager[None]:
-    """Keep what each layer gives, if that is one array; of a layer that is called several times, what it gave last."""
-    named = ((module.layer, paths.get(id(module.layer), module.stable_path)) for module in modules(model))
-    return with_calls((layer, _watched(layer.call, path, seen)) for layer, path in named if path)
+def _record_outputs(
+    model: Any, paths: Mapping[int, str], seen: dict[str, Array]
+) -> contextlib.AbstractContextManager[None]:
+    """Record each layer's output if it is a single array. For a layer called several times, the last one is kept."""
+    named = ((module.layer, paths.get(id(module.layer), module.stable_path)) for module in list_layers(model))
+    return replace_calls((layer, _record_call(layer.call, path, seen)) for layer, path in named if path)
 
 
-def _watched(call: Callable[..., Any], path: str, seen: dict[str, Array]) -> Callable[..., Any]:
+def _record_call(call: Callable[..., Any], path: str, seen: dict[str, Array]) -> Callable[..., Any]:
     def watched(*args: Any, **kwargs: Any) -> Any:
         output = call(*args, **kwargs)
         if tf.is_tensor(output) and hasattr(output, "numpy") and not isinstance(output, tf.RaggedTensor):

@@ -1,7 +1,7 @@
-"""Keras's files as sources and targets: `.keras` archives and `.weights.h5`. Called by `converter`.
+"""Keras files as sources and targets: `.keras` archives and `.weights.h5` files.
 
-A .keras file says what model it holds: Keras builds it from that, without its weights, and its layers are read as any
-model's. A .weights.h5 file has names and shapes alone (`guesses`).
+A .keras file contains the model's config. Keras builds the model from it without its weights, and its layers are read
+as any model's. A .weights.h5 file has only names and shapes (`weights_file_layers`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, Final
 
 import keras
 
-from polyamp.errors import PortError, described, did_you_mean
+from polyamp.errors import PortError, describe_value, did_you_mean
 from polyamp.files import write_atomically
-from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
-from polyamp.porting.layouts.lazy import Lazy
-from polyamp_tensorflow.compat import saved_places
-from polyamp_tensorflow.porting import guesses
-from polyamp_tensorflow.porting.archive import Archive, Stored
-from polyamp_tensorflow.porting.rewriting import write
-from polyamp_tensorflow.porting.walk import Found, found
+from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
+from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp_tensorflow.compat import saved_variable_paths
+from polyamp_tensorflow.porting.inventory import KerasInventory, read_keras_model
+from polyamp_tensorflow.porting.tensorflow_only import weights_file_layers
+from polyamp_tensorflow.porting.tensorflow_only.file_rewriting import rewrite_file
+from polyamp_tensorflow.porting.tensorflow_only.h5_archive import KerasArchive, StoredArray
 
-_CHUNK: Final = 1 << 22
+_CHUNK_BYTES: Final = 1 << 22
 _ZEROS: Final[Mapping[str, Any]] = {
     "module": "keras.initializers",
     "class_name": "Zeros",
@@ -35,54 +35,54 @@ _ZEROS: Final[Mapping[str, Any]] = {
 
 
 def open_file(path: Path) -> Inventory:
-    """The layers of a file (see `ReadsFiles`)."""
-    return _listed(Archive(path))[0]
+    """Return the layers of a file (see `FileConverter`)."""
+    return _read_archive_layers(KerasArchive(path))[0]
 
 
 def write_file(path: Path, leaves: Mapping[str, Lazy], like: Path) -> None:
-    """A file as another one, with other values (see `ReadsFiles`)."""
-    archive = Archive(like)
-    inventory, places = _listed(archive)
+    """Write a copy of the file `like` with other values (see `FileConverter`)."""
+    archive = KerasArchive(like)
+    inventory, places = _read_archive_layers(archive)
     there = {leaf.name: leaf.array for layer in inventory.layers for leaf in layer.leaves.values()}
     for name, given in leaves.items():
         if name not in there:
             raise PortError(f"{like} has no array {name!r}.{did_you_mean(name, there)}")
         if given.shape != there[name].shape:
             raise PortError(f"{name!r} of {like} has shape {list(there[name].shape)}. Received: {list(given.shape)}.")
-    write(path, archive, {place: given for name, given in leaves.items() for place in places[name]})
+    rewrite_file(path, archive, {place: given for name, given in leaves.items() for place in places[name]})
 
 
 def write_model(path: Path, model: Any) -> None:
-    """A model as Keras saves it (see `ReadsFiles`): whole in a .keras file, its weights in a .weights.h5 file."""
+    """Save a model with Keras (see `FileConverter`): a .keras file stores the model, a .weights.h5 file its weights."""
     whole = path.name.endswith(".keras")
     if not (whole or path.name.endswith(".weights.h5")) or not isinstance(model, keras.Model):
         raise PortError(
             "a keras.Model is written to a .keras or .weights.h5 file. Received: "
-            f"{described(model)}, for the file {path.name}."
+            f"{describe_value(model)}, for the file {path.name}."
         )
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, "model.keras" if whole else "model.weights.h5")
         (model.save if whole else model.save_weights)(made)
         with made.open("rb") as file:
-            write_atomically(path, iter(lambda: file.read(_CHUNK), b""))
+            write_atomically(path, iter(lambda: file.read(_CHUNK_BYTES), b""))
 
 
-def _listed(archive: Archive) -> tuple[Inventory, dict[str, list[str]]]:
-    """The layers, and where in the HDF5 file each leaf lies."""
+def _read_archive_layers(archive: KerasArchive) -> tuple[Inventory, dict[str, list[str]]]:
+    """Return the layers, and the places of each leaf in the HDF5 file."""
     if archive.config is None:
-        return guesses.listed(archive.arrays, archive.names)
-    model = _built(archive)
-    there = found(model)
-    places = dict(_places(archive, model, there))
-    layers = [_stored(layer, archive.arrays, places) for layer in there.inventory.layers]
+        return weights_file_layers.read_file_layers(archive.arrays, archive.names)
+    model = _build_model(archive)
+    there = read_keras_model(model)
+    places = dict(_dataset_places(archive, model, there))
+    layers = [_with_stored_arrays(layer, archive.arrays, places) for layer in there.inventory.layers]
     inventory = dataclasses.replace(there.inventory, layers=layers)
     del model, there
-    gc.collect()  # the model lies in circles, and is as large as the file
+    gc.collect()  # the model has reference cycles, and is as large as the file
     return inventory, places
 
 
-def _built(archive: Archive) -> Any:
-    """The model that a config describes, its weights zero, not compiled. Code in the file is refused by Keras.
+def _build_model(archive: KerasArchive) -> Any:
+    """Build the uncompiled model of a config, with zero weights. Keras refuses code in the file.
 
     Raises:
         PortError: Keras cannot build it.
@@ -100,7 +100,7 @@ def _built(archive: Archive) -> Any:
 
 
 def _without_initializers(config: Any) -> Any:
-    """The config with zeros for all random values: they are not needed, and take longer."""
+    """Return the config with zeros in place of all initializers. Random values are not needed and take longer."""
     if isinstance(config, list):
         return [_without_initializers(item) for item in config]
     if not isinstance(config, dict):
@@ -111,26 +111,28 @@ def _without_initializers(config: Any) -> Any:
     }
 
 
-def _places(archive: Archive, model: Any, there: Found) -> Iterator[tuple[str, list[str]]]:
-    """(leaf, places of its array in the HDF5 file)"""
-    saved = saved_places(model)
+def _dataset_places(archive: KerasArchive, model: Any, there: KerasInventory) -> Iterator[tuple[str, list[str]]]:
+    """Yield (leaf, places of its array in the HDF5 file)."""
+    saved = saved_variable_paths(model)
     for name, variable in there.variables.items():
         places = saved.get(id(variable), [])
         for place in places or [""]:
             stored = archive.arrays.get(place)
             if stored is None:
-                raise archive.damaged(f"its weights lack {name!r}, which its config has")
+                raise archive.damaged_error(f"its weights lack {name!r}, which its config has")
             if stored.array.shape != tuple(variable.shape):
-                raise archive.damaged(
+                raise archive.damaged_error(
                     f"{name!r} is {list(variable.shape)} in its config and {list(stored.array.shape)} in its weights"
                 )
         yield name, places
 
 
-def _stored(layer: NativeLayer, arrays: Mapping[str, Stored], places: Mapping[str, list[str]]) -> NativeLayer:
-    """A layer with the arrays of the file in the place of the model's."""
+def _with_stored_arrays(
+    layer: NativeLayer, arrays: Mapping[str, StoredArray], places: Mapping[str, list[str]]
+) -> NativeLayer:
+    """Return a layer with the file's arrays in place of the model's."""
 
-    def one(leaf: Leaf) -> Leaf:
+    def one(leaf: InventoryLeaf) -> InventoryLeaf:
         return dataclasses.replace(leaf, array=arrays[places[leaf.name][0]].array)
 
     return dataclasses.replace(layer, leaves={name: one(leaf) for name, leaf in layer.leaves.items()})

@@ -1,7 +1,7 @@
-"""A model's variables take other values: all of them, or none. Called by `converter`.
+"""In-place assignment of values to a model's variables. Either all variables are written, or the model is unchanged.
 
-Every array is read before the first is written (`undo.ahead`). Only one that has to be read again can fail later; what
-those overwrite is kept, and they come first.
+Every array is read before the first is written (`rollback.read_ahead`). Later, only arrays that must be read again can
+fail. They are written first, and the values that they overwrite are kept.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.errors import PortError, did_you_mean
-from polyamp.porting.layouts.lazy import Lazy
-from polyamp.porting.undo import Undo, ahead
-from polyamp_tensorflow.arrays import raw
-from polyamp_tensorflow.models.layers import modules
-from polyamp_tensorflow.porting.walk import Found, lazy, read
+from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp.porting.rollback import Rollback, read_ahead
+from polyamp_tensorflow.arrays import native_variable
+from polyamp_tensorflow.models.layers import list_layers
+from polyamp_tensorflow.porting.inventory import KerasInventory, to_lazy, variable_values
 
 
-def fill(model: Any, found: Found, leaves: Mapping[str, Lazy]) -> None:
-    """Assign each value to the variable of its name; what was assigned is put back where one cannot be read.
+def fill(model: Any, found: KerasInventory, leaves: Mapping[str, Lazy]) -> None:
+    """Assign each value to the variable of its name. If an array cannot be read, all assignments are undone.
 
     Raises:
-        PortError: an unknown name, or another shape or dtype than the variable's; nothing was changed.
+        PortError: a name is unknown, or a shape or dtype differs from the variable's; nothing was changed.
     """
     for name, given in leaves.items():
         if name not in found.variables:
@@ -36,33 +36,33 @@ def fill(model: Any, found: Found, leaves: Mapping[str, Lazy]) -> None:
                 f"the Keras model has no variable {name!r}.{did_you_mean(name, found.variables)} Received values for "
                 f"{len(leaves)} of its {len(found.variables)}."
             )
-        there = lazy(found.variables[name])
+        there = to_lazy(found.variables[name])
         if (there.shape, there.dtype) != (given.shape, given.dtype):
             raise PortError(
                 f"variable {name!r} is {there.dtype}{list(there.shape)}. Received: {given.dtype}{list(given.shape)}."
             )
-    held = ahead(leaves)
-    with uninterrupted(), Undo() as undo:
+    held = read_ahead(leaves)
+    with defer_interrupts(), Rollback() as undo:
         try:
             for name in list(held):
-                values = held.pop(name)  # a mapped file's pages are let go one array after another
+                values = held.pop(name)  # pages of a mapped file are released one array after another
                 if values is None:
                     values = leaves[name].read()
-                    undo.keep(name, read(found.variables[name]))
+                    undo.keep(name, variable_values(found.variables[name]))
                 assign(found.variables[name], values)
-            _follow(model)
+            _refresh_copies(model)
         except BaseException:
             for name, values in undo:
                 assign(found.variables[name], values)
-            _follow(model)
+            _refresh_copies(model)
             raise
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """A Ctrl-C waits for the end of the block."""
+def defer_interrupts() -> Iterator[None]:
+    """Context manager that defers Ctrl-C to the end of the block."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals come to the main thread alone
+        yield  # only the main thread receives signals
         return
     came: list[tuple[int, FrameType | None]] = []
     before = signal.signal(signal.SIGINT, lambda *received: came.append(received))
@@ -75,12 +75,12 @@ def uninterrupted() -> Iterator[None]:
 
 
 def assign(variable: Any, values: np.ndarray[Any, Any]) -> None:
-    """Give a variable these values; under a distribution strategy, all of its copies. The array is copied."""
-    raw(variable).assign(_tensor(values))
+    """Assign values to a variable; under a distribution strategy, to all of its copies. The array is copied."""
+    native_variable(variable).assign(_to_tensor(values))
 
 
-def _tensor(values: np.ndarray[Any, Any]) -> Any:
-    """The values as a tensor. TensorFlow moves the axes of a transposed array several times as fast as NumPy."""
+def _to_tensor(values: np.ndarray[Any, Any]) -> Any:
+    """Return the values as a tensor. TensorFlow transposes an array several times as fast as NumPy."""
     if values.flags.c_contiguous or values.ndim < 2:
         return values
     order = sorted(range(values.ndim), key=lambda axis: -values.strides[axis])
@@ -91,8 +91,8 @@ def _tensor(values: np.ndarray[Any, Any]) -> Any:
     return tf.transpose(tf.convert_to_tensor(straight), back)
 
 
-def _follow(model: Any) -> None:
-    """Let layers that compute with copies of their variables, as Normalization does, take them anew."""
-    for module in modules(model):
+def _refresh_copies(model: Any) -> None:
+    """Refresh layers that compute with copies of their variables, as Normalization does."""
+    for module in list_layers(model):
         if hasattr(module.layer, "finalize_state"):
             module.layer.finalize_state()

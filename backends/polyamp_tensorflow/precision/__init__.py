@@ -1,1 +1,1 @@
-"""In which dtype the layers of a Keras model run (S1 to S5)."""
+"""Dtypes in which the layers of a Keras model run (S1 to S5)."""

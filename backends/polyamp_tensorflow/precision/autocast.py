@@ -1,7 +1,7 @@
-"""A `Policy` on Keras layers: as a `keras.DTypePolicy`, on a built model, and around any callable.
+"""Applies a `Policy` to Keras layers: as a `keras.DTypePolicy`, on a built model, and around any callable.
 
-Keras's finest grain is the layer, and in a functional model also the operation, so both modes (S3) set what each layer
-computes in; variables stay as they are. Which layer gets what stands in `layer_choice`.
+In Keras a compute dtype belongs to a layer, and in a functional model also to an operation. So both modes (S3) set the
+compute dtype of each layer; variables do not change. `layer_dtypes` chooses the dtypes.
 """
 
 from __future__ import annotations
@@ -15,31 +15,39 @@ from typing import Any, ClassVar, Final
 import keras
 import tensorflow as tf
 
-from polyamp import lookup
+from polyamp import registry_access
 from polyamp.errors import ModelError, UnsupportedError
 from polyamp.recipe.policy import Policy
-from polyamp.rules.plan import Plan
 from polyamp.rules.process_setting import ProcessSetting
+from polyamp.rules.resolved_policy import ResolvedPolicy
 from polyamp_tensorflow.arrays import cast
-from polyamp_tensorflow.interrupts import ending, repair
+from polyamp_tensorflow.interrupts import EnsureUndo, close_stale_blocks
 from polyamp_tensorflow.models.layers import is_built, is_layer
-from polyamp_tensorflow.models.saved_settings import forget, keep
-from polyamp_tensorflow.precision.bound import REGIONS, BoundModel, as_output, whole_of
-from polyamp_tensorflow.precision.cast_mode import cast_variables, check_castable, is_cast
-from polyamp_tensorflow.precision.keras_policies import keras_policy, policy_map
-from polyamp_tensorflow.precision.layer_choice import Choice, choose, plan_of
-from polyamp_tensorflow.precision.layer_stack import Application, drop_cached_functions, own_policies
-from polyamp_tensorflow.precision.saved_choices import choices_of, rows_of
+from polyamp_tensorflow.models.saved_settings import add_setting, remove_setting
+from polyamp_tensorflow.precision.cast_mode import cast_variables, check_castable, has_cast_variables
+from polyamp_tensorflow.precision.policy_module import POLICY_REGIONS, PolicyModule, cast_output, root_model
+from polyamp_tensorflow.precision.tensorflow_only.keras_policies import keras_policy, policy_map
+from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import (
+    LayerDtype,
+    choose_layer_dtypes,
+    resolve_layer_policy,
+)
+from polyamp_tensorflow.precision.tensorflow_only.policy_application import (
+    PolicyApplication,
+    drop_cached_functions,
+    suspend_policies,
+)
+from polyamp_tensorflow.precision.tensorflow_only.saved_layer_dtypes import layer_dtypes_from_rows, layer_dtypes_to_rows
 
-BY_COMPILE: Final = "_polyamp_applied_by_compile"
-"""Attribute of a model: the policy that `compile` put on it, which the next `compile` takes off."""
+APPLIED_BY_COMPILE: Final = "_polyamp_applied_by_compile"
+"""Attribute of a model: the policy that `compile` applied, which the next `compile` removes."""
 
 
 def require_tensorflow() -> None:
-    """Refuse to run Keras on another backend than TensorFlow.
+    """Raise if Keras runs on another backend than TensorFlow.
 
     Raises:
-        UnsupportedError: says which one is set and how to change it.
+        UnsupportedError: names the current backend and how to change it.
     """
     if keras.config.backend() != "tensorflow":
         raise UnsupportedError(
@@ -49,13 +57,14 @@ def require_tensorflow() -> None:
 
 
 def dtype_policy(policy: Policy | str) -> Any:
-    """The `keras.DTypePolicy` of a policy; with overrides a `keras.dtype_policies.DTypePolicyMap`.
+    """Return the `keras.DTypePolicy` of a policy; with overrides, a `keras.dtype_policies.DTypePolicyMap`.
 
-    Either can be given to `keras.config.set_dtype_policy` or to a layer's `dtype=`. They say what Keras's own policies
-    can say: no layer is sensitive and no head is found; `apply_policy` does that. A map matches `layer.path`.
+    Pass it to `keras.config.set_dtype_policy` or to a layer's `dtype=`. Keras's policies know no sensitive layers and
+    no heads; use `apply_policy` for these. A map matches `layer.path`.
 
     Args:
-        policy: or its spelling; parameters in float32 and `compute` float16, bfloat16 or float32, or both in one dtype.
+        policy: a policy or its spelling; parameters in float32 and `compute` float16, bfloat16 or float32, or both in
+            one dtype.
 
     Raises:
         UnsupportedError: Keras has no policy with these dtypes.
@@ -74,23 +83,23 @@ def dtype_policy(policy: Policy | str) -> Any:
 
 
 @contextlib.contextmanager
-def layer_policies(model: Any, plan: Plan) -> Iterator[None]:
-    """Every layer of a model under the policy; afterwards each has again the policy it had.
+def apply_layer_policies(model: Any, plan: ResolvedPolicy) -> Iterator[None]:
+    """Context manager that applies the policy to every layer of a model, and restores the layers on exit.
 
-    Of a model that is no layer the variables are cast (see `cast_mode`); a function passes.
+    For a model that is not a layer it casts the variables (see `cast_mode`); for a function it does nothing.
     """
     if not is_layer(model):
-        with cast_variables(model, plan) if is_cast(model, plan) else contextlib.nullcontext():
+        with cast_variables(model, plan) if has_cast_variables(model, plan) else contextlib.nullcontext():
             yield
         return
-    application = Application(model, plan)
-    with ending(application.restore):
+    application = PolicyApplication(model, plan)
+    with EnsureUndo(application.restore):
         application.put()
         yield
 
 
 class AppliedPolicy:
-    """What `apply_policy` returns: the policy is on the model until `restore`, or until the end of a `with` block.
+    """A policy applied to a model by `apply_policy`, until `restore` or the end of a `with` block.
 
     Attributes:
         model: the model.
@@ -100,39 +109,39 @@ class AppliedPolicy:
     def __init__(
         self,
         model: Any,
-        plan: Plan,
+        plan: ResolvedPolicy,
         *,
         heads: bool = True,
-        choices: Sequence[Choice] | None = None,
+        choices: Sequence[LayerDtype] | None = None,
         by_compile: bool = False,
     ) -> None:
         self.model = model
         self.policy: Policy = plan.policy
-        repair()
-        self._application = Application(model, plan, heads=heads, choices=choices)
+        close_stale_blocks()
+        self._application = PolicyApplication(model, plan, heads=heads, choices=choices)
         self._saved = SavedPolicy(model, self.policy, self._application.choices, by_compile=by_compile)
         try:
             self._application.put()
             drop_cached_functions(model)
-            keep(model, self._saved)
+            add_setting(model, self._saved)
             if by_compile:
-                vars(model)[BY_COMPILE] = self
+                vars(model)[APPLIED_BY_COMPILE] = self
         except BaseException:  # an interrupt too
             self.restore()
             raise
 
     @property
     def choices(self) -> Mapping[str, tuple[str | None, str]]:
-        """Path -> (compute dtype, why) of every layer, and of the operations of functional models that are cast.
+        """Path -> (compute dtype, reason) of every layer, and of the operations of functional models that are cast.
 
-        The dtype is None where the layer's own policy stays. The reasons are those of `dtype_policies.Choice`.
+        The dtype is None where the layer keeps its own policy. The reasons are those of `layer_dtypes.LayerDtype`.
         """
         found = {choice.path: (choice.dtype, choice.why) for choice in self._application.choices}
         return MappingProxyType(found)
 
     def restore(self) -> None:
-        """Give every layer back what it had. What other policies have done since stays; a second call does nothing."""
-        forget(self.model, self._saved)
+        """Remove the policy from every layer. Policies that were applied since stay; a second call does nothing."""
+        remove_setting(self.model, self._saved)
         try:
             self._application.restore()
         except BaseException:  # an interrupt: finish first
@@ -153,7 +162,7 @@ class AppliedPolicy:
 
 @keras.saving.register_keras_serializable(package="polyamp_tensorflow")
 class SavedPolicy:
-    """A policy that is on a model, in the model's `.keras` file: the policy, and what each layer got."""
+    """Setting in a model's `.keras` file: the applied policy and the dtype of each layer."""
 
     needs_compile: ClassVar[bool] = False
 
@@ -164,50 +173,55 @@ class SavedPolicy:
         self._by_compile = by_compile
 
     def get_config(self) -> dict[str, Any]:
-        """Plain values."""
-        rows = self._choices if self._model is None else rows_of(self._model, self._choices)
+        """Return the setting as plain values."""
+        rows = self._choices if self._model is None else layer_dtypes_to_rows(self._model, self._choices)
         return {"policy": self._policy.to_dict(), "choices": rows, "by_compile": self._by_compile}
 
-    def off(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which the layers are described with the dtypes that they have without polyamp."""
-        return contextlib.nullcontext() if self._model is None else own_policies(self._model)
+    def suspend(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which the layers' configurations have the dtypes from before polyamp."""
+        return contextlib.nullcontext() if self._model is None else suspend_policies(self._model)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SavedPolicy:
-        """What the file says, for a model that `put_on` is given."""
+        """Create the saved setting, to be applied by `install`."""
         policy = Policy(**config["policy"])
         return cls(None, policy, config["choices"], by_compile=config["by_compile"])
 
-    def put_on(self, model: Any) -> None:
-        """Put the policy on the model of the file.
+    def install(self, model: Any) -> None:
+        """Apply the policy to the loaded model.
 
         Raises:
-            ModelError: the model lacks a layer of the file.
+            ModelError: the model lacks a layer that the file lists.
         """
-        choices = choices_of(model, self._choices)
-        AppliedPolicy(model, Plan(self._policy, {}), choices=choices, by_compile=self._by_compile)
+        choices = layer_dtypes_from_rows(model, self._choices)
+        AppliedPolicy(model, ResolvedPolicy(self._policy, {}), choices=choices, by_compile=self._by_compile)
 
 
 def apply_policy(model: Any, policy: Policy | str, *, heads: bool = True) -> AppliedPolicy:
-    """Put a policy on a built Keras model: at once, for good or for the time of a `with` block.
+    """Apply a policy to a built Keras model, permanently or for a `with` block.
 
-    Every layer gets its compute dtype: sensitive layers float32 (S4), heads float32, overrides (S5) what they say;
-    quantized layers and those whose constructor was given a dtype keep theirs. `fit`, `evaluate` and `predict` are
-    traced anew. Variables stay as they are. Loss scaling for float16 is the optimizer's: a policy brings none.
+    Every layer gets its compute dtype:
+
+    - sensitive layers (S4) and heads: float32;
+    - overridden layers (S5): the dtype of the override;
+    - quantized layers and those with an explicit `dtype=`: unchanged.
+
+    `fit`, `evaluate` and `predict` are retraced. Variables do not change. The policy adds no loss scaling for float16;
+    that belongs to the optimizer.
 
     Args:
         model: a built `keras.Model` or layer.
-        policy: or its spelling; what its layers compute in, and its output's dtype. `float32_matmul` is the process's
+        policy: a policy or its spelling; sets the compute dtypes and the output dtype. `float32_matmul` is process-wide
             and is not set.
-        heads: keep the layers that give logits in float32 too; those that give probabilities always are.
+        heads: keep layers that output logits in float32 too; those that output probabilities always are.
 
     Returns:
         The policy as a context manager, with `restore()` and `choices`.
 
     Raises:
-        UnsupportedError: not a Keras layer, dtypes that Keras has no policy for, or `op_rules`.
-        ModelError: not built.
-        PolicyError: an override matches no layer, or puts a softmax head in 16 bits.
+        UnsupportedError: not a Keras layer, dtypes for which Keras has no policy, or `op_rules`.
+        ModelError: the model is not built.
+        PolicyError: an override matches no layer, or sets a softmax head to 16 bits.
 
     Example:
         >>> import keras, polyamp, polyamp_tensorflow
@@ -221,7 +235,7 @@ def apply_policy(model: Any, policy: Policy | str, *, heads: bool = True) -> App
     require_tensorflow()
     if not is_layer(model):
         raise UnsupportedError(f"apply_policy takes a keras.Model or layer. Received: {type(model).__qualname__}.")
-    plan = planned(model, Policy.of(policy))
+    plan = resolve_policy(model, Policy.of(policy))
     if not is_built(model):
         raise ModelError(
             f"apply_policy takes a built model, whose layers all exist. Received: {model.name!r}, which is not built. "
@@ -230,46 +244,46 @@ def apply_policy(model: Any, policy: Policy | str, *, heads: bool = True) -> App
     return AppliedPolicy(model, plan, heads=heads)
 
 
-def planned(model: Any, policy: Policy) -> Plan:
-    """The policy resolved for a model, refused where it cannot follow it, before the first step (S20).
+def resolve_policy(model: Any, policy: Policy) -> ResolvedPolicy:
+    """Resolve a policy for a model, and raise before the first step if the model cannot follow it (S20).
 
-    Whether the overrides match is seen once the model is built; until then the plan has none.
+    Overrides are matched once the model is built; until then the plan has none.
 
     Raises:
-        UnsupportedError: dtypes without a Keras policy; `op_rules`; overrides or mode="autocast" on what is no Keras
-            layer.
-        PolicyError: an override matches no layer, or puts a softmax head in 16 bits.
+        UnsupportedError: dtypes without a Keras policy; `op_rules`; overrides or mode="autocast" on a model that is not
+            a Keras layer.
+        PolicyError: an override matches no layer, or sets a softmax head to 16 bits.
     """
     require_tensorflow()
-    lookup.registry().supporting(lookup.registry().get("tensorflow"), policy)
+    registry_access.registry().check_supported(registry_access.registry().get("tensorflow"), policy)
     for compute in (policy.compute, *policy.overrides.values()):
         keras_policy(policy.param, compute)
     if not is_layer(model):
         plan = policy.plan()
         check_castable(model, plan)
         return plan
-    plan = plan_of(model, policy) if is_built(model) else policy.replace(overrides={}).plan()
-    choose(model, plan)
+    plan = resolve_layer_policy(model, policy) if is_built(model) else policy.replace(overrides={}).plan()
+    choose_layer_dtypes(model, plan)
     return plan
 
 
 def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
-    """A Keras layer or model, another model, or a function, as a callable that runs under the policy.
+    """Return a callable that runs a Keras layer or model, another model, or a function under the policy.
 
-    A layer's sublayers follow the policy; one that is not built is built by the first call. Anything else runs in
-    "cast" mode: floating arguments are cast to `compute`, and so are the trainable variables of a `tf.Module`. In every
-    case floating results are cast to `output`.
+    A layer's child layers follow the policy; the first call builds an unbuilt layer. Anything else runs in "cast" mode:
+    floating arguments are cast to `compute`, and so are the trainable variables of a `tf.Module`. Floating results are
+    always cast to `output`.
 
     Raises:
-        UnsupportedError: mode="autocast" for a function; dtypes that Keras has no policy for.
+        UnsupportedError: mode="autocast" for a function; dtypes for which Keras has no policy.
     """
     require_tensorflow()
-    if isinstance(target, BoundModel):  # of a step, whose policy is another one
-        planned(whole_of(target), policy)
-        return _inside(target, policy)
+    if isinstance(target, PolicyModule):  # inside a step, which has its own policy
+        resolve_policy(root_model(target), policy)
+        return _wrap_function(target, policy)
     plan = policy.plan()
     if is_layer(target):
-        plan = planned(target, policy)
+        plan = resolve_policy(target, policy)
     elif policy.mode == "autocast" or policy.overrides:
         raise UnsupportedError(
             "on TensorFlow the layer is the finest grain of mode='autocast' and of overrides, so they need a "
@@ -279,57 +293,57 @@ def autocast(target: Any, policy: Policy) -> Callable[..., Any]:
     elif hasattr(target, "trainable_variables"):
         check_castable(target, plan)
     known = is_built(target)
-    run = target if is_layer(target) else _inside(target, policy)
+    run = target if is_layer(target) else _wrap_function(target, policy)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal plan, known
-        repair()
+        close_stale_blocks()
         if not known:
             if not is_built(target):
-                _build(target, args, kwargs)
-            plan, known = planned(target, policy), True
-        with matmul_precision(plan.float32_matmul), layer_policies(target, plan):
+                _build_layer(target, args, kwargs)
+            plan, known = resolve_policy(target, policy), True
+        with matmul_precision(plan.float32_matmul), apply_layer_policies(target, plan):
             if not is_layer(target):
                 args, kwargs = cast((args, kwargs), plan.compute, float64=plan.float64)
-            return as_output(run(*args, **kwargs), plan.output, float64=plan.float64)
+            return cast_output(run(*args, **kwargs), plan.output, float64=plan.float64)
 
     return call
 
 
-def _inside(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """A function whose calls of a step's model run under the policy (S3)."""
+def _wrap_function(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """Wrap a function so that its calls of a step's model run under the policy (S3)."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        token = REGIONS.set((*REGIONS.get(), functools.partial(_region, policy)))
+        token = POLICY_REGIONS.set((*POLICY_REGIONS.get(), functools.partial(_policy_region, policy)))
         try:
             return function(*args, **kwargs)
         finally:
-            REGIONS.reset(token)
+            POLICY_REGIONS.reset(token)
 
     return call
 
 
 @contextlib.contextmanager
-def _region(policy: Policy, model: Any, outer: Plan) -> Iterator[Plan]:
-    """A block in which a step's model follows this policy, not the step's.
+def _policy_region(policy: Policy, model: Any, outer: ResolvedPolicy) -> Iterator[ResolvedPolicy]:
+    """Context manager in which a step's model follows this policy instead of the step's.
 
     Raises:
-        UnsupportedError: its variables are cast already.
+        UnsupportedError: the model's variables are already cast.
     """
-    plan = planned(model, policy)
-    if not is_layer(model) and is_cast(model, outer) and plan.compute != outer.compute:
+    plan = resolve_policy(model, policy)
+    if not is_layer(model) and has_cast_variables(model, outer) and plan.compute != outer.compute:
         raise UnsupportedError(
             f"{type(model).__qualname__} is no Keras layer, and the step has casts to {outer.compute} in the places of "
             f"its variables: another policy inside of loss_fn has none of their digits. Received: {policy}. Make the "
             "step's policy float32, and open the 16-bit one in loss_fn around what it is for."
         )
-    with matmul_precision(plan.float32_matmul), layer_policies(model, plan):
+    with matmul_precision(plan.float32_matmul), apply_layer_policies(model, plan):
         yield plan
 
 
-def _build(layer: Any, args: Any, kwargs: Any) -> None:
-    """Create a layer's variables and sublayers by tracing a call that never runs: what each computes in is chosen when
-    all of them are there."""
+def _build_layer(layer: Any, args: Any, kwargs: Any) -> None:
+    """Create a layer's variables and child layers by tracing a call that never runs. Compute dtypes are chosen after
+    all of them exist."""
     tf.function(lambda: layer(*args, **kwargs), autograph=False).get_concrete_function()
 
 
@@ -341,7 +355,7 @@ _TF32: Final[ProcessSetting[bool]] = ProcessSetting(
 
 
 def matmul_precision(setting: str | None) -> contextlib.AbstractContextManager[None]:
-    """TensorFlow's switch for TF32, process-global and read when a kernel starts, set for the time of a call."""
+    """Return a context manager that sets TensorFlow's TF32 switch, which is process-wide and read at kernel start."""
     if setting is None:
         return contextlib.nullcontext()
-    return _TF32.held(setting != "highest")
+    return _TF32.temporary_value(setting != "highest")

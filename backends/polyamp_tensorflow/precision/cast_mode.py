@@ -1,8 +1,8 @@
-"""`mode="cast"` for what is not a Keras model: a `tf.Module`, or any callable with `trainable_variables` (S3).
+"""`mode="cast"` for models outside Keras: a `tf.Module`, or any callable with `trainable_variables` (S3).
 
-While the model runs, casts of its trainable variables stand in the attributes that hold them, so that all of the
-model's own code computes in `compute`; gradients flow through the casts to the float32 masters. Keras layers inside get
-the policy as layers do. Called by the step and by `autocast.autocast`.
+While the model runs, casts of its trainable variables replace them in their attributes, so that all of the model's own
+code computes in `compute`. Gradients flow through the casts to the float32 masters. Keras layers inside follow the
+policy as layers do.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ import keras
 import tensorflow as tf
 
 from polyamp.errors import ModelError, UnsupportedError
-from polyamp.rules.plan import Plan
-from polyamp_tensorflow.arrays import dtype_name, is_floating, raw
-from polyamp_tensorflow.interrupts import ending
-from polyamp_tensorflow.precision.layer_choice import choose
-from polyamp_tensorflow.precision.layer_stack import Application
-from polyamp_tensorflow.precision.op_list import gives_probabilities
+from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp_tensorflow.arrays import dtype_name, is_floating, native_variable
+from polyamp_tensorflow.interrupts import EnsureUndo
+from polyamp_tensorflow.precision.op_list import has_probability_output
+from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import choose_layer_dtypes
+from polyamp_tensorflow.precision.tensorflow_only.policy_application import PolicyApplication
 
 
-def is_cast(model: Any, plan: Plan) -> bool:
-    """True if the variables of this model, which is no Keras layer, are cast under the policy."""
+def has_cast_variables(model: Any, plan: ResolvedPolicy) -> bool:
+    """Return whether the policy casts the variables of this model, which is not a Keras layer."""
     return plan.compute != plan.param and hasattr(model, "trainable_variables")
 
 
-def check_castable(model: Any, plan: Plan) -> None:
-    """Refuse what cannot be cast, or would not be trained, before the first step (S20).
+def check_castable(model: Any, plan: ResolvedPolicy) -> None:
+    """Raise before the first step if a model cannot be cast, or part of it would not be trained (S20).
 
     Raises:
-        ModelError: a Keras layer inside whose variables are not among the model's; `tf.Module` does not see them.
-        UnsupportedError: another mode, overrides, or a trainable variable that no attribute holds.
+        ModelError: the model lacks variables of a Keras layer inside it; `tf.Module` does not find them.
+        UnsupportedError: another mode, overrides, or a trainable variable that is in no attribute.
     """
     policy = plan.policy
-    if policy.overrides or (is_cast(model, plan) and policy.mode == "autocast"):
+    if policy.overrides or (has_cast_variables(model, plan) and policy.mode == "autocast"):
         raise UnsupportedError(
             "on TensorFlow the Keras layer is the finest grain of mode='autocast' and of overrides. Received: "
             f"{type(model).__qualname__} with {policy}. Use policy.replace(mode='cast', overrides={{}})."
         )
     _check_layers(model)
-    if not is_cast(model, plan):
+    if not has_cast_variables(model, plan):
         return
-    held = {id(raw(variable)) for variable in _variables(model)}
+    held = {id(native_variable(variable)) for variable in _variables(model)}
     for variable in model.trainable_variables:
-        if is_floating(raw(variable)) and id(raw(variable)) not in held:
+        if is_floating(native_variable(variable)) and id(native_variable(variable)) not in held:
             raise UnsupportedError(
                 f"mode='cast' casts the variables that a model's attributes, lists and dicts hold. Received: "
                 f"{type(model).__qualname__}, which keeps {variable.name!r} elsewhere. Make it an attribute."
@@ -54,10 +54,10 @@ def check_castable(model: Any, plan: Plan) -> None:
 
 
 def _check_layers(model: Any) -> None:
-    known = {id(raw(variable)) for variable in getattr(model, "trainable_variables", ())}
-    for layer in _holders(model) if known or isinstance(model, tf.Module) else []:
+    known = {id(native_variable(variable)) for variable in getattr(model, "trainable_variables", ())}
+    for layer in _variable_owners(model) if known or isinstance(model, tf.Module) else []:
         for variable in layer.trainable_variables if isinstance(layer, keras.Layer) else []:
-            if id(raw(variable)) not in known:
+            if id(native_variable(variable)) not in known:
                 raise ModelError(
                     f"{variable.path!r} of a Keras layer is not in the model's trainable_variables, so it would "
                     "not be trained: tf.Module does not see Keras's variables. Make the model a keras.Model, or "
@@ -66,17 +66,17 @@ def _check_layers(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def cast_variables(model: Any, plan: Plan) -> Iterator[None]:
-    """Casts of the trainable variables in the places of the variables, for the time of the block.
+def cast_variables(model: Any, plan: ResolvedPolicy) -> Iterator[None]:
+    """Context manager that replaces the trainable variables of a model by casts of them.
 
-    One thread at a time may trace a model under it; the variables themselves are not touched.
+    Only one thread at a time may trace a model in it. The variables themselves do not change.
     """
-    trainable = {id(raw(variable)) for variable in model.trainable_variables}
+    trainable = {id(native_variable(variable)) for variable in model.trainable_variables}
     replaced: list[tuple[dict[str, Any], str, Any]] = []
 
     def narrow(value: Any) -> Any:
         if isinstance(value, tf.Variable):
-            kept = id(value) not in trainable or not _is_narrowed(value, plan)
+            kept = id(value) not in trainable or not _is_cast_variable(value, plan)
             return value if kept else tf.cast(value, plan.compute)
         if isinstance(value, list | tuple):
             items = [narrow(item) for item in value]
@@ -92,7 +92,7 @@ def cast_variables(model: Any, plan: Plan) -> Iterator[None]:
             return named if any(named[key] is not value[key] for key in named) else value
         return value
 
-    applied: list[Application] = []
+    applied: list[PolicyApplication] = []
 
     def put_back() -> None:
         for slots, name, value in replaced:
@@ -100,10 +100,10 @@ def cast_variables(model: Any, plan: Plan) -> Iterator[None]:
         for application in applied:
             application.restore()
 
-    with ending(put_back):
-        for holder in _holders(model):
+    with EnsureUndo(put_back):
+        for holder in _variable_owners(model):
             if isinstance(holder, keras.Layer):
-                applied.append(Application(holder, _inside(holder, plan)))
+                applied.append(PolicyApplication(holder, _inner_layer_plan(holder, plan)))
                 applied[-1].put()
                 continue
             slots = vars(holder)
@@ -115,33 +115,33 @@ def cast_variables(model: Any, plan: Plan) -> Iterator[None]:
         yield
 
 
-def _inside(layer: Any, plan: Plan) -> Plan:
-    """The plan for a layer among code of the user's, which computes in 16 bits: its result too, unless it is
-    probabilities, which stay in float32 for the loss."""
+def _inner_layer_plan(layer: Any, plan: ResolvedPolicy) -> ResolvedPolicy:
+    """Return the plan of a layer inside the user's 16-bit code: its output is in 16 bits too, except probabilities,
+    which stay in float32 for the loss."""
     probabilities = any(
-        gives_probabilities(choice.target) and choice.dtype == "float32" and choice.parent is None
-        for choice in choose(layer, plan)
+        has_probability_output(choice.target) and choice.dtype == "float32" and choice.parent is None
+        for choice in choose_layer_dtypes(layer, plan)
     )
     return plan if probabilities else plan.policy.replace(output=plan.compute).plan()
 
 
-def _is_narrowed(variable: Any, plan: Plan) -> bool:
+def _is_cast_variable(variable: Any, plan: ResolvedPolicy) -> bool:
     return is_floating(variable) and (dtype_name(variable) != "float64" or plan.float64)
 
 
 def _variables(model: Any) -> Iterator[Any]:
-    for holder in _holders(model):
+    for holder in _variable_owners(model):
         if isinstance(holder, keras.Layer):
-            yield from (raw(variable) for variable in holder.variables)
+            yield from (native_variable(variable) for variable in holder.variables)
         else:
             yield from (
                 leaf for value in vars(holder).values() for leaf in _leaves(value) if isinstance(leaf, tf.Variable)
             )
 
 
-def _holders(model: Any) -> list[Any]:
-    """The model and the `tf.Module`s and Keras layers that its attributes, lists and dicts hold, each once. What lies
-    inside a Keras layer is the layer's."""
+def _variable_owners(model: Any) -> list[Any]:
+    """Return the model, and the `tf.Module`s and Keras layers in its attributes, lists and dicts, each once. Keras
+    layers are not searched."""
     found: list[Any] = []
     waiting = [model]
     while waiting:

@@ -1,12 +1,12 @@
-"""What loss scaling needs of `tf.distribute`: one reduction of the gradients, and one decision for all replicas.
+"""Functions over `tf.distribute` for loss scaling: one reduction of the gradients, one decision for all replicas.
 
-    total(gradients)        in each replica: their sum over the replicas (S9: before unscaling)
-    together(body, values)  `body` once for the replicas of this process, where a condition may hold writes
+    sum_over_replicas(gradients)         in each replica: sum over the replicas (S9: before unscaling)
+    merge_replica_calls(body, *values)   `body` once for the replicas of this process; writes may be under a condition
 
-A `tf.cond` in a replica's own context cannot hold what Keras's optimizers do there: they merge the replicas and, in
-`apply`, reduce the gradients. So the condition stands where all replicas meet, the gradients are reduced before it, and
-`reduced_already` keeps the optimizer inside from reducing them again. No replica communicates under a condition, so
-none can wait for another that decided otherwise.
+A `tf.cond` in a replica context cannot contain the update of a Keras optimizer, which merges the replicas and, in
+`apply`, reduces the gradients. So the condition is in the cross-replica context, and the gradients are reduced before
+it. `skip_gradient_reduction` prevents a second reduction by the optimizer. No replica communicates under a condition,
+so none can wait for another that decided differently.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any, Final
 import tensorflow as tf
 
 from polyamp.errors import LossScaleError, UnsupportedError
-from polyamp_tensorflow.arrays import raw
-from polyamp_tensorflow.compat import REDUCE, check_methods, replicas_cannot_merge
-from polyamp_tensorflow.interrupts import ending
-from polyamp_tensorflow.step.optimizer_checks import members
+from polyamp_tensorflow.arrays import native_variable
+from polyamp_tensorflow.compat import ALL_REDUCE_GRADIENTS, check_methods, is_merge_call_unavailable
+from polyamp_tensorflow.interrupts import EnsureUndo
+from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import optimizer_members
 
-Run = Callable[..., Any]
-"""`run(function, *args)`: the function in every replica of this process, each with its own part of the arguments."""
+ReplicaRun = Callable[..., Any]
+"""`run(function, *args)`: runs the function in every replica of this process, each with its part of the arguments."""
 
-_KNOWN: Final = (
+_SUPPORTED_STRATEGIES: Final = (
     tf.distribute.MirroredStrategy,
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.OneDeviceStrategy,
@@ -34,24 +34,25 @@ _KNOWN: Final = (
 
 
 def check_strategy(strategy: Any) -> None:
-    """Refuse a strategy whose replicas cannot take one decision.
+    """Raise for a strategy whose replicas cannot make one decision.
 
     Raises:
-        UnsupportedError: replicas that update on their own, or devices with a programming model of their own.
+        UnsupportedError: replicas that update independently, or devices with their own programming model.
     """
-    if not isinstance(strategy, _KNOWN):
+    if not isinstance(strategy, _SUPPORTED_STRATEGIES):
         raise UnsupportedError(
-            f"polyamp trains under {', '.join(known.__name__ for known in _KNOWN)}, whose replicas update together. "
+            f"polyamp trains under {', '.join(known.__name__ for known in _SUPPORTED_STRATEGIES)}, whose replicas "
+            "update together. "
             f"Received: {type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas."
         )
 
 
 def check_context() -> None:
-    """Refuse a place or a strategy where replicas cannot take one decision.
+    """Raise for a context or a strategy in which replicas cannot make one decision.
 
     Raises:
-        LossScaleError: outside of the replicas.
-        UnsupportedError: a strategy whose replicas update on their own.
+        LossScaleError: the call is outside the replicas.
+        UnsupportedError: a strategy whose replicas update independently.
     """
     if tf.distribute.in_cross_replica_context():
         raise LossScaleError(
@@ -63,31 +64,33 @@ def check_context() -> None:
 
 
 def check_replicated(optimizer: Any) -> None:
-    """Refuse an optimizer that cannot work on the replicas of the present strategy.
+    """Raise for an optimizer that does not work on the replicas of the current strategy.
 
     Raises:
         LossScaleError: one of its variables has no copies on the replicas.
-        UnsupportedError: a setting that Keras's optimizers fail with there.
+        UnsupportedError: a setting with which Keras's optimizers fail on replicas.
     """
     strategy = tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync == 1:
         return
-    if not all(strategy.extended.variable_created_in_scope(raw(variable)) for variable in optimizer.variables):
+    if not all(
+        strategy.extended.variable_created_in_scope(native_variable(variable)) for variable in optimizer.variables
+    ):
         raise LossScaleError(
             "optimizer: it was created outside of strategy.scope(), so the replicas have no copies of its variables. "
             "Create it, and a LossScaleOptimizer around it, inside `with strategy.scope():`."
         )
-    if any(member.use_ema and member.ema_overwrite_frequency for member in members(optimizer)):
+    if any(member.use_ema and member.ema_overwrite_frequency for member in optimizer_members(optimizer)):
         raise UnsupportedError(
             f"optimizer: {type(optimizer).__qualname__}(ema_overwrite_frequency=...) fails on several replicas in "
             "Keras. Leave it unset; `fit` writes the moving average to the model when it ends."
         )
 
 
-def total(gradients: Sequence[Any]) -> list[Any]:
-    """The sum of each gradient over all replicas; the loss of each was divided by their number beforehand.
+def sum_over_replicas(gradients: Sequence[Any]) -> list[Any]:
+    """Return the sum of each gradient over all replicas. The loss of each was divided by their number before.
 
-    One reduction for each dtype: TensorFlow packs tensors of one dtype into one, and fails on others.
+    There is one reduction per dtype, since TensorFlow packs only tensors of one dtype and fails on mixed ones.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
@@ -100,13 +103,13 @@ def total(gradients: Sequence[Any]) -> list[Any]:
     return [sums[place] for place in range(len(gradients))]
 
 
-def together(body: Callable[..., None], *values: Any) -> None:
-    """`body(run, *values)` once for all replicas of this process.
+def merge_replica_calls(body: Callable[..., None], *values: Any) -> None:
+    """Call `body(run, *values)` once for all replicas of this process.
 
-    There each value is that of every replica: `run` hands them out, `assign` of a variable too, and `shared` reads one
-    that all replicas agree on. `body` may put writes under a condition.
+    In `body` each value contains those of all replicas. `run` and `assign` of a variable distribute them, `read_shared`
+    reads a value that is equal on all replicas. Writes in `body` may be under a condition.
     """
-    if replicas_cannot_merge():
+    if is_merge_call_unavailable():
         body(lambda function, *args: function(*args), *values)
         return
 
@@ -116,27 +119,27 @@ def together(body: Callable[..., None], *values: Any) -> None:
     tf.distribute.get_replica_context().merge_call(merged, args=values)
 
 
-def shared(value: Any) -> Any:
-    """A value that is the same in all replicas, as one tensor, for the body of `together`."""
+def read_shared(value: Any) -> Any:
+    """Return a value that is equal on all replicas as one tensor, in the body of `merge_replica_calls`."""
     return tf.distribute.get_strategy().experimental_local_results(value)[0]
 
 
 @contextlib.contextmanager
-def reduced_already(optimizer: Any) -> Iterator[None]:
-    """Let a Keras optimizer take gradients as they are: `total` has summed them over the replicas.
+def skip_gradient_reduction(optimizer: Any) -> Iterator[None]:
+    """Context manager that disables a Keras optimizer's reduction of gradients, which `sum_over_replicas` has summed.
 
     Raises:
-        UnsupportedError: this version of Keras reduces gradients somewhere else.
+        UnsupportedError: this version of Keras lacks the method.
     """
-    parts = members(optimizer)
+    parts = optimizer_members(optimizer)
     purpose = "from adding up gradients over the replicas twice"
-    check_methods(optimizer, parts, [REDUCE], purpose=purpose, instead="train on one replica")
+    check_methods(optimizer, parts, [ALL_REDUCE_GRADIENTS], purpose=purpose, instead="train on one replica")
 
     def put_back() -> None:
         for part in parts:
-            vars(part).pop(REDUCE, None)
+            vars(part).pop(ALL_REDUCE_GRADIENTS, None)
 
-    with ending(put_back):
+    with EnsureUndo(put_back):
         for part in parts:
-            object.__setattr__(part, REDUCE, lambda pairs: pairs)
+            object.__setattr__(part, ALL_REDUCE_GRADIENTS, lambda pairs: pairs)
         yield

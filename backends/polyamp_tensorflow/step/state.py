@@ -1,6 +1,6 @@
-"""`TensorFlowState`: the user's model, the optimizer and polyamp's own scalars, all in variables updated in place.
+"""`TensorFlowState`: the user's model, the optimizer and polyamp's scalars, in variables updated in place.
 
-Made by `TensorFlowBackend.init`; read and written by the step; exported to and imported from NumPy for checkpoints.
+Checkpoints export it to NumPy arrays and import it from them.
 """
 
 from __future__ import annotations
@@ -17,65 +17,65 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.contract.backend import Backend
+from polyamp.display import StateDisplayMixin
 from polyamp.errors import ModelError
-from polyamp.recipe.members import Members
+from polyamp.recipe.group_members import GroupMembers
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
-from polyamp.rules import growing, refusals
-from polyamp.rules.plan import Plan
-from polyamp.rules.scale import LossScaleState
-from polyamp.rules.stuck import Watch
-from polyamp.shown import ShownState
-from polyamp_tensorflow.arrays import Array, dtype_name, raw, to_numpy, write
+from polyamp.rules import refresh, step_checks
+from polyamp.rules.loss_scale import LossScaleState
+from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.rules.stuck_scale import StuckScaleMonitor
+from polyamp_tensorflow.arrays import Array, assign_values, dtype_name, native_variable, to_numpy
 from polyamp_tensorflow.models.layers import is_built, is_layer
-from polyamp_tensorflow.models.places import Places
-from polyamp_tensorflow.models.variables import Variables, variables_of
-from polyamp_tensorflow.precision.autocast import planned
-from polyamp_tensorflow.precision.layer_choice import choose
-from polyamp_tensorflow.step.distribution import check_variables, several
-from polyamp_tensorflow.step.optimizer_checks import warn_of_average
-from polyamp_tensorflow.step.optimizers import groups_of, make_optimizer, optimizer_variables
-from polyamp_tensorflow.step.resuming import described
-from polyamp_tensorflow.step.writes import PREFIX, EagerReads, dtypes_of
+from polyamp_tensorflow.models.variables import ModelVariables, model_variables
+from polyamp_tensorflow.models.weight_locations import WeightLocations
+from polyamp_tensorflow.precision.autocast import resolve_policy
+from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import choose_layer_dtypes
+from polyamp_tensorflow.step.distributed_step import check_replica_variables, has_several_replicas
+from polyamp_tensorflow.step.optimizer_metadata import optimizer_metadata
+from polyamp_tensorflow.step.optimizers import make_optimizer, optimizer_variables, resolve_groups
+from polyamp_tensorflow.step.parameter_writes import WRITE_PREFIX, EagerReader, variable_compute_dtypes
+from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import warn_about_average
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 _TRAINABLE: Final = operator.attrgetter("trainable")
-_PAUSE: Final = 1e-3
-"""Seconds in which a thread that waits for a lock wakes up and takes it."""
+_PAUSE_SECONDS: Final = 1e-3
+"""Seconds in which a thread that waits for a lock wakes up and acquires it."""
 
 
-class _Training(NamedTuple):
-    """What exists once the model has its variables."""
+class _TrainingVariables(NamedTuple):
+    """Variables, optimizer and records that exist once the model is built."""
 
-    variables: Variables
+    variables: ModelVariables
     optimizer: Any
     flags: list[bool]
-    places: Places
+    places: WeightLocations
 
 
-class TensorFlowState(ShownState):
-    """A model under training. The step updates the model, the optimizer and the scalars in place.
+class TensorFlowState(StateDisplayMixin):
+    """Training state of a model. The step updates the model, the optimizer and the scalars in place.
 
-    A model that is not built gets its variables, and is checked, at the first step or `value_and_grad`.
+    An unbuilt model gets its variables, and is checked, at the first step or `value_and_grad`.
 
-    Made in a strategy's scope, each replica has its copy of every variable, and the step keeps the copies alike.
+    In a strategy's scope, each replica has its copy of every variable, and the step keeps the copies equal.
 
     Attributes:
-        model: the user's own model.
-        recipe: the recipe it was made with.
+        model: the user's model.
+        recipe: the recipe of the state.
         plan: its policy, resolved for the model; without the overrides until the model is built.
-        groups: which parameter has which hyperparameters (S27); None until the model is built.
-        strategy: the `tf.distribute.Strategy` in whose scope it was made; TensorFlow's default one otherwise.
-        optimizer_settings: the optimizer's configuration as it was when it was made, for checkpoints.
+        groups: hyperparameters of each parameter (S27); None until the model is built.
+        strategy: the `tf.distribute.Strategy` in whose scope the state was created; otherwise TensorFlow's default one.
+        optimizer_settings: the optimizer's configuration at its creation, for checkpoints.
         programs: the graph functions traced for this state, by the object that runs them.
-        warned_of_additions: whether it was said that `loss_fn` leaves out what the model adds to its loss (S25).
-        turn: held by a step, and by an export, which reads one variable after the other.
-        watch: when the host looks whether the scale is stuck (S17).
-        eager_reads: reads all parameters, in a step that is not compiled.
-        waiting: how many threads wait for the turn to read or replace everything.
+        warned_of_additions: whether the warning was given that `loss_fn` omits the model's own losses (S25).
+        turn: lock of a step, and of an export, which reads one variable after the other.
+        watch: schedule of the host's check for a stuck scale (S17).
+        eager_reads: reader of all parameters, for steps that are not compiled.
+        waiting: number of threads that wait for `turn` to read or replace everything.
     """
 
     def __init__(self, model: Any, recipe: Recipe, backend: Backend) -> None:
@@ -85,28 +85,31 @@ class TensorFlowState(ShownState):
         self.strategy = tf.distribute.get_strategy()
         self.warned_of_additions = False
         self.turn = threading.RLock()
-        self.watch = Watch()
+        self.watch = StuckScaleMonitor()
         self.waiting = 0
-        self.eager_reads = EagerReads()
+        self.eager_reads = EagerReader()
         self._backend = backend
         self._scale = LossScaleState(
-            *(tf.Variable(value, trainable=False, name=name) for name, value in _fresh(recipe.loss_scaler))
+            *(
+                tf.Variable(value, trainable=False, name=name)
+                for name, value in _initial_scale_variables(recipe.loss_scaler)
+            )
         )
         self._step = tf.Variable(0, dtype=tf.int32, trainable=False, name="step")
-        self._training: _Training | None = None
+        self._training: _TrainingVariables | None = None
         self._retired = False
-        self.groups: Members | None = None
+        self.groups: GroupMembers | None = None
         self.optimizer_settings: dict[str, Any] = {}
-        self.plan: Plan
+        self.plan: ResolvedPolicy
         if is_built(model):
             self.finish_building()
-        elif several(self.strategy):
+        elif has_several_replicas(self.strategy):
             raise ModelError(
                 "model: on several replicas it must be built, so that each has its copy of the variables. Call it once "
                 "in strategy.scope(), or give its first layer an Input."
             )
         else:
-            self.plan = planned(model, recipe.policy)
+            self.plan = resolve_policy(model, recipe.policy)
 
     @property
     def backend(self) -> Backend:
@@ -114,7 +117,7 @@ class TensorFlowState(ShownState):
 
     @property
     def scale_state(self) -> LossScaleState:
-        """The loss-scale state, as tensors that later steps do not change."""
+        """Loss-scale state as tensors, which later steps do not change."""
         return LossScaleState(*(variable.read_value() for variable in self._scale))
 
     @property
@@ -124,23 +127,23 @@ class TensorFlowState(ShownState):
 
     @property
     def is_ready(self) -> bool:
-        """False while the model waits for its first batch to create its variables."""
+        """Whether the model has its variables; an unbuilt model gets them at its first batch."""
         return self._training is not None
 
     @property
-    def variables(self) -> Variables:
-        """The model's variables by role."""
+    def variables(self) -> ModelVariables:
+        """Variables of the model by role."""
         return self._ready().variables
 
     @property
     def optimizer(self) -> Any:
-        """The Keras optimizer in use."""
+        """Keras optimizer in use."""
         return self._ready().optimizer
 
     def _place(self) -> tuple[str, int | str]:
         count, device = "not built", tf.constant(0).device
         if self.is_ready:
-            parameters = [raw(variable) for variable in self.variables.parameters.values()]
+            parameters = [native_variable(variable) for variable in self.variables.parameters.values()]
             count, device = f"{sum(int(np.prod(p.shape)) for p in parameters):,}", parameters[0].device
         return device.rpartition("device:")[2], count
 
@@ -148,24 +151,26 @@ class TensorFlowState(ShownState):
         """Check the model's variables and create the optimizer's.
 
         Raises:
-            ModelError, UnsupportedError, PolicyError, RecipeError: what S20 asks for.
+            ModelError, UnsupportedError, PolicyError, RecipeError: as S20 requires.
         """
-        variables = variables_of(self.model)
-        check_variables(self.strategy, [raw(v) for role in variables for v in role.values()])
-        refusals.check_parameters([(n, dtype_name(v)) for n, v in variables.parameters.items()], self.recipe)
-        self.plan = planned(self.model, self.recipe.policy)
-        self.groups = groups_of(self.model, self.recipe, variables.parameters)
+        variables = model_variables(self.model)
+        check_replica_variables(self.strategy, [native_variable(v) for role in variables for v in role.values()])
+        step_checks.check_parameters([(n, dtype_name(v)) for n, v in variables.parameters.items()], self.recipe)
+        self.plan = resolve_policy(self.model, self.recipe.policy)
+        self.groups = resolve_groups(self.model, self.recipe, variables.parameters)
         optimizer = make_optimizer(self.recipe, variables.parameters, self.groups)
-        warn_of_average(optimizer, self.recipe.accumulate_steps)
-        self.optimizer_settings = described(optimizer)
-        self._training = _Training(variables, optimizer, self._trainable(variables), Places(self.model))
+        warn_about_average(optimizer, self.recipe.accumulate_steps)
+        self.optimizer_settings = optimizer_metadata(optimizer)
+        self._training = _TrainingVariables(
+            variables, optimizer, self._trainable(variables), WeightLocations(self.model)
+        )
 
     def check_unchanged(self) -> None:
-        """Refuse a model of which other layers are trainable than at `init`, or that has other layers or weights.
+        """Raise if layers or weights, or which of them are trainable, have changed since `init`.
 
         Raises:
-            ModelError: names the first parameter that was frozen or unfrozen, or the layer that holds others.
-            StateError: `refresh` made another state of this one.
+            ModelError: names the first parameter that was frozen or unfrozen, or the first changed layer.
+            StateError: `refresh` replaced this state.
         """
         variables, _, before, places = self._ready()
         self.check_alive()
@@ -188,78 +193,82 @@ class TensorFlowState(ShownState):
             "polyamp.refresh(state): what stayed keeps its optimizer state. Or set trainable back."
         )
 
-    def _trainable(self, variables: Variables) -> list[bool]:
-        """Which variables Keras calls trainable; those of other models have no such switch."""
+    def _trainable(self, variables: ModelVariables) -> list[bool]:
+        """Return the `trainable` flag of each variable; an empty list for models outside Keras."""
         every = [*variables.parameters.values(), *variables.frozen.values(), *variables.running.values()]
         if not is_layer(self.model):
             return []
         return list(map(_TRAINABLE, every)) if self.model.trainable else [False] * len(every)
 
     def read_statistics(self) -> dict[str, Any]:
-        """Values of what a forward pass changes and a skipped update takes back: running statistics."""
-        return _values(self.variables.left_by_a_forward_pass)
+        """Return the running statistics, which a forward pass changes and a skipped update restores."""
+        return _read_values(self.variables.pass_updated_variables)
 
     def read_rng(self) -> dict[str, Any]:
-        """Values of the random-number streams. They move on with every forward pass, at skipped steps too: an unlucky
-        mask would come back."""
-        return _values(self.variables.rng)
+        """Return the values of the random streams. They advance with every forward pass, also at skipped steps, so that
+        the same dropout mask does not recur."""
+        return _read_values(self.variables.rng)
 
     def put_back(self, values: Mapping[str, Any]) -> None:
-        """Write what `read_statistics` and `read_rng` returned; in a replica, or where all of them meet."""
+        """Write values from `read_statistics` and `read_rng`; in a replica or in the cross-replica context."""
         transient = {**self._transient(values), **self.variables.rng}
-        _write_named({name: transient[name] for name in values}, values)
+        _write_values({name: transient[name] for name in values}, values)
 
-    def accept(self, running: Mapping[str, Any]) -> None:
-        """Take over what the forward pass of an update that is applied left."""
-        _write_named(self._transient(running), running)
+    def adopt_running(self, running: Mapping[str, Any]) -> None:
+        """Write the running state from the forward pass of an applied update."""
+        _write_values(self._transient(running), running)
 
     def _transient(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What a forward pass leaves: running statistics, and those parameters that it wrote by itself."""
+        """Return the variables that a forward pass writes: running statistics, and parameters that it changed."""
         every = {**self.variables.frozen, **self.variables.parameters}
-        written = {n: every[n.removeprefix(PREFIX)] for n in values if n.startswith(PREFIX)}
-        return {**self.variables.left_by_a_forward_pass, **written}
+        written = {n: every[n.removeprefix(WRITE_PREFIX)] for n in values if n.startswith(WRITE_PREFIX)}
+        return {**self.variables.pass_updated_variables, **written}
 
     def computes_in(self) -> dict[int, str | None]:
-        """By `id` of each variable, the dtype in which the layer that owns it computes in a step."""
-        return dtypes_of(self.model, choose(self.model, self.plan)) if is_layer(self.model) else {}
+        """Map the `id` of each variable to the compute dtype of its layer in a step."""
+        return (
+            variable_compute_dtypes(self.model, choose_layer_dtypes(self.model, self.plan))
+            if is_layer(self.model)
+            else {}
+        )
 
     def commit(self, gradients: Mapping[str, Any]) -> None:
-        """Then apply it to the parameters that have gradients and to the optimizer, in a replica."""
+        """Apply the gradients to their parameters and to the optimizer, in a replica."""
         parameters = self.variables.parameters
         self.optimizer.apply([gradients.get(name) for name in parameters], list(parameters.values()))
 
-    def conclude(self, step: Any, scale: Sequence[Any] | None) -> None:
-        """Write the counter, and the loss-scale state where it can have moved."""
+    def write_counters(self, step: Any, scale: Sequence[Any] | None) -> None:
+        """Write the step counter, and the loss-scale state unless it is None."""
         self._step.assign(step)
         if scale is not None:
-            write(self._scale, scale)
+            assign_values(self._scale, scale)
 
     def export(self) -> dict[str, Array]:
-        """Every array by name, on the host, as they are between two steps of whatever threads."""
-        with self.between_steps():
+        """Return every array by name, on the host, as between two steps of any thread."""
+        with self.exclusive_access():
             self.check_alive()
             return {name: to_numpy(variable) for name, variable in self._everything().items()}
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
-        """Replace every array, between two steps."""
-        with self.between_steps():
+        """Replace every array between two steps."""
+        with self.exclusive_access():
             for name, variable in self._everything().items():
-                raw(variable).assign(tf.convert_to_tensor(arrays[name]))
+                native_variable(variable).assign(tf.convert_to_tensor(arrays[name]))
 
     def go_on(self, before: TensorFlowState) -> None:
-        """Scale, counters and steps of a state that this one takes the place of; that one refuses to step now."""
-        write(self._scale, before.scale_state)
+        """Take over scale, counters and steps of the state that this one replaces. That state then refuses to step."""
+        assign_values(self._scale, before.scale_state)
         self._step.assign(before.step)
         self.watch, self.warned_of_additions = before.watch, before.warned_of_additions
         before._retired = True
 
     def check_alive(self) -> None:
-        """See `growing.check_alive`."""
-        growing.check_alive(self._retired)
+        """Raise if `refresh` replaced this state (see `refresh.check_not_refreshed`)."""
+        refresh.check_not_refreshed(self._retired)
 
     @contextlib.contextmanager
-    def between_steps(self) -> Iterator[None]:
-        """The state's turn, before the next step of a thread that steps without a pause (see `turns`)."""
+    def exclusive_access(self) -> Iterator[None]:
+        """Context manager that holds `turn`; a thread that steps continuously lets it in first (see `acquire_all`)."""
         self.waiting += 1
         try:
             with self.turn:
@@ -279,7 +288,7 @@ class TensorFlowState(ShownState):
         named = {f"{group}/{name}": variable for group, members in groups.items() for name, variable in members.items()}
         return {**named, "step": self._step}
 
-    def _ready(self) -> _Training:
+    def _ready(self) -> _TrainingVariables:
         if self._training is None:
             raise ModelError(
                 "the model is not built, so its variables do not exist yet. Run one step or value_and_grad first, or "
@@ -291,33 +300,33 @@ class TensorFlowState(ShownState):
 States = Sequence[TensorFlowState]
 
 
-def turns(states: States) -> contextlib.AbstractContextManager[Any]:
-    """The turn of each of the states, for one step, in one order whatever order they come in.
+def acquire_all(states: States) -> contextlib.AbstractContextManager[Any]:
+    """Return a context manager that acquires the locks of all states for one step, always in the same order.
 
-    A lock in Python goes back to the thread that has just released it as a rule: a thread that steps and steps would
-    keep an export waiting, so it pauses first.
+    A Python lock usually returns to the thread that has just released it, so a thread that steps continuously would
+    block an export. So it pauses first if a thread waits.
     """
     if any(state.waiting for state in states):
-        time.sleep(_PAUSE)
-    return states[0].turn if len(states) == 1 else _together(states)
+        time.sleep(_PAUSE_SECONDS)
+    return states[0].turn if len(states) == 1 else _acquire_in_order(states)
 
 
 @contextlib.contextmanager
-def _together(states: States) -> Iterator[None]:
+def _acquire_in_order(states: States) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for state in sorted(states, key=id):
             stack.enter_context(state.turn)
         yield
 
 
-def _values(variables: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tf.identity(raw(variable)) for name, variable in variables.items()}
+def _read_values(variables: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tf.identity(native_variable(variable)) for name, variable in variables.items()}
 
 
-def _write_named(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    write(variables.values(), [values[name] for name in variables])
+def _write_values(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    assign_values(variables.values(), [values[name] for name in variables])
 
 
-def _fresh(scaler: LossScaler) -> list[tuple[str, Any]]:
+def _initial_scale_variables(scaler: LossScaler) -> list[tuple[str, Any]]:
     start = LossScaleState(np.float32(scaler.init_scale), 0, scaler.hysteresis, 0, 0)
     return [(name, v if name == "scale" else np.int32(v)) for name, v in start._asdict().items()]

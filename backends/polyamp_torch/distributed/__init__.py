@@ -1,1 +1,1 @@
-"""torch's own engines, as polyamp finds them: which one holds a model, and what the processes tell each other."""
+"""Support for torch's parallel engines: detection, adapters, and communication between the processes."""

@@ -1,4 +1,4 @@
-"""The door to the private names of torch's engines, beside the package's `compat`: what one device does not need."""
+"""Access to the private names of torch's parallel engines; the package's `compat` has those of a single device."""
 
 from __future__ import annotations
 
@@ -6,53 +6,57 @@ from typing import Any
 
 import torch
 
-from polyamp_torch.compat import sharded_groups_of
+from polyamp_torch.compat import fsdp_parameter_groups
 
 
-def gathered_by(module: Any) -> list[torch.Tensor]:
-    """The whole parameters that `fully_shard` puts in the place of a module's sharded ones while it computes: they are
-    the leaves of its graph. Made by the first forward pass, and kept without their memory."""
-    known = (vars(held).get("_unsharded_param") for group in sharded_groups_of(module) for held in group.fsdp_params)
+def unsharded_parameters(module: Any) -> list[torch.Tensor]:
+    """Return the unsharded parameters that `fully_shard` computes with: the leaves of the module's autograd graph.
+
+    The first forward pass creates them; between passes they exist without memory."""
+    known = (
+        vars(held).get("_unsharded_param") for group in fsdp_parameter_groups(module) for held in group.fsdp_params
+    )
     return [p for p in known if p is not None]
 
 
-def forget_gathered(module: Any) -> None:
-    """Drop the gradients that `fully_shard` has not reduced yet, as after a window that was broken off."""
-    for group in sharded_groups_of(module):
+def drop_unsharded_gradients(module: Any) -> None:
+    """Drop the gradients that `fully_shard` has not reduced yet, for example after an interrupted accumulation."""
+    for group in fsdp_parameter_groups(module):
         for held in group.fsdp_params:
             held.unsharded_accumulated_grad = None
-    for p in gathered_by(module):
+    for p in unsharded_parameters(module):
         p.grad = None
 
 
-def parameters_reduced(wrapped: Any) -> tuple[list[Any], int]:
-    """The parameters that a `DistributedDataParallel` was made with, and how many of them it reduces."""
+def reducer_parameters(wrapped: Any) -> tuple[list[Any], int]:
+    """Return the parameters that a `DistributedDataParallel` was constructed with, and how many of them it reduces."""
     return wrapped._module_parameters, wrapped._get_ddp_logging_data()["num_parameter_tensors"]
 
 
-def has_delayed(wrapped: Any) -> bool:
-    """Whether a `DistributedDataParallel` reduces some gradients by a hook of their own."""
+def has_delayed_reduction(wrapped: Any) -> bool:
+    """Return whether a `DistributedDataParallel` reduces some gradients by separate hooks."""
     return bool(wrapped._delay_all_reduce_params)
 
 
-def is_joined(wrapped: Any) -> bool:
-    """Whether `with wrapped.join():` is open."""
+def is_join_enabled(wrapped: Any) -> bool:
+    """Return whether `with wrapped.join():` is open."""
     return bool(wrapped._join_config.enable)
 
 
 def check_reduced(wrapped: Any) -> None:
-    """Raise a RuntimeError where a `DistributedDataParallel` waits for gradients that did not come."""
+    """Raise a RuntimeError if a `DistributedDataParallel` still waits for gradients."""
     wrapped._check_reducer_finalized()
 
 
-def forget_reduction(wrapped: Any) -> None:
-    """Have a `DistributedDataParallel` begin anew after a backward pass that did not come, or not to its end."""
+def reset_reducer(wrapped: Any) -> None:
+    """Reset a `DistributedDataParallel` after a missing or unfinished backward pass."""
     wrapped.reducer._reset_state()
 
 
-def sends_buffers(wrapped: Any, *, now: bool) -> bool:
-    """Whether a `DistributedDataParallel` sends the buffers before a forward pass, and from now on. The public
-    `broadcast_buffers` says the same, through `nn.Module.__setattr__`, which is slow for what is done twice a step."""
+def set_buffer_broadcast(wrapped: Any, *, now: bool) -> bool:
+    """Set whether a `DistributedDataParallel` broadcasts buffers before a forward pass; return the previous setting.
+
+    The public `broadcast_buffers` goes through `nn.Module.__setattr__`, too slow for twice a step."""
     own = vars(wrapped)
     name = "forward_sync_buffers" if "forward_sync_buffers" in own else "broadcast_buffers"  # older torch
     before: bool = own[name]
@@ -60,20 +64,20 @@ def sends_buffers(wrapped: Any, *, now: bool) -> bool:
     return before
 
 
-def ran_forward(wrapped: Any, *, before: bool | None = None) -> bool:
-    """Whether a forward pass whose gradients are reduced came since this was set to False, as its end sets it."""
+def has_run_forward(wrapped: Any, *, before: bool | None = None) -> bool:
+    """Return whether a forward pass whose gradients are reduced has run; its end sets the flag. `before` resets it."""
     own = vars(wrapped)
     if before is not None:
         own["require_forward_param_sync"] = before
     return bool(own["require_forward_param_sync"])
 
 
-def send_buffers(wrapped: Any) -> None:
-    """What a `DistributedDataParallel` does with the buffers before each forward pass: rank 0's to all."""
+def broadcast_module_buffers(wrapped: Any) -> None:
+    """Broadcast rank 0's buffers, as a `DistributedDataParallel` does before each forward pass."""
     wrapped._sync_buffers()
 
 
-def send(group: Any, tensors: list[torch.Tensor]) -> None:
-    """The first process's tensors to all others of a group, together, as torch's engines send buffers."""
+def broadcast_coalesced(group: Any, tensors: list[torch.Tensor]) -> None:
+    """Broadcast the first process's tensors to a group in coalesced messages, as torch's engines send buffers."""
     coalesced: Any = vars(torch.distributed)["_broadcast_coalesced"]
     coalesced(group, tensors, 250 * 2**20, 0)

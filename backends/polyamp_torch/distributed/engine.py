@@ -1,7 +1,7 @@
-"""`Engine`: what a step asks of the processes that hold a model together, where they need nothing else of it (S9).
+"""Base class of the parallel engines: the interface that a step uses, with the defaults of tensor parallelism (S9).
 
-That is tensor parallelism: all its processes have one batch, and torch reduces within the operations. The engines that
-divide a batch are in `replicated` and `fully_sharded`. Called by `step.replicas` and the step.
+In tensor parallelism all processes have one batch, and torch reduces within the operations. The engines that divide a
+batch are in `ddp_engine` and `fully_shard_engine`.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any, Final
 import torch
 from torch.distributed.tensor import DTensor
 
-from polyamp_torch.compat import local_of
+from polyamp_torch.compat import local_tensor_of
 
-Slots = Sequence[dict[str, Any]]
-"""The dicts that hold the buffers of every module."""
+ModuleSlots = Sequence[dict[str, Any]]
+"""The buffer dicts of all modules."""
 
 
-class Engine:
+class ParallelEngine:
     """The processes that train one model together.
 
     Attributes:
         name: "ddp", "fsdp2", "tensor_parallel", or "fsdp2+tensor_parallel".
-        group: all the processes that hold the model, whole or in parts.
-        data: those of them whose batches differ; None where they all have the same.
-        count: how many replicas there are.
-        rank: which of them this process belongs to.
-        modules: what of the model the engine itself put there, outermost first.
+        group: all the processes of the model, whether replicated or sharded.
+        data: the processes whose batches differ; None if all have the same batch.
+        count: the number of replicas.
+        rank: the index of this process's replica.
+        modules: the modules that the engine wraps or shards, outermost first.
         alike: whether every process must run the same number of passes, because a pass waits for the others'.
-        keeps_gradients: whether gradients lie in memory that the next backward pass writes to.
-        same: whether behind the last pass every process has the same gradients, whole and bit for bit.
+        keeps_gradients: whether gradients share memory that the next backward pass overwrites.
+        same: whether, after the last pass, every process has the same unsharded gradients, bit for bit.
     """
 
     def __init__(self, name: str, group: Any, data: Any, count: int, rank: int, modules: Sequence[Any] = ()) -> None:
@@ -46,75 +46,76 @@ class Engine:
         self.same = False
 
     def check(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Refuse what would let the replicas part. Where ranks differ, their comparison is to say so first.
+        """Raise if the replicas would diverge. Runs after the comparison of the ranks, which reports differences first.
 
         Args:
             named: the trainable parameters by path.
 
         Raises:
-            ModelError: a trainable parameter whose gradient the engine does not reduce.
-            UnsupportedError: options of the engine.
+            ModelError: the engine does not reduce a trainable parameter's gradient.
+            UnsupportedError: an engine option is not supported.
         """
 
     def prepare(self) -> None:
-        """Refuse what a step cannot be part of."""
+        """Raise if a step cannot run in the engine's current mode."""
 
     def reshard(self) -> None:
-        """Have the sharded parameters in the model, where a forward pass without a backward pass left whole ones."""
+        """Reshard the parameters that a forward pass without a backward pass left unsharded."""
 
     @contextlib.contextmanager
     def window(self) -> Iterator[None]:
-        """A block around all passes of a step; after an error in it the engine can begin anew."""
+        """Context manager around all passes of a step; resets the engine after an error."""
         yield
 
     @contextlib.contextmanager
     def one_pass(self, *, last: bool) -> Iterator[None]:
-        """A block around one forward and backward pass; gradients are reduced over the replicas in the last."""
+        """Context manager around one forward and backward pass; gradients are reduced in the last pass."""
         yield
 
     def check_reduced(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Refuse gradients that were not reduced, after the last pass.
+        """Raise if gradients were not reduced, after the last pass.
 
         Args:
             named: the trainable parameters by path.
 
         Raises:
-            LossError: names a parameter.
+            LossError: a gradient was not reduced; the message names the parameter.
         """
 
     def leaves(self) -> list[torch.Tensor]:
-        """Leaves of the graph that stand for the trainable parameters."""
+        """Return the leaves of the autograd graph that represent the trainable parameters."""
         return []
 
-    def written(self, slots: Slots) -> Any:
-        """What `send_running` compares, taken before the passes."""
+    def written(self, slots: ModuleSlots) -> Any:
+        """Return the record, made before the passes, that `send_running` compares."""
 
-    def send_running(self, slots: Slots, before: Any) -> None:
-        """Give every replica the first one's buffers."""
+    def send_running(self, slots: ModuleSlots, before: Any) -> None:
+        """Broadcast the first replica's buffers to all replicas."""
 
 
-def fitted(named: Mapping[str, torch.Tensor]) -> None:
-    """Bring gradients that are still to be summed over processes, as those of a norm in a sequence-parallel model are,
-    into the form that their parameters have."""
+def redistribute_gradients(named: Mapping[str, torch.Tensor]) -> None:
+    """Redistribute gradients to the placements of their parameters.
+
+    Needed for partial sums, for example of a norm layer in a sequence-parallel model."""
     for p in named.values():
         grad = p.grad
         if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
             p.grad = grad.redistribute(p.device_mesh, p.placements)
 
 
-def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What this process holds of each."""
-    return [_arrived(local_of(tensor)) for tensor in tensors]
+def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this process's local part of each tensor."""
+    return [_wait_for_collective(local_tensor_of(tensor)) for tensor in tensors]
 
 
-def _arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that a collective is still to fill, filled."""
+def _wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for the collective that fills a tensor; return the tensor."""
     wait = getattr(tensor, "wait", None)
     return tensor if wait is None else wait()
 
 
-def copies(p: torch.Tensor, group: Any) -> int:
-    """In how many processes of a group each number of a parameter lies."""
+def replication_factor(p: torch.Tensor, group: Any) -> int:
+    """Return how many processes of a group store each element of a parameter."""
     if not isinstance(p, DTensor):
         return int(group.size())
     different = 1

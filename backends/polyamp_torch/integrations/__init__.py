@@ -1,1 +1,1 @@
-"""polyamp in other libraries' training loops: Lightning and Accelerate."""
+"""Adapters for the training loops of Lightning and Accelerate."""

@@ -1,6 +1,6 @@
-"""polyamp in Hugging Face Accelerate: an `Accelerator` whose mixed precision is a policy and a scaler of polyamp's.
+"""Adapter for Hugging Face Accelerate: an `Accelerator` whose mixed precision is a polyamp policy and scaler.
 
-Imported by users alone, as `polyamp_torch.accelerate`; needs `pip install "polyamp[accelerate]"`.
+Import it as `polyamp_torch.accelerate`; it needs `pip install "polyamp[accelerate]"`.
 """
 
 from __future__ import annotations
@@ -18,45 +18,46 @@ from polyamp.errors import PolicyError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.scaler import LossScaler
 from polyamp_torch.arrays import cast_tree
-from polyamp_torch.compat import inside_of_compiled, of_accelerator
+from polyamp_torch.compat import accelerator_optimizers, uncompiled_module
 from polyamp_torch.integrations import accelerate_sharded
-from polyamp_torch.integrations.loop_scaler import LoopRegion, Settings, extra
-from polyamp_torch.precision.shield import shield
+from polyamp_torch.integrations.loop_scaler import LoopRegion, LoopSettings, require_extra
+from polyamp_torch.precision.torch_only.autocast_shield import shield
 
-with extra("accelerate"):
+with require_extra("accelerate"):
     import accelerate  # type: ignore[import-untyped]  # no annotations
     from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]  # no annotations
     from accelerate.utils import AutocastKwargs, GradScalerKwargs  # type: ignore[import-untyped]  # no annotations
 
 __all__ = ["Accelerator"]
 
-_WORDS: Final = {"float16": "fp16", "bfloat16": "bf16", "float32": "no"}
-"""Compute dtype -> what Accelerate calls it."""
-_LAUNCHED: Final = "ACCELERATE_MIXED_PRECISION"
-"""What `accelerate launch --mixed_precision` sets."""
+_ACCELERATE_PRECISIONS: Final = {"float16": "fp16", "bfloat16": "bf16", "float32": "no"}
+"""Compute dtype -> Accelerate's name for it."""
+_PRECISION_VARIABLE: Final = "ACCELERATE_MIXED_PRECISION"
+"""Environment variable set by `accelerate launch --mixed_precision`."""
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate is not annotated
     """`accelerate.Accelerator` under a policy: `Accelerator("mixed_float16")`, or its own `mixed_precision="fp16"`.
 
-    Everything else is Accelerate's: `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `autocast`, `save_state`,
-    `load_state`. float16 works on the CPU too, where Accelerate by itself trains in float32 without a word. A skipped
-    step is noticed with every optimizer, fused ones included: schedulers stay where they were, and the running
-    statistics of the models that the optimizer trains are put back. Under DistributedDataParallel and with FSDP2
-    (`fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)`, between ranks on the CPU too, where Accelerate drops
-    it) all ranks skip together.
+    The rest of the interface is Accelerate's: `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `autocast`,
+    `save_state`, `load_state`. float16 also works on the CPU, where Accelerate alone silently trains in float32.
+
+    A skipped step is detected with every optimizer, fused ones included. Schedulers then do not advance, and the
+    running statistics of the models that the optimizer trains are restored. All ranks skip together, both under
+    DistributedDataParallel and with FSDP2 (`fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)`). FSDP2 also
+    works between ranks on the CPU, where Accelerate drops it.
 
     Args:
-        policy: a `Policy` or its spelling, with float32 parameters, in autocast mode; None for what `mixed_precision`
-            or `accelerate launch` says, as in Accelerate.
-        scaler: a `LossScaler`, a preset's name, or None for what the policy needs.
-        **options: what `accelerate.Accelerator` takes, but for the handlers of autocast and scaler, which the policy
-            and the scaler settle. `mixed_precision` beside a policy may only agree with it.
+        policy: a `Policy` or its spelling, with float32 parameters, in autocast mode; None for the precision from
+            `mixed_precision` or `accelerate launch`, as in Accelerate.
+        scaler: a `LossScaler`, a preset's name, or None for the policy's default.
+        **options: options of `accelerate.Accelerator`, except the handlers of autocast and scaler, which the policy
+            and the scaler replace. If `mixed_precision` is passed with a policy, they must agree.
 
     Raises:
-        PolicyError: an option, or `accelerate launch`, asks for another precision.
-        UnsupportedError: a policy that Accelerate's loop cannot honour; FSDP1, DeepSpeed, Megatron-LM or a TPU; later,
-            LBFGS under a scaler.
+        PolicyError: an option, or `accelerate launch`, requests another precision.
+        UnsupportedError: a policy that Accelerate's loop does not support; FSDP1, DeepSpeed, Megatron-LM or a TPU;
+            later, LBFGS under a scaler.
 
     Example:
         >>> accelerator = Accelerator("mixed_bfloat16", cpu=True)
@@ -73,31 +74,33 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
     ) -> None:
         word = options.pop("mixed_precision", None)
         if policy is None:
-            policy = os.environ.get(_LAUNCHED, "no") if word is None else str(word)  # it may be an enumeration
+            policy = (
+                os.environ.get(_PRECISION_VARIABLE, "no") if word is None else str(word)
+            )  # it may be an enumeration
             word = None
-        checked = Settings.checked(policy, scaler, "cpu", where="Accelerate")  # before Accelerate sets itself up
-        self._word: Final = _WORDS[checked.policy.compute]
+        checked = LoopSettings.checked(policy, scaler, "cpu", where="Accelerate")  # before Accelerate's own setup
+        self._word: Final = _ACCELERATE_PRECISIONS[checked.policy.compute]
         _check_options(options, word, self._word)
-        plugin = accelerate_sharded.configuration(options)
+        plugin = accelerate_sharded.fsdp_plugin_from_options(options)
         super().__init__(mixed_precision="no", **{**options, "fsdp_plugin": plugin})  # its autocast and scaler stay off
-        accelerate_sharded.settled(self.state, plugin)
-        self.settings: Final = Settings.checked(policy, scaler, self.device.type, where="Accelerate")
+        accelerate_sharded.configure_sharding(self.state, plugin)
+        self.settings: Final = LoopSettings.checked(policy, scaler, self.device.type, where="Accelerate")
         self.scaler = self.settings.scaler
         self._installed: dict[nn.Module, contextlib.ExitStack] = {}
 
     @property
     def mixed_precision(self) -> str:
-        """Accelerate's word for the policy's compute dtype."""
+        """Accelerate's name for the policy's compute dtype."""
         return self._word
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> LoopRegion:
-        """The policy's autocast region, a `torch.autocast`; with `AutocastKwargs(enabled=False)`, with autocast off."""
+        """Return the policy's autocast region, a `torch.autocast`; `AutocastKwargs(enabled=False)` turns it off."""
         if autocast_handler is not None and autocast_handler.cache_enabled is not None:
             raise PolicyError("cache_enabled is settled by the policy. Received: cache_enabled in autocast_handler.")
         return self.settings.region(enabled=autocast_handler is None or autocast_handler.enabled)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Accelerate's preparation; of a model that FSDP2 shards too, which it does not hand to `prepare_model`.
+        """Prepare objects as Accelerate does; also put FSDP2 models under the policy, which bypass `prepare_model`.
 
         Raises:
             PolicyError: a model is prepared under another policy.
@@ -108,7 +111,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         models = {at: item for at, item in enumerate(args) if isinstance(item, nn.Module)}
         new = [at for at, model in models.items() if not self._entered(model)]
         try:
-            accelerate_sharded.derive(self.state.fsdp_plugin, self.settings.policy)
+            accelerate_sharded.set_mixed_precision_policy(self.state.fsdp_plugin, self.settings.policy)
             prepared = super().prepare(*args, **kwargs)
             for model in models.values():
                 self.settings.check_sharding(model)
@@ -121,7 +124,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         return prepared
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Accelerate's preparation, with the model's forward pass under the policy."""
+        """Prepare a model as Accelerate does, with its forward pass under the policy."""
         known = self._entered(model)
         prepared = super().prepare_model(model, *args, **kwargs)
         if not known:
@@ -129,10 +132,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         return prepared
 
     def _entered(self, model: nn.Module) -> bool:
-        """Put the model under the policy; whether this Accelerator had done it before.
+        """Put the model under the policy; return whether this Accelerator had already done so.
 
         Raises:
-            PolicyError: it is under another one.
+            PolicyError: the model is under another policy.
         """
         under = getattr(model.forward, "under_policy", None)
         if under not in (None, self.settings.policy):
@@ -146,7 +149,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         return known
 
     def _remembered(self, prepared: nn.Module, *, inside: nn.Module) -> None:
-        """Keep running statistics before each forward pass, by a hook on the outside, where torch.compile is not."""
+        """Save running statistics before each forward pass, by a hook on the outer module, outside torch.compile."""
         if self.scaler is None:
             return
         settings = self.settings
@@ -180,21 +183,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
             installed.callback(vars(model).pop, "forward")
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, *args: Any, **kwargs: Any) -> Any:
-        """The model inside; with `keep_fp32_wrapper=False` no longer under the policy."""
+        """Return the unwrapped model; with `keep_fp32_wrapper=False` also remove the policy."""
         unwrapped = super().unwrap_model(model, keep_fp32_wrapper, *args, **kwargs)
         if not keep_fp32_wrapper:
-            inner = inside_of_compiled(unwrapped)
+            inner = uncompiled_module(unwrapped)
             self._installed.pop(inner, contextlib.ExitStack()).close()
         return unwrapped
 
     def free_memory(self, *objects: Any) -> Any:
-        """Accelerate's, after which no model is under the policy any more."""
+        """Free memory as Accelerate does, and remove the policy from all models."""
         while self._installed:
             self._installed.popitem()[1].close()
         return super().free_memory(*objects)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Accelerate's preparation, with a `step_was_skipped` that holds for fused optimizers too.
+        """Prepare an optimizer as Accelerate does, with a `step_was_skipped` that is valid for fused optimizers too.
 
         Raises:
             UnsupportedError: LBFGS under a scaler.
@@ -202,28 +205,31 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         self.settings.check_optimizer(optimizer)
         prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
         if self.scaler is not None:
-            prepared.__class__ = _Optimizer
+            prepared.__class__ = _ScaledOptimizer
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Accelerate's, with the policy's precision of float32 matrix products, outside of every autocast region."""
+        """Run Accelerate's backward pass with the policy's float32 matmul precision, outside all autocast regions."""
         with self.settings.matmul_precision(), shield():
             super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale the gradients of an optimizer, a list of them or all prepared ones, once."""
-        given = of_accelerator(self) if optimizer is None else optimizer
+        """Unscale once the gradients of an optimizer, a list of optimizers, or all prepared ones."""
+        given = accelerator_optimizers(self) if optimizer is None else optimizer
         for item in given if isinstance(given, list | tuple) else [given]:
             if self.scaler is not None:
                 self.scaler.unscale_(item.optimizer if isinstance(item, AcceleratedOptimizer) else item)
 
 
-class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is not annotated
-    """Accelerate takes a step for skipped if `optimizer.step` was not called; fused ones are called with the flag."""
+class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is not annotated
+    """Accelerate's optimizer with skip detection from the scaler's flag.
+
+    Accelerate treats a step as skipped if `optimizer.step` was not called, but fused optimizers are always called.
+    """
 
     def step(self, closure: Any = None) -> None:
-        """Accelerate's step through the scaler."""
-        if not self.scaler.awaits(self.optimizer) and accelerate_sharded.makes_state(self.optimizer):
+        """Step through the scaler, as Accelerate does."""
+        if not self.scaler.awaits(self.optimizer) and accelerate_sharded.is_state_initialization(self.optimizer):
             self.optimizer.step(closure)
         else:
             super().step(closure)
@@ -235,16 +241,16 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is n
 
     @property
     def _is_overflow(self) -> bool:
-        """The same, under the name that libraries read too."""
+        """Alias of `step_was_skipped` that other libraries read."""
         return self.step_was_skipped
 
     @_is_overflow.setter
     def _is_overflow(self, seen: bool) -> None:
-        """What Accelerate believes is not kept."""
+        """Ignore Accelerate's own value."""
 
 
 def _check_options(options: dict[str, Any], given: Any, word: str) -> None:
-    """Refuse a second opinion on the precision: an option, a handler, or `accelerate launch --mixed_precision`."""
+    """Raise if an option, a handler or `accelerate launch --mixed_precision` sets another precision."""
     if given is not None and str(given) != word:
         raise PolicyError(
             f"the policy settles the precision. Received: mixed_precision={given!r}. Drop it, or the policy."
@@ -255,7 +261,7 @@ def _check_options(options: dict[str, Any], given: Any, word: str) -> None:
                 f"policy and scaler settle what {type(handler).__name__} would. Drop it from kwargs_handlers; a "
                 "scaler's constants go into polyamp.LossScaler(...)."
             )
-    launched = os.environ.get(_LAUNCHED, "no")
+    launched = os.environ.get(_PRECISION_VARIABLE, "no")
     if launched not in ("no", word):
         raise PolicyError(
             f"accelerate launch asks for mixed_precision={launched!r} (ACCELERATE_MIXED_PRECISION), the policy for "

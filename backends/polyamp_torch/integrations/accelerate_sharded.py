@@ -1,7 +1,4 @@
-"""Accelerate's FSDP2 under a policy: what is accepted of its configuration, and sharding between ranks on the CPU.
-
-Called by `accelerate`, whose `Accelerator` asks here what its state and its optimizers do differently with FSDP2.
-"""
+"""Accelerate's FSDP2 under a policy: configuration checks, and sharding between ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -12,38 +9,38 @@ import torch
 
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
-from polyamp_torch.distributed.mixed_precision import mixed_precision_policy
-from polyamp_torch.integrations.loop_scaler import extra
+from polyamp_torch.distributed.fsdp_mixed_precision import mixed_precision_policy
+from polyamp_torch.integrations.loop_scaler import require_extra
 
-with extra("accelerate"):
+with require_extra("accelerate"):
     from accelerate.state import PartialState  # type: ignore[import-untyped]  # no annotations
     from accelerate.utils import (  # type: ignore[import-untyped]  # no annotations
         DistributedType,
         FullyShardedDataParallelPlugin,
     )
 
-_LAUNCHED: Final = "ACCELERATE_USE_FSDP"
-"""What `accelerate launch --use_fsdp` sets."""
-_REPLICATED: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_FSDP_VARIABLE: Final = "ACCELERATE_USE_FSDP"
+"""Environment variable set by `accelerate launch --use_fsdp`."""
+_REPLICATED_TYPES: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
-def configuration(options: dict[str, Any]) -> Any:
-    """The plugin that says how to shard: the one among an `Accelerator`'s options, or what was launched; or None."""
+def fsdp_plugin_from_options(options: dict[str, Any]) -> Any:
+    """Return the FSDP plugin: from an `Accelerator`'s options or from the launch environment; or None."""
     given = options.get("fsdp_plugin")
-    if given is None and os.environ.get(_LAUNCHED, "false").lower() == "true":
+    if given is None and os.environ.get(_FSDP_VARIABLE, "false").lower() == "true":
         given = FullyShardedDataParallelPlugin()
     return given
 
 
-def settled(state: Any, plugin: Any) -> None:
-    """Refuse the engines that bring a precision of their own, and shard on the CPU where it is asked for.
+def configure_sharding(state: Any, plugin: Any) -> None:
+    """Raise for engines with their own precision, and enable sharding on the CPU if it is requested.
 
-    Accelerate drops an FSDP configuration without a word where ranks are on the CPU, and trains copies instead; and
-    where it is not told that they are on the CPU, it trains in each by itself.
+    With ranks on the CPU, Accelerate silently drops an FSDP configuration and trains replicas. Without `cpu=True` it
+    does not connect the ranks at all, and each trains alone.
 
     Args:
-        state: the `AcceleratorState` as Accelerate has set it up.
-        plugin: from `configuration`.
+        state: the `AcceleratorState`, set up by Accelerate.
+        plugin: from `fsdp_plugin_from_options`.
 
     Raises:
         UnsupportedError: FSDP1, DeepSpeed, Megatron-LM or a TPU; or ranks that Accelerate does not connect.
@@ -64,7 +61,7 @@ def settled(state: Any, plugin: Any) -> None:
             "an FSDP configuration of version 1. Pass FullyShardedDataParallelPlugin(fsdp_version=2), or launch with "
             "--fsdp_version 2."
         )
-    if not sharded and state.distributed_type not in _REPLICATED:
+    if not sharded and state.distributed_type not in _REPLICATED_TYPES:
         raise UnsupportedError(
             "polyamp's Accelerator runs on one device, under DistributedDataParallel or with FSDP2. Received: "
             f"{state.distributed_type}. Use accelerate.Accelerator there."
@@ -74,16 +71,16 @@ def settled(state: Any, plugin: Any) -> None:
         state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
 
 
-def derive(plugin: Any, policy: Policy) -> None:
-    """Have Accelerate shard with the mixed precision that follows from the policy, unless the plugin has one."""
+def set_mixed_precision_policy(plugin: Any, policy: Policy) -> None:
+    """Set the plugin's mixed precision from the policy, unless the plugin has one."""
     if plugin.mixed_precision_policy is None:
         plugin.mixed_precision_policy = mixed_precision_policy(policy)
 
 
-def makes_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step now would only make the state that a checkpoint is to be loaded into.
+def is_state_initialization(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step would only initialise the optimizer state for loading a checkpoint.
 
-    That is how `torch.distributed.checkpoint` has an optimizer make it: by a step at rate 0, with gradients of zeros.
-    Accelerate hands it the optimizer that steps through the scaler, which must not count that.
+    `torch.distributed.checkpoint` initialises the state by a step at learning rate 0 with zero gradients. Accelerate
+    passes it the optimizer that steps through the scaler, which must not count that step.
     """
     return not optimizer.state and all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)

@@ -1,6 +1,6 @@
-"""polyamp in Lightning: precision plugins for `lightning.pytorch.Trainer` and `lightning.Fabric`.
+"""Precision plugins for `lightning.pytorch.Trainer` and `lightning.Fabric`.
 
-Imported by users alone, as `polyamp_torch.lightning`; needs `pip install "polyamp[lightning]"`.
+Import it as `polyamp_torch.lightning`; it needs `pip install "polyamp[lightning]"`.
 """
 
 from __future__ import annotations
@@ -16,42 +16,45 @@ from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.scaler import LossScaler
 from polyamp_torch.arrays import cast_tree
-from polyamp_torch.compat import takes_found_inf
-from polyamp_torch.integrations.loop_clipping import by_mesh, clip_by_norm
-from polyamp_torch.integrations.loop_scaler import Settings, extra
-from polyamp_torch.precision.bound import BoundModule
-from polyamp_torch.precision.shield import shield
+from polyamp_torch.compat import has_found_inf_support
+from polyamp_torch.integrations.loop_clipping import clip_by_norm, group_by_mesh
+from polyamp_torch.integrations.loop_scaler import LoopSettings, require_extra
+from polyamp_torch.precision.policy_module import PolicyModule
+from polyamp_torch.precision.torch_only.autocast_shield import shield
 
-with extra("lightning"):
+with require_extra("lightning"):
     import lightning.pytorch as pl
     from lightning.fabric import plugins as fabric_plugins
     from lightning.pytorch import plugins as trainer_plugins
 
 __all__ = ["FabricPrecision", "MixedPrecision"]
 
-_WORDS: Final[dict[str, Any]] = {"float16": "16-mixed", "bfloat16": "bf16-mixed", "float32": "32-true"}
-"""Compute dtype -> what Lightning calls it; its own checks and messages show it."""
-_AVERAGES: Final[Any] = getattr(pl.callbacks, "WeightAveraging", ())  # younger than the oldest Lightning supported
+_LIGHTNING_PRECISIONS: Final[dict[str, Any]] = {"float16": "16-mixed", "bfloat16": "bf16-mixed", "float32": "32-true"}
+"""Compute dtype -> Lightning's name for it, used in Lightning's checks and messages."""
+_WEIGHT_AVERAGING: Final[Any] = getattr(
+    pl.callbacks, "WeightAveraging", ()
+)  # newer than the oldest supported Lightning
 
 
 class MixedPrecision(trainer_plugins.MixedPrecision):
-    """A precision plugin for the Trainer: `Trainer(plugins=MixedPrecision("mixed_float16"))`.
+    """Precision plugin for the Trainer: `Trainer(plugins=MixedPrecision("mixed_float16"))`.
 
-    The whole of `training_step` runs under the policy. A step whose gradients overflow changes nothing: in automatic
-    optimization neither parameters nor optimizer, running statistics, schedulers of interval "step" or the average of
-    a `WeightAveraging` callback; in manual optimization, where running statistics and schedulers are the user's, see
-    `step_was_skipped`. Under `DDPStrategy` and `ModelParallelStrategy` all ranks skip together. Gradients are unscaled
-    before `on_before_optimizer_step` and can be clipped whatever the optimizer, fused ones included. The scaler's state
-    is in Lightning's checkpoints under the name that Lightning's own plugin uses.
+    The whole `training_step` runs under the policy. In automatic optimization, a step whose gradients overflow does
+    not change parameters, optimizer, running statistics, schedulers of interval "step" or the average of a
+    `WeightAveraging` callback. In manual optimization the user handles running statistics and schedulers; see
+    `step_was_skipped`. Under `DDPStrategy` and `ModelParallelStrategy` all ranks skip together.
+
+    Gradients are unscaled before `on_before_optimizer_step`. They can be clipped with every optimizer, fused ones
+    included. Lightning's checkpoints contain the scaler's state under the name that Lightning's own plugin uses.
 
     Args:
         policy: a `Policy` or its spelling, with float32 parameters and outputs, in autocast mode.
-        scaler: a `LossScaler`, a preset's name, or None for what the policy needs.
-        device: "cuda" or "cpu", where the Trainer puts the model; None: "cuda" where it is available.
+        scaler: a `LossScaler`, a preset's name, or None for the policy's default.
+        device: "cuda" or "cpu", where the Trainer puts the model; None: "cuda" if it is available.
 
     Raises:
-        UnsupportedError: a policy that the Trainer cannot honour; later, LBFGS under a scaler, another device, or units
-            of FSDP2 with a `MixedPrecisionPolicy` that contradicts the policy.
+        UnsupportedError: a policy that the Trainer does not support; later, LBFGS under a scaler, another device, or
+            units of FSDP2 with a `MixedPrecisionPolicy` that contradicts the policy.
 
     Example:
         >>> plugin = MixedPrecision("mixed_bfloat16", device="cpu")
@@ -60,18 +63,18 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
     """
 
     def __init__(self, policy: Policy | str, scaler: LossScaler | str | None = None, device: str | None = None) -> None:
-        settings = Settings.checked(policy, scaler, device, where="Lightning's Trainer")
+        settings = LoopSettings.checked(policy, scaler, device, where="Lightning's Trainer")
         if settings.policy.output != "float32":
             raise UnsupportedError(
                 "Lightning's Trainer runs training_step as a whole, which has no output to cast. Received: "
                 f"output={settings.policy.output!r}. Use output='float32', and cast in training_step."
             )
         self.settings: Final = settings
-        self.precision = _WORDS[settings.policy.compute]
+        self.precision = _LIGHTNING_PRECISIONS[settings.policy.compute]
         self.device = settings.device
         self.scaler = settings.scaler
         self._module: pl.LightningModule | None = None
-        self._bound: list[BoundModule] = []
+        self._bound: list[PolicyModule] = []
         self._held_back = contextlib.ExitStack()
 
     @property
@@ -80,18 +83,18 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
         return self.settings.step_was_skipped
 
     def forward_context(self) -> Any:
-        """The policy's autocast region, a `torch.autocast`."""
+        """Return the policy's autocast region, a `torch.autocast`."""
         return self.settings.region(self._bound)
 
     autocast_context_manager = forward_context
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """The module as it is; the policy's overrides are installed in it while it runs."""
+        """Return the module unchanged; the policy's overrides are installed while it runs."""
         self._bound = self.settings.bound(module)
         return module
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Hold back the schedulers of interval "step", and averages of the weights, when a step is skipped (S13)."""
+        """Suspend the schedulers of interval "step", and weight averaging, when a step is skipped (S13)."""
         module: Any = model if isinstance(model, pl.LightningModule) else getattr(model, "module", model)  # inside DDP
         if not isinstance(module, pl.LightningModule):
             raise UnsupportedError(f"a LightningModule is expected. Received: {type(module).__name__}.")
@@ -102,7 +105,7 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
             self._module = module
             self._hold_back([item.scheduler for item in lr_schedulers if item.interval == "step"])
         if self.scaler is not None:
-            with contextlib.suppress(RuntimeError):  # connected by hand, to no trainer
+            with contextlib.suppress(RuntimeError):  # connected manually, without a trainer
                 trainer: Any = module.trainer
                 self._hold_back_averages(trainer.callbacks)
         return super().connect(model, optimizers, lr_schedulers)
@@ -122,7 +125,7 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
     def _hold_back_averages(self, callbacks: list[Any]) -> None:
         """Shadow `should_update` of the callbacks that average weights after every step that Lightning counts."""
         for callback in callbacks:
-            if isinstance(callback, _AVERAGES):
+            if isinstance(callback, _WEIGHT_AVERAGING):
                 self._held_back.callback(vars(callback).pop, "should_update", None)
                 vars(callback)["should_update"] = self._unless_skipped(callback.should_update)
 
@@ -134,14 +137,14 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
         return should_update
 
     def teardown(self) -> None:
-        """Let go of the module, and take out what `connect` put into it and its trainer."""
+        """Release the module, and remove the changes that `connect` made to it and its trainer."""
         self._held_back.close()
         self._module, self._bound = None, []
         super().teardown()
 
     @contextlib.contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """The region of a training step, before which the running statistics are remembered."""
+        """Context manager of a training step: saves the running statistics, then opens the policy's region."""
         if self._module is not None:
             self.settings.remember(self._module)
         with self.forward_context():
@@ -150,14 +153,14 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
             bound.check_overrides_ran()
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Backward pass, with the policy's precision of float32 matrix products, outside of every autocast region."""
+        """Run the backward pass with the policy's float32 matmul precision, outside all autocast regions."""
         with self.settings.matmul_precision(), shield():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
-    def optimizer_step(  # type: ignore[override]  # the Trainer's plugins take more than Fabric's, which they derive from
+    def optimizer_step(  # type: ignore[override]  # the Trainer's plugins take more than Fabric's, their base class
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Closure, unscale, hooks and clip, then the step or the skip.
+        """Run closure, unscaling, hooks and clipping, then step or skip.
 
         Raises:
             UnsupportedError: LBFGS under a scaler.
@@ -168,44 +171,46 @@ class MixedPrecision(trainer_plugins.MixedPrecision):
         self.settings.check_optimizer(optimizer)
 
         def unscaled() -> Any:
-            """Lightning unscales behind it, but leaves it to fused optimizers, which are to be clipped as well."""
+            """Run the closure, then unscale for fused optimizers too, so that their gradients can be clipped.
+
+            Lightning itself unscales after the closure, but not for fused optimizers."""
             result = closure()
             ran = result is not None or not model.automatic_optimization  # else there was no backward pass
-            if ran and takes_found_inf(optimizer):
+            if ran and has_found_inf_support(optimizer):
                 scaler.unscale_(optimizer)
             return result
 
         return super().optimizer_step(optimizer, model, unscaled, **kwargs)
 
     def clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Clip by norm or by value. Gradients are unscaled by now, those of fused optimizers too."""
+        """Clip by norm or by value. Gradients are already unscaled, also for fused optimizers."""
         trainer_plugins.Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: Any) -> None:
-        """Clip by the norm over all gradients, sharded in whatever ways."""
+        """Clip by the norm over all gradients, whatever their sharding."""
         clip_by_norm(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: Any) -> None:
-        """Clip by value, sharded gradients too."""
-        for alike in by_mesh(self.main_params(optimizer)).values():
+        """Clip by value, including sharded gradients."""
+        for alike in group_by_mesh(self.main_params(optimizer)).values():
             nn.utils.clip_grad_value_(alike, clip_val)
 
 
 class FabricPrecision(fabric_plugins.MixedPrecision):
-    """A precision plugin for Fabric: `Fabric(plugins=FabricPrecision("mixed_float16"))`.
+    """Precision plugin for Fabric: `Fabric(plugins=FabricPrecision("mixed_float16"))`.
 
-    Models from `fabric.setup` run under the policy, with their inputs as they are: operations cast them, so that
-    nothing beyond float16's range becomes inf. A skipped step also puts back the running statistics. To save and
+    Models from `fabric.setup` run under the policy. Their inputs are not cast in advance: operations cast them, so that
+    values beyond float16's range do not become inf. A skipped step also restores the running statistics. To save and
     restore the scaler, put the plugin into the state: `fabric.save(path, {"model": model, "precision": plugin})`.
 
     Args:
         policy: a `Policy` or its spelling, with float32 parameters, in autocast mode.
-        scaler: a `LossScaler`, a preset's name, or None for what the policy needs.
-        device: "cuda" or "cpu", where Fabric puts the model; None: "cuda" where it is available.
+        scaler: a `LossScaler`, a preset's name, or None for the policy's default.
+        device: "cuda" or "cpu", where Fabric puts the model; None: "cuda" if it is available.
 
     Raises:
-        UnsupportedError: a policy that Fabric cannot honour; later, LBFGS under a scaler, another device, or units of
-            FSDP2 with a `MixedPrecisionPolicy` that contradicts the policy.
+        UnsupportedError: a policy that Fabric does not support; later, LBFGS under a scaler, another device, or units
+            of FSDP2 with a `MixedPrecisionPolicy` that contradicts the policy.
 
     Example:
         >>> plugin = FabricPrecision("mixed_float16", device="cpu")
@@ -214,14 +219,14 @@ class FabricPrecision(fabric_plugins.MixedPrecision):
     """
 
     def __init__(self, policy: Policy | str, scaler: LossScaler | str | None = None, device: str | None = None) -> None:
-        settings = Settings.checked(policy, scaler, device, where="Fabric")
+        settings = LoopSettings.checked(policy, scaler, device, where="Fabric")
         self.settings: Final = settings
-        self.precision = _WORDS[settings.policy.compute]
+        self.precision = _LIGHTNING_PRECISIONS[settings.policy.compute]
         self.device = settings.device
         self.scaler = settings.scaler
         self._modules: list[nn.Module] = []
         self._unchecked: list[nn.Module] = []
-        self._bound: list[BoundModule] = []
+        self._bound: list[PolicyModule] = []
         self._hooks = contextlib.ExitStack()
 
     @property
@@ -230,7 +235,7 @@ class FabricPrecision(fabric_plugins.MixedPrecision):
         return self.settings.step_was_skipped
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """The module as it is; the policy's overrides, which must match in every module, are installed as it runs."""
+        """Return the module unchanged; overrides, which must match in every module, are installed while it runs."""
         for bound in self.settings.bound(module):
             self._bound.append(bound)
             handle = module.register_forward_hook(lambda *_, bound=bound: bound.check_overrides_ran())
@@ -240,14 +245,14 @@ class FabricPrecision(fabric_plugins.MixedPrecision):
         return module
 
     def teardown(self) -> None:
-        """Let go of the modules."""
+        """Release the modules."""
         self._hooks.close()
         self._modules, self._unchecked, self._bound = [], [], []
         super().teardown()
 
     def forward_context(self) -> Any:
-        """The policy's autocast region, a `torch.autocast`."""
-        while self._unchecked:  # on their device, and sharded, by now
+        """Return the policy's autocast region, a `torch.autocast`."""
+        while self._unchecked:  # they are now on their device, and sharded
             module = self._unchecked.pop()
             self.settings.check_device(module)
             self.settings.check_sharding(module)
@@ -256,20 +261,20 @@ class FabricPrecision(fabric_plugins.MixedPrecision):
         return self.settings.region(self._bound)
 
     def convert_input(self, data: Any) -> Any:
-        """Inputs as they are."""
+        """Return the inputs unchanged."""
         return data
 
     def convert_output(self, data: Any) -> Any:
-        """Outputs with floating tensors in the policy's output dtype."""
+        """Return the outputs with floating-point tensors in the policy's output dtype."""
         return cast_tree(data, self.settings.plan.output)
 
     def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Backward pass of the scaled loss, with the policy's float32 matmul precision, outside of every region."""
+        """Run the backward pass of the scaled loss with the policy's float32 matmul precision, outside all regions."""
         with self.settings.matmul_precision(), shield():
             super().backward(tensor, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """The step or the skip.
+        """Step, or skip.
 
         Raises:
             UnsupportedError: LBFGS under a scaler.

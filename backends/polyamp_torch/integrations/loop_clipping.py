@@ -1,7 +1,7 @@
-"""Clipping for the loops of libraries that leave it to their plugin, over gradients that lie in ranks in several ways.
+"""Gradient clipping over gradients with different shardings, for loops that leave clipping to their plugin.
 
-torch's own functions take gradients of one kind: under a tensor-parallel plan some are sharded and some are not, or
-they are sharded over several meshes. Called by `lightning`.
+torch's own functions require gradients with one kind of sharding. Under a tensor-parallel plan some gradients are
+sharded and some are not, or they are sharded over several meshes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 
-def by_mesh(parameters: Iterable[Any]) -> dict[Any, list[Any]]:
-    """The parameters that have a gradient, by the mesh that it is sharded over; None for those of one process."""
+def group_by_mesh(parameters: Iterable[Any]) -> dict[Any, list[Any]]:
+    """Group the parameters that have a gradient by the mesh that shards it; None for unsharded gradients."""
     found: dict[Any, list[Any]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -23,15 +23,15 @@ def by_mesh(parameters: Iterable[Any]) -> dict[Any, list[Any]]:
 
 
 def clip_by_norm(parameters: Iterable[Any], max_norm: float) -> None:
-    """`torch.nn.utils.clip_grad_norm_` by the norm over all of them, which is one number on every rank."""
-    found = by_mesh(parameters)
+    """Clip like `torch.nn.utils.clip_grad_norm_`, by the norm over all gradients, which is equal on every rank."""
+    found = group_by_mesh(parameters)
     if len(found) < 2:
         nn.utils.clip_grad_norm_([p for alike in found.values() for p in alike], max_norm)
         return
     norms = [nn.utils.get_total_norm([p.grad for p in alike]) for alike in found.values()]
     whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     total = torch.linalg.vector_norm(torch.stack(whole))
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch has it
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as in torch
     for alike in found.values():
         for parameter in alike:
             parameter.grad.mul_(factor)

@@ -1,7 +1,7 @@
-"""What the adapters to other libraries' training loops share: what they accept, and a scaler for such loops.
+"""Shared parts of the adapters to other libraries' training loops: settings, autocast region and loss scaler.
 
-A foreign loop calls `scale`, `unscale_`, `step` and `update` by itself, one optimizer after the other, and knows
-nothing of running statistics or overrides. Called by `lightning` and `accelerate`, never by the package itself.
+Such a loop calls `scale`, `unscale_`, `step` and `update` itself, one optimizer after the other. It has no support for
+running statistics or overrides.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from polyamp.errors import BackendNotInstalledError, GradientError, UnsupportedE
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
-from polyamp.rules.plan import Plan
-from polyamp_torch.compat import never_compiled
-from polyamp_torch.distributed.mixed_precision import check_precision
+from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp_torch.compat import skip_compilation
+from polyamp_torch.distributed.fsdp_mixed_precision import check_fsdp_precision
 from polyamp_torch.own_loop.grad_scaler import GradScaler
-from polyamp_torch.own_loop.scaler_gradients import parameters_of
+from polyamp_torch.own_loop.scaler_gradients import optimizer_parameters
 from polyamp_torch.precision.autocast import autocast, matmul_precision
-from polyamp_torch.precision.bound import BoundModule, device_of
-from polyamp_torch.precision.parameter_listing import tree_parameters
-from polyamp_torch.precision.paths import plan_for
-from polyamp_torch.step import running as buffers
+from polyamp_torch.precision.policy_module import PolicyModule, module_device
+from polyamp_torch.precision.torch_only.module_paths import resolve_policy
+from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters
+from polyamp_torch.step.torch_only import buffers
 
 
 @contextlib.contextmanager
-def extra(package: str) -> Iterator[None]:
-    """Imports of an optional package; where it is missing the error holds the install command.
+def require_extra(package: str) -> Iterator[None]:
+    """Context manager around the imports of an optional package; if it is missing, the error has the install command.
 
     Raises:
         BackendNotInstalledError: the package is not installed.
@@ -48,19 +48,19 @@ def extra(package: str) -> Iterator[None]:
         ) from error
 
 
-class Settings(NamedTuple):
-    """A policy that another library's loop can honour, with its scaler.
+class LoopSettings(NamedTuple):
+    """Checked policy and scaler for the loop of another library.
 
     Attributes:
-        policy: what the forward pass runs under.
-        plan: it, resolved without a model.
-        scaler: scales the loss and skips steps; None where nothing is scaled or checked.
-        device: the type of the device that the model is on, "cuda" or "cpu".
-        outside: the policy where no override holds.
+        policy: the policy of the forward pass.
+        plan: the policy, resolved without a model.
+        scaler: scales the loss and skips steps; None if nothing is scaled or checked.
+        device: the type of the model's device, "cuda" or "cpu".
+        outside: the policy without its overrides.
     """
 
     policy: Policy
-    plan: Plan
+    plan: ResolvedPolicy
     scaler: LoopScaler | None
     device: str
     outside: Policy
@@ -68,16 +68,16 @@ class Settings(NamedTuple):
     @classmethod
     def checked(
         cls, policy: Policy | str, scaler: LossScaler | str | None, device: str | None, *, where: str
-    ) -> Settings:
-        """The settings, or an error that says what `where` cannot do.
+    ) -> LoopSettings:
+        """Return the settings, after checking that the loop named by `where` supports them.
 
         Raises:
-            UnsupportedError: `mode="cast"`, or parameters that are not float32.
-            RecipeError: a scaler that is none of polyamp's.
+            UnsupportedError: the policy has `mode="cast"`, or parameters that are not float32.
+            RecipeError: the scaler is not one of polyamp's.
         """
         recipe = Recipe(policy=policy, scaler=scaler)
         policy = recipe.policy
-        registry.supporting(registry.get("torch"), policy)
+        registry.check_supported(registry.get("torch"), policy)
         if policy.mode == "cast":
             raise UnsupportedError(
                 f"{where} runs the model itself, so nothing can be cast at the model's boundary. Received: "
@@ -97,28 +97,28 @@ class Settings(NamedTuple):
         """True when the last optimizer step was skipped; reading it waits for the device."""
         return self.scaler is not None and bool(self.scaler.step_was_skipped)
 
-    def bound(self, module: nn.Module) -> list[BoundModule]:
-        """The module for `region`, if the policy has overrides that are to be installed in it."""
+    def bound(self, module: nn.Module) -> list[PolicyModule]:
+        """Return the policy module for `region` if the policy has overrides, else an empty list."""
         if not self.policy.overrides:
             return []
-        return [BoundModule(module, plan_for(module, self.policy), torch.device(self.device))]
+        return [PolicyModule(module, resolve_policy(module, self.policy), torch.device(self.device))]
 
-    def region(self, bound: Sequence[BoundModule] = (), *, enabled: bool = True) -> LoopRegion:
-        """The policy's autocast region for one forward pass, with its overrides installed in modules."""
+    def region(self, bound: Sequence[PolicyModule] = (), *, enabled: bool = True) -> LoopRegion:
+        """Return the policy's autocast region for one forward pass, with its overrides installed in modules."""
         return LoopRegion(self, bound if enabled else (), enabled=enabled)
 
     def matmul_precision(self) -> contextlib.AbstractContextManager[None]:
-        """The policy's precision of float32 matrix products, for a backward pass."""
+        """Return a context manager with the policy's precision of float32 matrix products, for a backward pass."""
         return matmul_precision(self.plan.float32_matmul)
 
     def remember(self, module: nn.Module) -> None:
-        """Keep the running statistics that a forward pass in training is about to move."""
+        """Save the running statistics before a forward pass in training mode updates them."""
         if self.scaler is not None and module.training and torch.is_grad_enabled():
             self.scaler.remember(module)
 
     def check_device(self, module: nn.Module) -> None:
-        """Refuse a module on another device than that of the region and the scaler."""
-        found = device_of(module).type
+        """Raise if a module is on another device than the region and the scaler."""
+        found = module_device(module).type
         if found != self.device:
             raise UnsupportedError(
                 f"device={self.device!r} is where polyamp's region and scaler are, but the model is on {found!r}. "
@@ -126,11 +126,11 @@ class Settings(NamedTuple):
             )
 
     def check_sharding(self, module: nn.Module) -> None:
-        """Refuse a module that FSDP2 gathers, or whose gradients it reduces, in other dtypes than the policy says."""
-        check_precision(module, plan_for(module, self.policy))
+        """Raise if FSDP2 gathers a module, or reduces its gradients, in other dtypes than the policy defines."""
+        check_fsdp_precision(module, resolve_policy(module, self.policy))
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Refuse an optimizer that evaluates the loss by itself, under a scaler."""
+        """Raise for an optimizer that evaluates the loss itself, if there is a scaler."""
         if self.scaler is not None and isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
                 "LBFGS evaluates the loss several times a step through a closure, which one finite flag and one scale "
@@ -139,7 +139,7 @@ class Settings(NamedTuple):
 
 
 class LoopRegion(autocast):
-    """A region of a policy with its overrides, as the libraries' loops open it: a `torch.autocast`, as their own is.
+    """Autocast region of a policy and its overrides: a `torch.autocast`, as the libraries' loops expect.
 
     Args:
         settings: the policy, with or without overrides, and the device.
@@ -147,7 +147,7 @@ class LoopRegion(autocast):
         enabled: False for a region with autocast off.
     """
 
-    def __init__(self, settings: Settings, bound: Sequence[BoundModule] = (), *, enabled: bool = True) -> None:
+    def __init__(self, settings: LoopSettings, bound: Sequence[PolicyModule] = (), *, enabled: bool = True) -> None:
         super().__init__(settings.outside, settings.device, enabled=enabled)
         self.policy = settings.policy
         self._bound = bound
@@ -166,15 +166,15 @@ class LoopRegion(autocast):
             return super().__exit__(*error)
 
 
-never_compiled(LoopRegion.__enter__, LoopRegion.__exit__)
+skip_compilation(LoopRegion.__enter__, LoopRegion.__exit__)
 
 
 class LoopScaler(GradScaler):
     """`polyamp_torch.GradScaler` for a loop that steps and updates one optimizer after the other.
 
-    `update` waits until the next loss is scaled or the scale is read, so that optimizers that step after one backward
-    pass are unscaled once, by one scale, and adjust it once (S14). A skipped step also puts back the running statistics
-    of the modules that the optimizer trains, where the adapter had them remembered before the forward pass (S12).
+    `update` is deferred until the next loss is scaled or the scale is read. So optimizers that step after one backward
+    pass are unscaled once, by one scale, and adjust it once (S14). A skipped step also restores the running statistics
+    of the modules that the optimizer trains, if the adapter saved them before the forward pass (S12).
     """
 
     def __init__(self, scaler: LossScaler, *, device: str) -> None:
@@ -185,7 +185,7 @@ class LoopScaler(GradScaler):
         self._update_is_due = False
         self._unscaled: set[int] = set()
         self._flags: weakref.WeakKeyDictionary[torch.optim.Optimizer, torch.Tensor] = weakref.WeakKeyDictionary()
-        self._remembered: dict[nn.Module, buffers.Snapshot] = {}
+        self._remembered: dict[nn.Module, buffers.BufferSnapshot] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
@@ -197,69 +197,69 @@ class LoopScaler(GradScaler):
         self._forget()
 
     def scale(self, outputs: Any) -> Any:
-        """The scaled loss; an adjustment that waits is made first."""
+        """Return the scaled loss, after any deferred update."""
         self._settle()
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale the gradients of an optimizer once, although loop and adapter may both ask for it."""
+        """Unscale the gradients of an optimizer once, even if loop and adapter both call this."""
         if id(optimizer) not in self._unscaled:
             super().unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step or skip, and put back the running statistics of what a skipped optimizer trains.
+        """Step or skip; a skip also restores the running statistics of the modules that the optimizer trains.
 
         Raises:
             GradientError: the optimizer's parameters have no gradients.
         """
-        parameters = parameters_of(optimizer)
+        parameters = optimizer_parameters(optimizer)
         here = any(p.grad is not None for p in parameters)
         if here or self._shards.group(parameters) is not None:  # other ranks may have some
             result = super().step(optimizer, *args, **kwargs)
             here = bool(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
-        if not here:  # of a fused one too, whose update would find no flag
+        if not here:  # fused optimizers too: their update would find no flag
             raise GradientError("step() found no gradients in the optimizer's parameters. Run a backward pass first.")
         (flag,) = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
         self._flags[optimizer] = flag
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if self._remembered else set()
         for module in list(self._remembered):
             if any(id(p) in trained for _, p in tree_parameters(module)):
-                buffers.settle(self._remembered.pop(module), flag == 0.0)
+                buffers.commit_or_rollback(self._remembered.pop(module), flag == 0.0)
         return result
 
     def awaits(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a loss was scaled that this optimizer has not stepped for."""
+        """Return whether a loss was scaled since this optimizer's last step."""
         return self._run.of(optimizer).consumed < self._run.calls
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the last step of this optimizer was skipped; waits for the device."""
+        """Return whether the last step of this optimizer was skipped; waits for the device."""
         return optimizer in self._flags and bool(self._flags[optimizer] > 0.0)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Ask for the adjustment, which is made before the next loss is scaled or the scale is read."""
+        """Request an update of the scale, made before the next loss is scaled or the scale is read."""
         self._update_is_due = new_scale is None
         if new_scale is not None:
             self._unscaled.clear()
             super().update(new_scale)
 
     def get_scale(self) -> float:
-        """The scale that the next loss is multiplied by; waits for the device."""
+        """Return the scale that the next loss is multiplied by; waits for the device."""
         self._settle()
         return super().get_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, after the adjustment that waits."""
+        """Return the state, after any deferred update."""
         self._settle()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; what waits or is remembered of the run before is dropped."""
+        """Load a state; drop deferred updates and saved running statistics."""
         self._forget()
         super().load_state_dict(state_dict)
 
     def remember(self, module: nn.Module) -> None:
-        """Keep the values of a module's buffers as they are before the first forward pass of an update."""
+        """Save the values of a module's buffers before the first forward pass of an update."""
         if module not in self._remembered:
             self._remembered[module] = buffers.snapshot(module)
 

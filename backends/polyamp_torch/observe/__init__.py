@@ -1,1 +1,1 @@
-"""A training of torch's watched module by module, for `polyamp.parity`: `observer` is the door."""
+"""Observation of a torch training module by module, for `polyamp.parity`. The entry point is `observer`."""

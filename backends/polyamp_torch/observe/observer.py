@@ -1,5 +1,7 @@
-"""torch's `Observer`: a copy to train, without random numbers if asked, and what its modules give. The door of this
-room; `TorchBackend.observer` imports it when somebody compares."""
+"""torch's `Observer`: copies a model, controls its random numbers and records its modules' outputs.
+
+It is the entry point of this package; `TorchBackend.observer` imports it on the first comparison.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +9,22 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from polyamp.contract.backend import State
-from polyamp.parity.observing import Draws, Observer, See, Watched
+from polyamp.parity.trace.observer import CaptureCallback, Observer, PassRecord, UniformSource
 from polyamp.results import LossFunction
-from polyamp_torch.observe import still, watch, working
+from polyamp_torch.observe import capture, dropout, model_copy
 
 
 class TorchObserver:
-    """`Observer` over PyTorch. A model is an `nn.Module`, in wrappers or not."""
+    """`Observer` for PyTorch. A model is an `nn.Module`, with or without wrappers."""
 
     def working(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
-        return working.working(model, wide=wide, inference=inference)
+        return model_copy.model_copy(model, wide=wide, inference=inference)
 
-    def still(self, model: Any, draws: Draws | None) -> AbstractContextManager[None]:
-        return still.still(model, draws)
+    def still(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[None]:
+        return dropout.disable_dropout(model, draws)
 
-    def watch(self, state: State, loss_fn: LossFunction, batch: Any, see: See) -> Watched:
-        return watch.watch(state, loss_fn, batch, see)  # type: ignore[arg-type]  # a state of this backend
+    def watch(self, state: State, loss_fn: LossFunction, batch: Any, see: CaptureCallback) -> PassRecord:
+        return capture.capture_pass(state, loss_fn, batch, see)  # type: ignore[arg-type]  # a state of this backend
 
 
 OBSERVER: Final[Observer] = TorchObserver()

@@ -1,1 +1,1 @@
-"""Loss scaling for loops that people keep in their own hands: `GradScaler` and what it knows of the loop."""
+"""Loss scaling for user-written training loops: `GradScaler` and its record of the loop."""

@@ -1,12 +1,9 @@
-"""`GradScaler`: a `torch.amp.GradScaler` by polyamp's rules, for loops that people keep in their own hands.
+"""`GradScaler`: a `torch.amp.GradScaler` with polyamp's rules, for user-written training loops.
 
-    scale(loss)   float32 first, then times the scale; notes that it was called, and with which scale
-    unscale_(o)   gradients / scale, then one flag per device (S10)
-    step(o)       the flags of all optimizers that step together decide (S14); fused kernels take theirs on the device
-    update()      rule S15 on the device
-
-`scaler_state` holds the scale itself, `loop_memory` what is known of the loop, `scaler_gradients` the kernels and
-`skip_report` the report on a skipped step.
+scale(loss)   casts to float32, then multiplies by the scale; records the call and its scale
+unscale_(o)   gradients / scale, then one flag per device (S10)
+step(o)       the flags of all optimizers that step together decide (S14); fused kernels read theirs on the device
+update()      rule S15 on the device
 """
 
 from __future__ import annotations
@@ -22,37 +19,51 @@ from torch.amp.grad_scaler import OptState
 
 from polyamp.errors import GradientError
 from polyamp.recipe.scaler import LossScaler
-from polyamp.rules import stuck
+from polyamp.rules import stuck_scale
 from polyamp.trees import map_tree
-from polyamp_torch.compat import new_record, not_compiled, step_unless_found, takes_found_inf
-from polyamp_torch.own_loop.loop_memory import Known, Run, backward_begins, refuse_closure, refuse_float16, refuse_lbfgs
-from polyamp_torch.own_loop.scaler_gradients import Flags, gradients_of, overflow, parameters_of, together, unscale_
-from polyamp_torch.own_loop.scaler_state import GradScalerError, ScalerState, described
-from polyamp_torch.own_loop.shards import Shards, refuse_sharded
-from polyamp_torch.own_loop.skip_report import Evidence, SkipReport, joined
-from polyamp_torch.precision.shield import shield
-from polyamp_torch.step.measure import looks, reciprocal
+from polyamp_torch.arrays import HALF_TENSOR_DTYPES
+from polyamp_torch.compat import disable_compile, has_found_inf_support, maybe_optimizer_step, new_optimizer_record
+from polyamp_torch.own_loop.loop_memory import (
+    LoopRecord,
+    OptimizerRecord,
+    refuse_closure,
+    refuse_float16,
+    refuse_lbfgs,
+    watch_scaled_backward,
+)
+from polyamp_torch.own_loop.scaler_gradients import (
+    DeviceFlags,
+    bucket_gradients,
+    max_flag,
+    optimizer_parameters,
+    overflow_flag,
+    unscale_buckets_,
+)
+from polyamp_torch.own_loop.scaler_state import GradScalerError, ScalerState, scaler_from_arguments
+from polyamp_torch.own_loop.shards import RankAgreement, refuse_sharded
+from polyamp_torch.own_loop.skip_report import SkipEvidence, SkipReport, merge_reports
+from polyamp_torch.precision.torch_only.autocast_shield import shield
+from polyamp_torch.step.grad_stats import can_read_without_sync, scale_reciprocal
 
 
 class GradScaler(ScalerState):
-    """Scales losses and steps optimizers as `torch.amp.GradScaler` does, without its traps.
+    """Gradient scaler with the interface of `torch.amp.GradScaler`, without its traps.
 
-    An autocast region around its methods touches nothing in them (S3). `backward()` inside one runs under it, with one
-    warning: call it behind the region.
+    An autocast region around its methods does not affect them (S3). `backward()` inside one runs under it, with one
+    warning: call it after the region.
 
     Args:
-        scaler: a `polyamp.LossScaler`, or a preset's name; or, as torch has it, a device type followed by torch's own
-            arguments, which then have torch's defaults under polyamp's floor (`LossScaler.like("torch")`).
-        init_scale, growth_factor, backoff_factor, growth_interval: torch's arguments; with a `LossScaler` they stand
-            in it.
+        scaler: a `polyamp.LossScaler`, or a preset's name; or, as in torch, a device type followed by torch's own
+            arguments, which then have torch's defaults and polyamp's floor (`LossScaler.like("torch")`).
+        init_scale, growth_factor, backoff_factor, growth_interval: torch's arguments; a `LossScaler` has its own.
         enabled: False makes every method do nothing, and `step` call the optimizer's.
-        device: as in torch; the state is on the device of the first scaled tensor, whatever is named here.
+        device: as in torch; the state is always on the device of the first scaled tensor.
         skip: for several optimizers: "all" (if the gradients of one overflow, none steps) or "each".
-        process_group: as in torch's `ShardedGradScaler`: the ranks that decide together. None: those over which the
-            parameters are sharded (`fully_shard`, also over two axes, tensor parallelism), which the parameters tell.
+        process_group: as in torch's `ShardedGradScaler`: the ranks that decide together. None: the ranks over which the
+            parameters are sharded (`fully_shard`, also over two axes, tensor parallelism), read from the parameters.
 
     Raises:
-        GradScalerError: contradictory arguments; and from every method, when it is called out of order.
+        GradScalerError: contradictory arguments; and from every method that is called out of order.
 
     Example:
         >>> import polyamp, torch
@@ -89,14 +100,14 @@ class GradScaler(ScalerState):
             raise GradScalerError(f"skip must be 'all' or 'each'. Received: skip={skip!r}.")
         constants = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor,
                      "growth_interval": growth_interval}  # fmt: skip
-        super().__init__(*described(scaler, device, constants), enabled=enabled)
+        super().__init__(*scaler_from_arguments(scaler, device, constants), enabled=enabled)
         self.skip = skip
-        self._shards = Shards(process_group)
+        self._shards = RankAgreement(process_group)
         self._refresh()
 
     def _refresh(self) -> None:
-        self._per_optimizer_states = defaultdict(new_record)
-        self._run = Run(least=self._begin.scale)
+        self._per_optimizer_states = defaultdict(new_optimizer_record)
+        self._run = LoopRecord(least=self._begin.scale)
 
     def _loaded(self) -> None:
         self._run.least = self._begin.scale
@@ -109,23 +120,18 @@ class GradScaler(ScalerState):
         self._run.share()
 
     def watch(self, module: torch.nn.Module) -> GradScaler:
-        """Name parameters in reports as `module.named_parameters()` does; returns the scaler.
-
-        The module is held weakly. Optimizers built from `named_parameters()` name theirs without this.
-        """
+        """Name parameters in reports as `module.named_parameters()` does, and return the scaler. The reference is weak.
+        Optimizers built from `named_parameters()` have names without this call."""
         self._run.names.add(module)
         return self
 
-    # Scaling.
-
-    @not_compiled  # a graph break under torch.compile, as with torch's: the hook would be traced anew at every step
+    @disable_compile  # a graph break under torch.compile, as with torch's: the hook would be retraced at every step
     def scale(self, outputs: Any) -> Any:
-        """The floating tensors in `outputs` times the scale; in float32 if they were 16 bits wide (S6).
+        """Multiply the floating tensors in `outputs` by the scale; 16-bit ones are cast to float32 first (S6).
 
         Args:
-            outputs: a tensor, or tuples, lists, dicts and dataclasses of them, nested at will; other iterables, such
-                as `losses.values()`, give an iterator. Integer tensors, and in a container what is no tensor, pass as
-                they are.
+            outputs: a tensor, or nested tuples, lists, dicts and dataclasses of them; other iterables, such as
+                `losses.values()`, return an iterator. Integer tensors, and non-tensors in a container, stay unchanged.
 
         Raises:
             GradScalerError: neither a tensor nor a container.
@@ -152,8 +158,8 @@ class GradScaler(ScalerState):
         run, state = self._run, self._state or self._start(tensor.device)
         run.scale_called(state.scale)
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            run.share()  # the kernels are replayed, this method is not
-        wide = tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+            run.share()  # a CUDA graph replays the kernels, not this method
+        wide = tensor.float() if tensor.dtype in HALF_TENSOR_DTYPES else tensor
         scaled: torch.Tensor = wide * state.scale.to(tensor.device, non_blocking=True)
         if scaled.requires_grad:
             scaled.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -162,12 +168,12 @@ class GradScaler(ScalerState):
         return scaled
 
     def _backward_begins(self, gradient: torch.Tensor) -> None:
-        """Called by autograd as a backward pass enters a scaled tensor; unscaled gradients must not change in it."""
+        """Check in a backward pass, when it enters a scaled tensor, that it does not change unscaled gradients."""
         unscaled = [pair for pair in self._run.optimizers() if self._is_unscaled(pair[0])]
-        backward_begins(self._run, unscaled, gradient.device.type)
+        watch_scaled_backward(self._run, unscaled, gradient.device.type)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients in place by the scale that they were made with, and set its flag.
+        """Divide the optimizer's gradients in place by the scale that they were computed with, and set its flag.
 
         Raises:
             GradScalerError: `scale()` was not called since the optimizer's last step; or this was called twice.
@@ -183,46 +189,50 @@ class GradScaler(ScalerState):
     def _unscale(self, optimizer: Any, record: dict[str, Any]) -> None:
         scale = self._scale_of_gradients()
         zero = torch.zeros((), dtype=torch.float32, device=scale.device)
-        self._run.inverse = reciprocal(scale)
+        self._run.inverse = scale_reciprocal(scale)
         record["found_inf_per_device"] = self._unscale_grads_(optimizer, self._run.inverse, zero, False)
         record["stage"] = OptState.UNSCALED
 
-    def _agreed(self, flags: Flags, parameters: list[torch.Tensor], like: torch.Tensor) -> Flags:
-        """The flags of all ranks that share these parameters; none if no rank has a gradient."""
+    def _agreed(self, flags: DeviceFlags, parameters: list[torch.Tensor], like: torch.Tensor) -> DeviceFlags:
+        """Return the joint flags of all ranks that share these parameters; none if no rank has a gradient."""
         group = None if self._shards.put_off else self._shards.group(parameters)
         if group is None:
             return flags
-        local = together(list(flags.values()), torch.zeros_like(like))
+        local = max_flag(list(flags.values()), torch.zeros_like(like))
         found = self._shards.agreed(local, group, has_gradients=bool(flags))
         return {device: found.to(device) for device in flags or ([like.device] if self._shards.anyone else [])}
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
-    ) -> Flags:
-        """torch's: libraries call it too, some of them before anything was scaled, with a factor of their own."""
-        parameters = parameters_of(optimizer)
-        grads = gradients_of(parameters)
+    ) -> DeviceFlags:
+        """Override of torch's method. Libraries call it too, some before anything was scaled, with another factor."""
+        parameters = optimizer_parameters(optimizer)
+        grads = bucket_gradients(parameters)
         if not allow_fp16:
             refuse_float16(grads)
         foreign = inv_scale is not self._run.inverse
-        grows = inv_scale.item() > 1.0 if looks(inv_scale.device) else foreign or self._may_grow()
-        return self._agreed(unscale_(grads, inv_scale, found_inf, grows=grows), parameters, found_inf)
+        grows = inv_scale.item() > 1.0 if can_read_without_sync(inv_scale.device) else foreign or self._may_grow()
+        return self._agreed(unscale_buckets_(grads, inv_scale, found_inf, grows=grows), parameters, found_inf)
 
     def _scale_of_gradients(self) -> torch.Tensor:
         run = self._run
         return self._require_state("step").scale if run.shared or run.scaled is None else run.scaled
 
     def _may_grow(self) -> bool:
-        """Whether dividing by the scale may make gradients larger; False only if that is known without waiting."""
+        """Return whether dividing by the scale may make gradients larger; False only if known without waiting."""
         scale = self._scale_of_gradients()
-        return scale.item() < 1.0 if looks(scale.device) else self._run.shared or self._run.scaled_least < 1.0
+        return (
+            scale.item() < 1.0
+            if can_read_without_sync(scale.device)
+            else self._run.shared or self._run.scaled_least < 1.0
+        )
 
     def _is_unscaled(self, optimizer: Any) -> bool:
         record = self._per_optimizer_states.get(id(optimizer))
         return record is not None and record["stage"] is OptState.UNSCALED
 
-    def _record(self, optimizer: Any, method: str) -> tuple[dict[str, Any], Known]:
-        """torch's record and polyamp's of an optimizer, after the checks that `unscale_` and `step` share."""
+    def _record(self, optimizer: Any, method: str) -> tuple[dict[str, Any], OptimizerRecord]:
+        """Return torch's and polyamp's records of an optimizer, after the checks that `unscale_` and `step` share."""
         refuse_lbfgs(optimizer)
         self._require_state(method)
         known, record = self._run.of(optimizer), self._per_optimizer_states[id(optimizer)]
@@ -235,19 +245,16 @@ class GradScaler(ScalerState):
             )
         return record, known
 
-    # Stepping.
-
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale if `unscale_` did not, and step the optimizer unless a gradient is not finite.
-
-        Fused optimizers decide on the device; others make the host wait for one flag.
+        """Unscale if `unscale_` did not, and step the optimizer unless a gradient is not finite. Fused optimizers
+        decide on the device; others make the host wait for one flag.
 
         Args:
             optimizer: the optimizer, of any kind but LBFGS.
-            *args, **kwargs: passed to `optimizer.step`; a closure is refused.
+            *args, **kwargs: passed to `optimizer.step`; a closure is rejected.
 
         Returns:
-            What `optimizer.step` returned; None if it was skipped.
+            The result of `optimizer.step`; None if it was skipped.
 
         Raises:
             GradScalerError: out of order, or scaled and unscaled gradients were mixed.
@@ -261,8 +268,8 @@ class GradScaler(ScalerState):
         refuse_closure(args, kwargs)
         known.refuse_mixed()
         step = self._step_without_gradients
-        if any(p.grad is not None for p in parameters_of(optimizer)):
-            fused = takes_found_inf(optimizer)
+        if any(p.grad is not None for p in optimizer_parameters(optimizer)):
+            fused = has_found_inf_support(optimizer)
             step = self._step_unfused if not fused else self._step_by_scaler if known.takes_scaler else self._step_fused
         if self._run.ended:
             self._run.evidence, self._run.ended = [], False
@@ -278,7 +285,7 @@ class GradScaler(ScalerState):
             with self._shards.later():
                 self._unscale(optimizer, record)
         found, evidence = self._decision(optimizer, record, None, agrees=ready)
-        if looks(found.device):
+        if can_read_without_sync(found.device):
             skipped = bool(found.item() > 0.0)
         else:
             flag, self._run.least = torch.stack((found, self._require_state("step").scale)).tolist()
@@ -286,26 +293,28 @@ class GradScaler(ScalerState):
         evidence.decided(skipped)
         if not self._hooked:
             return None if skipped else optimizer.step(*args, **kwargs)
-        return step_unless_found(self)(optimizer, record, *args, **kwargs)
+        return maybe_optimizer_step(self)(optimizer, record, *args, **kwargs)
 
     @functools.cached_property
     def _hooked(self) -> bool:
-        """Whether a subclass steps in its own way, through torch's hook for that, which reads the flags once more."""
-        return step_unless_found(type(self)) is not step_unless_found(GradScaler)
+        """Whether a subclass overrides torch's hook for the step, which reads the flags once more."""
+        return maybe_optimizer_step(type(self)) is not maybe_optimizer_step(GradScaler)
 
     def _step_fused(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
-        """The kernels divide by `grad_scale` and do nothing where `found_inf` is set."""
+        """Step with fused kernels, which divide by `grad_scale` and do nothing if `found_inf` is set."""
         divisor = getattr(optimizer, "grad_scale", None)
         ready = record["stage"] is OptState.READY
         if ready:
             scale = self._scale_of_gradients()
             divisor = scale if divisor is None else scale * divisor
-            grads = gradients_of(parameters_of(optimizer))
+            grads = bucket_gradients(optimizer_parameters(optimizer))
             refuse_float16(grads)
-            found = overflow(grads, divisor, grows=self._may_grow() or divisor is not scale)
+            found = overflow_flag(grads, divisor, grows=self._may_grow() or divisor is not scale)
             record["found_inf_per_device"] = {found.device: found}
         found, evidence = self._decision(optimizer, record, divisor, agrees=ready)
-        if (looks(found.device) or self._run.of(optimizer).lacks_momentum(optimizer)) and found.item() > 0.0:
+        if (
+            can_read_without_sync(found.device) or self._run.of(optimizer).lacks_momentum(optimizer)
+        ) and found.item() > 0.0:
             evidence.decided(True)
             return None
         optimizer.grad_scale, optimizer.found_inf = divisor, found
@@ -318,84 +327,79 @@ class GradScaler(ScalerState):
             del optimizer.grad_scale, optimizer.found_inf
 
     def _step_without_gradients(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
-        """Where no rank has gradients nothing moves and `update` counts nothing; else this one decides with them."""
+        """Step without local gradients: if no rank has any, nothing changes or counts; else decide with the others."""
         ready, others = record["stage"] is OptState.READY, bool(record["found_inf_per_device"])
-        if others or (ready and self._shards.group(parameters_of(optimizer)) is not None):
+        if others or (ready and self._shards.group(optimizer_parameters(optimizer)) is not None):
             found, evidence = self._decision(optimizer, record, None, agrees=ready)
             others = others or self._shards.anyone
         if others and found.item() > 0.0:
             return evidence.decided(True)
         if not others:
             record["found_inf_per_device"] = {}
-            if not takes_found_inf(optimizer):
+            if not has_found_inf_support(optimizer):
                 raise GradientError("step() found no gradients in the optimizer's parameters. Call backward() first.")
         return optimizer.step(*args, **kwargs)
 
     def _step_by_scaler(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
-        """The older contract: the optimizer is given the scaler and does the rest itself."""
+        """Step by the older contract: the optimizer takes the scaler and does the rest itself."""
         result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         self._decision(optimizer, record, self._scale_of_gradients())
         return result
 
     def _decision(
         self, optimizer: Any, record: dict[str, Any], divisor: torch.Tensor | None, *, agrees: bool = False
-    ) -> tuple[torch.Tensor, Evidence]:
-        """The flag that decides about this step, noted for `update` and for the report.
-
-        With `agrees`, the optimizer's own flag is this rank's: where there are others, all ranks' flags are joined.
-        """
+    ) -> tuple[torch.Tensor, SkipEvidence]:
+        """Return the flag that decides this step, and record it for `update` and the report. With `agrees`, the
+        optimizer's flag is this rank's own: if there are several ranks, their flags are joined."""
         run, scale = self._run, self._scale_of_gradients()
         flags = list(record["found_inf_per_device"].values())
-        parameters = parameters_of(optimizer) if agrees and self._shards.several() else []
+        parameters = optimizer_parameters(optimizer) if agrees and self._shards.several() else []
         if self.skip == "all":
             flags += self._other_flags(optimizer, parameters)
-        found = together(flags, scale) if flags else torch.zeros_like(scale)
+        found = max_flag(flags, scale) if flags else torch.zeros_like(scale)
         group = self._shards.group(parameters) if parameters else None
         if group is not None:
-            own = any(p.grad is not None for p in parameters_of(optimizer))
+            own = any(p.grad is not None for p in optimizer_parameters(optimizer))
             found = self._shards.agreed(found, group, has_gradients=own)
         record["found_inf_per_device"] = {found.device: found}
         run.stepped.append(run.of(optimizer))
         run.found = found
-        evidence = Evidence(run.of(optimizer).optimizer, found, scale, divisor, run.calls, run.names)
+        evidence = SkipEvidence(run.of(optimizer).optimizer, found, scale, divisor, run.calls, run.names)
         run.evidence.append(evidence)
         return found, evidence
 
     def _other_flags(self, optimizer: Any, looked_at: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The flags of the optimizers that step together with this one, as far as their gradients are there; the
-        parameters whose flags are this rank's own are added to `looked_at`.
-
-        These are the ones that stepped since the last `scale()`; the ones that are unscaled already; and the ones that
-        stepped together with it the last time. Until the first update nothing is known of that kind: then every other
-        `nn.Parameter` behind the scaled losses counts.
-        """
+        """Return the flags of the optimizers that step with this one and have gradients: those that stepped since the
+        last `scale()`, are unscaled already, or stepped with it the last time. Before the first update, every other
+        `nn.Parameter` in the scaled losses' graphs counts. Add the parameters with rank-local flags to `looked_at`."""
         run, scale = self._run, self._scale_of_gradients()
         flags = [] if run.found is None else [run.found]
         seen: set[int] = set()
         partners = run.of(optimizer).partners
         for other, known in run.optimizers():
             if run.reached is not None:
-                seen.update(map(id, parameters_of(other)))
+                seen.update(map(id, optimizer_parameters(other)))
             if other is optimizer:
                 continue
             if self._is_unscaled(other):
                 flags += self._per_optimizer_states[id(other)]["found_inf_per_device"].values()
             elif known in partners and known.consumed < run.calls:
-                looked_at += parameters_of(other)
-                flags.append(overflow(gradients_of(parameters_of(other)), scale, grows=self._may_grow()))
+                looked_at += optimizer_parameters(other)
+                flags.append(
+                    overflow_flag(bucket_gradients(optimizer_parameters(other)), scale, grows=self._may_grow())
+                )
         if run.reached is not None:
             unseen = [p for key, p in run.reached.items() if key not in seen]
             looked_at += unseen
-            rest = gradients_of(unseen)
-            flags += [overflow(rest, scale, grows=self._may_grow())] if rest else []
+            rest = bucket_gradients(unseen)
+            flags += [overflow_flag(rest, scale, grows=self._may_grow())] if rest else []
         return flags
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adjust the scale by rule S15, on whether any optimizer's gradients overflowed; or set it.
+        """Adjust the scale by rule S15, by whether any optimizer's gradients overflowed; or set it.
 
         Args:
-            new_scale: the scale from now on: a number within the floor and the ceiling; or a tensor of one element,
-                which is held to them on its device.
+            new_scale: the new scale: a number within floor and ceiling, or a one-element tensor, clamped on its device.
 
         Raises:
             GradScalerError: no optimizer stepped since the last update; or a scale that is out of bounds.
@@ -414,13 +418,13 @@ class GradScaler(ScalerState):
             flags = [flag for record in records for flag in record["found_inf_per_device"].values()]
             if not flags:
                 raise GradScalerError("update() was called, but no step() with gradients since the last update().")
-            self._state = self._updated(state, together(flags, state.scale))
+            self._state = self._updated(state, max_flag(flags, state.scale))
             run.least = max(run.least * self._backoff_factor, self._scaler.min_scale)
             if run.ended:
                 run.evidence = []
-        self._per_optimizer_states = defaultdict(new_record)
+        self._per_optimizer_states = defaultdict(new_optimizer_record)
         run.updated(state.scale)
-        if run.watch.due(self._scaler):
+        if run.watch.is_due(self._scaler):
             self._look_if_stuck()
 
     def _look_if_stuck(self) -> None:
@@ -431,20 +435,16 @@ class GradScaler(ScalerState):
         def names() -> list[str]:
             return [row.name for row in self.report()] or ["unknown, as the gradients are gone"]
 
-        stuck.check(skips, scaler, names, where="the model", stacklevel=4)
+        stuck_scale.check_stuck(skips, scaler, names, where="the model", stacklevel=4)
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether a step of the last iteration was skipped, before and after `update()`; may wait for the device.
-
-        A learning-rate schedule should not move then: `if not scaler.step_was_skipped: scheduler.step()`.
-        """
+        """Whether a step of the last iteration was skipped, before and after `update()`; may wait for the device. Then
+        learning-rate schedules should not advance: `if not scaler.step_was_skipped: scheduler.step()`."""
         return any(evidence.skipped() for evidence in self._run.evidence)
 
     def report(self) -> SkipReport:
-        """Which gradients of the last iteration were not finite, and how many of their numbers; empty if none was.
-
-        Steps that the host decided about are counted at once. A fused optimizer's on an accelerator are counted when
-        the report is asked for, which has to be before `zero_grad()` and the next `scale()`.
-        """
-        return joined([evidence.report(self._run.calls) for evidence in self._run.evidence])
+        """Return the non-finite gradients of the last iteration, with counts; empty if all were finite. Steps that the
+        host decided are counted at once. For a fused optimizer on an accelerator, this call counts: make it before
+        `zero_grad()` and the next `scale()`."""
+        return merge_reports([evidence.report(self._run.calls) for evidence in self._run.evidence])

@@ -1,7 +1,7 @@
-"""An optimizer's gradients as the scaler's kernels want them: real and dense views, unscaled and tested in place.
+"""Gradients of an optimizer as real, dense views for the scaler's kernels, which unscale and check them in place.
 
-Called by `GradScaler`. The kernel is the one behind torch's own scaler, so that the numbers are torch's; what it leaves
-out is done here: complex and uncoalesced sparse gradients, and the test of what comes *out* of the multiplication.
+The kernel is that of torch's own scaler, so the numbers are equal to torch's. This module adds complex gradients,
+uncoalesced sparse gradients, and the check of the *results* of the multiplication.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ from typing import Any, cast
 
 import torch
 
-from polyamp_torch.compat import by_device_and_dtype, check_and_unscale_, values_of_coalesced
-from polyamp_torch.own_loop.shards import here, spread, summed
-from polyamp_torch.step.measure import measured
+from polyamp_torch.compat import check_and_unscale_, coalesced_values, group_by_device_and_dtype
+from polyamp_torch.own_loop.shards import dtensor_class, local_gradient, reduce_partial_gradients
+from polyamp_torch.step.grad_stats import global_norm_and_finite
 
-Flags = dict[torch.device, torch.Tensor]
-"""Per device a float32 scalar, 1 where a gradient is not finite and 0 elsewhere: torch's `found_inf_per_device`."""
-Kinds = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
-"""Gradients as the multi-tensor kernels want them: by device and dtype."""
+DeviceFlags = dict[torch.device, torch.Tensor]
+"""Device -> float32 scalar, 1 if a gradient is not finite, else 0: torch's `found_inf_per_device`."""
+GradientBuckets = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
+"""Gradients by device and dtype, as the multi-tensor kernels require."""
 
 
-def parameters_of(optimizer: Any) -> list[torch.Tensor]:
-    """Every parameter of an optimizer, group by group."""
+def optimizer_parameters(optimizer: Any) -> list[torch.Tensor]:
+    """Return every parameter of an optimizer, group by group."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def gradients_of(parameters: list[torch.Tensor]) -> Kinds:
-    """The gradients that are there by device and dtype, as real strided tensors that share memory with them.
+def bucket_gradients(parameters: list[torch.Tensor]) -> GradientBuckets:
+    """Return the existing gradients by device and dtype, as real strided tensors that share memory with them.
 
-    A sparse gradient is coalesced first, and `.grad` replaced by the result: duplicate indices are summed by the
-    optimizer later anyway, and only their sum shows whether it is finite. The grouping is done in C++: a loop in Python
-    is most of the time that torch's scaler takes. Of what is sharded over ranks it is the part that lies here.
+    A sparse gradient is coalesced first, and `.grad` replaced by the result: the optimizer sums duplicate indices later
+    anyway, and only the sum shows whether it is finite. The grouping runs in C++: a Python loop takes most of the time
+    of torch's scaler. Of gradients that are sharded over ranks, the local shards are returned.
     """
-    if kind := spread():
-        summed(parameters)
+    if kind := dtensor_class():
+        reduce_partial_gradients(parameters)
     grads = [p.grad for p in parameters]
     there: list[torch.Tensor | None] = [grad for grad in grads if grad is not None]
     if not there:
         return {}
     if any([grad.layout is not torch.strided for grad in there if grad is not None]):  # noqa: C419  # twice as fast
-        there = [_values(p) for p in parameters if p.grad is not None]
+        there = [_strided_gradient(p) for p in parameters if p.grad is not None]
     if kind:
-        there = [here(grad) if isinstance(grad, kind) else grad for grad in there]
-    kinds: Kinds = {}
-    for (device, dtype), (lists, _) in by_device_and_dtype([there]).items():
+        there = [local_gradient(grad) if isinstance(grad, kind) else grad for grad in there]
+    kinds: GradientBuckets = {}
+    for (device, dtype), (lists, _) in group_by_device_and_dtype([there]).items():
         group = cast("list[torch.Tensor]", lists[0])
         if dtype.is_complex:
             group = [torch.view_as_real(grad.conj() if grad.is_conj() else grad) for grad in group]
@@ -52,7 +52,7 @@ def gradients_of(parameters: list[torch.Tensor]) -> Kinds:
     return kinds
 
 
-def _values(parameter: torch.Tensor) -> torch.Tensor:
+def _strided_gradient(parameter: torch.Tensor) -> torch.Tensor:
     grad = parameter.grad
     assert grad is not None
     if grad.layout is torch.strided:
@@ -61,24 +61,24 @@ def _values(parameter: torch.Tensor) -> torch.Tensor:
         return grad.values()
     if not grad.is_coalesced():
         grad = parameter.grad = grad.coalesce()
-    return values_of_coalesced(grad)
+    return coalesced_values(grad)
 
 
-def unscale_(grads: Kinds, inverse: torch.Tensor, found: torch.Tensor, *, grows: bool) -> Flags:
-    """Multiply gradients in place by `inverse` and test them.
+def unscale_buckets_(grads: GradientBuckets, inverse: torch.Tensor, found: torch.Tensor, *, grows: bool) -> DeviceFlags:
+    """Multiply gradients in place by `inverse` and check that they are finite.
 
     Args:
-        grads: from `gradients_of`.
+        grads: from `bucket_gradients`.
         inverse: 1 / scale, float32 scalar.
-        found: float32 scalar that the flags begin with.
-        grows: whether `inverse` may be above 1. The kernel tests what it reads; only then can a finite gradient become
-            infinite, and what was written is tested by a second pass (S10).
+        found: float32 scalar, initial value of the flags.
+        grows: whether `inverse` may be above 1. The kernel checks its inputs; only with `grows` can a finite gradient
+            become infinite, and a second pass checks the results (S10).
 
     Returns:
-        Flags of the devices that hold gradients.
+        Flags of the devices with gradients.
     """
-    flags: Flags = {}
-    ones: Flags = {}
+    flags: DeviceFlags = {}
+    ones: DeviceFlags = {}
     with torch.no_grad():
         for (device, _), group in grads.items():
             if device not in flags:
@@ -91,30 +91,30 @@ def unscale_(grads: Kinds, inverse: torch.Tensor, found: torch.Tensor, *, grows:
     return flags
 
 
-def overflow(grads: Kinds, scale: torch.Tensor, *, grows: bool) -> torch.Tensor:
-    """1 if a gradient is not finite once divided by `scale`, else 0: a float32 scalar on the scale's device.
+def overflow_flag(grads: GradientBuckets, scale: torch.Tensor, *, grows: bool) -> torch.Tensor:
+    """Return 1 if a gradient divided by `scale` is not finite, else 0: a float32 scalar on the scale's device.
 
-    The gradients keep their values. Of what is sharded, the parts that lie here count.
+    The gradients keep their values. Of sharded gradients, the local shards count.
     """
     zero = torch.zeros_like(scale, dtype=torch.float32)
     if not grows:
-        return together(list(unscale_(grads, torch.ones_like(zero), zero, grows=False).values()), zero)
+        return max_flag(list(unscale_buckets_(grads, torch.ones_like(zero), zero, grows=False).values()), zero)
     filled = [grad.detach() for group in grads.values() for grad in group if grad.numel()]
     if not filled:
         return zero
-    return (~measured(filled, scale).finite).to(scale.device, torch.float32, non_blocking=True)
+    return (~global_norm_and_finite(filled, scale).finite).to(scale.device, torch.float32, non_blocking=True)
 
 
-def together(flags: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """The flags' maximum on the device of `like`; `like` itself where there is none."""
+def max_flag(flags: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return the flags' maximum on the device of `like`; `like` itself if there are no flags."""
     if not flags:
         return like
     moved = [flag.to(like.device, non_blocking=True) for flag in flags]
     return moved[0] if len(moved) == 1 else torch.stack([flag.reshape(()) for flag in moved]).amax()
 
 
-def parameters_behind(result: torch.Tensor) -> Iterator[torch.nn.Parameter]:
-    """The `nn.Parameter`s that a backward pass from `result` reaches, found by walking its graph."""
+def reachable_parameters(result: torch.Tensor) -> Iterator[torch.nn.Parameter]:
+    """Yield the `nn.Parameter`s that a backward pass from `result` reaches, by walking its graph."""
     todo: list[Any] = [result.grad_fn]
     seen: set[Any] = set()
     while todo:

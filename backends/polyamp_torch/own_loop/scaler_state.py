@@ -1,7 +1,7 @@
-"""The part of `GradScaler` that is kept: the loss scale with its constants, and its exchange with torch's own scaler.
+"""Saved state of `GradScaler`: the loss scale with its constants, and its exchange with torch's own scaler.
 
-`GradScaler` adds what happens within an iteration. torch's attributes (`_scale`, `_growth_tracker`, `_growth_factor`,
-...) are there under their names, because libraries read and write them.
+`GradScaler` adds the state of an iteration. torch's attributes (`_scale`, `_growth_tracker`, `_growth_factor`, ...)
+keep their names, because libraries read and write them.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from polyamp.arrays import PYTHON, ArrayNamespace
+from polyamp.array_namespace import PYTHON, ArrayNamespace
 from polyamp.errors import LossScaleError, UnsupportedError, did_you_mean
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import PRESETS, LossScaler
-from polyamp.rules.scale import LossScaleState, update
+from polyamp.rules.loss_scale import LossScaleState, update_scale
 from polyamp_torch.arrays import TorchNamespace
-from polyamp_torch.precision.islands import DEVICE_TYPES
-from polyamp_torch.step.measure import looks
+from polyamp_torch.precision.torch_only.float32_islands import DEVICE_TYPES
+from polyamp_torch.step.grad_stats import can_read_without_sync
 
-_WORDS: Final = ("dynamic", "off", *PRESETS)
-"""What a recipe takes for a scaler."""
-SAVED: Final = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_SCALER_NAMES: Final = ("dynamic", "off", *PRESETS)
+"""Scaler names that a recipe accepts."""
+STATE_DICT_KEYS: Final = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 """Keys of `torch.amp.GradScaler.state_dict()`."""
 
 
 class GradScalerError(LossScaleError, RuntimeError):
-    """A `GradScaler` is misused; a RuntimeError too, as torch's scaler raises."""
+    """Misuse of a `GradScaler`. Also a RuntimeError, as torch's scaler raises."""
 
 
-class _Constants(TorchNamespace):
-    """torch's namespace with the rule's constants made once: at every update they would be ten small allocations."""
+class _CachedConstants(TorchNamespace):
+    """torch's namespace with the rule's constants cached, which saves ten small allocations per update."""
 
     def __init__(self) -> None:
         self._made: dict[Any, Any] = {}
@@ -44,14 +44,14 @@ class _Constants(TorchNamespace):
         return self._made[key]
 
 
-def described(scaler: Any, device: Any, constants: dict[str, Any]) -> tuple[LossScaler, str | None]:
-    """The description and the device type that the arguments of `GradScaler`, polyamp's or torch's, come to.
+def scaler_from_arguments(scaler: Any, device: Any, constants: dict[str, Any]) -> tuple[LossScaler, str | None]:
+    """Return the `LossScaler` and the device type for arguments of `GradScaler`, in polyamp's or torch's form.
 
     Raises:
         GradScalerError: contradictory arguments, or a word that is neither a device type nor a preset.
     """
     constants = {name: value for name, value in constants.items() if value is not None}
-    if isinstance(scaler, str) and scaler in _WORDS:
+    if isinstance(scaler, str) and scaler in _SCALER_NAMES:
         scaler = Recipe(scaler=scaler).loss_scaler
     if isinstance(scaler, str | torch.device):
         if device is not None:
@@ -71,21 +71,21 @@ def described(scaler: Any, device: Any, constants: dict[str, Any]) -> tuple[Loss
             f"backoff_factor={constants['backoff_factor']}."
         )
     found = scaler if scaler is not None else LossScaler.like("torch", **constants)
-    return found, None if device is None else _type_of(device)
+    return found, None if device is None else _device_type(device)
 
 
-def _type_of(device: Any) -> str:
+def _device_type(device: Any) -> str:
     try:
         return torch.device(device).type
     except (RuntimeError, TypeError) as error:
         raise GradScalerError(
-            f"a device type such as 'cuda' or 'cpu', or a scaler ({', '.join(_WORDS)}), is expected. Received: "
-            f"{device!r}.{did_you_mean(str(device), [*DEVICE_TYPES, *_WORDS])}"
+            f"a device type such as 'cuda' or 'cpu', or a scaler ({', '.join(_SCALER_NAMES)}), is expected. Received: "
+            f"{device!r}.{did_you_mean(str(device), [*DEVICE_TYPES, *_SCALER_NAMES])}"
         ) from error
 
 
 class ScalerState(torch.cuda.amp.GradScaler):
-    """A loss scale that `torch.amp.GradScaler` can be exchanged with; see `GradScaler` for the arguments.
+    """Loss scale that is interchangeable with `torch.amp.GradScaler`; see `GradScaler` for the arguments.
 
     It derives from `torch.cuda.amp.GradScaler`, itself a `torch.amp.GradScaler`, so that both isinstance checks pass.
     """
@@ -94,20 +94,20 @@ class ScalerState(torch.cuda.amp.GradScaler):
     _not_kept: tuple[str, ...] = ("_state", "_xp", "_per_optimizer_states")
 
     def __init__(self, scaler: LossScaler, device: str | None, *, enabled: bool) -> None:
-        # torch's own __init__ would disable the scaler where there is no CUDA device, and set what are properties here
+        # torch's __init__ would disable the scaler without a CUDA device, and set attributes that are properties here
         self._scaler = scaler
         self._enabled = enabled and scaler.checks
         self._device_name = device
         self._begin = LossScaleState(scaler.init_scale, 0, scaler.hysteresis, 0, 0)
         self._state: LossScaleState | None = None
-        self._xp: ArrayNamespace = _Constants()
+        self._xp: ArrayNamespace = _CachedConstants()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._scaler!r}, enabled={self._enabled})"
 
     @property
     def loss_scaler(self) -> LossScaler:
-        """The constants in use, as the description that polyamp's other interfaces take."""
+        """The constants in use, as a `LossScaler`."""
         return self._scaler
 
     @property
@@ -128,16 +128,16 @@ class ScalerState(torch.cuda.amp.GradScaler):
         return state.scale, state.good_steps
 
     def _updated(self, state: LossScaleState, found: torch.Tensor) -> LossScaleState:
-        """The state after rule S15; `found` is above 0 if a gradient was not finite.
+        """Return the state after rule S15; `found` is above 0 if a gradient was not finite.
 
-        The scale is written in place, as torch does: a captured CUDA graph multiplies by that tensor.
+        The scale is written in place, as in torch: a captured CUDA graph multiplies by that tensor.
         """
-        if not looks(state.scale.device):
-            after = update(self._scaler, state, found == 0.0, self._xp)
+        if not can_read_without_sync(state.scale.device):
+            after = update_scale(self._scaler, state, found == 0.0, self._xp)
             self._scale_changes()
             return after._replace(scale=state.scale.copy_(after.scale))
         numbers = LossScaleState(np.float32(state.scale.item()), *[value.item() for value in state[1:]])
-        after = update(self._scaler, numbers, found.item() == 0.0, PYTHON)
+        after = update_scale(self._scaler, numbers, found.item() == 0.0, PYTHON)
         if after.scale != numbers.scale:
             self._scale_changes()
         for tensor, old, new in zip(state, numbers, after, strict=True):
@@ -145,10 +145,10 @@ class ScalerState(torch.cuda.amp.GradScaler):
                 tensor.fill_(float(new))
         return state
 
-    # What torch calls its parts.
+    # Attributes and methods under torch's names.
 
     def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
-        self._start(dev)  # some libraries call it, and multiply by `_scale` in place of calling `scale()`
+        self._start(dev)  # some libraries call it, and multiply by `_scale` instead of calling `scale()`
 
     def _start(self, dev: Any) -> LossScaleState:
         """Make the state's tensors on a device."""
@@ -164,7 +164,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
         return self._state
 
     def get_scale(self) -> float:
-        """The scale that the next loss is multiplied by, 1.0 if disabled; waits for the device."""
+        """Return the scale that the next loss is multiplied by, 1.0 if disabled; waits for the device."""
         if not self._enabled:
             return 1.0
         return self._init_scale if self._state is None else float(self._state.scale.item())
@@ -248,7 +248,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
         self._scaler = self._scaler.replace(**{name: value})
 
     def _within(self, name: str, value: Any) -> float:
-        """A scale given by the user, if rule S17 allows it."""
+        """Return a scale given by the user, if rule S17 allows it."""
         low, high = self._scaler.min_scale, self._scaler.max_scale
         number = float(value)
         if not (math.isfinite(number) and low <= number <= high):
@@ -260,7 +260,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
         return number
 
     def _given(self, value: Any, like: torch.Tensor) -> torch.Tensor:
-        """A scale given by the user: a number has to be allowed, a tensor is held to the bounds on its device."""
+        """Return a scale given by the user: a number is checked against the bounds, a tensor clamped on its device."""
         if not isinstance(value, torch.Tensor):
             return torch.full_like(like, self._within("new_scale", value))
         if value.numel() != 1 or value.requires_grad:
@@ -275,15 +275,15 @@ class ScalerState(torch.cuda.amp.GradScaler):
     # Exchange.
 
     def _read(self) -> LossScaleState:
-        """The state as Python numbers; waits for the device."""
+        """Return the state as Python numbers; waits for the device."""
         return self._begin if self._state is None else LossScaleState(*[value.item() for value in self._state])
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as numbers: torch's five keys, and what torch has no word for under "polyamp".
+        """Return the state as numbers: torch's five keys, and the fields that torch lacks under "polyamp".
 
-        A `torch.amp.GradScaler` loads it; a scale that never moves tells torch so by factors of 1. Its count of good
-        steps is held below the interval, from where torch's goes on growing (it compares by `==`): a `growth_delay`,
-        or a smaller interval set since, can have taken polyamp's beyond. Empty if disabled.
+        A `torch.amp.GradScaler` can load it; a fixed scale has factors of 1. The exported count of good steps is kept
+        below the interval: torch compares with `==` and would never grow the scale from above it. A `growth_delay`, or
+        a smaller interval set later, can take polyamp's count beyond it. Empty if disabled.
 
         Example:
             >>> import polyamp, torch
@@ -297,7 +297,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
             return {}
         now = self._read()
         own = now._asdict()
-        del own["scale"]  # torch has a word for it
+        del own["scale"]  # stored under torch's key
         return {
             "scale": now.scale,
             "growth_factor": self._growth_factor,
@@ -308,24 +308,24 @@ class ScalerState(torch.cuda.amp.GradScaler):
         }
 
     def _told(self, good_steps: int) -> int:
-        """The count of good steps that torch is told."""
+        """Return the count of good steps that is exported to torch."""
         return min(good_steps, self._growth_interval - 1)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this class or of torch's returned. The constants come with it, as in torch.
+        """Load the result of `state_dict` of this class or of torch's, constants included, as in torch.
 
-        Where torch's says nothing (floor, ceiling, hysteresis), this scaler's own settings stay. Nothing happens if
-        this scaler is disabled.
+        Settings that torch's lacks (floor, ceiling, hysteresis) keep this scaler's values. A disabled scaler ignores
+        the call.
 
         Raises:
             GradScalerError: keys are missing, or the scale is outside of the floor and the ceiling.
         """
         if not self._enabled:
             return
-        if missing := [key for key in SAVED if key not in state_dict]:
+        if missing := [key for key in STATE_DICT_KEYS if key not in state_dict]:
             raise GradScalerError(
-                f"state_dict must hold {', '.join(SAVED)}. Missing: {', '.join(missing)}. An empty one comes from a "
-                "scaler that was disabled."
+                f"state_dict must hold {', '.join(STATE_DICT_KEYS)}. Missing: {', '.join(missing)}. An empty one comes "
+                "from a scaler that was disabled."
             )
         own = state_dict.get("polyamp", {})
         settings = dict(own.get("scaler") or self._scaler.to_dict())
@@ -359,21 +359,21 @@ class ScalerState(torch.cuda.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._state = None
-        self._xp = _Constants()
+        self._xp = _CachedConstants()
         self._refresh()
 
     def _refresh(self) -> None:
-        """Make what is not kept; called when a scaler is unpickled."""
+        """Create the attributes that are not saved; runs after unpickling."""
         raise NotImplementedError  # GradScaler defines it
 
     def _loaded(self) -> None:
-        """Called when a state has been loaded."""
+        """Hook that runs after a state was loaded."""
         raise NotImplementedError  # GradScaler defines it
 
     def _scale_changes(self) -> None:
-        """Called before the scale is written in place."""
+        """Hook that runs before the scale is written in place."""
         raise NotImplementedError  # GradScaler defines it
 
     def _scale_is_shared(self) -> None:
-        """Called when somebody else is given the tensor of the scale, or gives one."""
+        """Hook that runs when other code gets or sets the tensor of the scale."""
         raise NotImplementedError  # GradScaler defines it

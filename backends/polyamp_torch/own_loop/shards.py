@@ -1,8 +1,8 @@
-"""Gradients that lie on several ranks: the part that is here, and the flag on which all of them decide (S9).
+"""Sharded gradients: the local shards, and the joint flag by which all ranks decide (S9).
 
-Called by `GradScaler` and `scaler_gradients`. Which ranks decide together follows from the parameters' meshes, or is
-said by `process_group=`. The kernel of torch's own scaler asks the ranks of the first gradient's mesh alone, and not
-along its replicated axes, so that behind a replicated bias an overflow in one shard is that rank's own secret.
+The parameters' meshes, or `process_group=`, determine which ranks decide together. The kernel of torch's own scaler
+reduces only over the mesh of the first gradient, and not along its replicated axes. If that is a replicated bias, an
+overflow in one shard is known to that rank only.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import torch
 import torch.distributed as dist
 
 from polyamp.errors import UnsupportedError
-from polyamp_torch.compat import flat_group_of, is_flattened_by_fsdp1
+from polyamp_torch.compat import flattened_mesh_group, is_flattened_by_fsdp1
 from polyamp_torch.own_loop.scaler_state import GradScalerError
 
 
-def _are_ranks() -> bool:
+def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def spread() -> Any:
-    """`DTensor`, or () where no tensor of this process can be one: for `isinstance`."""
-    if not _are_ranks():
+def dtensor_class() -> Any:
+    """Return `DTensor` for `isinstance`, or () if no tensor of this process can be one."""
+    if not _is_distributed():
         return ()
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
 
-def here(grad: torch.Tensor) -> torch.Tensor:
-    """The part of a gradient that this rank holds: its memory, and its count of writes, which FSDP2 makes there."""
-    if not isinstance(grad, spread()):
+def local_gradient(grad: torch.Tensor) -> torch.Tensor:
+    """Return the local shard of a gradient. Its version counter counts FSDP2's writes."""
+    if not isinstance(grad, dtensor_class()):
         return grad
     with torch.no_grad():
         part: torch.Tensor = grad.to_local()
@@ -41,23 +41,23 @@ def here(grad: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def summed(parameters: Sequence[torch.Tensor]) -> None:
-    """Make gradients whose sum over ranks is still to be formed whole, as the optimizer would: the sum may overflow."""
-    kind = spread()
+def reduce_partial_gradients(parameters: Sequence[torch.Tensor]) -> None:
+    """Reduce partial gradients over the ranks, as the optimizer would later: the sum may overflow."""
+    kind = dtensor_class()
     for p in parameters:
         grad: Any = p.grad
         if isinstance(grad, kind) and any(placement.is_partial() for placement in grad.placements):
             p.grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]  # of a DTensor
 
 
-class Shards:
-    """Which ranks decide together, and how they agree.
+class RankAgreement:
+    """Group of ranks that decide together, and their all-reduce.
 
     Args:
         given: the `process_group=` of the scaler, or None.
 
     Attributes:
-        anyone: whether a rank had a gradient when the ranks agreed last, as far as this one had none.
+        anyone: whether any rank had a gradient at the last all-reduce.
         put_off: True inside of `later`.
     """
 
@@ -78,11 +78,11 @@ class Shards:
                 "a GradScaler with a process_group cannot be copied or pickled: the group is this process's own. Use "
                 "state_dict() and load_state_dict()."
             )
-        return Shards, (None,)
+        return RankAgreement, (None,)
 
     @contextlib.contextmanager
     def later(self) -> Iterator[None]:
-        """A block whose flags are to be joined with others before the ranks agree."""
+        """Context manager that postpones the all-reduce, so that flags are joined with others first."""
         self.put_off = True
         try:
             yield
@@ -90,19 +90,19 @@ class Shards:
             self.put_off = False
 
     def several(self) -> bool:
-        """Whether there may be other ranks to decide with; False on one device, without looking at a parameter."""
-        return self.given is not None or _are_ranks()
+        """Return whether there may be several ranks, without reading parameters; False on one device."""
+        return self.given is not None or _is_distributed()
 
     def group(self, parameters: Sequence[torch.Tensor]) -> Any:
-        """The process group of the ranks over which some parameters are spread; None where this rank decides alone.
+        """Return the process group of the ranks over which parameters are sharded; None if this rank decides alone.
 
         Raises:
-            UnsupportedError: no group is known that holds exactly these ranks; or parameters of FSDP1, which do not
-                tell.
+            UnsupportedError: no group with exactly these ranks is known; or parameters of FSDP1, whose ranks are
+                unknown.
         """
         if self.given is not None:
             return self.given if self.given.size() > 1 else None
-        kind = spread()
+        kind = dtensor_class()
         meshes = {id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, kind)} if kind else {}
         if not meshes:
             if is_flattened_by_fsdp1(parameters):
@@ -113,16 +113,16 @@ class Shards:
             return None
         key = tuple(sorted(meshes))
         if key not in self._known:
-            self._known[key] = list(meshes.values()), _group_of(list(meshes.values()))
+            self._known[key] = list(meshes.values()), _group_of_meshes(list(meshes.values()))
         return self._known[key][1]
 
     def agreed(self, found: torch.Tensor, group: Any, *, has_gradients: bool) -> torch.Tensor:
-        """The largest of the ranks' flags, in one all-reduce of two numbers.
+        """Return the maximum of the ranks' flags, in one all-reduce of two numbers.
 
         Args:
-            found: this rank's, float32 scalar.
-            group: of the ranks, which all come here.
-            has_gradients: whether this rank has any; one that has none waits to hear whether another has.
+            found: this rank's flag, float32 scalar.
+            group: process group of the ranks; all of them must call this.
+            has_gradients: whether this rank has any; if not, it waits for the device to learn whether another has.
         """
         device = torch.device("cuda") if dist.get_backend(group) == "nccl" else found.device
         both = torch.stack((found.reshape(()), torch.full_like(found.reshape(()), float(has_gradients)))).to(device)
@@ -131,7 +131,7 @@ class Shards:
         return both[0].to(found.device, non_blocking=True)
 
 
-def _group_of(meshes: list[Any]) -> Any:
+def _group_of_meshes(meshes: list[Any]) -> Any:
     ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
     if len(ranks) == 1:
         return None
@@ -139,7 +139,7 @@ def _group_of(meshes: list[Any]) -> Any:
         return dist.group.WORLD
     for mesh in meshes:
         if mesh.size() == len(ranks):
-            return mesh.get_group() if mesh.ndim == 1 else flat_group_of(mesh)
+            return mesh.get_group() if mesh.ndim == 1 else flattened_mesh_group(mesh)
     raise UnsupportedError(
         f"the optimizer's parameters are spread over {len(ranks)} ranks, and none of their meshes holds all of these. "
         "Say which decide together: GradScaler(..., process_group=...)."
@@ -147,12 +147,12 @@ def _group_of(meshes: list[Any]) -> Any:
 
 
 def refuse_sharded(optimizer: Any, error: NotImplementedError) -> None:
-    """Say what to write where torch has no fused kernel for sharded parameters, as for SGD in torch 2.13.
+    """Raise an error with a remedy if torch has no fused kernel for sharded parameters, as for SGD in torch 2.13.
 
     Raises:
         UnsupportedError: from `error`, if a parameter is sharded.
     """
-    kind = spread()
+    kind = dtensor_class()
     if kind and any(isinstance(p, kind) for group in optimizer.param_groups for p in group["params"]):
         name = type(optimizer).__name__
         raise UnsupportedError(

@@ -1,6 +1,6 @@
-"""What `scaler.report()` returns: which gradients made a step be skipped, and how many of their numbers.
+"""`SkipReport`, the result of `scaler.report()`: the gradients that caused a skipped step, with counts.
 
-Called by `GradScaler`, which adds one `Evidence` per optimizer step.
+`GradScaler` adds one `SkipEvidence` per optimizer step.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from torch import nn
 
 from polyamp_torch.arrays import dtype_name
-from polyamp_torch.own_loop.scaler_gradients import parameters_of
+from polyamp_torch.own_loop.scaler_gradients import optimizer_parameters
 
 
 class NonFinite(NamedTuple):
-    """One parameter whose gradient is not finite.
+    """Parameter whose gradient is not finite.
 
     Attributes:
         name: its name in the module given to `watch`, else in the optimizer, else "group 0, parameter 3".
         shape: of the parameter.
         dtype: of the gradient, such as "float32".
-        inf: how many of the unscaled gradient's elements are infinite; a complex one is if either part is. Of a
-            sharded gradient, the elements that this process holds.
-        nan: how many are NaN.
+        inf: number of infinite elements of the unscaled gradient; a complex one is infinite if either part is. Of a
+            sharded gradient, the local elements count.
+        nan: number of NaN elements.
     """
 
     name: str
@@ -38,14 +38,14 @@ class NonFinite(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SkipReport:
-    """The gradients that were not finite in the last iteration; empty if nothing was skipped. Printed, it is a table.
+    """Non-finite gradients of the last iteration; empty if nothing was skipped. It prints as a table.
 
     Attributes:
         rows: one per parameter, in the optimizers' order.
-        gradients: how many gradients were looked at.
-        scale: the loss scale that they were made with, or None if nothing was skipped.
-        gone: True when a step was skipped on the device and its gradients were cleared or made anew before the report
-            was asked for, so that they can no longer be counted.
+        gradients: number of gradients that were checked.
+        scale: the loss scale of the gradients, or None if nothing was skipped.
+        gone: True if a step was skipped on the device and its gradients were cleared or recomputed before the report
+            was requested, so that they can no longer be counted.
     """
 
     rows: tuple[NonFinite, ...] = ()
@@ -66,10 +66,10 @@ class SkipReport:
         if self.gone:
             head += "some gradients are gone. Call report() before zero_grad() and before the next scale(). "
         head += f"{len(self.rows)} of {self.gradients} gradients are not finite."
-        return "\n".join([head, *_table(self.rows)]) if self.rows else head
+        return "\n".join([head, *_format_table(self.rows)]) if self.rows else head
 
 
-def _table(rows: tuple[NonFinite, ...]) -> list[str]:
+def _format_table(rows: tuple[NonFinite, ...]) -> list[str]:
     cells = [("parameter", "shape", "dtype", "inf", "nan")]
     cells += [(row.name, str(row.shape), row.dtype, str(row.inf), str(row.nan)) for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(5)]
@@ -78,16 +78,16 @@ def _table(rows: tuple[NonFinite, ...]) -> list[str]:
     return [f"{a}  {b}" for a, b in zip(left, right, strict=True)]
 
 
-class Evidence:
-    """One optimizer step under a flag: whether it was skipped, and by which gradients.
+class SkipEvidence:
+    """Record of one optimizer step and its flag: whether it was skipped, and because of which gradients.
 
     Args:
-        optimizer: returns the optimizer that stepped, or did not; None once it is gone.
+        optimizer: returns the optimizer of the step; None once it is deleted.
         found: its flag, a float scalar on the device that is above 0 if the step was skipped.
         scale: the loss scale of its gradients, float32 scalar.
-        divisor: what the gradients are still to be divided by, or None.
-        calls: how often `scale()` had been called.
-        names: what the parameters are called.
+        divisor: the remaining divisor of the gradients, or None.
+        calls: the number of calls of `scale()` before the step.
+        names: the names of the parameters.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Evidence:
         scale: torch.Tensor,
         divisor: torch.Tensor | None,
         calls: int,
-        names: Names,
+        names: ParameterNames,
     ) -> None:
         self._optimizer = optimizer
         self._found = found
@@ -109,23 +109,23 @@ class Evidence:
         self._report: SkipReport | None = None
 
     def keep(self, scale: torch.Tensor, old: torch.Tensor) -> None:
-        """Where the step used this tensor of the scale, use its old value from now on."""
+        """Replace this tensor of the scale by its old value, if the step used it."""
         self._scale = old if self._scale is scale else self._scale
         self._divisor = old if self._divisor is scale else self._divisor
 
     def decided(self, skipped: bool) -> None:
-        """The host knows what became of the step: count now, while the gradients are there."""
+        """Record the host's decision, and count now, while the gradients exist."""
         self._skipped = skipped
         self.report(self._calls)
 
     def skipped(self) -> bool:
-        """Whether the step was skipped; waits for the device the first time."""
+        """Return whether the step was skipped; waits for the device the first time."""
         if self._skipped is None:
             self._skipped = bool(self._found.item() > 0.0)
         return self._skipped
 
     def report(self, calls: int) -> SkipReport:
-        """The gradients counted; `calls` of `scale()` since then mean that they may be others."""
+        """Return the counts; `gone` if `calls` shows that `scale()` ran since, as the gradients may be others then."""
         if not self.skipped():
             return SkipReport()
         if self._report is None:
@@ -133,13 +133,13 @@ class Evidence:
             scale = self._scale.item()
             if optimizer is None or calls != self._calls or not _has_gradients(optimizer):
                 return SkipReport(scale=scale, gone=True)
-            found, total = counted(optimizer, self._divisor, self._names)
+            found, total = count_non_finite(optimizer, self._divisor, self._names)
             self._report = SkipReport(tuple(found), total, scale)
         return self._report
 
 
-def joined(reports: Iterable[SkipReport]) -> SkipReport:
-    """The reports of one iteration's optimizers as one."""
+def merge_reports(reports: Iterable[SkipReport]) -> SkipReport:
+    """Merge the reports of one iteration's optimizers."""
     skipped = [report for report in reports if report.scale is not None]
     if not skipped:
         return SkipReport()
@@ -151,23 +151,23 @@ def joined(reports: Iterable[SkipReport]) -> SkipReport:
     )
 
 
-class Names:
-    """Names for parameters: of the modules that are watched, kept by weak references."""
+class ParameterNames:
+    """Names of the parameters of watched modules, which it references weakly."""
 
     def __init__(self) -> None:
         self._modules: list[weakref.ref[nn.Module]] = []
 
     def add(self, module: nn.Module) -> None:
-        """Take names from this module too."""
+        """Add the names of this module."""
         self._modules.append(weakref.ref(module))
 
     def known(self) -> dict[int, str]:
-        """`id` of a parameter -> its name, torch's `.`-separated path; the module watched first names a shared one."""
+        """Map the `id` of a parameter to its `.`-separated path; the module watched first names a shared one."""
         modules = [module for reference in self._modules if (module := reference()) is not None]
         return {id(p): name for module in reversed(modules) for name, p in module.named_parameters()}
 
     def of(self, optimizer: Any) -> list[str]:
-        """A name for every parameter of an optimizer, in its order."""
+        """Return a name for every parameter of an optimizer, in its order."""
         known, found = self.known(), []
         for number, group in enumerate(optimizer.param_groups):
             given = group.get("param_names")
@@ -178,17 +178,21 @@ class Names:
 
 
 def _has_gradients(optimizer: Any) -> bool:
-    return any(p.grad is not None for p in parameters_of(optimizer))
+    return any(p.grad is not None for p in optimizer_parameters(optimizer))
 
 
 @torch.no_grad()
-def counted(optimizer: Any, divisor: torch.Tensor | None, names: Names) -> tuple[list[NonFinite], int]:
-    """The gradients that are not finite, divided by `divisor` where one is given; and how many there are.
+def count_non_finite(
+    optimizer: Any, divisor: torch.Tensor | None, names: ParameterNames
+) -> tuple[list[NonFinite], int]:
+    """Return the gradients that are not finite after division by `divisor`, if given; and the number of all gradients.
 
-    One quotient at a time is held, and the counts are read in one go.
+    One quotient exists at a time, and all counts are read at once.
     """
-    held = [(p, p.grad) for p in parameters_of(optimizer)]
-    counts = [(i, _inf_and_nan(_numbers(grad, divisor))) for i, (_, grad) in enumerate(held) if grad is not None]
+    held = [(p, p.grad) for p in optimizer_parameters(optimizer)]
+    counts = [
+        (i, _inf_and_nan(_unscaled_values(grad, divisor))) for i, (_, grad) in enumerate(held) if grad is not None
+    ]
     home = counts[0][1].device
     numbers = torch.stack([count.to(home) for _, count in counts]).tolist()
     bad = [(i, inf, nan) for (i, _), (inf, nan) in zip(counts, numbers, strict=True) if inf or nan]
@@ -205,8 +209,8 @@ def _inf_and_nan(values: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.isinf(values).sum(), torch.isnan(values).sum()])
 
 
-def _numbers(grad: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor:
-    """The stored values of a gradient, unscaled; of a sharded one (a DTensor), this process's part."""
+def _unscaled_values(grad: torch.Tensor, divisor: torch.Tensor | None) -> torch.Tensor:
+    """Return the stored values of a gradient, unscaled; of a sharded one (a DTensor), the local shard."""
     if hasattr(grad, "to_local"):
         grad = grad.to_local()
     if grad.layout is torch.sparse_coo:

@@ -1,1 +1,1 @@
-"""torch's half of moving models to other frameworks; `converter` is its door."""
+"""Transfer of torch models to and from other frameworks. `converter` is the entry module."""

@@ -1,4 +1,4 @@
-"""torch's `Converter`: a model's layers, its filling, one pass of it in float32, and files. The door of this room."""
+"""Entry module of torch porting: `TorchConverter`, which lists, fills, evaluates, reads and writes torch models."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, Final
 
 from polyamp.porting.layouts.converter import Converter, Evaluation
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp.porting.layouts.lazy import Lazy
-from polyamp_torch.porting import evaluate, fill, walk
+from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp_torch.porting import evaluate, fill, inventory
 
 
 class TorchConverter:
-    """`Converter` and `ReadsFiles` over PyTorch. A model is an `nn.Module`, in wrappers or bound by polyamp or not."""
+    """`Converter` and `FileConverter` for PyTorch. Accepts an `nn.Module`, also in a wrapper or bound by polyamp."""
 
     in_place: Final = True
 
     def inventory(self, model: Any, batch: Any = None) -> Inventory:
-        return walk.inventory(model)
+        return inventory.inventory(model)
 
     def fill(self, model: Any, leaves: Mapping[str, Lazy]) -> Any:
         return fill.fill(model, leaves)

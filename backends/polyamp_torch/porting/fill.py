@@ -1,10 +1,14 @@
-"""Values into a model's tensors, in place and whole: all of them, or the model is as it was.
+"""In-place assignment of values to a model's tensors. Either all tensors are written, or the model stays unchanged.
 
-Called by `converter`. Every array is read once before the first tensor is written, so that what cannot be read is
-found in time. An array that is a view of memory which stays (a tensor, a mapped file) is looked at again for the
-writing: that costs nothing, and lets a mapped file's pages go one array after another. One that is made anew by every
-read is kept while all such are small, and else read again; what those replace is kept by an `Undo`, which has a file
-for what is large. So memory holds little more than the two models.
+Every array is read once before the first tensor is written, so that unreadable arrays are found in time. There are
+three cases:
+
+- An array that is a view of permanent memory (a tensor, a mapped file) is read again for writing. That costs nothing,
+  and lets the pages of a mapped file be released one array after another.
+- An array that every read creates again is kept while all such arrays are small.
+- Other arrays are read again. The values that they replace are kept by a `Rollback`, which stores large ones in a file.
+
+Memory use is therefore little more than the two models.
 """
 
 from __future__ import annotations
@@ -16,19 +20,19 @@ import numpy as np
 import torch
 
 from polyamp.errors import PortError
-from polyamp.porting.layouts.lazy import Lazy
-from polyamp.porting.undo import Undo, stays
-from polyamp_torch.porting.tensors import as_array, numpy_dtype, place_of, write
-from polyamp_torch.porting.walk import module_of, named_tensors
-from polyamp_torch.step.interrupts import Undisturbed
+from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp.porting.rollback import Rollback, is_stable_view
+from polyamp_torch.porting.inventory import named_tensors, unwrap_module
+from polyamp_torch.porting.torch_only.tensor_io import as_array, numpy_dtype, storage_key, write_tensor
+from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
 
 Array = np.ndarray[Any, Any]
-_SMALL: Final = 1 << 24
-_SHARE: Final = 0.05
-"""Of the model, what may be kept of arrays that every read makes anew; `_SMALL` bytes in any case."""
+_MIN_BUDGET: Final = 1 << 24
+_BUDGET_SHARE: Final = 0.05
+"""Share of the model that may be kept of arrays that every read creates again; at least `_MIN_BUDGET` bytes."""
 
 
-class _Write(NamedTuple):
+class _TensorWrite(NamedTuple):
     name: str
     tensor: torch.Tensor
     array: Lazy
@@ -37,17 +41,17 @@ class _Write(NamedTuple):
 
 
 def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:
-    """The model, with these values in the tensors of these names.
+    """Write these values into the tensors of these names, and return the model.
 
     Raises:
-        PortError: a name that the model does not have, another shape or dtype, a tensor that cannot be written to.
-        Exception: what reading an array raised; the model is then as it was.
+        PortError: the model has no such name, a shape or dtype differs, or a tensor cannot be written to.
+        Exception: reading an array failed; the model is then unchanged.
     """
-    targets = _targets(named_tensors(module_of(model)), leaves)
-    writes = _read(targets)
-    writes.sort(key=lambda each: each.stays or each.held is not None)  # what is read again first: it is what can fail
+    targets = _plan_writes(named_tensors(unwrap_module(model)), leaves)
+    writes = _read_ahead(targets)
+    writes.sort(key=lambda each: each.stays or each.held is not None)  # arrays to be read again first: they can fail
     tensors = {each.name: each.tensor for each in writes}
-    with Undisturbed(), Undo() as undo:
+    with DeferInterrupts(), Rollback() as undo:
         try:
             for each in writes:
                 array = each.held
@@ -55,17 +59,17 @@ def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:
                     array = each.array.read()
                     if not each.stays:
                         undo.keep(each.name, as_array(each.tensor))
-                write(each.tensor, array)
+                write_tensor(each.tensor, array)
         except BaseException:
             for name, old in undo:
-                write(tensors[name], old)
+                write_tensor(tensors[name], old)
             raise
     return model
 
 
-def _targets(tensors: Mapping[str, torch.Tensor], leaves: Mapping[str, Lazy]) -> list[_Write]:
-    """What is to be written, each memory once."""
-    found: dict[tuple[Any, ...], _Write] = {}
+def _plan_writes(tensors: Mapping[str, torch.Tensor], leaves: Mapping[str, Lazy]) -> list[_TensorWrite]:
+    """Return the writes, one for each memory."""
+    found: dict[tuple[Any, ...], _TensorWrite] = {}
     for name, array in leaves.items():
         tensor = tensors.get(name)
         if tensor is None:
@@ -82,22 +86,22 @@ def _targets(tensors: Mapping[str, torch.Tensor], leaves: Mapping[str, Lazy]) ->
             )
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             raise PortError(f"{name!r} is an expanded tensor: several of its elements are one. Store a copy of it.")
-        found.setdefault(place_of(tensor), _Write(name, tensor, array, None))
+        found.setdefault(storage_key(tensor), _TensorWrite(name, tensor, array, None))
     return list(found.values())
 
 
-def _read(targets: list[_Write]) -> list[_Write]:
-    """The same with the arrays that may be kept."""
-    budget = max(_SMALL, int(_SHARE * sum(each.array.nbytes for each in targets)))
+def _read_ahead(targets: list[_TensorWrite]) -> list[_TensorWrite]:
+    """Return the same writes, with the arrays that fit the budget."""
+    budget = max(_MIN_BUDGET, int(_BUDGET_SHARE * sum(each.array.nbytes for each in targets)))
     found = []
     for each in targets:
         array = each.array.read()
-        if stays(array, each.array):
+        if is_stable_view(array, each.array):
             found.append(each._replace(stays=True))
             continue
         budget -= array.nbytes
         if budget < 0:
             budget += array.nbytes
-            array = None  # type: ignore[assignment]  # read again when its turn comes
+            array = None  # type: ignore[assignment]  # read again when it is written
         found.append(each._replace(held=array))
     return found

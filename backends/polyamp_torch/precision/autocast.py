@@ -1,7 +1,4 @@
-"""The autocast region of a policy, for torch code of any kind (S3, S4). Modules under a policy are in `bound`.
-
-Called by the user, the step and the backend.
-"""
+"""Autocast region of a policy, for torch code of any kind (S3, S4). Modules under a policy are in `policy_module`."""
 
 from __future__ import annotations
 
@@ -17,14 +14,27 @@ from torch import nn
 
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
-from polyamp.rules.plan import Place, Plan
 from polyamp.rules.process_setting import ProcessSetting
+from polyamp.rules.resolved_policy import ModulePrecision, ResolvedPolicy
 from polyamp.trees import leaves
 from polyamp_torch.arrays import DTYPES, cast_tree
-from polyamp_torch.compat import NOTHING, PlainAutocast, RegionBase, never_compiled
-from polyamp_torch.precision.islands import captured, current, device_types, islands, restored
-from polyamp_torch.precision.region_arguments import RegionError, read
-from polyamp_torch.precision.regions import OPENED, Region, Setting, innermost, owned, repair
+from polyamp_torch.compat import NULL_CONTEXT, RegionBase, TorchAutocast, skip_compilation
+from polyamp_torch.precision.torch_only.autocast_arguments import RegionError, parse_region_arguments
+from polyamp_torch.precision.torch_only.autocast_regions import (
+    OPEN_BLOCKS,
+    AutocastRegion,
+    RegionSettings,
+    close_stale_blocks,
+    innermost_region,
+    weak_owner_reference,
+)
+from polyamp_torch.precision.torch_only.float32_islands import (
+    capture_autocast_state,
+    current_islands,
+    device_types,
+    islands,
+    restore_autocast_state,
+)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -35,41 +45,41 @@ else:
     _Base = RegionBase
 
 
-_LATER: Final = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-"""Functions that return at once, and compute later."""
+_LAZY_FUNCTION_TESTS: Final = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+"""Tests for functions that return immediately and compute later."""
 
 
 class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
-    """A region, or decorator, in which operations pick their dtype: `torch.autocast` made whole, and typed like it.
+    """Region or decorator in which operations choose their dtype: a complete `torch.autocast`, with its signature.
 
         autocast(policy)                 autocast(policy, "cpu")                 autocast("mixed_float16")
         autocast("cuda")                 autocast("cuda", torch.float16, enabled=use_amp)
         autocast(device_type="cuda", dtype=torch.float16, enabled=use_amp, cache_enabled=False)
 
     Matrix products, convolutions and attention run in the compute dtype; the sensitive operations of S4 in float32, on
-    every device (`op_list="native"`: torch's own list for the device). torch's cache of cast weights is off. Where the
-    policy computes in one dtype only, autocast is off inside. Regions nest, with torch's own too; one object may be
-    entered again and again, and by several threads. It is a `torch.autocast`, with its attributes.
+    every device (`op_list="native"`: torch's list for the device). torch's cache of cast weights is off. If the policy
+    computes in one dtype only, autocast is off inside. Regions nest, also with torch's. An object may be entered
+    repeatedly and by several threads. It is an instance of `torch.autocast`, with its attributes.
 
     Args:
         policy_or_device: a policy or its spelling, in mode="autocast" without overrides, which need a module:
             `policy.autocast(module)`; or, as in torch, a device type. Without it, `dtype` and `enabled` are as in
             `torch.cuda.amp.autocast`.
-        dtype_or_device: behind a device type the dtype, behind a policy the device type.
+        dtype_or_device: after a device type the dtype, after a policy the device type.
         enabled: False for a region with autocast off.
-        cache_enabled: True for torch's weight cache, with what docs/guides/torch_autocast.md says of it.
+        cache_enabled: True for torch's weight cache; see docs/guides/torch_autocast.md for its limits.
         device_type: "cpu", "cuda", "mps", "xpu", or in torch's form any that torch has autocast for. With a policy,
-            None is "cuda" where there is one, else "cpu".
-        dtype: torch.float16 or torch.bfloat16; None for torch's for the device. A policy has its own.
-        policy: the policy by name.
+            None means "cuda" if available, else "cpu".
+        dtype: torch.float16 or torch.bfloat16; None for torch's default of the device. A policy has its own dtype.
+        policy: the policy as a keyword argument.
 
     Attributes:
-        policy: what the region follows; in torch's form the policy of that dtype, None for one of torch's others.
-        device, fast_dtype, prev, prev_fastdtype, prev_cache_enabled: as torch has them; `device_type` is `device`.
+        policy: the policy of the region; in torch's form the policy of that dtype, None for other dtypes of torch.
+        device, fast_dtype, prev, prev_fastdtype, prev_cache_enabled: as in torch; `device_type` is `device`.
 
     Raises:
-        RegionError: neither a policy nor a device type, or both say the dtype; a policy and a device type that torch
-            does not find here. In torch's form that is a warning, and autocast is off, as in torch.
+        RegionError: neither a policy nor a device type; a policy together with a dtype; a policy with a device type
+            that is not available. In torch's form the last is a warning and autocast is off, as in torch.
         UnsupportedError: a policy that needs a module.
 
     Example:
@@ -95,19 +105,19 @@ class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
         dtype: torch.dtype | None = None,
         policy: Policy | str | None = None,
     ) -> None:
-        asked = read(policy_or_device, dtype_or_device, device_type, dtype, policy, enabled=enabled)
+        asked = parse_region_arguments(policy_or_device, dtype_or_device, device_type, dtype, policy, enabled=enabled)
         self.policy, kind, fast, on, self._acting = asked
         self.device_type = kind
-        if torch.compiler.is_compiling():  # which traces no more than what a region is made of
+        if torch.compiler.is_compiling():  # the compiler traces the settings of a region only
             self.device, self.fast_dtype, self._enabled, self._cache_enabled = kind, fast, on, bool(cache_enabled)
         else:
             super().__init__(kind, dtype=fast, enabled=on, cache_enabled=bool(cache_enabled))
 
     @property
-    def _setting(self) -> Setting:
-        """What the region sets; by torch's attributes, which libraries write as well as read."""
+    def _setting(self) -> RegionSettings:
+        """The region's settings, read from torch's attributes, which libraries read and write."""
         on = self._enabled
-        return Setting(self.device, self.fast_dtype, on, on and self._acting, self._cache_enabled)
+        return RegionSettings(self.device, self.fast_dtype, on, on and self._acting, self._cache_enabled)
 
     @property
     def _precision(self) -> str | None:
@@ -115,33 +125,33 @@ class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
-            traced = _traced(self._setting, matmul_precision(self._precision))
+            traced = _traced_region(self._setting, matmul_precision(self._precision))
             traced.__enter__()
-            OPENED.traced.append(traced)
+            OPEN_BLOCKS.traced.append(traced)
             return self
-        repair()
+        close_stale_blocks()
         kind, self.prev_cache_enabled = self.device, torch.is_autocast_cache_enabled()
         self.prev, self.prev_fastdtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        block = Region(self._setting, matmul_precision(self._precision))
-        block.owner = owned(self)
+        block = AutocastRegion(self._setting, matmul_precision(self._precision))
+        block.owner = weak_owner_reference(self)
         return block.opened_in(sys._getframe(1), self)  # type: ignore[no-any-return]  # it returns what it is given
 
     def __exit__(self, *error: Any) -> bool | None:
         if torch.compiler.is_compiling():
-            return OPENED.traced.pop().__exit__(*error)
+            return OPEN_BLOCKS.traced.pop().__exit__(*error)
         try:
-            block = innermost(self)
+            block = innermost_region(self)
             if block is not None:
                 block.close(interrupted=error[0] is not None)
-        except BaseException:  # an interrupt in the midst of it
-            block = innermost(self)
+        except BaseException:  # an interrupt during close
+            block = innermost_region(self)
             if block is not None:
                 block.close(interrupted=True)
             raise
         return None
 
     def __call__(self, function: _Function) -> _Function:
-        """A function that runs in the region."""
+        """Return `function` wrapped to run in the region."""
         if isinstance(function, nn.Module):
             raise UnsupportedError("autocast decorates functions. For a module use policy.autocast(module).")
         if not callable(function):
@@ -149,7 +159,7 @@ class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
                 f"autocast(...)(function) takes a function. Received: {type(function).__qualname__}. As a block it is "
                 "`with autocast(...):`."
             )
-        if any(later(function) for later in _LATER):
+        if any(later(function) for later in _LAZY_FUNCTION_TESTS):
             raise UnsupportedError(
                 f"{function.__qualname__} would run after its region is closed. Open the region inside it."
             )
@@ -157,69 +167,69 @@ class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with _opened(setting, matmul_precision(precision)):
+            with _make_region(setting, matmul_precision(precision)):
                 return function(*args, **kwargs)
 
         return call  # type: ignore[return-value]  # wraps() keeps the signature, which mypy cannot see
 
 
-never_compiled(autocast.__enter__, autocast.__exit__)
-"""A region that was made outside of a compiled function is entered by plain Python."""
+skip_compilation(autocast.__enter__, autocast.__exit__)
+"""Plain Python enters a region that was created outside of a compiled function."""
 
 
-def opened(plan: Plan, device_type: str) -> contextlib.AbstractContextManager[None]:
-    """The region of a plan in its compute dtype; overrides and casts of a model are its caller's."""
-    return _opened(_setting(plan.root, device_type), matmul_precision(plan.float32_matmul))
+def root_region(plan: ResolvedPolicy, device_type: str) -> contextlib.AbstractContextManager[None]:
+    """Return the region of a resolved policy in its compute dtype; the caller handles a model's overrides and casts."""
+    return _make_region(_region_settings(plan.root, device_type), matmul_precision(plan.float32_matmul))
 
 
-def region(place: Place, device_type: str) -> contextlib.AbstractContextManager[None]:
-    """`torch.autocast` as a plan has it in one place, or with autocast off where it does not mix dtypes.
+def place_region(place: ModulePrecision, device_type: str) -> contextlib.AbstractContextManager[None]:
+    """Return the autocast region of one module's precision, with autocast off if it does not mix dtypes.
 
-    The weight cache is off: torch keys it by the tensor alone and shares it between threads, so it serves weights from
-    before an optimizer step, in another dtype, or without their gradient. docs/guides/torch_autocast.md has its worth.
+    The weight cache is off: torch keys it by the tensor alone and shares it between threads. It can return weights from
+    before an optimizer step, in another dtype, or without their gradient. See docs/guides/torch_autocast.md.
     """
-    return _opened(_setting(place, device_type), NOTHING)
+    return _make_region(_region_settings(place, device_type), NULL_CONTEXT)
 
 
-def is_open(place: Place, device_type: str) -> bool:
-    """Whether what is open here and now sets what the region of that place does, whoever has opened it."""
+def is_region_open(place: ModulePrecision, device_type: str) -> bool:
+    """Return whether the regions open now have the settings of that module's region, whoever opened them."""
     if torch.is_autocast_enabled(device_type) is not place.mixes:
         return False
     if not place.mixes:
         return True
     if torch.get_autocast_dtype(device_type) != DTYPES[place.dtype]:
         return False
-    mode = None if torch.compiler.is_compiling() else current(device_type)
+    mode = None if torch.compiler.is_compiling() else current_islands(device_type)
     return mode is None or mode.acting is place.kept
 
 
-def _setting(place: Place, device_type: str) -> Setting:
-    return Setting(device_type, DTYPES[place.dtype] if place.mixes else None, place.mixes, place.kept)
+def _region_settings(place: ModulePrecision, device_type: str) -> RegionSettings:
+    return RegionSettings(device_type, DTYPES[place.dtype] if place.mixes else None, place.mixes, place.kept)
 
 
-def _opened(
-    setting: Setting, precision: contextlib.AbstractContextManager[None]
+def _make_region(
+    setting: RegionSettings, precision: contextlib.AbstractContextManager[None]
 ) -> contextlib.AbstractContextManager[None]:
-    return _traced(setting, precision) if torch.compiler.is_compiling() else Region(setting, precision)
+    return _traced_region(setting, precision) if torch.compiler.is_compiling() else AutocastRegion(setting, precision)
 
 
 @contextlib.contextmanager
-def _traced(setting: Setting, precision: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-    """The same for a compiler, which keeps no state that could be left behind."""
+def _traced_region(setting: RegionSettings, precision: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    """`AutocastRegion` for a function that a compiler traces: it keeps no state that could be left open."""
     with precision:
         if not setting.enabled:
-            with PlainAutocast(setting.device_type, dtype=setting.dtype, enabled=False):
+            with TorchAutocast(setting.device_type, dtype=setting.dtype, enabled=False):
                 yield
             return
         with (
-            PlainAutocast(setting.device_type, dtype=setting.dtype, cache_enabled=setting.cache),
+            TorchAutocast(setting.device_type, dtype=setting.dtype, cache_enabled=setting.cache),
             islands(setting.device_type, acting=setting.acting),
         ):
             yield
 
 
 def carried(function: _Function) -> _Function:
-    """`function` as one that runs under the region open here and now, in whatever thread and whenever it is called.
+    """Return `function` wrapped to run under the region that is open now, in any thread and at any time.
 
     torch's autocast is thread-local. The region may be polyamp's or a plain `torch.autocast`, or none.
 
@@ -232,11 +242,11 @@ def carried(function: _Function) -> _Function:
         >>> thread.start(); thread.join(); seen
         [torch.float16]
     """
-    state = captured()
+    state = capture_autocast_state()
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with restored(state):
+        with restore_autocast_state(state):
             return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]  # wraps() keeps the signature, which mypy cannot see
@@ -248,14 +258,14 @@ _FLOAT32_MATMUL: Final[ProcessSetting[str]] = ProcessSetting(
 
 
 def matmul_precision(wanted: str | None) -> contextlib.AbstractContextManager[None]:
-    """torch's process-wide float32 matmul precision, set for the time of a block; None leaves it alone."""
-    return NOTHING if wanted is None else _FLOAT32_MATMUL.held(wanted)
+    """Context manager that sets torch's process-wide float32 matmul precision; None leaves it unchanged."""
+    return NULL_CONTEXT if wanted is None else _FLOAT32_MATMUL.temporary_value(wanted)
 
 
-def run_under(target: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
-    """A plain function as one that runs under a plan, on the device of its first tensor argument.
+def wrap_function(target: Callable[..., Any], plan: ResolvedPolicy) -> Callable[..., Any]:
+    """Return a plain function wrapped to run under a resolved policy, on the device of its first tensor argument.
 
-    Without one it may compute on any device, so the region is opened for all that this machine has.
+    Without a tensor argument it may compute on any device, so the region covers all devices of this machine.
     """
     if plan.policy.overrides:
         raise UnsupportedError("overrides name module paths; policy.autocast needs a module for them, not a function.")
@@ -265,14 +275,14 @@ def run_under(target: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         given = next((x.device.type for _, x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)), None)
         with contextlib.ExitStack() as regions:
             for device in device_types() if given is None else [given]:
-                regions.enter_context(opened(plan, device))
+                regions.enter_context(root_region(plan, device))
             if plan.cast:
                 args, kwargs = cast_tree((args, kwargs), plan.compute, float64=plan.float64)
-            OPENED.functions.append((plan.policy, len(OPENED.bound)))
+            OPEN_BLOCKS.functions.append((plan.policy, len(OPEN_BLOCKS.bound)))
             try:
                 result = target(*args, **kwargs)
             finally:
-                OPENED.functions.pop()
+                OPEN_BLOCKS.functions.pop()
         return cast_tree(result, plan.output, float64=plan.float64)
 
     return call

@@ -1,8 +1,7 @@
-"""Cast mode: cast copies stand in a module where its parameters were, and gradients flow to the masters (S3, S7).
+"""Cast mode: cast copies replace a module's parameters, and gradients flow to the masters (S3, S7).
 
-`torch.func.functional_call` does the same for one call of the whole module. Here the copies stay for as long as they
-are wanted: for parts of the model that `loss_fn` calls by themselves, and for what a checkpoint runs again in the
-backward pass. Called by `bound`.
+`torch.func.functional_call` does the same for one call of the whole module. Here the copies stay for longer: for
+submodules that `loss_fn` calls directly, and for what a checkpoint recomputes in the backward pass.
 """
 
 from __future__ import annotations
@@ -14,25 +13,31 @@ import torch
 from torch import nn
 
 from polyamp.errors import PolicyError, UnsupportedError
-from polyamp.rules.plan import Plan
+from polyamp.rules.resolved_policy import ResolvedPolicy
 from polyamp_torch.arrays import DTYPES, dtype_name, is_castable
-from polyamp_torch.compat import buffers_in, gathered_by_fsdp2, parameters_in, renew_list_of_weights, version_of
+from polyamp_torch.compat import (
+    gathered_fsdp2_parameters,
+    module_buffers,
+    module_parameters,
+    reset_flat_weights,
+    tensor_version,
+)
 
 _BATCH_NORMS: Final = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-"""In cast mode these keep float32 parameters and statistics: torch's kernels take 16-bit inputs beside them."""
+"""Modules that keep float32 parameters and statistics in cast mode: torch's kernels accept 16-bit inputs with them."""
 
 
-def dtype_in_module(plan: Plan, overrides: Mapping[str, str], path: str, part: nn.Module) -> str:
-    """The dtype in which a module's own parameters stand in it while it computes: the masters' in mode "autocast", the
-    cast's in mode "cast".
+def dtype_in_module(plan: ResolvedPolicy, overrides: Mapping[str, str], path: str, part: nn.Module) -> str:
+    """Return the dtype of a module's own parameters while it computes: the masters' in mode "autocast", the cast's in
+    mode "cast".
 
     Args:
-        plan: the policy.
-        overrides: path -> dtype, the paths as `part`'s is.
-        path: of the module, `/`-separated.
+        plan: the resolved policy.
+        overrides: path -> dtype, with paths of the same form as `path`.
+        path: path of the module, `/`-separated.
         part: the module.
     """
     if not (plan.cast and plan.policy.is_mixed) or isinstance(part, _BATCH_NORMS):
@@ -40,18 +45,18 @@ def dtype_in_module(plan: Plan, overrides: Mapping[str, str], path: str, part: n
     return overrides.get(path, plan.compute)
 
 
-class _Place(NamedTuple):
-    """One tensor's place in a module.
+class _CastTensor(NamedTuple):
+    """A tensor's entry in a module, and the cast that replaces it.
 
     Attributes:
         slots: `_parameters` or `_buffers` of the module that owns it.
-        name: its name there.
+        name: its key in `slots`.
         path: its path in the model.
         master: the tensor itself.
-        before: what stood there: the master, or a cast of it by a policy further out.
-        copy: what stands there instead.
-        versions: how often master and copy had been written to.
-        shape: of the copy as it was made.
+        before: the previous entry: the master, or its cast by an enclosing policy.
+        copy: the entry while the casts are installed.
+        versions: version counters of master and copy when the copy was made.
+        shape: initial shape of the copy.
     """
 
     slots: dict[str, Any]
@@ -64,30 +69,30 @@ class _Place(NamedTuple):
     shape: torch.Size
 
 
-class Casts:
-    """A context in which a module's parameters and floating buffers are cast to the policy's dtypes.
+class ParameterCasts:
+    """Context manager that casts a module's parameters and floating buffers to the policy's dtypes.
 
-    A tensor has one copy however many modules share it. A buffer that the forward pass changed in its cast form is
-    written back to the float32 one, and so is a parameter by `commit`. A parameter that FSDP2 gathers is cast where it
-    is gathered, by its unit's `MixedPrecisionPolicy`, and stays in its place. Where casts of a policy further out stand
-    in the module, their masters are cast, or stand there themselves if this policy casts none.
+    - A tensor has one copy however many modules share it.
+    - Changes that the forward pass makes to a cast buffer are written back on exit; those to a parameter by `commit`.
+    - A parameter that FSDP2 gathers stays: FSDP2 casts it on gathering, by its unit's `MixedPrecisionPolicy`.
+    - Casts of an enclosing policy are replaced by casts of their masters, or by the masters if this policy casts none.
 
     Raises:
         PolicyError: on entering, if overrides give a shared tensor two dtypes.
     """
 
-    def __init__(self, module: nn.Module, overrides: dict[str, str], plan: Plan) -> None:
+    def __init__(self, module: nn.Module, overrides: dict[str, str], plan: ResolvedPolicy) -> None:
         self.module = module
         self.overrides = overrides
         self.plan = plan
-        self.places: list[_Place] = []
+        self.places: list[_CastTensor] = []
         self.outer: Mapping[int, torch.Tensor] = {}
         self._looked: set[bool] = set()
         self._looked_at_buffers: set[bool] = set()
         self._silent: set[int] = set()
 
     def __enter__(self) -> None:
-        # The copies serve every thread that comes, so the first one's no_grad() must not show in them.
+        # All threads share the copies, so the first thread's no_grad() must not affect them.
         with torch.inference_mode(False), torch.enable_grad():
             self.places = self._copies()
         for place in self.places:
@@ -99,46 +104,45 @@ class Casts:
         for place in self.places:
             if not isinstance(place.master, nn.Parameter) and (looks or id(place.master) in self._silent):
                 self._look(place)
-            _put_back(place, silent=id(place.master) in self._silent)
+            _restore_tensor(place, silent=id(place.master) in self._silent)
         self.places = []
         for part in self.module.modules():
-            if isinstance(part, nn.RNNBase):  # it keeps a list of its weights
-                renew_list_of_weights(part)
+            if isinstance(part, nn.RNNBase):  # it stores a list of its weights
+                reset_flat_weights(part)
 
     @torch.no_grad()
-    def _look(self, place: _Place) -> None:
-        """See whether a buffer was written to through `.data`, which moves no version counter."""
+    def _look(self, place: _CastTensor) -> None:
+        """Detect a buffer write through `.data`, which does not increment the version counter."""
         copy, master = place.copy, place.master
-        if copy is master or copy.shape != master.shape or _version(copy) != place.versions[1]:
+        if copy is master or copy.shape != master.shape or _write_count(copy) != place.versions[1]:
             return
         before = master.to(copy.dtype)
         if bool(((copy != before) & ~(copy.isnan() & before.isnan())).any()):
             self._silent.add(id(master))
 
     def refresh(self) -> None:
-        """New copies, if a master was written to since the copies were made."""
-        if any(_version(place.master) != place.versions[0] for place in self.places):
+        """Make new copies if a master was written to since the copies were made."""
+        if any(_write_count(place.master) != place.versions[0] for place in self.places):
             self.__exit__()
             self.__enter__()
 
     @torch.no_grad()
     def commit(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Give the masters what a forward pass wrote to their casts: the elements that it changed; the others keep
-        their digits (S12). Each that was written to, with its value before.
+        """Copy the elements that a forward pass changed in casts to the masters; the others keep their digits (S12).
+        Return each master that was written to, with its previous value.
 
-        Writes are known by the version counters, which those through `.data` do not move: so all casts are compared
-        once in training and once in evaluation, and every time those that such a write was found in.
+        Version counters detect writes, except those through `.data`. So all casts are compared once in training and
+        once in evaluation. Casts with a detected `.data` write are compared every time.
 
         Raises:
-            UnsupportedError: a write that cannot be kept: a parameter that was replaced, or one whose master was
-                written as well.
+            UnsupportedError: a parameter was replaced, or its master was written to as well.
         """
         looks = self.module.training not in self._looked
         self._looked.add(self.module.training)
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for _, place in self._parameters():
             master, copy = place.master, place.copy
-            written, by_hand = _version(copy) != place.versions[1], _version(master) != place.versions[0]
+            written, by_hand = _write_count(copy) != place.versions[1], _write_count(master) != place.versions[0]
             if id(master) in found or not (written or looks or id(master) in self._silent):
                 continue
             if by_hand and not written:
@@ -157,22 +161,22 @@ class Casts:
             master.copy_(torch.where(changed, copy.detach().to(master.dtype), master))
         for number, place in self._parameters() if found else ():
             if id(place.master) in found:
-                self.places[number] = place._replace(versions=(_version(place.master), _version(place.copy)))
+                self.places[number] = place._replace(versions=(_write_count(place.master), _write_count(place.copy)))
         return list(found.values())
 
     @torch.no_grad()
     def discard(self) -> None:
-        """Behind a pass that is to leave nothing: the casts of parameters as the masters have them. Buffers are taken
-        back before by whoever keeps them."""
+        """Reset the casts of parameters to the masters' values, dropping a pass's writes. The owner of the buffer
+        snapshot restores buffers before."""
         for number, place in enumerate(self.places):
             if place.copy is not place.master and isinstance(place.master, nn.Parameter):
                 place.slots[place.name] = place.copy
                 place.copy.copy_(place.master)
-            self.places[number] = place._replace(versions=(_version(place.master), _version(place.copy)))
+            self.places[number] = place._replace(versions=(_write_count(place.master), _write_count(place.copy)))
 
     @torch.no_grad()
     def written(self) -> list[torch.Tensor]:
-        """The masters to which `commit` will bring what a forward pass wrote to their casts.
+        """Return the masters that `commit` will write to.
 
         Raises:
             UnsupportedError: a parameter that was replaced.
@@ -181,8 +185,8 @@ class Casts:
         found: dict[int, torch.Tensor] = {}
         for _, place in self._parameters():
             master, copy = place.master, place.copy
-            by_hand = _version(master) != place.versions[0]  # what it casts to by now is not what was cast
-            if _version(copy) != place.versions[1] or (
+            by_hand = _write_count(master) != place.versions[0]  # the master has changed since it was cast
+            if _write_count(copy) != place.versions[1] or (
                 not by_hand
                 and (looks or id(master) in self._silent)
                 and bool((copy.detach() != master.detach().to(copy.dtype)).any())
@@ -190,11 +194,11 @@ class Casts:
                 found[id(master)] = master
         return list(found.values())
 
-    def _parameters(self) -> Iterator[tuple[int, _Place]]:
-        """The places of the parameters that are cast, with their numbers.
+    def _parameters(self) -> Iterator[tuple[int, _CastTensor]]:
+        """Yield index and entry of every cast parameter.
 
         Raises:
-            UnsupportedError: something else stands in one.
+            UnsupportedError: a cast parameter was replaced.
         """
         for number, place in enumerate(self.places):
             if not isinstance(place.master, nn.Parameter):
@@ -207,18 +211,20 @@ class Casts:
             if place.copy is not place.master:
                 yield number, place
 
-    def _copies(self) -> list[_Place]:
+    def _copies(self) -> list[_CastTensor]:
         double = self.plan.float64
         copies: dict[int, torch.Tensor] = {}
         places = []
         gathered = {
-            (id(owner), name) for each in gathered_by_fsdp2(self.module.modules()) for owner, name in each.places
+            (id(owner), name)
+            for each in gathered_fsdp2_parameters(self.module.modules())
+            for owner, name in each.places
         }
         for path, part in self.module.named_modules():
             dtype = DTYPES[self.overrides.get(path.replace(".", "/"), self.plan.compute)] if self.plan.cast else None
             if isinstance(part, _BATCH_NORMS):
                 continue
-            for slots in (parameters_in(part), buffers_in(part)):
+            for slots in (module_parameters(part), module_buffers(part)):
                 for name, before in slots.items():
                     if before is None or not is_castable(before, float64=double):
                         continue
@@ -234,16 +240,16 @@ class Casts:
                             f"{dtype_name(copy.dtype)} where else the model uses it. A shared tensor has one dtype in "
                             "mode='cast'."
                         )
-                    whole, versions = f"{path}.{name}" if path else name, (_version(master), _version(copy))
-                    places.append(_Place(slots, name, whole, master, before, copy, versions, copy.shape))
+                    whole, versions = f"{path}.{name}" if path else name, (_write_count(master), _write_count(copy))
+                    places.append(_CastTensor(slots, name, whole, master, before, copy, versions, copy.shape))
         return places
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else version_of(tensor)  # inference tensors do not count
+def _write_count(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor_version(tensor)  # inference tensors have no version counter
 
 
-def _put_back(place: _Place, *, silent: bool) -> None:
+def _restore_tensor(place: _CastTensor, *, silent: bool) -> None:
     slots, name, _, master, before, copy, (_, version), shape = place
     now = slots.get(name, place)
     if isinstance(master, nn.Parameter):
@@ -259,5 +265,5 @@ def _put_back(place: _Place, *, silent: bool) -> None:
         with torch.no_grad():
             if copy.shape != shape:
                 master.data = copy.detach().to(master.dtype)
-            elif silent or _version(copy) != version:
+            elif silent or _write_count(copy) != version:
                 master.copy_(copy)

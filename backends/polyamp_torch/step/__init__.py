@@ -1,1 +1,1 @@
-"""A torch model under training, and its step (S6 to S15): differentiate, measure, update; eager or compiled."""
+"""Training state of a torch model, and its training step (S6 to S15), eager or compiled."""

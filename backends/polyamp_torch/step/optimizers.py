@@ -1,9 +1,10 @@
-"""From optimizer specs to `torch.optim`, and one step of any torch optimizer under a finite flag.
+"""`torch.optim` optimizers from specs, and one step of any torch optimizer under a finite flag.
 
-SGD, Adam and AdamW use torch's fused kernels, which take the flag and the divisor themselves. RMSprop, Adagrad and Lion
-run polyamp's own formulas over multi-tensor kernels, and select by the flag on the device. Neither synchronises with
-the host. What cannot be told on the device reads the flag once a step: native optimizers without fused kernels, or
-without their state yet, and parameters that the fused kernels do not take.
+- SGD, Adam and AdamW use torch's fused kernels, which accept the flag and the divisor.
+- RMSprop, Adagrad and Lion run polyamp's own formulas over multi-tensor kernels, and select by the flag on the device.
+
+Neither synchronises with the host. The host reads the flag once a step for native optimizers without fused kernels or
+without their state yet, and for parameters that the fused kernels do not support.
 """
 
 from __future__ import annotations
@@ -14,23 +15,24 @@ from typing import Any, Final
 import torch
 
 from polyamp.errors import UnsupportedError
-from polyamp.recipe.members import Member, Members
+from polyamp.recipe.group_members import GroupHyperparameters, GroupMembers
 from polyamp.recipe.optimizers import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, is_spec
-from polyamp_torch.compat import foreach_add, foreach_add_, foreach_copy_, local_of, takes_found_inf
-from polyamp_torch.step.kernels import Kernels, counts_for
-from polyamp_torch.step.measure import buckets, looks
-from polyamp_torch.step.multi_tensor import MANY, Many
-from polyamp_torch.step.rates import Rates
+from polyamp_torch.arrays import HALF_TENSOR_DTYPES
+from polyamp_torch.compat import foreach_add, foreach_add_, foreach_copy_, has_found_inf_support, local_tensor_of
+from polyamp_torch.step.grad_stats import bucket_by_device_and_dtype, can_read_without_sync
+from polyamp_torch.step.torch_only.learning_rates import GroupLearningRates
+from polyamp_torch.step.torch_only.multi_tensor import TENSOR_LIST_XP, TensorList
+from polyamp_torch.step.torch_only.optimizer_kernels import FusedKernels, make_step_counts
 
-Parameters = list[torch.nn.Parameter]
-_SLOTS: Final = {"momentum": "momentum_buffer"}
-"""torch's names for the slots of polyamp's formulas, where they differ."""
-_AT_ONCE: Final = 2**25
-"""Elements that a formula runs over at once, which bounds the memory of its intermediate results."""
+ParameterList = list[torch.nn.Parameter]
+_TORCH_SLOT_NAMES: Final = {"momentum": "momentum_buffer"}
+"""Slot name in polyamp's formulas -> torch's name, if they differ."""
+_MAX_ELEMENTS_AT_ONCE: Final = 2**25
+"""Maximum number of elements per call of a formula; bounds the memory of its intermediate results."""
 
 
 class LionOptimizer(torch.optim.Optimizer):
-    """Lion (arxiv.org/abs/2302.06675) with decoupled decay; torch.optim has none."""
+    """Lion optimizer (arxiv.org/abs/2302.06675) with decoupled weight decay, which torch.optim lacks."""
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class LionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update with multi-tensor kernels."""
+        """Run one update with multi-tensor kernels."""
         if closure is not None:
             raise UnsupportedError("Lion takes no closure.")
         for group in self.param_groups:
@@ -55,8 +57,8 @@ class LionOptimizer(torch.optim.Optimizer):
         return None
 
 
-def build(groups: Members, named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The torch optimizer for a spec, with its state arrays made; a native one is checked and returned.
+def build_optimizer(groups: GroupMembers, named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the torch optimizer for a spec, with its state arrays; a native one is checked and returned.
 
     Args:
         groups: the recipe's optimizer, resolved against the parameters; a parameter group for each set of
@@ -64,11 +66,11 @@ def build(groups: Members, named: Mapping[str, torch.nn.Parameter]) -> torch.opt
         named: path -> parameter.
 
     Raises:
-        UnsupportedError: a native object that is not an optimizer over exactly these parameters.
+        UnsupportedError: a native object is not an optimizer over exactly these parameters.
     """
     optimizer, parameters = groups.distinct[0].spec, list(named.values())
     if is_spec(optimizer):
-        return _from_spec(groups, named)
+        return _build_from_spec(groups, named)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedError(
             "optimizer must be one of polyamp's specs or a torch.optim.Optimizer over the model's parameters. "
@@ -92,7 +94,7 @@ def build(groups: Members, named: Mapping[str, torch.nn.Parameter]) -> torch.opt
 
 
 def _refuse_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Refuse parameters that torch's fused kernels train wrongly."""
+    """Raise for parameters that torch's fused kernels train incorrectly."""
     gaps = [p for p in group["params"] if not _is_dense(p)]
     if gaps:
         raise UnsupportedError(
@@ -100,7 +102,7 @@ def _refuse_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> No
             f"fused=True with a parameter of shape {tuple(gaps[0].shape)} and strides {gaps[0].stride()}. "
             "Use fused=False, or make the parameter contiguous."
         )
-    narrow = [p for p in group["params"] if p.device.type == "cpu" and p.dtype in (torch.float16, torch.bfloat16)]
+    narrow = [p for p in group["params"] if p.device.type == "cpu" and p.dtype in HALF_TENSOR_DTYPES]
     if isinstance(optimizer, torch.optim.SGD) and narrow:
         raise UnsupportedError(
             "torch's fused SGD leaves whole blocks of 16-bit parameters as they were on the CPU "
@@ -109,20 +111,20 @@ def _refuse_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> No
 
 
 def _is_dense(p: torch.Tensor) -> bool:
-    """True if a tensor's elements lie in memory without gaps, in whatever order; only then torch keeps its strides."""
-    p = local_of(p)
+    """Return whether a tensor has no gaps in memory, in any dimension order; only then torch preserves its strides."""
+    p = local_tensor_of(p)
     return p.numel() < 2 or torch.empty_like(p, device="meta").stride() == p.stride()
 
 
-def _from_spec(groups: Members, named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
-    spec, held = groups.distinct[0].spec, _by_group(groups, named)
+def _build_from_spec(groups: GroupMembers, named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    spec, held = groups.distinct[0].spec, _parameters_by_group(groups, named)
     parameters = [p for part in held for p in part]
     wide = (torch.float32, torch.float64, torch.complex64, torch.complex128)
     fused = all((p.dtype in wide or p.device.type == "cuda") and _is_dense(p) for p in parameters)  # see _refuse_fused
-    first = _options(groups.distinct[0])
+    first = _group_options(groups.distinct[0])
     parts: Any = parameters
-    if not groups.alike:
-        parts = [{"params": part, **_options(m)} for part, m in zip(held, groups.distinct, strict=True)]
+    if not groups.is_uniform:
+        parts = [{"params": part, **_group_options(m)} for part, m in zip(held, groups.distinct, strict=True)]
     made: torch.optim.Optimizer
     match spec:
         case SGD():
@@ -137,70 +139,73 @@ def _from_spec(groups: Members, named: Mapping[str, torch.nn.Parameter]) -> torc
             made = LionOptimizer(parts, **first)
         case _:
             raise UnsupportedError(f"the torch backend has no optimizer for {type(spec).__name__}.")
-    _fill(made, groups, held, fused)
+    _initialize_slots(made, groups, held, fused)
     return made
 
 
-def _by_group(groups: Members, named: Mapping[str, torch.nn.Parameter]) -> list[Parameters]:
-    """The parameters of each set of hyperparameters."""
-    held: list[Parameters] = [[] for _ in groups.distinct]
+def _parameters_by_group(groups: GroupMembers, named: Mapping[str, torch.nn.Parameter]) -> list[ParameterList]:
+    """Return the parameters of each set of hyperparameters."""
+    held: list[ParameterList] = [[] for _ in groups.distinct]
     for path, p in named.items():
         held[groups.numbers[path]].append(p)
     return held
 
 
-def _options(member: Member) -> dict[str, Any]:
-    """A parameter group's options, which torch calls as polyamp does but for the rate."""
+def _group_options(member: GroupHyperparameters) -> dict[str, Any]:
+    """Return a parameter group's options; torch's names are polyamp's, except for the learning rate."""
     rate = member.learning_rate
     options = {name: getattr(member.spec, name) for name in member.spec.hyperparameters}
     return {"lr": float(rate(0)) if callable(rate) else rate, **options}
 
 
-def _fill(optimizer: torch.optim.Optimizer, groups: Members, held: list[Parameters], fused: bool) -> None:
-    """Make the state arrays now: a checkpoint then always holds them, and fused SGD, whose momentum is left
-    uninitialised when its very first step is skipped, never sees a missing one."""
+def _initialize_slots(
+    optimizer: torch.optim.Optimizer, groups: GroupMembers, held: list[ParameterList], fused: bool
+) -> None:
+    """Create the state arrays now, so that a checkpoint always contains them.
+
+    It also avoids fused SGD's uninitialised momentum after a skipped first step."""
     parameters = [p for part in held for p in part]
     spec = groups.distinct[0].spec
     counts = isinstance(spec, Adam | AdamW | RMSprop | Adagrad)
     together = fused and len({p.device for p in parameters}) == 1
-    laid = iter(counts_for(len(parameters), parameters[0].device) if together else ())
+    laid = iter(make_step_counts(len(parameters), parameters[0].device) if together else ())
     for part, member in zip(held, groups.distinct, strict=True):
         for p in part:
             if counts:
-                device = p.device if fused or runs_formula(spec) else torch.device("cpu")
+                device = p.device if fused or has_formula(spec) else torch.device("cpu")
                 own = torch.zeros((), dtype=torch.float32, device=device) if not together else next(laid)
                 optimizer.state[p]["step"] = own
             for slot in spec.slots:
                 value: complex = member.spec.initial(slot)
-                value = complex(value, value) if p.is_complex() else value  # of both parts
+                value = complex(value, value) if p.is_complex() else value  # real and imaginary part
                 optimizer.state[p][slot_name(slot)] = torch.full_like(p, value, memory_format=torch.preserve_format)
 
 
-def part_counts(optimizer: torch.optim.Optimizer) -> None:
-    """Give every step count memory of its own, as a compiler wants what it writes to."""
+def separate_step_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Give every step count separate memory, as a compiler requires for tensors that it writes to."""
     for slots in optimizer.state.values():
         if isinstance(slots.get("step"), torch.Tensor):
             slots["step"] = slots["step"].clone()
 
 
 def slot_name(slot: str) -> str:
-    """torch's name of a formula's slot."""
-    return _SLOTS.get(slot, slot)
+    """Return torch's name of a formula's slot."""
+    return _TORCH_SLOT_NAMES.get(slot, slot)
 
 
-def runs_formula(spec: Any) -> bool:
-    """True for the specs whose formula runs here, because torch's kernels for them take no flag."""
+def has_formula(spec: Any) -> bool:
+    """Return whether a spec uses polyamp's formula, because torch's kernels for it accept no flag."""
     return isinstance(spec, RMSprop | Adagrad | Lion)
 
 
-def is_float64(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the parameters are float64, so that what acts on them is float64 as well (S1)."""
+def has_float64_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the parameters are float64, so that scalars applied to them are float64 too (S1)."""
     wide = (torch.float64, torch.complex128)
     return any(p.dtype in wide for group in optimizer.param_groups for p in group["params"][:1])
 
 
-def takes_divisor(optimizer: torch.optim.Optimizer) -> bool:
-    """True when the optimizer's kernels divide the gradients by `grad_scale` themselves: fused ones, in float32."""
+def has_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer's kernels divide the gradients by `grad_scale`: fused ones, in float32."""
     return _is_fused(optimizer) and all(
         group["params"][0].dtype in (torch.float32, torch.complex64)
         for group in optimizer.param_groups
@@ -209,94 +214,99 @@ def takes_divisor(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return takes_found_inf(optimizer) and all(
+    return has_found_inf_support(optimizer) and all(
         group.get("fused") and not group.get("foreach") for group in optimizer.param_groups
     )
 
 
-def _takes_flag(optimizer: torch.optim.Optimizer, spec: Any) -> bool:
-    """True when the optimizer's kernels take the flag: fused, and with every state array already there."""
+def _has_found_inf(optimizer: torch.optim.Optimizer, spec: Any) -> bool:
+    """Return whether the optimizer's kernels accept the flag: they are fused, and every state array exists."""
     if not _is_fused(optimizer):
         return False
-    if is_spec(spec) or stateless(optimizer):
+    if is_spec(spec) or is_stateless(optimizer):
         return True
     held = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     return all(optimizer.state.get(p) for p in held)
 
 
-def apply(
+def apply_optimizer(
     optimizer: torch.optim.Optimizer,
     spec: Any,
     applied: torch.Tensor,
     finite: torch.Tensor | None,
     by: torch.Tensor | None = None,
     grads: list[torch.Tensor] | None = None,
-    kernels: Kernels | None = None,
-    rates: Rates | None = None,
-    groups: Members | None = None,
+    kernels: FusedKernels | None = None,
+    rates: GroupLearningRates | None = None,
+    groups: GroupMembers | None = None,
 ) -> None:
     """Step the optimizer over the parameters' `.grad` if `finite`, at the rate of the applied-update count (S13).
 
     Args:
-        optimizer: what `build` returned.
+        optimizer: the result of `build_optimizer`.
         spec: the recipe's optimizer, a spec or native.
-        applied: number of updates so far; its device says where the flag may be read.
-        finite: the flag, or None for one that is not checked.
-        by: a float32 scalar that the kernels divide the gradients by, writing the quotients back; only for an
-            optimizer that `takes_divisor`.
-        grads: the gradients again, as a list; and
-        kernels: what `kernels_of` returned, which takes them.
-        rates: what `rates_of` returned.
-        groups: the sets of hyperparameters, where a spec has parameter groups.
+        applied: number of updates so far; its device decides where the flag may be read.
+        finite: the flag, or None if it is not checked.
+        by: a float32 scalar by which the kernels divide the gradients, writing the quotients back; only for an
+            optimizer that `has_grad_scale`.
+        grads: the gradients as a list, for `kernels`.
+        kernels: the result of `fused_kernels`.
+        rates: the result of `group_learning_rates`.
+        groups: the sets of hyperparameters, if a spec has parameter groups.
     """
-    if finite is not None and looks(applied.device):
+    if finite is not None and can_read_without_sync(applied.device):
         if not bool(finite):
             return
         finite = None
-    if runs_formula(spec):
+    if has_formula(spec):
         if rates is not None:
             rates.set(applied)
-        here = looks(applied.device)
-        count = int(applied) + 1 if here else (applied.double() if is_float64(optimizer) else applied) + 1.0
+        here = can_read_without_sync(applied.device)
+        count = int(applied) + 1 if here else (applied.double() if has_float64_parameters(optimizer) else applied) + 1.0
         for number, group in enumerate(optimizer.param_groups):
-            own = spec if groups is None else spec_of(groups, number)
-            _run_formula(optimizer, group, current(own, group), group["lr"], count, finite)
+            own = spec if groups is None else group_spec(groups, number)
+            _run_formula(optimizer, group, current_spec(own, group), group["lr"], count, finite)
         return
-    if finite is not None and not _takes_flag(optimizer, spec):
-        if not bool(finite):  # the one synchronisation: this optimizer cannot be told on the device
+    if finite is not None and not _has_found_inf(optimizer, spec):
+        if not bool(finite):  # the only synchronisation: this optimizer has no flag on the device
             return
         finite = None
     if rates is not None:
         rates.set(applied)
     found_inf = None if finite is None else (~finite).float()
     if kernels is None or grads is None or not kernels.run(grads, found_inf, by):
-        _step(optimizer, found_inf, by)
+        _step_native(optimizer, found_inf, by)
 
 
-def kernels_of(optimizer: torch.optim.Optimizer, spec: Any, parameters: Sequence[torch.nn.Parameter]) -> Kernels | None:
-    """The optimizer's fused kernels, to be run without `optimizer.step()` on gradients in the order of `parameters`;
-    None for what is native or not fused."""
-    return Kernels(optimizer, parameters) if is_spec(spec) and _is_fused(optimizer) else None
+def fused_kernels(
+    optimizer: torch.optim.Optimizer, spec: Any, parameters: Sequence[torch.nn.Parameter]
+) -> FusedKernels | None:
+    """Return the optimizer's fused kernels, which run without `optimizer.step()`; None if it is native or not fused.
+
+    Their gradients must be in the order of `parameters`."""
+    return FusedKernels(optimizer, parameters) if is_spec(spec) and _is_fused(optimizer) else None
 
 
-def rates_of(optimizer: torch.optim.Optimizer, groups: Members) -> Rates | None:
-    """The rates of the groups under schedules; None where there is no schedule of polyamp's."""
+def group_learning_rates(optimizer: torch.optim.Optimizer, groups: GroupMembers) -> GroupLearningRates | None:
+    """Return the scheduled learning rates of the groups; None without a polyamp schedule."""
     if not is_spec(groups.distinct[0].spec):
         return None
     schedules = [member.spec.learning_rate for member in groups.distinct]
     scheduled = [rate if callable(rate) else None for rate in schedules]
     if not any(scheduled):
         return None
-    return Rates(optimizer, scheduled, [member.scale for member in groups.distinct], float64=is_float64(optimizer))
+    return GroupLearningRates(
+        optimizer, scheduled, [member.scale for member in groups.distinct], float64=has_float64_parameters(optimizer)
+    )
 
 
-def spec_of(groups: Members, number: int) -> Any:
-    """The spec of a parameter group of the optimizer; all have one unless the recipe has groups."""
-    return groups.distinct[number if not groups.alike else 0].spec
+def group_spec(groups: GroupMembers, number: int) -> Any:
+    """Return the spec of a parameter group; all groups share one unless the recipe has groups."""
+    return groups.distinct[number if not groups.is_uniform else 0].spec
 
 
-def _step(optimizer: Any, found_inf: torch.Tensor | None, by: torch.Tensor | None) -> None:
-    """`optimizer.step()`, its kernels given the flag and the divisor."""
+def _step_native(optimizer: Any, found_inf: torch.Tensor | None, by: torch.Tensor | None) -> None:
+    """Call `optimizer.step()`, with the flag and the divisor passed to its kernels."""
     if found_inf is None and by is None:
         optimizer.step()
         return
@@ -316,23 +326,23 @@ def _run_formula(
     count: Any,
     finite: torch.Tensor | None,
 ) -> None:
-    """A spec's own formula over one group, in float32 at least; selected by `finite` unless that is None."""
-    for parameters in _portions([p for p in group["params"] if p.grad is not None]):
+    """Run a spec's formula over one group, in at least float32; select results by `finite` unless it is None."""
+    for parameters in _parameter_chunks([p for p in group["params"] if p.grad is not None]):
         device = parameters[0].device
         states = [optimizer.state[p] for p in parameters]
         old = {slot: [state[slot_name(slot)] for state in states] for slot in spec.slots}
         own = None if finite is None else finite.to(device)
         with torch.no_grad():
             new, slots = spec.update(
-                MANY,
-                _wide(parameters),
-                _wide([p.grad for p in parameters]),
-                {slot: _wide(tensors) for slot, tensors in old.items()},
-                _on(rate, device),
-                _count(spec, states, _on(count, device)),
+                TENSOR_LIST_XP,
+                _to_float32(parameters),
+                _to_float32([p.grad for p in parameters]),
+                {slot: _to_float32(tensors) for slot, tensors in old.items()},
+                _move_to_device(rate, device),
+                _update_count(spec, states, _move_to_device(count, device)),
             )
             for before, after in [(parameters, new), *((old[slot], slots[slot]) for slot in old)]:
-                chosen = after if own is None else MANY.where(own, after, Many(list(before)))
+                chosen = after if own is None else TENSOR_LIST_XP.where(own, after, TensorList(list(before)))
                 foreach_copy_(list(before), chosen.tensors)
             steps = [state["step"] for state in states if "step" in state]
             if steps:
@@ -342,30 +352,30 @@ def _run_formula(
                     foreach_add_(steps, own.float(), alpha=1.0)  # without alpha torch reads the tensor
 
 
-def _count(spec: Any, states: list[dict[str, Any]], shared: Any) -> Any:
-    """The number of this update for a formula that asks for it: each parameter's own, where they can differ (S23)."""
+def _update_count(spec: Any, states: list[dict[str, Any]], shared: Any) -> Any:
+    """Return the number of this update for a formula; per parameter if the counts can differ (S23)."""
     if not isinstance(spec, Adagrad) or not spec.lr_decay:
         return shared
     taken = [state["step"] for state in states]
-    if looks(taken[0].device) and len(numbers := {count.item() for count in taken}) == 1:
+    if can_read_without_sync(taken[0].device) and len(numbers := {count.item() for count in taken}) == 1:
         return numbers.pop() + 1.0
     if states[0]["sum"].dtype == torch.float64:
         taken = [count.double() for count in taken]
-    return Many(list(foreach_add(taken, 1.0)))
+    return TensorList(list(foreach_add(taken, 1.0)))
 
 
-def check_options(optimizer: torch.optim.Optimizer, spec: Any, groups: Members) -> None:
-    """Refuse options that were written into the groups by hand and would be passed over; a native one has its own.
+def check_group_options(optimizer: torch.optim.Optimizer, spec: Any, groups: GroupMembers) -> None:
+    """Raise for options that the user wrote into a spec's groups and that would have no effect.
 
     Raises:
-        UnsupportedError: names the option.
-        RecipeError: an impossible value.
+        UnsupportedError: the spec has no such option; the message names it.
+        RecipeError: an option has an invalid value.
     """
     if not is_spec(spec):
         return
     for number, group in enumerate(optimizer.param_groups):
-        if runs_formula(spec):
-            current(spec_of(groups, number), group)
+        if has_formula(spec):
+            current_spec(group_spec(groups, number), group)
         decoupled = group.get("decoupled_weight_decay", isinstance(spec, AdamW))
         for name, differs in (
             ("amsgrad", group.get("amsgrad")),
@@ -378,12 +388,12 @@ def check_options(optimizer: torch.optim.Optimizer, spec: Any, groups: Members) 
                 )
 
 
-def current(spec: Any, group: dict[str, Any]) -> Any:
-    """The spec with the options that were written into the group by hand.
+def current_spec(spec: Any, group: dict[str, Any]) -> Any:
+    """Return the spec with the options that the user wrote into the group.
 
     Raises:
-        UnsupportedError: they ask for other state arrays, or for `maximize`, which the formulas do not have.
-        RecipeError: an impossible value.
+        UnsupportedError: the options need other state arrays, or `maximize`, which the formulas do not have.
+        RecipeError: an option has an invalid value.
     """
     options = {name: group.get(name, getattr(spec, name)) for name in spec.hyperparameters}
     if group.get("maximize"):
@@ -403,23 +413,23 @@ def current(spec: Any, group: dict[str, Any]) -> Any:
     return changed
 
 
-def _wide(tensors: list[Any]) -> Many:
-    if tensors[0].dtype in (torch.float16, torch.bfloat16):
-        return Many([tensor.float() for tensor in tensors])
-    return Many(tensors)
+def _to_float32(tensors: list[Any]) -> TensorList:
+    if tensors[0].dtype in HALF_TENSOR_DTYPES:
+        return TensorList([tensor.float() for tensor in tensors])
+    return TensorList(tensors)
 
 
-def _on(value: Any, device: torch.device) -> Any:
+def _move_to_device(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def _portions(parameters: list[Any]) -> Iterator[list[Any]]:
-    """Parameters of one device and dtype, `_AT_ONCE` elements at a time."""
-    for bucket in buckets(parameters):
+def _parameter_chunks(parameters: list[Any]) -> Iterator[list[Any]]:
+    """Yield lists of parameters of one device and dtype, of up to `_MAX_ELEMENTS_AT_ONCE` elements each."""
+    for bucket in bucket_by_device_and_dtype(parameters):
         portion: list[Any] = []
         size = 0
         for p in bucket:
-            if portion and size + p.numel() > _AT_ONCE:
+            if portion and size + p.numel() > _MAX_ELEMENTS_AT_ONCE:
                 yield portion
                 portion, size = [], 0
             portion.append(p)
@@ -427,6 +437,6 @@ def _portions(parameters: list[Any]) -> Iterator[list[Any]]:
         yield portion
 
 
-def stateless(optimizer: torch.optim.Optimizer) -> bool:
-    """True for plain SGD, which keeps nothing between steps."""
+def is_stateless(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer is plain SGD, which has no state."""
     return isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)

@@ -1,8 +1,9 @@
-"""Parameters that a forward pass writes to, such as a max-norm constraint: the write takes effect with the step (S12).
+"""Parameter writes of a forward pass, such as a max-norm constraint: they take effect only with the step (S12).
 
-A skipped step, one that raises, and `value_and_grad` take it back, for which the value before the pass is needed. All
-values are kept in the first pass of a loss function, on the host, and afterwards those of parameters that were written
-to. Version counters tell when others are. Called by the step; in mode "cast" `Casts.commit` brings the writes first.
+A skipped step, a step that raises, and `value_and_grad` undo the writes, which needs the values before the pass. In
+the first pass of a loss function all values are copied to the host; later only those of parameters that were written
+to before. Version counters detect writes to other parameters. In mode "cast" the policy module's `commit` copies the
+writes to the parameters first.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ from typing import Any, Final
 import torch
 
 from polyamp.errors import UnsupportedError
-from polyamp_torch.compat import local_of, version_of
-from polyamp_torch.step import running as buffers
-from polyamp_torch.step.measure import looks
+from polyamp_torch.compat import local_tensor_of, tensor_version
+from polyamp_torch.step.grad_stats import can_read_without_sync
+from polyamp_torch.step.torch_only import buffers
 
-PREFIX: Final = "parameter/"
-"""Of the names under which `Gradients.running` has what was written to parameters."""
+WRITE_PREFIX: Final = "parameter/"
+"""Prefix of the names of parameter writes in `Gradients.running`."""
 
 
-class ParameterWrites:
-    """What is known of the forward passes of one state. Copies and pickles know nothing.
+class ParameterWriteTracker:
+    """Record of the parameters that one state's forward passes write to. Copies and pickles start empty.
 
     Args:
         named: path -> parameter, frozen ones included.
 
     Attributes:
         names: the paths.
-        known: those that passes were seen to write to.
-        looked: the loss functions whose first pass was looked at, in training and in evaluation.
-        agreed: those whose values rank 0 sends with every step, the same on all ranks.
+        known: paths that earlier passes wrote to.
+        looked: the loss functions whose first pass was checked, in training and in evaluation mode.
+        agreed: paths whose values rank 0 broadcasts in every step, the same on all ranks.
     """
 
     __slots__ = ("_whole", "agreed", "known", "looked", "named", "names")
@@ -40,40 +41,40 @@ class ParameterWrites:
         self.named = named
         self.names = list(named)
         whole = list(named.values())
-        self._whole = whole if all(local_of(p) is p for p in whole) else None
+        self._whole = whole if all(local_tensor_of(p) is p for p in whole) else None
         self.known: set[str] = set()
         self.looked: set[Any] = set()
         self.agreed: set[str] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ParameterWrites, (self.named,)
+        return ParameterWriteTracker, (self.named,)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The parameters in the order of `names`; of sharded ones what this process holds now."""
-        return self._whole or list(map(local_of, self.named.values()))
+        """The parameters in the order of `names`; the current local shard of sharded ones."""
+        return self._whole or list(map(local_tensor_of, self.named.values()))
 
-    def before(self, loss_fn: Any, *, training: bool) -> BeforePass:
-        """What is kept of the parameters before a pass, or the passes of a window."""
+    def before(self, loss_fn: Any, *, training: bool) -> ParameterSnapshot:
+        """Return a snapshot before one pass, or before all passes of a step."""
         key = (getattr(loss_fn, "__code__", type(loss_fn)), training)
-        return BeforePass(self, looks_first=key if key not in self.looked else None)
+        return ParameterSnapshot(self, looks_first=key if key not in self.looked else None)
 
-    def before_trial(self) -> BeforePass:
-        """All of the parameters before a pass that is not to leave anything behind."""
-        return BeforePass(self, looks_first=object())
+    def before_trial(self) -> ParameterSnapshot:
+        """Return a snapshot of all parameters before a pass that is undone."""
+        return ParameterSnapshot(self, looks_first=object())
 
 
-class BeforePass:
-    """The parameters before a forward pass.
+class ParameterSnapshot:
+    """Snapshot of the parameters before a forward pass.
 
     Args:
-        writes: what is known of the state, to which what is found is added.
-        looks_first: the loss function, if all values are kept and compared; None if it is known.
+        writes: the state's record, to which new writes are added.
+        looks_first: the loss function, if all values are copied and compared; None if it was checked before.
     """
 
     __slots__ = ("_late", "_looks", "_names", "_saved", "_tensors", "_versions", "_writes")
 
-    def __init__(self, writes: ParameterWrites, *, looks_first: Any) -> None:
+    def __init__(self, writes: ParameterWriteTracker, *, looks_first: Any) -> None:
         known = writes.known
         self._names = writes.names
         self._tensors = writes.tensors
@@ -84,27 +85,28 @@ class BeforePass:
         kept: Sequence[str] = [*known] if looks_first is None else self._names
         if kept:
             held = dict(zip(self._names, self._tensors, strict=True))
-            self._saved = {name: _kept(held[name], spare=name not in known) for name in kept}
-        self._versions = _versions(self._tensors)
+            self._saved = {name: _snapshot_copy(held[name], spare=name not in known) for name in kept}
+        self._versions = _tensor_versions(self._tensors)
 
     def note(self, changed: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Parameters that mode "cast" has written to, each with its value before."""
+        """Record the parameters that mode "cast" has written to, each with its previous value."""
         for p, old in changed:
-            place = next((n for n, tensor in enumerate(self._tensors) if tensor is local_of(p)), None)
+            place = next((n for n, tensor in enumerate(self._tensors) if tensor is local_tensor_of(p)), None)
             if place is not None:
-                self._saved.setdefault(self._names[place], local_of(old))
+                self._saved.setdefault(self._names[place], local_tensor_of(old))
                 self._writes.known.add(self._names[place])
 
     @torch.no_grad()
     def so_far(self, masters: Sequence[torch.Tensor]) -> set[str]:
-        """Between a forward pass and its backward pass: what was written to, as far as that is known before `compare`;
-        what passes were seen to write to is among it.
+        """Return the paths known to be written to, between a forward pass and its backward pass, before `compare`.
+
+        Paths that earlier passes wrote to are included.
 
         Args:
             masters: parameters to whose casts the pass wrote.
         """
-        of_casts = {id(local_of(p)) for p in masters}
-        found, now = set(self._writes.known), _versions(self._tensors)
+        of_casts = {id(local_tensor_of(p)) for p in masters}
+        found, now = set(self._writes.known), _tensor_versions(self._tensors)
         if now == self._versions and self._looks is None and not of_casts:
             return found
         for name, p, before, after in zip(self._names, self._tensors, self._versions, now, strict=True):
@@ -117,8 +119,8 @@ class BeforePass:
         return found
 
     def compare(self) -> None:
-        """Behind the passes: see what they wrote to, and let go of the rest."""
-        now = _versions(self._tensors)
+        """Detect the writes after the passes, and release the other copies."""
+        now = _tensor_versions(self._tensors)
         if now != self._versions or self._looks is not None:
             self._compare(now)
 
@@ -138,60 +140,60 @@ class BeforePass:
 
     @property
     def found(self) -> list[str]:
-        """Behind `compare`: what was written to."""
+        """The paths written to, after `compare`."""
         return [*self._saved, *self._late]
 
     def keep(self, names: Collection[str]) -> None:
-        """Keep the values of others, to which another rank's may be given, for a step that is skipped."""
+        """Save the values of further parameters, which another rank may overwrite, in case the step is skipped."""
         for name, p in zip(self._names, self._tensors, strict=True):
             if name in names and name not in self._late:
                 self._saved.setdefault(name, p.detach().clone())
 
     def settle(self, finite: torch.Tensor | None) -> None:
-        """Let what was written stand where `finite` says so, and take back the rest; None lets it stand.
+        """Keep the writes if `finite` is true or None; otherwise undo them.
 
         Raises:
-            UnsupportedError: a write that came for the first time in a step that is skipped.
+            UnsupportedError: a first write to a parameter is in a skipped step, so its old value is lost.
         """
         if finite is None:
             return
         if self._saved:
             self._put_back(finite)
         if self._late and not bool(finite):
-            raise UnsupportedError(_too_late(self._late[0]))
+            raise UnsupportedError(_late_write_message(self._late[0]))
 
     @torch.no_grad()
     def _put_back(self, finite: torch.Tensor) -> None:
         for name, p in zip(self._names, self._tensors, strict=True):
             old = self._saved.get(name)
-            if old is not None and not looks(p.device):
+            if old is not None and not can_read_without_sync(p.device):
                 p.copy_(torch.where(finite.to(p.device), p, old.to(p.device)))
             elif old is not None and not bool(finite):
                 p.copy_(old)
 
     @torch.no_grad()
     def take_back(self) -> dict[str, torch.Tensor]:
-        """What was written, by `PREFIX` and path; the parameters themselves are again as they were.
+        """Undo the writes, and return the written values by `WRITE_PREFIX` and path.
 
         Raises:
-            UnsupportedError: a write that came for the first time.
+            UnsupportedError: a first write to a parameter, whose old value is lost.
         """
         written = {}
         for name, p in zip(self._names, self._tensors, strict=True) if self._saved else ():
             if name in self._saved:
-                written[PREFIX + name] = p.detach().clone()
+                written[WRITE_PREFIX + name] = p.detach().clone()
                 p.copy_(self._saved[name])
         if self._late:
-            raise UnsupportedError(_too_late(self._late[0]))
+            raise UnsupportedError(_late_write_message(self._late[0]))
         return written
 
 
-class Written:
-    """What a pass of `value_and_grad` wrote to parameters, put there for an update.
+class GradientWrites:
+    """Parameter writes of a `value_and_grad` pass, applied again for an update.
 
     Args:
         named: path -> parameter.
-        running: of the `Gradients`; `name in written` says which of its names are of parameters.
+        running: `Gradients.running`; `name in written` tells which of its names are parameter writes.
     """
 
     __slots__ = ("_named", "_names", "_saved")
@@ -199,10 +201,10 @@ class Written:
     @torch.no_grad()
     def __init__(self, named: Mapping[str, torch.Tensor], running: Mapping[str, Any]) -> None:
         self._named = named
-        self._names = {name for name in running if name.startswith(PREFIX)}
+        self._names = {name for name in running if name.startswith(WRITE_PREFIX)}
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name in self._names:
-            p = local_of(named[name.removeprefix(PREFIX)])
+            p = local_tensor_of(named[name.removeprefix(WRITE_PREFIX)])
             self._saved.append((p, p.detach().clone()))
             p.copy_(running[name])
 
@@ -212,43 +214,45 @@ class Written:
     @property
     def found(self) -> list[str]:
         """The paths of the parameters."""
-        return [name.removeprefix(PREFIX) for name in self._names]
+        return [name.removeprefix(WRITE_PREFIX) for name in self._names]
 
     def keep(self, names: Collection[str]) -> None:
-        """Keep the values of others, to which another rank's may be given, for a step that is skipped."""
+        """Save the values of further parameters, which another rank may overwrite, in case the step is skipped."""
         for name in names:
-            if PREFIX + name not in self._names:
-                p = local_of(self._named[name])
+            if WRITE_PREFIX + name not in self._names:
+                p = local_tensor_of(self._named[name])
                 self._saved.append((p, p.detach().clone()))
 
     @torch.no_grad()
     def settle(self, finite: torch.Tensor | None) -> None:
-        """Take it back where `finite` says so."""
+        """Undo the writes if `finite` is false."""
         if finite is None:
             return
         for p, old in self._saved:
-            if not looks(p.device):
+            if not can_read_without_sync(p.device):
                 p.copy_(torch.where(finite.to(p.device), p, old))
             elif not bool(finite):
                 p.copy_(old)
 
 
-def settle(saved: buffers.Snapshot, before: BeforePass, finite: torch.Tensor | None) -> None:
-    """What a forward pass left behind in buffers and parameters, by the flag."""
-    buffers.settle(saved, finite)
+def commit_or_rollback_pass(
+    saved: buffers.BufferSnapshot, before: ParameterSnapshot, finite: torch.Tensor | None
+) -> None:
+    """Keep or undo a forward pass's changes to buffers and parameters, depending on the flag."""
+    buffers.commit_or_rollback(saved, finite)
     before.settle(finite)
 
 
-def _versions(tensors: list[torch.Tensor]) -> list[int]:
-    return list(map(version_of, tensors))
+def _tensor_versions(tensors: list[torch.Tensor]) -> list[int]:
+    return list(map(tensor_version, tensors))
 
 
-def _kept(p: torch.Tensor, *, spare: bool) -> torch.Tensor:
-    """A copy; on the host if it is one of all, of which most are only compared."""
+def _snapshot_copy(p: torch.Tensor, *, spare: bool) -> torch.Tensor:
+    """Copy a parameter; to the host if `spare`, because most of those copies are only compared."""
     return p.detach().to("cpu", copy=True) if spare else p.detach().clone()
 
 
-def _too_late(name: str) -> str:
+def _late_write_message(name: str) -> str:
     return (
         f"the forward pass wrote to the parameter {name!r} for the first time since this loss function is in use, and "
         "the write cannot be taken back, as a skipped step and value_and_grad do (S12): the value before is gone. From "

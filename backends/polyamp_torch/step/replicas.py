@@ -1,7 +1,7 @@
-"""What the step asks of several processes: how many replicas there are, and what they do together (S9).
+"""Replicas of a training state: their number, and the operations of a step over several processes (S9).
 
-`state.replicas` is `ALONE` on one device, of which a step reads one attribute. What torch's engines need is in
-`distributed`, which is imported where a model is held by one of them.
+On one device `state.replicas` is `SINGLE_DEVICE`, of which a step reads one attribute. `distributed` has the code for
+torch's parallel engines, and is imported only for a model under one of them.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from polyamp.errors import PolyampError, ReplicaError
-from polyamp.rules import replicas as of_ranks
-from polyamp.rules.weights import Totals
-from polyamp_torch.compat import NOTHING, local_of
-from polyamp_torch.precision.parameter_listing import tree_parameters
-from polyamp_torch.precision.paths import path_of
-from polyamp_torch.step.measure import looks, measured
+from polyamp.rules import rank_comparison as of_ranks
+from polyamp.rules.loss_weights import TermTotals
+from polyamp_torch.compat import NULL_CONTEXT, local_tensor_of
+from polyamp_torch.precision.torch_only.module_paths import path_function
+from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters
+from polyamp_torch.step.grad_stats import can_read_without_sync, global_norm_and_finite
 
-Number = float | torch.Tensor
+ScalarOrTensor = float | torch.Tensor
 
 if TYPE_CHECKING:
-    from polyamp_torch.distributed.agreement import Agreed, Begun
-    from polyamp_torch.distributed.engine import Engine
+    from polyamp_torch.distributed.all_reduce import AsyncStepScalars, StepScalars
+    from polyamp_torch.distributed.engine import ParallelEngine
 
 
-class Pass(NamedTuple):
-    """One forward and backward pass of a window.
+class MicroBatchPass(NamedTuple):
+    """Forward and backward pass of one micro-batch.
 
     Attributes:
         part: the micro-batch.
-        counts: False for one that is run because other processes wait for it, and leaves nothing behind.
-        last: whether gradients are reduced over the replicas behind it.
+        counts: False for a pass that runs only because other processes wait for it, and has no effect.
+        last: whether gradients are reduced over the replicas after it.
     """
 
     part: Any
@@ -45,40 +45,40 @@ class Pass(NamedTuple):
     last: bool = True
 
 
-class Own(NamedTuple):
-    """This process's numbers for the one reduction of a step.
+class LocalStepScalars(NamedTuple):
+    """This process's scalars for the single all-reduce of a step.
 
     Attributes:
-        loss: the sum of its losses times what they count, or None.
-        total: the sum of what they count.
-        divided: what the gradients were divided by already.
-        news: whether it has something to say of parameters that it wrote to.
+        loss: the weighted sum of its losses, or None.
+        total: the sum of the weights.
+        divided: the divisor already applied to the gradients.
+        news: whether this process has unannounced parameter writes.
     """
 
     loss: torch.Tensor | None = None
-    total: Number = 1.0
+    total: ScalarOrTensor = 1.0
     divided: float = 1.0
     news: bool = False
 
 
-class Replicas:
+class TorchReplicas:
     """The processes that train one model together.
 
     Attributes:
-        held: what torch's engine does in a step; None on one device.
-        engine: whose they are: "ddp", "fsdp2", "tensor_parallel", "fsdp2+tensor_parallel"; None on one device.
-        group: all the processes that hold the model, whole or in parts; None on one device.
-        data: those of them whose batches differ; None where all have the same.
-        count: how many replicas there are, each with a batch of its own.
-        rank: which of them this process belongs to.
-        several: whether the step has to agree with other processes.
-        sharded: whether parameters lie in parts in several processes.
-        modules: what of the model belongs to the engine, outermost first.
-        guard: the block that a step of several processes runs in (S32); None on one device.
-        number: which of the group's states this is, from 1; 0 for one that did not come from `init`.
+        held: the parallel engine; None on one device.
+        engine: its name: "ddp", "fsdp2", "tensor_parallel", "fsdp2+tensor_parallel"; None on one device.
+        group: all the processes of the model, whether replicated or sharded; None on one device.
+        data: the processes whose batches differ; None if all have the same batch.
+        count: the number of replicas, each with a separate batch.
+        rank: the index of this process's replica.
+        several: whether the step must agree with other processes.
+        sharded: whether parameters are sharded over several processes.
+        modules: the modules that the engine wraps or shards, outermost first.
+        guard: the context manager around a distributed step (S32); None on one device.
+        number: the number of the state in its group, from 1; 0 for a state that is not from `init`.
     """
 
-    def __init__(self, held: Engine | None, named: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, held: ParallelEngine | None, named: Mapping[str, torch.Tensor]) -> None:
         self.held = held
         self.engine = None if held is None else held.name
         self.group: Any = None if held is None else held.group
@@ -87,72 +87,75 @@ class Replicas:
         self.rank = 0 if held is None else held.rank
         self.modules: tuple[Any, ...] = () if held is None else held.modules
         self.several = self.group is not None and self.group.size() > 1
-        self.guard: Any = _guard(self.group) if self.several else None
+        self.guard: Any = _group_guard(self.group) if self.several else None
         self.number = 0
-        self.sharded = any(local_of(p) is not p for p in named.values())
+        self.sharded = any(local_tensor_of(p) is not p for p in named.values())
         self._parts: dict[int, float] = {}
         self._unit: float | None = None
         if held is not None:
-            from polyamp_torch.distributed.engine import copies
+            from polyamp_torch.distributed.engine import replication_factor
 
-            self._parts = {id(p): 1.0 / copies(p, held.group) for p in named.values()}
+            self._parts = {id(p): 1.0 / replication_factor(p, held.group) for p in named.values()}
 
     def local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What this process holds of each."""
+        """Return this process's local part of each tensor."""
         if not self.sharded:
             return tensors
-        from polyamp_torch.distributed.engine import locals_of
+        from polyamp_torch.distributed.engine import local_tensors
 
-        return locals_of(tensors)
+        return local_tensors(tensors)
 
-    def unit(self, most: Callable[[], Number]) -> Number:
-        """What weights are counted in, so that the scaled loss stays about as large: on one device the most that a
-        micro-batch can count; for several replicas, which need the same one before they know each other's weights, the
-        power of two above the largest, on which they agree at the first step whose weight is not 0."""
+    def unit(self, most: Callable[[], ScalarOrTensor]) -> ScalarOrTensor:
+        """Return the unit of the weights, which keeps the scaled loss about as large as without weights.
+
+        On one device it is the largest weight that a micro-batch can have. Several replicas need the same unit before
+        they know each other's weights. It is the power of two above the largest, agreed in the first step with a
+        weight other than 0."""
         if self.count == 1:
             found = most()
             return found or 1.0 if isinstance(found, float) else torch.where(found > 0.0, found, torch.ones_like(found))
         if self._unit is None:
-            from polyamp_torch.distributed.agreement import largest
+            from polyamp_torch.distributed.all_reduce import all_reduce_max
 
             device = next((p.device for part in self.modules for _, p in tree_parameters(part)), torch.device("cpu"))
-            found = largest(float(most()), self.group, device)
+            found = all_reduce_max(float(most()), self.group, device)
             if found == 0.0:
                 return 1.0
             self._unit = 2.0 ** math.ceil(math.log2(found))
         return self._unit
 
-    def totals(self, totals: Totals, device: torch.device) -> Totals:
-        """Those of all replicas, from this one's own: a reduction that gradients wait for."""
+    def totals(self, totals: TermTotals, device: torch.device) -> TermTotals:
+        """Return the totals of all replicas, by a reduction that gradients wait for."""
         if self.count == 1:
             return totals
-        from polyamp_torch.distributed.agreement import summed
+        from polyamp_torch.distributed.all_reduce import all_reduce_sum
 
         own = [*totals.counts, float(totals.parts)]
-        *counts, parts = summed(own, self.group, device) * (self.count / self.group.size())
-        return Totals(counts, round(parts.item()) if looks(device) else parts)
+        *counts, parts = all_reduce_sum(own, self.group, device) * (self.count / self.group.size())
+        return TermTotals(counts, round(parts.item()) if can_read_without_sync(device) else parts)
 
-    def mean(self, total: Number, device: torch.device) -> Number:
-        """The mean over the replicas of what each counts."""
-        from polyamp_torch.distributed.agreement import summed
+    def mean(self, total: ScalarOrTensor, device: torch.device) -> ScalarOrTensor:
+        """Return the mean of the replicas' weights."""
+        from polyamp_torch.distributed.all_reduce import all_reduce_sum
 
-        found: torch.Tensor = summed([total], self.group, device)[0] / self.group.size()
-        return found.item() if looks(device) else found
+        found: torch.Tensor = all_reduce_sum([total], self.group, device)[0] / self.group.size()
+        return found.item() if can_read_without_sync(device) else found
 
-    def begin(self, loss: torch.Tensor, total: Number, *, news: bool = False) -> Begun | None:
-        """Before the last backward pass of a window: send the loss off, if nothing but it needs a reduction; and with
-        it whether there is something to say of parameters that were written to."""
+    def begin(self, loss: torch.Tensor, total: ScalarOrTensor, *, news: bool = False) -> AsyncStepScalars | None:
+        """Start the reduction of the loss before the last backward pass, if gradients need no further reduction.
+
+        It also announces parameter writes."""
         if not self.several or self.held is None or not self.held.same:
             return None
-        from polyamp_torch.distributed.agreement import Begun
+        from polyamp_torch.distributed.all_reduce import AsyncStepScalars
 
-        return Begun(loss, total, self.group, self._mark(0), news=news)
+        return AsyncStepScalars(loss, total, self.group, self._mark(0), news=news)
 
     def _mark(self, gradients: int) -> int:
         return 0 if self.guard is None else int(self.guard.mark(self.number, gradients))
 
     def _check_marks(self, marks: torch.Tensor, mark: int, gradients: int) -> None:
-        if looks(marks.device) and marks.item() != mark * self.group.size():
+        if can_read_without_sync(marks.device) and marks.item() != mark * self.group.size():
             self.guard.refuse(self.number, gradients)
 
     def agreed(
@@ -160,32 +163,33 @@ class Replicas:
         parameters: list[torch.Tensor],
         grads: list[torch.Tensor],
         scale: torch.Tensor | None,
-        own: Own,
-        begun: Begun | None = None,
+        own: LocalStepScalars,
+        begun: AsyncStepScalars | None = None,
         **how: Any,
-    ) -> Agreed:
-        """Norm, flag and mean loss over all processes, in one small reduction.
+    ) -> StepScalars:
+        """Return norm, flag and mean loss over all processes, from one small all-reduce.
 
         Args:
-            parameters: those that have gradients.
-            grads: what this process holds of these, in the same order.
-            scale: what the gradients are multiplied by beside what their losses count, or None.
-            own: this process's numbers.
-            begun: what `begin` returned: then each process measures the gradients by itself, which are the same in all.
-            **how: to measure; see `measured`.
+            parameters: the parameters that have gradients.
+            grads: the local parts of these gradients, in the same order.
+            scale: the scale of the gradients, without the loss weights, or None.
+            own: this process's scalars.
+            begun: the result of `begin`. If given, gradients are the same in all processes, and each computes norm and
+                flag locally.
+            **how: options of `global_norm_and_finite`.
 
         Raises:
-            PartedError: the processes are in different steps, or have gradients of different parameters. Known where
-                reading a number waits for nothing.
+            PartedError: the processes are in different steps, or have gradients of different parameters. Detected only
+                if reading a scalar needs no synchronisation.
         """
-        from polyamp_torch.distributed.agreement import Agreed, agreed
+        from polyamp_torch.distributed.all_reduce import StepScalars, all_reduce_step_scalars
 
         if begun is not None:
             loss, total, marks, news = begun.arrived()
-            scale = _scaled(scale, total, own.divided)
-            norm, finite = measured(grads, scale, **how)
+            scale = _replica_scale(scale, total, own.divided)
+            norm, finite = global_norm_and_finite(grads, scale, **how)
             self._check_marks(marks, begun.mark, len(grads))
-            return Agreed(norm, finite, loss, total, marks, news, scale)
+            return StepScalars(norm, finite, loss, total, marks, news, scale)
         device = grads[0].device
         classes: dict[float, list[torch.Tensor]] = {}
         for p, grad in zip(parameters, grads, strict=True):
@@ -193,157 +197,158 @@ class Replicas:
                 classes.setdefault(self._parts[id(p)], []).append(grad)
         shares, flags = [], []
         for part, members in classes.items():
-            norm, flag = measured(members, scale, **how)
+            norm, flag = global_norm_and_finite(members, scale, **how)
             shares.append(norm.to(device, torch.float64).square() * part)
             flags.append(flag.to(device))
-        if not shares:  # every shard that lies here is empty
+        if not shares:  # all local shards are empty
             shares = [torch.zeros((), dtype=torch.float64, device=device)]
             flags = [torch.ones((), dtype=torch.bool, device=device)]
         squares = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
         finite = flags[0] if len(flags) == 1 else torch.stack(flags).all()
         mark = self._mark(len(grads))
-        found = agreed(squares, finite, own.loss, own.total, self.group, mark, news=own.news)
+        found = all_reduce_step_scalars(squares, finite, own.loss, own.total, self.group, mark, news=own.news)
         self._check_marks(found.marks, mark, len(grads))
-        by = _scaled(None, found.total, own.divided)
+        by = _replica_scale(None, found.total, own.divided)
         if by is None:
             return found._replace(scale=scale)
         norm = found.norm / by
-        finite = found.finite & torch.isfinite(norm.float())  # a quotient that left float32 would be written
-        return found._replace(norm=norm, finite=finite, scale=_scaled(scale, found.total, own.divided))
+        finite = found.finite & torch.isfinite(norm.float())  # else a quotient beyond float32 would be written
+        return found._replace(norm=norm, finite=finite, scale=_replica_scale(scale, found.total, own.divided))
 
-    def passes(self, parts: list[Any], count: int, *, narrow: bool) -> list[Pass]:
-        """The passes of a window (S8), which is reduced over the replicas behind the last one. Where each pass waits
-        for the other processes, all run `count` of them.
+    def passes(self, parts: list[Any], count: int, *, narrow: bool) -> list[MicroBatchPass]:
+        """Return the passes of a step (S8); gradients are reduced over the replicas after the last one.
+
+        If each pass waits for the other processes, all run `count` passes.
 
         Args:
             parts: the micro-batches.
             count: the recipe's `accumulate_steps`.
-            narrow: the gradients are summed in float32 behind each pass, as those of 16-bit parameters are, so that
-                each is reduced.
+            narrow: whether gradients are summed in float32 after each pass, as for 16-bit parameters; each pass is then
+                reduced.
         """
         assert self.held is not None
         end = len(parts) - 1
         alike = self.several and (self.held.alike or narrow)
         more = count - len(parts) if alike else 0
-        found = [Pass(part, last=narrow or (number == end and not more)) for number, part in enumerate(parts)]
-        return found + [Pass(parts[0], counts=False, last=narrow or left == 1) for left in range(more, 0, -1)]
+        found = [MicroBatchPass(part, last=narrow or (number == end and not more)) for number, part in enumerate(parts)]
+        return found + [MicroBatchPass(parts[0], counts=False, last=narrow or left == 1) for left in range(more, 0, -1)]
 
     def whole(self, loss: torch.Tensor) -> torch.Tensor:
-        """A loss that is a sharded tensor, as under `loss_parallel`, as this process's own number."""
+        """Return a loss as a local tensor; under `loss_parallel` it is a sharded tensor."""
         sharded: Any = loss
-        whole: torch.Tensor = loss if local_of(loss) is loss else sharded.full_tensor()
+        whole: torch.Tensor = loss if local_tensor_of(loss) is loss else sharded.full_tensor()
         return whole
 
     def enter(self, engines: contextlib.ExitStack) -> None:
-        """Have the engine ready for a single pass, in the blocks that are closed with these."""
+        """Enter the engine's contexts for a single pass; `engines` closes them."""
         if self.held is not None:
             engines.enter_context(self.held.window())
             engines.enter_context(self.held.one_pass(last=True))
 
     def fit(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Behind the last pass: refuse gradients that were not reduced over the replicas, and give the others the form
-        that their parameters have."""
+        """Raise, after the last pass, if gradients were not reduced; redistribute them like their parameters."""
         if self.held is not None:
             self.held.check_reduced(named)
         if self.sharded:
-            from polyamp_torch.distributed.engine import fitted
+            from polyamp_torch.distributed.engine import redistribute_gradients
 
-            fitted(named)
+            redistribute_gradients(named)
 
 
-def _scaled(scale: torch.Tensor | None, total: torch.Tensor, divided: float) -> torch.Tensor | None:
-    """What gradients are to be divided by: the scale times the mean of what the replicas count; where nothing counts
-    the scale alone. None for 1, where reading it waits for nothing."""
+def _replica_scale(scale: torch.Tensor | None, total: torch.Tensor, divided: float) -> torch.Tensor | None:
+    """Return the divisor of the gradients: the scale times the replicas' mean weight, or the scale if that is 0.
+
+    `divided` divides the weight. Where reading it needs no synchronisation, a weight of 1 is omitted."""
     by = torch.where(total > 0.0, total, torch.ones_like(total)) / divided
-    if looks(by.device) and by.item() == 1.0:
+    if can_read_without_sync(by.device) and by.item() == 1.0:
         return scale
     return by if scale is None else scale.to(by.device, torch.float64) * by
 
 
-ALONE: Final = Replicas(None, {})
+SINGLE_DEVICE: Final = TorchReplicas(None, {})
 
 
-def replicas_of(model: nn.Module) -> Replicas:
-    """The processes that train a model together, whose sharded parameters are in their places afterwards.
+def find_replicas(model: nn.Module) -> TorchReplicas:
+    """Return the processes that train a model together, after resharding its gathered parameters.
 
     Raises:
-        UnsupportedError: an engine that polyamp does not train with.
+        UnsupportedError: polyamp does not support the engine.
     """
     spread = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     sharding = sys.modules.get("torch.distributed.fsdp")
     of_fsdp = [getattr(sharding, name, ()) for name in ("FSDPModule", "FullyShardedDataParallel")]
     held = any(isinstance(part, (DistributedDataParallel, *of_fsdp)) for part in model.modules())
     if not held and not (spread and any(isinstance(p, spread) for _, p in tree_parameters(model))):
-        return ALONE
-    from polyamp_torch.distributed import engines  # brings torch's sharded tensors
+        return SINGLE_DEVICE
+    from polyamp_torch.distributed import engine_detection  # imports torch's sharded tensors
 
-    for part in engines.sharded(model):
+    for part in engine_detection.fsdp_modules(model):
         part.reshard()
-    path = path_of(model)
+    path = path_function(model)
     named = {path(name): p for name, p in tree_parameters(model) if p.requires_grad}
-    found = engines.found(model)
-    return ALONE if found is None else Replicas(found, named)
+    found = engine_detection.detect_engine(model)
+    return SINGLE_DEVICE if found is None else TorchReplicas(found, named)
 
 
-def compare(state: Any) -> None:
-    """At the end of `init` on several ranks: compare what they bring (S32), then see whether it can be trained.
+def compare_and_check_ranks(state: Any) -> None:
+    """Compare the ranks' fingerprints at the end of `init` (S32), then check that the model can be trained.
 
     Raises:
-        ReplicaError: names the ranks that differ, and in what they do; or that did not come.
+        ReplicaError: ranks differ or are missing; the message names them, and the differences.
     """
     replicas = state.replicas
     if replicas.guard is None:
-        check(state)
+        check_replicas(state)
         return
-    from polyamp.train.ranks import brought
-    from polyamp_torch.distributed.brought import described
+    from polyamp.train.rank_fingerprint import state_fingerprint
+    from polyamp_torch.distributed.fingerprint import rank_fingerprint
 
-    sections, part = described(state.model, replicas.engine, replicas.modules)
+    sections, part = rank_fingerprint(state.model, replicas.engine, replicas.modules)
     replicas.guard.inits += 1
     replicas.number = replicas.guard.inits
-    of_ranks.compare(replicas.guard.board.group, replicas.guard.inits, brought(state) | sections, part)
-    check(state)
+    of_ranks.compare_ranks(replicas.guard.board.group, replicas.guard.inits, state_fingerprint(state) | sections, part)
+    check_replicas(state)
 
 
-def check(state: Any) -> None:
-    """Refuse a model whose engine would let the replicas part.
+def check_replicas(state: Any) -> None:
+    """Raise if the replicas of a model would diverge under its engine.
 
     Raises:
-        ModelError: a trainable parameter that the engine does not hold.
-        UnsupportedError: options of the engine.
+        ModelError: a trainable parameter is outside of the engine's modules.
+        UnsupportedError: an engine option is not supported.
     """
     if state.replicas.held is not None:
         state.replicas.held.check(state.parameters)
 
 
-def guarded(states: Sequence[Any], *, second: bool = False) -> contextlib.AbstractContextManager[None]:
-    """The block for a half of a step on some states, which on one device does nothing."""
+def guard_states(states: Sequence[Any], *, second: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Return the guard for one half of a step on some states; on one device it does nothing."""
     for state in states:
         guard = state.replicas.guard
         if guard is not None:
             found: contextlib.AbstractContextManager[None] = guard.second if second else guard
             return found
-    return NOTHING
+    return NULL_CONTEXT
 
 
-def withdraw(model: Any, error: BaseException) -> None:
-    """Where `init` raised on this rank: the others need not wait for it."""
+def report_failed_init(model: Any, error: BaseException) -> None:
+    """Report an error of `init` on this rank, so that the others do not wait for it."""
     if isinstance(error, ReplicaError):  # the store does not answer
         return
     try:
-        guard = replicas_of(model).guard
-    except PolyampError:  # that is what `init` raised, before it came to know the group
+        guard = find_replicas(model).guard
+    except PolyampError:  # the error of `init` itself, raised before the group was known
         groups = [part.process_group for part in model.modules() if isinstance(part, DistributedDataParallel)]
-        guard = _guard(groups[0]) if groups and groups[0].size() > 1 else None
+        guard = _group_guard(groups[0]) if groups and groups[0].size() > 1 else None
     except AttributeError:  # no model
         return
     if guard is not None:
         guard.inits += 1
-        with contextlib.suppress(OSError):  # nobody can be told, and the error is on its way
-            of_ranks.withdrawn(guard.board.group, guard.inits, error)
+        with contextlib.suppress(OSError):  # no rank can be reached; the original error is raised anyway
+            of_ranks.report_init_error(guard.board.group, guard.inits, error)
 
 
-def _guard(group: Any) -> Any:
-    from polyamp_torch.distributed.failure import guard_of
+def _group_guard(group: Any) -> Any:
+    from polyamp_torch.distributed.failure_guard import failure_guard_of_group
 
-    return guard_of(group)
+    return failure_guard_of_group(group)

@@ -1,8 +1,8 @@
-"""The second half of a torch step: flag, unscale and clip, optimizer, scale adjustment (S9 to S15), in place.
+"""Second half of a training step: finite flag, unscaling, clipping, optimizer and scale update (S9 to S15), in place.
 
-Called by the step and, for people who run the two halves, by the backend. Nothing here reads a value on the host of an
-accelerator; `optimizers.apply` does for the optimizers that must, and `buffers.settle` for buffers that were
-resized or replaced. On the CPU, where reading costs nothing, the flag is read and a skipped step touches nothing.
+With an accelerator, this module reads no value on the host. There are two exceptions elsewhere:
+`optimizers.apply_optimizer` for optimizers without another way, and `buffers.commit_or_rollback` for resized or
+replaced buffers. On the CPU reading is free, so the flag is read and a skipped step changes nothing.
 """
 
 from __future__ import annotations
@@ -14,208 +14,226 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from polyamp.arrays import PYTHON
+from polyamp.array_namespace import PYTHON
 from polyamp.errors import GradientError, UnsupportedError
 from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, StepResult
-from polyamp.rules import clip, decide, refusals
-from polyamp.rules.decide import Skip
-from polyamp.rules.scale import LossScaleState, update
+from polyamp.rules import clip, step_checks, update_decision
+from polyamp.rules.loss_scale import LossScaleState, update_scale
+from polyamp.rules.update_decision import Skip
 from polyamp_torch.arrays import XP
-from polyamp_torch.compat import NOTHING, local_of
-from polyamp_torch.precision.shield import shield
+from polyamp_torch.compat import NULL_CONTEXT, local_tensor_of
+from polyamp_torch.precision.torch_only.autocast_shield import shield
 from polyamp_torch.step import optimizers
-from polyamp_torch.step import running as buffers
-from polyamp_torch.step.differentiate import Values, set_aside
-from polyamp_torch.step.interrupts import Undisturbed
-from polyamp_torch.step.measure import divide_, divide_in_two_steps_, divisor, looks, measured
-from polyamp_torch.step.parameter_writes import Written
-from polyamp_torch.step.rank_0_writes import WrittenHere, news, send_writes
-from polyamp_torch.step.replicas import Own, guarded
+from polyamp_torch.step.accumulation import total_scale
+from polyamp_torch.step.forward_backward import NamedGradients, stash_grads
+from polyamp_torch.step.grad_stats import (
+    can_read_without_sync,
+    divide_gradients_,
+    global_norm_and_finite,
+    unscale_and_clip_divisor,
+    unscale_then_clip_,
+)
+from polyamp_torch.step.loss_weights import LossWeighting
+from polyamp_torch.step.loss_weights import nonzero_total as divisor_of
+from polyamp_torch.step.parameter_writes import GradientWrites
+from polyamp_torch.step.replicas import LocalStepScalars, guard_states
 from polyamp_torch.step.state import TorchState
-from polyamp_torch.step.turns import together
-from polyamp_torch.step.weighing import Weighing
-from polyamp_torch.step.weighing import divisor as divisor_of
-from polyamp_torch.step.window import produced_by
+from polyamp_torch.step.torch_only import buffers
+from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
+from polyamp_torch.step.torch_only.rank_zero_writes import RankWrites, broadcast_writes, has_unannounced_writes
+from polyamp_torch.step.torch_only.state_lock import acquire_all
 
 if TYPE_CHECKING:
-    from polyamp_torch.distributed.agreement import Begun
+    from polyamp_torch.distributed.all_reduce import AsyncStepScalars
 
-_ORDINARY: Final = (2.0**-100, 2.0**100)
-"""Divisors whose quotients are as exact as float32 allows."""
+_SAFE_SCALE_RANGE: Final = (2.0**-100, 2.0**100)
+"""Range of the divisors whose quotients are as exact as float32 allows."""
 
 
-class Shared:
-    """A step's own numbers that are shared with other processes in the one reduction.
+class StepReduction:
+    """Scalars that travel in the step's single all-reduce.
 
     Args:
-        weighing: what its micro-batches count.
-        divided: what the sums of the gradients were divided by already.
+        weighing: the weights of the micro-batches.
+        divided: the divisor already applied to the sums of the gradients.
 
     Attributes:
-        loss: the sum of the losses of this process's micro-batches times what they count; behind the update the mean
-            over the replicas.
-        weight: behind the update, see `StepResult.weight`.
-        begun: the reduction of the loss where it is under way already, or None.
-        announced: where it is, whether it says that there is something to say of parameters that were written to.
+        loss: weighted sum of the losses of this process's micro-batches; after the update the mean over the replicas.
+        weight: set by the update; see `StepResult.weight`.
+        begun: the asynchronous reduction of the loss if it has started, or None.
+        announced: whether that reduction announces parameter writes.
     """
 
-    def __init__(self, weighing: Weighing, *, divided: float = 1.0) -> None:
+    def __init__(self, weighing: LossWeighting, *, divided: float = 1.0) -> None:
         self.weighing = weighing
         self.divided = divided
         self.loss: torch.Tensor | None = None
         self.weight: torch.Tensor | None = None
-        self.begun: Begun | None = None
+        self.begun: AsyncStepScalars | None = None
         self.announced = False
 
     def alone(
         self, scale: torch.Tensor | None, device: torch.device
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Where the engine has this process alone: the loss becomes the mean, and what comes back is what the gradients
-        are still multiplied by, and the weight."""
+        """Finish the reduction for a single process: make the loss the mean; return the remaining scale of the
+        gradients, and the weight."""
         total = self.weighing.total
         by = divisor_of(total)
         if self.loss is not None:
             self.loss = self.loss / by
-        return produced_by(scale, by / self.divided, device), self.weighing.weight(total)
+        return total_scale(scale, by / self.divided, device), self.weighing.weight(total)
 
 
-class Scaled(NamedTuple):
-    """Gradients on their way into an update.
+class UpdateGradients(NamedTuple):
+    """Gradients and related values for an update.
 
     Attributes:
-        values: one per parameter that has one, in the parameters' order.
-        scale: scalar that they are still multiplied by, or None.
-        settle: gives the buffers their values, by the flag.
-        shared: what else is shared with other processes, or None.
-        weight: what the mean of the loss is over, float32 scalar, where that may be 0 (S8); else None.
-        places: the parameters into whose `.grad` they are still to be put; they are the caller's then, and not to be
-            overwritten. None for gradients that stand there, and that nobody else has.
-        written: what the passes wrote to parameters, where other processes may have written something else.
+        values: one gradient per parameter that has one, in the parameters' order.
+        scale: scalar that the gradients still carry, or None.
+        settle: commits or rolls back the buffers, depending on the flag.
+        shared: further scalars to reduce with other processes, or None.
+        weight: total weight of the mean loss, float32 scalar, if it may be 0 (S8); else None.
+        places: parameters whose `.grad` must be set; the gradients belong to the caller and are not overwritten. None
+            if the gradients are already in `.grad` and not shared.
+        written: parameter writes of the passes, which may differ between processes.
     """
 
     values: list[torch.Tensor]
     scale: torch.Tensor | None
     settle: Callable[[torch.Tensor | None], None]
     places: list[torch.Tensor] | None = None
-    shared: Shared | None = None
+    shared: StepReduction | None = None
     weight: torch.Tensor | None = None
-    written: WrittenHere | None = None
+    written: RankWrites | None = None
 
 
 def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
-    """Flag, clip, optimizer and one scale adjustment, in place (S9 to S15). A gradient of None leaves its parameter,
-    and the optimizer's state for it, as they are. A parameter of several states is stepped by each one's optimizer, as
-    torch's optimizers over one `.grad` do."""
-    with guarded(states, second=True), Undisturbed(), together([state.turn for state in states]), shield():
-        return _applied_to(states, grads, skip)
+    """Apply gradients in place: finite flag, clipping, optimizer and one scale update (S9 to S15).
+
+    A gradient of None leaves its parameter and its optimizer state unchanged. The optimizer of each state steps a
+    shared parameter, like torch's optimizers over one `.grad`."""
+    with guard_states(states, second=True), DeferInterrupts(), acquire_all([state.turn for state in states]), shield():
+        return _apply_gradients(states, grads, skip)
 
 
-def _applied_to(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
-    ready: list[Scaled] = []
-    written: list[Written] = []
+def _apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], skip: Skip) -> list[StepResult]:
+    ready: list[UpdateGradients] = []
+    written: list[GradientWrites] = []
     for state, item in zip(states, grads, strict=True):
         state.check_unchanged()
-        _require(state, item.values)
-        fitted = _fitted(state, item.values)
+        _check_gradients_fit(state, item.values)
+        fitted = _fit_gradients(state, item.values)
         places: list[torch.Tensor] = [state.parameters[name] for name in fitted]
-        written.append(Written(state.writes.named, item.running))
-        settle = functools.partial(_settle, state, item.running, written[-1])
-        ready.append(Scaled(list(fitted.values()), None, settle, places, weight=item.weight, written=written[-1]))
+        written.append(GradientWrites(state.writes.named, item.running))
+        settle = functools.partial(_commit_buffers_and_writes, state, item.running, written[-1])
+        ready.append(
+            UpdateGradients(list(fitted.values()), None, settle, places, weight=item.weight, written=written[-1])
+        )
     parameters = {id(p): p for state in states for p in state.parameters.values()}
     try:
-        with set_aside(list(parameters.values()), used_up=True):
-            return applied(states, ready, skip)
+        with stash_grads(list(parameters.values()), used_up=True):
+            return update_states(states, ready, skip)
     except BaseException:
         for each in reversed(written):
             each.settle(torch.zeros((), dtype=torch.bool))
         raise
 
 
-def _settle(state: TorchState, running: buffers.Running, written: Written, finite: torch.Tensor | None) -> None:
-    """The running statistics of the gradients become the model's, rank 0's on every rank."""
+def _commit_buffers_and_writes(
+    state: TorchState, running: buffers.BufferChanges, written: GradientWrites, finite: torch.Tensor | None
+) -> None:
+    """Commit the running statistics of the gradients to the model, rank 0's on every rank."""
     written.settle(finite)
-    buffers.commit(state.model, {name: value for name, value in running.items() if name not in written}, finite)
+    buffers.commit_buffers(state.model, {name: value for name, value in running.items() if name not in written}, finite)
     held = state.replicas.held
-    if held is not None and running and (finite is None or not looks(finite.device) or bool(finite)):
+    if held is not None and running and (finite is None or not can_read_without_sync(finite.device) or bool(finite)):
         held.send_running([owner.slots for owner in state.buffer_owners], None)
 
 
 @torch.no_grad()
-def applied(states: Sequence[TorchState], grads: Sequence[Scaled], skip: Skip) -> list[StepResult]:
-    """The update of several states by the rules of `decide`."""
-    _, results = decide.update(states, grads, skip, _VERBS)
+def update_states(states: Sequence[TorchState], grads: Sequence[UpdateGradients], skip: Skip) -> list[StepResult]:
+    """Update several states by the rules of `update_decision`."""
+    _, results = update_decision.apply_update(states, grads, skip, _UPDATE_HOOKS)
     torch.clear_autocast_cache()  # a caller's open region would serve the old weights to the next step
     return results
 
 
-def nothing_applied(state: TorchState, loss: torch.Tensor, aux: Any, weight: torch.Tensor | None) -> StepResult:
-    """The step of a batch in which nothing counts: it is skipped, and says nothing of the scale (S8)."""
+def skipped_step_result(state: TorchState, loss: torch.Tensor, aux: Any, weight: torch.Tensor | None) -> StepResult:
+    """Return the result of a step whose weights are all 0: it is skipped, and does not affect the scale (S8)."""
     yes = torch.ones((), dtype=torch.bool, device=state.device)
-    decision = decide.concluded(state.scaler, state.scale_state, state.step, yes, yes, XP, ~yes)
+    decision = update_decision.next_scale_state(state.scaler, state.scale_state, state.step, yes, yes, XP, ~yes)
     state.scale_state = decision.scale_state
     return StepResult(
         loss, aux, torch.zeros_like(loss), state.scale_state.scale, decision.skipped, decision.step, weight
     )
 
 
-class _Verbs(decide.Verbs[TorchState, Scaled]):
-    """What torch does in the second half. Unscaling, clipping and the update are one pass where the kernels can."""
+class _TorchUpdateHooks(update_decision.UpdateHooks[TorchState, UpdateGradients]):
+    """Torch's update hooks. Unscaling, clipping and the update are one pass if the kernels support it."""
 
     xp = XP
 
     def scaler(self, state: TorchState) -> LossScaler:
         return state.scaler
 
-    def measure(self, state: TorchState, grads: Scaled) -> decide.Measured:
-        """With the norm in float64 and the divisor that unscales and clips as `more`.
+    def measure(self, state: TorchState, grads: UpdateGradients) -> update_decision.GradStats:
+        """Return the statistics; `more` is the float64 norm, the divisor that unscales and clips, and the scale.
 
-        Off the CPU, gradients that are so large that this divisor leaves float32 count as not finite: above
-        3.4e38 * clip_norm before unscaling.
+        Off the CPU, gradients count as not finite if this divisor leaves float32: above 3.4e38 * clip_norm before
+        unscaling.
         """
         clip_norm, scale, weight = state.recipe.clip_norm, grads.scale, grads.weight
         if state.replicas.several:
-            norm, finite, scale = _agreed(state, grads)
+            norm, finite, scale = _all_reduce_grad_stats(state, grads)
             weight = weight if grads.shared is None else grads.shared.weight
         else:
             if grads.shared is not None:
                 scale, weight = grads.shared.alone(scale, state.device)
             values = state.plain(grads.values)
             least = state.scaler.min_scale if weight is None else 0.0
-            norm, finite = measured(values, scale, least=least, alike=state.one_device)
-        by = divisor(norm, scale, clip_norm)
-        if by is not None and clip_norm is not None and not looks(norm.device):
+            norm, finite = global_norm_and_finite(values, scale, least=least, alike=state.one_device)
+        by = unscale_and_clip_divisor(norm, scale, clip_norm)
+        if by is not None and clip_norm is not None and not can_read_without_sync(norm.device):
             finite = finite & torch.isfinite(by.float())
-        return decide.Measured(norm.float(), finite, (norm, by, scale), weight)
+        return update_decision.GradStats(norm.float(), finite, (norm, by, scale), weight)
 
-    def every(self, flags: Sequence[torch.Tensor]) -> torch.Tensor:
+    def all_finite(self, flags: Sequence[torch.Tensor]) -> torch.Tensor:
         return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
 
-    def concluded(
+    def next_scale_state(
         self,
         state: TorchState,
         finite: torch.Tensor | None,
         every: torch.Tensor,
         counts: torch.Tensor | None = None,
-    ) -> decide.Decision:
-        """On the CPU over NumPy's float32 and int32 numbers, which is five times faster."""
+    ) -> update_decision.UpdateDecision:
+        """Return the next scale state; on the CPU with NumPy's float32 and int32 scalars, five times as fast."""
         scaler, old, here = state.scaler, state.scale_state, state.device
-        if counts is not None and looks(here) and bool(counts):
+        if counts is not None and can_read_without_sync(here) and bool(counts):
             counts = None
         if counts is not None:
             finite = None if finite is None else finite.to(here)
-            return decide.concluded(scaler, old, state.step, finite, every.to(here), XP, counts.to(here))
+            return update_decision.next_scale_state(
+                scaler, old, state.step, finite, every.to(here), XP, counts.to(here)
+            )
         if finite is None:
-            return decide.Decision(None, old, state.step + 1, torch.zeros((), dtype=torch.bool, device=here))
+            return update_decision.UpdateDecision(
+                None, old, state.step + 1, torch.zeros((), dtype=torch.bool, device=here)
+            )
         finite = finite.to(here)
-        if not looks(here):
-            return decide.concluded(scaler, old, state.step, finite, every.to(here), XP)
-        new = update(scaler, LossScaleState(*(field.numpy()[()] for field in old)), bool(every), PYTHON)
+        if not can_read_without_sync(here):
+            return update_decision.next_scale_state(scaler, old, state.step, finite, every.to(here), XP)
+        new = update_scale(scaler, LossScaleState(*(field.numpy()[()] for field in old)), bool(every), PYTHON)
         moved = LossScaleState(*(torch.scalar_tensor(v.item(), dtype=o.dtype) for v, o in zip(new, old, strict=True)))
-        return decide.Decision(finite, moved, state.step + finite.to(torch.int32), ~finite)
+        return update_decision.UpdateDecision(finite, moved, state.step + finite.to(torch.int32), ~finite)
 
     def commit(
-        self, state: TorchState, grads: Scaled, measured: decide.Measured, decision: decide.Decision
+        self,
+        state: TorchState,
+        grads: UpdateGradients,
+        measured: update_decision.GradStats,
+        decision: update_decision.UpdateDecision,
     ) -> TorchState:
         norm, by, scale = measured.more
         _update(state, grads._replace(scale=scale), norm, by, decision.finite)
@@ -224,14 +242,14 @@ class _Verbs(decide.Verbs[TorchState, Scaled]):
         return state
 
 
-_VERBS: Final = _Verbs()
+_UPDATE_HOOKS: Final = _TorchUpdateHooks()
 
 
 def _update(
-    state: TorchState, grads: Scaled, norm: torch.Tensor, by: torch.Tensor | None, finite: torch.Tensor | None
+    state: TorchState, grads: UpdateGradients, norm: torch.Tensor, by: torch.Tensor | None, finite: torch.Tensor | None
 ) -> None:
-    """Unscale, clip and step; on the CPU not at all if the flag says so."""
-    if looks(state.device):
+    """Unscale, clip and step; on the CPU do nothing if the flag is false."""
+    if can_read_without_sync(state.device):
         if finite is not None and not bool(finite):
             return
         if by is not None and by.item() == 1.0:
@@ -244,10 +262,14 @@ def _update(
             p.grad = value
     values = state.plain(values)
     if by is not None:
-        by = _divided_before(state, values, grads.scale, norm, by)
+        by = _divide_unless_fused(state, values, grads.scale, norm, by)
     shards = state.shards
-    with NOTHING if shards is None else shards.inside(state.optimizer, _with(state, grads), values):
-        optimizers.apply(
+    with (
+        NULL_CONTEXT
+        if shards is None
+        else shards.inside(state.optimizer, _parameters_with_gradients(state, grads), values)
+    ):
+        optimizers.apply_optimizer(
             state.optimizer,
             state.recipe.optimizer,
             state.step,
@@ -258,68 +280,75 @@ def _update(
             rates=state.rates,
             groups=state.groups,
         )
-    for p in grads.places or ():  # another state's optimizer may hold it too, with a gradient of its own clipping
+    for p in grads.places or ():  # another state may share the parameter, with a differently clipped gradient
         p.grad = None
 
 
-def _with(state: TorchState, grads: Scaled) -> list[torch.Tensor]:
-    """The parameters that have gradients, in order."""
+def _parameters_with_gradients(state: TorchState, grads: UpdateGradients) -> list[torch.Tensor]:
+    """Return the parameters that have gradients, in order."""
     return grads.places or [p for p in state.parameters.values() if p.grad is not None]
 
 
-def _agreed(state: TorchState, grads: Scaled) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Norm and flag over all processes, and what the gradients are still multiplied by; the mean of the loss and the
-    weight go into `grads.shared`. What was written to parameters is rank 0's then."""
+def _all_reduce_grad_stats(
+    state: TorchState, grads: UpdateGradients
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return norm and flag over all processes, and the remaining scale of the gradients.
+
+    Sets mean loss and weight in `grads.shared`. Parameter writes become rank 0's."""
     replicas, shared = state.replicas, grads.shared
-    parameters, values = _with(state, grads), state.plain(grads.values)
+    parameters, values = _parameters_with_gradients(state, grads), state.plain(grads.values)
     begun = None if shared is None else shared.begun
     if shared is not None and begun is not None:
         announced = shared.announced
     else:
-        announced = grads.written is not None and news(state, grads.written.found)
-    own = Own(news=announced)
+        announced = grads.written is not None and has_unannounced_writes(state, grads.written.found)
+    own = LocalStepScalars(news=announced)
     if shared is not None:
-        own = Own(shared.loss, shared.weighing.total, shared.divided, announced)
+        own = LocalStepScalars(shared.loss, shared.weighing.total, shared.divided, announced)
     found = replicas.agreed(parameters, values, grads.scale, own, begun, alike=state.one_device)
     if shared is not None:
         shared.loss = found.loss
         shared.weight = shared.weighing.weight(found.total * replicas.count)
     if grads.written is not None:
         try:
-            send_writes(state, grads.written, announced=announced, of_all=found.news, finite=found.finite)
+            broadcast_writes(state, grads.written, announced=announced, of_all=found.news, finite=found.finite)
         except UnsupportedError:
-            with contextlib.suppress(UnsupportedError):  # a value that was not kept: the error at hand says why
+            with contextlib.suppress(UnsupportedError):  # a missing old value: the original error explains it
                 grads.settle(torch.zeros((), dtype=torch.bool))
             raise
     return found.norm, found.finite, found.scale
 
 
-def _divided_before(
+def _divide_unless_fused(
     state: TorchState, values: list[torch.Tensor], scale: torch.Tensor | None, norm: torch.Tensor, by: torch.Tensor
 ) -> torch.Tensor | None:
-    """Divide the gradients, unless the optimizer's kernels can: what is left to divide them by."""
+    """Divide the gradients unless the optimizer's kernels can; return the remaining divisor."""
     limit = state.recipe.clip_norm
-    if looks(state.device) and not _ORDINARY[0] < by.item() < _ORDINARY[1] and limit is not None:
-        divide_in_two_steps_(values, scale, clip.factor(norm, limit, XP))
+    if (
+        can_read_without_sync(state.device)
+        and not _SAFE_SCALE_RANGE[0] < by.item() < _SAFE_SCALE_RANGE[1]
+        and limit is not None
+    ):
+        unscale_then_clip_(values, scale, clip.clip_factor(norm, limit, XP))
         return None
-    if optimizers.takes_divisor(state.optimizer):
+    if optimizers.has_grad_scale(state.optimizer):
         return by.float()
-    divide_(values, by, alike=state.one_device)
+    divide_gradients_(values, by, alike=state.one_device)
     return None
 
 
-def _fitted(state: TorchState, values: Values) -> dict[str, torch.Tensor]:
-    """Gradients that a user may have replaced: in the parameters' order, dtype and memory layout, without the None."""
+def _fit_gradients(state: TorchState, values: NamedGradients) -> dict[str, torch.Tensor]:
+    """Return the user's gradients in the parameters' order, dtype and strides, without those that are None."""
     fitted, has_complex = {}, bool(state.complex_parameters)
     for name, parameter in state.parameters.items():
         value = values[name]
         if value is None:
             continue
-        if (local_of(value) is value) != (local_of(parameter) is parameter):
+        if (local_tensor_of(value) is value) != (local_tensor_of(parameter) is parameter):
             raise GradientError(
                 f"the gradient of {name!r} must be sharded as the parameter is. Received: "
-                f"{'a whole tensor for a sharded parameter' if local_of(value) is value else 'a sharded tensor'}. "
-                "torch.distributed.tensor.distribute_tensor(gradient, parameter.device_mesh, parameter.placements) "
+                f"{'a whole tensor for a sharded parameter' if local_tensor_of(value) is value else 'a sharded tensor'}"
+                ". torch.distributed.tensor.distribute_tensor(gradient, parameter.device_mesh, parameter.placements) "
                 "makes one."
             )
         if value.dtype != parameter.dtype and value.is_complex() and not parameter.is_complex():
@@ -334,9 +363,9 @@ def _fitted(state: TorchState, values: Values) -> dict[str, torch.Tensor]:
     return fitted
 
 
-def _require(state: TorchState, values: Values) -> None:
-    """Refuse gradients that do not fit the parameters."""
-    refusals.check_gradients(
+def _check_gradients_fit(state: TorchState, values: NamedGradients) -> None:
+    """Raise if the gradients do not match the parameters."""
+    step_checks.check_gradients(
         [(name, tuple(p.shape)) for name, p in state.parameters.items()],
         [(name, None if value is None else tuple(value.shape)) for name, value in values.items()],
     )

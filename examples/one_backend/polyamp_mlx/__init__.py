@@ -1,7 +1,7 @@
-"""polyamp for Apple's MLX, on its CPU build: a whole backend, written from the contract alone, to be read and copied.
+"""polyamp backend for Apple's MLX, on its CPU build: a complete example, written from the contract alone.
 
 `docs/guides/a_backend_of_your_own.md` walks through it. The order to read: `arrays`, `losses`; `precision/op_list`,
-`autocast`, `bound`; `step/state`, `differentiate`, `update`, `step`; `backend`, `harness`.
+`autocast`, `policy_module`; `step/state`, `forward_backward`, `update`, `step`; `backend`, `harness`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`MLXHarness`: the models of the conformance suite in MLX, with weights that come as NumPy arrays."""
+"""`MLXHarness`: the models of the conformance suite in MLX, with weights from NumPy arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from polyamp.contract.harness import Layer, Observe
+from polyamp.contract.harness import DenseWeights, ObserveCallback
 from polyamp.demo.digits import DENSE, EPSILON, HEADS, NORMS, WIDTH
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.recipe import Recipe
@@ -18,21 +18,23 @@ from polyamp.results import LossFunction, StepResult
 from polyamp_mlx.arrays import Array, dtype_name, to_device, to_numpy
 
 
-def dense(layer: Layer) -> nn.Linear:
-    """A layer with these weights; MLX's kernels are (out, in)."""
+def dense_layer(layer: DenseWeights) -> nn.Linear:
+    """Return a layer with these weights; MLX's kernels are (out, in)."""
     made = nn.Linear(*layer.kernel.shape)
     made.weight, made.bias = mx.array(layer.kernel.T), mx.array(layer.bias)
     return made
 
 
-class MLP(nn.Module):  # type: ignore[misc]  # to mypy, all of MLX is Any
-    """dense0 -> relu -> dense1 -> ...; between the first two, what `between` makes of it."""
+class MLXMLP(nn.Module):  # type: ignore[misc]  # to mypy, all of MLX is Any
+    """MLP: dense0 -> relu -> dense1 -> ...; `between` is applied between the first two."""
 
-    def __init__(self, layers: Sequence[Layer], observe: Observe | None = None, between: Any = None) -> None:
+    def __init__(
+        self, layers: Sequence[DenseWeights], observe: ObserveCallback | None = None, between: Any = None
+    ) -> None:
         super().__init__()
         self.depth, self.observe, self.between = len(layers), observe, between
         for number, layer in enumerate(layers):
-            self[f"dense{number}"] = dense(layer)
+            self[f"dense{number}"] = dense_layer(layer)
 
     def __call__(self, x: mx.array) -> mx.array:
         for number in range(self.depth):
@@ -48,10 +50,10 @@ class MLP(nn.Module):  # type: ignore[misc]  # to mypy, all of MLX is Any
         return x
 
 
-class Constrained(MLP):
-    """An MLP that clips its first kernel before it uses it."""
+class MLXConstrainedMLP(MLXMLP):
+    """MLP that clips its first kernel before it uses it."""
 
-    def __init__(self, layers: Sequence[Layer], limit: float) -> None:
+    def __init__(self, layers: Sequence[DenseWeights], limit: float) -> None:
         super().__init__(layers)
         self.limit = limit
 
@@ -61,17 +63,17 @@ class Constrained(MLP):
         return super().__call__(x)
 
 
-class Branches(MLP):
-    """The dense layers side by side."""
+class MLXBranches(MLXMLP):
+    """Dense layers in parallel."""
 
     def __call__(self, x: mx.array) -> tuple[mx.array, ...]:
         return tuple(self[f"dense{number}"](x) for number in range(self.depth))
 
 
-class Gathered(MLP):
-    """The output read at some rows of the batch."""
+class MLXGatheredMLP(MLXMLP):
+    """MLP whose output is gathered at some rows of the batch."""
 
-    def __init__(self, layers: Sequence[Layer], rows: Array) -> None:
+    def __init__(self, layers: Sequence[DenseWeights], rows: Array) -> None:
         super().__init__(layers)
         self.rows = rows.tolist()
 
@@ -79,13 +81,13 @@ class Gathered(MLP):
         return super().__call__(x)[mx.array(self.rows)]
 
 
-class Digits(nn.Module):  # type: ignore[misc]  # to mypy, all of MLX is Any
-    """The transformer of `polyamp.demo.digits`."""
+class MLXDigits(nn.Module):  # type: ignore[misc]  # to mypy, all of MLX is Any
+    """Transformer of `polyamp.demo.digits`."""
 
     def __init__(self, weights: Mapping[str, Array]) -> None:
         super().__init__()
         for name in DENSE:
-            self[name] = dense(Layer(weights[f"{name}/kernel"], weights[f"{name}/bias"]))
+            self[name] = dense_layer(DenseWeights(weights[f"{name}/kernel"], weights[f"{name}/bias"]))
         for name in NORMS:
             self[name] = nn.LayerNorm(WIDTH, eps=EPSILON)
             self[name].weight, self[name].bias = (mx.array(weights[f"{name}/{part}"]) for part in ("scale", "bias"))
@@ -113,27 +115,27 @@ class MLXHarness:
     def float64(self) -> contextlib.AbstractContextManager[Any]:
         raise UnsupportedError("MLX computes float64 on the CPU alone.")
 
-    def mlp(self, layers: Sequence[Layer], *, observe: Observe | None = None) -> nn.Module:
-        return MLP(layers, observe)
+    def mlp(self, layers: Sequence[DenseWeights], *, observe: ObserveCallback | None = None) -> nn.Module:
+        return MLXMLP(layers, observe)
 
-    def branches(self, layers: Sequence[Layer]) -> nn.Module:
-        return Branches(layers)
+    def branches(self, layers: Sequence[DenseWeights]) -> nn.Module:
+        return MLXBranches(layers)
 
-    def normalized_mlp(self, layers: Sequence[Layer]) -> nn.Module:
-        return MLP(layers, between=nn.BatchNorm(len(layers[0].bias)))
+    def normalized_mlp(self, layers: Sequence[DenseWeights]) -> nn.Module:
+        return MLXMLP(layers, between=nn.BatchNorm(len(layers[0].bias)))
 
-    def dropout_mlp(self, layers: Sequence[Layer]) -> tuple[nn.Module, dict[str, Any]]:
-        return MLP(layers, between=nn.Dropout(0.5)), {"seed": 7}
+    def dropout_mlp(self, layers: Sequence[DenseWeights]) -> tuple[nn.Module, dict[str, Any]]:
+        return MLXMLP(layers, between=nn.Dropout(0.5)), {"seed": 7}
 
-    def constrained_mlp(self, layers: Sequence[Layer], limit: float) -> nn.Module:
-        return Constrained(layers, limit)
+    def constrained_mlp(self, layers: Sequence[DenseWeights], limit: float) -> nn.Module:
+        return MLXConstrainedMLP(layers, limit)
 
     def digits(self, weights: Mapping[str, Array]) -> nn.Module:
-        return Digits(weights)
+        return MLXDigits(weights)
 
-    def weights(self, state: Any) -> list[Layer]:
+    def weights(self, state: Any) -> list[DenseWeights]:
         layers = [state.model[name] for name in sorted(state.model) if name.startswith("dense")]
-        return [Layer(to_numpy(layer.weight).T, to_numpy(layer.bias)) for layer in layers]
+        return [DenseWeights(to_numpy(layer.weight).T, to_numpy(layer.bias)) for layer in layers]
 
     def sensitive(self) -> Mapping[str, Mapping[str, Callable[[Any], Any]]]:
         return {
@@ -182,21 +184,21 @@ class MLXHarness:
     def outer(self, left: Any, right: Any) -> Any:
         return mx.einsum("i,j->ij", left, right)
 
-    def gathered(self, layers: Sequence[Layer], rows: Array) -> nn.Module:
-        return Gathered(layers, rows)
+    def gathered(self, layers: Sequence[DenseWeights], rows: Array) -> nn.Module:
+        return MLXGatheredMLP(layers, rows)
 
     def unusable(self, kind: str) -> nn.Module:
         if kind == "empty":
-            return MLP([])
+            return MLXMLP([])
         dtype = {"integer": np.int32, "complex": np.complex64, "float16": np.float16}[kind]
-        return MLP([Layer(np.ones((2, 2), dtype), np.ones(2, dtype))])
+        return MLXMLP([DenseWeights(np.ones((2, 2), dtype), np.ones(2, dtype))])
 
     def complex_dense(self, kernel: Array) -> Any:
         raise UnsupportedError("the MLX backend trains no complex parameters.")
 
-    def with_head(self, state: Any, head: Layer) -> nn.Module:
+    def with_head(self, state: Any, head: DenseWeights) -> nn.Module:
         model = state.model
-        model[f"dense{model.depth - 1}"] = dense(head)
+        model[f"dense{model.depth - 1}"] = dense_layer(head)
         return model
 
     def with_frozen(self, state: Any, numbers: Collection[int]) -> nn.Module:
@@ -212,6 +214,6 @@ class MLXHarness:
         return SGD(learning_rate)
 
     def replicate(
-        self, layers: Sequence[Layer], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
+        self, layers: Sequence[DenseWeights], recipe: Recipe, loss_fn: LossFunction, batches: Sequence[Sequence[Any]]
     ) -> list[tuple[Any, StepResult]]:
         raise UnsupportedError("the mlx backend trains on one device; mx.distributed is not used.")

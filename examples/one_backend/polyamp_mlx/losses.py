@@ -1,4 +1,4 @@
-"""`LossFunctions` for MLX: what `polyamp.losses` is composed of, in float32 whatever comes in (S4, S24)."""
+"""`LossFunctions` for MLX: the formulas of `polyamp.losses`, in float32 for every input dtype (S4, S24)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import mlx.core as mx
 import numpy as np
 
 from polyamp_mlx.arrays import to_device, to_numpy
-from polyamp_mlx.precision.autocast import region
+from polyamp_mlx.precision.autocast import precision_region
 
 
 class MLXLosses:
-    """The formulas; arrays come as MLX's, labels and targets also as NumPy's."""
+    """`LossFunctions` over MLX; labels and targets may also be NumPy arrays."""
 
     def in_float32(self) -> contextlib.AbstractContextManager[Any]:
-        return region(None)
+        return precision_region(None)
 
     def wide(self, values: Any, like: Any) -> Any:
         return _wide(values)
@@ -65,7 +65,7 @@ class MLXLosses:
             return mx.where(condition, x, y).astype(mx.float32)
         dtype = x.dtype if isinstance(x, mx.array) else y.dtype
         x, y = (value if isinstance(value, mx.array) else mx.array(value, dtype=dtype) for value in (x, y))
-        return _chosen(*mx.broadcast_arrays(condition, x, y))
+        return _select_function(*mx.broadcast_arrays(condition, x, y))
 
     def sum(self, values: Any, axis: int | None = None) -> Any:
         return mx.sum(_wide(values), axis=axis)
@@ -75,7 +75,7 @@ class MLXLosses:
 
 
 def _select(condition: Any, x: Any, y: Any) -> Any:
-    """`mx.where`, whose own derivative multiplies by the mask: infinity behind a mask would become NaN."""
+    """Select like `mx.where`, whose derivative multiplies by the mask, so that a masked infinity would become NaN."""
     return mx.where(condition, x, y)
 
 
@@ -84,8 +84,8 @@ def _select_vjp(primals: Any, cotangent: Any, _: Any) -> Any:
     return mx.zeros_like(condition), mx.where(condition, cotangent, zero), mx.where(condition, zero, cotangent)
 
 
-_chosen: Any = mx.custom_function(_select)
-_chosen.vjp(_select_vjp)
+_select_function: Any = mx.custom_function(_select)
+_select_function.vjp(_select_vjp)
 
 
 def _wide(values: Any) -> Any:

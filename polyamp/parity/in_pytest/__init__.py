@@ -1,2 +1,2 @@
-"""What `polyamp.parity.plugin` needs in a session of pytest that uses it: which test belongs to which backend
-(`choice`), the processes of the frameworks (`standing_in`, `processes`, `child`), and the assertion (`asserting`)."""
+"""Implementation of the pytest plugin: backend selection (`backend_selection`), processes of the frameworks
+(`remote_items`, `framework_processes`, `child_session`), and the assertion (`assert_parity`)."""

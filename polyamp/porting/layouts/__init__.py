@@ -1,3 +1,5 @@
-"""What a layer is, as data: its kind and canonical arrays, the form that leads there from a framework's own ones, the
-inventory of a model, and what a backend's converter gives. Called by every other room of `polyamp.porting` and by
-`backends/*/porting`; calls none of them."""
+"""Layers as data, and the converter protocols of the backends.
+
+The package defines layer kinds with canonical arrays, the forms that convert native arrays, and a model's inventory. It
+depends on no other package of `polyamp.porting`.
+"""

@@ -1,5 +1,7 @@
-"""Activations in NumPy, by their canonical names: where one framework's layer applies its own and the other's leaves it
-to what follows, a check compares behind it. Called by `check`."""
+"""Activations in NumPy, by their canonical names.
+
+A check uses them to compare outputs after the activation, if only one framework's layer includes it.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,21 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-def applied(name: str, array: Array) -> Array | None:
-    """What an activation makes of an array; None of one that is not here.
+def apply_activation(name: str, array: Array) -> Array | None:
+    """Apply an activation to an array; return None if the activation is not implemented here.
 
     Args:
-        name: canonical, as in the table of kinds.
+        name: canonical name, as in the table of kinds.
         array: any shape.
 
     Example:
         >>> import numpy as np
-        >>> applied("relu", np.array([-1.0, 2.0])).tolist()
+        >>> apply_activation("relu", np.array([-1.0, 2.0])).tolist()
         [0.0, 2.0]
     """
     import numpy as np
 
-    function = _KNOWN.get(name)
+    function = _FUNCTIONS.get(name)
     return None if function is None else function(np.asarray(array, np.float64))
 
 
@@ -67,7 +69,7 @@ def _gelu_tanh(x: Array) -> Array:
     return found
 
 
-_KNOWN: Final[Mapping[str, Callable[[Array], Array]]] = {
+_FUNCTIONS: Final[Mapping[str, Callable[[Array], Array]]] = {
     "relu": _relu,
     "sigmoid": _sigmoid,
     "tanh": _tanh,

@@ -1,7 +1,6 @@
-"""`Inventory`: what a converter found in a model, layer by layer, in its framework's own layout.
+"""`Inventory`, the layers of a model in its framework's own layout.
 
-The converters in `backends/*/porting` make it, `matching` pairs two of them, `port` moves arrays between them. A
-`Canonical` is one too, whose forms change nothing.
+A `Canonical` is also an inventory, whose forms change nothing.
 """
 
 from __future__ import annotations
@@ -10,20 +9,20 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from polyamp.porting.layouts.forms import Form
-from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.layer_layout import Form
+from polyamp.porting.layouts.lazy_array import Lazy
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class InventoryLeaf:
     """One array of a model.
 
     Attributes:
-        name: its full name in the model, unique there: what `Converter.fill` takes. A parameter's is its path in
-            checkpoints and reports, `/`-separated.
-        array: its values, which are read late.
+        name: its unique full name in the model, which `Converter.fill` accepts. A parameter's name is its `/`-separated
+            path in checkpoints and reports.
+        array: its values, which are read lazily.
         trainable: False for running statistics and counters.
-        tied: the name of the leaf that it is: both are one array (a head tied to an embedding). None for the first.
+        tied: name of the leaf with the same array (a head tied to an embedding). None for the first.
     """
 
     name: str
@@ -34,27 +33,27 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class NativeLayer:
-    """A layer as a framework has it.
+    """A layer in its framework's layout.
 
     Attributes:
-        path: of the module, `/`-separated, as the framework spells it ("transformer/h/0/attn"); of a stack that is one
-            module in some frameworks and several in others, of the one cell ("lstm/layer_0/forward"). A parameter of
-            no layer is a layer of its own, of kind "parameter", and has its own path.
-        leaves: its arrays, by the names that the form's rules use.
-        forms: what it may be, likeliest first: one where its class is known, several where only names and shapes are.
-        module: its class as messages name it ("torch.nn.Linear"); "" where it is not known.
-        lines: attribute -> the line of code that gives it another value, in canonical meaning.
+        path: `/`-separated path of the module, as the framework spells it ("transformer/h/0/attn"). A stack is one
+            module in some frameworks and several in others; its layers have the path of one cell
+            ("lstm/layer_0/forward"). A parameter of no layer is a layer of kind "parameter", with its own path.
+        leaves: its arrays, by their names in the form's rules.
+        forms: possible forms, likeliest first: one if its class is known, several if only names and shapes are.
+        module: its class for messages ("torch.nn.Linear"); "" if unknown.
+        lines: attribute -> function from a canonical value to the line of code that sets it.
     """
 
     path: str
-    leaves: Mapping[str, Leaf]
+    leaves: Mapping[str, InventoryLeaf]
     forms: tuple[Form, ...]
     module: str = ""
     lines: Mapping[str, Callable[[Any], str]] = dataclasses.field(default_factory=dict)
 
     @property
     def arrays(self) -> dict[str, Lazy]:
-        """Its arrays by their names in it."""
+        """Its arrays by their names in the layer."""
         return {name: leaf.array for name, leaf in self.leaves.items()}
 
 
@@ -63,10 +62,10 @@ class Inventory:
     """All layers of a model.
 
     Attributes:
-        layers: in the order of definition, or of calls where it is known.
-        framework: as messages name it: "torch", "keras", "flax.linen", "equinox", "a file".
-        ordered: whether that order means something; False where a framework sorts by name.
-        left: names of arrays that belong to no weight and are not moved (random streams, counters) -> why.
+        layers: in the order of definition, or of calls if that is known.
+        framework: name for messages: "torch", "keras", "flax.linen", "equinox", "a file".
+        ordered: whether the order is meaningful; False if a framework sorts by name.
+        left: names of arrays that are no weights and are not moved (random streams, counters) -> reason.
     """
 
     layers: Sequence[NativeLayer]
@@ -76,7 +75,7 @@ class Inventory:
 
     @property
     def channels(self) -> Literal["first", "last"] | None:
-        """Where its convolutions have their channels; None where there are none, or they do not say or agree."""
+        """Channel position of the convolutions; None if there are none, or it is unknown or inconsistent."""
         said = {
             form.attributes.get("channels")
             for layer in self.layers
@@ -87,7 +86,7 @@ class Inventory:
 
     @property
     def spatial(self) -> int:
-        """Number of spatial axes of its convolutions, 0 where there are none or several numbers."""
+        """Number of spatial axes of the convolutions; 0 if there are none or their numbers differ."""
         said = {
             len(shape) - 2
             for layer in self.layers

@@ -1,8 +1,8 @@
-"""The reversible operations that lead from a framework's arrays of a layer to the canonical ones, and back.
+"""Reversible operations between a framework's native arrays of a layer and the canonical ones.
 
-Each knows its inverse, so that there is one table per framework (its forms) and no second one for the way back:
-`backward(forward(arrays))` is `arrays`, bit for bit. The other way round a `loses` says what a framework cannot hold:
-only `Merge` and its like have one. Used by `forms`; a third party writes one by giving these six members.
+Each operation knows its inverse, so each framework needs only one table, its forms. `backward(forward(arrays))` is
+`arrays`, bit for bit. In the other direction, `loses` reports what a framework cannot represent; only `Merge` and
+similar operations have such losses. A third party writes an operation by implementing these six members.
 """
 
 from __future__ import annotations
@@ -27,38 +27,39 @@ class Operation(Protocol):
     """One step from native arrays to canonical ones."""
 
     def shapes(self, shapes: list[Shape]) -> list[Shape]:
-        """The shapes that `forward` gives of arrays of these shapes."""
+        """Return the shapes of the arrays that `forward` returns for these shapes."""
 
     def forward(self, arrays: list[Array]) -> list[Array]:
-        """Native to canonical."""
+        """Convert native arrays to canonical arrays."""
 
     def backward(self, arrays: list[Array]) -> list[Array]:
-        """Canonical to native; the inverse of `forward`."""
+        """Convert canonical arrays to native arrays; the inverse of `forward`."""
 
     def gradients(self, arrays: list[Array]) -> list[Array]:
-        """Canonical gradients, of native ones: `forward` for all that only moves values."""
+        """Convert native gradients to canonical gradients; the same as `forward` if the operation only moves values."""
 
     def moments(self, arrays: list[Array]) -> list[Array]:
-        """Native moments of an optimizer, of canonical ones, which lie as gradients do: the inverse of `gradients`."""
+        """Convert an optimizer's canonical moments, which have the layout of gradients, to native: the inverse of
+        `gradients`."""
 
     def loses(self, arrays: list[Array]) -> str:
-        """What `backward` loses of these canonical arrays, a phrase; "" where it loses nothing."""
+        """Return what `backward` loses of these canonical arrays, as a phrase; "" if nothing."""
 
 
 class Moves(abc.ABC):
-    """An operation that only moves values, so that gradients move along, and nothing is lost."""
+    """Operation that only moves values, so that gradients move in the same way, and nothing is lost."""
 
     @abc.abstractmethod
     def shapes(self, shapes: list[Shape]) -> list[Shape]:
-        """The shapes that `forward` gives of arrays of these shapes."""
+        """Return the shapes of the arrays that `forward` returns for these shapes."""
 
     @abc.abstractmethod
     def forward(self, arrays: list[Array]) -> list[Array]:
-        """Native to canonical."""
+        """Convert native arrays to canonical arrays."""
 
     @abc.abstractmethod
     def backward(self, arrays: list[Array]) -> list[Array]:
-        """Canonical to native."""
+        """Convert canonical arrays to native arrays."""
 
     def gradients(self, arrays: list[Array]) -> list[Array]:
         return self.forward(arrays)
@@ -72,7 +73,7 @@ class Moves(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Transpose(Moves):
-    """Axes in another order: canonical axis i is native axis `axes[i]`, of each array.
+    """Permutation of the axes of each array: canonical axis i is native axis `axes[i]`.
 
     >>> import numpy as np
     >>> Transpose((1, 0)).forward([np.zeros((2, 3))])[0].shape
@@ -94,7 +95,7 @@ class Transpose(Moves):
 
 @dataclasses.dataclass(frozen=True)
 class Reshape(Moves):
-    """The same elements under another shape, of each array.
+    """Reshape of each array to another shape with the same elements.
 
     >>> import numpy as np
     >>> Reshape((6,), (2, 3)).forward([np.zeros(6)])[0].shape
@@ -119,7 +120,7 @@ class Reshape(Moves):
 
 @dataclasses.dataclass(frozen=True)
 class Flip(Moves):
-    """The order along some axes reversed, of each array: kernels of transposed convolutions.
+    """Reversal of each array along some axes, for kernels of transposed convolutions.
 
     >>> import numpy as np
     >>> Flip((0,)).forward([np.arange(3)])[0].tolist()
@@ -142,9 +143,9 @@ class Flip(Moves):
 
 @dataclasses.dataclass(frozen=True)
 class Blocks(Moves):
-    """Equal blocks along an axis in another order: canonical block i is native block `order[i]`, of each array.
+    """Permutation of equal blocks along an axis of each array: canonical block i is native block `order[i]`.
 
-    The gates of recurrent layers, for one.
+    Used for the gates of recurrent layers, for example.
 
     >>> import numpy as np
     >>> Blocks((1, 0)).forward([np.arange(4)])[0].tolist()
@@ -161,14 +162,14 @@ class Blocks(Moves):
         return shapes
 
     def forward(self, arrays: list[Array]) -> list[Array]:
-        return [_blocks(array, self.order, self.axis) for array in arrays]
+        return [_permute_blocks(array, self.order, self.axis) for array in arrays]
 
     def backward(self, arrays: list[Array]) -> list[Array]:
         back = tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
-        return [_blocks(array, back, self.axis) for array in arrays]
+        return [_permute_blocks(array, back, self.axis) for array in arrays]
 
 
-def _blocks(array: Array, order: Sequence[int], axis: int) -> Array:
+def _permute_blocks(array: Array, order: Sequence[int], axis: int) -> Array:
     import numpy as np
 
     parts = np.split(array, len(order), axis)
@@ -177,7 +178,7 @@ def _blocks(array: Array, order: Sequence[int], axis: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Split(Moves):
-    """One native array that is several canonical ones side by side, of these lengths along an axis.
+    """Split of one native array into several canonical ones, of these lengths along an axis.
 
     >>> import numpy as np
     >>> [part.shape for part in Split((4, 2, 2)).forward([np.zeros((3, 8))])]
@@ -208,8 +209,8 @@ class Split(Moves):
 
 @dataclasses.dataclass(frozen=True)
 class Join(Moves):
-    """Several native arrays that are one canonical array side by side, of these lengths along an axis: `Split` the
-    other way round.
+    """Concatenation of several native arrays, of these lengths along an axis, to one canonical array: the inverse of
+    `Split`.
 
     >>> import numpy as np
     >>> Join((1, 1)).forward([np.zeros((3, 1)), np.ones((3, 1))])[0].shape
@@ -235,12 +236,12 @@ class Join(Moves):
 
 @dataclasses.dataclass(frozen=True)
 class First(Moves):
-    """An operation on the first arrays alone; those behind them stay as they are.
+    """Operation on the first arrays only; the arrays after them stay unchanged.
 
     Args:
-        count: how many native arrays it is for.
+        count: number of native arrays that the operation takes.
         operation: one that only moves values.
-        made: how many arrays it gives.
+        made: number of arrays that the operation returns.
 
     >>> import numpy as np
     >>> [part.shape for part in First(2, Join((1, 1))).forward([np.zeros(1), np.ones(1), np.zeros(5)])]
@@ -263,7 +264,7 @@ class First(Moves):
 
 @dataclasses.dataclass(frozen=True)
 class Apart(Moves):
-    """An operation for each array, by its place; each takes one array and gives one.
+    """A separate operation for each array, by position. Each takes one array and returns one.
 
     >>> import numpy as np
     >>> Apart((Flip((0,)), Transpose((0,)))).forward([np.arange(2), np.arange(2)])
@@ -284,19 +285,19 @@ class Apart(Moves):
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """One native bias where the canonical layer has two that are added: `backward` adds them, `forward` gives the
-    second as zeros.
+    """One native bias for two canonical biases that are added: `backward` adds them, `forward` returns the second as
+    zeros.
 
     Args:
-        kept: numbers of the second's equal blocks that the framework holds apart, in a second native array; none where
-            it has one bias alone. Keras's LSTM and GRU of one bias: `Merge()`. flax's GRU, whose last gate has a
-            recurrent bias of its own: `Merge(kept=(2,), blocks=3)`.
-        blocks: how many equal blocks the bias has.
-        absent: numbers of those whose second bias stands where no other bias can take its place, and which the
-            framework lacks: `backward` refuses all but zeros there. nnx's GRU, which has one bias alone and resets
-            after the product: `Merge(blocks=3, absent=(2,))`.
-        added: a number for each block that the framework's formula adds by itself: the second bias is that, so that
-            the first is what the framework has, bit for bit. haiku's LSTM, which adds 1 to the forget gate:
+        kept: indices of the second bias's equal blocks that the framework stores separately, in a second native array;
+            empty if it has only one bias. Keras's LSTM and GRU with one bias: `Merge()`. flax's GRU, whose last gate
+            has a separate recurrent bias: `Merge(kept=(2,), blocks=3)`.
+        blocks: number of equal blocks of the bias.
+        absent: indices of blocks whose second bias cannot be added to the first, and which the framework lacks:
+            `backward` accepts only zeros there. nnx's GRU, which has only one bias and resets after the product:
+            `Merge(blocks=3, absent=(2,))`.
+        added: constant for each block that the framework's formula adds itself. The second bias is this constant, so
+            that the first equals the native bias bit for bit. haiku's LSTM, which adds 1 to the forget gate:
             `Merge(blocks=4, added=(0, 1, 0, 0))`.
 
     >>> import numpy as np
@@ -339,7 +340,7 @@ class Merge:
         return [first, np.concatenate([parts[number] for number in self.kept])] if self.kept else [first]
 
     def gradients(self, arrays: list[Array]) -> list[Array]:
-        """Both get the gradient of their sum; what is held apart, its own."""
+        """Return the gradient of the sum for both biases; a separately stored block gets its own gradient."""
         import numpy as np
 
         second = np.array(arrays[0])
@@ -350,7 +351,8 @@ class Merge:
         return [arrays[0], second]
 
     def moments(self, arrays: list[Array]) -> list[Array]:
-        """The mean of both, which is either of them unless they were decayed; what is held apart, its own."""
+        """Return the mean of both biases' moments, which are equal unless they were decayed. A separately stored block
+        gets its own moments."""
         import numpy as np
 
         first, second = (np.split(array, self.blocks) for array in arrays)
@@ -374,10 +376,10 @@ class Merge:
 
 @dataclasses.dataclass(frozen=True)
 class Shift:
-    """A constant that the framework's formula adds to some equal blocks of an array: haiku's LSTM adds 1 to the forget
-    gate, some norms 1 to their scale. Canonical is native plus `constant` there.
+    """Constant that the framework's formula adds to some equal blocks of an array: haiku's LSTM adds 1 to the forget
+    gate, some norms 1 to their scale. A canonical array is the native one plus `constant` there.
 
-    Adding and subtracting rounds: `loses` says so where the way back does not give the same bits.
+    Adding and subtracting rounds: `loses` reports it if the inverse does not restore the same bits.
 
     >>> import numpy as np
     >>> Shift(1.0, (1,), 2).forward([np.zeros(4)])[0].tolist()

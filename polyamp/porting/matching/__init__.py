@@ -1,2 +1,1 @@
-"""Which layer of one model is which of the other, and how the two differ: names, trees, pairs, ties, composites, the
-order behind a flatten. Called by `settled`, `refusals`, `report`, `check`, `port` and `states`."""
+"""Matching of two models' layers by names, trees and ties, regrouping of attention, and comparison of attributes."""

@@ -1,8 +1,7 @@
-"""Which layer of one model is which of the other: by structure, kind, shape and names, and never by guessing.
+"""Matching of two models' layers by structure, kind, shape and names, without guessing.
 
-Two trees of modules are laid beside each other. Nodes of equal mass that fit are paired, largest first; where the same
-mass lies several times, `pairing` asks their names. What fits nothing is opened, module by module, until all are
-layers. Called by `port`.
+Two module trees are aligned. Nodes of equal mass that fit are paired, largest first. If several nodes have the same
+mass, `pairing` compares their names. Modules that do not fit are replaced by their children until only layers remain.
 """
 
 from __future__ import annotations
@@ -13,43 +12,43 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
-from polyamp.porting.matching import composites, neighbours
-from polyamp.porting.matching.fits import Fit, fit
-from polyamp.porting.matching.pairing import pair
-from polyamp.porting.matching.renaming import renamed
-from polyamp.porting.matching.tree import Node, in_turn, mass_of, tree
+from polyamp.porting.matching import attention_groups, neighbours
+from polyamp.porting.matching.layer_fit import LayerFit, find_layer_fit
+from polyamp.porting.matching.module_tree import ModuleNode, build_module_tree, count_values, is_in_call_order
+from polyamp.porting.matching.pairing import pair_nodes
+from polyamp.porting.matching.rename_rules import apply_rename_rules
 
-_Sides = tuple[list[Node], list[Node]]
+_Sides = tuple[list[ModuleNode], list[ModuleNode]]
 
 
-class Match(NamedTuple):
-    """A layer of the source and the layer of the target that it is.
+class LayerMatch(NamedTuple):
+    """A layer of the source and its counterpart in the target.
 
     Attributes:
-        source: the source's layer; of several that the other framework keeps as one, all in one.
+        source: the source's layer; several layers are merged if the other framework has them as one.
         target: the target's.
-        fit: how the arrays of one go into the other.
-        told: what told: "names=", "name", "number", "alone" (nothing else fits), "neighbour"
-            (the layer beside it is known), "order" (the weakest).
+        fit: conversion of the arrays from one to the other.
+        told: evidence of the match: "names=", "name", "number", "alone" (nothing else fits), "neighbour"
+            (the layer next to it is matched), "order" (the weakest).
     """
 
     source: NativeLayer
     target: NativeLayer
-    fit: Fit
+    fit: LayerFit
     told: str
 
 
 @dataclasses.dataclass
 class Matching:
-    """What was found.
+    """Result of a matching.
 
     Attributes:
         pairs: the layers that have a partner.
-        alone: layers without one: of the source, of the target.
-        alike: groups of layers that all fit each other and that nothing tells apart.
+        alone: layers without a partner: of the source, of the target.
+        alike: groups of layers that all fit each other and cannot be distinguished.
     """
 
-    pairs: list[Match] = dataclasses.field(default_factory=list)
+    pairs: list[LayerMatch] = dataclasses.field(default_factory=list)
     alone: tuple[list[NativeLayer], list[NativeLayer]] = dataclasses.field(default_factory=lambda: ([], []))
     alike: list[tuple[list[NativeLayer], list[NativeLayer]]] = dataclasses.field(default_factory=list)
 
@@ -59,54 +58,63 @@ class Matching:
         return not self.alone[0] and not self.alone[1]
 
     def add(self, other: Matching) -> None:
-        """Take over what a part of the trees gave."""
+        """Add the result of a subtree."""
         self.pairs += other.pairs
         self.alike += other.alike
         self.alone[0].extend(other.alone[0])
         self.alone[1].extend(other.alone[1])
 
 
-def match(
+def match_layers(
     source: Inventory, target: Inventory, names: Mapping[str, str], *, tied: tuple[bool, bool] = (False, False)
 ) -> Matching:
-    """The layers of two models in pairs, in the target's order. Layers without arrays are left out, tied ones as well.
+    """Return the layers of two models in pairs, in the target's order. Layers without arrays and tied layers are left
+    out.
 
     Args:
         source: the model whose values are taken.
-        target: the model that gets them.
+        target: the model that receives them.
         names: regular expression -> replacement, applied in turn to the source's paths.
-        tied: whether tied arrays count as a layer's own, on either side.
+        tied: whether tied arrays count as a layer's own, for each side.
 
     Raises:
-        PortError: an expression of `names` is none, or matches no path.
+        PortError: an expression of `names` is invalid, or matches no path.
     """
-    ours = [(path, layer) for path, layer in renamed(source.layers, target.layers, names) if layer.leaves]
+    ours = [(path, layer) for path, layer in apply_rename_rules(source.layers, target.layers, names) if layer.leaves]
     theirs = [(layer.path, layer) for layer in target.layers if layer.leaves]
     found = Matching()
     if names:
-        ours, theirs = _named(ours, theirs, source, found)
-    search = _Search((source.ordered and in_turn(source.layers), target.ordered and in_turn(target.layers)))
-    found.add(search.align(tree(ours, tied=tied[0]), tree(theirs, tied=tied[1])))
-    _settle_by_neighbours(found)
+        ours, theirs = _pair_named(ours, theirs, source, found)
+    search = _Search(
+        (source.ordered and is_in_call_order(source.layers), target.ordered and is_in_call_order(target.layers))
+    )
+    found.add(search.align(build_module_tree(ours, tied=tied[0]), build_module_tree(theirs, tied=tied[1])))
+    _pair_by_neighbours(found)
     place = {layer.path: number for number, layer in enumerate(target.layers)}
     found.pairs.sort(key=lambda each: place.get(each.target.path, 0))
     return found
 
 
-def _named(
+def _pair_named(
     ours: Sequence[tuple[str, NativeLayer]],
     theirs: Sequence[tuple[str, NativeLayer]],
     source: Inventory,
     found: Matching,
 ) -> tuple[list[tuple[str, NativeLayer]], list[tuple[str, NativeLayer]]]:
-    """Pairs those that `names=` gave the very path of a layer of the target; what is left of both sides."""
+    """Pair layers whose path after `names=` is exactly a path of the target; return the remaining layers of both
+    sides."""
     by_path = dict(theirs)
     given = {path for path, layer in ours if path != layer.path}
     taken = set()
     for path, layer in ours:
         other = by_path.get(path)
-        if path in given and other is not None and path not in taken and (way := fit(layer, other)) is not None:
-            found.pairs.append(Match(layer, other, way, "names="))
+        if (
+            path in given
+            and other is not None
+            and path not in taken
+            and (way := find_layer_fit(layer, other)) is not None
+        ):
+            found.pairs.append(LayerMatch(layer, other, way, "names="))
             taken.add(path)
     done = {id(each.source) for each in found.pairs}
     return [(path, layer) for path, layer in ours if id(layer) not in done], [
@@ -115,62 +123,62 @@ def _named(
 
 
 class _Search:
-    """One matching; remembers what was tried.
+    """State of one matching, with a cache of tried pairs.
 
     Args:
-        ordered: whether the order of definition means something, on either side.
+        ordered: whether the order of definition is meaningful, for each side.
     """
 
     def __init__(self, ordered: tuple[bool, bool]) -> None:
         self._ordered = ordered
         self._known: dict[tuple[str, str], bool] = {}
         self._signs: dict[int, tuple[NativeLayer, str]] = {}
-        self._tried: dict[tuple[int, int], tuple[Node, Node, Matching | None]] = {}
+        self._tried: dict[tuple[int, int], tuple[ModuleNode, ModuleNode, Matching | None]] = {}
 
-    def align(self, source: Sequence[Node], target: Sequence[Node]) -> Matching:
-        """The layers in two lists of nodes."""
+    def align(self, source: Sequence[ModuleNode], target: Sequence[ModuleNode]) -> Matching:
+        """Match the layers in two lists of nodes."""
         found = Matching()
         sides = list(source), list(target)
-        around = list(source), list(target)  # what stood here, in its order, as far as it was opened
+        around = list(source), list(target)  # all nodes in order, at the current depth
         while sides[0] and sides[1]:
-            if not self._settle(sides, around, found) and not _open(sides, around):
+            if not self._pair_heaviest(sides, around, found) and not _open_heaviest(sides, around):
                 break
         for number in (0, 1):
             found.alone[number].extend(leaf.layer for node in sides[number] for leaf in node.leaves() if leaf.layer)
-        return _regrouped(found) if found.alone[0] and found.alone[1] else found
+        return _regroup_attention(found) if found.alone[0] and found.alone[1] else found
 
-    def _settle(self, sides: _Sides, around: _Sides, found: Matching) -> bool:
-        """Pair the nodes of the largest mass of which there are equally many on both sides; False if there is none."""
+    def _pair_heaviest(self, sides: _Sides, around: _Sides, found: Matching) -> bool:
+        """Pair the nodes of the largest mass with equal counts on both sides; return False if there are none."""
         counts = Counter(node.mass for node in sides[0]), Counter(node.mass for node in sides[1])
         closed = any(node.layer is None for side in sides for node in side)
         for mass in sorted(counts[0], reverse=True):
             if not counts[1].get(mass):
                 continue
             groups = tuple([node for node in side if node.mass == mass] for side in sides)
-            if len(groups[0]) != len(groups[1]):  # others of the same mass may be no candidates at all
-                groups = self._fitting(groups)
+            if len(groups[0]) != len(groups[1]):  # some nodes of this mass may not fit at all
+                groups = self._fitting_nodes(groups)
             if not groups[0] or len(groups[0]) != len(groups[1]):
                 continue
-            if groups[0][0].layer is not None and not _all_in_sight(mass, sides):
+            if groups[0][0].layer is not None and not _is_mass_exhausted(mass, sides):
                 continue
-            done = self._group(groups[0], groups[1], in_step=_masses(around, 0) == _masses(around, 1))
+            done = self._group(groups[0], groups[1], in_step=_node_masses(around, 0) == _node_masses(around, 1))
             if done is None or (closed and done.alike and any(node.layer is not None for node in groups[0])):
-                continue  # more is in sight once all is open
+                continue  # opened modules may distinguish them
             found.add(done)
             for side, group in zip(sides, groups, strict=True):
                 side[:] = [node for node in side if node not in group]
             return True
         return False
 
-    def _fitting(self, groups: tuple[list[Node], ...]) -> tuple[list[Node], ...]:
-        """Of two groups those nodes that fit one of the other side."""
+    def _fitting_nodes(self, groups: tuple[list[ModuleNode], ...]) -> tuple[list[ModuleNode], ...]:
+        """Return the nodes of both groups that fit a node of the other group."""
         return (
             [node for node in groups[0] if any(self._fits(node, other) for other in groups[1])],
             [other for other in groups[1] if any(self._fits(node, other) for node in groups[0])],
         )
 
-    def _group(self, source: list[Node], target: list[Node], *, in_step: bool) -> Matching | None:
-        """The layers in two groups of nodes of one mass; None if they do not all have a partner."""
+    def _group(self, source: list[ModuleNode], target: list[ModuleNode], *, in_step: bool) -> Matching | None:
+        """Match the layers in two groups of nodes of one mass; return None if some have no partner."""
         fitting = {node: [other for other in target if self._fits(node, other)] for node in source}
         found = Matching()
         left = list(source)
@@ -183,80 +191,82 @@ class _Search:
             pairs = (
                 [(ours[0], theirs[0], "alone")]
                 if len(ours) == 1
-                else pair(ours, theirs, ordered=self._ordered, in_step=in_step)
+                else pair_nodes(ours, theirs, ordered=self._ordered, in_step=in_step)
             )
             if pairs is None:
-                found.alike.append((_layers(ours), _layers(theirs)))
+                found.alike.append((_node_layers(ours), _node_layers(theirs)))
                 continue
             for one, other, told in pairs:
-                part = self._inside(one, other)
+                part = self._match_nodes(one, other)
                 assert part is not None
                 if one.layer is not None and len(part.pairs) == 1:
                     part = Matching([part.pairs[0]._replace(told=told)], part.alone, part.alike)
                 found.add(part)
         return found
 
-    def _fits(self, source: Node, target: Node) -> bool:
-        """Whether the layers of one node go into another; asked once of all layers that are made alike."""
+    def _fits(self, source: ModuleNode, target: ModuleNode) -> bool:
+        """Return whether one node's layers fit another's; cached for layers with the same signature."""
         if source.layer is None or target.layer is None:
-            return self._inside(source, target) is not None
-        key = self._made(source.layer), self._made(target.layer)
+            return self._match_nodes(source, target) is not None
+        key = self._layer_signature(source.layer), self._layer_signature(target.layer)
         if key not in self._known:
-            self._known[key] = fit(source.layer, target.layer) is not None
+            self._known[key] = find_layer_fit(source.layer, target.layer) is not None
         return self._known[key]
 
-    def _made(self, layer: NativeLayer) -> str:
-        """What `fit` looks at."""
+    def _layer_signature(self, layer: NativeLayer) -> str:
+        """Return the properties of a layer that `find_layer_fit` depends on."""
         if id(layer) not in self._signs:
             forms = [(form.kind, form.rules) for form in layer.forms]
             self._signs[id(layer)] = layer, repr((forms, {name: each.shape for name, each in layer.arrays.items()}))
         return self._signs[id(layer)][1]
 
-    def _inside(self, source: Node, target: Node) -> Matching | None:
-        """How the layers of one node go into another; None if they do not all."""
+    def _match_nodes(self, source: ModuleNode, target: ModuleNode) -> Matching | None:
+        """Match all layers of one node to another's; return None if some have no partner."""
         key = id(source), id(target)
         if key not in self._tried:
             self._tried[key] = source, target, self._try(source, target)
         return self._tried[key][2]
 
-    def _try(self, source: Node, target: Node) -> Matching | None:
+    def _try(self, source: ModuleNode, target: ModuleNode) -> Matching | None:
         if source.layer is not None and target.layer is not None:
-            way = fit(source.layer, target.layer)
-            return None if way is None else Matching([Match(source.layer, target.layer, way, "alone")])
+            way = find_layer_fit(source.layer, target.layer)
+            return None if way is None else Matching([LayerMatch(source.layer, target.layer, way, "alone")])
         found = self.align(source.children or [source], target.children or [target])
         return found if found.whole else None
 
 
-def _settle_by_neighbours(found: Matching) -> None:
-    """Pair what is alike by the layers beside it. Norms that a number or an order told apart, and that the convolutions
-    beside them tell otherwise, are as good as alike."""
-    _doubt(found)
+def _pair_by_neighbours(found: Matching) -> None:
+    """Pair indistinguishable layers by their neighbours. Norms matched by number or order are included if the
+    convolutions next to them contradict the match."""
+    _drop_doubtful_pairs(found)
     for group in list(found.alike):
-        couples = neighbours.told_apart(*group, [(each.source, each.target) for each in found.pairs], _every(found))
-        ways = [fit(one, other) for one, other in couples or ()]
+        couples = neighbours.pair_by_neighbours(
+            *group, [(each.source, each.target) for each in found.pairs], _all_layers(found)
+        )
+        ways = [find_layer_fit(one, other) for one, other in couples or ()]
         if couples is not None and None not in ways:
             found.alike.remove(group)
-            found.pairs += [Match(*each, way, "neighbour") for each, way in zip(couples, ways, strict=True) if way]
+            found.pairs += [LayerMatch(*each, way, "neighbour") for each, way in zip(couples, ways, strict=True) if way]
 
 
-def _doubt(found: Matching) -> None:
-    """Take back the pairs of norms that those beside them contradict."""
+def _drop_doubtful_pairs(found: Matching) -> None:
+    """Drop the pairs of norms that their neighbours contradict."""
     doubtful = ("number", "order")
     norms = [each for each in found.pairs if each.fit.source.kind.endswith("_norm") and each.told in doubtful]
     others = [(each.source, each.target) for each in found.pairs if each not in norms]
-    groups: dict[tuple[int, str], list[Match]] = {}
+    groups: dict[tuple[int, str], list[LayerMatch]] = {}
     for each in norms:
-        groups.setdefault((mass_of(each.source), each.fit.source.kind), []).append(each)
+        groups.setdefault((count_values(each.source), each.fit.source.kind), []).append(each)
     for group in groups.values():
-        beside = neighbours.Beside(others, [each.target for each in group], _every(found))
-        said = [(beside.partner(each.source), each.target) for each in group]
+        beside = neighbours.NeighbourIndex(others, [each.target for each in group], _all_layers(found))
+        said = [(beside.find_partner(each.source), each.target) for each in group]
         if any(partner is not None and partner is not target for partner, target in said):
             found.pairs = [each for each in found.pairs if all(each is not one for one in group)]
             found.alike.append(([each.source for each in group], [each.target for each in group]))
 
 
-def _every(found: Matching) -> tuple[list[NativeLayer], list[NativeLayer]]:
-    """All layers of both sides."""
+def _all_layers(found: Matching) -> tuple[list[NativeLayer], list[NativeLayer]]:
+    """Return all layers of both sides."""
     ours = [
         *(each.source for each in found.pairs),
         *found.alone[0],
@@ -270,9 +280,9 @@ def _every(found: Matching) -> tuple[list[NativeLayer], list[NativeLayer]]:
     return ours, theirs
 
 
-def _masses(sides: _Sides, side: int) -> list[int]:
-    """The masses of one side's nodes in their order, but for parameters and embeddings of which there is one: they are
-    defined where it pleases."""
+def _node_masses(sides: _Sides, side: int) -> list[int]:
+    """Return the masses of one side's nodes in order. Parameters and embeddings that occur once are excluded, because
+    their position in the definition is arbitrary."""
     counts = Counter(node.mass for node in sides[side])
     free = [
         node
@@ -282,28 +292,28 @@ def _masses(sides: _Sides, side: int) -> list[int]:
     return [node.mass for node in sides[side] if node not in free]
 
 
-def _layers(nodes: Sequence[Node]) -> list[NativeLayer]:
+def _node_layers(nodes: Sequence[ModuleNode]) -> list[NativeLayer]:
     return [leaf.layer for node in nodes for leaf in node.leaves() if leaf.layer is not None]
 
 
-def _all_in_sight(mass: int, sides: _Sides) -> bool:
-    """Whether no module that is not open yet has a layer of this mass."""
+def _is_mass_exhausted(mass: int, sides: _Sides) -> bool:
+    """Return whether no unopened module has a layer of this mass."""
     return not any(leaf.mass == mass for side in sides for node in side if node.layer is None for leaf in node.leaves())
 
 
-def _open(sides: _Sides, around: _Sides) -> bool:
-    """Put the children of the heaviest modules in their place; False if all are layers."""
+def _open_heaviest(sides: _Sides, around: _Sides) -> bool:
+    """Replace the heaviest modules by their children; return False if all nodes are layers."""
     heaviest = max((node.mass for side in sides for node in side if node.layer is None), default=0)
     if not heaviest:
         return False
     for number in (0, 1):
-        opened = {id(node): node.dissolved() for node in sides[number] if node.layer is None and node.mass == heaviest}
+        opened = {id(node): node.dissolve() for node in sides[number] if node.layer is None and node.mass == heaviest}
         for nodes in (sides[number], around[number]):
             nodes[:] = [new for node in nodes for new in opened.get(id(node), [node])]
     return True
 
 
-def _regrouped(found: Matching) -> Matching:
-    """Layers that the other side keeps as one, or as several: attention and its projections."""
-    pairs, alone = composites.regrouped(*found.alone)
-    return Matching([*found.pairs, *(Match(*each, "name") for each in pairs)], alone, found.alike)
+def _regroup_attention(found: Matching) -> Matching:
+    """Match attention and its projections if one side has them as one layer and the other as several."""
+    pairs, alone = attention_groups.regroup_attention(*found.alone)
+    return Matching([*found.pairs, *(LayerMatch(*each, "name") for each in pairs)], alone, found.alike)

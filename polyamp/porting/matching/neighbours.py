@@ -1,7 +1,7 @@
-"""Layers that nothing tells apart but what is beside them: the norm of a convolution that is known already.
+"""Matching of otherwise indistinguishable layers by their neighbours, such as a norm by its matched convolution.
 
-`conv2_block1_1_bn` belongs to `conv2_block1_1_conv`, `BatchNorm_0` to the `Conv_0` beside it, `bn_init` to `conv_init`.
-Called by `matching`, once everything else has its partner.
+`conv2_block1_1_bn` belongs to `conv2_block1_1_conv`, `BatchNorm_0` to the `Conv_0` next to it, `bn_init` to
+`conv_init`. This is the last step of a matching.
 """
 
 from __future__ import annotations
@@ -12,63 +12,63 @@ from collections.abc import Sequence
 from typing import Final
 
 from polyamp.porting.layouts.inventory import NativeLayer
-from polyamp.porting.matching.names import name_of
+from polyamp.porting.matching.module_names import parse_module_name
 
 _KINDS: Final = ("norm", "conv", "dense", "transposed conv")
-Key = tuple[str, tuple[str, ...]]
-Couple = tuple[NativeLayer, NativeLayer]
+NeighbourKey = tuple[str, tuple[str, ...]]
+LayerPair = tuple[NativeLayer, NativeLayer]
 
 
-class Beside:
-    """What is known of the layers beside others.
+class NeighbourIndex:
+    """Index of matched layers by the module and name that they share with their neighbours.
 
     Args:
         known: layers that have a partner.
-        theirs: layers of the target that are asked about.
-        every: all layers of the source, and of the target: where a module counts its norms and its convolutions each
-            for themselves and has not as many of them, BatchNorm_1 is not beside Conv_1.
+        theirs: layers of the target that have no partner yet.
+        every: all layers of the source, and of the target. If a module numbers norms and convolutions separately,
+            and their numbers differ, BatchNorm_1 is not the neighbour of Conv_1.
     """
 
     def __init__(
         self,
-        known: Sequence[Couple],
+        known: Sequence[LayerPair],
         theirs: Sequence[NativeLayer],
         every: tuple[Sequence[NativeLayer], Sequence[NativeLayer]],
     ) -> None:
-        self._apart = [_counted_apart(side) for side in every]
-        self._known: dict[Key, list[Couple]] = defaultdict(list)
+        self._apart = [_independently_numbered_keys(side) for side in every]
+        self._known: dict[NeighbourKey, list[LayerPair]] = defaultdict(list)
         for couple in known:
-            self._known[_key(couple[0].path)].append(couple)
-        self._places: dict[Key, list[NativeLayer]] = defaultdict(list)
+            self._known[_neighbour_key(couple[0].path)].append(couple)
+        self._places: dict[NeighbourKey, list[NativeLayer]] = defaultdict(list)
         for layer in theirs:
-            self._places[_key(layer.path)].append(layer)
+            self._places[_neighbour_key(layer.path)].append(layer)
 
-    def partner(self, layer: NativeLayer) -> NativeLayer | None:
-        """The target's layer that is beside the partner of what is beside `layer`; None if that is not one."""
-        if _key(layer.path) in self._apart[0]:
+    def find_partner(self, layer: NativeLayer) -> NativeLayer | None:
+        """Return the target's neighbour of the partner of `layer`'s neighbour; None unless there is exactly one."""
+        if _neighbour_key(layer.path) in self._apart[0]:
             return None
-        there = {_key(other.path) for _, other in self._known[_key(layer.path)]} - self._apart[1]
+        there = {_neighbour_key(other.path) for _, other in self._known[_neighbour_key(layer.path)]} - self._apart[1]
         candidates = [other for key in there for other in self._places[key]]
         return candidates[0] if len(candidates) == 1 else None
 
 
-def told_apart(
+def pair_by_neighbours(
     ours: Sequence[NativeLayer],
     theirs: Sequence[NativeLayer],
-    known: Sequence[Couple],
+    known: Sequence[LayerPair],
     every: tuple[Sequence[NativeLayer], Sequence[NativeLayer]],
-) -> list[Couple] | None:
-    """Layers that are alike, in pairs, by the layers beside them and the one that is left; None if these do not tell
-    all of them.
+) -> list[LayerPair] | None:
+    """Return indistinguishable layers in pairs by their neighbours, with a single remaining layer on each side paired
+    too. None unless all layers are paired.
 
     Args:
         ours: layers of the source.
-        theirs: as many of the target.
+        theirs: the same number of layers of the target.
         known: layers that have a partner.
-        every: all layers of either side.
+        every: all layers of each side.
     """
-    beside = Beside(known, theirs, every)
-    found = [(layer, other) for layer in ours if (other := beside.partner(layer)) is not None]
+    beside = NeighbourIndex(known, theirs, every)
+    found = [(layer, other) for layer in ours if (other := beside.find_partner(layer)) is not None]
     taken = {id(other) for _, other in found}
     left = [layer for layer in ours if all(layer is not one for one, _ in found)]
     rest = [other for other in theirs if id(other) not in taken]
@@ -77,11 +77,11 @@ def told_apart(
     return found if len(found) == len(ours) == len({id(other) for _, other in found}) else None
 
 
-def _counted_apart(layers: Sequence[NativeLayer]) -> set[Key]:
-    """Keys that are numbers alone, in modules that do not number as many norms as layers before them."""
-    numbered: dict[str, dict[bool, set[Key]]] = defaultdict(lambda: {True: set(), False: set()})
+def _independently_numbered_keys(layers: Sequence[NativeLayer]) -> set[NeighbourKey]:
+    """Return keys that are only numbers, in modules where the numbers of norms and of other layers differ."""
+    numbered: dict[str, dict[bool, set[NeighbourKey]]] = defaultdict(lambda: {True: set(), False: set()})
     for layer in layers:
-        module, words = _key(layer.path)
+        module, words = _neighbour_key(layer.path)
         if all(word.isdigit() for word in words) and layer.leaves:
             norm = layer.forms[0].kind.endswith("_norm")
             if norm or layer.forms[0].kind in ("conv", "dense", "conv_transpose"):
@@ -89,15 +89,19 @@ def _counted_apart(layers: Sequence[NativeLayer]) -> set[Key]:
     return {key for both in numbered.values() if both[True] != both[False] for side in both.values() for key in side}
 
 
-def _key(path: str) -> Key:
-    """The module around a layer, and what its name says beside its kind.
+def _neighbour_key(path: str) -> NeighbourKey:
+    """Return a layer's parent module, and the words of its name that do not state its kind.
 
-    >>> _key("block/BatchNorm_0") == _key("block/Conv_0"), _key("bn_init") == _key("conv_init")
-    (True, True)
-    >>> _key("conv2_block1_1_bn") == _key("conv2_block1_1_conv")
+    >>> _neighbour_key("block/BatchNorm_0") == _neighbour_key("block/Conv_0")
+    True
+    >>> _neighbour_key("bn_init") == _neighbour_key("conv_init")
+    True
+    >>> _neighbour_key("conv2_block1_1_bn") == _neighbour_key("conv2_block1_1_conv")
     True
     """
     module, _, name = path.rpartition("/")
     words = re.findall(r"\d+|[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
-    rest = [word for word in words if name_of(word).stem not in _KINDS and word not in ("batch", "layer", "group")]
+    rest = [
+        word for word in words if parse_module_name(word).stem not in _KINDS and word not in ("batch", "layer", "group")
+    ]
     return module, tuple(rest)

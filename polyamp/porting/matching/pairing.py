@@ -1,6 +1,7 @@
-"""Which of several alike is which: an order for nodes of one mass that all fit each other. Called by `matching`.
+"""Pairing of nodes of one mass that all fit each other.
 
-Names come first, then numbers, then roles, then the order of definition; where none of these tells, nobody guesses.
+The criteria are, in this order: names, numbers, roles, the order of definition. If none of them decides, no pair is
+guessed.
 """
 
 from __future__ import annotations
@@ -10,44 +11,46 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from polyamp.porting.matching.names import NATURAL, Name, name_of
-from polyamp.porting.matching.tree import Node
+from polyamp.porting.matching.module_names import NATURAL_ORDER, ModuleName, parse_module_name
+from polyamp.porting.matching.module_tree import ModuleNode
 
-_LATE = ("head", "final norm")
-"""Roles of what everybody calls last."""
-_NORMS = ("attention norm", "norm", "mlp norm")
-"""Norms of a block, in their order."""
-Pairs = list[tuple[Node, Node, str]]
-"""(source, target, what told)."""
+_FINAL_ROLES = ("head", "final norm")
+"""Roles of modules that are usually called last."""
+_BLOCK_NORM_ROLES = ("attention norm", "norm", "mlp norm")
+"""Roles of a block's norms, in their order."""
+NodePairs = list[tuple[ModuleNode, ModuleNode, str]]
+"""(source, target, evidence)."""
 
 
-def pair(source: Sequence[Node], target: Sequence[Node], *, ordered: tuple[bool, bool], in_step: bool) -> Pairs | None:
-    """The nodes of two equally long groups in pairs; None if nothing tells.
+def pair_nodes(
+    source: Sequence[ModuleNode], target: Sequence[ModuleNode], *, ordered: tuple[bool, bool], in_step: bool
+) -> NodePairs | None:
+    """Return the nodes of two groups of equal length in pairs; None if no criterion decides.
 
     Args:
-        source: nodes that all fit all of the other side.
-        target: those of the other side.
-        ordered: whether the order of definition means something, on either side.
-        in_step: whether all that lies around them comes in the same order on both sides.
+        source: nodes that fit every node of the other side.
+        target: the nodes of the other side.
+        ordered: whether the order of definition is meaningful, for each side.
+        in_step: whether the surrounding nodes have the same order on both sides.
     """
-    found = _paired(source, target, ordered, in_step)
+    found = _pair_by_name_or_order(source, target, ordered, in_step)
     if found is not None:
         return found
-    some, others = _from_0(source), _from_0(target)
-    found = _paired(list(some), list(others), ordered, in_step)
+    some, others = _add_implicit_zeros(source), _add_implicit_zeros(target)
+    found = _pair_by_name_or_order(list(some), list(others), ordered, in_step)
     return None if found is None else [(some[one], others[other], told) for one, other, told in found]
 
 
-def _from_0(nodes: Sequence[Node]) -> dict[Node, Node]:
-    """A node with a 0 in each segment where others of the same segments have a number and it has none, as Keras and
-    haiku leave out the first's (`block/norm`, `block/norm_1`, `block_1/norm`) -> the node itself."""
-    alike: dict[tuple[str, ...], list[Node]] = {}
+def _add_implicit_zeros(nodes: Sequence[ModuleNode]) -> dict[ModuleNode, ModuleNode]:
+    """Map nodes with explicit zeros to the original nodes. A zero is added to an unnumbered segment if similar segments
+    have numbers: Keras and haiku omit the first one's (`block/norm`, `block/norm_1`, `block_1/norm`)."""
+    alike: dict[tuple[str, ...], list[ModuleNode]] = {}
     for node in nodes:
-        alike.setdefault(tuple(name_of(segment).stem for segment in node.path.split("/")), []).append(node)
+        alike.setdefault(tuple(parse_module_name(segment).stem for segment in node.path.split("/")), []).append(node)
     made = {}
     for group in alike.values():
         paths = [node.path.split("/") for node in group]
-        firsts = [_firsts({path[place] for path in paths}) for place in range(len(paths[0]))]
+        firsts = [_implicit_zero_segments({path[place] for path in paths}) for place in range(len(paths[0]))]
         for node in group:
             path = "/".join(
                 f"{segment}_0" if segment in first else segment
@@ -57,83 +60,100 @@ def _from_0(nodes: Sequence[Node]) -> dict[Node, Node]:
     return {made[node]: node for node in nodes}
 
 
-def _firsts(segments: set[str]) -> set[str]:
-    """Those that stand beside others with a number and have none: `dense` beside `dense_1`; not `fc`, and not beside
+def _implicit_zero_segments(segments: set[str]) -> set[str]:
+    """Return segments without a number whose siblings have one: `dense` next to `dense_1`; not `fc`, and not next to
     `dense_0`."""
     counted = {segment.rpartition("_")[0] for segment in segments if re.search(r"_\d+$", segment)}
     return {segment for segment in segments & counted if f"{segment}_0" not in segments}
 
 
-def _paired(source: Sequence[Node], target: Sequence[Node], ordered: tuple[bool, bool], in_step: bool) -> Pairs | None:
+def _pair_by_name_or_order(
+    source: Sequence[ModuleNode], target: Sequence[ModuleNode], ordered: tuple[bool, bool], in_step: bool
+) -> NodePairs | None:
     ours, theirs = [node.name for node in source], [node.name for node in target]
-    if len(set(ours)) == len(ours) and set(ours) == set(theirs) and not (_mixed(source) or _mixed(target)):
+    if (
+        len(set(ours)) == len(ours)
+        and set(ours) == set(theirs)
+        and not (_has_mixed_naming(source) or _has_mixed_naming(target))
+    ):
         by_name = dict(zip(theirs, target, strict=True))
         return [(node, by_name[name], "name") for node, name in zip(source, ours, strict=True)]
-    if _counted(source, ordered[0]) and _counted(target, ordered[1]) and not _contradict(ours[0], theirs[0]):
-        return _ranked(source, target, "number")
-    if _branches(ours) != _branches(theirs):
-        # an actor and a critic, and a dense_2 and a dense_3: neither numbers nor an order tell
+    if (
+        _has_counting_numbers(source, ordered[0])
+        and _has_counting_numbers(target, ordered[1])
+        and not _has_role_conflict(ours[0], theirs[0])
+    ):
+        return _pair_in_sequence(source, target, "number")
+    if _branch_counts(ours) != _branch_counts(theirs):
+        # an actor and a critic against dense_2 and dense_3: neither numbers nor an order decides
         return None
-    in_blocks = _norms(source) and _norms(target)
-    if all(ordered) and in_step and not in_blocks and (lined := _lined(source, target)) is not None:
+    in_blocks = _has_block_norms(source) and _has_block_norms(target)
+    if all(ordered) and in_step and not in_blocks and (lined := _pair_by_definition_order(source, target)) is not None:
         return lined
-    return _by_stems(source, target) or _by_numbers(source, target, ordered)
+    return _pair_by_stems(source, target) or _pair_by_numbers(source, target, ordered)
 
 
-def _family(names: Sequence[Name]) -> bool:
-    """One stem with different numbers: `h_0`, `h_1`, ...; `dense`, `dense_1`."""
+def _is_numbered_family(names: Sequence[ModuleName]) -> bool:
+    """Return whether the names are one stem with different numbers: `h_0`, `h_1`, ...; `dense`, `dense_1`."""
     return len({name.stem for name in names}) == 1 and len({name.numbers for name in names}) == len(names)
 
 
-def _counted(nodes: Sequence[Node], ordered: bool) -> bool:
-    """Whether numbers count these. One without a number is the first (`dense`, `dense_1`), unless there is a 0 as well
-    (`fc`, `dense_0`) or it is defined behind others (`fc1`, `fc2`, `fc`): then it is something else."""
+def _has_counting_numbers(nodes: Sequence[ModuleNode], ordered: bool) -> bool:
+    """Return whether numbers enumerate these nodes. A node without a number is the first (`dense`, `dense_1`). It is
+    something else if there is also a 0 (`fc`, `dense_0`), or if it is defined after others (`fc1`, `fc2`, `fc`)."""
     names = [node.name for node in nodes]
-    if not _family(names):
+    if not _is_numbered_family(names):
         return False
     bare = [node for node in nodes if not node.name.numbers]
     if not bare:
         return True
     joined = all(re.search(r"_\d+$|^\D*$", node.path.rpartition("/")[2]) for node in nodes)
     first = bare[0].place == min(node.place for node in nodes) if ordered else joined
-    return first and not _mixed(nodes) and (0,) not in [name.numbers for name in names]
+    return first and not _has_mixed_naming(nodes) and (0,) not in [name.numbers for name in names]
 
 
-def _mixed(nodes: Sequence[Node]) -> bool:
-    """Whether one of these has no number and another word for the kind of layer: `fc` beside `dense_1`, `dense_2`."""
-    if not _family([node.name for node in nodes]) or all(node.name.numbers for node in nodes):
+def _has_mixed_naming(nodes: Sequence[ModuleNode]) -> bool:
+    """Return whether one node has no number and another word for the kind of layer: `fc` next to `dense_1`,
+    `dense_2`."""
+    if not _is_numbered_family([node.name for node in nodes]) or all(node.name.numbers for node in nodes):
         return False
     return len({re.sub(r"_?\d+$", "", node.path.rpartition("/")[2]) for node in nodes}) > 1
 
 
-def _branches(names: Sequence[Name]) -> Counter[frozenset[str]] | None:
-    """What of several things beside each other these belong to, and how many to each; None if to nothing like it."""
+def _branch_counts(names: Sequence[ModuleName]) -> Counter[frozenset[str]] | None:
+    """Return the number of nodes in each parallel branch; None if there are no branches."""
     counts = Counter(name.branch for name in names)
     return counts if len(counts) > 1 else None
 
 
-def _contradict(one: Name, other: Name) -> bool:
-    """Whether two names have a role for themselves, and not the same."""
-    return one.known and other.known and _last(one) != _last(other)
+def _has_role_conflict(one: ModuleName, other: ModuleName) -> bool:
+    """Return whether two names have different specific roles."""
+    return one.has_role and other.has_role and _last_segment(one) != _last_segment(other)
 
 
-def _last(name: Name) -> str:
+def _last_segment(name: ModuleName) -> str:
     return name.stem.rpartition("/")[2]
 
 
-def _ranked(source: Sequence[Node], target: Sequence[Node], told: str) -> Pairs:
-    def by_number(node: Node) -> tuple[int, ...]:
+def _pair_in_sequence(source: Sequence[ModuleNode], target: Sequence[ModuleNode], told: str) -> NodePairs:
+    def by_number(node: ModuleNode) -> tuple[int, ...]:
         return node.name.numbers
 
     return [(a, b, told) for a, b in zip(sorted(source, key=by_number), sorted(target, key=by_number), strict=True)]
 
 
-def _lined(source: Sequence[Node], target: Sequence[Node]) -> Pairs | None:
-    """In the order of definition; None where names say something else."""
-    some, others = sorted(source, key=_place), sorted(target, key=_place)
-    if _roles(some) != _roles(others) and not (_natural(some) and _natural(others)):
+def _pair_by_definition_order(source: Sequence[ModuleNode], target: Sequence[ModuleNode]) -> NodePairs | None:
+    """Pair nodes in the order of definition; return None if names contradict it."""
+    some, others = sorted(source, key=_definition_index), sorted(target, key=_definition_index)
+    if _has_distinct_roles(some) != _has_distinct_roles(others) and not (
+        _is_in_natural_order(some) and _is_in_natural_order(others)
+    ):
         return None
-    if not (_in_turn(some) and _in_turn(others)) or _crossed(some, others) or _side_by_side(some, others):
+    if (
+        not (_is_numbered_in_order(some) and _is_numbered_in_order(others))
+        or _has_crossed_names(some, others)
+        or _is_parallel_group(some, others)
+    ):
         return None
     for one, other in zip(some, others, strict=True):
         shared = len(one.name.words & other.name.words)
@@ -144,21 +164,21 @@ def _lined(source: Sequence[Node], target: Sequence[Node]) -> Pairs | None:
     return [(one, other, "order") for one, other in zip(some, others, strict=True)]
 
 
-def _crossed(source: Sequence[Node], target: Sequence[Node]) -> bool:
-    """Whether the names of two sides, in this order, say something else: two roles, or a role that both sides have a
-    name for, and not in the same place."""
-    both = any(node.name.known for node in source) and any(node.name.known for node in target)
+def _has_crossed_names(source: Sequence[ModuleNode], target: Sequence[ModuleNode]) -> bool:
+    """Return whether the names contradict this order: different roles, different branches, or a role on only one side
+    of a pair."""
+    both = any(node.name.has_role for node in source) and any(node.name.has_role for node in target)
     return any(
-        _contradict(one.name, other.name)
+        _has_role_conflict(one.name, other.name)
         or one.name.branch != other.name.branch
-        or (both and one.name.known != other.name.known)
+        or (both and one.name.has_role != other.name.has_role)
         for one, other in zip(source, target, strict=True)
     )
 
 
-def _side_by_side(source: Sequence[Node], target: Sequence[Node]) -> bool:
-    """Whether these are layers that cannot follow each other (their inputs are not as many as their features), each
-    with a name of its own on one side: heads, gates. No order is theirs then."""
+def _is_parallel_group(source: Sequence[ModuleNode], target: Sequence[ModuleNode]) -> bool:
+    """Return whether these layers are parallel, such as heads and gates, so that they have no order. Their numbers of
+    inputs and features differ, so they cannot follow each other, and each has a separate name on one side."""
     for nodes in (source, target):
         layer = nodes[0].layer
         if layer is None or len({node.name.stem for node in nodes}) != len(nodes):
@@ -168,20 +188,20 @@ def _side_by_side(source: Sequence[Node], target: Sequence[Node]) -> bool:
         except (ValueError, KeyError):
             continue
         kernel = shapes.get("kernel", ())
-        if len(kernel) > 1 and kernel[-1] != kernel[-2] and not _naturally_named([node.name for node in nodes]):
+        if len(kernel) > 1 and kernel[-1] != kernel[-2] and not _has_natural_names([node.name for node in nodes]):
             return True
     return False
 
 
-def _naturally_named(names: Sequence[Name]) -> bool:
-    """Whether these have different roles whose order is everybody's. Up and gate have none: w1 is either."""
-    lasts = {_last(name) for name in names}
-    return lasts <= set(NATURAL) and len(lasts) == len(names) and not lasts >= {"up", "gate"}
+def _has_natural_names(names: Sequence[ModuleName]) -> bool:
+    """Return whether these have different roles with a usual order. Up and gate have none: w1 is either."""
+    lasts = {_last_segment(name) for name in names}
+    return lasts <= set(NATURAL_ORDER) and len(lasts) == len(names) and not lasts >= {"up", "gate"}
 
 
-def _in_turn(nodes: Sequence[Node]) -> bool:
-    """Whether the order of definition is that of the numbers in the names, and what comes last by its name comes last;
-    otherwise it is not the order of calls."""
+def _is_numbered_in_order(nodes: Sequence[ModuleNode]) -> bool:
+    """Return whether the order of definition follows the numbers in the names and puts final roles last; otherwise it
+    is not the call order."""
     last: dict[str, tuple[int, ...]] = {}
     for node in nodes:
         if "forward" in node.name.stem.split("/") and node.name.stem.replace("forward", "backward") in last:
@@ -190,44 +210,50 @@ def _in_turn(nodes: Sequence[Node]) -> bool:
         if stem in last and numbers < last[stem]:
             return False
         last[stem] = numbers
-    return not any(_last(node.name) in _LATE for node in nodes[:-1])
+    return not any(_last_segment(node.name) in _FINAL_ROLES for node in nodes[:-1])
 
 
-def _by_stems(source: Sequence[Node], target: Sequence[Node]) -> Pairs | None:
-    """Groups of one stem to groups of the same stem; of one stem that is left on each side, these to each other."""
+def _pair_by_stems(source: Sequence[ModuleNode], target: Sequence[ModuleNode]) -> NodePairs | None:
+    """Pair groups with the same stem; a single remaining stem on each side is paired too."""
     ours, theirs = Counter(node.name.stem for node in source), Counter(node.name.stem for node in target)
     if len(ours) == 1 or len(theirs) == 1:
         return None
-    # norm1 and one more are not ln_2 and one more by their stems: the other one may be the partner
-    bare = [{each.name.stem: each.name.numbers for each in side if _bare(each.name)} for side in (source, target)]
+    # stems do not pair {norm1, x} with {ln_2, y}: norm1 may be the partner of y
+    bare = [
+        {each.name.stem: each.name.numbers for each in side if _is_bare_name(each.name)} for side in (source, target)
+    ]
     sure = all(
         not numbers or not bare[1].get(stem) or numbers == bare[1][stem] or ours[stem] > 1
         for stem, numbers in bare[0].items()
     )
-    alike = _alike_stems(ours, theirs, sure=sure)
+    alike = _match_stems(ours, theirs, sure=sure)
     if len(alike) != len(ours) or len(alike) != len(theirs):
         return None
-    pairs: Pairs = []
+    pairs: NodePairs = []
     for stem, other in alike.items():
         some = [node for node in source if node.name.stem == stem]
         others = [node for node in target if node.name.stem == other]
         if len(some) == 1:
             pairs.append((some[0], others[0], "name"))
-        elif len(some) > 1 and _family([node.name for node in some]) and _family([node.name for node in others]):
-            pairs += _ranked(some, others, "number")
+        elif (
+            len(some) > 1
+            and _is_numbered_family([node.name for node in some])
+            and _is_numbered_family([node.name for node in others])
+        ):
+            pairs += _pair_in_sequence(some, others, "number")
         else:
             return None
     return pairs
 
 
-def _bare(name: Name) -> bool:
-    """Whether its last segment says what kind of layer it is, or is a letter, and no more."""
-    return len(_last(name)) < 2 or not Name(_last(name), ()).words
+def _is_bare_name(name: ModuleName) -> bool:
+    """Return whether the last segment is only a kind of layer or a letter."""
+    return len(_last_segment(name)) < 2 or not ModuleName(_last_segment(name), ()).words
 
 
-def _alike_stems(ours: Counter[str], theirs: Counter[str], *, sure: bool) -> dict[str, str]:
-    """Stem of the source -> stem of the target, as far as they say the same: whole, in their last segment, in their
-    first, in words of their own; then, if the others are sure, the one that is left."""
+def _match_stems(ours: Counter[str], theirs: Counter[str], *, sure: bool) -> dict[str, str]:
+    """Map stems of the source to equivalent stems of the target. They are compared whole, by last segment, by first
+    segment, by words, and by own words. If the others are sure, a single remaining stem is matched too."""
 
     def whole(stem: str) -> object:
         return stem
@@ -239,10 +265,10 @@ def _alike_stems(ours: Counter[str], theirs: Counter[str], *, sure: bool) -> dic
         return stem.partition("/")[0]
 
     def words(stem: str) -> object:
-        return Name(stem, ()).words or stem
+        return ModuleName(stem, ()).words or stem
 
     def own(stem: str) -> object:
-        return Name(stem, ()).own or stem
+        return ModuleName(stem, ()).own or stem
 
     alike: dict[str, str] = {}
     for part in (whole, last, first, words, own):
@@ -252,88 +278,97 @@ def _alike_stems(ours: Counter[str], theirs: Counter[str], *, sure: bool) -> dic
             if len(close) == len(twice) == 1 and theirs[close[0]] == ours[stem]:
                 alike[stem] = close[0]
     left = [stem for stem in ours if stem not in alike], [s for s in theirs if s not in alike.values()]
-    others = Name(next(iter(left[0]), ""), ()), Name(next(iter(left[1]), ""), ())
+    others = ModuleName(next(iter(left[0]), ""), ()), ModuleName(next(iter(left[1]), ""), ())
     if (
         len(left[0]) == len(left[1]) == 1
         and alike
         and sure
         and ours[left[0][0]] == theirs[left[1][0]]
-        and not _contradict(*others)
+        and not _has_role_conflict(*others)
     ):
         alike[left[0][0]] = left[1][0]
     return alike
 
 
-def _by_numbers(source: Sequence[Node], target: Sequence[Node], ordered: tuple[bool, bool]) -> Pairs | None:
-    """As one side numbers what the other side numbers in another way, or names by roles whose order is everybody's."""
+def _pair_by_numbers(
+    source: Sequence[ModuleNode], target: Sequence[ModuleNode], ordered: tuple[bool, bool]
+) -> NodePairs | None:
+    """Pair nodes in the order of their names, if the sides number differently or use roles with a usual order."""
     first, second = (
-        _by_phases(side, each) or _sequence(side, each) for side, each in zip((source, target), ordered, strict=True)
+        _phase_sequence(side, each) or _name_sequence(side, each)
+        for side, each in zip((source, target), ordered, strict=True)
     )
-    if first is None or second is None or (_crossed(first, second) and not (_norms(first) and _norms(second))):
+    if (
+        first is None
+        or second is None
+        or (_has_crossed_names(first, second) and not (_has_block_norms(first) and _has_block_norms(second)))
+    ):
         return None
     return [(a, b, "order") for a, b in zip(first, second, strict=True)]
 
 
-def _place(node: Node) -> int:
+def _definition_index(node: ModuleNode) -> int:
     return node.place
 
 
-def _sequence(nodes: Sequence[Node], ordered: bool) -> list[Node] | None:
-    """The nodes in the order that their names give them; None if they give none.
+def _name_sequence(nodes: Sequence[ModuleNode], ordered: bool) -> list[ModuleNode] | None:
+    """Return the nodes in the order of their names; None if the names define none.
 
-    Numbers, or roles whose order is everybody's. One that has no number, and so lies outside of the blocks, comes where
-    it is defined: a last norm behind them.
+    Numbers define an order, and so do roles with a usual order. A node without a number is outside of the blocks and
+    keeps its defined position: a last norm comes after them.
     """
     names = [node.name for node in nodes]
-    if _naturally_named(names):
-        if ordered and not _natural(sorted(nodes, key=_place)):
+    if _has_natural_names(names):
+        if ordered and not _is_in_natural_order(sorted(nodes, key=_definition_index)):
             return None
-        return sorted(nodes, key=lambda node: NATURAL.index(_last(node.name)))
+        return sorted(nodes, key=lambda node: NATURAL_ORDER.index(_last_segment(node.name)))
     outside = [node for node in nodes if not node.name.numbers]
-    late = [node for node in nodes if _last(node.name) == "final norm"]
+    late = [node for node in nodes if _last_segment(node.name) == "final norm"]
     early = [node for node in nodes if node not in late]
-    if len(late) < 2 and early and _norms(early):
-        return sorted(early, key=_norm_place) + late
-    inside = sorted((node for node in nodes if node.name.numbers), key=lambda node: _numbered(node.name))
-    if _counted(nodes, ordered):
+    if len(late) < 2 and early and _has_block_norms(early):
+        return sorted(early, key=_norm_rank) + late
+    inside = sorted((node for node in nodes if node.name.numbers), key=lambda node: _number_rank(node.name))
+    if _has_counting_numbers(nodes, ordered):
         return outside + inside
     inner = [node.name for node in inside]
-    roles = all(_last(name) in NATURAL for name in inner) and len(set(map(_numbered, inner))) == len(inner)
-    if not (_family(inner) or roles) or len(outside) > 1:
+    roles = all(_last_segment(name) in NATURAL_ORDER for name in inner) and len(set(map(_number_rank, inner))) == len(
+        inner
+    )
+    if not (_is_numbered_family(inner) or roles) or len(outside) > 1:
         return None
     places = [node.place for node in inside]
     if ordered and all(node.place < min(places) for node in outside):
-        # "norm" before the blocks: of the embedding, or the last one that was defined early?
-        vague = any(_last(node.name) in _LATE or node.name.stem == "norm" for node in outside)
+        # "norm" before the blocks: the embedding's, or the last one, defined early?
+        vague = any(_last_segment(node.name) in _FINAL_ROLES or node.name.stem == "norm" for node in outside)
         return None if vague else outside + inside
-    if all((ordered and node.place > max(places)) or _last(node.name) in _LATE for node in outside):
+    if all((ordered and node.place > max(places)) or _last_segment(node.name) in _FINAL_ROLES for node in outside):
         return inside + outside
     return None
 
 
-def _by_phases(nodes: Sequence[Node], ordered: bool) -> list[Node] | None:
-    """The nodes of an encoder before those of the decoder, each in their sequence; None if they are not of both."""
+def _phase_sequence(nodes: Sequence[ModuleNode], ordered: bool) -> list[ModuleNode] | None:
+    """Return the nodes of an encoder, then those of the decoder, each in sequence; None unless there are both."""
     parts = [[node for node in nodes if role in node.name.stem.split("/")] for role in ("encoder", "decoder")]
     if not all(parts) or sum(map(len, parts)) != len(nodes):
         return None
-    first, second = (list(part) if len(part) == 1 else _sequence(part, ordered) for part in parts)
+    first, second = (list(part) if len(part) == 1 else _name_sequence(part, ordered) for part in parts)
     return None if first is None or second is None else first + second
 
 
-def _norms(nodes: Sequence[Node]) -> bool:
-    """Whether these are the norms of blocks, some with their role and others numbered: the attention's comes first, the
-    other's last."""
-    blocks: dict[tuple[int, ...], list[Name]] = {}
+def _has_block_norms(nodes: Sequence[ModuleNode]) -> bool:
+    """Return whether these are the norms of blocks, some with a role and others numbered. The attention's comes first,
+    the MLP's last."""
+    blocks: dict[tuple[int, ...], list[ModuleName]] = {}
     for node in nodes:
-        blocks.setdefault(_block(node), []).append(node.name)
-    return all(map(_norms_of_a_block, blocks.values()))
+        blocks.setdefault(_block_numbers(node), []).append(node.name)
+    return all(map(_is_one_block_norms, blocks.values()))
 
 
-def _norms_of_a_block(names: Sequence[Name]) -> bool:
-    lasts = [_last(name) for name in names]
-    plain = [name for name in names if _last(name) == "norm"]
+def _is_one_block_norms(names: Sequence[ModuleName]) -> bool:
+    lasts = [_last_segment(name) for name in names]
+    plain = [name for name in names if _last_segment(name) == "norm"]
     return (
-        set(lasts) <= set(_NORMS)
+        set(lasts) <= set(_BLOCK_NORM_ROLES)
         and len(names) > 1
         and len(names) - len(plain) == len(set(lasts) - {"norm"})
         and len({name.numbers for name in plain}) == len(plain)
@@ -341,26 +376,28 @@ def _norms_of_a_block(names: Sequence[Name]) -> bool:
     )
 
 
-def _norm_place(node: Node) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-    return _block(node), _NORMS.index(_last(node.name)), node.name.numbers
+def _norm_rank(node: ModuleNode) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+    return _block_numbers(node), _BLOCK_NORM_ROLES.index(_last_segment(node.name)), node.name.numbers
 
 
-def _block(node: Node) -> tuple[int, ...]:
-    return name_of(node.path.rpartition("/")[0]).numbers
+def _block_numbers(node: ModuleNode) -> tuple[int, ...]:
+    return parse_module_name(node.path.rpartition("/")[0]).numbers
 
 
-def _numbered(name: Name) -> tuple[tuple[int, ...], int]:
-    """The numbers of a name, then its place among the roles of one block."""
-    return name.numbers, NATURAL.index(_last(name)) if _last(name) in NATURAL else -1
+def _number_rank(name: ModuleName) -> tuple[tuple[int, ...], int]:
+    """Return the numbers of a name, then its position among the roles of one block."""
+    return name.numbers, NATURAL_ORDER.index(_last_segment(name)) if _last_segment(name) in NATURAL_ORDER else -1
 
 
-def _roles(nodes: Sequence[Node]) -> bool:
-    """Whether these have different roles."""
-    return len({_last(node.name) for node in nodes if node.name.known}) > 1
+def _has_distinct_roles(nodes: Sequence[ModuleNode]) -> bool:
+    """Return whether these nodes have different roles."""
+    return len({_last_segment(node.name) for node in nodes if node.name.has_role}) > 1
 
 
-def _natural(nodes: Sequence[Node]) -> bool:
-    """Whether those that have a role come in the order in which everybody makes them, or have none."""
-    order = [NATURAL.index(_last(node.name)) for node in nodes if _last(node.name) in NATURAL]
-    unknown = [node for node in nodes if node.name.known and _last(node.name) not in NATURAL]
+def _is_in_natural_order(nodes: Sequence[ModuleNode]) -> bool:
+    """Return whether the nodes with a role are in the usual order; True if none has a role."""
+    order = [
+        NATURAL_ORDER.index(_last_segment(node.name)) for node in nodes if _last_segment(node.name) in NATURAL_ORDER
+    ]
+    unknown = [node for node in nodes if node.name.has_role and _last_segment(node.name) not in NATURAL_ORDER]
     return order == sorted(order) and not unknown

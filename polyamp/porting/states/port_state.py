@@ -1,9 +1,9 @@
-"""A training state moves to another framework: masters, running statistics, the optimizer's slots and counts, the loss
-scale with its counters, and the number of applied updates, which schedules follow.
+"""`port_state`, the transfer of a training state to another framework, and its report.
 
-`port` calls `port_state` when one of the sides is a training state. In between stands `TrainingState`, the same in
-canonical layout. The target's arrays are made first, all of them; then its backend takes them as it takes a
-checkpoint's, so that after an error it is as it was.
+The transfer covers masters, running statistics, the optimizer's slots and counts, the loss scale with its counters, and
+the number of applied updates, which schedules follow. The intermediate form is `TrainingState`, in canonical layout.
+All arrays of the target are created first. Its backend then loads them as it loads a checkpoint's, so that the target
+is unchanged after an error.
 """
 
 from __future__ import annotations
@@ -13,38 +13,44 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from polyamp.errors import PortError
-from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.layouts.operations import Merge
-from polyamp.porting.report import PortReport
-from polyamp.porting.settled import settled
-from polyamp.porting.states import recipe
-from polyamp.porting.states.canonical import TrainingState, Way, canonical, native, of_way
-from polyamp.porting.states.sides import Side, side
-from polyamp.rules.scale import LossScaleState
-from polyamp.train import contents
-from polyamp.train.changes import Change
+from polyamp.porting.port_report import PortReport
+from polyamp.porting.states import recipe_comparison
+from polyamp.porting.states.training_side import TrainingSide, make_training_side
+from polyamp.porting.states.training_state import (
+    ArrayMapping,
+    TrainingState,
+    canonical_state,
+    native_state_arrays,
+    transfer_arrays,
+)
+from polyamp.porting.transfer_plan import make_transfer_plan
+from polyamp.rules.loss_scale import LossScaleState
+from polyamp.train import checkpoint_checks
+from polyamp.train.recipe_changes import SettingChange
 
 if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, Any]
 
-_UNCOUNTED: Final = (
+_MISSING_COUNT_NOTE: Final = (
     "the source's optimizer does not count its updates, so that the number of applied ones is taken for 0, where "
     "schedules begin: say it in training(..., step=)"
 )
-_RANDOM: Final = "random streams are not moved: dropout draws other masks than in the source"
+_RANDOM_STREAM_NOTE: Final = "random streams are not moved: dropout draws other masks than in the source"
 
 
 def training_state(state: Any) -> TrainingState:
-    """A training state in canonical layout, to look at or to compare. Arrays are read late.
+    """Return a training state in canonical layout, for inspection or comparison. Arrays are read lazily.
 
     Args:
         state: a polyamp state, the path of a checkpoint, or `training(...)`.
 
     Raises:
         ArgumentError: none of these.
-        PortError: its optimizer keeps what has no canonical form.
+        PortError: its optimizer has state without a canonical form.
 
     Example:
         >>> import polyamp
@@ -54,20 +60,20 @@ def training_state(state: Any) -> TrainingState:
         >>> sorted(found.slots), found.slots["exp_avg"]["dense0/kernel"], found.counts["dense0/kernel"]
         (['exp_avg', 'exp_avg_sq'], Lazy(float32[4, 1]), 0)
     """
-    own = side(state, target=False)
+    own = make_training_side(state, target=False)
     _check_movable(own)
-    return canonical(own, [Way(layer.path, layer, layer.forms[0]) for layer in own.inventory.layers])
+    return canonical_state(own, [ArrayMapping(layer.path, layer, layer.forms[0]) for layer in own.inventory.layers])
 
 
 @dataclasses.dataclass(frozen=True)
 class StateReport(PortReport):
-    """What `polyamp.port` returns beside a training state.
+    """Report that `polyamp.port` returns with a training state.
 
     Attributes:
-        recipe: what differs between the recipes, the source's value first; the target's own is the one that trains.
+        recipe: differences between the recipes, the source's value first; training uses the target's.
     """
 
-    recipe: Sequence[Change] = ()
+    recipe: Sequence[SettingChange] = ()
 
     @property
     def clean(self) -> bool:
@@ -85,53 +91,59 @@ class StateReport(PortReport):
 def port_state(
     source: Any, target: Any, *, names: Mapping[str, str] | None = None, strict: bool = True
 ) -> tuple[Any, StateReport]:
-    """A training state goes on in another framework; `polyamp.port` calls it.
+    """Move a training state to another framework; `polyamp.port` for training states.
 
     Args:
         source: a polyamp state, the path of a checkpoint, or `training(...)`.
         target: a polyamp state or `training(...)`.
-        names: as for `port`.
-        strict: as for `port`; False also goes on where the recipes differ.
+        names: see `port`.
+        strict: see `port`; False also continues if the recipes differ.
 
     Returns:
         The target with everything but its random streams, and a report. In torch and Keras it is filled in place.
 
     Raises:
-        PortError: as `port` raises it; optimizers of two kinds, what has no counterpart, or another recipe.
+        PortError: as for `port`; optimizers are of two kinds, an array has no counterpart, or recipes differ.
         CheckpointError: a damaged file.
     """
     import numpy as np
 
-    ours, theirs = side(source, target=False), side(target, target=True)
-    _check_alike(ours, theirs)
-    found = settled(ours.inventory, theirs.inventory, names, strict=strict)
+    ours, theirs = make_training_side(source, target=False), make_training_side(target, target=True)
+    _check_same_slots(ours, theirs)
+    found = make_transfer_plan(ours.inventory, theirs.inventory, names, strict=strict)
     ways = [
         (
-            Way(each.target.path, each.source, each.fit.source, found.turned.get(each.target.path)),
-            Way(each.target.path, each.target, each.fit.target),
+            ArrayMapping(each.target.path, each.source, each.fit.source, found.turned.get(each.target.path)),
+            ArrayMapping(each.target.path, each.target, each.fit.target),
         )
         for each in found.pairs
     ]
-    changed = recipe.between(
-        ours.settings, theirs.settings, (ours.optimizer, theirs.optimizer), _trained(ways, ours, theirs)
+    changed = recipe_comparison.compare_recipes(
+        ours.settings, theirs.settings, (ours.optimizer, theirs.optimizer), _trained_leaf_pairs(ways, ours, theirs)
     )
     if strict:
         _check_recipe(changed, ours, theirs)
-    state = canonical(ours, [way for way, _ in ways])
-    arrays, said = native(state, theirs, [way for _, way in ways])
-    said += _put_scale(arrays, ours, theirs, state.loss_scale)
-    said += _doubled(ways) + ([_UNCOUNTED] if ours.step is None else [])
+    state = canonical_state(ours, [way for way, _ in ways])
+    arrays, said = native_state_arrays(state, theirs, [way for _, way in ways])
+    said += _write_loss_scale(arrays, ours, theirs, state.loss_scale)
+    said += _split_bias_notes(ways) + ([_MISSING_COUNT_NOTE] if ours.step is None else [])
     said += found.kept.check({name: Lazy.of(arrays[array]) for name, array in theirs.leaves.items()})
     merges = [
         f"{way.path}: {phrase}, and either's moments are kept for both"
         for _, way in ways
-        for phrase in way.form.losses(of_way(way, state.parameters))
+        for phrase in way.form.losses(transfer_arrays(way, state.parameters))
     ]
     report = StateReport(
         found.moved,
         found.compared.differences,
         merges,
-        [*said, *ours.optimizer.notes, *theirs.optimizer.notes, *found.compared.conventions, *_random(theirs)],
+        [
+            *said,
+            *ours.optimizer.notes,
+            *theirs.optimizer.notes,
+            *found.compared.conventions,
+            *_random_stream_notes(theirs),
+        ],
         found.missing,
         found.unused,
         found.compared.unseen,
@@ -141,12 +153,12 @@ def port_state(
     return theirs.replaced({name: np.ascontiguousarray(a) if a.ndim else a for name, a in arrays.items()}), report
 
 
-def _random(target: Side) -> list[str]:
-    return [_RANDOM] if any(name.startswith("rng/") for name in target.arrays) else []
+def _random_stream_notes(target: TrainingSide) -> list[str]:
+    return [_RANDOM_STREAM_NOTE] if any(name.startswith("rng/") for name in target.arrays) else []
 
 
-def _doubled(pairs: Sequence[tuple[Way, Way]]) -> list[str]:
-    """Biases that are one in the source and two that are added in the target."""
+def _split_bias_notes(pairs: Sequence[tuple[ArrayMapping, ArrayMapping]]) -> list[str]:
+    """Return notes about biases that are one in the source and two added ones in the target."""
     found = []
     for ours, theirs in pairs:
         merged = [
@@ -161,7 +173,7 @@ def _doubled(pairs: Sequence[tuple[Way, Way]]) -> list[str]:
     return found
 
 
-def _check_movable(own: Side) -> None:
+def _check_movable(own: TrainingSide) -> None:
     if own.optimizer.refused:
         raise PortError(
             f"{own.name}: {'; '.join(own.optimizer.refused)}. That has no counterpart in another framework's "
@@ -169,11 +181,11 @@ def _check_movable(own: Side) -> None:
         )
 
 
-def _check_alike(source: Side, target: Side) -> None:
-    """Refuse optimizers that do not keep the same arrays.
+def _check_same_slots(source: TrainingSide, target: TrainingSide) -> None:
+    """Raise if the optimizers do not have the same arrays.
 
     Raises:
-        PortError: says what each keeps.
+        PortError: the slots differ; the message lists both.
     """
     _check_movable(source)
     _check_movable(target)
@@ -182,18 +194,20 @@ def _check_alike(source: Side, target: Side) -> None:
     if set(ours.slots) != set(theirs.slots) or (kinds[0] != kinds[1] and "" not in kinds):
         raise PortError(
             "an optimizer's state moves to an optimizer of its kind alone. Received: "
-            f"{_kept(source)}, and {_kept(target)}. Give the target the source's optimizer; or move the model alone, "
-            "with which the optimizer begins anew: polyamp.port(source_model, target_model)."
+            f"{_describe_slots(source)}, and {_describe_slots(target)}. Give the target the source's optimizer; "
+            "or move the model alone, with which the optimizer begins anew: polyamp.port(source_model, target_model)."
         )
 
 
-def _kept(own: Side) -> str:
+def _describe_slots(own: TrainingSide) -> str:
     slots = ", ".join(own.optimizer.slots) or "no arrays"
     return f"{own.name} with {own.optimizer.type or 'an optimizer'}, which keeps {slots}"
 
 
-def _put_scale(new: dict[str, Array], source: Side, target: Side, given: Mapping[str, float]) -> list[str]:
-    """The loss scale into the target's arrays, within its scaler's bounds (S18)."""
+def _write_loss_scale(
+    new: dict[str, Array], source: TrainingSide, target: TrainingSide, given: Mapping[str, float]
+) -> list[str]:
+    """Write the loss scale into the target's arrays, within its scaler's bounds (S18)."""
     import numpy as np
 
     scaler = target.scaler
@@ -208,15 +222,17 @@ def _put_scale(new: dict[str, Array], source: Side, target: Side, given: Mapping
         if old is not None:
             new[f"loss_scale/{name}"] = np.asarray(given.get(name, start.get(name, 0)), old.dtype)
     before = dict(new)
-    contents.rescale(new, scaler, anew=anew)
+    checkpoint_checks.fit_loss_scale(new, scaler, anew=anew)
     changed = [name for name in new if name.startswith("loss_scale/") and new[name] != before[name]]
     if anew:
         return ["the loss scale begins anew: the source has none, or one of another kind"] if scaler.scales else []
     return [f"{name} is {new[name]:g}, within the target's scaler; it was {before[name]:g}" for name in changed]
 
 
-def _trained(pairs: Sequence[tuple[Way, Way]], source: Side, target: Side) -> Iterator[tuple[str, str]]:
-    """(leaf of the source, leaf of the target) of layers' trained parameters, by their canonical arrays."""
+def _trained_leaf_pairs(
+    pairs: Sequence[tuple[ArrayMapping, ArrayMapping]], source: TrainingSide, target: TrainingSide
+) -> Iterator[tuple[str, str]]:
+    """Yield (leaf of the source, leaf of the target) for trained parameters, matched by their canonical arrays."""
     for ours, theirs in pairs:
         first = {c: rule.native[0] for rule in ours.form.rules for c in rule.canonical}
         for rule in theirs.form.rules:
@@ -228,11 +244,11 @@ def _trained(pairs: Sequence[tuple[Way, Way]], source: Side, target: Side) -> It
                 yield one, other
 
 
-def _check_recipe(changed: Sequence[Change], source: Side, target: Side) -> None:
-    """Refuse another recipe, as `restore` does.
+def _check_recipe(changed: Sequence[SettingChange], source: TrainingSide, target: TrainingSide) -> None:
+    """Raise if the recipes differ, as `restore` does.
 
     Raises:
-        PortError: says every difference.
+        PortError: the message lists every difference.
     """
     if changed and source.whole and target.whole:
         said = "\n".join(f"  {change}" for change in changed)

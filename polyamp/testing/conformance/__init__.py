@@ -1,1 +1,1 @@
-"""The old path of the conformance suite: `pytest --pyargs polyamp.testing.conformance` runs `polyamp.conformance`."""
+"""Old path of the conformance suite: `pytest --pyargs polyamp.testing.conformance` runs `polyamp.conformance`."""

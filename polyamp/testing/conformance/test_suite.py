@@ -1,4 +1,4 @@
-"""Every test of `polyamp.conformance`, under the suite's old path."""
+"""All tests of `polyamp.conformance`, under the suite's old path."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from polyamp_torch.own_loop import grad_scaler, scaler_state
 def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """`GradScaler` as on the CPU, and on the path that accelerators take, which reads nothing that need not be read."""
     if request.param == "reading waits":
-        monkeypatch.setattr(grad_scaler, "looks", lambda device: False)
-        monkeypatch.setattr(scaler_state, "looks", lambda device: False)
+        monkeypatch.setattr(grad_scaler, "can_read_without_sync", lambda device: False)
+        monkeypatch.setattr(scaler_state, "can_read_without_sync", lambda device: False)
     return str(request.param)
 
 

@@ -1,4 +1,4 @@
-"""The command line: exit status, messages, tables and files; no framework is needed."""
+"""Command line: exit status, messages, tables and files; no framework is needed."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from polyamp.cli import tables
 from polyamp.cli.app import app
 from polyamp.cli.progress import show_progress
 from polyamp.demo import runner
-from polyamp.demo.report import Failure, Report, Run, compare
+from polyamp.demo.report import DemoReport, FrameworkFailure, FrameworkRun, compare
 
 
-def make_report(**changes: Any) -> Report:
-    """Two frameworks, two policies; float16 skips its first two steps."""
+def make_report(**changes: Any) -> DemoReport:
+    """Return a report of two frameworks and two policies; float16 skips its first two steps."""
     steps = 40
     runs = []
     for backend, shift in (("tensorflow", 0.0), ("torch", 1e-6)):
         curve: list[float | None] = [2.0 / (step + 1) + shift for step in range(steps)]
         scales = [2.0**14, 2.0**13] + [2.0**13] * (steps - 2)
         shared: dict[str, Any] = {"backend": backend, "version": "2.21.0+cpu", "device": "cpu", "losses": curve}
-        runs.append(Run(policy="float32", grad_norms=curve, scales=[1.0] * steps, skips=[False] * steps,
+        runs.append(FrameworkRun(policy="float32", grad_norms=curve, scales=[1.0] * steps, skips=[False] * steps,
                         accuracy=0.975, applied=steps, ms_per_step=1.25, **shared))  # fmt: skip
-        runs.append(Run(policy="mixed_float16", grad_norms=[None, None, *curve[2:]], scales=scales,
+        runs.append(FrameworkRun(policy="mixed_float16", grad_norms=[None, None, *curve[2:]], scales=scales,
                         skips=[step < 2 for step in range(steps)], accuracy=0.961, applied=steps - 2, ms_per_step=12.5,
                         twin_losses=curve, **shared))  # fmt: skip
-    report = Report(polyamp="0.1.0", recipes={}, baseline="float32", steps=steps, batch_size=64, seed=0, runs=runs,
+    report = DemoReport(polyamp="0.1.0", recipes={}, baseline="float32", steps=steps, batch_size=64, seed=0, runs=runs,
                     comparisons=compare(runs, "float32"), missing={}, failures=[], seconds=12.3, ok=True)  # fmt: skip
     return msgspec.structs.replace(report, **changes)
 
 
 @pytest.fixture
 def runner_returns(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the runner return a given report; collects what it was called with."""
+    """Make the runner return a given report, and collect its arguments."""
     calls: list[dict[str, Any]] = []
 
-    def prepare(report: Report) -> list[dict[str, Any]]:
-        def run(recipe: polyamp.Recipe, **settings: Any) -> Report:
+    def prepare(report: DemoReport) -> list[dict[str, Any]]:
+        def run(recipe: polyamp.Recipe, **settings: Any) -> DemoReport:
             calls.append({"recipe": recipe, **settings})
             return report
 
@@ -86,7 +86,7 @@ def test_a_distance_outside_the_tolerance_ends_with_1(runner_returns: Any, tmp_p
 
 
 def test_missing_and_failed_frameworks_are_named(runner_returns: Any, tmp_path: Path) -> None:
-    failure = Failure(backend="torch", policy="mixed_float16", message="the device has [no] float16")
+    failure = FrameworkFailure(backend="torch", policy="mixed_float16", message="the device has [no] float16")
     install = 'needs jax, which is not installed. Run: pip install "polyamp[jax]"'
     runner_returns(make_report(missing={"jax": install}, failures=[failure], ok=False))
     result = invoke("demo", "--out", tmp_path)
@@ -186,7 +186,7 @@ try:
 finally:
     sys.stderr.write(" ".join(sorted({"numpy", "rich", "subprocess"} & {*sys.modules})))
 """
-"""`python -m polyamp ...` in an interpreter that lacks some distributions; on standard error what it imported."""
+"""`python -m polyamp ...` in an interpreter without some distributions; prints its imports to standard error."""
 
 
 def without(absent: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -244,7 +244,7 @@ def test_doctor_fails_only_for_what_is_installed_and_broken(
     assert found["backends"]["torch"]["usable"] is works
 
 
-def render(report: Report, width: int) -> str:
+def render(report: DemoReport, width: int) -> str:
     console = Console(file=io.StringIO(), width=width)
     tables.print_report(console, report)
     return str(console.file.getvalue())  # type: ignore[attr-defined]  # a StringIO
@@ -300,14 +300,14 @@ def test_the_left_panel_of_a_row_names_what_the_row_shares(monkeypatch: pytest.M
 def test_progress_tells_what_happens(terminal: bool) -> None:
     console = Console(file=io.StringIO(), width=110, force_terminal=terminal, color_system=None)
     with show_progress(console) as on_event:
-        on_event(runner.Starting(backend="torch"))
-        on_event(runner.Started(backend="torch", version="2.13.0", device="cpu"))
+        on_event(runner.FrameworkLaunchEvent(backend="torch"))
+        on_event(runner.FrameworkStartEvent(backend="torch", version="2.13.0", device="cpu"))
         for step in range(10, 41, 10):
-            on_event(runner.Progress(backend="torch", policy="mixed_float16", step=step, steps=40, loss=0.5,
+            on_event(runner.PolicyProgressEvent(backend="torch", policy="mixed_float16", step=step, steps=40, loss=0.5,
                                      scale=2.0**13, skipped=2))  # fmt: skip
-        on_event(runner.Starting(backend="jax"))
-        on_event(runner.Missing(backend="jax", message="long"))
-        on_event(runner.Failed(failure=Failure(backend="keras", policy="fp16", message="long")))
+        on_event(runner.FrameworkLaunchEvent(backend="jax"))
+        on_event(runner.FrameworkMissingEvent(backend="jax", message="long"))
+        on_event(runner.FrameworkFailureEvent(failure=FrameworkFailure(backend="keras", policy="fp16", message="long")))
     shown = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
     assert "torch 2.13.0 on cpu" in shown
     assert "loss 0.5000   scale 2^13   skipped 2" in shown
@@ -321,12 +321,16 @@ def test_the_lines_of_a_framework_do_not_depend_on_where_the_one_before_failed()
     console = Console(file=io.StringIO(), width=110)
     with show_progress(console) as on_event:
         for backend, last in (("torch", 21), ("jax", 40)):
-            on_event(runner.Started(backend=backend, version="1.0", device="cpu"))
+            on_event(runner.FrameworkStartEvent(backend=backend, version="1.0", device="cpu"))
             for step in range(1, last + 1):
-                on_event(runner.Progress(backend=backend, policy="float32", step=step, steps=40, loss=0.5, scale=1.0,
-                                         skipped=0))  # fmt: skip
+                on_event(runner.PolicyProgressEvent(backend=backend, policy="float32", step=step, steps=40, loss=0.5,
+                                                    scale=1.0, skipped=0))  # fmt: skip
             if last < 40:
-                on_event(runner.Failed(failure=Failure(backend=backend, policy="float32", message="long")))
+                on_event(
+                    runner.FrameworkFailureEvent(
+                        failure=FrameworkFailure(backend=backend, policy="float32", message="long")
+                    )
+                )
     shown = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
     assert re.findall(r"step +(\d+) of 40|(\w+) float32 failed", shown) == [
         *[(step, "") for step in ("10", "20")],

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from polyamp.cli import parity
 from polyamp.cli.app import app
 from polyamp.cli.parity_progress import show_progress
-from polyamp.parity import jobs
 from polyamp.parity.findings import Environment, Failure
-from polyamp.parity.report import Report
+from polyamp.parity.report.report import Report
+from polyamp.parity.run import messages
 
 FILE = """
 import time
@@ -146,11 +146,11 @@ def test_bars_on_a_terminal_show_the_loss_and_what_failed() -> None:
     failure = Failure(side="b", phase="float32", step=3, reason="crashed", message="")
     with show_progress(console) as on_event:
         for event in (
-            *(jobs.Starting(side=side) for side in ("[a]", "b")),
-            jobs.Started(side="[a]", environment=place, recipe=None),
-            jobs.Progress(side="[a]", phase="mixed_float16", step=2, steps=2, loss=0.25),
-            jobs.Finished(side="[a]"),
-            jobs.Failed(failure=failure),
+            *(messages.SideLaunchEvent(side=side) for side in ("[a]", "b")),
+            messages.SideBuildEvent(side="[a]", environment=place, recipe=None),
+            messages.SideProgressEvent(side="[a]", phase="mixed_float16", step=2, steps=2, loss=0.25),
+            messages.SideFinishEvent(side="[a]"),
+            messages.SideFailureEvent(failure=failure),
         ):
             on_event(event)
     assert isinstance(console.file, io.StringIO)

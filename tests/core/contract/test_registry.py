@@ -18,7 +18,7 @@ import pytest
 
 import polyamp
 from polyamp import BackendError, Policy
-from polyamp.contract import evidence, registry
+from polyamp.contract import framework_detection, registry
 from polyamp.reference import BACKEND
 from polyamp.reference.tensor import Tensor
 
@@ -52,7 +52,7 @@ class Site:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         lines = [f"{entry} = {value}" for entry, value in entries.items()]
         if lines:
-            (info / "entry_points.txt").write_text("\n".join([f"[{registry.GROUP}]", *lines, ""]))
+            (info / "entry_points.txt").write_text("\n".join([f"[{registry.ENTRY_POINT_GROUP}]", *lines, ""]))
 
     def run(self, code: str) -> Any:
         """What `code` assigns to `answer`; an exception as (type names, message, cause)."""
@@ -288,7 +288,7 @@ def test_a_module_of_the_users_may_be_called_as_the_reference_is(monkeypatch: py
     model = type("Net", (), {"__module__": "reference.nets"})()
     with pytest.raises(BackendError, match=r"no backend recognises reference\.nets\.Net"):
         registry.backend_for(model)
-    assert evidence.frameworks(type(model), ["reference"]) == []
+    assert framework_detection.detect_frameworks(type(model), ["reference"]) == []
 
 
 def test_an_object_of_no_framework_is_refused() -> None:

@@ -41,7 +41,7 @@ def test_s20_a_framework_that_is_too_old_is_named(
 
 def entry(*requires: str, name: str = "polyamp", value: str = "polyamp_torch:BACKEND") -> Any:
     """Stands for an entry point of a distribution with these requirements."""
-    found = importlib.metadata.EntryPoint("torch", value, registry.GROUP)
+    found = importlib.metadata.EntryPoint("torch", value, registry.ENTRY_POINT_GROUP)
     vars(found).update(dist=SimpleNamespace(name=name, requires=list(requires)))
     return found
 
@@ -69,11 +69,11 @@ def entry(*requires: str, name: str = "polyamp", value: str = "polyamp_torch:BAC
 def test_versions_are_compared_by_their_numbers(
     requires: str, installed: str, old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "installed", lambda name: installed if name == "torch" else None)
-    said = versions.too_old(entry(requires))
+    monkeypatch.setattr(versions, "installed_version", lambda name: installed if name == "torch" else None)
+    said = versions.outdated_requirement(entry(requires))
     assert (said is not None) == old
     third_party = entry("torch>=2.7", name="mine", value="mine:BACKEND")
-    assert (versions.too_old(third_party) is None) == (installed not in ("2.1.2", "2.6.9", "2.1", "0.1"))
+    assert (versions.outdated_requirement(third_party) is None) == (installed not in ("2.1.2", "2.6.9", "2.1", "0.1"))
 
 
 def test_s20_a_model_that_shows_its_framework_is_not_given_to_another() -> None:
@@ -83,9 +83,9 @@ def test_s20_a_model_that_shows_its_framework_is_not_given_to_another() -> None:
         with pytest.raises(
             ModelError, match=r"^model is of the torch backend\. Received: backend='jax'\. Drop backend="
         ):
-            registry.check_named("jax", model)
-        registry.check_named("torch", model)
-        registry.check_named("mine", model)
+            registry.check_backend_argument("jax", model)
+        registry.check_backend_argument("torch", model)
+        registry.check_backend_argument("mine", model)
     finally:
         if sys.modules.get("torch", True) is None:
             del sys.modules["torch"]

@@ -14,7 +14,7 @@ import pytest
 
 from polyamp import BackendError, LossScaler, PolicyError, Recipe, RecipeError, adam, sgd
 from polyamp.demo import runner, worker
-from polyamp.demo.report import Report, Run, compare, distance
+from polyamp.demo.report import DemoReport, FrameworkRun, compare, distance
 from polyamp.reference import MLP
 from polyamp.reference.harness import ReferenceHarness
 
@@ -25,9 +25,9 @@ def make_run(
     losses: Sequence[float | None] | None = None,
     skips: Sequence[int] = (),
     twin: Sequence[float | None] | None = None,
-) -> Run:
+) -> FrameworkRun:
     curve: list[float | None] = [1.0] * 30 if losses is None else list(losses)
-    return Run(
+    return FrameworkRun(
         backend=backend,
         policy=policy,
         version="1.2.3",
@@ -207,13 +207,13 @@ for policy in job["recipes"]:
 """
 
 
-def quick(interpreters: dict[str, Path], **settings: Any) -> Report:
+def quick(interpreters: dict[str, Path], **settings: Any) -> DemoReport:
     return runner.run(Recipe(), backends=list(interpreters), interpreters=interpreters, steps=2, **settings)
 
 
 def test_two_frameworks_that_agree(tmp_path: Path) -> None:
     honest = interpreter(tmp_path, "honest", HONEST)
-    events: list[runner.Event] = []
+    events: list[runner.DemoEvent] = []
     report = quick({"torch": honest, "jax": honest}, policies=["mixed_bfloat16"], on_event=events.append)
     assert report.ok
     assert [(run.backend, run.policy) for run in report.runs] == [
@@ -222,14 +222,18 @@ def test_two_frameworks_that_agree(tmp_path: Path) -> None:
         ("jax", "float32"),
         ("jax", "mixed_bfloat16"),
     ]
-    assert [type(event).__name__ for event in events] == ["Starting", "Finished", "Finished"] * 2
+    assert [type(event).__name__ for event in events] == [
+        "FrameworkLaunchEvent",
+        "PolicyResultEvent",
+        "PolicyResultEvent",
+    ] * 2
     assert report.baseline == "float32"
     assert report.recipes["mixed_bfloat16"]["policy"]["compute"] == "bfloat16"
 
 
 def test_the_report_survives_json(tmp_path: Path) -> None:
     report = quick({"torch": interpreter(tmp_path, "honest", HONEST)})
-    assert Report.from_json(report.to_json()) == report
+    assert DemoReport.from_json(report.to_json()) == report
     assert json.loads(report.to_json())["ok"] is True
 
 
@@ -296,18 +300,18 @@ def flat_digits(monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray[Any, An
 
 def test_the_worker_trains_skips_and_retraces_in_float32(flat_digits: dict[str, np.ndarray[Any, Any]]) -> None:
     recipe = Recipe(scaler=LossScaler(init_scale=2.0**22, growth_interval=8), optimizer=adam(0.05), clip_norm=1.0)
-    job = worker.Job(
+    job = worker.DigitsJob(
         backend="reference",
         problem="",
         recipes={name: runner.recipe_for(recipe, name).to_json() for name in ("float32", "mixed_float16")},
         baseline="float32",
         report_every=10,
     )
-    events: list[runner.Event] = []
-    worker.work(job, flat_digits, events.append)
-    plain, half = (event.run for event in events if isinstance(event, runner.Finished))
-    assert isinstance(events[0], runner.Started)
-    assert [event.step for event in events if isinstance(event, runner.Progress)] == [10, 20, 30, 10, 20, 30]
+    events: list[runner.DemoEvent] = []
+    worker.run_job(job, flat_digits, events.append)
+    plain, half = (event.run for event in events if isinstance(event, runner.PolicyResultEvent))
+    assert isinstance(events[0], runner.FrameworkStartEvent)
+    assert [event.step for event in events if isinstance(event, runner.PolicyProgressEvent)] == [10, 20, 30, 10, 20, 30]
 
     assert plain.skipped == 0
     assert plain.twin_losses is None

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from polyamp.parity import page
+from polyamp.parity.report import html_page
 from tests.core.parity import reports
 from tests.core.parity.browser import Browser, found
 
@@ -140,7 +140,7 @@ def main(out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder, Browser(path) as browser:
         for name, report in reports.kinds().items():
             file = Path(folder) / f"{name.replace(' ', '-')}.html"
-            file.write_text(page.html(report), encoding="utf-8")
+            file.write_text(html_page.render_html(report), encoding="utf-8")
             check(browser, file.as_uri(), file.stem, out)
             print(f"{name}: as it must be")
         url = (Path(folder) / "parts.html").as_uri()

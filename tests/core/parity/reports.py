@@ -7,7 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from polyamp.parity.report import Comparison, Curve, Divergence, Environment, Failure, Kind, Report, Row, Shown
+from polyamp.parity.report.report import (
+    Comparison,
+    ComparisonRow,
+    Curve,
+    Divergence,
+    DivergenceKind,
+    Environment,
+    Failure,
+    Report,
+    SideValues,
+)
 
 PHASES = ("float32", "mixed_bfloat16")
 SUBLAYERS = (
@@ -30,7 +40,7 @@ def modules(count: int) -> list[str]:
 
 def rows(
     count: int, *, steps: int = 3, parts_at: int | None = None, seed: int = 0, phases: tuple[str, ...] = PHASES
-) -> list[Row]:
+) -> list[ComparisonRow]:
     """A table: output, cotangent and gradient of each module; those from `parts_at` on count, under every phase."""
     generator = np.random.default_rng(seed)
     found = []
@@ -54,7 +64,9 @@ def rows(
                     "phase": phase,
                     "dtypes": dtypes,
                 }
-                found.append(Row(**row, step=1 + index % steps, distance=distance, allowed=allowed, counts=counts))
+                found.append(
+                    ComparisonRow(**row, step=1 + index % steps, distance=distance, allowed=allowed, counts=counts)
+                )
     return found
 
 
@@ -93,8 +105,8 @@ def divergence(**changes: Any) -> Divergence:
         "module": path,
         "what": "output",
         "sides": {
-            "torch": Shown(path=path, mean=0.00121, operations=["layer_norm in float32"], **one),
-            "jax": Shown(
+            "torch": SideValues(path=path, mean=0.00121, operations=["layer_norm in float32"], **one),
+            "jax": SideValues(
                 path=other, mean=0.00121, operations=["rsqrt in float32", "mul in float32"], **{**one, "rms": 0.99842}
             ),
         },
@@ -182,11 +194,11 @@ def crash(side: str = "jax", **changes: Any) -> Failure:
 def kinds() -> dict[str, Report]:
     """One report of each sort, by name."""
     long = "encoder.layers_with_a_very_long_name." * 8 + "attention<script>alert(1)</script>"
-    broken = Shown(
+    broken = SideValues(
         path="encoder.layers.0.mlp.up", dtype="float16", shape=(8, 64), mean=0.1, rms=1.0, largest=6e4, nonfinite=3
     )
-    sound = Shown(path="Encoder_0/Dense_0", dtype="float16", shape=(8, 64), mean=0.1, rms=1.0, largest=6.5e4)
-    nan: Kind = "not finite"
+    sound = SideValues(path="Encoder_0/Dense_0", dtype="float16", shape=(8, 64), mean=0.1, rms=1.0, largest=6.5e4)
+    nan: DivergenceKind = "not finite"
     not_finite = divergence(
         phase="mixed_float16",
         kind=nan,
@@ -199,7 +211,7 @@ def kinds() -> dict[str, Report]:
     )
     named = divergence(
         module=long,
-        sides={"torch": Shown(path=long, dtype="float32"), "j\x1b[31max\n": Shown(path=long)},
+        sides={"torch": SideValues(path=long, dtype="float32"), "j\x1b[31max\n": SideValues(path=long)},
         sentence="word " * 90,
     )
     return {

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyamp.parity.aligned import Agreed
-from polyamp.parity.phases import FLOAT32, Phase
-from polyamp.parity.sketch import sketch
-from polyamp.parity.trace import BEFORE, Entry, Trace
-from polyamp.parity.verdict import Ran, compared
+from polyamp.parity.precisions import FLOAT32, Phase
+from polyamp.parity.trace.sketch import sketch
+from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Trace
+from polyamp.parity.verdict.alignment import Alignment
+from polyamp.parity.verdict.verdict import PhaseTrace, compare_traces
 
 PLAIN, ACTIVE = np.float32([-1.0, 2.0]), np.float32([0.0, 2.0])
 """What a layer gives before its ReLU, and behind it."""
@@ -22,14 +22,14 @@ def entry(what: str, values: Any, *, module: str = "fc", step: int = 1) -> Entry
     return Entry(step=step, stage="forward", module=module, what=what, sketch=array)
 
 
-def comparison(ours: list[Entry], theirs: list[Entry], agreed: Agreed) -> Any:
+def comparison(ours: list[Entry], theirs: list[Entry], agreed: Alignment) -> Any:
     trace = Trace(side="", phase=FLOAT32)
-    runs = [(Phase(name=FLOAT32), Ran(trace, lambda: ours), Ran(trace, lambda: theirs))]
-    return compared(("one", "two"), runs, agreed, (None, None))
+    runs = [(Phase(name=FLOAT32), PhaseTrace(trace, lambda: ours), PhaseTrace(trace, lambda: theirs))]
+    return compare_traces(("one", "two"), runs, agreed, (None, None))
 
 
-def agreed(**between: dict[str, str]) -> Agreed:
-    return Agreed(modules={"fc": "fc", "head": "head"}, kinds={"fc": "dense", "head": "dense"}, **between)  # type: ignore[arg-type]
+def agreed(**between: dict[str, str]) -> Alignment:
+    return Alignment(modules={"fc": "fc", "head": "head"}, kinds={"fc": "dense", "head": "dense"}, **between)  # type: ignore[arg-type]
 
 
 def outputs(found: Any) -> list[tuple[str, str, bool]]:
@@ -75,7 +75,7 @@ def test_s31_small_outputs_that_agree_neither_before_nor_behind_the_activation_d
 
 @pytest.mark.parametrize("ours", [PLAIN, ACTIVE])
 def test_s31_where_the_first_side_has_the_activation_inside_the_second_is_shown_behind_it(ours: Any) -> None:
-    theirs = [entry(BEFORE, PLAIN), entry("output", ACTIVE), HEAD]
+    theirs = [entry(BEFORE_ACTIVATION, PLAIN), entry("output", ACTIVE), HEAD]
     found = comparison([entry("output", ours), HEAD], theirs, agreed(applied={"fc": "relu"}))
     assert outputs(found) == [("fc", "output", False), ("head", "output", False)]
     wrong = comparison([entry("output", [0.5, 3.0]), HEAD], theirs, agreed(applied={"fc": "relu"}))

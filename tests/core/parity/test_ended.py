@@ -15,9 +15,9 @@ import parity_sides as sides
 import pytest
 
 import polyamp
-from polyamp.parity import trace
-from polyamp.parity.report import Report
-from polyamp.parity.runner import run
+from polyamp.parity.report.report import Report
+from polyamp.parity.run.runner import run
+from polyamp.parity.trace import trace
 
 PATIENCE = 60.0
 
@@ -86,7 +86,7 @@ def test_ctrl_c_ends_every_process_and_leaves_the_report_of_what_was_collected(t
 def test_a_killed_parent_leaves_no_process_and_traces_that_can_be_read(tmp_path: Path) -> None:
     script = Script(tmp_path)
     assert script.end(signal.SIGKILL) == ""
-    entries = list(trace.read(script.out / "sides" / "2-three" / "float32.trace"))
+    entries = list(trace.read_entries(script.out / "sides" / "2-three" / "float32.trace"))
     assert {entry.step for entry in entries} == {0, 1}
     wait_for(lambda: sorted(path.name for path in tmp_path.iterdir()) == ["out", "told"])
 
@@ -95,7 +95,7 @@ def test_a_script_that_runs_where_it_is_imported_is_told_so(tmp_path: Path) -> N
     script = tmp_path / "my_script.py"
     script.write_text(
         "import numpy as np\n"
-        "from polyamp.parity.runner import run\n"
+        "from polyamp.parity.run.runner import run\n"
         "from polyamp.reference import MLP\n"
         "def make():\n    return MLP.random([4, 3], seed=0)\n"
         "print(run({'one': make, 'two': make}, data=np.ones((2, 4), 'f4')))\n"

@@ -10,7 +10,7 @@ import pytest
 import polyamp
 from polyamp import LossScaler, Recipe, losses
 from polyamp.contract import registry
-from polyamp.parity.observing import Observes
+from polyamp.parity.trace.observer import HasObserver
 from polyamp.reference import MLP
 
 X = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
@@ -30,7 +30,7 @@ def normalized() -> MLP:
 
 def watch(model: MLP, recipe: Recipe, loss: Any = loss_fn) -> tuple[Any, list[tuple[str, str, Any, str]], Any]:
     backend = registry.get("reference")
-    assert isinstance(backend, Observes)
+    assert isinstance(backend, HasObserver)
     seen: list[tuple[str, str, Any, str]] = []
     with backend.observer.working(model) as mine, backend.observer.still(mine, None):
         state = polyamp.init(mine, recipe)
@@ -90,7 +90,7 @@ def test_a_second_call_has_a_number_and_a_pass_leaves_nothing_behind() -> None:
 
 
 def test_what_it_cannot_watch_is_refused() -> None:
-    observer = registry.get("reference").observer  # type: ignore[attr-defined]  # it is an `Observes`
+    observer = registry.get("reference").observer  # type: ignore[attr-defined]  # it is an `HasObserver`
     with pytest.raises(polyamp.UnsupportedError, match="no float64"), observer.working(normalized(), wide=True):
         pass
     with pytest.raises(polyamp.ModelError, match=r"class MLP\. Received: a list of 1"), observer.working([1]):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from polyamp.errors import ArgumentError
-from polyamp.parity.report import Report
+from polyamp.parity.report.report import Report
 from tests.core.parity import reports
 
 KINDS = reports.kinds()
@@ -58,7 +58,7 @@ def test_every_class_and_field_of_the_schema_is_described() -> None:
     for name, component in {"Report": schema, **schema["$defs"]}.items():
         assert component["description"], name
         assert {field for field, each in component["properties"].items() if not each.get("description")} == set(), name
-    assert "null where one is not finite" in schema["$defs"]["Row"]["properties"]["distance"]["description"]
+    assert "null where one is not finite" in schema["$defs"]["ComparisonRow"]["properties"]["distance"]["description"]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -14,9 +14,10 @@ import pytest
 
 from polyamp import ArgumentError, Recipe, RecipeError
 from polyamp._version import __version__
-from polyamp.parity import jobs, trace
-from polyamp.parity.report import Failure, Report
-from polyamp.parity.runner import run
+from polyamp.parity.report.report import Failure, Report
+from polyamp.parity.run import messages
+from polyamp.parity.run.runner import run
+from polyamp.parity.trace import trace
 
 STEPS = 3
 
@@ -37,9 +38,9 @@ def interpreter(path: Path, *lines: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, list[jobs.Event], Path]:
+def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, list[messages.ParityEvent], Path]:
     out = tmp_path_factory.mktemp("parity") / "out"
-    events: list[jobs.Event] = []
+    events: list[messages.ParityEvent] = []
     build = {"one": sides.plain, "the other": sides.other, "doubled": sides.doubled}
     report = started(build, out=out, on_event=events.append, recipe={
         "one": sides.RECIPE, "the other": sides.RECIPE, "doubled": sides.recipe
@@ -47,7 +48,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, list[jobs.Ev
     return report, events, out
 
 
-def test_one_side_agrees_and_one_parts(good: tuple[Report, list[jobs.Event], Path]) -> None:
+def test_one_side_agrees_and_one_parts(good: tuple[Report, list[messages.ParityEvent], Path]) -> None:
     report, _, _ = good
     assert report.failures == []
     assert not report.agrees
@@ -77,16 +78,16 @@ def test_one_side_agrees_and_one_parts(good: tuple[Report, list[jobs.Event], Pat
     assert 0.0 < report.own_seconds < report.seconds
 
 
-def test_events_come_in_the_order_of_the_work(good: tuple[Report, list[jobs.Event], Path]) -> None:
+def test_events_come_in_the_order_of_the_work(good: tuple[Report, list[messages.ParityEvent], Path]) -> None:
     _, events, _ = good
-    kinds = [(type(event).__name__, event.side) for event in events if not isinstance(event, jobs.Failed)]
+    kinds = [(type(event).__name__, event.side) for event in events if not isinstance(event, messages.SideFailureEvent)]
     labels = ["one", "the other", "doubled"]
-    assert kinds[:6] == [(kind, label) for label in labels for kind in ("Starting", "Started")]
-    trained = [("Progress", label) for label in labels for _ in range(2 * STEPS)]
-    trained[2 * STEPS : 2 * STEPS] = [("Finished", "one")]
-    trained[4 * STEPS + 1 : 4 * STEPS + 1] = [("Finished", "the other")]
-    assert kinds[6:] == [*trained, ("Finished", "doubled")]
-    steps = [event for event in events if isinstance(event, jobs.Progress)]
+    assert kinds[:6] == [(kind, label) for label in labels for kind in ("SideLaunchEvent", "SideBuildEvent")]
+    trained = [("SideProgressEvent", label) for label in labels for _ in range(2 * STEPS)]
+    trained[2 * STEPS : 2 * STEPS] = [("SideFinishEvent", "one")]
+    trained[4 * STEPS + 1 : 4 * STEPS + 1] = [("SideFinishEvent", "the other")]
+    assert kinds[6:] == [*trained, ("SideFinishEvent", "doubled")]
+    steps = [event for event in events if isinstance(event, messages.SideProgressEvent)]
     assert [(event.phase, event.step) for event in steps[: 2 * STEPS]] == [
         (phase, step) for phase in ("float32", "mixed_bfloat16") for step in (1, 2, 3)
     ]
@@ -94,7 +95,7 @@ def test_events_come_in_the_order_of_the_work(good: tuple[Report, list[jobs.Even
 
 
 def test_the_folder_has_the_report_and_of_each_side_what_it_printed_and_its_trace(
-    good: tuple[Report, list[jobs.Event], Path],
+    good: tuple[Report, list[messages.ParityEvent], Path],
 ) -> None:
     report, _, out = good
     assert Report.from_json((out / "report.json").read_bytes()) == report
@@ -102,7 +103,7 @@ def test_the_folder_has_the_report_and_of_each_side_what_it_printed_and_its_trac
     names = ["0-one", "1-the-other", "2-doubled"]
     assert sorted(path.name for path in (out / "sides").iterdir()) == names
     assert (out / "sides/1-the-other/log.txt").read_text() == "built with a print to standard output\n"
-    entries = list(trace.read(out / "sides/2-doubled/policy.trace"))
+    entries = list(trace.read_entries(out / "sides/2-doubled/policy.trace"))
     assert {entry.step for entry in entries} == {0, 1, 2, 3}
     assert {entry.module for entry in entries} == {"", "dense0", "dense1"}
 
@@ -172,7 +173,7 @@ def test_a_side_that_ends_in_its_second_step_is_compared_until_there(
     assert found.first is not None
     assert (found.first.step, found.first.module, found.first.kind) == (1, "dense0", "factor")
     (path,) = (bad["folder"] / "out" / "sides").glob(f"*-{label}/float32.trace")
-    assert {entry.step for entry in trace.read(path)} == {0, 1}
+    assert {entry.step for entry in trace.read_entries(path)} == {0, 1}
 
 
 @pytest.mark.parametrize(

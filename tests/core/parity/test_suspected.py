@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polyamp.parity.aligned import Agreed
 from polyamp.parity.findings import Comparison
-from polyamp.parity.phases import FLOAT32, Phase
-from polyamp.parity.sketch import sketch
-from polyamp.parity.trace import Entry, Stage, Trace
-from polyamp.parity.verdict import Ran, compared
+from polyamp.parity.precisions import FLOAT32, Phase
+from polyamp.parity.trace.sketch import sketch
+from polyamp.parity.trace.trace import Entry, Stage, Trace
+from polyamp.parity.verdict.alignment import Alignment
+from polyamp.parity.verdict.verdict import PhaseTrace, compare_traces
 
 LOGITS = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
 
 
-def run(output: float, cotangent: float, loss: float) -> Ran:
+def run(output: float, cotangent: float, loss: float) -> PhaseTrace:
     def array(stage: Stage, module: str, what: str, factor: float) -> Entry:
         made = sketch(LOGITS * np.float32(factor) + np.float32(factor - 1.0), "float32")
         return Entry(step=1, stage=stage, module=module, what=what, sketch=made, own=module)
@@ -27,13 +27,13 @@ def run(output: float, cotangent: float, loss: float) -> Ran:
         array("backward", "", "cotangent", output),
         array("backward", "fc", "cotangent", cotangent),
     ]
-    return Ran(Trace(side="a", phase=FLOAT32), lambda: found)
+    return PhaseTrace(Trace(side="a", phase=FLOAT32), lambda: found)
 
 
-def of(other: Ran) -> Comparison:
+def of(other: PhaseTrace) -> Comparison:
     phase = Phase(name=FLOAT32)
-    agreed = Agreed(modules={"": "", "fc": "fc"}, kinds={"fc": "dense"})
-    return compared(("a", "b"), [(phase, run(1.0, 1.0, 0.5), other)], agreed, (None, None))
+    agreed = Alignment(modules={"": "", "fc": "fc"}, kinds={"fc": "dense"})
+    return compare_traces(("a", "b"), [(phase, run(1.0, 1.0, 0.5), other)], agreed, (None, None))
 
 
 def test_losses_of_other_outputs_that_agree() -> None:

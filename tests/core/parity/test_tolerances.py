@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyamp.parity.aligned import Agreed
-from polyamp.parity.distances import Compared, exactly
-from polyamp.parity.phases import FLOAT32, Phase
-from polyamp.parity.sketch import sketch
-from polyamp.parity.tolerances import DRIFT, FACTOR, UNJUDGED, Judge
-from polyamp.parity.trace import Entry, Stage, Trace
-from polyamp.parity.updates import Updates
-from polyamp.parity.verdict import Ran, compared
+from polyamp.parity.precisions import FLOAT32, Phase
+from polyamp.parity.trace.sketch import sketch
+from polyamp.parity.trace.trace import Entry, Stage, Trace
+from polyamp.parity.verdict.alignment import Alignment
+from polyamp.parity.verdict.distances import EntryComparison, prefer_float64_distance
+from polyamp.parity.verdict.optimizer_updates import OptimizerUpdates
+from polyamp.parity.verdict.tolerances import DRIFT_FACTOR, FACTOR, NO_WIDE_RUN_FACTOR, PhaseTolerance
+from polyamp.parity.verdict.verdict import PhaseTrace, compare_traces
 
 SINGLE, BRAIN = 2.0**-24, 2.0**-8
 
@@ -26,18 +26,18 @@ def _entry(step: int, stage: Stage, module: str, what: str, values: Any, name: s
 
 
 def test_float32_allows_the_sum_of_own_distances_and_a_policy_the_smaller() -> None:
-    assert Judge(SINGLE, True, True).allowed((1e-5, 3e-5), 1, 1.0) == FACTOR * 4e-5
-    assert Judge(SINGLE, True, True).allowed((1e-5, None), 1, 1.0) == FACTOR * 2e-5
-    assert Judge(BRAIN, False, True).allowed((0.1, 0.3), 1, 1.0) == FACTOR * 0.1
-    assert Judge(BRAIN, False, True).allowed((0.1, 0.3), 1, 1.0, alone=False) == FACTOR * 0.3
+    assert PhaseTolerance(SINGLE, True, True).allowed((1e-5, 3e-5), 1, 1.0) == FACTOR * 4e-5
+    assert PhaseTolerance(SINGLE, True, True).allowed((1e-5, None), 1, 1.0) == FACTOR * 2e-5
+    assert PhaseTolerance(BRAIN, False, True).allowed((0.1, 0.3), 1, 1.0) == FACTOR * 0.1
+    assert PhaseTolerance(BRAIN, False, True).allowed((0.1, 0.3), 1, 1.0, alone=False) == FACTOR * 0.3
 
 
 def test_without_a_judge_arithmetic_counts_sums() -> None:
-    assert Judge(SINGLE, True, True).allowed((None, None), 4, 1.0) == FACTOR * UNJUDGED * SINGLE * 2
+    assert PhaseTolerance(SINGLE, True, True).allowed((None, None), 4, 1.0) == FACTOR * NO_WIDE_RUN_FACTOR * SINGLE * 2
 
 
 def test_a_switched_unit_allows_the_root_of_the_share_that_rounding_switches() -> None:
-    judge, root = Judge(2.0**-11, False, True), math.sqrt(2.0**-11)
+    judge, root = PhaseTolerance(2.0**-11, False, True), math.sqrt(2.0**-11)
 
     assert judge.allowed((1e-4, 0.9), 1, 1.0, switched=True) == pytest.approx(2 * root)
     assert judge.allowed((1e-4, 0.01), 1, 1.0, switched=True) == pytest.approx(0.02)
@@ -45,7 +45,7 @@ def test_a_switched_unit_allows_the_root_of_the_share_that_rounding_switches() -
 
 
 def test_parameters_that_are_apart_allow_what_they_make() -> None:
-    assert Judge(SINGLE, True, True).allowed((1e-9, 1e-9), 1, 2.0, drift=1e-3) == DRIFT * 2e-3
+    assert PhaseTolerance(SINGLE, True, True).allowed((1e-9, 1e-9), 1, 2.0, drift=1e-3) == DRIFT_FACTOR * 2e-3
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def test_parameters_that_are_apart_allow_what_they_make() -> None:
 def test_rate_and_decay_are_told_apart(moved: Any, why: str) -> None:
     rng = np.random.default_rng(0)
     before, gradient = rng.standard_normal((2, 200)).astype("f4")
-    updates = Updates(Judge(SINGLE, True, True))
+    updates = OptimizerUpdates(PhaseTolerance(SINGLE, True, True))
     start = _entry(0, "update", "fc", "parameter", before, "kernel")
-    assert updates.parameter(start, start, (None, None)) is not None
+    assert updates.compare_parameter(start, start, (None, None)) is not None
     ours = _entry(1, "update", "fc", "parameter", before - 0.1 * gradient, "kernel")
     theirs = _entry(1, "update", "fc", "parameter", moved(before, gradient), "kernel")
 
-    found = updates.parameter(ours, theirs, (None, None))
+    found = updates.compare_parameter(ours, theirs, (None, None))
 
     assert found is not None
     assert found.counts
@@ -74,18 +74,18 @@ def test_rate_and_decay_are_told_apart(moved: Any, why: str) -> None:
 def test_float64_runs_tell_what_float32_hides() -> None:
     one, wide = _entry(1, "forward", "fc", "output", [1.0, 2.0]), _entry(1, "forward", "fc", "output", [1.0, 2.0])
     other = _entry(1, "forward", "fc", "output", [1.0, 2.0 + 1e-6])
-    found = Compared(one, one, 0.0, 1.0, 2.0, (None, None))
+    found = EntryComparison(one, one, 0.0, 1.0, 2.0, (None, None))
 
-    assert exactly(found, (wide, other), 1e-7).distance == pytest.approx(1e-6, rel=0.1)
-    assert exactly(found, (wide, other), 1e-5) is found
-    assert exactly(found, (wide, None), 1e-7) is found
+    assert prefer_float64_distance(found, (wide, other), 1e-7).distance == pytest.approx(1e-6, rel=0.1)
+    assert prefer_float64_distance(found, (wide, other), 1e-5) is found
+    assert prefer_float64_distance(found, (wide, None), 1e-7) is found
 
 
 def _judged(ours: list[Entry], theirs: list[Entry]) -> Any:
-    agreed = Agreed(modules={"fc": "fc", "": ""}, kinds={"fc": "dense"})
+    agreed = Alignment(modules={"fc": "fc", "": ""}, kinds={"fc": "dense"})
     trace = Trace(side="", phase=FLOAT32)
-    runs = [(Phase(name=FLOAT32, shown=FLOAT32), Ran(trace, lambda: ours), Ran(trace, lambda: theirs))]
-    return compared(("one", "two"), runs, agreed, (None, None))
+    runs = [(Phase(name=FLOAT32, shown=FLOAT32), PhaseTrace(trace, lambda: ours), PhaseTrace(trace, lambda: theirs))]
+    return compare_traces(("one", "two"), runs, agreed, (None, None))
 
 
 def test_outputs_that_the_losses_take_in_two_ways_are_a_note() -> None:

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.parity.aligned import Agreed
 from polyamp.parity.findings import Divergence
-from polyamp.parity.phases import FLOAT32, POLICY, Phase
-from polyamp.parity.sketch import sketch
-from polyamp.parity.trace import Entry, Trace
-from polyamp.parity.verdict import Ran, compared
+from polyamp.parity.precisions import FLOAT32, POLICY, Phase
+from polyamp.parity.trace.sketch import sketch
+from polyamp.parity.trace.trace import Entry, Trace
+from polyamp.parity.verdict.alignment import Alignment
+from polyamp.parity.verdict.verdict import PhaseTrace, compare_traces
 
 RECIPE = polyamp.Recipe(policy="mixed_bfloat16")
 
 
-def ran(size: float, seed: int) -> Ran:
+def ran(size: float, seed: int) -> PhaseTrace:
     """A bias's gradient of this size beside a kernel's of size 1, which both sides share."""
     noise = size * np.random.default_rng(seed).standard_normal(16)
     kernel = np.random.default_rng(9).standard_normal(64)
@@ -24,7 +24,7 @@ def ran(size: float, seed: int) -> Ran:
         Entry(step=1, stage="backward", module="conv", what="gradient", name=name, sketch=sketch(array, "float32"))
         for name, array in (("kernel", kernel.astype("f4")), ("bias", noise.astype("f4")))
     ]
-    return Ran(Trace(side="a", phase=""), lambda: found)
+    return PhaseTrace(Trace(side="a", phase=""), lambda: found)
 
 
 def first(ours: tuple[float, float], theirs: tuple[float, float]) -> Divergence | None:
@@ -33,7 +33,7 @@ def first(ours: tuple[float, float], theirs: tuple[float, float]) -> Divergence 
         (Phase(name=name), ran(ours[place], place), ran(theirs[place], 2 + place * (theirs[place] != ours[place])))
         for place, name in enumerate((FLOAT32, POLICY))
     ]
-    return compared(("a", "b"), runs, Agreed(modules={"conv": "conv"}), (RECIPE, RECIPE)).first
+    return compare_traces(("a", "b"), runs, Alignment(modules={"conv": "conv"}), (RECIPE, RECIPE)).first
 
 
 @pytest.mark.parametrize("left", [7e-5, 0.04, 0.5])

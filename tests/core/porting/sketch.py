@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from polyamp.porting.layouts.forms import Form, Rule, same
-from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
-from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
+from polyamp.porting.layouts.layer_layout import Form, Rule, same
+from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.layouts.operations import Flip, Split, Transpose
 
 
@@ -62,7 +62,7 @@ def layer(line: str, seed: int = 0) -> NativeLayer:
         shapes = {"value": tuple(sizes)}
         forms = (Form("parameter", same("value")),)
     leaves = {
-        name: Leaf(f"{path}/{name}", Lazy.of(rng.standard_normal(shape).astype(np.float32)))
+        name: InventoryLeaf(f"{path}/{name}", Lazy.of(rng.standard_normal(shape).astype(np.float32)))
         for name, shape in shapes.items()
     }
     return NativeLayer(path, leaves, forms)

@@ -13,7 +13,7 @@ from typing import Final
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import NativeLayer
-from polyamp.porting.matching.matching import match
+from polyamp.porting.matching.matching import match_layers
 from tests.core.porting.architectures import ARCHITECTURES
 from tests.core.porting.dialects import AUTOMATIC, STYLES, Rendered, rendered
 from tests.core.porting.sketch import sketch
@@ -58,7 +58,7 @@ def test_random_architectures_are_paired_rightly_or_not_at_all() -> None:
     faults = []
     for seed in range(SEEDS):
         name, ours, theirs = models(seed)
-        found = match(ours.inventory, theirs.inventory, {})
+        found = match_layers(ours.inventory, theirs.inventory, {})
         bad = [
             f"{each.source.path} -> {each.target.path} ({each.told})"
             for each in found.pairs
@@ -101,7 +101,7 @@ def test_a_thousand_layers_in_a_row_match_in_seconds() -> None:
     torch = sketch("\n".join(f"layers.{number}: dense 2 2" for number in range(1000)))
     keras = sketch("\n".join(f"dense{f'_{number}' if number else ''}: dense 2 2" for number in range(1000)))
     started = time.process_time()
-    found = match(torch, keras, {})
+    found = match_layers(torch, keras, {})
     assert time.process_time() - started < 8
     assert [each.target.path for each in found.pairs[:2]] == ["dense", "dense_1"]
     assert len(found.pairs) == 1000
@@ -114,4 +114,4 @@ def test_neither_numbers_nor_an_order_tell_what_lies_beside_each_other() -> None
         ("age: dense 6 2\nsex: dense 6 2", "dense_2: dense 6 2\ndense_3: dense 6 2"),
         ("fc_1: dense 6 6\nfc_0: dense 6 6\nhead: dense 6 6", "a: dense 6 6\nb: dense 6 6\nc: dense 6 6"),
     ):
-        assert len(match(sketch(one), sketch(other), {}).alike) == 1, one
+        assert len(match_layers(sketch(one), sketch(other), {}).alike) == 1, one

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from polyamp.errors import PortError
-from polyamp.porting.check import Batch, Checked, filled_and_checked
+from polyamp.porting.check import Batch, CheckResult, fill_and_check
 from polyamp.porting.layouts.converter import Evaluation
-from polyamp.porting.settled import settled
-from polyamp.porting.side import Side
+from polyamp.porting.model_side import ModelSide
+from polyamp.porting.transfer_plan import make_transfer_plan
 from tests.core.porting.sketch import sketch
 
 Array = np.ndarray[Any, Any]
@@ -37,11 +37,11 @@ class Scripted:
         return self.found
 
 
-def checked(one: Scripted, two: Scripted) -> Checked:
+def checked(one: Scripted, two: Scripted) -> CheckResult:
     source, target = sketch(MODEL), sketch(MODEL)
-    sides: Any = [Side(source, one, "source"), Side(target, two, "target")]  # type: ignore[arg-type]  # they evaluate
-    pairs = settled(source, target, None, strict=True).pairs
-    _, found = filled_and_checked(*sides, {}, pairs, {}, Batch(ROW), ())
+    sides: Any = [ModelSide(source, one, "source"), ModelSide(target, two, "target")]  # type: ignore[arg-type]  # they evaluate
+    pairs = make_transfer_plan(source, target, None, strict=True).pairs
+    _, found = fill_and_check(*sides, {}, pairs, {}, Batch(ROW), ())
     return found
 
 
@@ -116,6 +116,6 @@ def test_s30_outputs_of_two_shapes_are_refused_with_both() -> None:
 
 
 def test_s30_a_source_without_a_model_cannot_be_checked() -> None:
-    sides: Any = [Side(sketch(MODEL), None, None), Side(sketch(MODEL), shown(), "target")]  # type: ignore[arg-type]
+    sides: Any = [ModelSide(sketch(MODEL), None, None), ModelSide(sketch(MODEL), shown(), "target")]  # type: ignore[arg-type]
     with pytest.raises(PortError, match=r"check= runs both models, and the source is no model but its weights\."):
-        filled_and_checked(*sides, {}, [], {}, Batch(ROW), ())
+        fill_and_check(*sides, {}, [], {}, Batch(ROW), ())

@@ -21,8 +21,8 @@ from polyamp import porting
 from polyamp.cli.app import app
 from polyamp.contract import registry
 from polyamp.errors import BackendNotInstalledError, PortError
-from polyamp.porting.files import tensors
-from polyamp.porting.files.formats import framework_for, framework_of, inventory_of
+from polyamp.porting.files import safetensors_file
+from polyamp.porting.files.file_formats import detect_framework, file_inventory, framework_from_suffix
 from polyamp.reference import MLP
 
 BUILDER = """
@@ -151,13 +151,13 @@ SLOW = """
 import sys, time
 from polyamp import porting
 from polyamp.cli.app import app
-from polyamp.porting.files import tensors
-real = tensors._bytes_of
+from polyamp.porting.files import safetensors_file
+real = safetensors_file._array_bytes
 def slow(array):
     print("writing", flush=True)
     time.sleep(60)
     yield from real(array)
-tensors._bytes_of = slow
+safetensors_file._array_bytes = slow
 sys.argv = ["polyamp", "port", "source.safetensors", "other.safetensors"]
 app()
 """
@@ -207,7 +207,7 @@ def test_what_a_file_is(tmp_path: Path) -> None:
         (put("items/params/_METADATA").parents[1], "jax"),
         (put("steps/12/file").parents[1], "jax"),
     ):
-        assert framework_of(path) == framework
+        assert detect_framework(path) == framework
     for path, said in (
         (stored("state.safetensors", "polyamp-checkpoint-1", "a"), "is a training state that polyamp.save wrote"),
         (stored("later", "polyamp-canonical-2", "a"), "this version of polyamp reads 'polyamp-canonical-1'"),
@@ -220,9 +220,9 @@ def test_what_a_file_is(tmp_path: Path) -> None:
         (put("nothing/file").parent, "it is a folder, and none of orbax"),
     ):
         with pytest.raises(PortError) as caught:
-            framework_of(path)
+            detect_framework(path)
         assert said in str(caught.value)
-    assert [framework_for(Path(name)) for name in ("a.bin", "a.keras", "a.safetensors", "a")] == [
+    assert [framework_from_suffix(Path(name)) for name in ("a.bin", "a.keras", "a.safetensors", "a")] == [
         "torch",
         "tensorflow",
         "canonical",
@@ -234,11 +234,11 @@ def test_what_a_file_is(tmp_path: Path) -> None:
 def test_a_headers_length_is_not_taken_for_another_formats_mark(tmp_path: Path, length: int) -> None:
     header = b'{"a.weight":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(length)
     (tmp_path / "model").write_bytes(length.to_bytes(8, "little") + header + b"\x07")
-    assert framework_of(tmp_path / "model") == "torch"
-    assert tensors.recognised(tmp_path / "model")
+    assert detect_framework(tmp_path / "model") == "torch"
+    assert safetensors_file.is_safetensors(tmp_path / "model")
     (tmp_path / "model").write_bytes(length.to_bytes(8, "little") + header)
     with pytest.raises(PortError, match="its arrays take 1 bytes, and 0 are there"):
-        tensors.read(tmp_path / "model")
+        safetensors_file.read(tmp_path / "model")
 
 
 def test_files_with_an_index_are_one(tmp_path: Path) -> None:
@@ -248,8 +248,8 @@ def test_files_with_an_index_are_one(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     places: dict[str, Any] = {f"h.{number}.weight": f"model-{number}.safetensors" for number in range(2)}
     index.write_text(json.dumps({"weight_map": places}))
-    assert framework_of(index) == "torch"
-    assert {name: array.read().tolist() for name, array in tensors.read(index).arrays.items()} == {
+    assert detect_framework(index) == "torch"
+    assert {name: array.read().tolist() for name, array in safetensors_file.read(index).arrays.items()} == {
         "h.0.weight": [0, 0],
         "h.1.weight": [1, 1],
     }
@@ -260,7 +260,7 @@ def test_files_with_an_index_are_one(tmp_path: Path) -> None:
     ):
         index.write_text(json.dumps({"weight_map": {**places, **change}}))
         with pytest.raises(PortError) as caught:
-            tensors.read(index)
+            safetensors_file.read(index)
         assert said in str(caught.value)
 
 
@@ -273,7 +273,7 @@ def test_a_framework_that_is_not_there_is_named_with_its_command(
     monkeypatch.setattr(registry, "get", get)
     save_file({"a.weight": np.zeros(2)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(BackendNotInstalledError, match=r"polyamp\[torch\]"):
-        inventory_of(tmp_path / "model.safetensors")
+        file_inventory(tmp_path / "model.safetensors")
     result = invoke(os.fspath(tmp_path / "model.safetensors"), os.fspath(tmp_path / "new.safetensors"))
     assert result.exit_code == 2
     assert 'pip install "polyamp[torch]"' in result.stderr

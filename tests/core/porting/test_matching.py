@@ -8,8 +8,8 @@ import pytest
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp.porting.matching.matching import match
-from polyamp.porting.settled import settled
+from polyamp.porting.matching.matching import match_layers
+from polyamp.porting.transfer_plan import make_transfer_plan
 from tests.core.porting.sketch import sketch
 
 GPT = {
@@ -75,7 +75,7 @@ GPT = {
 
 def paired(one: Inventory, other: Inventory, names: dict[str, str] | None = None) -> dict[str, str]:
     """Path of the source's layer -> path of the target's; all have one."""
-    found = match(one, other, names or {})
+    found = match_layers(one, other, names or {})
     assert not found.alone[0]
     assert not found.alone[1]
     assert not found.alike, [([a.path for a in x], [b.path for b in y]) for x, y in found.alike]
@@ -86,7 +86,7 @@ def paired(one: Inventory, other: Inventory, names: dict[str, str] | None = None
 def test_a_decoder_matches_without_names(one: str, other: str) -> None:
     if {one, other} == {"linen", "flat"}:
         # linen sorts by name, and the other side numbers all norms in a row: is LayerNorm_0 the first or the last?
-        assert len(match(GPT[one], GPT[other], {}).alike) == 1
+        assert len(match_layers(GPT[one], GPT[other], {}).alike) == 1
         return
     there = paired(GPT[one], GPT[other])
     back = paired(GPT[other], GPT[one])
@@ -115,7 +115,7 @@ def test_names_win_over_the_order() -> None:
 def test_the_order_tells_where_all_around_comes_in_it() -> None:
     one = sketch("a: dense 6 6\nb: layer_norm 6\nc: dense 6 6")
     other = sketch("first: dense 6 6\nthen: layer_norm 6\nlast: dense 6 6")
-    found = match(one, other, {})
+    found = match_layers(one, other, {})
     assert [(each.target.path, each.told) for each in found.pairs] == [
         ("first", "order"),
         ("then", "alone"),
@@ -126,7 +126,7 @@ def test_the_order_tells_where_all_around_comes_in_it() -> None:
 def test_words_win_over_the_order() -> None:
     one = sketch("fc_mean: dense 6 6\nfc_logvar: dense 6 6")
     other = sketch("logvar_head: dense 6 6\nmean_head: dense 6 6")
-    found = match(one, other, {})
+    found = match_layers(one, other, {})
     assert {each.source.path: each.target.path for each in found.pairs} == {
         "fc_mean": "mean_head",
         "fc_logvar": "logvar_head",
@@ -144,7 +144,7 @@ def test_words_win_over_the_order() -> None:
     ],
 )
 def test_nobody_guesses(one: str, other: str, ordered: bool) -> None:
-    found = match(sketch(one), sketch(other, ordered=ordered), {})
+    found = match_layers(sketch(one), sketch(other, ordered=ordered), {})
     known = {each.source.path: each.target.path for each in found.pairs}
     if "wpe" in one:  # one name is known, so that the other is what is left
         assert known == {"wte": "b", "wpe": "positions"}
@@ -190,7 +190,7 @@ def test_a_residual_network_with_its_shortcuts() -> None:
     )
     one = sketch(torch + "fc: dense 8 5")
     other = sketch(linen + "bn_init: batch_norm 4\nconv_init: conv 3 4 -bias\nhead: dense 8 5", ordered=False)
-    found = match(one, other, {})
+    found = match_layers(one, other, {})
     pairs = {each.source.path: each.target.path for each in found.pairs}
     assert pairs["layer1/1/conv2"] == "ResNetBlock_1/Conv_1"
     assert pairs["conv1"] == "conv_init"
@@ -292,10 +292,10 @@ def test_attention_by_hand_whose_kernels_may_lie_both_ways_is_not_guessed(other:
         if refused:
             match = "how 'attn' goes into 'attn' cannot be told: the kernel of 'attn/query' may be"
             with pytest.raises(PortError, match=match):
-                settled(*sides, None, strict=True)
-            assert settled(*sides, None, strict=False).pairs == []
+                make_transfer_plan(*sides, None, strict=True)
+            assert make_transfer_plan(*sides, None, strict=False).pairs == []
         else:
-            assert [each.fit.unsure for each in settled(*sides, None, strict=True).pairs] == [""]
+            assert [each.fit.unsure for each in make_transfer_plan(*sides, None, strict=True).pairs] == [""]
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -337,24 +337,24 @@ def test_names_settle_it() -> None:
     ],
 )
 def test_names_that_say_nothing(names: object, message: str) -> None:
-    from polyamp.porting.matching.renaming import checked
+    from polyamp.porting.matching.rename_rules import check_rename_rules
 
     one, other = sketch("a: dense 6 6\nb: dense 6 6"), sketch("x: dense 6 6\ny: dense 6 6", ordered=False)
     with pytest.raises(PortError, match=message):
-        match(one, other, checked(names))
+        match_layers(one, other, check_rename_rules(names))
 
 
 def test_a_square_kernel_whose_orientation_nothing_tells() -> None:
     one, other = sketch("w: dense? 6 6"), sketch("w: dense 6 6")
-    (pair,) = match(one, other, {}).pairs
+    (pair,) = match_layers(one, other, {}).pairs
     assert "both are equally long" in pair.fit.unsure
-    (pair,) = match(sketch("w: dense? 6 5"), sketch("w: dense 6 5"), {}).pairs
+    (pair,) = match_layers(sketch("w: dense? 6 5"), sketch("w: dense 6 5"), {}).pairs
     assert not pair.fit.unsure
-    (pair,) = match(sketch("w: conv? 3 3"), sketch("w: conv? 3 3"), {}).pairs
+    (pair,) = match_layers(sketch("w: conv? 3 3"), sketch("w: conv? 3 3"), {}).pairs
     assert not pair.fit.unsure  # both sides read it alike, whichever it is
 
 
 def test_a_convolution_of_two_minds() -> None:
     """Both forms of the same file layout on both sides: the numbers go to the same places whichever is right."""
-    (pair,) = match(sketch("up: conv? 3 4"), sketch("up: conv_transpose 3 4"), {}).pairs
+    (pair,) = match_layers(sketch("up: conv? 3 4"), sketch("up: conv_transpose 3 4"), {}).pairs
     assert pair.fit.source.kind == "conv_transpose"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polyamp.porting.layouts.forms import Form, Rule
-from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.layer_layout import Form, Rule
+from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.layouts.operations import Blocks, Flip, Join, Merge, Operation, Reshape, Shift, Split, Transpose
 
 RNG = np.random.default_rng(0)

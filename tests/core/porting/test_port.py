@@ -12,9 +12,9 @@ import pytest
 import polyamp
 from polyamp import porting
 from polyamp.errors import PortError
-from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
-from polyamp.porting.port import moved
-from polyamp.porting.side import Side
+from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
+from polyamp.porting.model_side import ModelSide
+from polyamp.porting.port import transfer_model
 from polyamp.reference import MLP
 from tests.core.porting.sketch import sketch
 
@@ -35,9 +35,9 @@ class Filler:
 def carried(source: Inventory, target: Inventory, **options: Any) -> tuple[dict[str, Array], porting.PortReport]:
     """What `port` would write, and its report."""
     filler = Filler()
-    _, report = moved(
-        Side(source, None, None),
-        Side(target, filler, "the target"),  # type: ignore[arg-type]  # fills, and does nothing else
+    _, report = transfer_model(
+        ModelSide(source, None, None),
+        ModelSide(target, filler, "the target"),  # type: ignore[arg-type]  # fills, and does nothing else
         options.get("names"),
         options.get("strict", True),
         None,
@@ -239,7 +239,7 @@ def _as_inventory(inventory: Inventory, arrays: Mapping[str, Array]) -> Inventor
         NativeLayer(
             layer.path,
             {
-                name: Leaf(leaf.name, porting.Lazy.of(arrays[leaf.name]), leaf.trainable, leaf.tied)
+                name: InventoryLeaf(leaf.name, porting.Lazy.of(arrays[leaf.name]), leaf.trainable, leaf.tied)
                 for name, leaf in layer.leaves.items()
             },
             layer.forms,

@@ -13,13 +13,13 @@ import pytest
 import polyamp
 from polyamp import porting
 from polyamp.errors import PortError
-from polyamp.porting.layouts.forms import Form, Rule
-from polyamp.porting.layouts.inventory import Inventory, Leaf, NativeLayer
-from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
+from polyamp.porting.layouts.layer_layout import Form, Rule
+from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.layouts.operations import Blocks, Merge, Split, Transpose
-from polyamp.porting.states import described
+from polyamp.porting.states import metadata
 from polyamp.reference import MLP
-from polyamp.train import checkpoint, tensors
+from polyamp.train import checkpoint, checkpoint_tensors
 
 SCALER = polyamp.LossScaler(growth_interval=2, init_scale=1024.0, hysteresis=2)
 
@@ -171,9 +171,17 @@ def test_a_checkpoint_of_another_backend_says_what_port_does(tmp_path: Path) -> 
     meta, found = checkpoint.read(path)
     from safetensors.numpy import save as to_bytes
 
-    other = {**meta, "backend": "torch", "digest": tensors.BLANK}  # as another backend would have written it
+    other = {
+        **meta,
+        "backend": "torch",
+        "digest": checkpoint_tensors.BLANK_DIGEST,
+    }  # as another backend would have written it
     content = to_bytes(found, metadata=other)
-    whole = content.replace(tensors.BLANK.encode(), tensors.digest(content, tensors.BLANK).encode(), 1)
+    whole = content.replace(
+        checkpoint_tensors.BLANK_DIGEST.encode(),
+        checkpoint_tensors.content_digest(content, checkpoint_tensors.BLANK_DIGEST).encode(),
+        1,
+    )
     path.write_bytes(whole)
     with pytest.raises(polyamp.CheckpointError) as raised:
         polyamp.restore(state, path)
@@ -188,7 +196,7 @@ def test_a_checkpoint_that_says_nothing_of_its_layers(tmp_path: Path, monkeypatc
     def fails(*_: Any) -> Any:
         raise RuntimeError("no such layer")
 
-    from polyamp.reference.porting import ReferenceConverter
+    from polyamp.reference.converter import ReferenceConverter
 
     monkeypatch.setattr(ReferenceConverter, "inventory", fails)
     polyamp.save(state, path)  # a training is not lost because its model cannot be described
@@ -216,11 +224,14 @@ def test_a_description_is_read_as_it_was_written() -> None:
         Rule(("weight",), ("query", "key"), (Transpose((1, 0)), Split((1, 3), 0))),
         Rule(("bias",), ("bias", "recurrent_bias"), (Blocks((1, 0)), Merge())),
     )
-    leaves = {"weight": Leaf("a", Lazy.of(given["a"])), "bias": Leaf("b", Lazy.of(given["b"]), False, None)}
+    leaves = {
+        "weight": InventoryLeaf("a", Lazy.of(given["a"])),
+        "bias": InventoryLeaf("b", Lazy.of(given["b"]), False, None),
+    }
     layer = NativeLayer("cell", leaves, (Form("odd", rules, {"strides": [2, 2]}),), "Cell")
-    from polyamp.porting.states.layout import Count, OptimizerLayout
+    from polyamp.porting.states.optimizer_layout import OptimizerLayout, UpdateCount
 
-    layout = OptimizerLayout({"momentum": {"a": "m"}}, {"a": Count("c", "d", 1)}, [{"type": "sgd"}], {"a": 0})
+    layout = OptimizerLayout({"momentum": {"a": "m"}}, {"a": UpdateCount("c", "d", 1)}, [{"type": "sgd"}], {"a": 0})
 
     class Fixed:
         def inventory(self, model: Any, batch: Any = None) -> Inventory:
@@ -234,8 +245,8 @@ def test_a_description_is_read_as_it_was_written() -> None:
 
     held = {f"model/{name}": array for name, array in given.items()}
     said: Any = Fixed()
-    text = described.text(State(), held, said, said)
-    inventory, names, optimizer = described.read(json.loads(text), held)
+    text = metadata.state_metadata_json(State(), held, said, said)
+    inventory, names, optimizer = metadata.read_state_metadata(json.loads(text), held)
     (found,) = inventory.layers
     assert (inventory.framework, inventory.ordered, inventory.left) == ("test", False, {"seed": "random"})
     assert (found.path, found.module, found.forms) == ("cell", "Cell", layer.forms)
@@ -243,4 +254,4 @@ def test_a_description_is_read_as_it_was_written() -> None:
     assert names == {"a": "model/a", "b": "model/b"}
     assert optimizer.plain() == json.loads(json.dumps(layout.plain()))
     with pytest.raises(ValueError, match="operation 'Lists'"):
-        described.read(json.loads(text.replace('"Transpose"', '"Lists"')), held)
+        metadata.read_state_metadata(json.loads(text.replace('"Transpose"', '"Lists"')), held)

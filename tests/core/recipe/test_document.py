@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from polyamp import Policy
-from polyamp.recipe.dialects import WORDS
+from polyamp.recipe.dialects import DIALECTS
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "guides" / "policies.md").read_text(encoding="utf-8")
 
@@ -35,7 +35,7 @@ def test_the_table_has_every_word_with_its_meaning() -> None:
             assert (kind == "pure") == ("[pure" in str(policy)), word
             assert (policy.mode or "") == "".join(re.findall(r'mode="(\w+)"', kind)), word
             seen.setdefault(library.lower(), set()).add(word)
-    assert seen == {dialect: set(words) for dialect, words in WORDS.items()}
+    assert seen == {dialect: set(words) for dialect, words in DIALECTS.items()}
 
 
 def test_the_table_of_jmps_strings() -> None:

@@ -10,36 +10,36 @@ import pytest
 
 import polyamp
 from polyamp import Group, PolicyError, PolyampError, Recipe, RecipeError, adamw, no_decay, schedules, sgd
-from polyamp.recipe.members import Members, members
-from polyamp.rules.kinds import Leaf
+from polyamp.recipe.group_members import GroupMembers, resolve_group_members
+from polyamp.rules.parameter_kinds import ParameterLeaf
 
 ANY: Any = None
 LEAVES = [
-    Leaf("h/0/attn/weight", 2, ("Linear",)),
-    Leaf("h/0/attn/bias", 1, ("Linear",)),
-    Leaf("h/0/ln/weight", 1, ("LayerNorm",)),
-    Leaf("wte/weight", 2, ("Embedding",), ("wte/weight", "head/weight")),
+    ParameterLeaf("h/0/attn/weight", 2, ("Linear",)),
+    ParameterLeaf("h/0/attn/bias", 1, ("Linear",)),
+    ParameterLeaf("h/0/ln/weight", 1, ("LayerNorm",)),
+    ParameterLeaf("wte/weight", 2, ("Embedding",), ("wte/weight", "head/weight")),
 ]
 
 
-def resolved(optimizer: Any, leaves: list[Leaf] = LEAVES, **settings: Any) -> Members:
+def resolved(optimizer: Any, leaves: list[ParameterLeaf] = LEAVES, **settings: Any) -> GroupMembers:
     """The members of a recipe with this optimizer."""
     made = Recipe(optimizer=optimizer, **settings)
-    return members(made, [leaf.path for leaf in leaves], lambda: leaves, backend="torch")
+    return resolve_group_members(made, [leaf.path for leaf in leaves], lambda: leaves, backend="torch")
 
 
-def decays(optimizer: Any, leaves: list[Leaf] = LEAVES, **settings: Any) -> dict[str, float]:
+def decays(optimizer: Any, leaves: list[ParameterLeaf] = LEAVES, **settings: Any) -> dict[str, float]:
     """Path -> weight decay."""
     found = resolved(optimizer, leaves, **settings)
     return {path: found.of(path).spec.weight_decay for path in found.numbers}
 
 
 def test_s27_without_groups_there_is_one_member_and_no_parameter_is_looked_at() -> None:
-    def never() -> list[Leaf]:
+    def never() -> list[ParameterLeaf]:
         raise AssertionError
 
-    found = members(Recipe(optimizer=sgd(0.1)), ["a", "b"], never, backend="torch")
-    assert found.plain
+    found = resolve_group_members(Recipe(optimizer=sgd(0.1)), ["a", "b"], never, backend="torch")
+    assert found.is_ungrouped
     assert found.of("b").spec == sgd(0.1)
 
 
@@ -129,7 +129,7 @@ def test_s20_what_is_no_group(make: Any, message: str) -> None:
 
 
 def test_s27_a_kind_that_nothing_tells_asks_for_globs() -> None:
-    leaves = [Leaf("alpha", 1), Leaf("w", 2)]
+    leaves = [ParameterLeaf("alpha", 1), ParameterLeaf("w", 2)]
     with pytest.raises(RecipeError, match=r"'alpha' .* cannot be told .*\('\*\*/b\*', weight_decay=0.0\)"):
         decays(adamw(groups=no_decay("norm")), leaves)
     assert decays(adamw(weight_decay=0.1, groups=no_decay("vector")), leaves) == {"alpha": 0.0, "w": 0.1}
@@ -148,7 +148,10 @@ def test_s27_members_are_equal_where_every_parameter_has_the_same_hyperparameter
 
 def test_s27_printed_members_say_which_parameters_have_which_hyperparameters() -> None:
     """A line per set of hyperparameters; of many parameters the first six and how many more."""
-    leaves = [*(Leaf(f"l{number}/weight", 2, ("Linear",)) for number in range(8)), Leaf("l0/bias", 1, ("Linear",))]
+    leaves = [
+        *(ParameterLeaf(f"l{number}/weight", 2, ("Linear",)) for number in range(8)),
+        ParameterLeaf("l0/bias", 1, ("Linear",)),
+    ]
     found = resolved(sgd(0.1, groups=[Group(kind="vector", learning_rate_scale=0.5)]), leaves)
     paths = ", ".join(f"l{number}/weight" for number in range(6))
     spec = sgd(0.1)
@@ -185,7 +188,11 @@ def test_s05_an_alias_may_be_of_a_module_that_trains_nothing() -> None:
     """A frozen encoder, or a softmax that an override names."""
     optimizer = adamw(groups=[Group("h/0", eps=1.0)])
     recipe = Recipe(optimizer=optimizer, aliases={"scores": {"torch": "attention/softmax"}})
-    found = members(recipe, ["h/0"], lambda: [Leaf("h/0", 2)], backend="torch", modules=lambda: ["attention/softmax"])
+    found = resolve_group_members(
+        recipe, ["h/0"], lambda: [ParameterLeaf("h/0", 2)], backend="torch", modules=lambda: ["attention/softmax"]
+    )
     assert found.of("h/0").spec.eps == 1.0
     with pytest.raises(PolicyError, match="matches no path"):
-        members(recipe, ["h/0"], lambda: [Leaf("h/0", 2)], backend="torch", modules=lambda: ["attention"])
+        resolve_group_members(
+            recipe, ["h/0"], lambda: [ParameterLeaf("h/0", 2)], backend="torch", modules=lambda: ["attention"]
+        )

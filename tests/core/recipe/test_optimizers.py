@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from polyamp import RecipeError, adagrad, adam, adamw, lion, rmsprop, schedules, sgd
-from polyamp.arrays import PYTHON
+from polyamp.array_namespace import PYTHON
 from polyamp.recipe.optimizers import SPECS, is_spec
 from polyamp.reference.arrays import XP
 

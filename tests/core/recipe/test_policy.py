@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from polyamp import Policy, PolicyError
-from polyamp.dtypes import ALIASES, canonical
-from polyamp.recipe.dialects import WORDS
+from polyamp.float_formats import DTYPE_ALIASES, canonical_dtype
+from polyamp.recipe.dialects import DIALECTS
 
 F16, BF16, F32, F64 = "float16", "bfloat16", "float32", "float64"
 
@@ -65,10 +65,12 @@ def test_every_word_of_every_dialect_has_its_documented_meaning(
 
 
 def test_the_table_above_covers_every_word() -> None:
-    assert {name for words in WORDS.values() for name in words} <= {word for word, _, _ in MEANINGS}
+    assert {name for words in DIALECTS.values() for name in words} <= {word for word, _, _ in MEANINGS}
 
 
-@pytest.mark.parametrize(("dialect", "word"), [(dialect, word) for dialect, words in WORDS.items() for word in words])
+@pytest.mark.parametrize(
+    ("dialect", "word"), [(dialect, word) for dialect, words in DIALECTS.items() for word in words]
+)
 def test_spelled_round_trip(dialect: str, word: str) -> None:
     spelled = Policy(word).spelled(dialect)
     assert Policy(spelled) == Policy(word)
@@ -148,7 +150,7 @@ def test_printed_policies_say_whether_there_are_master_weights() -> None:
     assert str(Policy("float32")) == repr(Policy("float32"))
 
 
-@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+@pytest.mark.parametrize(("alias", "name"), DTYPE_ALIASES.items())
 def test_every_alias_of_a_dtype(alias: str, name: str) -> None:
     assert dtypes(Policy(param=alias)) == (name, name, name)
 
@@ -178,7 +180,7 @@ class _NamedDtype:
     ],
 )
 def test_dtype_objects_are_recognised_by_name(dtype: Any, name: str) -> None:
-    assert canonical(dtype, argument="compute") == name
+    assert canonical_dtype(dtype, argument="compute") == name
 
 
 @pytest.mark.parametrize("dtype", [float, int, np.int32, np.dtype("complex64"), 16, "float8_e4m3fn", "tf32", "Float16"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from polyamp.reference import tensor as ops
-from polyamp.reference.tensor import Tensor, gradients, under_policy
+from polyamp.reference.tensor import Tensor, casting_mode, gradients
 
 Array = np.ndarray[Any, Any]
 RNG = np.random.default_rng(0)
@@ -125,7 +125,7 @@ def test_s04_sensitive_operations_run_in_float32_under_a_policy_and_the_others_f
     function, _, given = UNARY[name]
     x = Tensor(given.astype(np.float16))
     for sensitive in (True, False):
-        with under_policy("float16", sensitive=sensitive):
+        with casting_mode("float16", sensitive=sensitive):
             found = function(x)
             (slope,) = gradients(ops.total(found), [x])
         wide = sensitive and name not in FOLLOWING
@@ -137,7 +137,7 @@ def test_s04_sensitive_operations_run_in_float32_under_a_policy_and_the_others_f
 def test_s04_products_run_in_the_policys_dtype_and_what_contracts_nothing_follows_its_operands() -> None:
     one, two = Tensor(SIGNED.astype(np.float32)), Tensor(Y.T.astype(np.float32))
     thin = Tensor(SIGNED[:, :1].astype(np.float32)), Tensor(Y[:1].astype(np.float32))
-    with under_policy("float16", sensitive=True):
+    with casting_mode("float16", sensitive=True):
         assert (one @ two).dtype == np.float16
         assert (thin[0] @ thin[1]).dtype == np.float32
         assert ops.inner(ops.cast(one, "float16"), Tensor(Y.astype(np.float16))).dtype == np.float32

@@ -10,38 +10,38 @@ import pytest
 
 from polyamp.errors import BatchError
 from polyamp.rules import batches
+from polyamp.rules.accumulation import divide_rows, is_concatenated
 from polyamp.rules.batches import micro_batches
-from polyamp.rules.window import divided, joins
 
 
 def test_s08_an_empty_batch_cannot_be_split() -> None:
     with pytest.raises(BatchError, match="batch is empty"):
-        batches.split([("['x']", (0, 4))], 2)
+        batches.accumulation_of_batch([("['x']", (0, 4))], 2)
 
 
 def test_s08_a_length_that_a_compiler_does_not_know_is_refused() -> None:
     shapes: list[tuple[str, Any]] = [("['x']", (None, 4)), ("['y']", (None,))]
     with pytest.raises(BatchError, match=r"must know\. Received: an unknown length\..*drop_remainder=True"):
-        batches.split(shapes, 2)
+        batches.accumulation_of_batch(shapes, 2)
 
 
 @pytest.mark.parametrize("length", range(1, 23))
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
 def test_s08_micro_batches_are_as_even_as_can_be(length: int, count: int) -> None:
-    window = divided(length, count)
+    window = divide_rows(length, count)
     assert sum(window.sizes) == length
     assert len(window.sizes) == min(length, count)
     assert max(window.sizes) - min(window.sizes) <= 1
     assert list(window.sizes) == sorted(window.sizes, reverse=True)
-    assert window.even == (length % len(window.sizes) == 0)
+    assert window.is_even == (length % len(window.sizes) == 0)
     assert [n for run in window.runs for n in run] == list(range(len(window.sizes)))
-    weights = [share / window.total for share in window.shares]
+    weights = [share / window.total for share in window.weights]
     np.testing.assert_allclose(weights, [size / length for size in window.sizes])
 
 
 def test_s08_aux_that_differs_in_more_than_its_rows_is_refused() -> None:
     with pytest.raises(BatchError, match=r"differ along axis 0 alone\. Received: \(2, 3\), \(2, 4\)"):
-        joins([(2, 3), (2, 4), (2, 3)])
+        is_concatenated([(2, 3), (2, 4), (2, 3)])
 
 
 def test_s08_numbers_and_text_go_into_every_micro_batch() -> None:

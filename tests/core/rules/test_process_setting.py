@@ -29,7 +29,7 @@ def in_a_thread(function: Callable[[], Any]) -> None:
 
 def test_blocks_that_overlap_put_back_what_was_there_before_the_first() -> None:
     setting, state = switch()
-    first, second = setting.held("high"), setting.held("high")
+    first, second = setting.temporary_value("high"), setting.temporary_value("high")
     first.__enter__()
     entered, leave = threading.Event(), threading.Event()
 
@@ -53,14 +53,14 @@ def test_another_value_at_the_same_time_is_refused_and_changes_nothing() -> None
     raised: list[str] = []
 
     def other() -> None:
-        with pytest.raises(UnsupportedError) as caught, setting.held("low"):
+        with pytest.raises(UnsupportedError) as caught, setting.temporary_value("low"):
             pass
         raised.append(str(caught.value))
 
-    with setting.held("high"):
+    with setting.temporary_value("high"):
         in_a_thread(other)
         assert state == ["high"]
-        with setting.held("low"):
+        with setting.temporary_value("low"):
             assert state == ["low"], "one thread may nest"
             in_a_thread(lambda: raised.append("fits") if _refused(setting, "low") else None)
         assert state == ["high"]
@@ -68,12 +68,12 @@ def test_another_value_at_the_same_time_is_refused_and_changes_nothing() -> None
     assert "'MainThread' has it at 'high' now. Received, in the thread 'second': 'low'" in raised[0]
     assert raised[1:] == ["fits"], "the outer block would come back under the other thread"
     assert state == ["original"]
-    in_a_thread(lambda: setting.held("low").__enter__())
+    in_a_thread(lambda: setting.temporary_value("low").__enter__())
     assert state == ["original"], "a thread that is gone holds nothing"
 
 
 def _refused(setting: ProcessSetting[str], value: str) -> bool:
-    with pytest.raises(UnsupportedError), setting.held(value):
+    with pytest.raises(UnsupportedError), setting.temporary_value(value):
         pass
     return True
 
@@ -97,7 +97,7 @@ def test_an_interrupt_at_any_line_leaves_the_switch_as_it_was() -> None:
 
         sys.settrace(trace)
         try:
-            with setting.held("high"):
+            with setting.temporary_value("high"):
                 pass
         except KeyboardInterrupt:
             return True

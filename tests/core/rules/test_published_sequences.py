@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from polyamp import LossScaler, LossScaleState
-from polyamp.arrays import PYTHON
+from polyamp.array_namespace import PYTHON
 from polyamp.conformance import published
-from polyamp.conformance.published import CASES, OVERFLOWS, REFERENCES, Case
+from polyamp.conformance.published import CASES, OVERFLOWS, PUBLISHED_SCALERS, PublishedCase
 from polyamp.recipe.scaler import PRESETS
-from polyamp.rules.scale import update
+from polyamp.rules.loss_scale import update_scale
 
 SEQUENCES = list(itertools.product([False, True], repeat=8))
 
@@ -21,17 +21,17 @@ SEQUENCES = list(itertools.product([False, True], repeat=8))
 def trace(scaler: LossScaler, overflows: Sequence[bool]) -> list[float]:
     state, scales = LossScaleState(scaler.init_scale, 0, scaler.hysteresis, 0, 0), []
     for overflow in overflows:
-        state = update(scaler, state, not overflow, PYTHON)
+        state = update_scale(scaler, state, not overflow, PYTHON)
         scales.append(float(state.scale))
     return scales
 
 
-def label(case: Case) -> str:
+def label(case: PublishedCase) -> str:
     return "-".join([case.rule.__name__, *(str(value) for value in case.arguments.values())])
 
 
 @pytest.mark.parametrize("case", CASES, ids=label)
-def test_s16_a_preset_has_the_scales_of_its_source(case: Case) -> None:
+def test_s16_a_preset_has_the_scales_of_its_source(case: PublishedCase) -> None:
     scaler = LossScaler.like(case.preset, **case.changes)
     stopped = 0
     for overflows in SEQUENCES:
@@ -46,9 +46,9 @@ def test_s16_the_table_in_the_semantics_is_what_the_sources_do() -> None:
     if not semantics.exists():
         pytest.skip("the documentation is not part of an installed package")
     rows = [line.split() for line in semantics.read_text(encoding="utf-8").splitlines()]
-    tables = {name: row for name in REFERENCES for row in rows if row[:1] == [name]}
-    assert set(tables) == set(REFERENCES)
-    for name, reference in REFERENCES.items():
+    tables = {name: row for name in PUBLISHED_SCALERS for row in rows if row[:1] == [name]}
+    assert set(tables) == set(PUBLISHED_SCALERS)
+    for name, reference in PUBLISHED_SCALERS.items():
         assert [float(cell) for cell in tables[name][1:19]] == reference.scales(), name
     flags = next(row[1:] for row in rows if row[:1] == ["overflow"])
     assert [int(flag) for flag in flags] == OVERFLOWS
@@ -81,5 +81,5 @@ def test_s16_deepspeed_raises_at_the_floor_where_polyamp_stays_there() -> None:
 def test_s15_a_smaller_growth_interval_still_lets_the_scale_grow() -> None:
     """A run that goes on with another interval: the count is beyond it already."""
     scaler = LossScaler(init_scale=16.0, growth_interval=4)
-    state = update(scaler, LossScaleState(16.0, 1500, 1, 0, 0), True, PYTHON)
+    state = update_scale(scaler, LossScaleState(16.0, 1500, 1, 0, 0), True, PYTHON)
     assert (state.scale, state.good_steps) == (32.0, 0)

@@ -13,8 +13,8 @@ from unittest import mock
 
 import polyamp
 from polyamp.errors import PolyampError
-from polyamp.parity import verdict as verdicts
-from polyamp.parity.report import Comparison, Report
+from polyamp.parity.report.report import Comparison, Report
+from polyamp.parity.verdict import verdict as verdicts
 from polyamp.porting.check import Batch
 from tests.parity.faults.losses import loss_fn
 from tests.parity.faults.planted import Expected, Fault
@@ -159,9 +159,9 @@ def kept(path: Path | None) -> Iterator[None]:
     def keeping(labels: Any, runs: Any, agreed: Any, recipes: Any) -> Comparison:
         seen = [(phase, *((ran.trace, list(ran.entries())) for ran in (one, two))) for phase, one, two in runs]
         path.write_bytes(pickle.dumps((labels, seen, agreed, recipes)))
-        return verdicts.compared(labels, runs, agreed, recipes)
+        return verdicts.compare_traces(labels, runs, agreed, recipes)
 
-    with mock.patch.object(module, "compared", keeping):
+    with mock.patch.object(module, "compare_traces", keeping):
         yield
 
 
@@ -169,10 +169,10 @@ def judged(path: Path) -> Comparison:
     """What is said now of traces that were kept."""
     labels, seen, agreed, recipes = pickle.loads(path.read_bytes())  # our own file
     runs = [
-        (phase, *(verdicts.Ran(trace, lambda entries=entries: entries) for trace, entries in both))
+        (phase, *(verdicts.PhaseTrace(trace, lambda entries=entries: entries) for trace, entries in both))
         for phase, *both in seen
     ]
-    return verdicts.compared(labels, runs, agreed, recipes)
+    return verdicts.compare_traces(labels, runs, agreed, recipes)
 
 
 def margin(distance: float | None, allowed: float | None) -> float:

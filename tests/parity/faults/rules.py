@@ -14,7 +14,7 @@ from unittest import mock
 
 from polyamp.recipe import optimizers
 from polyamp.rules import batches
-from polyamp.rules.window import Window
+from polyamp.rules.accumulation import Accumulation
 
 _BACKENDS: Final = {"torch": "polyamp_torch", "keras": "polyamp_tensorflow"}
 
@@ -37,7 +37,7 @@ def _module(backend: str, name: str) -> Any:
     return importlib.import_module(f"{backend}.{name}")
 
 
-class _Undivided(Window):
+class _Undivided(Accumulation):
     @property
     def total(self) -> float:
         return 1.0
@@ -49,29 +49,29 @@ class _Batches:
     def __getattr__(self, name: str) -> Any:
         return getattr(batches, name)
 
-    def in_runs(self, *arguments: Any, **others: Any) -> Any:
-        window, runs = batches.in_runs(*arguments, **others)
+    def micro_batch_runs(self, *arguments: Any, **others: Any) -> Any:
+        window, runs = batches.micro_batch_runs(*arguments, **others)
         return _Undivided(*window), runs
 
 
 def _sum_of_micro_batches(backend: str) -> list[Any]:
     if backend == "polyamp_torch":
         step = _module(backend, "step.step")
-        right = step.produced_by
-        return [mock.patch.object(step, "produced_by", lambda scale, total, device: right(scale, 1.0, device))]
-    return [mock.patch.object(_module(backend, "step.differentiate"), "batches", _Batches())]
+        right = step.total_scale
+        return [mock.patch.object(step, "total_scale", lambda scale, total, device: right(scale, 1.0, device))]
+    return [mock.patch.object(_module(backend, "step.accumulation"), "batches", _Batches())]
 
 
 def _clipped_before_unscaling(backend: str) -> list[Any]:
     update = _module(backend, "step.update")
     if backend == "polyamp_torch":
-        right = update.divisor
+        right = update.unscale_and_clip_divisor
 
         def divisor(norm: Any, scale: Any, clip_norm: Any) -> Any:
             return right(norm if scale is None else norm * scale, scale, clip_norm)
 
-        return [mock.patch.object(update, "divisor", divisor)]
-    kind = type(update._VERBS)
+        return [mock.patch.object(update, "unscale_and_clip_divisor", divisor)]
+    kind = type(update._UPDATE_HOOKS)
     commit = kind.commit
 
     def commits(self: Any, state: Any, grads: Any, measured: Any, decision: Any) -> Any:
@@ -82,15 +82,26 @@ def _clipped_before_unscaling(backend: str) -> list[Any]:
 
 
 def _not_unscaled(backend: str) -> list[Any]:
-    differentiate = _module(backend, "step.differentiate")
     if backend == "polyamp_torch":
-        return [mock.patch.object(differentiate, "reciprocal", lambda scale: scale * 0 + 1)]
-    return [mock.patch.object(differentiate, "unscaled_leaf", lambda leaf, scale, dtype: leaf.astype(dtype))]
+        step = _module(backend, "step.step")
+        right = step.total_scale
+        return [mock.patch.object(step, "total_scale", lambda scale, total, device: right(None, total, device))]
+    if backend == "polyamp_jax":
+        home = _module(backend, "step.accumulation")
+        return [mock.patch.object(home, "unscale_leaf", lambda leaf, scale, dtype: leaf.astype(dtype))]
+    home = _module(backend, "step.accumulation")
+    made = home.Gradients
+    large = 2.0**16  # the scale that a LossScaler begins with
+
+    def gradients(values: Any, *others: Any) -> Any:
+        return made({name: value * large for name, value in values.items()}, *others)
+
+    return [mock.patch.object(home, "Gradients", gradients)]
 
 
 def _never_skipped(backend: str) -> list[Any]:
-    kind = type(_module(backend, "step.update")._VERBS)
-    concluded = kind.concluded
+    kind = type(_module(backend, "step.update")._UPDATE_HOOKS)
+    concluded = kind.next_scale_state
 
     def concludes(self: Any, state: Any, finite: Any, every: Any) -> Any:
         if finite is None:
@@ -98,20 +109,20 @@ def _never_skipped(backend: str) -> list[Any]:
         always = finite | True
         return concluded(self, state, always, always)
 
-    return [mock.patch.object(kind, "concluded", concludes)]
+    return [mock.patch.object(kind, "next_scale_state", concludes)]
 
 
 def _no_bias_correction(backend: str) -> list[Any]:
     if backend == "polyamp_torch":
         made = _module(backend, "step.optimizers")
-        right = made._fill
+        right = made._initialize_slots
 
         def fill(optimizer: Any, *others: Any) -> None:
             right(optimizer, *others)
             for slots in optimizer.state.values():
                 slots["step"].fill_(1e6)
 
-        return [mock.patch.object(made, "_fill", fill)]
+        return [mock.patch.object(made, "_initialize_slots", fill)]
     here = _module(backend, "arrays").XP
     kind = optimizers.AdamW
     corrections_of = kind.corrections
@@ -123,7 +134,7 @@ def _no_bias_correction(backend: str) -> list[Any]:
 
     found = [mock.patch.object(kind, "corrections", corrections)]
     if backend == "polyamp_tensorflow":  # whose kernels make them by themselves
-        kernels = _module(backend, "step.kernels")
+        kernels = _module(backend, "step.tensorflow_only.optimizer_kernels")
         found.append(mock.patch.object(kernels, "_one_minus_power", lambda beta, counts: 1.0 + 0.0 * counts))
     return found
 

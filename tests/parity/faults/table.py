@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any, Final, NamedTuple
 
-from polyamp.parity.tolerances import FACTOR
+from polyamp.parity.verdict.tolerances import FACTOR
 from tests.parity.faults import clean
 from tests.parity.faults.listed import FAULTS
 from tests.parity.faults.planted import Fault

@@ -131,7 +131,7 @@ def _run(text: str, name: str) -> ModuleType:
 def carrying(model: Any, wrong: tuple[Carried, ...]) -> Iterator[None]:
     """A block in which arrays come to a target turned wrongly."""
     from polyamp.contract import registry
-    from polyamp.porting.layouts.lazy import Lazy
+    from polyamp.porting.layouts.lazy_array import Lazy
 
     kind = type(registry.backend_for(model).porting)
     fill = kind.fill

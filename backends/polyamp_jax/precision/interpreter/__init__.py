@@ -1,1 +1,1 @@
-"""Evaluates a jaxpr with each operation in the dtype that the op list gives it (S3, S4, S5)."""
+"""Interpreter that evaluates a jaxpr with each operation in its op-list dtype (S3, S4, S5)."""

@@ -1,8 +1,8 @@
-"""What is known of a program before it is evaluated: above all, what later operations need of earlier ones (S4).
+"""Analysis of a program before its evaluation: which values later operations need in float32 (S4).
 
-A value that reaches an exponential as `x - max`, a logarithm, or `1 - x` shows there what 16 bits have rounded away, so
-the operations that make it run in float32. One backward pass finds them, through nested programs too; through loops
-until nothing changes. Called by `walk`, and by `control_flow` for what loops carry.
+The rounding of 16 bits becomes visible when a value reaches an exponential as `x - max`, a logarithm, or `1 - x`. The
+operations that compute such a value run in float32. One backward pass finds them, in nested programs too. Loops are
+analysed to a fixed point.
 """
 
 from __future__ import annotations
@@ -16,200 +16,202 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp_jax import compat
-from polyamp_jax.precision.interpreter import seen
+from polyamp_jax.precision.interpreter import tags
 from polyamp_jax.precision.op_list import (
+    INDEXED_READS,
     MOVES,
-    PASSING,
-    READS,
     ROUNDING,
     SATURATING,
+    SHIFT_INPUTS,
     SHIFTS,
     STRUCTURES,
-    TOWARDS_SHIFT,
+    TRANSPARENT,
 )
 
-Need = Literal["", "shift", "1 - x", "logarithm"]
-"""Why a value is needed in float32, in the words of the casting report; "" where it is not."""
+PrecisionNeed = Literal["", "shift", "1 - x", "logarithm"]
+"""Reason why a value is needed in float32, as the casting report names it. "" if it is not."""
 
-_STRENGTH: Final[dict[Need, int]] = {"": 0, "shift": 1, "1 - x": 2, "logarithm": 3}
+_STRENGTH: Final[dict[PrecisionNeed, int]] = {"": 0, "shift": 1, "1 - x": 2, "logarithm": 3}
 
 
-class Plan(NamedTuple):
-    """What is known of a program before it is evaluated.
+class ProgramAnalysis(NamedTuple):
+    """Result of a program's analysis.
 
     Attributes:
-        needs: for each equation, what is needed of its results.
-        inputs: what the program needs of its inputs.
+        needs: for each equation, the needs of its results.
+        inputs: the needs of the program's inputs.
         soles: indices of the casts that are the only use of their operand.
-        last: for each equation the variables last used there.
+        last: for each equation, the variables last used there.
     """
 
-    needs: Sequence[tuple[Need, ...]]
-    inputs: tuple[Need, ...]
+    needs: Sequence[tuple[PrecisionNeed, ...]]
+    inputs: tuple[PrecisionNeed, ...]
     soles: frozenset[int]
     last: Sequence[Sequence[Any]]
 
 
-_plans: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
-_reads: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+_analyses: weakref.WeakKeyDictionary[Any, dict[Any, ProgramAnalysis]] = weakref.WeakKeyDictionary()
+_read_inputs: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 
 
-def plan(jaxpr: compat.Jaxpr, wanted: Sequence[Need], logarithms: frozenset[str]) -> Plan:
-    """The plan of a program; it is kept.
+def analyze_program(
+    jaxpr: compat.Jaxpr, wanted: Sequence[PrecisionNeed], logarithms: frozenset[str]
+) -> ProgramAnalysis:
+    """Analyse a program. The result is cached.
 
     Args:
         jaxpr: the program.
-        wanted: what its surroundings need of its outputs.
-        logarithms: names of the primitives that need the digits of their operand.
+        wanted: the needs of its outputs.
+        logarithms: names of the primitives that need a float32 operand.
     """
-    jaxpr = seen.without(jaxpr).jaxpr
-    kept = _plans.setdefault(jaxpr, {})
+    jaxpr = tags.strip_tags(jaxpr).jaxpr
+    kept = _analyses.setdefault(jaxpr, {})
     key = (tuple(wanted), logarithms)
     found = kept.get(key)
     if found is None:
         other = next(iter(kept.values()), None)
         soles, last = (other.soles, other.last) if other is not None else (_sole_casts(jaxpr), _last_uses(jaxpr))
-        found = kept[key] = Plan(*_needs(jaxpr, wanted, logarithms), soles, last)
+        found = kept[key] = ProgramAnalysis(*_needs(jaxpr, wanted, logarithms), soles, last)
     return found
 
 
-def float32_for(name: str, needs: Iterable[Need]) -> Need:
-    """Why an operation of the lists "promote" and "follow" runs in float32 for those that use its results, or "".
+def float32_reason(name: str, needs: Iterable[PrecisionNeed]) -> PrecisionNeed:
+    """Return why an operation of the lists "promote" or "follow" must run in float32 for its consumers, or "".
 
-    What rounds nothing (a maximum, a selection) stays in the dtype of what it is given.
+    Operations that do not round (a maximum, a selection) keep the dtype of their operands.
     """
-    need = _strongest(needs)
+    need = _strongest_need(needs)
     if need == "shift":
         return need if name == "sub" else ""
     return need if name in ROUNDING or name in SATURATING else ""
 
 
-def none(count: int) -> tuple[Need, ...]:
-    """No need of any of `count` values."""
-    empty: Need = ""
+def no_needs(count: int) -> tuple[PrecisionNeed, ...]:
+    """Return empty needs for `count` values."""
+    empty: PrecisionNeed = ""
     return (empty,) * count
 
 
-def loop_wanted(
-    jaxpr: compat.Jaxpr, wanted: Sequence[Need], first: int, count: int, logarithms: frozenset[str]
-) -> tuple[Need, ...]:
-    """What is needed of the outputs of a loop's body: of its carry also what the next iteration needs.
+def loop_output_needs(
+    jaxpr: compat.Jaxpr, wanted: Sequence[PrecisionNeed], first: int, count: int, logarithms: frozenset[str]
+) -> tuple[PrecisionNeed, ...]:
+    """Return the needs of the outputs of a loop's body. Those of the carry include the needs of the next iteration.
 
     Args:
-        jaxpr: the body; of its outputs the carry comes first.
-        wanted: what is needed of the loop's results.
+        jaxpr: the body. The carry comes first among its outputs.
+        wanted: the needs of the loop's results.
         first: index of the carry among the body's inputs.
         count: length of the carry.
-        logarithms: as of `plan`.
+        logarithms: as for `analyze_program`.
     """
     now = tuple(wanted)
     while True:
-        inputs = plan(jaxpr, now, logarithms).inputs
-        after = (*_merged(now[:count], inputs[first : first + count]), *now[count:])
+        inputs = analyze_program(jaxpr, now, logarithms).inputs
+        after = (*_merge_needs(now[:count], inputs[first : first + count]), *now[count:])
         if after == now:
             return now
         now = after
 
 
-def read_inputs(jaxpr: compat.Jaxpr) -> frozenset[int]:
-    """Indices of the inputs that the program reads rows of, at places that it computes."""
-    jaxpr = seen.without(jaxpr).jaxpr
-    found = _reads.get(jaxpr)
+def indexed_inputs(jaxpr: compat.Jaxpr) -> frozenset[int]:
+    """Return the indices of the inputs from which the program reads rows at computed indices."""
+    jaxpr = tags.strip_tags(jaxpr).jaxpr
+    found = _read_inputs.get(jaxpr)
     if found is None:
         read: set[Any] = set()
         for eqn in reversed(jaxpr.eqns):
-            if reads(eqn) or (compat.name_of(eqn) in MOVES and not read.isdisjoint(eqn.outvars)):
+            if is_indexed_read(eqn) or (compat.primitive_name(eqn) in MOVES and not read.isdisjoint(eqn.outvars)):
                 read.add(_key(eqn.invars[0]))
-            for inner, operands, _ in _programs(eqn):
-                read.update(_key(operands[index]) for index in read_inputs(inner))
-        found = _reads[jaxpr] = frozenset(n for n, var in enumerate(jaxpr.invars) if var in read)
+            for inner, operands, _ in _inner_programs(eqn):
+                read.update(_key(operands[index]) for index in indexed_inputs(inner))
+        found = _read_inputs[jaxpr] = frozenset(n for n, var in enumerate(jaxpr.invars) if var in read)
     return found
 
 
-def reads(eqn: compat.JaxprEqn) -> bool:
-    """Whether an equation reads parts of its operand at computed places, some perhaps twice: its gradient is a sum."""
-    if compat.name_of(eqn) not in READS or eqn.params.get("unique_indices"):
+def is_indexed_read(eqn: compat.JaxprEqn) -> bool:
+    """Return whether an equation reads its operand at computed indices, which may repeat. Its gradient is a sum."""
+    if compat.primitive_name(eqn) not in INDEXED_READS or eqn.params.get("unique_indices"):
         return False
     return any(not isinstance(atom, compat.Literal) for atom in eqn.invars[1:])
 
 
 def _needs(
-    jaxpr: compat.Jaxpr, wanted: Sequence[Need], logarithms: frozenset[str]
-) -> tuple[list[tuple[Need, ...]], tuple[Need, ...]]:
-    """What is needed of the results of each equation, and of the inputs."""
-    found: dict[Any, Need] = {}
+    jaxpr: compat.Jaxpr, wanted: Sequence[PrecisionNeed], logarithms: frozenset[str]
+) -> tuple[list[tuple[PrecisionNeed, ...]], tuple[PrecisionNeed, ...]]:
+    """Return the needs of each equation's results, and of the inputs."""
+    found: dict[Any, PrecisionNeed] = {}
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
 
-    def ask(atoms: Sequence[Any], needs: Iterable[Need]) -> None:
+    def ask(atoms: Sequence[Any], needs: Iterable[PrecisionNeed]) -> None:
         for atom, need in zip(atoms, needs, strict=True):
             if need and not isinstance(atom, compat.Literal):
-                found[atom] = _strongest((need, found.get(atom, "")))
+                found[atom] = _strongest_need((need, found.get(atom, "")))
 
     ask(jaxpr.outvars, wanted)
-    needs: list[tuple[Need, ...]] = []
+    needs: list[tuple[PrecisionNeed, ...]] = []
     for eqn in reversed(jaxpr.eqns):
         outs = tuple(found.get(var, "") for var in eqn.outvars)
         needs.append(outs)
-        name = compat.name_of(eqn)
-        ask(eqn.invars, [_passed(eqn, name, _strongest(outs), logarithms)] * len(eqn.invars))
-        ask(eqn.invars, _one_minus(eqn, name, makers))
-        for inner, operands, results in _programs(eqn):
-            ask(operands, _inner(eqn, name, inner, outs[:results], logarithms).inputs)
+        name = compat.primitive_name(eqn)
+        ask(eqn.invars, [_operand_need(eqn, name, _strongest_need(outs), logarithms)] * len(eqn.invars))
+        ask(eqn.invars, _one_minus_needs(eqn, name, makers))
+        for inner, operands, results in _inner_programs(eqn):
+            ask(operands, _analyze_inner(eqn, name, inner, outs[:results], logarithms).inputs)
     return needs[::-1], tuple(found.get(var, "") for var in jaxpr.invars)
 
 
-def _passed(eqn: compat.JaxprEqn, name: str, need: Need, logarithms: frozenset[str]) -> Need:
-    """What an operation needs of its operands, where `need` is needed of its results."""
+def _operand_need(eqn: compat.JaxprEqn, name: str, need: PrecisionNeed, logarithms: frozenset[str]) -> PrecisionNeed:
+    """Return an operation's need for its operands, given the `need` of its results."""
     if name in logarithms:
         return "logarithm"
     if name in SHIFTS:
         return "shift"
     if need == "shift":
-        return need if name in TOWARDS_SHIFT else ""
-    if name == "convert_element_type":  # a cast to 16 bits is the program's own, and obeyed
-        new, old = eqn.params["new_dtype"], compat.dtype(eqn.invars[0])
+        return need if name in SHIFT_INPUTS else ""
+    if name == "convert_element_type":  # the program's own casts to 16 bits are kept
+        new, old = eqn.params["new_dtype"], compat.atom_dtype(eqn.invars[0])
         widens = jnp.issubdtype(old, np.floating) and jnp.issubdtype(new, np.floating) and new.itemsize >= old.itemsize
         return need if widens else ""
-    return need if name in ROUNDING or name in PASSING or name in MOVES else ""
+    return need if name in ROUNDING or name in TRANSPARENT or name in MOVES else ""
 
 
-def _one_minus(eqn: compat.JaxprEqn, name: str, makers: dict[Any, Any]) -> tuple[Need, ...]:
-    """The need of `x` in `1 - x`, `1 + (-x)` and `-x + 1`."""
+def _one_minus_needs(eqn: compat.JaxprEqn, name: str, makers: dict[Any, Any]) -> tuple[PrecisionNeed, ...]:
+    """Return the need of `x` in `1 - x`, `1 + (-x)` and `-x + 1`."""
     if name == "sub" and _is_one(eqn.invars[0], makers):
         return "", "1 - x"
     if name == "add":
         for n, other in ((0, 1), (1, 0)):
-            if _is_one(eqn.invars[n], makers) and _made_by(eqn.invars[other], makers) == "neg":
+            if _is_one(eqn.invars[n], makers) and _producer_name(eqn.invars[other], makers) == "neg":
                 return ("", "1 - x") if n == 0 else ("1 - x", "")
-    return none(len(eqn.invars))
+    return no_needs(len(eqn.invars))
 
 
 def _is_one(atom: Any, makers: dict[Any, Any]) -> bool:
-    while _made_by(atom, makers) in ("broadcast_in_dim", "convert_element_type"):
+    while _producer_name(atom, makers) in ("broadcast_in_dim", "convert_element_type"):
         atom = makers[atom].invars[0]
     return isinstance(atom, compat.Literal) and np.ndim(atom.val) == 0 and bool(atom.val == 1)
 
 
-def _made_by(atom: Any, makers: dict[Any, Any]) -> str | None:
+def _producer_name(atom: Any, makers: dict[Any, Any]) -> str | None:
     eqn = None if isinstance(atom, compat.Literal) else makers.get(atom)
-    return None if eqn is None else compat.name_of(eqn)
+    return None if eqn is None else compat.primitive_name(eqn)
 
 
-def _inner(
-    eqn: compat.JaxprEqn, name: str, inner: compat.Jaxpr, outs: tuple[Need, ...], logarithms: frozenset[str]
-) -> Plan:
-    """The plan of a program inside an equation."""
+def _analyze_inner(
+    eqn: compat.JaxprEqn, name: str, inner: compat.Jaxpr, outs: tuple[PrecisionNeed, ...], logarithms: frozenset[str]
+) -> ProgramAnalysis:
+    """Analyse a program inside an equation."""
     if name == "scan":
-        outs = loop_wanted(inner, outs, eqn.params["num_consts"], eqn.params["num_carry"], logarithms)
+        outs = loop_output_needs(inner, outs, eqn.params["num_consts"], eqn.params["num_carry"], logarithms)
     elif name == "while" and outs:
-        outs = loop_wanted(inner, outs, eqn.params["body_nconsts"], len(outs), logarithms)
-    return plan(inner, outs or none(len(inner.outvars)), logarithms)
+        outs = loop_output_needs(inner, outs, eqn.params["body_nconsts"], len(outs), logarithms)
+    return analyze_program(inner, outs or no_needs(len(inner.outvars)), logarithms)
 
 
-def _programs(eqn: compat.JaxprEqn) -> list[tuple[compat.Jaxpr, Sequence[Any], int]]:
-    """The programs inside an equation that are rewritten: (program, its operands, how many results it shares)."""
-    name, params = compat.name_of(eqn), eqn.params
-    if name not in STRUCTURES or name == "convert_element_type" or compat.linear_algebra(eqn) is not None:
+def _inner_programs(eqn: compat.JaxprEqn) -> list[tuple[compat.Jaxpr, Sequence[Any], int]]:
+    """Return the programs to rewrite inside an equation: (program, its operands, number of results it shares)."""
+    name, params = compat.primitive_name(eqn), eqn.params
+    if name not in STRUCTURES or name == "convert_element_type" or compat.linear_algebra_name(eqn) is not None:
         return []
     every = len(eqn.outvars)
     if name == "cond":
@@ -218,25 +220,25 @@ def _programs(eqn: compat.JaxprEqn) -> list[tuple[compat.Jaxpr, Sequence[Any], i
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         test, body, carry = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr, eqn.invars[second:]
         return [(test, [*eqn.invars[:first], *carry], 0), (body, [*eqn.invars[first:second], *carry], every)]
-    return [(inner, eqn.invars, every) for inner in [next(compat.programs_of(eqn))]]
+    return [(inner, eqn.invars, every) for inner in [next(compat.inner_programs(eqn))]]
 
 
 def _key(atom: Any) -> Any:
     return None if isinstance(atom, compat.Literal) else atom
 
 
-def _strongest(needs: Iterable[Need]) -> Need:
+def _strongest_need(needs: Iterable[PrecisionNeed]) -> PrecisionNeed:
     return max(needs, key=_STRENGTH.__getitem__, default="")
 
 
-def _merged(one: Sequence[Need], other: Sequence[Need]) -> tuple[Need, ...]:
-    return tuple(_strongest(pair) for pair in zip(one, other, strict=True))
+def _merge_needs(one: Sequence[PrecisionNeed], other: Sequence[PrecisionNeed]) -> tuple[PrecisionNeed, ...]:
+    return tuple(_strongest_need(pair) for pair in zip(one, other, strict=True))
 
 
 def _sole_casts(jaxpr: compat.Jaxpr) -> frozenset[int]:
     atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
     uses: Counter[Any] = Counter(atom for atom in atoms if not isinstance(atom, compat.Literal))
-    casts = [n for n, eqn in enumerate(jaxpr.eqns) if compat.name_of(eqn) == "convert_element_type"]
+    casts = [n for n, eqn in enumerate(jaxpr.eqns) if compat.primitive_name(eqn) == "convert_element_type"]
     operands = {n: jaxpr.eqns[n].invars[0] for n in casts}
     return frozenset(n for n, atom in operands.items() if not isinstance(atom, compat.Literal) and uses[atom] == 1)
 

@@ -1,7 +1,4 @@
-"""Runs a function under the interpreter: traces it, tells parameters and scopes, and evaluates the program.
-
-Called by `bound` for models and by `autocast` for plain functions.
-"""
+"""`evaluate`: traces a function, finds its parameters and scopes, and runs it under the interpreter."""
 
 from __future__ import annotations
 
@@ -15,26 +12,26 @@ import numpy as np
 
 from polyamp.errors import PolicyError
 from polyamp.recipe.policy import Policy
-from polyamp.rules.plan import Plan
+from polyamp.rules.resolved_policy import ResolvedPolicy
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, path_name
 from polyamp_jax.precision.interpreter import control_flow
+from polyamp_jax.precision.interpreter.interpreter import Interpreter, InterpreterSettings, program_value
 from polyamp_jax.precision.interpreter.products import default_precision
 from polyamp_jax.precision.interpreter.recorder import Recorder
-from polyamp_jax.precision.interpreter.staging import Staged, staged
-from polyamp_jax.precision.interpreter.values import Traits
-from polyamp_jax.precision.interpreter.walk import Interpreter, Settings, value_of
-from polyamp_jax.precision.op_list import registered
+from polyamp_jax.precision.interpreter.staging import FunctionTrace, trace_function
+from polyamp_jax.precision.interpreter.values import ValueTraits
+from polyamp_jax.precision.op_list import registered_count
 
 
 @functools.lru_cache(maxsize=64)
-def _settings(plan: Plan, strict: bool, registered: int) -> Settings:
-    """The settings of a plan, kept so that what was rewritten once is not rewritten again."""
-    return Settings(plan, control_flow.RULES, strict=strict)
+def _interpreter_settings(plan: ResolvedPolicy, strict: bool, registered: int) -> InterpreterSettings:
+    """Return a plan's settings, cached so that inner programs are rewritten only once."""
+    return InterpreterSettings(plan, control_flow.STRUCTURE_RULES, strict=strict)
 
 
 def evaluate(
-    plan: Plan,
+    plan: ResolvedPolicy,
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -44,41 +41,40 @@ def evaluate(
     strict: bool = False,
     recorder: Recorder | None = None,
     numbers: bool = False,
-    traced: Callable[[Staged], None] | None = None,
+    traced: Callable[[FunctionTrace], None] | None = None,
 ) -> Any:
-    """`function(*args, **kwargs)` with each operation in the dtype that the op lists give it.
+    """Run `function(*args, **kwargs)` with each operation in its op-list dtype.
 
     Args:
-        plan: the policy, resolved for the model; of a plain function without paths, since its scopes are its paths and
+        plan: the policy, resolved for the model. For a plain function it has no paths: its scopes are its paths and
             are known once it is traced.
-        function: what to run; it is traced once.
+        function: the function to run. It is traced once.
         args: positional arguments.
         kwargs: keyword arguments.
-        modules: called after the trace, the paths of the modules that it went through; None for a plain function,
-            whose scopes are its paths.
-        parameters: of a model, the pytree of its parameters, the first of `args`; None for a plain function.
-        strict: an operation without a rule is an error.
-        recorder: hears of every operation.
-        numbers: Python numbers and strings that the function returns are known while tracing and stay what they are;
-            else numbers become arrays, and strings are refused.
-        traced: called after the trace, with the program.
+        modules: called after the trace, returns the paths of the traced modules. None for a plain function, whose
+            scopes are its paths.
+        parameters: for a model, the pytree of its parameters, the first of `args`. None for a plain function.
+        strict: raise for an operation without a rule.
+        recorder: records every operation.
+        numbers: return Python numbers and strings unchanged. If False, numbers become arrays, and strings raise.
+        traced: called with the program after the trace.
 
     Returns:
-        What the function returns, each array in the dtype of the operation that made it.
+        The function's result, with each array in the dtype of the operation that computed it.
 
     Raises:
         TraceError: the function cannot be traced.
         PolicyError: an override of a plain function matches no scope.
     """
-    args, kwargs = jax.tree.map(lambda x: jnp.asarray(x) if _numeric(x) else x, (tuple(args), dict(kwargs)))
-    program = staged(function, args, kwargs, opaque=_plain if numbers else None)
+    args, kwargs = jax.tree.map(lambda x: jnp.asarray(x) if _is_numeric(x) else x, (tuple(args), dict(kwargs)))
+    program = trace_function(function, args, kwargs, opaque=_is_plain if numbers else None)
     if traced is not None:
         traced(program)
-    owners = _owners(parameters)
+    owners = _leaf_owners(parameters)
     if parameters is None and plan.policy.overrides:
-        plan = _over_scopes(plan.policy, frozenset(_paths(program.jaxpr, ())))
+        plan = _scope_policy(plan.policy, frozenset(_scope_paths(program.jaxpr, ())))
     values = [
-        value_of(array, var.aval, Traits(leaf=True, rank=jnp.ndim(array), owner=owner))
+        program_value(array, var.aval, ValueTraits(leaf=True, rank=jnp.ndim(array), owner=owner))
         for array, var, owner in zip(
             program.arrays,
             program.jaxpr.invars,
@@ -87,27 +83,27 @@ def evaluate(
         )
     ]
     known = None if modules is None else frozenset(modules())
-    settings = _settings(plan, strict, registered())
+    settings = _interpreter_settings(plan, strict, registered_count())
     out = Interpreter(settings, known, recorder, default=default_precision()).run(program.jaxpr, program.consts, values)
     return program.result([jnp.asarray(value.array()) for value in out])
 
 
-def _plain(leaf: Any) -> bool:
+def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, bool | int | float | complex | str)
 
 
-def _numeric(leaf: Any) -> bool:
+def _is_numeric(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMmV"
 
 
-def _owners(parameters: Any) -> list[str | None]:
+def _leaf_owners(parameters: Any) -> list[str | None]:
     leaves = jax.tree_util.tree_leaves_with_path(parameters)
     return [path_name(path).rpartition("/")[0] for path, leaf in leaves if is_array(leaf)]
 
 
 @functools.lru_cache(maxsize=256)
-def _over_scopes(policy: Policy, paths: frozenset[str]) -> Plan:
-    """The plan of a plain function with these scopes, made once for them.
+def _scope_policy(policy: Policy, paths: frozenset[str]) -> ResolvedPolicy:
+    """Return the plan of a plain function with these scopes. It is cached.
 
     Raises:
         PolicyError: an override matches none of them.
@@ -124,10 +120,10 @@ def _over_scopes(policy: Policy, paths: frozenset[str]) -> Plan:
         raise PolicyError(f"{error} {advice}") from None
 
 
-def _paths(jaxpr: compat.Jaxpr, outer: tuple[str, ...]) -> Iterable[str]:
-    """The scopes of a program as paths, each with those around it; a model's `init` knows its modules without."""
+def _scope_paths(jaxpr: compat.Jaxpr, outer: tuple[str, ...]) -> Iterable[str]:
+    """Yield a program's scopes as paths, each with its parents. Models do not need this: `init` knows their modules."""
     for eqn in jaxpr.eqns:
-        scopes = outer + compat.scopes_of(eqn)
+        scopes = outer + compat.named_scopes(eqn)
         yield from ("/".join(scopes[: n + 1]) for n in range(len(scopes)))
-        for inner in compat.programs_of(eqn):
-            yield from _paths(inner, scopes)
+        for inner in compat.inner_programs(eqn):
+            yield from _scope_paths(inner, scopes)

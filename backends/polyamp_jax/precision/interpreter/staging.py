@@ -1,7 +1,4 @@
-"""Traces a Python function into a jaxpr: arrays become its inputs, everything else is closed over.
-
-Called by `autocast` for the user's functions and models, and by `control_flow` for backward rules.
-"""
+"""Tracing of a Python function into a jaxpr. Arrays become its inputs, all other arguments are closed over."""
 
 from __future__ import annotations
 
@@ -15,28 +12,30 @@ import jax
 from polyamp.errors import TraceError
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array
-from polyamp_jax.precision.interpreter.products import neutral
+from polyamp_jax.precision.interpreter.products import neutral_precision
 
-KEEP: Final = "keep_precision"
+KEEP_SCOPE: Final = "keep_precision"
 """Name of the scope in which operations run in their declared dtypes."""
 
 _tracing: ContextVar[bool] = ContextVar("polyamp_tracing", default=False)
 
 
-def settled() -> contextlib.AbstractContextManager[Any]:
-    """Around a call under a policy of its own: inside a function that is being traced for another policy, what it does
-    is settled, as the innermost `torch.autocast` wins."""
-    return jax.named_scope(KEEP) if _tracing.get() else contextlib.nullcontext()
+def innermost_policy_scope() -> contextlib.AbstractContextManager[Any]:
+    """Return a context for a call with its own policy inside a function that is traced for another policy.
+
+    The other policy does not change the call's dtypes: the innermost policy wins, as with `torch.autocast`.
+    """
+    return jax.named_scope(KEEP_SCOPE) if _tracing.get() else contextlib.nullcontext()
 
 
-class Staged(NamedTuple):
+class FunctionTrace(NamedTuple):
     """A traced function.
 
     Attributes:
         jaxpr: the program.
         consts: arrays that it closed over.
         arrays: the arrays among its arguments.
-        result: flat output arrays -> what the function returns.
+        result: function from flat output arrays to the function's result.
     """
 
     jaxpr: compat.Jaxpr
@@ -45,23 +44,23 @@ class Staged(NamedTuple):
     result: Callable[[Sequence[Any]], Any]
 
 
-def staged(
+def trace_function(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
     opaque: Callable[[Any], bool] | None = None,
-) -> Staged:
-    """Trace `function(*args, **kwargs)`, matrix products with the precision that the function itself asks for.
+) -> FunctionTrace:
+    """Trace `function(*args, **kwargs)`. Matrix products have the precision that the function itself specifies.
 
     Args:
-        function: what to trace.
+        function: the function to trace.
         args: positional arguments, pytrees.
         kwargs: keyword arguments.
-        opaque: leaves that are no arrays and may be returned nevertheless.
+        opaque: predicate for leaves that are not arrays but may be returned.
 
     Raises:
-        TraceError: the function decides in Python on the value of an array, returns something that is not an array,
+        TraceError: the function branches in Python on the value of an array, returns something that is not an array,
             or changes one of its arguments.
     """
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)))
@@ -86,12 +85,12 @@ def staged(
         returned = []
         for path, leaf in jax.tree_util.tree_leaves_with_path(out):
             if opaque is None or not opaque(leaf):
-                returned.append(_array(path, leaf))
+                returned.append(_output_array(path, leaf))
         return returned
 
     arrays = [leaves[place] for place in places]
     try:
-        with neutral():
+        with neutral_precision():
             closed = jax.make_jaxpr(flat)(*arrays)
     except _CONTROL_FLOW as error:
         raise TraceError(
@@ -101,7 +100,7 @@ def staged(
             "Python number."
         ) from error
     except Exception as error:
-        if compat.flax_refused_a_change(error):
+        if compat.is_flax_trace_error(error):
             raise TraceError(
                 "the function changes an nnx module that it closes over, and a traced function cannot. Pass the module "
                 "itself to policy.autocast(model), which puts the changes back."
@@ -113,10 +112,10 @@ def staged(
         values = iter(out)
         return jax.tree.unflatten(tree, [next(values) if leaf is None else leaf for leaf in flat_out])
 
-    return Staged(closed.jaxpr, closed.consts, arrays, result)
+    return FunctionTrace(closed.jaxpr, closed.consts, arrays, result)
 
 
-def _array(path: Any, leaf: Any) -> Any:
+def _output_array(path: Any, leaf: Any) -> Any:
     if is_array(leaf) or isinstance(leaf, bool | int | float | complex):
         return leaf
     raise TraceError(

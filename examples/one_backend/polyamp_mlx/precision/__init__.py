@@ -1,1 +1,1 @@
-"""In which dtype each operation and each module computes: S1 to S5."""
+"""Precision of operations and modules: S1 to S5."""

@@ -1,8 +1,8 @@
-"""Autocast, operation by operation: MLX has none, so its functions are wrapped, once, in what looks at a region first.
+"""Autocast per operation for MLX, which has none: wrappers replace its functions and cast inside a region.
 
-MLX's functions are attributes of its modules and are looked up when they are called, by `mlx.nn` too; so a wrapper that
-stands in a function's place sees every call. Outside of a region, and in other threads, it calls the function and does
-nothing else. Functions that somebody took out before (`from mlx.core import exp`) are not seen.
+MLX's functions are attributes of its modules and are looked up at each call, by `mlx.nn` too, so a wrapper in a
+function's place sees every call. Outside a region, and in other threads, it only calls the function. Functions that
+were imported before (`from mlx.core import exp`) are not wrapped.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, Final
 import mlx.core as mx
 import mlx.nn as nn
 
-from polyamp.rules.plan import Place
-from polyamp.rules.process_setting import Block, ProcessSetting
+from polyamp.rules.process_setting import ProcessSetting, SettingBlock
+from polyamp.rules.resolved_policy import ModulePrecision
 from polyamp.trees import map_tree
 from polyamp_mlx.arrays import DTYPES
 from polyamp_mlx.precision.op_list import FAMILIES, GATHERS, PRODUCTS
 
-_PLACE: Final[ContextVar[Place | None]] = ContextVar("polyamp_mlx place", default=None)
+_CURRENT_PRECISION: Final[ContextVar[ModulePrecision | None]] = ContextVar("polyamp_mlx place", default=None)
 _COMPILE: Final = ProcessSetting(
     "MLX's compilation",
     lambda: "MLX_DISABLE_COMPILE" not in os.environ,
@@ -33,35 +33,37 @@ Function = Callable[..., Any]
 
 
 @contextlib.contextmanager
-def region(place: Place | None) -> Iterator[None]:
-    """A block in which operations pick their dtypes as `place` says; None switches autocast off."""
+def precision_region(place: ModulePrecision | None) -> Iterator[None]:
+    """Run operations of a block in the dtypes of `place`; None disables autocast."""
     install()
-    token = _PLACE.set(place if place is not None and place.mixes else None)
+    token = _CURRENT_PRECISION.set(place if place is not None and place.mixes else None)
     try:
         yield
     finally:
-        _PLACE.reset(token)
+        _CURRENT_PRECISION.reset(token)
 
 
-def uncompiled() -> Block:
-    """A block in which `mx.compile` gives the plain function: a program that MLX traced outside of a region, as those
-    of `mlx.nn`'s activations are, has other dtypes than the region asks for."""
-    return _COMPILE.held(False)
+def disable_compilation() -> SettingBlock:
+    """Return a context manager in which `mx.compile` returns the plain function.
+
+    A program that MLX traced outside a region, such as those of `mlx.nn`'s activations, ignores the region's dtypes.
+    """
+    return _COMPILE.temporary_value(False)
 
 
 @functools.cache
 def install() -> None:
-    """Put the wrappers in place, once in a process, before the first region."""
+    """Install the wrappers, once per process, before the first region."""
     for names in FAMILIES.values():
-        _wrap(names, _sensitive)
-    _wrap(PRODUCTS, _product)
-    _wrap(GATHERS, _gather)
-    for name, rule in (("__pow__", _sensitive), ("__rpow__", _sensitive), ("__matmul__", _product)):
+        _wrap_functions(names, _wrap_sensitive)
+    _wrap_functions(PRODUCTS, _wrap_product)
+    _wrap_functions(GATHERS, _wrap_gather)
+    for name, rule in (("__pow__", _wrap_sensitive), ("__rpow__", _wrap_sensitive), ("__matmul__", _wrap_product)):
         setattr(mx.array, name, rule(getattr(mx.array, name), name))
-    mx.array.__getitem__ = _gather(mx.array.__getitem__, "__getitem__")
+    mx.array.__getitem__ = _wrap_gather(mx.array.__getitem__, "__getitem__")
 
 
-def _wrap(names: str, rule: Callable[[Function, str], Function]) -> None:
+def _wrap_functions(names: str, rule: Callable[[Function, str], Function]) -> None:
     for name in names.split():
         module, _, short = name.rpartition(".")
         home = nn.losses if module == "nn.losses" else getattr(mx, module) if module else mx
@@ -70,12 +72,12 @@ def _wrap(names: str, rule: Callable[[Function, str], Function]) -> None:
                 setattr(owner, short, rule(getattr(owner, short), short))
 
 
-def _sensitive(function: Function, name: str) -> Function:
-    """S4: in float32."""
+def _wrap_sensitive(function: Function, name: str) -> Function:
+    """Wrap a function to run in float32 (S4)."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        place = _PLACE.get()
+        place = _CURRENT_PRECISION.get()
         if place is None or not place.kept:
             return function(*args, **kwargs)
         return function(*_cast(args, mx.float32), **_cast(kwargs, mx.float32))
@@ -83,15 +85,15 @@ def _sensitive(function: Function, name: str) -> Function:
     return call
 
 
-def _product(function: Function, name: str) -> Function:
-    """In the compute dtype; a sum in float32, and what contracts nothing as it comes."""
+def _wrap_product(function: Function, name: str) -> Function:
+    """Wrap a product to run in the compute dtype; in float32 without free axes, uncast without a contraction."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        place = _PLACE.get()
+        place = _CURRENT_PRECISION.get()
         if place is None:
             return function(*args, **kwargs)
-        contracts, free = _axes(name, args)
+        contracts, free = _product_axes(name, args)
         if not contracts:
             return function(*args, **kwargs)
         dtype = DTYPES[place.dtype] if free or not place.kept else mx.float32
@@ -100,32 +102,32 @@ def _product(function: Function, name: str) -> Function:
     return call
 
 
-def _gather(function: Function, name: str) -> Function:
-    """Through float32 and back, so that the gradient of what is read twice is added up in float32."""
+def _wrap_gather(function: Function, name: str) -> Function:
+    """Wrap a gather to run through float32 and back, so that gradients of repeated rows are summed in float32."""
 
     @functools.wraps(function)
     def call(array: Any, *args: Any, **kwargs: Any) -> Any:
         narrow = isinstance(array, mx.array) and array.dtype in (mx.float16, mx.bfloat16)
-        if _PLACE.get() is None or not narrow or (name == "__getitem__" and not _computed(args[0])):
+        if _CURRENT_PRECISION.get() is None or not narrow or (name == "__getitem__" and not _may_repeat_rows(args[0])):
             return function(array, *args, **kwargs)
         return function(array.astype(mx.float32), *args, **kwargs).astype(array.dtype)
 
     return call
 
 
-def _computed(index: Any) -> bool:
-    """Whether an index may name a row twice: slices and numbers do not."""
+def _may_repeat_rows(index: Any) -> bool:
+    """Return whether an index may repeat a row: slices and numbers do not."""
     return any(isinstance(part, (mx.array, list)) for part in (index if isinstance(index, tuple) else (index,)))
 
 
 def _cast(tree: Any, dtype: mx.Dtype) -> Any:
-    """Real floating arrays in `dtype`; float64 stays, and Python's numbers follow what they meet."""
+    """Cast real floating arrays to `dtype`; float64 and Python numbers are unchanged."""
     floats = (mx.float16, mx.bfloat16, mx.float32)
     return map_tree(lambda x: x.astype(dtype) if isinstance(x, mx.array) and x.dtype in floats else x, tree)
 
 
-def _axes(name: str, args: tuple[Any, ...]) -> tuple[bool, bool]:
-    """Whether a product contracts anything, and whether an operand has an axis that the other has not."""
+def _product_axes(name: str, args: tuple[Any, ...]) -> tuple[bool, bool]:
+    """Return whether a product contracts anything, and whether an operand has an axis that the other lacks."""
     if name in ("matmul", "__matmul__"):
         left, right = args[:2]
         return left.shape[-1] > 1, left.ndim > 1 or right.ndim > 1

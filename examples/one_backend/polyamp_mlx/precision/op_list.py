@@ -1,8 +1,8 @@
-"""Which of MLX's functions run in which dtype where autocast acts (S3, S4). Read by `autocast`.
+"""Op list: the dtypes in which MLX's functions run under autocast (S3, S4).
 
-A function is named as `mlx.core` has it, with its submodule before it ("linalg.qr"), or `mlx.nn` ("nn.losses.l1_loss");
-a method of arrays that computes the same has the same name and follows by itself. What stands in no list follows its
-operands, as MLX promotes them.
+Names are those of `mlx.core`, with the submodule ("linalg.qr"), or of `mlx.nn` ("nn.losses.l1_loss"). An array method
+that computes the same has the same name and is included. Functions in no list follow their operands, by MLX's type
+promotion.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FAMILIES: Final[dict[str, str]] = {
     "fft.irfftn fft.stft fft.istft",
     "probabilities": "sigmoid erf",
 }
-"""Family of `polyamp.rules.sensitive` -> functions that run in float32; the last family is MLX's own: as autocast sees
-one operation at a time, what gives probabilities is computed in float32 for the logarithm or `1 - p` behind it."""
+"""Family of `polyamp.rules.float32_ops` -> functions that run in float32. The last family is MLX's own: autocast sees
+one operation at a time, so probabilities are computed in float32 for a logarithm or `1 - p` that may follow."""
 
 PRODUCTS: Final = (
     "matmul addmm einsum tensordot inner conv1d conv2d conv3d conv_general conv_transpose1d conv_transpose2d "
@@ -38,4 +38,4 @@ PRODUCTS: Final = (
 """Functions that run in the policy's compute dtype, unless they contract nothing or leave no axis free."""
 
 GATHERS: Final = "take take_along_axis repeat"
-"""Functions whose gradient is a sum over the rows that were read, which is taken in float32; so is that of indexing."""
+"""Functions whose gradient sums over the gathered rows; the sum runs in float32, as does that of indexing."""

@@ -1,1 +1,1 @@
-"""One training step: S6 to S14."""
+"""Training step: S6 to S14."""

@@ -1,4 +1,4 @@
-"""polyamp's optimizers on MLX's arrays: their formulas are polyamp's own, over an array namespace."""
+"""polyamp's optimizers on MLX arrays; their formulas are polyamp's own, over an array namespace."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from polyamp.recipe.members import Members
+from polyamp.recipe.group_members import GroupMembers
 from polyamp.results import Gradients
 from polyamp.rules import clip
-from polyamp.rules.decide import Measured
+from polyamp.rules.update_decision import GradStats
 from polyamp_mlx.arrays import XP
 from polyamp_mlx.step.state import Arrays, MLXState
 
 
-def slots(groups: Members, parameters: Arrays) -> dict[str, Arrays]:
-    """What an optimizer keeps of each parameter at the start, float32."""
+def initial_slots(groups: GroupMembers, parameters: Arrays) -> dict[str, Arrays]:
+    """Return the initial optimizer slots of each parameter, float32."""
 
     def made(spec: Any, value: mx.array) -> Arrays:
         return {slot: mx.full(value.shape, spec.initial(slot), mx.float32) for slot in spec.slots}
@@ -24,19 +24,21 @@ def slots(groups: Members, parameters: Arrays) -> dict[str, Arrays]:
     return {path: made(groups.of(path).spec, value) for path, value in parameters.items()}
 
 
-def stepped(
-    state: MLXState, grads: Gradients, measured: Measured, chosen: Callable[[mx.array, mx.array], mx.array]
+def update_parameters(
+    state: MLXState, grads: Gradients, measured: GradStats, chosen: Callable[[mx.array, mx.array], mx.array]
 ) -> tuple[Arrays, dict[str, Arrays], Arrays]:
-    """Parameters, slots and counts after an update by the clipped gradients; what has no gradient stays (S23).
+    """Return parameters, slots and counts after an update by the clipped gradients.
+
+    Parameters without a gradient are unchanged (S23).
 
     Args:
-        state: before.
+        state: before the update.
         grads: unscaled.
-        measured: of these gradients.
-        chosen: (new, old) -> the one that the step's decision asks for.
+        measured: norm and flag of these gradients.
+        chosen: (new, old) -> the one that the step's decision selects.
     """
     recipe = state.recipe
-    factor = 1.0 if recipe.clip_norm is None else clip.factor(measured.norm, recipe.clip_norm, XP)
+    factor = 1.0 if recipe.clip_norm is None else clip.clip_factor(measured.norm, recipe.clip_norm, XP)
     rates = [member.rate(state.step, XP) for member in state.groups.distinct]
     parameters, kept, counts = dict(state.parameters), dict(state.slots), dict(state.counts)
     for path, value in grads.values.items():

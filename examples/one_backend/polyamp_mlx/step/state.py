@@ -1,4 +1,4 @@
-"""`MLXState`: a model under training, as values. Every step returns a new one and shares what did not move."""
+"""`MLXState`: immutable training state. Every step returns a new one that shares unchanged arrays."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from polyamp.contract.backend import Backend
-from polyamp.recipe.members import Members
+from polyamp.display import StateDisplayMixin
+from polyamp.recipe.group_members import GroupMembers
 from polyamp.recipe.recipe import Recipe
-from polyamp.rules.plan import Plan
-from polyamp.rules.scale import LossScaleState
-from polyamp.rules.stuck import Watch
-from polyamp.shown import ShownState
-from polyamp_mlx.arrays import computed, device, fresh
-from polyamp_mlx.precision.bound import with_arrays
+from polyamp.rules.loss_scale import LossScaleState
+from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.rules.stuck_scale import StuckScaleMonitor
+from polyamp_mlx.arrays import copy_array, device_name, evaluate_arrays
+from polyamp_mlx.precision.policy_module import replace_arrays
 
 Arrays = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class MLXState(ShownState):
-    """A model, its optimizer and its loss scale.
+class MLXState(StateDisplayMixin):
+    """Training state: a model, its optimizer and its loss scale.
 
     Attributes:
         backend: the backend that made it.
-        recipe, plan: what it was made with, and the recipe's policy for this model's modules.
-        groups: which parameter has which of the optimizer's hyperparameters (S27).
+        recipe, plan: its recipe, and the recipe's policy resolved for this model's modules.
+        groups: parameter groups with their hyperparameters (S27).
         module: the model's structure; its arrays are those of `init`.
         parameters: path -> master weights.
-        running: path -> what else the model keeps: running statistics and frozen weights.
+        running: path -> the model's other arrays: running statistics and frozen weights.
         slots: path -> the optimizer's arrays of that parameter.
-        counts: path -> how many updates it took (S23), int32 scalar.
+        counts: path -> number of its updates (S23), int32 scalar.
         scale_state, step, watch: see `polyamp.contract.backend.State`.
-        seed: where the random numbers of the next step come from (S12).
-        draws: which random stream of this state comes next; `value_and_grad` takes one a call.
+        seed: seed of the next step's random numbers (S12).
+        draws: number of this state's next random stream; each `value_and_grad` call uses one.
     """
 
     backend: Backend
     recipe: Recipe
-    plan: Plan
-    groups: Members
+    plan: ResolvedPolicy
+    groups: GroupMembers
     module: nn.Module
     parameters: Arrays
     running: Arrays
@@ -53,18 +53,18 @@ class MLXState(ShownState):
     scale_state: LossScaleState
     step: mx.array
     seed: int
-    watch: Watch
+    watch: StuckScaleMonitor
     draws: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     @property
     def model(self) -> nn.Module:
-        """The model with its present arrays: a copy, so that nothing done to it reaches the state."""
-        arrays = {path: fresh(array) for path, array in {**self.parameters, **self.running}.items()}
-        return with_arrays(self.module, computed(arrays))
+        """Copy of the model with the current arrays; changes to it do not affect the state."""
+        arrays = {path: copy_array(array) for path, array in {**self.parameters, **self.running}.items()}
+        return replace_arrays(self.module, evaluate_arrays(arrays))
 
     @property
     def arrays(self) -> Arrays:
-        """Every array by its name in a checkpoint."""
+        """All arrays by their names in a checkpoint."""
         named = {f"model/{path}": array for path, array in self.parameters.items()}
         named |= {f"running/{path}": array for path, array in self.running.items()}
         named |= {f"optimizer/{path}/{slot}": a for path, group in self.slots.items() for slot, a in group.items()}
@@ -73,4 +73,4 @@ class MLXState(ShownState):
         return {**named, "step": self.step}
 
     def _place(self) -> tuple[str, int]:
-        return device(), sum(value.size for value in self.parameters.values())
+        return device_name(), sum(value.size for value in self.parameters.values())

@@ -1,4 +1,4 @@
-"""`train_step`: micro-batches, their mean, one update (S8). What a step makes is computed before it is handed out."""
+"""`training_step`: micro-batches, their mean, one update (S8). Results are evaluated before they are returned."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ from typing import Any
 import mlx.core as mx
 
 from polyamp.results import Gradients, LossFunction, StepResult
-from polyamp.rules import decide, weights
+from polyamp.rules import loss_weights, update_decision
+from polyamp.rules.accumulation import Accumulation, is_concatenated
 from polyamp.rules.batches import micro_batches
-from polyamp.rules.weights import Loss, Totals, WeightFunction
-from polyamp.rules.window import Window, joins
+from polyamp.rules.loss_weights import LossOutput, TermTotals, WeightFunction
 from polyamp.trees import map_trees
-from polyamp_mlx.arrays import computed
-from polyamp_mlx.step.differentiate import differentiated, entered
-from polyamp_mlx.step.measure import unscaled
+from polyamp_mlx.arrays import evaluate_arrays
+from polyamp_mlx.step.forward_backward import loss_and_gradients, prepare_batch
+from polyamp_mlx.step.grad_stats import unscale_gradients
 from polyamp_mlx.step.state import MLXState
-from polyamp_mlx.step.update import MLXVerbs
+from polyamp_mlx.step.update import MLXUpdateHooks
 
 
-def step(
+def training_step(
     loss_fn: LossFunction, state: MLXState, batch: Any, weight: WeightFunction | None = None
 ) -> tuple[MLXState, StepResult]:
-    """One training step."""
+    """Run one training step."""
     recipe = state.recipe
-    parts, window = micro_batches(entered(batch, recipe.policy.param), recipe.accumulate_steps)
-    given = [weights.of_batch(weight, part) for part in parts]
+    parts, window = micro_batches(prepare_batch(batch, recipe.policy.param), recipe.accumulate_steps)
+    given = [loss_weights.batch_loss_weight(weight, part) for part in parts]
     if recipe.accumulate_steps == 1:
-        read, (scaled,) = differentiated(loss_fn, [state], parts[0], 0, weight=given[0])
-        loss, aux, grads = read.value, read.aux, unscaled(scaled, state)
+        read, (scaled,) = loss_and_gradients(loss_fn, [state], parts[0], 0, weight=given[0])
+        loss, aux, grads = read.value, read.aux, unscale_gradients(scaled, state)
     else:
-        loss, aux, grads = _accumulated(loss_fn, state, parts, window, given)
-    (state,), (result,) = decide.update([state], [grads], "all", MLXVerbs())
+        loss, aux, grads = _accumulate(loss_fn, state, parts, window, given)
+    (state,), (result,) = update_decision.apply_update([state], [grads], "all", MLXUpdateHooks())
     result = result._replace(loss=loss, aux=aux)
-    computed((state.arrays, result))
+    evaluate_arrays((state.arrays, result))
     return state, result
 
 
-def _accumulated(
-    loss_fn: LossFunction, state: MLXState, parts: list[Any], window: Window, given: list[Any]
+def _accumulate(
+    loss_fn: LossFunction, state: MLXState, parts: list[Any], window: Accumulation, given: list[Any]
 ) -> tuple[mx.array, Any, Gradients]:
-    """The mean loss, stacked aux and gradients of a window, each micro-batch by its weight (S8)."""
-    totals, passes = None, _passes(loss_fn, state, parts, window, given)
-    if passes is None:  # a sum of means: what each is divided by has to be known first
+    """Return the mean loss, stacked aux and gradients of an accumulation, each micro-batch by its weight (S8)."""
+    totals, passes = None, _run_micro_batches(loss_fn, state, parts, window, given)
+    if passes is None:  # a sum of means: its divisors must be known first
         counts = [
-            weights.counts_of(differentiated(loss_fn, [state], part, draw)[0], rows)
+            loss_weights.term_counts(loss_and_gradients(loss_fn, [state], part, draw)[0], rows)
             for draw, (part, rows) in enumerate(zip(parts, window.sizes, strict=True))
         ]
-        totals = weights.totals_of(counts)
-        passes = _passes(loss_fn, state, parts, window, given, totals) or []
+        totals = loss_weights.term_totals(counts)
+        passes = _run_micro_batches(loss_fn, state, parts, window, given, totals) or []
     losses = [loss for loss, _ in passes]
     own = [1.0] * len(parts) if totals is not None else [float(size) for size in window.sizes]
-    if totals is None and weights.consistent(losses):
+    if totals is None and loss_weights.has_own_weights(losses):
         own = [loss.weight for loss in losses]
     whole = mx.sum(mx.stack([mx.array(each, mx.float32) for each in own]))
     factors = [each / mx.where(whole > 0.0, whole, 1.0) for each in own]
@@ -60,40 +60,40 @@ def _accumulated(
     for (_, scaled), factor in zip(passes, factors, strict=True):
         for path, value in scaled.values.items():
             part = None if value is None else mx.where(factor > 0.0, value * factor, 0.0)
-            total[path] = _sum(total.get(path), part)
+            total[path] = _add_trees(total.get(path), part)
     loss = mx.sum(mx.stack([one.value * factor for one, factor in zip(losses, factors, strict=True)]))
-    aux = None if losses[0].aux is None else map_trees(_stacked, [one.aux for one in losses])
+    aux = None if losses[0].aux is None else map_trees(_stack_aux, [one.aux for one in losses])
     found = whole if losses[0].weight is not None else None
     if totals is not None:
         found = mx.sum(mx.stack([mx.array(count, mx.float32) for count in totals.counts]))
-    return loss, aux, unscaled(Gradients(total, passes[-1][1].running, loss, found), state)
+    return loss, aux, unscale_gradients(Gradients(total, passes[-1][1].running, loss, found), state)
 
 
-def _passes(
+def _run_micro_batches(
     loss_fn: LossFunction,
     state: MLXState,
     parts: list[Any],
-    window: Window,
+    window: Accumulation,
     given: list[Any],
-    totals: Totals | None = None,
-) -> list[tuple[Loss, Gradients]] | None:
-    """The passes of a window, through which running statistics flow; None where they ask for `totals`."""
+    totals: TermTotals | None = None,
+) -> list[tuple[LossOutput, Gradients]] | None:
+    """Run the micro-batches in order, passing on running statistics; None if they need `totals` first."""
     passes = []
     for draw, (part, rows, own) in enumerate(zip(parts, window.sizes, given, strict=True)):
-        read, (scaled,) = differentiated(loss_fn, [state], part, draw, weight=own, totals=totals, rows=rows)
+        read, (scaled,) = loss_and_gradients(loss_fn, [state], part, draw, weight=own, totals=totals, rows=rows)
         if read.terms and totals is None and len(parts) > 1:
             return None
         passes.append((read, scaled))
         state = dataclasses.replace(state, running=scaled.running)
-        computed((read.value, scaled.values))  # frees this part's activations
+        evaluate_arrays((read.value, scaled.values))  # frees this part's activations
     return passes
 
 
-def _sum(total: Any, value: Any) -> Any:
+def _add_trees(total: Any, value: Any) -> Any:
     return value if total is None else total if value is None else total + value
 
 
-def _stacked(values: list[Any]) -> Any:
+def _stack_aux(values: list[Any]) -> Any:
     if not isinstance(values[0], mx.array):
         return values
-    return mx.concatenate(values) if joins([value.shape for value in values]) else mx.stack(values)
+    return mx.concatenate(values) if is_concatenated([value.shape for value in values]) else mx.stack(values)

@@ -172,7 +172,7 @@ def test_s29_flaxs_functions_see_every_variable_and_module(mode: Any) -> None:
     own = Nested()
     expected = {
         "split": float(sum(jnp.sum(leaf) for leaf in jax.tree.leaves(nnx.split(own, nnx.Param, nnx.RngState, ...)[3]))),
-        "modules": [(path, type(m).__name__) for path, m in compat.nnx_modules(own)],
+        "modules": [(path, type(m).__name__) for path, m in compat.walk_nnx_modules(own)],
         "variables": len(jax.tree.leaves(nnx.variables(own))),
         "leaves": len(jax.tree.leaves(own)),
     }
@@ -181,14 +181,14 @@ def test_s29_flaxs_functions_see_every_variable_and_module(mode: Any) -> None:
     def loss_fn(model: Any, x: Any) -> Any:
         rest = nnx.split(model, nnx.Param, nnx.RngState, ...)[3]
         found["split"] = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(rest))
-        found["modules"] = [(path, type(m).__name__) for path, m in compat.nnx_modules(model)]
+        found["modules"] = [(path, type(m).__name__) for path, m in compat.walk_nnx_modules(model)]
         found["variables"] = len(jax.tree.leaves(nnx.variables(model)))
         found["leaves"] = len(jax.tree.leaves(model))
         assert isinstance(model, Nested)
         assert {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {"float32"}
-        kernels = [m.kernel for _, m in compat.nnx_modules(model) if isinstance(m, nnx.Linear)]
+        kernels = [m.kernel for _, m in compat.walk_nnx_modules(model) if isinstance(m, nnx.Linear)]
         found["cast"] = {str(kernel[...].dtype) for kernel in kernels}
-        called = [m(x) for _, m in compat.nnx_modules(model) if isinstance(m, nnx.Linear)]
+        called = [m(x) for _, m in compat.walk_nnx_modules(model) if isinstance(m, nnx.Linear)]
         found["called"] = {str(y.dtype) for y in called}
         model.target[...] += 1.0
         return jnp.mean(model(x) ** 2) + jnp.mean(called[0]), found["split"]
@@ -210,7 +210,7 @@ def test_s5_a_module_that_flax_hands_out_follows_overrides(products: Any, backen
 
     def loss_of(number: int) -> Any:
         def loss_fn(model: Any, x: Any) -> Any:
-            (module,) = (module for path, module in compat.nnx_modules(model) if path == ("blocks", number))
+            (module,) = (module for path, module in compat.walk_nnx_modules(model) if path == ("blocks", number))
             return jnp.mean(module(x) ** 2)
 
         return loss_fn

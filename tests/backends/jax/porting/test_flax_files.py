@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 
 from polyamp.errors import PortError
-from polyamp.porting.files import tensors
+from polyamp.porting.files import safetensors_file
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_jax.porting.converter import CONVERTER
 from tests.porting.layers import linen_layers, nnx_layers
 
@@ -48,7 +48,7 @@ def _safetensors(path: Path) -> None:
         jax.tree_util.keystr(keys, simple=True, separator="."): Lazy.of(np.asarray(leaf))
         for keys, leaf in jax.tree_util.tree_leaves_with_path(_variables())
     }
-    tensors.write(path, flat, {"format": "flax"})
+    safetensors_file.write(path, flat, {"format": "flax"})
 
 
 def leaves(inventory: Inventory) -> dict[str, np.ndarray[Any, Any]]:

@@ -10,12 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from polyamp.porting.layouts.canonical import Layer
+from polyamp.porting.layouts.canonical_model import Layer
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_jax.arrays import named_leaves
-from polyamp_jax.models.adapt import adapt
-from polyamp_jax.porting.converter import CONVERTER, library
+from polyamp_jax.models.library_detection import adapt
+from polyamp_jax.porting.converter import CONVERTER, find_library
 from tests.porting.layers import formulas, linen_layers, nnx_layers
 from tests.porting.layers.cases import inputs
 
@@ -60,14 +60,14 @@ def test_the_textbook_formula_gives_what_flax_gives_and_the_way_back_is_bit_iden
         assert not layer.leaves or layer.forms[0].shapes(layer.arrays) in [form.shapes(layer.arrays) for form in same]
 
     leaves = {leaf.name: leaf for layer in inventory.layers for leaf in layer.leaves.values()}
-    held = library(model).arrays(model)
+    held = find_library(model).arrays(model)
     assert set(leaves) == set(held)
     assert {leaf for leaf, of in leaves.items() if of.trainable} == set(named_leaves(adapt(model).params))
     blank = CONVERTER.fill(model, {leaf: Lazy.of(np.zeros(of.array.shape, "float32")) for leaf, of in leaves.items()})
-    for array in library(blank).arrays(blank).values():
+    for array in find_library(blank).arrays(blank).values():
         np.testing.assert_array_equal(array, np.zeros(array.shape))
     filled = CONVERTER.fill(blank, back(inventory))
-    for leaf, array in library(filled).arrays(filled).items():
+    for leaf, array in find_library(filled).arrays(filled).items():
         np.testing.assert_array_equal(array, held[leaf])
     assert structure(filled) == structure(model)
 

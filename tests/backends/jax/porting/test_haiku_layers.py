@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from polyamp.porting.layouts.canonical import Layer
+from polyamp.porting.layouts.canonical_model import Layer
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp_jax.porting.converter import CONVERTER
 from tests.porting.layers import formulas

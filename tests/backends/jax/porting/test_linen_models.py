@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from polyamp import porting
 from polyamp.errors import ModelError, PortError
-from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_jax.porting.converter import CONVERTER
 from tests.porting.layers.cases import inputs
 from tests.porting.layers.linen_layers import BUILD, random

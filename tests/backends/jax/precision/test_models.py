@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.contract.report import CastingReport
+from polyamp.contract.casting_report import CastingReport
 from tests.backends.jax.precision.transformers import BLOCKS, LIBRARIES, build_linen, tokens, weights
 
 MIXED = polyamp.Policy("mixed_float16")

@@ -24,7 +24,7 @@ from jax import lax, nn
 from jax.extend.core import Primitive
 
 import polyamp
-from polyamp.rules.sensitive import FAMILIES
+from polyamp.rules.float32_ops import OP_FAMILIES
 from polyamp_jax import compat
 from polyamp_jax.precision import op_list
 from polyamp_jax.precision.interpreter import control_flow
@@ -63,24 +63,24 @@ def test_every_name_is_a_primitive() -> None:
     for module in DEFINING.split():
         importlib.import_module(module)
     kinds = ((type(thing), thing) for thing in gc.get_objects())
-    present = {compat.canonical(p.name) for kind, p in kinds if issubclass(kind, Primitive)}
+    present = {compat.canonical_primitive_name(p.name) for kind, p in kinds if issubclass(kind, Primitive)}
     excused = set(" ".join(ELSEWHERE.values()).split())
     assert set(ALL) - present <= excused
     assert excused <= set(ALL), "an excuse for a name that no list has"
 
 
 def test_every_public_primitive_has_a_rule() -> None:
-    names = {compat.canonical(p.name) for p in vars(public).values() if isinstance(p, Primitive)}
+    names = {compat.canonical_primitive_name(p.name) for p in vars(public).values() if isinstance(p, Primitive)}
     assert names - set(op_list.RULES) - op_list.STRUCTURES == set()
 
 
 def test_every_structure_has_a_rule_of_its_own() -> None:
-    assert set(control_flow.RULES) | {"convert_element_type"} == op_list.STRUCTURES
+    assert set(control_flow.STRUCTURE_RULES) | {"convert_element_type"} == op_list.STRUCTURES
     assert op_list.STRUCTURES.isdisjoint(op_list.RULES)
 
 
 def test_s04_the_list_is_keyed_by_the_families_of_sensitive_operations() -> None:
-    assert FAMILIES.keys() - op_list.SENSITIVE.keys() == set()
+    assert OP_FAMILIES.keys() - op_list.SENSITIVE.keys() == set()
     empty = {family for family, names in op_list.SENSITIVE.items() if not names.split()}
     assert empty == {"normalisation", "losses"}, "programs of other families' operations"
 
@@ -92,7 +92,7 @@ def test_sensitive_and_shifting_operations_are_listed_as_such() -> None:
     assert {op_list.RULES[name] for name in sensitive.split()} == {"float32"}
     assert {op_list.RULES[name] for name in op_list.SHIFTS} == {"float32"}
     assert {op_list.RULES[name] for name in op_list.MOVES} == {"follow"}
-    assert {op_list.RULES[name] for name in op_list.TOWARDS_SHIFT} == {"follow", "promote"}
+    assert {op_list.RULES[name] for name in op_list.SHIFT_INPUTS} == {"follow", "promote"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,7 +14,7 @@ from jax.interpreters import ad, batching, mlir
 
 import polyamp
 import polyamp_jax
-from polyamp.contract.report import Cast, Operation
+from polyamp.contract.casting_report import CastCount, OperationCount
 from polyamp.errors import PolicyError, UnsupportedError
 from polyamp_jax.precision import op_list
 
@@ -50,16 +50,16 @@ def test_the_report_of_a_function() -> None:
     report = polyamp.explain(head, MIXED, X, W, jnp.zeros(3))
     assert report.policy == MIXED
     assert report.operations == (
-        Operation("head", "dot_general", "float16", "compute", 1),
-        Operation("head", "add", "float16", "compute (bias)", 1),
-        Operation("head", "reduce_max", "float16", "follow", 1),
-        Operation("head", "max", "float16", "promote", 1),
-        Operation("head", "sub", "float32", "float32 (shift)", 1),
-        Operation("head", "exp", "float32", "float32", 1),
-        Operation("head", "reduce_sum", "float32", "float32", 1),
-        Operation("head", "div", "float32", "promote", 1),
+        OperationCount("head", "dot_general", "float16", "compute", 1),
+        OperationCount("head", "add", "float16", "compute (bias)", 1),
+        OperationCount("head", "reduce_max", "float16", "follow", 1),
+        OperationCount("head", "max", "float16", "promote", 1),
+        OperationCount("head", "sub", "float32", "float32 (shift)", 1),
+        OperationCount("head", "exp", "float32", "float32", 1),
+        OperationCount("head", "reduce_sum", "float32", "float32", 1),
+        OperationCount("head", "div", "float32", "promote", 1),
     )
-    assert report.casts == (Cast("float16", "float32", 2), Cast("float32", "float16", 3))
+    assert report.casts == (CastCount("float16", "float32", 2), CastCount("float32", "float16", 3))
     assert report.opaque == report.unknown == ()
 
 
@@ -136,7 +136,7 @@ def test_an_operation_without_a_rule_is_unknown_and_an_error_if_strict() -> None
             return DOUBLE.bind(x @ w)
 
     report = polyamp.explain(run, MIXED, X, W)
-    assert report.operations[-1] == Operation("here", "test_report_double", "float32", "unknown", 1)
+    assert report.operations[-1] == OperationCount("here", "test_report_double", "float32", "unknown", 1)
     assert report.unknown == report.opaque == ("test_report_double",)
     message = (
         r"strict=True: the operation 'test_report_double' \(at 'here'\) has no rule\. Give it one with "
@@ -165,7 +165,7 @@ def test_a_rule_may_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     polyamp_jax.register_rule("test_report_registered", "follow")
     fresh = polyamp.Policy("mixed_float16", op_rules={"exp": "float32"})  # settings are kept per policy
     report = polyamp.explain(lambda x, w: mine.bind(x @ w), fresh, X, W, strict=True)
-    assert report.operations[-1] == Operation("", "test_report_registered", "float16", "follow", 1)
+    assert report.operations[-1] == OperationCount("", "test_report_registered", "float16", "follow", 1)
     with pytest.raises(PolicyError, match=r"'exp' has the rule 'float32' already. Rename yours, or change the entry"):
         polyamp_jax.register_rule("exp", "compute")
     with pytest.raises(PolicyError, match="'scan' has the rule 'structure' already"):

@@ -61,7 +61,7 @@ def test_an_interrupt_at_any_line_of_a_step(donate: bool) -> None:
     expected = {k: v.tobytes() for k, v in BACKEND.export_state(state).items()}
     outcomes = []
     for line in range(1, 1000):
-        copy = jax.tree.map(jnp.copy, state).knowing(state.lagging) if donate else state
+        copy = jax.tree.map(jnp.copy, state).with_host_facts(state.lagging) if donate else state
         seen = 0
 
         def trace(frame: Any, event: str, arg: Any, line: int = line) -> Any:

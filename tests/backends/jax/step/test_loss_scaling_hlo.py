@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp_jax.step.measure import _SMALL, _three_sums, _two_sums, norm_and_finite
+from polyamp_jax.step.grad_stats import _SMALL_SIZE, _three_sums, _two_sums, global_norm_and_finite
 
-WAYS = pytest.mark.parametrize("way", [_two_sums, _three_sums, norm_and_finite])
+WAYS = pytest.mark.parametrize("way", [_two_sums, _three_sums, global_norm_and_finite])
 SMALL = [jnp.ones((4, 4)) for _ in range(20)]
-LARGE = [jnp.ones((_SMALL // 128, 128)) for _ in range(3)]
+LARGE = [jnp.ones((_SMALL_SIZE // 128, 128)) for _ in range(3)]
 
 
 def lowered(leaves: Any, platform: str) -> str:
-    return jax.jit(norm_and_finite).trace(leaves).lower(lowering_platforms=(platform,)).as_text()
+    return jax.jit(global_norm_and_finite).trace(leaves).lower(lowering_platforms=(platform,)).as_text()
 
 
 def reductions(text: str) -> int:
@@ -56,7 +56,7 @@ def test_s10_every_way_is_right_with_mixed_magnitudes(way: Callable[..., Any]) -
 @WAYS
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("others", [1e-35, 1.0, 3e38])
-@pytest.mark.parametrize("size", [3, 2 * _SMALL])
+@pytest.mark.parametrize("size", [3, 2 * _SMALL_SIZE])
 def test_s10_every_way_finds_every_kind(way: Callable[..., Any], bad: float, others: float, size: int) -> None:
     leaves = [jnp.ones((2, 2)), jnp.full(size, others).at[size // 2].set(bad)]
     norm, finite = jax.jit(way)(leaves)
@@ -100,7 +100,7 @@ def test_s10_small_gradients_are_summed_together_on_a_cpu() -> None:
 
 def test_s10_the_compiled_step_reads_large_gradients_few_times(backend: Any, recipe: Any) -> None:
     """Two sums and the update, and at most one float32 copy; no conditional and no callback."""
-    size = _SMALL // 128
+    size = _SMALL_SIZE // 128
     params = {"w": jnp.ones((128, size)), "v": jnp.ones((size, 128))}
     chosen = recipe(polyamp.Policy("mixed_float16", mode="cast"), clip_norm=1.0)
     state = polyamp.init((lambda p, x: x @ p["w"] @ p["v"], params), chosen)

@@ -13,7 +13,7 @@ import pytest
 import polyamp
 from polyamp.errors import RecipeError
 from polyamp.reference.arrays import XP as NUMPY
-from polyamp_jax.step.optimizers import transformation, updated, widened
+from polyamp_jax.step.optimizers import make_transformation, update_parameters, widen_parameters
 
 SPECS = {
     "sgd": polyamp.sgd(0.1),
@@ -53,8 +53,8 @@ def test_twenty_updates_agree_with_the_formula(name: str) -> None:
     params = {"w": 1.0 + rng.uniform(size=(5, 4)).astype(np.float32), "b": 1.0 + rng.uniform(size=3).astype(np.float32)}
     grads = [{k: rng.normal(size=v.shape).astype(np.float32) for k, v in params.items()} for _ in range(20)]
     mine: Any = jax.tree.map(jnp.asarray, params)
-    state = transformation(SPECS[name]).init(mine)
-    step = jax.jit(lambda mine, state, grad, finite: updated(SPECS[name], grad, state, mine, finite=finite))
+    state = make_transformation(SPECS[name]).init(mine)
+    step = jax.jit(lambda mine, state, grad, finite: update_parameters(SPECS[name], grad, state, mine, finite=finite))
     for grad in grads:
         skipped = step(mine, state, jax.tree.map(np.zeros_like, grad), False)
         assert all(map(np.array_equal, jax.tree.leaves(skipped), jax.tree.leaves((mine, state))))
@@ -65,7 +65,7 @@ def test_twenty_updates_agree_with_the_formula(name: str) -> None:
 
 def test_the_same_spec_is_the_same_transformation() -> None:
     """So two states of one recipe are one compiled program."""
-    assert transformation(polyamp.adamw(1e-3)) is transformation(polyamp.adamw(1e-3))
+    assert make_transformation(polyamp.adamw(1e-3)) is make_transformation(polyamp.adamw(1e-3))
 
 
 def test_moments_of_16_bit_parameters_are_float32(make_kind: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
@@ -77,7 +77,7 @@ def test_moments_of_16_bit_parameters_are_float32(make_kind: Any, recipe: Any, b
         state, _ = polyamp.train_step(loss_fn, chosen)(state, batch())
         assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"bfloat16"}
         assert {x.dtype.name for x in jax.tree.leaves(state.opt_state)} <= {"float32", "int32"}
-    assert widened({"w": jnp.ones(1, jnp.bfloat16)})["w"].dtype == jnp.float32
+    assert widen_parameters({"w": jnp.ones(1, jnp.bfloat16)})["w"].dtype == jnp.float32
 
 
 def test_a_native_optimizer_steps_like_its_spec(make_kind: Any, recipe: Any, batch: Any, loss_fn: Any) -> None:
@@ -99,7 +99,7 @@ def test_trap_bias_correction_of_the_first_step() -> None:
     grads, params = jnp.full(3, 0.5), jnp.zeros(3)
     steps = []
     for optimizer in (optax.adam(1.0, eps=0.0), polyamp.adam(1.0, eps=0.0)):
-        new, _ = updated(optimizer, grads, transformation(optimizer).init(params), params)
+        new, _ = update_parameters(optimizer, grads, make_transformation(optimizer).init(params), params)
         steps.append(abs(1.0 + float(new[0])))
     assert steps[0] > 5e-6
     assert steps[1] < 2e-7

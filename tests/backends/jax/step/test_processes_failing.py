@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from polyamp.errors import ReplicaError
-from polyamp_jax.step import failures
+from polyamp_jax.step import error_hints
 
 CLOSED = (
     "UNKNOWN: Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer "
@@ -23,11 +23,11 @@ CLOSED = (
 )
 def test_s32_the_other_process_is_named(monkeypatch: pytest.MonkeyPatch, count: int, begins: str) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: count)
-    error = failures.explained(ValueError(CLOSED), None)
+    error = error_hints.explain_error(ValueError(CLOSED), None)
     assert isinstance(error, ReplicaError)
     assert str(error).startswith(begins)
     assert str(error).endswith("this state is not to be used again.")
 
 
 def test_s32_one_process_has_nobody_to_blame() -> None:
-    assert failures.explained(ValueError(CLOSED), None) is None
+    assert error_hints.explain_error(ValueError(CLOSED), None) is None

@@ -13,14 +13,14 @@ import pytest
 
 import polyamp
 from polyamp.errors import GradientError, LossError, PolicyError, UnsupportedError
-from polyamp_jax.step.measure import norm_and_finite
+from polyamp_jax.step.grad_stats import global_norm_and_finite
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("size", [1, 5, 100_000])
 def test_the_flag_finds_every_kind_under_jit(bad: float, size: int) -> None:
     """isfinite(max(abs(g))) misses NaN under jit."""
-    measure = jax.jit(norm_and_finite)
+    measure = jax.jit(global_norm_and_finite)
     good = [jnp.ones(size), jnp.ones((2, 3))]
     norm, finite = measure(good)
     assert bool(finite)
@@ -32,7 +32,9 @@ def test_the_flag_finds_every_kind_under_jit(bad: float, size: int) -> None:
 @pytest.mark.parametrize("exponent", [-125, -100, -64, -62, -30, 0, 30, 63, 64, 100, 126])
 def test_the_norm_is_right_over_the_whole_range(exponent: int) -> None:
     values = np.random.default_rng(0).uniform(0.5, 1.0, 1000)
-    norm, finite = jax.jit(norm_and_finite)([jnp.asarray(np.ldexp(values, exponent - 5).astype(np.float32) * 2.0**5)])
+    norm, finite = jax.jit(global_norm_and_finite)(
+        [jnp.asarray(np.ldexp(values, exponent - 5).astype(np.float32) * 2.0**5)]
+    )
     if np.linalg.norm(np.ldexp(values, exponent)) < np.finfo(np.float32).max:
         np.testing.assert_allclose(float(norm), np.linalg.norm(np.ldexp(values, exponent)), rtol=1e-5)
     assert bool(finite)
@@ -40,7 +42,7 @@ def test_the_norm_is_right_over_the_whole_range(exponent: int) -> None:
 
 def test_the_norm_of_mixed_magnitudes() -> None:
     for values in ([1e-30, 1.0], [1e-30, 1e30], [0.0, 0.0], [1e19, 1e19, 1e-25], [3e38], [0.0], [1e-37]):
-        norm, finite = jax.jit(norm_and_finite)([jnp.asarray(values, jnp.float32)])
+        norm, finite = jax.jit(global_norm_and_finite)([jnp.asarray(values, jnp.float32)])
         np.testing.assert_allclose(float(norm), np.linalg.norm(values), rtol=1e-5)
         assert bool(finite)
 
@@ -48,7 +50,9 @@ def test_the_norm_of_mixed_magnitudes() -> None:
 def test_the_norm_of_gradients_that_are_constants() -> None:
     """A loss that ignores its parameters: with constant factors XLA would fold the norm to 0 * inf."""
     for value in (0.0, 1.0):
-        norm, finite = jax.jit(lambda value=value: norm_and_finite([jnp.full((2, 2), value), jnp.full(1, value)]))()
+        norm, finite = jax.jit(
+            lambda value=value: global_norm_and_finite([jnp.full((2, 2), value), jnp.full(1, value)])
+        )()
         np.testing.assert_allclose(float(norm), value * 5.0**0.5, rtol=1e-6)
         assert bool(finite)
 

@@ -14,7 +14,7 @@ import pytest
 
 import polyamp
 from polyamp.errors import GradientError, LossError
-from polyamp_jax.step.dependence import gradients_made
+from polyamp_jax.step.unused_parameters import gradient_mask
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 BATCH = {"x": X, "y": X.sum(-1, keepdims=True)}
@@ -240,7 +240,7 @@ def test_s23_dependence_is_a_property_of_the_program(name: str, jit: bool) -> No
     function, expected = PROGRAMS[name]
     function = jax.jit(function) if jit else function
     _, backward = jax.vjp(lambda p: jnp.float32(function(p)), {n: jnp.float32(1.5) for n in "abcd"})
-    made = gradients_made(jax.make_jaxpr(backward)(jnp.float32(1)))
+    made = gradient_mask(jax.make_jaxpr(backward)(jnp.float32(1)))
     assert "".join(n for n, used in zip("abcd", made, strict=True) if used) == expected
 
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import polyamp
 from polyamp.errors import BatchError, UnsupportedError
-from polyamp_tensorflow.arrays import raw
+from polyamp_tensorflow.arrays import native_variable
 
 RNG = np.random.default_rng(0)
 ROWS = RNG.standard_normal((50, 16, 4)).astype(np.float32)
@@ -44,7 +44,7 @@ def on(strategy: Any, recipe: polyamp.Recipe, **options: Any) -> Any:
 def copies(strategy: Any, state: Any) -> list[Any]:
     """Each variable's copies on all replicas, in one array: what a checkpoint holds but for random-number streams."""
     every = [*state.model.weights, *state.optimizer.variables, state._step, *state._scale]
-    values = [strategy.experimental_local_results(raw(variable)) for variable in every]
+    values = [strategy.experimental_local_results(native_variable(variable)) for variable in every]
     assert all(len(parts) == strategy.num_replicas_in_sync for parts in values)
     return [np.stack([part.numpy() for part in parts]) for parts in values]
 

@@ -16,7 +16,7 @@ import polyamp_tensorflow
 from polyamp.conformance.problems import batch, layers, loss_fn, recipe
 from polyamp.demo import digits
 from polyamp.errors import ModelError, PolicyError, UnsupportedError
-from polyamp_tensorflow.models.layers import modules
+from polyamp_tensorflow.models.layers import list_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 on TensorFlow's CPU")
 BACKEND = polyamp_tensorflow.BACKEND
@@ -269,7 +269,7 @@ def test_a_shared_layer_has_one_name_and_every_path() -> None:
     model = keras.Sequential([keras.Input((4,)), keras.layers.Identity(name="first"), inner], name="outer")
     other = keras.Sequential([keras.Input((4,)), shared, keras.layers.Dense(4)], name="other")
     both = keras.Model(model.inputs, keras.layers.Add()([model.outputs[0], other(model.outputs[0])]))
-    found = {module.layer: module for module in modules(both)}
+    found = {module.layer: module for module in list_layers(both)}
     paths = (found[shared].path, *found[shared].other_paths)
     assert paths == (f"inner/{shared.name}", f"other/{shared.name}")
     assert (found[shared].parent, found[inner].parent, found[both].parent) == (inner, both, None)

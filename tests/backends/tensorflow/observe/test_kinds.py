@@ -12,7 +12,7 @@ from keras import layers
 
 import polyamp
 from polyamp_tensorflow.arrays import to_numpy
-from polyamp_tensorflow.models.variables import variables_of
+from polyamp_tensorflow.models.variables import model_variables
 from polyamp_tensorflow.observe.observer import OBSERVER
 
 Array = np.ndarray[Any, Any]
@@ -202,7 +202,7 @@ def test_replicas_show_what_one_device_shows(two_cpus: Any) -> None:
     one, seen_one = watched(two_layers(), mean_square, draws=draws())
     with two_cpus.scope():
         model = two_layers()
-    before = {name: to_numpy(variable) for name, variable in variables_of(model).parameters.items()}
+    before = {name: to_numpy(variable) for name, variable in model_variables(model).parameters.items()}
     with OBSERVER.working(model) as lent:
         two, seen_two = watched(lent, mean_square, draws=draws())
         state = polyamp.init(lent, polyamp.Recipe(optimizer=polyamp.sgd(0.1)))
@@ -220,4 +220,4 @@ def test_replicas_show_what_one_device_shows(two_cpus: Any) -> None:
     for name, gradient in one.gradients.items():
         np.testing.assert_allclose(two.gradients[name], gradient, rtol=1e-5, atol=1e-7)
     for name, array in before.items():
-        np.testing.assert_array_equal(to_numpy(variables_of(model).parameters[name]), array)
+        np.testing.assert_array_equal(to_numpy(model_variables(model).parameters[name]), array)

@@ -20,7 +20,7 @@ from polyamp.errors import (
     RecipeError,
     UnsupportedError,
 )
-from polyamp.rules import stuck
+from polyamp.rules import stuck_scale
 from polyamp_tensorflow import LossScaleOptimizer, SpecOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:use_ema with accumulate_steps")  # said by test_own_clip
@@ -271,7 +271,7 @@ def test_s17_a_stuck_scale_names_the_parameters() -> None:
         spoil()
     with pytest.raises(LossScaleStuckError, match="5 steps in a row") as error:
         spoil()
-    said = stuck.sentence(5, scaler, [head.kernel.path], where="the model or the loss")
+    said = stuck_scale.stuck_message(5, scaler, [head.kernel.path], where="the model or the loss")
     assert str(error.value) == said, "the sentence of every way in (S17)"
     assert optimizer.not_finite() == [head.kernel.path]
 

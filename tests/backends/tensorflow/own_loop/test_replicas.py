@@ -15,7 +15,7 @@ import polyamp
 from polyamp.errors import BatchError, LossScaleError, PolyampError, UnsupportedError
 from polyamp_tensorflow import LossScaleOptimizer
 from polyamp_tensorflow import compile as compile_model
-from polyamp_tensorflow.step.replicas import reduced_already
+from polyamp_tensorflow.step.replicas import skip_gradient_reduction
 
 pytestmark = pytest.mark.filterwarnings("ignore:use_ema with accumulate_steps")  # said by test_own_clip
 
@@ -239,7 +239,7 @@ def test_one_device_is_a_strategy_as_good_as_none() -> None:
 def test_the_optimizer_inside_reduces_gradients_again_afterwards(error: bool) -> None:
     inner = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {}))
     parts = [inner, *inner.optimizers]
-    with pytest.raises(KeyError, match="boom") if error else contextlib.nullcontext(), reduced_already(inner):
+    with pytest.raises(KeyError, match="boom") if error else contextlib.nullcontext(), skip_gradient_reduction(inner):
         assert all(part._all_reduce_sum_gradients([1]) == [1] for part in parts)
         if error:
             raise KeyError("boom")

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from polyamp.porting.layouts.canonical import Layer
-from polyamp.porting.layouts.forms import Form
-from polyamp.porting.layouts.kinds import KINDS
-from polyamp_tensorflow.porting.activations import name_of, said_of
+from polyamp.porting.layouts.canonical_model import Layer
+from polyamp.porting.layouts.layer_kinds import KINDS
+from polyamp.porting.layouts.layer_layout import Form
 from polyamp_tensorflow.porting.converter import CONVERTER
-from polyamp_tensorflow.porting.lines import lines_of
-from polyamp_tensorflow.porting.parts import UNKNOWN
+from polyamp_tensorflow.porting.layers.activations import activation_attributes, activation_name
+from polyamp_tensorflow.porting.layers.layer_reading import UNKNOWN
+from polyamp_tensorflow.porting.tensorflow_only.suggested_code import attribute_lines
 from tests.porting.layers import formulas
 from tests.porting.layers.cases import CASES
 from tests.porting.layers.keras_layers import BUILD, randomized
@@ -83,15 +83,22 @@ def test_attributes(layer: Any, kind: str, expected: dict[str, Any]) -> None:
 
 def test_names_of_activations() -> None:
     approximate = functools.partial(keras.activations.gelu, approximate=True)
-    assert name_of(approximate) == name_of(lambda x: keras.activations.gelu(x, approximate=True)) == "gelu_tanh"
-    assert name_of(lambda x: x * ops.sigmoid(x)) == "silu"
-    assert name_of(layers.LeakyReLU()) == "leaky_relu"
-    assert said_of(layers.LeakyReLU(0.1)) == {"activation": "leaky_relu", "negative_slope": 0.1}
-    assert said_of(lambda x: ops.leaky_relu(x, 0.05)) == {"activation": "leaky_relu", "negative_slope": 0.05}
-    assert said_of(keras.activations.elu) == {"activation": "elu", "alpha": 1.0}
-    assert said_of(keras.activations.softsign) == {"activation": "soft_sign"}
-    assert name_of(lambda x: ops.sin(x)) is UNKNOWN
-    assert name_of(lambda x, y: x) is UNKNOWN
+    assert (
+        activation_name(approximate)
+        == activation_name(lambda x: keras.activations.gelu(x, approximate=True))
+        == "gelu_tanh"
+    )
+    assert activation_name(lambda x: x * ops.sigmoid(x)) == "silu"
+    assert activation_name(layers.LeakyReLU()) == "leaky_relu"
+    assert activation_attributes(layers.LeakyReLU(0.1)) == {"activation": "leaky_relu", "negative_slope": 0.1}
+    assert activation_attributes(lambda x: ops.leaky_relu(x, 0.05)) == {
+        "activation": "leaky_relu",
+        "negative_slope": 0.05,
+    }
+    assert activation_attributes(keras.activations.elu) == {"activation": "elu", "alpha": 1.0}
+    assert activation_attributes(keras.activations.softsign) == {"activation": "soft_sign"}
+    assert activation_name(lambda x: ops.sin(x)) is UNKNOWN
+    assert activation_name(lambda x, y: x) is UNKNOWN
 
 
 def test_zeros_before_a_layer_are_its_padding() -> None:
@@ -192,5 +199,5 @@ def test_every_case_says_what_its_kind_has() -> None:
 
 def test_a_layer_that_no_line_reaches_is_named_behind_the_line() -> None:
     norm = layers.LayerNormalization()
-    lines = lines_of(norm, Form("layer_norm", (), {"epsilon": 1e-3}), "model  # at block/norm")
+    lines = attribute_lines(norm, Form("layer_norm", (), {"epsilon": 1e-3}), "model  # at block/norm")
     assert lines["epsilon"](1e-5) == "layer.epsilon = 1e-05  # at block/norm"

@@ -13,7 +13,7 @@ from keras import layers
 
 import polyamp_tensorflow
 from polyamp_tensorflow.arrays import to_numpy
-from polyamp_tensorflow.models.variables import variables_of
+from polyamp_tensorflow.models.variables import model_variables
 from polyamp_tensorflow.porting.converter import CONVERTER
 
 Array = np.ndarray[Any, Any]
@@ -97,7 +97,7 @@ def test_a_policy_that_is_on_the_model_is_on_it_afterwards() -> None:
 def test_what_a_forward_pass_writes_is_as_before() -> None:
     model = keras.Sequential([keras.Input((3, 2), batch_size=4), layers.LSTM(3, stateful=True), layers.Dropout(0.5)])
     model(np.ones((4, 3, 2), np.float32), training=True)
-    variables = variables_of(model)
+    variables = model_variables(model)
     before = {name: to_numpy(item) for name, item in variables.running.items()}
     assert any(values.any() for values in before.values())
     CONVERTER.evaluate(model, np.ones((4, 3, 2), np.float32), ones)

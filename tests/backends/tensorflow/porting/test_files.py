@@ -16,8 +16,8 @@ from keras import layers
 
 import polyamp
 from polyamp.errors import PortError
-from polyamp.porting.layouts.converter import ReadsFiles
-from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting.layouts.converter import FileConverter
+from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_tensorflow.porting.converter import CONVERTER, KerasConverter
 
 FILES = KerasConverter()
@@ -56,7 +56,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 def test_the_converter_reads_files() -> None:
-    assert isinstance(CONVERTER, ReadsFiles)
+    assert isinstance(CONVERTER, FileConverter)
 
 
 def test_a_keras_file_lists_what_its_model_lists(saved: Any) -> None:

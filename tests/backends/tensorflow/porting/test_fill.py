@@ -12,8 +12,8 @@ import pytest
 from keras import layers
 
 from polyamp.errors import PortError
-from polyamp.porting import undo
-from polyamp.porting.layouts.lazy import Lazy
+from polyamp.porting import rollback
+from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_tensorflow.porting import fill
 from polyamp_tensorflow.porting.converter import CONVERTER
 
@@ -69,8 +69,8 @@ def test_what_was_written_comes_back_where_an_array_cannot_be_read(error: BaseEx
 
 
 def test_an_array_that_is_made_anew_by_each_read_and_breaks_the_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(undo, "_SMALL", 0)
-    monkeypatch.setattr(undo, "_SHARE", 0.0)
+    monkeypatch.setattr(rollback, "_MIN_BUDGET", 0)
+    monkeypatch.setattr(rollback, "_BUDGET_SHARE", 0.0)
     model = network()
     before = values(model)
     reads = []

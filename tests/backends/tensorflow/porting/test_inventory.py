@@ -14,9 +14,9 @@ import polyamp
 from polyamp import porting
 from polyamp.errors import ModelError, PortError
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp_tensorflow.models.variables import variables_of
+from polyamp_tensorflow.models.variables import model_variables
 from polyamp_tensorflow.porting.converter import CONVERTER
-from polyamp_tensorflow.precision.bound import BoundModel
+from polyamp_tensorflow.precision.policy_module import PolicyModule
 
 
 def rows(model: Any) -> list[tuple[str, str, list[str]]]:
@@ -29,7 +29,7 @@ def is_whole(model: Any) -> None:
     """Every variable is in exactly one layer, tied leaves aside, or in `left`."""
     inventory = CONVERTER.inventory(model)
     names = [leaf.name for layer in inventory.layers for leaf in layer.leaves.values() if leaf.tied is None]
-    known = [name for role in variables_of(model) for name in role]
+    known = [name for role in model_variables(model) for name in role]
     assert sorted([*names, *inventory.left]) == sorted(known)
     parameters = polyamp.parameters(model)
     assert parameters.keys() <= set(names)
@@ -210,7 +210,7 @@ def test_models_of_other_shapes_are_seen_through() -> None:
     """Bound, mixed, compiled with a loss scale, trained with metrics, and in 16 bits."""
     model = functional(layers.Dense(4), layers.Dropout(0.5), layers.BatchNormalization())
     expected = rows(model)
-    assert rows(BoundModel(model, polyamp.Policy("float32").plan())) == expected
+    assert rows(PolicyModule(model, polyamp.Policy("float32").plan())) == expected
     scaler = polyamp.LossScaler()
     model.compile(scaler.native("tensorflow", optimizer=keras.optimizers.Adam()), "mse", metrics=["mae"])
     model.fit(np.ones((4, 6, 4)), np.ones((4, 6, 4)), verbose=0)

@@ -8,8 +8,8 @@ import keras
 import numpy as np
 import pytest
 
-from polyamp.porting.layouts.lazy import Lazy
-from polyamp_tensorflow.models.variables import variables_of
+from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp_tensorflow.models.variables import model_variables
 from polyamp_tensorflow.porting.converter import CONVERTER
 
 EXPECTED = {
@@ -32,7 +32,7 @@ def test_a_public_model_is_exported_and_filled_bit_for_bit(name: str) -> None:
     assert Counter(layer.forms[0].kind for layer in inventory.layers) == EXPECTED[name]
     assert (inventory.channels, inventory.spatial) == ("last", 2)
     leaves = [leaf.name for layer in inventory.layers for leaf in layer.leaves.values()]
-    assert sorted([*leaves, *inventory.left]) == sorted(name for role in variables_of(model) for name in role)
+    assert sorted([*leaves, *inventory.left]) == sorted(name for role in model_variables(model) for name in role)
     before = [np.array(weight.value.numpy()) for weight in model.weights]
     moved: dict[str, Lazy] = {}
     for layer in inventory.layers:

@@ -19,7 +19,7 @@ import tensorflow as tf
 from polyamp import Policy
 from polyamp.errors import ModelError, PolicyError, UnsupportedError
 from polyamp_tensorflow import apply_policy
-from polyamp_tensorflow.precision.autocast import layer_policies, planned
+from polyamp_tensorflow.precision.autocast import apply_layer_policies, resolve_policy
 
 layers = keras.layers
 BFLOAT16, FLOAT16, FLOAT32 = Policy("mixed_bfloat16"), Policy("mixed_float16"), Policy("float32")
@@ -116,7 +116,7 @@ def test_threads_that_come_and_go_leave_the_models_own_policies() -> None:
         try:
             ready.wait(30)
             for _ in range(50):
-                with layer_policies(net, planned(net, policy)):
+                with apply_layer_policies(net, resolve_policy(net, policy)):
                     pass
         except Exception as error:  # noqa: BLE001  # shown by the test
             errors.append(error)
@@ -243,7 +243,7 @@ def test_importing_settles_no_global_policy() -> None:
 
 def test_sublayers_that_are_built_inside_a_block_get_their_parents_own_policy() -> None:
     attend = layers.MultiHeadAttention(2, 2)
-    with layer_policies(attend, planned(attend, BFLOAT16)):
+    with apply_layer_policies(attend, resolve_policy(attend, BFLOAT16)):
         attend(X[None], X[None])
         assert attend.query_dense.compute_dtype == "bfloat16"
     assert {layer.compute_dtype for layer in attend._flatten_layers()} == {"float32"}

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from polyamp_tensorflow.precision import heads, layer_choice, op_list
+from polyamp_tensorflow.precision import op_list
+from polyamp_tensorflow.precision.tensorflow_only import layer_dtypes, output_heads
 
 DOCUMENT = (Path(__file__).parents[4] / "docs" / "guides" / "tensorflow_policy.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)
@@ -26,12 +27,12 @@ def test_every_sensitive_layer_and_head_name_is_listed() -> None:
     listed = set(re.findall(r"`(\w+)`", DOCUMENT))
     layers = {layer.__name__ for layer in op_list.SENSITIVE_LAYERS if "Average" not in layer.__name__}
     assert layers - listed == set()
-    assert heads._HEAD_NAMES - listed == set()
+    assert output_heads._HEAD_NAMES - listed == set()
 
 
 def test_every_reason_is_in_the_table() -> None:
     rows = [line.split("|")[3] for line in DOCUMENT.splitlines() if line.startswith("| ")][1:]
     shown = {word.strip() for row in rows for word in row.split(",")}
-    reasons = re.search(r"why: (.*?)\n        parent:", layer_choice.Choice.__doc__ or "", re.DOTALL)
+    reasons = re.search(r"why: (.*?)\n        parent:", layer_dtypes.LayerDtype.__doc__ or "", re.DOTALL)
     assert reasons is not None
     assert shown == set(re.findall(r'"(.*?)"', reasons[1])) - {"product", "gather"}

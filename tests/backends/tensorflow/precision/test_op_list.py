@@ -1,4 +1,4 @@
-"""S4: every family of `polyamp.rules.sensitive`, as operations of functional models and as functions in a `Lambda`."""
+"""S4: each family of `polyamp.rules.float32_ops`, as operations of functional models and as functions in a `Lambda`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from polyamp import Policy
 from polyamp.errors import PolicyError
-from polyamp.rules.sensitive import FAMILIES
+from polyamp.rules.float32_ops import OP_FAMILIES
 from polyamp_tensorflow import apply_policy
 from polyamp_tensorflow.precision import op_list
 
@@ -47,7 +47,7 @@ FUNCTIONS: Final[dict[str, tuple[Callable[[Any], Any], ...]]] = {
 
 
 def _agrees_with_float32(model: Any) -> bool:
-    """Under a mixed policy, on numbers that 16 bits hold."""
+    """Compare under a mixed policy with float32, on numbers that 16 bits represent exactly."""
     narrow = tf.cast(X, tf.bfloat16)
     want = keras.tree.flatten(model(tf.cast(narrow, tf.float32)))
     with apply_policy(model, Policy("mixed_bfloat16"), heads=False):
@@ -61,8 +61,8 @@ def _functional(function: Callable[[Any], Any]) -> Any:
 
 
 def test_s04_the_op_list_has_every_family() -> None:
-    assert FAMILIES.keys() - op_list.SENSITIVE.keys() == set()
-    assert FAMILIES.keys() - OPERATIONS.keys() == set()
+    assert OP_FAMILIES.keys() - op_list.SENSITIVE.keys() == set()
+    assert OP_FAMILIES.keys() - OPERATIONS.keys() == set()
 
 
 @pytest.mark.parametrize("family", OPERATIONS)
@@ -84,12 +84,13 @@ def test_the_operations_of_the_list_are_kerass() -> None:
             yield from every(inner)
 
     assert (
-        op_list.names(" ".join(f.operations for f in op_list.SENSITIVE.values())) - set(every(keras.Operation)) == set()
+        op_list.split_names(" ".join(f.operations for f in op_list.SENSITIVE.values())) - set(every(keras.Operation))
+        == set()
     )
 
 
 def test_s04_tensorflows_softmax_is_one_as_an_activation_too() -> None:
-    """It calls itself "softmax_v2"."""
+    """TensorFlow names it "softmax_v2"."""
     named = [keras.layers.Dense(4, activation=tf.nn.softmax, name=name) for name in ("inside", "last")]
     model = keras.Sequential([keras.Input((4,)), named[0], keras.layers.Dense(4, name="between"), named[1]])
     with apply_policy(model, Policy("mixed_bfloat16"), heads=False) as applied:

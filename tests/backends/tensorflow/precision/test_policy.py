@@ -18,7 +18,7 @@ import polyamp_tensorflow
 from polyamp import Policy
 from polyamp.conformance.problems import batch, layers, loss_fn, recipe
 from polyamp.errors import PolicyError, UnsupportedError
-from polyamp_tensorflow.precision.autocast import layer_policies, planned
+from polyamp_tensorflow.precision.autocast import apply_layer_policies, resolve_policy
 
 pytestmark = pytest.mark.filterwarnings("ignore:float16 on TensorFlow's CPU")
 HARNESS = polyamp_tensorflow.BACKEND.testing()
@@ -49,7 +49,7 @@ def test_layers_compute_in_16_bits_and_variables_stay_float32() -> None:
     before = [layer.dtype_policy for layer in model._flatten_layers()]
     names = ("query", "key", "value", "attention_output", "head")
     softmax = model.get_layer("attention")._softmax
-    with layer_policies(model, planned(model, Policy("mixed_bfloat16"))):
+    with apply_layer_policies(model, resolve_policy(model, Policy("mixed_bfloat16"))):
         inside = {layer.name: layer.compute_dtype for layer in model._flatten_layers()}
         output = model(np.ones((2, 3, 4), np.float32))
         assert model.layers[-1](np.ones((2, 3, 4), np.float32)).dtype == tf.bfloat16
@@ -63,7 +63,7 @@ def test_layers_compute_in_16_bits_and_variables_stay_float32() -> None:
 
 def test_policies_are_restored_when_the_block_raises() -> None:
     model = attention_model()
-    with pytest.raises(KeyError), layer_policies(model, planned(model, Policy("mixed_float16"))):
+    with pytest.raises(KeyError), apply_layer_policies(model, resolve_policy(model, Policy("mixed_float16"))):
         raise KeyError
     assert set(compute_dtypes(model)) == {"float32"}
 
@@ -102,12 +102,12 @@ def test_an_override_of_the_first_layer_gets_its_input_unrounded() -> None:
 def test_overrides_follow_the_nesting_of_layers() -> None:
     model = attention_model()
     policy = Policy("mixed_bfloat16", overrides={"attention": "float32", "inner/*": "float32"})
-    with layer_policies(model, planned(model, policy)):
+    with apply_layer_policies(model, resolve_policy(model, policy)):
         inside = {layer.name: layer.compute_dtype for layer in model._flatten_layers()}
     assert {inside[name] for name in ("query", "attention_output", "head")} == {"float32"}
     assert inside["norm"] == "float32"
     native = policy.replace(op_list="native", overrides={"attention": "float32", "attention/key": "bfloat16"})
-    with layer_policies(model, planned(model, native)):
+    with apply_layer_policies(model, resolve_policy(model, native)):
         inside = {layer.name: layer.compute_dtype for layer in model._flatten_layers()}
     assert (inside["norm"], inside["query"], inside["key"]) == ("bfloat16", "float32", "bfloat16")
     with pytest.raises(PolicyError, match=r"'inner/haed' matches no module path. Nearest: 'inner/head'"):
@@ -120,7 +120,7 @@ def test_layers_that_are_quantized_or_not_floating_are_left_alone() -> None:
     model = keras.Sequential([keras.Input((4,)), quantized, keras.layers.Dense(2)])
     quantized.quantize("int8")
     own = quantized.dtype_policy
-    with layer_policies(model, planned(model, Policy("mixed_bfloat16"))):
+    with apply_layer_policies(model, resolve_policy(model, Policy("mixed_bfloat16"))):
         assert quantized.dtype_policy is own
         assert model.layers[1].compute_dtype == "bfloat16"
 
@@ -130,7 +130,7 @@ def test_a_dtype_policy_map_is_put_back_whole() -> None:
     own = keras.dtype_policies.DTypePolicyMap()
     own["dense"] = keras.DTypePolicy("float32")
     model.layers[0]._dtype_policy = own
-    with layer_policies(model, planned(model, Policy("mixed_bfloat16"))):
+    with apply_layer_policies(model, resolve_policy(model, Policy("mixed_bfloat16"))):
         assert model.layers[0].compute_dtype == "bfloat16"
     assert model.layers[0].dtype_policy is own
     assert list(own) == ["dense"]

@@ -19,7 +19,7 @@ import polyamp
 import polyamp_tensorflow
 from polyamp import Policy
 from polyamp_tensorflow import apply_policy
-from polyamp_tensorflow.precision.autocast import layer_policies, planned
+from polyamp_tensorflow.precision.autocast import apply_layer_policies, resolve_policy
 
 layers, regularizers = keras.layers, keras.regularizers
 BFLOAT16, FLOAT16, FLOAT32 = Policy("mixed_bfloat16"), Policy("mixed_float16"), Policy("float32")
@@ -398,7 +398,7 @@ def test_copies_of_a_model_under_a_policy(tmp_path: Path) -> None:
 def test_layers_built_inside_a_block_keep_their_regularizer() -> None:
     attend = layers.GroupQueryAttention(4, 2, 1, activity_regularizer="l2")
     own = attend.activity_regularizer
-    with layer_policies(attend, planned(attend, BFLOAT16)):
+    with apply_layer_policies(attend, resolve_policy(attend, BFLOAT16)):
         attend(X[None], X[None])
     for layer in attend._flatten_layers():
         assert type(layer.activity_regularizer) in (regularizers.L2, type(None))

@@ -13,7 +13,7 @@ import tensorflow as tf
 from polyamp import Policy
 from polyamp.errors import ModelError
 from polyamp_tensorflow import apply_policy
-from polyamp_tensorflow.precision.autocast import layer_policies, planned
+from polyamp_tensorflow.precision.autocast import apply_layer_policies, resolve_policy
 
 layers = keras.layers
 POLICY = Policy("mixed_bfloat16")
@@ -72,7 +72,7 @@ def test_s04_other_layers_compute_in_16_bits(name: str) -> None:
     layer = COMPUTE[name]()
     inputs = keras.Input(X.shape[1:])
     model = keras.Model(inputs, layers.Dense(2)(layers.Flatten()(layer(inputs))))
-    with layer_policies(model, planned(model, POLICY)):
+    with apply_layer_policies(model, resolve_policy(model, POLICY)):
         assert layer.compute_dtype == "bfloat16"
         assert layer(NARROW).dtype == tf.bfloat16
 
@@ -85,7 +85,7 @@ def test_s04_cast_mode_and_the_native_list_have_no_islands(name: str, settings: 
     layer = FLOAT32[name]()
     inputs = keras.Input(X.shape[1:])
     model = keras.Model(inputs, layers.Dense(2)(keras.ops.exp(layer(inputs))))
-    with layer_policies(model, planned(model, POLICY.replace(**settings))):
+    with apply_layer_policies(model, resolve_policy(model, POLICY.replace(**settings))):
         assert layer.compute_dtype == "bfloat16"
         assert model.operations[2].call(NARROW).dtype == tf.bfloat16
     assert model.operations[2].call(NARROW).dtype == tf.bfloat16
@@ -189,7 +189,7 @@ def test_s04_attention_layers_have_their_softmax_in_float32(kind: str, masked: b
     inputs = [tf.cast(NARROW, tf.float32)] * 2
     mask = [tf.ones((2, 3), tf.bool), tf.constant([[True, True, False], [True, False, False]])] if masked else None
     want, shares = made(inputs, mask=mask, return_attention_scores=True)
-    with layer_policies(made, planned(made, POLICY)):
+    with apply_layer_policies(made, resolve_policy(made, POLICY)):
         traced = tf.function(lambda: made(inputs, mask=mask, return_attention_scores=True))
         got, narrow = traced()
         nodes = traced.get_concrete_function().graph.get_operations()
@@ -210,7 +210,7 @@ def test_s04_attention_layers_drop_shares_in_training(kind: str) -> None:
     """Half of them are 0, and the others twice what they are."""
     made = (layers.AdditiveAttention if kind == "additive" else layers.Attention)(dropout=0.5, seed=3)
     inputs = [tf.cast(np.tile(NARROW, (8, 1, 1)), tf.float32)] * 2
-    with layer_policies(made, planned(made, POLICY)):
+    with apply_layer_policies(made, resolve_policy(made, POLICY)):
         (_, whole), (_, left) = (made(inputs, return_attention_scores=True, training=how) for how in (False, True))
     whole, left = (tf.cast(shares, tf.float32).numpy() for shares in (whole, left))
     dropped = left == 0.0
@@ -222,7 +222,7 @@ def test_s04_a_sum_that_float16_cannot_hold() -> None:
     ones = tf.ones((2, 64_000), tf.float16)
     total = layers.Lambda(tf.reduce_sum)
     assert np.isinf(tf.reduce_sum(ones)), "what 16 bits make of it"
-    with layer_policies(total, planned(total, Policy("mixed_float16"))):
+    with apply_layer_policies(total, resolve_policy(total, Policy("mixed_float16"))):
         assert float(total(ones)) == 128_000.0
 
 

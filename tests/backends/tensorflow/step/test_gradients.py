@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from polyamp_tensorflow.step.measure import norm_and_flag
+from polyamp_tensorflow.step.grad_stats import global_norm_and_finite
 
 INF, NAN = float("inf"), float("nan")
 EDGES: list[tuple[str, list[Any], float, bool]] = [
@@ -47,7 +47,7 @@ WAYS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("gradients", "norm", "finite"), [row[1:] for row in EDGES], ids=[row[0] for row in EDGES])
 def test_s10_norm_and_flag_at_the_edges(gradients: list[Any], norm: float, finite: bool, way: str) -> None:
-    found = WAYS[way](lambda: norm_and_flag(gradients))()
+    found = WAYS[way](lambda: global_norm_and_finite(gradients))()
     wide = tf.float64 if any(gradient.dtype == tf.float64 for gradient in gradients) else tf.float32  # S1
     assert [(value.dtype, value.shape) for value in found] == [(wide, ()), (tf.bool, ())]
     assert bool(found[1]) is finite
@@ -60,7 +60,9 @@ def test_s10_norm_and_flag_at_the_edges(gradients: list[Any], norm: float, finit
 @pytest.mark.parametrize("shape", [None, [None]])
 @pytest.mark.parametrize("size", [1.0, 1e30])
 def test_s10_shapes_that_the_graph_does_not_know(shape: Any, size: float) -> None:
-    traced = tf.function(lambda gradient: norm_and_flag([gradient]), input_signature=[tf.TensorSpec(shape, tf.float32)])
+    traced = tf.function(
+        lambda gradient: global_norm_and_finite([gradient]), input_signature=[tf.TensorSpec(shape, tf.float32)]
+    )
     norm, finite = traced(tf.fill([4], size))
     assert (float(norm), bool(finite)) == (pytest.approx(2 * size), True)
 
@@ -69,7 +71,7 @@ def test_s10_shapes_that_the_graph_does_not_know(shape: Any, size: float) -> Non
 def test_s10_each_replica_has_its_own(two_cpus: Any, graph: bool) -> None:
     def own() -> Any:
         index = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return norm_and_flag([tf.fill([4], tf.constant([1.0, 1e30, NAN])[tf.cast(index, tf.int32) + 1])])
+        return global_norm_and_finite([tf.fill([4], tf.constant([1.0, 1e30, NAN])[tf.cast(index, tf.int32) + 1])])
 
     def run() -> Any:
         return [two_cpus.experimental_local_results(value) for value in two_cpus.run(own)]
@@ -81,7 +83,7 @@ def test_s10_each_replica_has_its_own(two_cpus: Any, graph: bool) -> None:
 
 
 def traced(gradients: Sequence[Any]) -> Any:
-    return tf.function(lambda: norm_and_flag(gradients), autograph=False).get_concrete_function()
+    return tf.function(lambda: global_norm_and_finite(gradients), autograph=False).get_concrete_function()
 
 
 def test_s10_no_gradient_goes_through_a_switch() -> None:

@@ -18,7 +18,7 @@ from tensorflow.python import pywrap_tfe
 import polyamp
 import polyamp_tensorflow
 from polyamp_tensorflow import apply_policy
-from polyamp_tensorflow.interrupts import _OPEN, repair
+from polyamp_tensorflow.interrupts import _OPEN_BLOCKS, close_stale_blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*polyamp.losses.regularization")  # S25: the model has a regularizer
 FOLDER = str(Path(polyamp_tensorflow.__file__).parent)
@@ -122,7 +122,7 @@ def test_the_next_step_is_clean(kind: str, compile: bool) -> None:  # noqa: A002
         if on := what_is_on(state.model, state.optimizer):
             left[int(number)] = on
     assert not left
-    assert not _OPEN
+    assert not _OPEN_BLOCKS
 
 
 def test_a_policy_for_good_is_on_or_off() -> None:
@@ -144,12 +144,12 @@ def test_an_open_block_is_not_taken_for_a_stale_one() -> None:
     seen = []
 
     def nested(model: Any, batch: Any) -> Any:
-        before = len(_OPEN)
+        before = len(_OPEN_BLOCKS)
         polyamp.value_and_grad(loss_fn, compile=False)(inner, X)
-        repair()
-        seen.append((before, len(_OPEN), outer.model.layers[1].compute_dtype))
+        close_stale_blocks()
+        seen.append((before, len(_OPEN_BLOCKS), outer.model.layers[1].compute_dtype))
         return loss_fn(model, batch)
 
     polyamp.train_step(nested, recipe, compile=False)(outer, X)
     assert seen == [(2, 2, "bfloat16")], "the tape and the layers' policies"
-    assert not _OPEN
+    assert not _OPEN_BLOCKS

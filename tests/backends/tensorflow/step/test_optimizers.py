@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import polyamp
 import polyamp_tensorflow
-from polyamp.conformance.problems import batch, flat, layers, loss_fn, recipe, train
+from polyamp.conformance.problems import batch, flat_weights, layers, loss_fn, recipe, train
 from polyamp.errors import LossScaleError, PolyampError, RecipeError
 from polyamp_tensorflow import SpecOptimizer
 
@@ -51,7 +51,7 @@ def test_a_native_optimizer_equals_the_spec_with_its_formula() -> None:
     ours, _ = train(HARNESS, recipe(optimizer=polyamp.sgd(0.1), **settings), batches)
     native = keras.optimizers.SGD(0.1)
     theirs, results = train(HARNESS, recipe(optimizer=native, **settings), batches)
-    np.testing.assert_allclose(flat(HARNESS, ours), flat(HARNESS, theirs), rtol=1e-6)
+    np.testing.assert_allclose(flat_weights(HARNESS, ours), flat_weights(HARNESS, theirs), rtol=1e-6)
     assert int(native.iterations) == int(results[-1].step) == 3
     assert theirs.optimizer is native
 
@@ -59,15 +59,15 @@ def test_a_native_optimizer_equals_the_spec_with_its_formula() -> None:
 def test_a_native_schedule_counts_applied_updates_only() -> None:
     rate = keras.optimizers.schedules.PiecewiseConstantDecay([0], [1.0, 0.0])
     made = recipe(optimizer=keras.optimizers.SGD(rate), scaler=polyamp.LossScaler(init_scale=16.0))
-    start = flat(HARNESS, polyamp.init(HARNESS.mlp(layers()), recipe()))
+    start = flat_weights(HARNESS, polyamp.init(HARNESS.mlp(layers()), recipe()))
     state = polyamp.init(HARNESS.mlp(layers()), made)
     step = polyamp.train_step(loss_fn, made)
     step(state, batch(gain=np.inf))
     step(state, batch())
-    moved = flat(HARNESS, state)
+    moved = flat_weights(HARNESS, state)
     assert not np.array_equal(moved, start), "the skipped step must not use up the first rate"
     step(state, batch())
-    assert np.array_equal(flat(HARNESS, state), moved)
+    assert np.array_equal(flat_weights(HARNESS, state), moved)
 
 
 def test_a_constant_learning_rate_can_be_changed_between_steps() -> None:
@@ -75,10 +75,10 @@ def test_a_constant_learning_rate_can_be_changed_between_steps() -> None:
     state = polyamp.init(HARNESS.mlp(layers()), made)
     step = polyamp.train_step(loss_fn, made)
     step(state, batch())
-    before = flat(HARNESS, state)
+    before = flat_weights(HARNESS, state)
     state.optimizer.learning_rate = 0.0
     step(state, batch())
-    assert np.array_equal(flat(HARNESS, state), before)
+    assert np.array_equal(flat_weights(HARNESS, state), before)
 
 
 def test_constraints_of_variables_hold() -> None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import polyamp
 from polyamp.errors import CheckpointError
-from polyamp_tensorflow.arrays import raw
+from polyamp_tensorflow.arrays import native_variable
 
 
 def made(optimizer: Any) -> Any:
@@ -60,7 +60,7 @@ def test_s22_a_negative_count_of_a_native_optimizer_changes_nothing(tmp_path: Pa
 
 def everywhere(state: Any, strategy: Any) -> list[list[bytes]]:
     """The bytes of every variable, a list for each replica."""
-    held = [strategy.experimental_local_results(raw(variable)) for variable in state._everything().values()]
+    held = [strategy.experimental_local_results(native_variable(variable)) for variable in state._everything().values()]
     return [[np.asarray(copies[replica]).tobytes() for copies in held] for replica in range(len(held[0]))]
 
 

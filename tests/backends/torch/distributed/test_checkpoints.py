@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import polyamp
 from polyamp.errors import CheckpointError, ReplicaError
-from polyamp.rules import streams
+from polyamp.rules import random_streams
 from tests import ranks
 
 ENGINES = ("ddp", "fsdp2", "hsdp", "tensor_parallel", "fsdp2+tensor_parallel")
@@ -179,7 +179,7 @@ def test_s33_two_ranks_and_other_engines_take_what_four_saved(of_four: Any, fold
         drawn = [each[pair][0]["rng/cpu"] for each in found]
         every = [each[pair[0]][0]["rng/cpu"].tobytes() for each in of_four]
         for rank, stream in enumerate(drawn):
-            seeded = torch.Generator().manual_seed(streams.seed(every, rank, 2)).get_state().numpy()
+            seeded = torch.Generator().manual_seed(random_streams.stream_seed(every, rank, 2)).get_state().numpy()
             assert np.array_equal(stream, seeded), pair
 
 
@@ -265,8 +265,8 @@ def test_s33_the_guides_program_resumes(tmp_path: Path) -> None:
 
 def killed(rank: int, folder: str, when: str) -> str:
     """Save over an older checkpoint; rank 1, or 0 around the manifest, is killed at a moment of its own."""
-    from polyamp.train import sharded
-    from polyamp_torch.distributed import checkpoint
+    from polyamp.train import sharded_checkpoint
+    from polyamp_torch.distributed import checkpoint_io
 
     polyamp.save(fresh("fsdp2", 0), f"{folder}/{when}")
     state = fresh("fsdp2", 7)
@@ -276,16 +276,16 @@ def killed(rank: int, folder: str, when: str) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 1 and when == "before writing":
-        checkpoint.write = die
+        checkpoint_io.write_tensors = die
     if rank == 1 and when == "while the others write":
-        inner = checkpoint.save
-        checkpoint.save = lambda given, **options: (inner, die())  # the others are in a collective meanwhile
+        inner = checkpoint_io.save
+        checkpoint_io.save = lambda given, **options: (inner, die())  # the others are in a collective meanwhile
     if rank == 1 and when == "after writing":
-        sharded._settled = die  # type: ignore[assignment]
+        sharded_checkpoint._sync_and_digest = die  # type: ignore[assignment]
     if rank == 0 and when == "before the manifest":
-        sharded.write_atomically = die
+        sharded_checkpoint.write_atomically = die
     if rank == 0 and when == "after the manifest":
-        sharded._clear = lambda path, kept: die() if _moved(path) else None
+        sharded_checkpoint._remove_old_data = lambda path, kept: die() if _moved(path) else None
     try:
         polyamp.save(state, f"{folder}/{when}")
     except ReplicaError as error:

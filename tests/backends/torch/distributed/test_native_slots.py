@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import polyamp
-from polyamp.contract.parts import Form
+from polyamp.contract.sharded_state import ArrayForm
 from polyamp.errors import CheckpointError
-from polyamp_torch.step.parts import in_parts
+from polyamp_torch.step.sharded_state import sharded_state
 from tests import ranks
 from tests.backends.torch.distributed.training import ENGINES, batches, mean_loss, mlp, part
 
@@ -30,11 +30,11 @@ def restored(rank: int, world: int, folder: str) -> dict[str, Any]:
         state, _ = step(state, batch)
     polyamp.save(state, folder)
     again, step_again = fresh()
-    with in_parts(again) as parts:
-        form = Form("float32", tuple(again.parameters["0/weight"].shape))
+    with sharded_state(again) as parts:
+        form = ArrayForm("float32", tuple(again.parameters["0/weight"].shape))
         memory = parts._memory("optimizer/state/0/weight/exp_avg", form)  # type: ignore[attr-defined]  # of its class
         try:
-            parts._memory("optimizer/state/0/weight/rows", Form("float32", (5,)))  # type: ignore[attr-defined]
+            parts._memory("optimizer/state/0/weight/rows", ArrayForm("float32", (5,)))  # type: ignore[attr-defined]
             refused = ""
         except CheckpointError as error:
             refused = str(error)

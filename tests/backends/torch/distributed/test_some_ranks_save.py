@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 import polyamp
 from polyamp.errors import CheckpointError, ReplicaError, StateError
-from polyamp.rules import single_writer, streams
+from polyamp.rules import random_streams, single_file_save
 from polyamp.train import checkpoint
-from polyamp_torch.distributed import failure
+from polyamp_torch.distributed import failure_guard
 from tests import ranks
 from tests.backends.torch.distributed.test_checkpoints import advance, differences, fresh, whole
 
@@ -28,7 +28,7 @@ SOON = 8.0
 
 def alone(rank: int, folder: str, caller: int, wait: float) -> tuple[list[str], float, Any]:
     """One rank saves, in mid-run and at the end, and no other one waits for it or calls anything."""
-    single_writer.PATIENCE = wait  # type: ignore[misc]
+    single_file_save.WRITER_TIMEOUT = wait  # type: ignore[misc]
     state = advance(fresh("ddp", 0), 0, 2)
     begun = time.monotonic()
     if rank == caller:
@@ -55,7 +55,11 @@ def test_s33_one_rank_alone_saves_what_it_holds_whole(tmp_path: Path, caller: in
         assert [name for name in parted if "rng" not in name] == []
     _, arrays = checkpoint.read(tmp_path / "middle")
     for rank, (_, _, stream) in enumerate(found):
-        drawn = torch.Generator().manual_seed(streams.seed([arrays["rng/cpu"].tobytes()], rank, 3)).get_state()
+        drawn = (
+            torch.Generator()
+            .manual_seed(random_streams.stream_seed([arrays["rng/cpu"].tobytes()], rank, 3))
+            .get_state()
+        )
         assert stream.tobytes() == drawn.numpy().tobytes(), "each rank draws anew from the one that was saved"
     state = polyamp.restore(fresh(None, 1), tmp_path / "end")
     assert int(state.step) == 4
@@ -109,7 +113,7 @@ def test_s33_every_rank_hears_that_rank_0_could_not_write(tmp_path: Path) -> Non
 
 def dead(rank: int, folder: str, how: str) -> str:
     """Rank 0 is killed, or stopped, while it writes the file; every rank saves."""
-    failure.ANSWER = 2.0  # type: ignore[misc]
+    failure_guard.STORE_TIMEOUT = 2.0  # type: ignore[misc]
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, os.getpid())
     state = fresh("ddp", 0)

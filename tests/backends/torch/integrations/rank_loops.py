@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import polyamp
 import polyamp_torch
-from polyamp_torch.step import running
+from polyamp_torch.step.torch_only import buffers
 
 INF = float("inf")
 WINDOWS, CLIP = 6, 0.5
@@ -152,7 +152,7 @@ def by_hand(rank: int, engine: str, kind: str) -> Seen:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     scaler, noted, rows = polyamp_torch.GradScaler(SCALER), Noted(net), batches(rank, engine)
     for at in range(WINDOWS):
-        before = running.snapshot(model)
+        before = buffers.snapshot(model)
         for last in (False, True):
             x, gain = rows[2 * at + last]
             if engine == "fsdp2":
@@ -167,7 +167,7 @@ def by_hand(rank: int, engine: str, kind: str) -> Seen:
         scaler.update()
         optimizer.zero_grad()
         if scaler.step_was_skipped:
-            running.settle(before, torch.tensor(False))
+            buffers.commit_or_rollback(before, torch.tensor(False))
         else:
             scheduler.step()
         noted.window(scaler.step_was_skipped, scaler.get_scale(), scheduler.get_last_lr()[0])

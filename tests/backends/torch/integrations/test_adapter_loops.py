@@ -1,4 +1,4 @@
-"""What the adapters share: `LoopScaler`, whose update waits, and `Settings`, in loops without any library."""
+"""What the adapters share: `LoopScaler`, whose update waits, and `LoopSettings`, in loops without any library."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 
 import polyamp
 from polyamp.errors import BackendNotInstalledError, UnsupportedError
-from polyamp_torch.integrations.loop_scaler import LoopScaler, Settings, extra
+from polyamp_torch.integrations.loop_scaler import LoopScaler, LoopSettings, require_extra
 
 INF = float("inf")
 GROWING = polyamp.LossScaler(init_scale=16.0, growth_interval=1)
 
 
-def settings(policy: Any = "mixed_float16", scaler: Any = GROWING) -> Settings:
-    return Settings.checked(policy, scaler, "cpu", where="The loop")
+def settings(policy: Any = "mixed_float16", scaler: Any = GROWING) -> LoopSettings:
+    return LoopSettings.checked(policy, scaler, "cpu", where="The loop")
 
 
 def scaler() -> LoopScaler:
@@ -89,14 +89,14 @@ def passes(model: Any) -> int:
     return int(model[1].num_batches_tracked)
 
 
-def forward(using: Settings, model: nn.Module) -> torch.Tensor:
+def forward(using: LoopSettings, model: nn.Module) -> torch.Tensor:
     """A forward pass as an adapter makes it."""
     using.remember(model)
     out: torch.Tensor = model(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     return out
 
 
-def train(using: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, gain: float) -> None:
+def train(using: LoopSettings, model: nn.Module, optimizer: torch.optim.Optimizer, gain: float) -> None:
     assert using.scaler is not None
     optimizer.zero_grad()
     using.scaler.scale((forward(using, model) * gain).sum()).backward()
@@ -160,7 +160,7 @@ def test_a_backward_pass_has_the_policys_precision_of_float32_products(wanted: A
 
 def test_only_the_missing_package_itself_is_reported_as_missing() -> None:
     message = r'polyamp_torch.no_such needs no_such, .* Run: pip install "polyamp\[no_such\]"'
-    with pytest.raises(BackendNotInstalledError, match=message), extra("no_such"):
+    with pytest.raises(BackendNotInstalledError, match=message), require_extra("no_such"):
         importlib.import_module("no_such.part")
-    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such'"), extra("lightning"):
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such'"), require_extra("lightning"):
         importlib.import_module("no_such.part")

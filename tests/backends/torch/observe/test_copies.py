@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import polyamp
+from polyamp_torch.observe.model_copy import copy_model
 from polyamp_torch.observe.observer import OBSERVER
-from polyamp_torch.observe.working import copied
 
 
 def moved(twin: nn.Module, x: Any = None) -> Any:
@@ -50,14 +50,14 @@ def patched(how: str) -> nn.Module:
 def test_functions_in_a_model_are_those_of_the_copy(how: str) -> None:
     model = patched(how)
     before = model(torch.ones(2, 3)).detach().clone()
-    assert float(moved(copied(model)).detach().abs().max()) == 0.0
+    assert float(moved(copy_model(model)).detach().abs().max()) == 0.0
     assert torch.equal(model(torch.ones(2, 3)), before)
 
 
 def test_a_function_that_holds_nothing_of_the_model_is_the_same() -> None:
     model, one = nn.Linear(3, 3), torch.ones(1)
     model.activation = lambda x: x * one
-    assert copied(model).activation is model.activation
+    assert copy_model(model).activation is model.activation
 
 
 def test_hooks_on_parameters_come_along() -> None:
@@ -65,7 +65,7 @@ def test_hooks_on_parameters_come_along() -> None:
     model.weight.register_hook(lambda gradient: gradient * 3)
     seen: list[Any] = []
     model.weight.register_post_accumulate_grad_hook(seen.append)
-    twin = copied(model)
+    twin = copy_model(model)
     twin(torch.ones(1, 3)).sum().backward()
     assert torch.equal(twin.weight.grad, torch.full((1, 3), 3.0))
     assert seen[0] is twin.weight
@@ -76,7 +76,7 @@ def test_what_autograd_made_and_random_streams_are_copied() -> None:
     model = nn.Linear(3, 3)
     model.made = model.weight * 2
     model.stream = torch.Generator().manual_seed(7)
-    twin = copied(model)
+    twin = copy_model(model)
     assert torch.equal(twin.made, model.made)
     first = torch.rand(2, generator=twin.stream)
     assert torch.equal(first, torch.rand(2, generator=model.stream))
@@ -89,7 +89,7 @@ def test_an_rnn_keeps_its_weights_in_one_piece_and_in_its_list() -> None:
     for p in model.parameters():
         p.data = flat[offset : offset + p.numel()].view_as(p)
         offset += p.numel()
-    twin = copied(model)
+    twin = copy_model(model)
     storages = {p.untyped_storage().data_ptr() for p in twin.parameters()}
     assert len(storages) == 1
     assert storages != {flat.untyped_storage().data_ptr()}
@@ -124,9 +124,9 @@ def test_the_default_dtype_is_wide_in_a_wide_block_alone() -> None:
 def test_sparse_buffers_have_no_wide_copy() -> None:
     model = nn.Linear(3, 3)
     model.register_buffer("graph", torch.eye(3).to_sparse())
-    assert copied(model).graph.is_sparse
+    assert copy_model(model).graph.is_sparse
     with pytest.raises(polyamp.UnsupportedError, match=r"layout torch\.sparse_coo and dtype float32 has no float64"):
-        copied(model, wide=True)
+        copy_model(model, wide=True)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_data_parallel_wrappers_are_copied_as_wrappers() -> None:
     plain = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
     recipe = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1))
     found = []
-    for model in (plain, nn.parallel.DistributedDataParallel(copied(plain)), nn.DataParallel(copied(plain))):
+    for model in (plain, nn.parallel.DistributedDataParallel(copy_model(plain)), nn.DataParallel(copy_model(plain))):
         with OBSERVER.working(model) as twin:
             assert type(twin) is type(model)
             seen: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""Random numbers that are given: by the rule of `Draws`, in the order of calls, and again where a pass repeats them."""
+"""Given random numbers: by the rule of `UniformSource`, in call order, and repeated in repeated passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECIPE = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1))
 
 
 class Numbers:
-    """Draws, and what was asked for."""
+    """Source of draws that records its calls."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(3)
@@ -118,7 +118,7 @@ def test_attention_drops_weights(mask: str) -> None:
     numbers = Numbers()
     with OBSERVER.still(nn.Identity(), numbers):
         got = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.4, **more)
-        # rows of the identity as values: torch's own kernel gives the weights
+        # rows of the identity as values: torch's own kernel returns the weights
     weights = functional.scaled_dot_product_attention(q, k, torch.eye(5).expand(2, 3, 5, 5), **more)
     assert torch.allclose(got, (weights * drop(numbers.given[0], 0.4)) @ v, atol=1e-6)
     module = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
@@ -154,7 +154,7 @@ def test_recurrent_layers_drop_between_layers(kind: Any, packed: bool) -> None:
 
 
 class Repeats(nn.Module):
-    """A block with dropout, three times; checkpointed or not."""
+    """Block with dropout, applied three times; checkpointed or not."""
 
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()

@@ -13,8 +13,8 @@ from torch import nn
 import polyamp
 from polyamp_torch.own_loop import grad_scaler
 from polyamp_torch.own_loop.grad_scaler import GradScaler
-from polyamp_torch.own_loop.loop_memory import Known, Run
-from polyamp_torch.own_loop.scaler_gradients import overflow, together, unscale_
+from polyamp_torch.own_loop.loop_memory import LoopRecord, OptimizerRecord
+from polyamp_torch.own_loop.scaler_gradients import max_flag, overflow_flag, unscale_buckets_
 from polyamp_torch.own_loop.scaler_state import GradScalerError
 
 INF = float("inf")
@@ -186,11 +186,11 @@ def test_every_device_has_a_flag_of_its_own() -> None:
     devices = torch.device("cpu"), torch.device("cpu", 0)
     grads = [torch.tensor([8.0]), torch.tensor([INF])]
     kinds = {(device, torch.float32): [grad] for device, grad in zip(devices, grads, strict=True)}
-    flags = unscale_(kinds, torch.tensor(0.125), torch.tensor(0.0), grows=False)
+    flags = unscale_buckets_(kinds, torch.tensor(0.125), torch.tensor(0.0), grows=False)
     assert {device: flag.item() for device, flag in flags.items()} == {devices[0]: 0.0, devices[1]: 1.0}
     assert grads[0].item() == 1.0
-    assert together(list(flags.values()), torch.tensor(0.0)).item() == 1.0
-    assert overflow({**kinds}, torch.tensor(8.0), grows=False).item() == 1.0
+    assert max_flag(list(flags.values()), torch.tensor(0.0)).item() == 1.0
+    assert overflow_flag({**kinds}, torch.tensor(8.0), grows=False).item() == 1.0
 
 
 def test_a_report_on_gradients_of_which_some_are_gone_says_so(host: str) -> None:
@@ -241,10 +241,10 @@ def divides_twice(monkeypatch: pytest.MonkeyPatch, loop: Loop) -> bool:
 
     def counting(*args: Any, grows: bool) -> torch.Tensor:
         seen.append(grows)
-        return overflow(*args, grows=grows)
+        return overflow_flag(*args, grows=grows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(grad_scaler, "overflow", counting)
+        patch.setattr(grad_scaler, "overflow_flag", counting)
         loop.backward(1.0)
         loop.steps()
     (grows,) = seen
@@ -318,20 +318,20 @@ def test_scaled_gradients_in_new_tensors_after_unscale_are_refused(create_graph:
 def test_nothing_is_remembered_of_optimizers_that_are_gone() -> None:
     scaler, p = GradScaler(polyamp.LossScaler()), nn.Parameter(torch.zeros(1))
     gc.collect()
-    before = sum(type(item) is Known for item in gc.get_objects())
+    before = sum(type(item) is OptimizerRecord for item in gc.get_objects())
     for _ in range(5):
         scaler.scale(-p.sum()).backward()
         scaler.step(torch.optim.SGD([p], 1.0))
         scaler.update()
         p.grad = None
         gc.collect()
-    assert sum(type(item) is Known for item in gc.get_objects()) <= before + 1
+    assert sum(type(item) is OptimizerRecord for item in gc.get_objects()) <= before + 1
     assert p.item() == 5.0
 
 
 def test_what_is_known_of_an_optimizer_is_not_taken_for_anothers() -> None:
     """Python gives the id of an object that is gone to a new one."""
-    run, p = Run(1.0), nn.Parameter(torch.zeros(1))
+    run, p = LoopRecord(1.0), nn.Parameter(torch.zeros(1))
     first, second = torch.optim.SGD([p], 1.0), torch.optim.SGD([p], 1.0)
     run.of(first).consumed = 7
     run._known[id(second)] = run._known.pop(id(first))

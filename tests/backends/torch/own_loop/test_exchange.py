@@ -76,8 +76,8 @@ def test_a_loop_for_torch_gives_the_same_bits(
 ) -> None:
     """Only the two constructors are replaced. The scale grows, by a factor that is exact or one that is not."""
     if reading == "waits":
-        monkeypatch.setattr(grad_scaler, "looks", lambda device: False)
-        monkeypatch.setattr(scaler_state, "looks", lambda device: False)
+        monkeypatch.setattr(grad_scaler, "can_read_without_sync", lambda device: False)
+        monkeypatch.setattr(scaler_state, "can_read_without_sync", lambda device: False)
     settings: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 5, "growth_factor": growth_factor}
     policy = polyamp.Policy("mixed_float16", op_list="native")
     expected, their_state = loop(

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from polyamp_torch.own_loop import grad_scaler, scaler_state
-from polyamp_torch.step import measure
+from polyamp_torch.step import grad_stats
 from tests import ranks
 
 INF = float("inf")
@@ -28,7 +28,7 @@ def iterations(wrap: Any, *, fused: bool, init_scale: float, waits: bool) -> lis
     Of a sharded weight, the second process alone holds that row.
     """
     for module in (grad_scaler, scaler_state):
-        vars(module)["looks"] = (lambda device: False) if waits else measure.looks
+        vars(module)["looks"] = (lambda device: False) if waits else grad_stats.can_read_without_sync
     torch.manual_seed(0)
     model = wrap(nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=fused)

@@ -476,8 +476,8 @@ def test_what_an_iteration_reads_where_reading_waits(
 
         return read
 
-    monkeypatch.setattr(grad_scaler, "looks", lambda device: False)
-    monkeypatch.setattr(scaler_state, "looks", lambda device: False)
+    monkeypatch.setattr(grad_scaler, "can_read_without_sync", lambda device: False)
+    monkeypatch.setattr(scaler_state, "can_read_without_sync", lambda device: False)
     p = parameter(1.0)
     optimizer = torch.optim.AdamW([p], 0.1, fused=fused)
     scaler = ours()

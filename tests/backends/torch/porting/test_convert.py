@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from polyamp.cli.app import app
-from polyamp.porting.files.formats import inventory_of
+from polyamp.porting.files.file_formats import file_inventory
 
 BUILDER = """
 import torch
@@ -76,4 +76,4 @@ def test_safetensors_whose_length_begins_as_a_pickle_does(tmp_path: Path) -> Non
     header = b'{"0.weight":{"dtype":"F32","shape":[1,1],"data_offsets":[0,4]}}'.ljust(0x280)
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    assert [layer.path for layer in inventory_of(path).layers] == ["0"]
+    assert [layer.path for layer in file_inventory(path).layers] == ["0"]

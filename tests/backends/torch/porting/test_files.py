@@ -16,7 +16,7 @@ import polyamp
 from polyamp.errors import PortError
 from polyamp.porting import Lazy
 from polyamp.porting.convert import convert
-from polyamp.porting.files import tensors
+from polyamp.porting.files import safetensors_file
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp_torch.porting.converter import TorchConverter
 from tests.porting.layers import torch_layers
@@ -163,7 +163,7 @@ def test_a_file_is_written_as_another_one_is(suffix: str, tmp_path: Path) -> Non
         assert state["lm_head.weight"].data_ptr() == state["wte.weight"].data_ptr()
         GPT2().load_state_dict(state)
     else:
-        assert tensors.read(path).metadata["format"] == "pt"
+        assert safetensors_file.read(path).metadata["format"] == "pt"
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted([like.name, path.name])
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from polyamp.errors import PortError
 from polyamp.porting import Lazy
 from polyamp_torch.porting import fill as fill_room
-from polyamp_torch.porting import tensors
 from polyamp_torch.porting.converter import CONVERTER
+from polyamp_torch.porting.torch_only import tensor_io
 
 fill = CONVERTER.fill
 
@@ -73,8 +73,8 @@ def test_everything_is_written_in_place() -> None:
 @pytest.mark.parametrize("small", [True, False], ids=["kept", "read again"])
 def test_a_read_that_fails_leaves_the_model_as_it_was(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not small:
-        monkeypatch.setattr(fill_room, "_SMALL", 0)
-        monkeypatch.setattr(fill_room, "_SHARE", 0.0)
+        monkeypatch.setattr(fill_room, "_MIN_BUDGET", 0)
+        monkeypatch.setattr(fill_room, "_BUDGET_SHARE", 0.0)
     made = model()
     before, new = bits(made), values(made)
     for fails_at in range(1, 3):
@@ -101,13 +101,13 @@ def test_an_interrupt_comes_before_or_after(ctrl_c: None, monkeypatch: pytest.Mo
     made, wanted = model(), model()
     new = values(made)
     fill(wanted, new)
-    written = fill_room.write
+    written = fill_room.write_tensor
 
     def interrupted(*args: Any) -> None:
         written(*args)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(fill_room, "write", interrupted)
+    monkeypatch.setattr(fill_room, "write_tensor", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fill(made, new)
     assert bits(made) == bits(wanted)
@@ -168,7 +168,7 @@ def test_tensors_of_any_stride_and_of_inference_mode() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int64", "bool"])
 def test_an_array_of_any_strides_is_written(dtype: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "another":  # the way that accelerators take
-        monkeypatch.setattr(tensors, "copy_into", None)
+        monkeypatch.setattr(tensor_io, "copy_into", None)
         monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
     known = np.dtype(getattr(ml_dtypes, dtype, dtype))
     base = np.array([[0, 1, 2], [3, 4, 5]]).astype(known)
@@ -178,7 +178,7 @@ def test_an_array_of_any_strides_is_written(dtype: str, device: str, monkeypatch
     for array in [base, base.T, fixed, base[::-1], base[:, ::-1].T, base[:, ::2], base[0, 0], base[:0], unaligned]:
         tensor = torch.zeros(array.shape, dtype=getattr(torch, dtype))
         version = tensor._version
-        tensors.write(tensor, np.asarray(array))
+        tensor_io.write_tensor(tensor, np.asarray(array))
         assert tensor.double().tolist() == array.astype(np.float64).tolist()
         assert tensor._version == version + 1
 
@@ -190,7 +190,7 @@ def test_a_large_matrix_is_transposed(dtype: str) -> None:
     base.flags.writeable = False
     for array in (base.T, base[:, ::2].T, base.T[::-1]):
         tensor = torch.zeros(array.shape, dtype=getattr(torch, dtype))
-        tensors.write(tensor, array)
+        tensor_io.write_tensor(tensor, array)
         assert np.array_equal(tensor.double().numpy(), array.astype(np.float64))
         assert tensor._version == 1
     assert base[1, 2] == known.type(402 % 7)

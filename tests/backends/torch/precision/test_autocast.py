@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 import polyamp
 from polyamp.errors import UnsupportedError
 from polyamp_torch.precision.autocast import autocast
-from polyamp_torch.precision.islands import current
+from polyamp_torch.precision.torch_only.float32_islands import current_islands
 
 BFLOAT16, FLOAT16, FLOAT32 = (polyamp.Policy(name) for name in ("mixed_bfloat16", "mixed_float16", "float32"))
 NATIVE = BFLOAT16.replace(op_list="native")
@@ -42,7 +42,7 @@ def test_regions_nest_and_are_entered_again() -> None:
                 assert seen() == (torch.float16, torch.float32)
             assert seen() == MIXED
         assert seen() == OFF
-    assert current("cpu") is None
+    assert current_islands("cpu") is None
 
 
 def test_a_torch_region_inside_is_obeyed() -> None:
@@ -59,7 +59,7 @@ def test_a_torch_region_inside_is_obeyed() -> None:
 def test_the_native_op_list_inside_and_outside() -> None:
     native = (torch.bfloat16, torch.bfloat16)
     with autocast(NATIVE, "cpu"):
-        assert current("cpu") is None, "no mode, no cost"
+        assert current_islands("cpu") is None, "no mode, no cost"
         assert seen() == native
         with autocast(BFLOAT16, "cpu"):
             assert seen() == MIXED
@@ -118,7 +118,7 @@ def test_an_error_inside_closes_everything() -> None:
     with contextlib.suppress(ZeroDivisionError), autocast(BFLOAT16, "cpu"), autocast(NATIVE, "cpu"):
         raise ZeroDivisionError
     assert seen() == OFF
-    assert current("cpu") is None
+    assert current_islands("cpu") is None
     depth = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     assert depth == 1

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import polyamp
 from polyamp.errors import PolicyError
 from polyamp_torch.precision.autocast import autocast, carried
-from polyamp_torch.precision.paths import inner_paths
+from polyamp_torch.precision.torch_only.module_paths import unwrapped_paths
 
 BFLOAT16 = polyamp.Policy("mixed_bfloat16")
 ISLAND = BFLOAT16.replace(overrides={"2": "float32"})
@@ -131,7 +131,7 @@ def test_globs_match_behind_wrappers(wrapper: str, tmp_path: Path) -> None:
             "two": lambda m: nn.DataParallel(checkpoint_wrapper(m)),
         }
         model = wrapped[wrapper](inner)
-        assert set(inner_paths(model)) == {"0", "1", "2", "3", "4"}
+        assert set(unwrapped_paths(model)) == {"0", "1", "2", "3", "4"}
         assert inner_dtypes(model, inner[2], BFLOAT16.replace(overrides={"?": "float32"})) == torch.float32
         assert inner_dtypes(model, inner[2], BFLOAT16.replace(overrides={"4": "float32"})) == torch.bfloat16
         with pytest.raises(PolicyError, match="'module/2' matches no module path"):
@@ -150,7 +150,7 @@ def test_a_wrapped_part_and_a_submodule_that_is_called_module() -> None:
             return out
 
     own = Own()
-    assert {"module", "module/2", "encoder", "encoder/2"} <= set(inner_paths(own))
+    assert {"module", "module/2", "encoder", "encoder/2"} <= set(unwrapped_paths(own))
     assert inner_dtypes(own, own.module[2], BFLOAT16.replace(overrides={"module/2": "float32"})) == torch.float32
     behind = own.encoder._orig_mod[2]
     for glob in ("encoder/2", "encoder"):

@@ -15,7 +15,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import polyamp
 from polyamp_torch.precision.autocast import autocast
-from polyamp_torch.precision.regions import OPENED, nesting
+from polyamp_torch.precision.torch_only.autocast_regions import OPEN_BLOCKS, autocast_nesting
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
 
@@ -30,10 +30,15 @@ def ambient() -> dict[str, Any]:
         "enabled": torch.is_autocast_enabled("cpu"),
         "dtype": torch.get_autocast_dtype("cpu"),
         "cache": torch.is_autocast_cache_enabled(),
-        "nesting": nesting(),
+        "nesting": autocast_nesting(),
         "modes": sum(not mode.closed for mode in modes()),
         "precision": torch.get_float32_matmul_precision(),
-        "blocks": (len(OPENED.regions), len(OPENED.installed), len(OPENED.bound), len(OPENED.overrides)),
+        "blocks": (
+            len(OPEN_BLOCKS.regions),
+            len(OPEN_BLOCKS.installed),
+            len(OPEN_BLOCKS.bound),
+            len(OPEN_BLOCKS.overrides),
+        ),
     }
 
 

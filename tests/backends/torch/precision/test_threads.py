@@ -16,7 +16,7 @@ from torch.nn.parallel import parallel_apply
 import polyamp
 from polyamp.errors import UnsupportedError
 from polyamp_torch.precision.autocast import autocast, carried
-from polyamp_torch.precision.bound import BoundModule
+from polyamp_torch.precision.policy_module import PolicyModule
 
 BFLOAT16, FLOAT16 = polyamp.Policy("mixed_bfloat16"), polyamp.Policy("mixed_float16")
 X = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
@@ -177,7 +177,7 @@ def test_two_threads_call_one_bound_model_at_once(policy: polyamp.Policy) -> Non
 def test_cast_copies_follow_masters_that_another_thread_changes() -> None:
     model = Model()
     bound: Any = CAST.autocast(model)
-    assert isinstance(bound, BoundModule)
+    assert isinstance(bound, PolicyModule)
     with bound.installed():
         with torch.no_grad():
             for master in bound._installation.casts.places:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import polyamp
 from polyamp.errors import CheckpointError, UnsupportedError
 from polyamp_torch.integrations.loop_scaler import LoopScaler
-from polyamp_torch.step import running
+from polyamp_torch.step.torch_only import buffers
 
 BATCH = torch.ones(2, 4)
 MODES = ("autocast", "cast")
@@ -412,20 +412,20 @@ class Unread(torch.Tensor):
 def test_s9_the_flag_is_read_on_a_device_only_where_a_form_changed(
     applied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "looks", lambda _: False)  # as on an accelerator
+    monkeypatch.setattr(buffers, "can_read_without_sync", lambda _: False)  # as on an accelerator
     flag = torch.tensor(applied).as_subclass(Unread)
     net = Net(lambda net: net.own.mul_(2))
     own = net.own
-    saved = running.snapshot(net)
+    saved = buffers.snapshot(net)
     net(BATCH)
     net.own = net.own + 0  # replaced by one like it
-    running.settle(saved, flag)
+    buffers.commit_or_rollback(saved, flag)
     assert net.own is own
     assert net.own.tolist() == ([[2, 6], [4, 8]] if applied else [[1, 3], [2, 4]])
-    saved = running.snapshot(net)
+    saved = buffers.snapshot(net)
     resized(net)
     with pytest.raises(AssertionError, match="the flag was read"):
-        running.settle(saved, flag)
+        buffers.commit_or_rollback(saved, flag)
 
 
 def test_s22_a_checkpoint_with_buffers_of_other_shapes_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import polyamp
 from polyamp.errors import UnsupportedError
-from polyamp_torch.step.compile_trial import tried
+from polyamp_torch.step.torch_only.eager_dry_run import run_trial
 
 TOTAL = 0
 RECIPE = polyamp.Recipe(policy="float32", optimizer=polyamp.sgd(0.1))
@@ -135,7 +135,7 @@ def test_the_trial_leaves_python_state_as_it_was(way: str) -> None:
     model = Counting()
     loss_fn, count = losses(model, way)
     state: Any = polyamp.init(model, RECIPE)
-    found = tried(loss_fn, state, torch.ones(3, 2))
+    found = run_trial(loss_fn, state, torch.ones(3, 2))
     assert count() == 0
     assert len(found.changing) == 1
     assert model.size == 3, "what the first pass alone sets is a cache, and stays"

@@ -93,8 +93,8 @@ def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The step as on the CPU, and on the path that accelerators take, which selects by the flag on the device."""
     if request.param == "reading waits":
         for name, module in list(sys.modules.items()):
-            if name.startswith("polyamp_torch.") and hasattr(module, "looks"):
-                monkeypatch.setattr(module, "looks", lambda device: False)
+            if name.startswith("polyamp_torch.") and hasattr(module, "can_read_without_sync"):
+                monkeypatch.setattr(module, "can_read_without_sync", lambda device: False)
 
 
 Pair = tuple[Any, Callable[[Any], torch.optim.Optimizer]]

@@ -161,10 +161,10 @@ def test_trap_native_fused_sgd_with_16_bit_parameters() -> None:
 @pytest.mark.parametrize("blind", [False, True])
 def test_buffers_that_the_forward_pass_replaces(gain: float, blind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the step: one like the old is written into it, an unlike one takes its place, and a skip restores both."""
-    from polyamp_torch.step import running as buffers
+    from polyamp_torch.step.torch_only import buffers
 
     if blind:
-        monkeypatch.setattr(buffers, "looks", lambda device: False)
+        monkeypatch.setattr(buffers, "can_read_without_sync", lambda device: False)
 
     class Replacing(nn.Module):
         def __init__(self) -> None:

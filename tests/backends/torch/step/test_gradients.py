@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
-from polyamp_torch.step import measure
-from polyamp_torch.step.measure import divisor, global_norm, measured
+from polyamp_torch.step import grad_stats
+from polyamp_torch.step.grad_stats import global_norm, global_norm_and_finite, unscale_and_clip_divisor
 
 LARGEST = torch.finfo(torch.float32).max
 INF, NAN = float("inf"), float("nan")
@@ -24,8 +24,8 @@ INF, NAN = float("inf"), float("nan")
 def refuse_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens on an accelerator, on the CPU: nothing may be read on the host."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("polyamp_torch.") and hasattr(module, "looks"):
-            monkeypatch.setattr(module, "looks", lambda device: False)
+        if name.startswith("polyamp_torch.") and hasattr(module, "can_read_without_sync"):
+            monkeypatch.setattr(module, "can_read_without_sync", lambda device: False)
 
 
 @pytest.fixture(params=["looking", "blind"])
@@ -65,7 +65,7 @@ EDGES: list[tuple[str, list[torch.Tensor], float, float, bool]] = [
 @pytest.mark.usefixtures("way")
 def test_s10_norm_and_flag_at_the_edges(grads: list[torch.Tensor], scale: float, norm: float, finite: bool) -> None:
     before = [grad.clone() for grad in grads]
-    found = measured(grads, torch.tensor(scale))
+    found = global_norm_and_finite(grads, torch.tensor(scale))
     assert (found.norm.dtype, found.finite.dtype, found.finite.shape) == (torch.float64, torch.bool, ())
     assert bool(found.finite) is finite
     assert found.norm.item() == pytest.approx(
@@ -79,11 +79,11 @@ def test_s10_norm_and_flag_at_the_edges(grads: list[torch.Tensor], scale: float,
 @pytest.mark.parametrize("size", [1e-170, 1e170])
 def test_s10_float64_gradients_whose_squares_leave_float64(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     grads = [torch.full((4,), size, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)]
-    found = measured(grads)
+    found = global_norm_and_finite(grads)
     assert found.norm.item() == pytest.approx(2 * size, rel=1e-12, abs=0.0)
     assert bool(found.finite)
     refuse_to_look(monkeypatch)
-    assert bool(measured(grads).finite) is (size < 1.0), "elsewhere the largest count as not finite"
+    assert bool(global_norm_and_finite(grads).finite) is (size < 1.0), "elsewhere the largest count as not finite"
 
 
 def test_s10_a_known_least_scale_spares_the_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,11 +95,11 @@ def test_s10_a_known_least_scale_spares_the_second_look(monkeypatch: pytest.Monk
         seen.append(order)
         return kernel(tensors, order, **kwargs)
 
-    monkeypatch.setattr(measure, "foreach_norm", counted)
+    monkeypatch.setattr(grad_stats, "foreach_norm", counted)
     grads, scale = [torch.ones(4)], torch.tensor(4.0)
-    measured(grads, scale, least=1.0)
+    global_norm_and_finite(grads, scale, least=1.0)
     assert seen == [2]
-    measured(grads, scale, least=2.0**-14)
+    global_norm_and_finite(grads, scale, least=2.0**-14)
     assert seen == [2, 2, INF]
 
 
@@ -154,13 +154,15 @@ def test_s10_every_number_counts_whatever_the_size_of_its_tensor(
             grads = [torch.full((other,), size, dtype=dtype) for other in lengths]
             grads[number][place] = 1000.0 * size  # its square and all sums are integers below 2^24
             for layout in (grads, [torch.stack([grad, grad], dim=1)[:, 0] for grad in grads]):
-                assert measured(layout).norm.item() == pytest.approx(exact, rel=bound, abs=0.0)
+                assert global_norm_and_finite(layout).norm.item() == pytest.approx(exact, rel=bound, abs=0.0)
 
 
 def test_s10_divisor_is_scale_times_excess() -> None:
     norm, scale = torch.tensor(4.0, dtype=torch.float64), torch.tensor(8.0)
-    assert divisor(norm, None, None) is None
-    found = [divisor(norm, *rest) for rest in ((scale, None), (None, 2.0), (scale, 2.0), (scale, 16.0))]
+    assert unscale_and_clip_divisor(norm, None, None) is None
+    found = [
+        unscale_and_clip_divisor(norm, *rest) for rest in ((scale, None), (None, 2.0), (scale, 2.0), (scale, 16.0))
+    ]
     assert [None if by is None else by.item() for by in found] == [8.0, 2.0, 16.0, 8.0]
 
 

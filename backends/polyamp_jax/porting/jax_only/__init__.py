@@ -1,0 +1,1 @@
+"""Parts of porting that only JAX needs."""

@@ -1,0 +1,160 @@
+"""`ArrayPlace`, the position of an array in a model's pytree, and replacement of the arrays at such positions.
+
+The inventories of equinox, haiku and plain functions use places. The model's leaves are numbered once, and reading and
+writing use the same numbers. A layer of a stack made by `jax.vmap` is a slice of a leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp_jax.porting.jax_only.lazy_leaves import to_lazy
+
+LARGE_COUNT: Final = 2**30
+"""A step counter so large that a moving average with it gets no bias correction."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayPlace:
+    """One leaf of a model, or a slice of it.
+
+    Attributes:
+        number: number of the leaf, in the order of `jax.tree.leaves`.
+        held: the leaf: an array, a `jax.ShapeDtypeStruct`, or another value in a module (a function, a rate).
+        index: index of the slice along the first axes; empty for the whole leaf.
+    """
+
+    number: int
+    held: Any
+    index: tuple[int, ...] = ()
+
+    @property
+    def is_array(self) -> bool:
+        """Whether the leaf is an array or the shape of one."""
+        return isinstance(self.held, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether the leaf is an array of floating or complex numbers, so no counter or random key."""
+        return self.is_array and bool(jnp.issubdtype(self.held.dtype, jnp.inexact))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the leaf or slice."""
+        return tuple(self.held.shape[len(self.index) :])
+
+    @property
+    def value(self) -> Any:
+        """The leaf, for a module that is inspected; for a slice only its shape."""
+        return _shape_struct(self.shape, self.held.dtype) if self.index else self.held
+
+    @property
+    def array(self) -> Any:
+        """The array or slice; a `jax.ShapeDtypeStruct` if the leaf is one."""
+        if not self.index:
+            return self.held
+        return self.value if isinstance(self.held, jax.ShapeDtypeStruct) else self.held[self.index]
+
+    def slice_at(self, number: int) -> ArrayPlace:
+        """Return the place of one slice along the first remaining axis."""
+        return dataclasses.replace(self, index=(*self.index, number))
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """An array of an inventory: how it is read, and which leaves are written for a new value.
+
+    Attributes:
+        place: its place in the model.
+        trainable: False for running statistics.
+        read: returns its value if that differs from the leaf, as for a bias-corrected moving average.
+        same: leaves that get the same value; haiku's moving averages store it twice.
+        settled: number of another leaf -> the value that it gets, such as a counter.
+        tied: name of the weight that it is tied to; None for an independent one.
+        origin: place of that weight; `place` then only has the shape here.
+    """
+
+    place: ArrayPlace
+    trainable: bool = True
+    read: Callable[[], Any] | None = None
+    same: tuple[int, ...] = ()
+    settled: Mapping[int, int | bool] = dataclasses.field(default_factory=dict)
+    tied: str | None = None
+    origin: ArrayPlace | None = None
+
+    @property
+    def array(self) -> Any:
+        """Its value; a `jax.ShapeDtypeStruct` if there is none."""
+        if self.read is None or isinstance((self.origin or self.place).held, jax.ShapeDtypeStruct):
+            return self.place.array
+        return self.read()
+
+    def lazy(self, name: str) -> Lazy:
+        """Return its value as a lazy array."""
+        held = to_lazy(name, self.place.held)
+        if isinstance((self.origin or self.place).held, jax.ShapeDtypeStruct):
+            return Lazy(self.place.shape, held.dtype, held.read)
+        if self.read is not None:
+            return Lazy(self.place.shape, held.dtype, lambda: np.asarray(self.array, held.dtype))
+        return Lazy(self.place.shape, held.dtype, lambda: held.read()[self.place.index]) if self.place.index else held
+
+
+def number_leaves(tree: Any) -> Any:
+    """Return a pytree with every leaf replaced by its `ArrayPlace`."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [ArrayPlace(number, leaf) for number, leaf in enumerate(leaves)])
+
+
+def replace_leaves(tree: Any, weights: Mapping[str, Weight], values: Mapping[str, Any]) -> Any:
+    """Return a model with other arrays in the places of these weights; can be traced.
+
+    Args:
+        tree: the model.
+        weights: name -> weight.
+        values: name -> array.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    parts: dict[int, dict[tuple[int, ...], Any]] = {}
+    settled: dict[int, int | bool] = {}
+    for name, value in values.items():
+        weight = weights[name]
+        settled.update(weight.settled)
+        for number in (weight.place.number, *weight.same):
+            parts.setdefault(number, {})[weight.place.index] = value
+    for number, by_index in parts.items():
+        leaves[number] = by_index[()] if () in by_index else _stack_slices(leaves[number], by_index)
+    for number, value in settled.items():
+        held = leaves[number]
+        leaves[number] = _array_like(held, np.full(held.shape, value, held.dtype))
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _stack_slices(held: Any, parts: Mapping[tuple[int, ...], Any]) -> Any:
+    """Return a leaf with some slices replaced; the others are unchanged."""
+    lead = held.shape[: len(next(iter(parts)))]
+    rows = [parts[index] if index in parts else held[index] for index in np.ndindex(*lead)]
+    if any(isinstance(row, jax.core.Tracer) for row in rows):
+        return jnp.stack(rows).reshape(held.shape)
+    made = np.empty(held.shape, rows[0].dtype)
+    for index, row in zip(np.ndindex(*lead), rows, strict=True):
+        made[index] = row
+    return _array_like(held, made)
+
+
+def _array_like(held: Any, values: Any) -> Any:
+    if isinstance(held, np.ndarray):
+        return values
+    sharding = held.sharding if getattr(held, "committed", True) else None
+    return jax.device_put(values, sharding if isinstance(sharding, jax.sharding.Sharding) else None)
+
+
+def _shape_struct(shape: tuple[int, ...], dtype: Any) -> Any:
+    struct: Any = jax.ShapeDtypeStruct
+    return struct(shape, dtype)

@@ -1,0 +1,67 @@
+"""Inference flags of JAX models, under the usual names in JAX libraries and user code.
+
+They turn dropout off and select running statistics on both sides of a comparison.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax.numpy as jnp
+
+INFERENCE_FLAGS: Final[Mapping[str, bool]] = {
+    "deterministic": True,
+    "use_running_average": True,
+    "inference": True,
+    "train": False,
+    "training": False,
+    "is_training": False,
+}
+"""Name of an argument or setting -> its value in inference."""
+
+
+def set_inference_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, add: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call, with those in `INFERENCE_FLAGS` set for inference.
+
+    Args:
+        function: the bound method that is called.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        add: also pass flags that the caller leaves at their defaults, except those that are settings of the module.
+    """
+    signature = inspect.signature(function)
+    bound = signature.bind_partial(*args, **kwargs)
+    module = getattr(function, "__self__", None)
+    for name, parameter in signature.parameters.items():
+        given = bound.arguments.get(name)
+        added = add and given is None and getattr(module, name, None) is None
+        if name in INFERENCE_FLAGS and parameter.kind is not parameter.VAR_KEYWORD and (added or given is not None):
+            bound.arguments[name] = INFERENCE_FLAGS[name]
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            rest = bound.arguments.get(name, {})
+            bound.arguments[name] = {key: INFERENCE_FLAGS.get(key, value) for key, value in rest.items()}
+    return bound.args, bound.kwargs
+
+
+def set_inference_settings(module: Any, names: Mapping[str, Any]) -> None:
+    """Set a module's settings for inference and float32, in place.
+
+    Args:
+        module: the module, a copy that exists for one call.
+        names: its settings.
+    """
+    for name, value in names.items():
+        if name in INFERENCE_FLAGS and isinstance(value, bool):
+            object.__setattr__(module, name, INFERENCE_FLAGS[name])
+        if (
+            name == "dtype"
+            and value is not None
+            and jnp.issubdtype(value, jnp.floating)
+            and jnp.dtype(value).itemsize < 4
+        ):
+            object.__setattr__(module, name, jnp.float32)

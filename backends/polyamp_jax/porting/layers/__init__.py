@@ -1,0 +1,1 @@
+"""Canonical names and attributes of JAX activation functions."""

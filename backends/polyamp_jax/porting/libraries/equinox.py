@@ -1,0 +1,203 @@
+"""`Library` (see `library`) for equinox models, based on `equinox_walk` and `equinox_layers`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from typing import Any, Final
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from polyamp.errors import ModelError, PortError, describe_value
+from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
+from polyamp.porting.layouts.layer_layout import Form, same
+from polyamp.porting.layouts.registration import qualified_name, registered_form
+from polyamp_jax import compat
+from polyamp_jax.models.equinox import walk_modules
+from polyamp_jax.porting.jax_only import array_places
+from polyamp_jax.porting.libraries.equinox_layers import attribute_lines, find_layer_spec
+from polyamp_jax.porting.libraries.equinox_walk import EquinoxLayer, EquinoxWalk
+from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
+
+_CLASS_CACHE_SIZE: Final = 4096
+"""Maximum number of cached subclasses of modules. JAX never releases a class that it has seen."""
+
+
+def inventory(model: Any, batch: CallInputs | None) -> Inventory:
+    """Return the layers of a module, or of `(module, eqx.nn.State)`, with every array; the batch is not needed."""
+    walk = EquinoxWalk(_check_model(model))
+    return Inventory([_native_layer(part) for part in walk.parts], "equinox", left=walk.left)
+
+
+def arrays(model: Any) -> Mapping[str, Any]:
+    """Return name of a leaf -> its array."""
+    return {name: weight.array for name, weight in EquinoxWalk(_check_model(model)).weights().items()}
+
+
+def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
+    """Return a new model with other arrays in the leaves of these names."""
+    return array_places.replace_leaves(model, EquinoxWalk(_check_model(model)).weights(), arrays)
+
+
+def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
+    """Return the outputs on a batch, one sample at a time: the module is mapped over axis 0 of all its inputs.
+
+    A module that cannot be called with one sample, because it maps its batch itself, gets the whole batch.
+    """
+    module, state = model if isinstance(model, tuple) else (model, None)
+    module = eqx.nn.inference_mode(module)
+    drawn = _has_required_key(module)
+
+    def one(module: Any, args: Any, kwargs: Any, key: Any) -> Any:
+        keys = {"key": key} if drawn and "key" not in kwargs else {}
+        if state is None:
+            return module(*args, **keys, **kwargs)
+        return module(*args, jax.tree.map(lambda leaf: leaf, state), **keys, **kwargs)[0]
+
+    inputs, key = (batch.args, dict(batch.kwargs)), jax.random.key(0)
+    watched = _OutputRecorder(module, record)
+    if not _can_take_one_sample(functools.partial(one, module), inputs, key):
+        return one(watched, *inputs, key)
+    size = jax.tree.leaves(inputs)[0].shape[0]
+
+    def sample(args: Any, kwargs: Any, key: Any, number: Any) -> Any:
+        watched.sample = number
+        return one(watched, args, kwargs, key)
+
+    return jax.vmap(sample)(*inputs, jax.random.split(key, size), jnp.arange(size))
+
+
+def _check_model(model: Any) -> Any:
+    module, state = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
+    if not isinstance(module, eqx.Module) or (state is not None and not isinstance(state, eqx.nn.State)):
+        raise ModelError(
+            "pass an equinox model as the module, or as (module, state) with the eqx.nn.State that "
+            f"eqx.nn.make_with_state(...) returned. Received: {describe_value(model)}."
+        )
+    return model
+
+
+def _native_layer(part: EquinoxLayer) -> NativeLayer:
+    leaves = {
+        local: InventoryLeaf(name := part.name(local), weight.lazy(name), weight.trainable, weight.tied)
+        for local, weight in part.weights.items()
+    }
+    if part.layer is None:
+        return NativeLayer(part.path, leaves, part.forms or (Form("parameter", same("value")),))
+    form, row, said = registered_form(part.layer), find_layer_spec(part.layer), {}
+    if form is None and row is not None:
+        form = row.form(part.layer)
+        form = Form(form.kind, form.rules, {**form.attributes, **part.said})
+        said = attribute_lines(part.layer, part.path, row)
+    if form is None:
+        raise AssertionError(f"{part.path!r} is no layer")
+    module = f"eqx.nn.{type(part.layer).__name__}"
+    if not type(part.layer).__module__.startswith("equinox."):
+        module = qualified_name(type(part.layer))
+    _check_names(form, leaves, part, module)
+    return NativeLayer(part.path, leaves, (form,), module, said)
+
+
+def _check_names(form: Form, leaves: Iterable[str], part: EquinoxLayer, module: str) -> None:
+    named = sorted(name for rule in form.rules for name in rule.native)
+    if named != sorted(leaves):
+        raise PortError(
+            f"the form of {module} at {part.path!r} names the arrays {named}, and the layer has {sorted(leaves)}: a "
+            "form names every array of its layer once."
+        )
+
+
+def _has_required_key(module: Any) -> bool:
+    """Return whether the module requires a random key; an optional key is not passed."""
+    parameters = inspect.signature(module).parameters
+    return "key" in parameters and parameters["key"].default is inspect.Parameter.empty
+
+
+def _can_take_one_sample(one: Callable[..., Any], inputs: Any, key: Any) -> bool:
+    """Return whether the module can be called with one sample."""
+
+    def sample(array: Any) -> Any:
+        struct: Any = jax.ShapeDtypeStruct
+        return struct(jnp.shape(array)[1:], jnp.result_type(array))
+
+    if any(jnp.ndim(array) == 0 for array in jax.tree.leaves(inputs)):
+        return False
+    try:
+        jax.eval_shape(one, *jax.tree.map(sample, inputs), key)
+    except Exception as error:  # noqa: BLE001  # a user's module may raise any error for a sample
+        try:
+            jax.eval_shape(one, *inputs, key)
+        except Exception:  # noqa: BLE001  # it accepts neither; users expect the error for a sample
+            raise error from None
+        return False
+    return True
+
+
+class _OutputRecorder:
+    """A copy of a module whose submodules report their outputs.
+
+    Attributes:
+        module: the copy.
+        sample: number of the sample inside `jax.vmap`.
+    """
+
+    def __init__(self, module: Any, record: RecordOutput) -> None:
+        self._record, self._outermost = record, compat.trace_state()
+        self.sample: Any = jnp.int32(0)
+        leaves, structure = jax.tree.flatten(module)
+        self.module = jax.tree.unflatten(structure, leaves)
+        for path, node in walk_modules(self.module):
+            kind: Any = type(node)
+            if path and callable(node):
+                object.__setattr__(node, "__class__", _recording_subclass(kind, path))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        token = _active_recorder.set(self)
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            _active_recorder.reset(token)
+
+    def report(self, path: str, output: Any, sample: Any) -> None:
+        """Record an output. Under `jax.vmap` it is one of many and is recorded for all samples, as many as `sample`
+        has."""
+        if not isinstance(output, jax.Array):
+            return
+        if compat.trace_state() == self._outermost:
+            self._record(path, output)
+            return
+
+        # each enclosing `jax.vmap` calls the batching rule below with all samples at once
+        @jax.custom_batching.custom_vmap
+        def out(value: Any, sample: Any) -> Any:
+            return value
+
+        @out.def_vmap
+        def _(size: int, mapped: Any, value: Any, sample: Any) -> Any:
+            self.report(path, value, sample)
+            return value, mapped[0]
+
+        out(jax.lax.stop_gradient(output), sample)
+
+
+_active_recorder: ContextVar[_OutputRecorder | None] = ContextVar("polyamp_watching", default=None)
+
+
+@functools.lru_cache(maxsize=_CLASS_CACHE_SIZE)
+def _recording_subclass(kind: Any, path: str) -> type:
+    @functools.wraps(kind.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = kind.__call__(self, *args, **kwargs)
+        with_state = isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], eqx.nn.State)
+        watching = _active_recorder.get()
+        if watching is not None:
+            watching.report(path, output[0] if with_state else output, watching.sample)
+        return output
+
+    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    made: type = type(kind)(kind.__name__, (kind,), names)
+    return made

@@ -1,0 +1,268 @@
+"""Forms of flax's layers that consist of one module: dense, convolutions, embedding, norms, PReLU.
+
+linen's and nnx's layers have the same arrays and names of settings, so one function returns the form of both.
+
+Each function takes the shapes of the layer's arrays by name, and its settings. These are a linen module's fields or an
+nnx module's attributes, or empty if only the name of the class is known. Unknown attributes are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from polyamp.porting.layouts.layer_layout import Form, Rule, same
+from polyamp.porting.layouts.operations import Flip, Operation, Reshape, Shape, Transpose
+
+Shapes = Mapping[str, Shape]
+LayerSettings = Mapping[str, Any]
+FormMaker = Callable[[Shapes, LayerSettings], Form]
+
+
+class RefusedError(Exception):
+    """Error for a layer or setting without a canonical equivalent; the text gives the reason."""
+
+
+def dense(shapes: Shapes, settings: LayerSettings) -> Form:
+    """Return the form of `Dense` and `Linear`."""
+    return Form("dense", same(*shapes))
+
+
+def dense_general(shapes: Shapes, settings: LayerSettings, inputs: int | None = None) -> Form:
+    """Return the form of `DenseGeneral` and `LinearGeneral`.
+
+    The kernel has the contracted axes first, in the order of `axis`, then the features.
+
+    Args:
+        shapes: shapes of the arrays.
+        settings: settings of the layer.
+        inputs: number of contracted axes, if the settings do not contain it.
+    """
+    if settings.get("batch_dims") or settings.get("batch_axis"):
+        raise RefusedError("its kernel has batch axes")
+    axes = _tuple(settings.get("axis", -1)) if inputs is None else tuple(range(-inputs, 0))
+    if len({axis < 0 for axis in axes}) > 1:
+        raise RefusedError(f"its axis={axes} counts from both ends")
+    count = len(axes)
+    order = sorted(range(count), key=axes.__getitem__)  # the kernel's first axes have the order of `axis`
+    return _flat_dense(shapes, (*order, *range(count, len(shapes["kernel"]))), count)
+
+
+def einsum(shapes: Shapes, settings: LayerSettings) -> Form:
+    """Return the form of `Einsum`. Its string determines which axes of the kernel are summed over."""
+    equation = settings.get("einsum_str")
+    if not isinstance(equation, str):
+        raise RefusedError("its einsum_str is given where it is called")
+    operands, _, result = equation.replace(" ", "").replace("...", "").partition("->")
+    given, _, kernel = operands.partition(",")
+    summed = [letter for letter in given if letter in kernel and letter not in result]
+    made = [letter for letter in result if letter in kernel and letter not in given]
+    if len(summed) + len(made) != len(kernel):
+        raise RefusedError(f"in {equation!r} an axis of the kernel is neither summed over nor made")
+    return _flat_dense(shapes, tuple(kernel.index(letter) for letter in (*summed, *made)), len(summed))
+
+
+def _flat_dense(shapes: Shapes, order: tuple[int, ...], count: int) -> Form:
+    """Return the form of a dense layer whose kernel, with its axes in `order`, has `count` input axes, then feature
+    axes."""
+    kernel = tuple(shapes["kernel"][axis] for axis in order)
+    inputs, features = kernel[:count], kernel[count:]
+    turn: tuple[Operation, ...] = () if order == tuple(range(len(order))) else (Transpose(order),)
+    flat = (math.prod(inputs), math.prod(features))
+    rules = [Rule(("kernel",), ("kernel",), (*turn, Reshape(kernel, flat)) if kernel != flat else turn)]
+    if "bias" in shapes:
+        bias = shapes["bias"]
+        if tuple(length for length in bias if length != 1) != tuple(length for length in features if length != 1):
+            raise RefusedError(f"its bias of {list(bias)} is not one of its features {list(features)}")
+        rules.append(Rule(("bias",), ("bias",), (Reshape(bias, flat[1:]),) if bias != flat[1:] else ()))
+    several = {"inputs": list(inputs)} if len(inputs) > 1 else {}
+    return Form("dense", tuple(rules), {**several, **({"outputs": list(features)} if len(features) > 1 else {})})
+
+
+def conv(shapes: Shapes, settings: LayerSettings) -> Form:
+    """Return the form of `Conv`, which has the canonical layout."""
+    _check_plain_kernel(settings)
+    rank = len(shapes["kernel"]) - 2
+    if any(length != 1 for length in _per_axis(settings.get("input_dilation"), rank)):
+        raise RefusedError("input_dilation= spreads its input; a transposed convolution is ConvTranspose")
+    attributes: dict[str, Any] = {"channels": "last"}
+    if settings:
+        dilation = _per_axis(settings["kernel_dilation"], rank)
+        padding, mode = _canonical_padding(settings["padding"], shapes["kernel"][:rank], dilation)
+        attributes |= {
+            "strides": _per_axis(settings["strides"], rank),
+            "padding": padding,
+            "padding_mode": mode,
+            "dilation": dilation,
+            "groups": settings["feature_group_count"],
+        }
+    return Form("conv", same(*shapes), attributes)
+
+
+def conv_transpose(shapes: Shapes, settings: LayerSettings, *, transposed: bool | None = None) -> Form:
+    """Return the form of `ConvTranspose`.
+
+    Its kernel slides over the dilated input, so it is the flipped canonical kernel, unless it is transposed.
+
+    Args:
+        shapes: shapes of the arrays.
+        settings: settings of the layer.
+        transposed: `transpose_kernel`, if the settings do not contain it.
+    """
+    _check_plain_kernel(settings)
+    kernel = shapes["kernel"]
+    rank = len(kernel) - 2
+    spatial = tuple(range(rank))
+    swapped = bool(settings.get("transpose_kernel", transposed))
+    turn: Operation = Transpose((*spatial, rank + 1, rank)) if swapped else Flip(spatial)
+    attributes: dict[str, Any] = {"channels": "last", "groups": 1}
+    if settings:
+        strides, dilation = (_per_axis(settings[name], rank) for name in ("strides", "kernel_dilation"))
+        reach = [every * (length - 1) for length, every in zip(kernel[:rank], dilation, strict=True)]
+        padding = settings["padding"]
+        if padding == "CIRCULAR":
+            raise RefusedError("padding='CIRCULAR' folds its output")
+        attributes |= {"strides": strides, "dilation": dilation, "padding": _output_crop(padding, reach, strides)}
+    return Form(
+        "conv_transpose", (Rule(("kernel",), ("kernel",), (turn,)), *same(*_names_except(shapes, "kernel"))), attributes
+    )
+
+
+def embedding(shapes: Shapes, settings: LayerSettings) -> Form:
+    """Return the form of `Embed`."""
+    return Form("embedding", (Rule(("embedding",), ("table",)),))
+
+
+def layer_norm(shapes: Shapes, settings: LayerSettings, kind: str = "layer_norm") -> Form:
+    """Return the form of `LayerNorm`, or of `RMSNorm` if `kind` is "rms_norm"."""
+    attributes = _select_settings(settings, "epsilon")
+    axes = settings.get("reduction_axes", -1)
+    if settings and (over := _trailing_axis_count(axes)):
+        features = _trailing_axis_count(settings.get("feature_axes", -1))
+        if features != over:
+            raise RefusedError(f"reduction_axes={axes} are not its feature_axes={settings['feature_axes']}")
+        attributes |= {"axes": over} if kind == "layer_norm" else {}
+    elif settings:
+        raise RefusedError(f"reduction_axes={axes} are not the last ones, counted from the end")
+    return Form(kind, same(*shapes), attributes)
+
+
+def rms_norm(shapes: Shapes, settings: LayerSettings) -> Form:
+    """Return the form of `RMSNorm`."""
+    return layer_norm(shapes, settings, "rms_norm")
+
+
+def group_norm(shapes: Shapes, settings: LayerSettings) -> Form:
+    """Return the form of `GroupNorm`."""
+    if settings.get("reduction_axes") is not None:
+        raise RefusedError(f"reduction_axes={settings['reduction_axes']} are its own")
+    channels = next(iter(shapes.values()), (0,))[0]
+    groups = settings.get("num_groups") or (channels // settings["group_size"] if settings.get("group_size") else 0)
+    return Form(
+        "group_norm", same(*shapes), {**_select_settings(settings, "epsilon"), **({"groups": groups} if groups else {})}
+    )
+
+
+def instance_norm(shapes: Shapes, settings: LayerSettings) -> Form:
+    """Return the form of `InstanceNorm`, a group norm with a group for each channel."""
+    if _tuple(settings.get("feature_axes", -1)) != (-1,):
+        raise RefusedError(f"feature_axes={settings['feature_axes']} are not the last one")
+    channels = next(iter(shapes.values()), (0,))[0]
+    attributes = {**_select_settings(settings, "epsilon"), **({"groups": channels} if channels else {})}
+    return Form("group_norm", same(*shapes), attributes)
+
+
+def batch_norm(shapes: Shapes, settings: LayerSettings) -> Form:
+    """Return the form of `BatchNorm`. As in the canonical layout, momentum is the weight of the old statistic, and the
+    variance is divided by n."""
+    if _tuple(settings.get("axis", -1)) not in ((-1,), (len(next(iter(shapes.values()))) - 1,)):
+        raise RefusedError(f"axis={settings['axis']} is not the last one")
+    names = {"scale": "scale", "bias": "bias", "mean": "mean", "var": "variance"}
+    rules = tuple(Rule((name,), (names[name],)) for name in shapes)
+    return Form("batch_norm", rules, {**_select_settings(settings, "epsilon", "momentum"), "unbiased": False})
+
+
+def prelu(shapes: Shapes, settings: LayerSettings) -> Form:
+    """Return the form of `PReLU`, which has one slope for all channels."""
+    shape = shapes["negative_slope"]
+    return Form("prelu", (Rule(("negative_slope",), ("slope",), () if shape else (Reshape((), (1,)),)),))
+
+
+def dropout(shapes: Shapes, settings: LayerSettings) -> Form:
+    """Return the form of `Dropout`."""
+    return Form("dropout", (), _select_settings(settings, "rate"))
+
+
+def parameter_form(name: str) -> Form:
+    """Return the form of a parameter of no layer, from its name in the module."""
+    return Form("parameter", (Rule((name,), ("value",)),))
+
+
+def _check_plain_kernel(settings: LayerSettings) -> None:
+    if settings.get("mask") is not None:
+        raise RefusedError("its kernel is multiplied with mask=")
+
+
+def _canonical_padding(padding: Any, kernel: Shape, dilation: Sequence[int]) -> tuple[Any, str]:
+    """Return the canonical padding and mode for flax's `padding` of a convolution."""
+    reach = [every * (length - 1) for length, every in zip(kernel, dilation, strict=True)]
+    if isinstance(padding, str):
+        if padding in _MODES:
+            return [[length // 2, (length + 1) // 2] for length in reach], _MODES[padding]
+        return padding.lower(), "zeros"
+    pairs = _padding_pairs(padding, len(kernel))
+    return (pairs if any(map(any, pairs)) else "valid"), "zeros"
+
+
+def _output_crop(padding: Any, reach: Sequence[int], strides: Sequence[int]) -> list[list[int]]:
+    """Return what the `padding` of a transposed convolution crops from the full output.
+
+    flax defines the padding around the dilated input; the kernel's reach on each side yields the full output.
+    """
+    if padding == "VALID":
+        around = [(length, max(length, stride - 1)) for length, stride in zip(reach, strides, strict=True)]
+    elif padding == "SAME":  # as in jax.lax.conv_transpose
+        around = []
+        for length, stride in zip(reach, strides, strict=True):
+            total = length + stride - 1
+            before = length if stride > length else -(-total // 2)
+            around.append((before, total - before))
+    elif isinstance(padding, str):
+        raise RefusedError(f"padding={padding!r} of a transposed convolution")
+    else:
+        around = [(before, behind) for before, behind in _padding_pairs(padding, len(reach))]
+    return [[length - before, length - behind] for length, (before, behind) in zip(reach, around, strict=True)]
+
+
+def _padding_pairs(padding: Any, rank: int) -> list[list[int]]:
+    if isinstance(padding, int):
+        return [[padding, padding]] * rank
+    return [[item, item] if isinstance(item, int) else [int(length) for length in item] for item in padding]
+
+
+def _per_axis(value: Any, rank: int) -> list[int]:
+    """Return a setting as one int per axis, from one int for all axes or one for each; None is 1."""
+    return [value or 1] * rank if value is None or isinstance(value, int) else [int(item) for item in value]
+
+
+def _tuple(value: Any) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _trailing_axis_count(axes: Any) -> int:
+    """Return the number of axes if they are the last ones, else 0."""
+    found = sorted(_tuple(axes))
+    return len(found) if found == list(range(-len(found), 0)) else 0
+
+
+def _select_settings(settings: LayerSettings, *names: str) -> dict[str, Any]:
+    return {name: float(settings[name]) for name in names if name in settings}
+
+
+def _names_except(shapes: Shapes, name: str) -> tuple[str, ...]:
+    return tuple(each for each in shapes if each != name)
+
+
+_MODES: Final = {"CIRCULAR": "circular", "REFLECT": "reflect"}
+"""flax's paddings that use values of the input -> the canonical mode."""

@@ -1,0 +1,264 @@
+"""`Library` for haiku models: `(hk.Transformed, params)` and `(hk.TransformedWithState, (params, state))`.
+
+Their arrays are mappings of names. With a batch, `haiku_modules` finds the modules of these names. Without a batch, a
+layer's possible forms are inferred from names and shapes (`haiku_names`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import haiku as hk
+
+from polyamp.errors import PortError
+from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
+from polyamp.porting.layouts.layer_layout import Form
+from polyamp.porting.layouts.registration import qualified_name, registered_form
+from polyamp_jax import compat
+from polyamp_jax.models.haiku import adapt_haiku
+from polyamp_jax.porting.jax_only import array_places
+from polyamp_jax.porting.jax_only.array_places import LARGE_COUNT, ArrayPlace, Weight
+from polyamp_jax.porting.libraries import haiku_layers as forms
+from polyamp_jax.porting.libraries import haiku_modules
+from polyamp_jax.porting.libraries.flax_layers import RefusedError
+from polyamp_jax.porting.libraries.haiku_layers import HaikuCall, Shapes
+from polyamp_jax.porting.libraries.haiku_names import composite_forms, forms_by_name, parameter_forms
+from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
+
+_COUNTER_REASON: Final = (
+    "counts the batches behind a moving average; a port sets it so that nothing is corrected any more"
+)
+_HIDDEN_REASON: Final = "the moving average before it is corrected for its start; a port gives it the same values"
+
+
+def inventory(model: Any, batch: CallInputs | None) -> Inventory:
+    """Return the layers; see `Library.inventory`."""
+    found = _HaikuArrays(model)
+    seen = {} if batch is None else haiku_modules.record_calls(model, batch)
+    layers = list(found.layers(seen))
+    if seen:
+        order = {path: number for number, path in enumerate(seen)}
+        with_arrays = {layer.path for layer in layers}
+        layers += [
+            layer for path, each in seen.items() if path not in with_arrays for layer in _arrayless_layers(path, each)
+        ]
+        layers.sort(key=lambda layer: order.get(_owner_module(layer.path, order), len(order)))
+    return Inventory(layers, "haiku", bool(seen), found.left)
+
+
+def arrays(model: Any) -> Mapping[str, Any]:
+    """Return the arrays by name; see `Library.arrays`."""
+    return {name: weight.array for name, weight in _HaikuArrays(model).weights().items()}
+
+
+def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
+    """Return a new model with other arrays; see `Library.replace_arrays`."""
+    return array_places.replace_leaves(model, _HaikuArrays(model).weights(), arrays)
+
+
+def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
+    """Return the outputs on a batch; see `Library.run`."""
+    return haiku_modules.run(model, batch, record)
+
+
+class _HaikuArrays:
+    """The arrays of a model, by module.
+
+    Attributes:
+        modules: module -> its weights by name; the averages of a batch norm are "mean" and "variance".
+        left: name of an array that is no weight -> why.
+    """
+
+    def __init__(self, model: Any) -> None:
+        adapt_haiku(model)  # raises if it is no haiku model
+        tree = array_places.number_leaves(model)
+        held = tree[1:] if len(tree) == 3 else tree[1]
+        params, state = held if isinstance(held, tuple) else (held, {})
+        self.modules: dict[str, dict[str, tuple[str, Weight]]] = {}
+        self.left: dict[str, str] = {}
+        for module, leaves in params.items():
+            for leaf, place in leaves.items():
+                self._add(module, leaf, f"{module}/{leaf}", Weight(place))
+        for module, leaves in state.items():
+            self._state(module, leaves, params)
+
+    def _add(self, module: str, leaf: str, name: str, weight: Weight) -> None:
+        if weight.place.is_weight:
+            self.modules.setdefault(module, {})[leaf] = (name, weight)
+        else:
+            self.left[name] = "no floating numbers"
+
+    def _state(self, module: str, leaves: Mapping[str, ArrayPlace], params: Mapping[str, Any]) -> None:
+        if "u0" in leaves:
+            raise PortError(
+                f"{module!r} is a hk.SpectralNorm, which divides weights by a number that it learns from the batches; "
+                "no other framework has it in the same way. Port the model without it, and with the weights that it "
+                "makes."
+            )
+        left, average = dict(leaves), leaves.get("average")
+        if average is not None and {"hidden", "counter"} <= set(leaves):
+            hidden, counter = left.pop("hidden"), left.pop("counter")
+            self.left |= {f"{module}/hidden": _HIDDEN_REASON, f"{module}/counter": _COUNTER_REASON}
+            weight = Weight(left.pop("average"), False, same=(hidden.number,), settled={counter.number: LARGE_COUNT})
+            owner, _, last = module.rpartition("/~/")
+            role = {"mean_ema": "mean", "var_ema": "variance"}.get(last)
+            if owner and role:
+                self._add(owner, role, f"{module}/average", weight)
+            else:
+                self._add(module, "average", f"{module}/average", weight)
+        for leaf, place in left.items():
+            self._add(module, leaf, f"{module}/{leaf}", Weight(place, trainable=False))
+
+    def weights(self) -> dict[str, Weight]:
+        """Return name -> weight."""
+        return {name: weight for _, arrays in self._unstacked() for name, weight in arrays.values()}
+
+    def _unstacked(self) -> Iterator[tuple[str, dict[str, tuple[str, Weight]]]]:
+        """Yield the modules, one for each layer of a stack."""
+        for module, arrays in self.modules.items():
+            segments = module.split("/")
+            stacks = [number for number, segment in enumerate(segments) if compat.is_layer_stack_name(segment)]
+            lengths = {weight.place.shape[:1] for _, weight in arrays.values()}
+            if not stacks or len(lengths) != 1 or lengths == {()}:
+                yield module, arrays
+                continue
+            for index in range(lengths.pop()[0]):
+                at = stacks[0] + 1
+                path = "/".join([*segments[:at], str(index), *segments[at:]])
+                yield (
+                    path,
+                    {leaf: (f"{path}/{leaf}", _slice_weight(weight, index)) for leaf, (_, weight) in arrays.items()},
+                )
+
+    def layers(self, seen: Mapping[str, HaikuCall]) -> Iterator[NativeLayer]:
+        """Yield the layers. Modules that form one layer are joined."""
+        modules = dict(self._unstacked())
+        while modules:
+            module = next(iter(modules))
+            parent = module.rpartition("/")[0]
+            together = [path for path in modules if path.rpartition("/")[0] == parent] if parent else []
+            whole = composite_forms(
+                parent, seen.get(parent), {path.rpartition("/")[2]: _array_shapes(modules[path]) for path in together}
+            )
+            if whole is None or not together:
+                yield from _module_layers(module, modules.pop(module), seen.get(module))
+                continue
+            joined = {
+                f"{path.rpartition('/')[2]}/{leaf}" if len(together) > 1 else leaf: array
+                for path in together
+                for leaf, array in modules.pop(path).items()
+            }
+            yield _native_layer(parent, joined, whole(_array_shapes(joined)), seen.get(parent))
+
+
+def _slice_weight(weight: Weight, index: int) -> Weight:
+    return Weight(weight.place.slice_at(index), weight.trainable, None, weight.same, weight.settled)
+
+
+def _array_shapes(arrays: Mapping[str, tuple[str, Weight]]) -> dict[str, tuple[int, ...]]:
+    return {leaf: weight.place.shape for leaf, (_, weight) in arrays.items()}
+
+
+def _module_layers(path: str, arrays: dict[str, tuple[str, Weight]], seen: HaikuCall | None) -> Iterator[NativeLayer]:
+    """Yield the layer of a module, and the parameters of no layer."""
+    shapes = _array_shapes(arrays)
+    found = _registered_forms(seen, arrays)
+    if found is None:
+        try:
+            found = _module_forms(path, shapes, seen)
+        except RefusedError as error:
+            raise PortError(f"{_class_name(seen)} at {path!r} cannot be moved: {error}.") from None
+    named = {name for form in found[:1] for rule in form.rules for name in rule.native}
+    if found:
+        yield _native_layer(path, {leaf: array for leaf, array in arrays.items() if leaf in named}, found, seen)
+    for leaf, array in arrays.items():
+        if leaf not in named:
+            yield _native_layer(f"{path}/{leaf}", {"value": array}, parameter_forms(leaf, shapes[leaf]), None)
+
+
+def _module_forms(path: str, shapes: Shapes, seen: HaikuCall | None) -> tuple[Form, ...]:
+    """Return the form of one of haiku's modules; for a custom module the possible forms by name."""
+    for kind in () if seen is None else type(seen.module).__mro__:
+        if kind in FORM_MAKERS:
+            return (FORM_MAKERS[kind](shapes, seen),)
+    return forms_by_name(path, shapes)
+
+
+def _registered_forms(seen: HaikuCall | None, arrays: Mapping[str, Any]) -> tuple[Form, ...] | None:
+    form = None if seen is None else registered_form(seen.module)
+    if form is None:
+        return None
+    named = sorted(name for rule in form.rules for name in rule.native)
+    if named != sorted(arrays):
+        raise PortError(f"the form of {_class_name(seen)} names the arrays {named}, and it has {sorted(arrays)}.")
+    return (form,)
+
+
+def _native_layer(
+    path: str, arrays: Mapping[str, tuple[str, Weight]], found: tuple[Form, ...], seen: HaikuCall | None
+) -> NativeLayer:
+    leaves = {
+        leaf: InventoryLeaf(name, weight.lazy(name), weight.trainable, weight.tied)
+        for leaf, (name, weight) in arrays.items()
+    }
+    kind = _class_name(seen)
+
+    def line(word: str) -> Callable[[Any], str]:
+        return lambda value: f"{kind}(..., {word}={value!r})  # at {path}"
+
+    words = (
+        {} if seen is None else {name: word for name, word in _ATTRIBUTE_WORDS.items() if name in found[0].attributes}
+    )
+    return NativeLayer(path, leaves, found, kind, {name: line(word) for name, word in words.items()})
+
+
+def _arrayless_layers(path: str, seen: HaikuCall) -> Iterator[NativeLayer]:
+    """Yield the layer of a module without arrays, if its attributes are compared."""
+    for kind in type(seen.module).__mro__:
+        if kind in ARRAYLESS_MAKERS:
+            yield _native_layer(path, {}, (ARRAYLESS_MAKERS[kind]({}, seen),), seen)
+            return
+
+
+def _class_name(seen: HaikuCall | None) -> str:
+    if seen is None:
+        return ""
+    kind = type(seen.module)
+    return f"hk.{kind.__name__}" if kind.__module__.startswith("haiku.") else qualified_name(kind)
+
+
+def _owner_module(path: str, known: Mapping[str, int]) -> str:
+    """Return the module that a path names or is inside."""
+    while path and path not in known:
+        path = path.rpartition("/")[0]
+    return path
+
+
+FORM_MAKERS: Final[Mapping[type, forms.FormMaker]] = {
+    hk.Linear: forms.dense,
+    hk.ConvND: forms.conv,
+    hk.ConvNDTranspose: forms.conv_transpose,
+    hk.DepthwiseConv1D: forms.conv,
+    hk.DepthwiseConv2D: forms.conv,
+    hk.DepthwiseConv3D: forms.conv,
+    hk.Embed: forms.embedding,
+    hk.LayerNorm: forms.norm,
+    hk.RMSNorm: forms.rms_norm,
+    hk.GroupNorm: forms.group_norm,
+    hk.BatchNorm: forms.batch_norm,
+    hk.GRU: forms.gru,
+}
+ARRAYLESS_MAKERS: Final[Mapping[type, forms.FormMaker]] = {
+    hk.MaxPool: forms.pooling("max"),
+    hk.AvgPool: forms.pooling("average"),
+    hk.Flatten: forms.flatten,
+}
+_ATTRIBUTE_WORDS: Final = {
+    "epsilon": "eps",
+    "momentum": "decay_rate",
+    "strides": "stride",
+    "padding": "padding",
+    "dilation": "rate",
+    "groups": "feature_group_count",
+}

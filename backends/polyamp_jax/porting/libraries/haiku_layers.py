@@ -1,0 +1,307 @@
+"""Forms of haiku's layers.
+
+Each function takes the shapes of the layer's arrays by haiku's names, and the module's recorded call (`HaikuCall`). The
+call is None if only names and shapes are known. Unknown attributes are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from polyamp.porting.layouts.layer_kinds import default_attention_scale
+from polyamp.porting.layouts.layer_layout import Form, Rule
+from polyamp.porting.layouts.negate import Negate
+from polyamp.porting.layouts.operations import Blocks, Flip, Merge, Operation, Reshape, Shape, Split, Transpose
+from polyamp_jax.porting.libraries.flax_layers import RefusedError
+
+Shapes = Mapping[str, Shape]
+
+
+@dataclasses.dataclass(frozen=True)
+class HaikuCall:
+    """Recorded call of a module.
+
+    Attributes:
+        module: the module, for its fields.
+        inputs: shape of the first array argument.
+    """
+
+    module: Any
+    inputs: Shape = ()
+
+
+FormMaker = Callable[[Shapes, HaikuCall | None], Form]
+
+
+def flat_array_rule(name: str, canonical: str, shape: Shape) -> Rule:
+    """Return the rule of an array of channels that also has axes of length 1."""
+    length = math.prod(shape)
+    lone = len(shape) != 1 and sum(each != 1 for each in shape) <= 1
+    return Rule((name,), (canonical,), (Reshape(shape, (length,)),) if lone else ())
+
+
+def _bias_rules(shapes: Shapes) -> tuple[Rule, ...]:
+    return (flat_array_rule("b", "bias", shapes["b"]),) if "b" in shapes else ()
+
+
+def dense(shapes: Shapes, seen: HaikuCall | None) -> Form:
+    """Return the form of `hk.Linear`, which has the canonical layout."""
+    return Form(
+        "dense", (Rule(("w",), ("kernel",)), *_bias_rules(shapes)), {} if seen is None else {"activation": "linear"}
+    )
+
+
+def conv(shapes: Shapes, seen: HaikuCall | None) -> Form:
+    """Return the form of `hk.ConvND` and `hk.DepthwiseConvND`, which have the canonical layout."""
+    rules = (Rule(("w",), ("kernel",)), *_bias_rules(shapes))
+    if seen is None:
+        return Form("conv", rules)
+    module, rank = seen.module, len(shapes["w"]) - 2
+    _check_unmasked(module)
+    depthwise = hasattr(module, "channel_multiplier")
+    padding = module.padding
+    if not isinstance(padding, str):
+        padding = [list(pair) for pair in padding] if any(map(any, padding)) else "valid"
+    said = {
+        "activation": "linear",
+        "strides": _per_axis(module.stride, rank),
+        "dilation": _per_axis(module.rhs_dilation if depthwise else module.kernel_dilation, rank),
+        "padding": padding.lower() if isinstance(padding, str) else padding,
+        "padding_mode": "zeros",
+        "groups": shapes["w"][-1] // module.channel_multiplier if depthwise else module.feature_group_count,
+        "channels": _channel_position(module),
+    }
+    return Form("conv", rules, said)
+
+
+def conv_transpose(shapes: Shapes, seen: HaikuCall | None) -> Form:
+    """Return the form of `hk.ConvNDTranspose`. Its kernel (features before inputs) slides over the dilated input."""
+    rank = len(shapes["w"]) - 2
+    turn = (Transpose((*range(rank), rank + 1, rank)), Flip(tuple(range(rank))))
+    rules = (Rule(("w",), ("kernel",), turn), *_bias_rules(shapes))
+    if seen is None:
+        return Form("conv_transpose", rules, {"groups": 1})
+    module = seen.module
+    _check_unmasked(module)
+    strides = _per_axis(module.stride, rank)
+    said = {
+        "activation": "linear",
+        "strides": strides,
+        "dilation": [1] * rank,
+        "padding": _output_crop(module, shapes["w"][:rank], strides, seen.inputs),
+        "padding_mode": "zeros",
+        "groups": 1,
+        "channels": _channel_position(module),
+    }
+    return Form("conv_transpose", rules, said)
+
+
+def _output_crop(module: Any, kernel: Shape, strides: Sequence[int], inputs: Shape) -> list[list[int]]:
+    """Return what is cropped from the full output. haiku defines the padding around the dilated input."""
+    if not isinstance(module.padding, str):
+        return [[k - 1 - before, k - 1 - behind] for k, (before, behind) in zip(kernel, module.padding, strict=True)]
+    found = []
+    spatial = inputs[-len(kernel) :] if module.channel_index == 1 else inputs[-len(kernel) - 1 : -1]
+    for axis, (k, s) in enumerate(zip(kernel, strides, strict=True)):
+        same = module.padding == "SAME"
+        if module.output_shape is not None:  # as in haiku's compute_adjusted_padding
+            length, made = spatial[axis], module.output_shape[axis]
+            before = max(0, (length - 1) * s + k - made) // 2 if same else 0
+            behind = (length - 1) * s + k - made - before
+        elif same:  # as in jax.lax.conv_transpose
+            total = k + s - 2
+            first = k - 1 if s > k - 1 else -(-total // 2)
+            before, behind = k - 1 - first, k - 1 - (total - first)
+        else:
+            before, behind = 0, -max(s - k, 0)
+        found.append([before, behind])
+    return found
+
+
+def embedding(shapes: Shapes, seen: HaikuCall | None) -> Form:
+    """Return the form of `hk.Embed`."""
+    return Form("embedding", (Rule(("embeddings",), ("table",)),))
+
+
+def _scale_and_offset_rules(shapes: Shapes) -> tuple[Rule, ...]:
+    return tuple(flat_array_rule(name, _ROLES[name], shapes[name]) for name in _ROLES if name in shapes)
+
+
+_ROLES: Final = {"scale": "scale", "offset": "bias", "mean": "mean", "variance": "variance"}
+
+
+def norm(shapes: Shapes, seen: HaikuCall | None, kind: str = "layer_norm") -> Form:
+    """Return the form of `hk.LayerNorm`, `hk.InstanceNorm` and `hk.RMSNorm`, according to their axes.
+
+    - A layer norm over all axes but the batch's, with a scale for each channel, is a group norm with one group.
+    - A layer norm over all axes but those of the batch and the channels is an instance norm.
+    """
+    rules = _scale_and_offset_rules(shapes)
+    if seen is None:
+        return Form(kind, rules)
+    module, rank = seen.module, len(seen.inputs)
+    axis = module.axis
+    axes = tuple(range(rank)[axis]) if isinstance(axis, slice) else tuple(sorted({each % rank for each in axis}))
+    said: dict[str, Any] = {"epsilon": float(module.eps)}
+    channel = rank - 1
+    if any(channel_first := [rule for rule in rules if len(shapes[rule.native[0]]) > 1]):
+        shape = shapes[channel_first[0].native[0]]
+        channel = next((number for number, length in enumerate(shape) if length != 1), rank - 1)
+    if axes == (rank - 1,) and channel == rank - 1:
+        return Form(kind, rules, {**said, **({"axes": 1} if kind == "layer_norm" else {})})
+    if kind == "layer_norm" and axes == tuple(range(1, rank)):
+        return Form("group_norm", rules, {**said, "groups": 1})
+    if kind == "layer_norm" and axes == tuple(each for each in range(1, rank) if each != channel):
+        return Form("group_norm", rules, {**said, "groups": seen.inputs[channel]})
+    raise RefusedError(f"its axis={axis} of {rank} axes is neither the last one, nor all but the batch's")
+
+
+def rms_norm(shapes: Shapes, seen: HaikuCall | None) -> Form:
+    """Return the form of `hk.RMSNorm`."""
+    return norm(shapes, seen, "rms_norm")
+
+
+def group_norm(shapes: Shapes, seen: HaikuCall | None) -> Form:
+    """Return the form of `hk.GroupNorm`."""
+    said = {} if seen is None else {"epsilon": float(seen.module.eps), "groups": seen.module.groups}
+    return Form("group_norm", _scale_and_offset_rules(shapes), said)
+
+
+def instance_norm(shapes: Shapes, seen: HaikuCall | None) -> Form:
+    """Return the form of `hk.InstanceNorm`, if only its name is known."""
+    return Form("group_norm", _scale_and_offset_rules(shapes), {"groups": math.prod(next(iter(shapes.values()), (0,)))})
+
+
+def batch_norm(shapes: Shapes, seen: HaikuCall | None) -> Form:
+    """Return the form of `hk.BatchNorm`, with its averages under the names "mean" and "variance"."""
+    said: dict[str, Any] = {"unbiased": False}
+    if seen is not None:
+        said |= {"epsilon": float(seen.module.eps), "momentum": float(seen.module.mean_ema.decay)}
+    return Form("batch_norm", _scale_and_offset_rules(shapes), said)
+
+
+_CELL_ACTIVATIONS: Final = {"activation": "tanh", "recurrent_activation": "sigmoid"}
+_LSTM_GATE_ORDER: Final = Blocks((0, 2, 1, 3))
+"""Order of haiku's gates: input, candidate, forget, output."""
+
+
+def lstm(shapes: Shapes, seen: HaikuCall | None) -> Form:
+    """Return the form of `hk.LSTM`. It has one kernel for inputs and state, and adds 1 to the forget gate."""
+    rows, columns = shapes["w"]
+    units = columns // 4
+    if columns % 4 or rows <= units or shapes.get("b") != (columns,):
+        raise RefusedError(f"a kernel of {[rows, columns]} is not one of inputs and {units} units")
+    kernels = (Split((rows - units, units), 0), _LSTM_GATE_ORDER)
+    biases = (_LSTM_GATE_ORDER, Merge(blocks=4, added=(0, 1, 0, 0)))
+    rules = (Rule(("w",), ("input_kernel", "recurrent_kernel"), kernels), Rule(("b",), _BIASES, biases))
+    return Form("lstm", rules, _CELL_ACTIVATIONS)
+
+
+_BIASES: Final = ("bias", "recurrent_bias")
+
+
+def gru(shapes: Shapes, seen: HaikuCall | None) -> Form:
+    """Return the form of `hk.GRU`. Its gates are update, reset, candidate; its update gate is the complement of other
+    frameworks'."""
+    order: tuple[Operation, ...] = (Blocks((1, 0, 2)), Negate((1,), 3))
+    rules = (
+        Rule(("w_i",), ("input_kernel",), order),
+        Rule(("w_h",), ("recurrent_kernel",), order),
+        Rule(("b",), _BIASES, (*order, Merge())),
+    )
+    return Form("gru", rules, {**_CELL_ACTIVATIONS, "reset": "before"})
+
+
+def simple_rnn(shapes: Shapes, seen: HaikuCall | None) -> Form:
+    """Return the form of `hk.VanillaRNN`: two dense layers, the second without a bias if `double_bias=False`."""
+    rules = [Rule(("linear/w",), ("input_kernel",)), Rule(("linear_1/w",), ("recurrent_kernel",))]
+    if "linear_1/b" in shapes:
+        rules += [Rule(("linear/b",), ("bias",)), Rule(("linear_1/b",), ("recurrent_bias",))]
+    else:
+        rules.append(Rule(("linear/b",), _BIASES, (Merge(),)))
+    return Form("simple_rnn", tuple(rules), {"activation": "relu"})
+
+
+def attention(shapes: Shapes, seen: HaikuCall | None, heads: int = 0) -> Form:
+    """Return the form of `hk.MultiHeadAttention`: four dense layers, whose shapes do not determine the number of
+    heads."""
+    heads = heads if seen is None else seen.module.num_heads
+    rules = []
+    for role, kernel, bias in _PROJECTIONS:
+        inputs, columns = shapes[f"{role}/w"]
+        size = columns // heads
+        apart = Reshape((inputs, columns), (inputs, heads, size))
+        rules.append(Rule((f"{role}/w",), (kernel,), (apart,)))
+        if f"{role}/b" in shapes:
+            rules.append(Rule((f"{role}/b",), (bias,), (Reshape((columns,), (heads, size)),)))
+    rows, features = shapes["linear/w"]
+    apart = Reshape((rows, features), (heads, rows // heads, features))
+    rules.append(Rule(("linear/w",), ("output_kernel",), (apart,)))
+    if "linear/b" in shapes:
+        rules.append(Rule(("linear/b",), ("output_bias",)))
+    said = {"scale": default_attention_scale(shapes["query/w"][1] // heads), "mask": "keep"}
+    return Form("attention", tuple(rules), said)
+
+
+_PROJECTIONS: Final = (
+    ("query", "query_kernel", "query_bias"),
+    ("key", "key_kernel", "key_bias"),
+    ("value", "value_kernel", "value_bias"),
+)
+
+
+def attention_forms(shapes: Shapes) -> tuple[Form, ...]:
+    """Return attention forms with every possible number of heads; 64 features per head are the likeliest."""
+    keys, values = shapes["query/w"][1], shapes["value/w"][1]
+    common = math.gcd(keys, values)
+    heads = [number for number in range(1, common + 1) if common % number == 0]
+    likeliest = sorted(heads, key=lambda number: abs(math.log(keys / number / 64)))
+    return tuple(attention(shapes, None, number) for number in likeliest)
+
+
+def pooling(operation: str) -> FormMaker:
+    """Return the form maker of `hk.MaxPool` or `hk.AvgPool`."""
+
+    def form(shapes: Shapes, seen: HaikuCall | None) -> Form:
+        if seen is None or not seen.inputs:
+            return Form("pooling", (), {"operation": operation})
+        module, rank = seen.module, len(seen.inputs)
+        channel = None if module.channel_axis is None else module.channel_axis % rank
+        window, strides = (_window(value, rank, channel) for value in (module.window_shape, module.strides))
+        chosen = [axis for axis in range(1, rank) if axis != (channel or rank - 1)]
+        said = {
+            "operation": operation,
+            "window": [window[axis] for axis in chosen],
+            "strides": [strides[axis] for axis in chosen],
+            "padding": module.padding.lower(),
+        }
+        return Form("pooling", (), {**said, **({"counts_padding": False} if operation == "average" else {})})
+
+    return form
+
+
+def _window(value: Any, rank: int, channel: int | None) -> list[int]:
+    if isinstance(value, int):
+        return [1, *(1 if axis == channel else value for axis in range(1, rank))]
+    return [*(1,) * (rank - len(value)), *value]
+
+
+def flatten(shapes: Shapes, seen: HaikuCall | None) -> Form:
+    """Return the form of `hk.Flatten`."""
+    return Form("flatten", (), {"channels": "last"})
+
+
+def _check_unmasked(module: Any) -> None:
+    if getattr(module, "mask", None) is not None:
+        raise RefusedError("its kernel is multiplied with mask=")
+
+
+def _channel_position(module: Any) -> str:
+    return "first" if module.channel_index == 1 else "last"
+
+
+def _per_axis(value: Any, rank: int) -> list[int]:
+    return [value] * rank if isinstance(value, int) else [int(item) for item in value]

@@ -1,0 +1,91 @@
+"""Recording of a haiku model's modules during a call, and calls in inference mode."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import haiku as hk
+import jax
+
+from polyamp.errors import ModelError
+from polyamp_jax.porting.jax_only.inference_flags import INFERENCE_FLAGS, set_inference_arguments
+from polyamp_jax.porting.libraries.haiku_layers import HaikuCall
+from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
+
+_SIGNATURE_ERRORS: Final = ("unexpected keyword argument", "multiple values for", "required positional argument")
+"""Parts of Python's error messages for an unknown argument, a repeated one, or a missing other one."""
+
+
+def record_calls(model: Any, batch: CallInputs) -> dict[str, HaikuCall]:
+    """Return path of a module -> its recorded call, in the order in which the calls began."""
+    found: dict[str, HaikuCall] = {}
+
+    def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if context.method_name == "__init__":  # it has no name yet
+            return call(*args, **kwargs)
+        path = context.module.module_name
+        if path not in found or not found[path].inputs:
+            given = args if context.method_name == "__call__" else ()
+            shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves((given, kwargs)) if hasattr(leaf, "shape")]
+            found[path] = HaikuCall(context.module, shapes[0] if shapes else ())
+        return call(*args, **kwargs)
+
+    jax.eval_shape(lambda held: call_with_interceptor((model[0], *held), batch, intercept), model[1:])
+    return found
+
+
+def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
+    """Return the outputs of a model on a batch in inference mode."""
+
+    def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if context.method_name != "__call__":
+            return call(*args, **kwargs)
+        args, kwargs = set_inference_arguments(context.orig_method, args, kwargs, add=False)
+        output = call(*args, **kwargs)
+        record(context.module.module_name, output)
+        return output
+
+    return call_with_interceptor(model, batch, intercept)
+
+
+def call_with_interceptor(model: Any, batch: CallInputs, intercept: Callable[..., Any]) -> Any:
+    """Return the outputs of a model, with an interceptor around its modules.
+
+    Raises:
+        ModelError: it has several functions, and none of them is the model's own.
+    """
+    transformed, held = model[0], model[1:] if len(model) == 3 else model[1]
+    apply = transformed.apply
+    if not callable(apply):
+        raise ModelError(
+            "a model made by hk.multi_transform has several functions: make one of it with hk.transform to call it."
+        )
+    stateful = isinstance(held, tuple)
+    drawn = list(inspect.signature(apply).parameters)[1 + stateful :][:1] == ["rng"]
+    first = (*(held if stateful else (held,)), *((jax.random.key(0),) if drawn else ()))
+
+    def call(flags: Mapping[str, bool], held: Any) -> Any:
+        with hk.intercept_methods(intercept):
+            outputs = apply(*held, *batch.args, **{**flags, **batch.kwargs})
+        return outputs[0] if stateful else outputs
+
+    return call(inference_flags(apply, first, batch), first)
+
+
+def inference_flags(apply: Callable[..., Any], held: Any, batch: CallInputs) -> dict[str, bool]:
+    """Return the inference flags that the function accepts. haiku hides the signature, so trial calls find them."""
+    taken: dict[str, bool] = {}
+    for name, value in INFERENCE_FLAGS.items():
+        if name not in batch.kwargs:
+            kwargs = {**batch.kwargs, name: value}
+            try:
+                jax.eval_shape(functools.partial(apply, **kwargs), *held, *batch.args)
+            except TypeError as error:
+                if not any(words in str(error) for words in _SIGNATURE_ERRORS):
+                    raise
+            else:
+                taken[name] = value
+    return taken

@@ -1,0 +1,51 @@
+"""`Library`, the protocol of a JAX library's models. Each library has its own module in this package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from polyamp.porting.layouts.inventory import Inventory
+
+RecordOutput = Callable[[str, Any], None]
+"""Callback with the path of a module and the output of its call, each time a call ends."""
+
+
+class CallInputs(NamedTuple):
+    """Arguments of a model's call.
+
+    Attributes:
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class Library(Protocol):
+    """Protocol for one library's models. The library's module in this package has these functions."""
+
+    def inventory(self, model: Any, batch: CallInputs | None) -> Inventory:
+        """Return the layers with every array; see `polyamp.porting.layouts.converter.Converter.inventory`."""
+
+    def arrays(self, model: Any) -> Mapping[str, Any]:
+        """Return leaf name in the inventory -> its array or `jax.ShapeDtypeStruct`; a tied array once."""
+
+    def replace_arrays(self, model: Any, arrays: Mapping[str, Any]) -> Any:
+        """Return a new model of the same structure with other arrays in the leaves of these names."""
+
+    def run(self, model: Any, batch: CallInputs, record: RecordOutput) -> Any:
+        """Return the outputs of a model on a batch, in inference mode and in float32; may be traced. The model is the
+        converter's own copy."""
+
+
+def make_call_inputs(batch: Any) -> CallInputs:
+    """Return call arguments from an array, a tuple of positional arguments or a mapping of keyword arguments.
+
+    >>> make_call_inputs((1, 2))
+    CallInputs(args=(1, 2), kwargs={})
+    """
+    if isinstance(batch, Mapping):
+        return CallInputs((), {str(name): value for name, value in batch.items()})
+    return CallInputs(batch if isinstance(batch, tuple) else (batch,), {})

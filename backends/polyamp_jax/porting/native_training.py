@@ -1,0 +1,218 @@
+"""Training states of models trained with plain optax. flax's `DynamicScale` or jmp's classes contain the loss scale."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyamp.errors import ArgumentError, describe_value
+from polyamp.porting.states.optimizer_layout import OptimizerLayout
+from polyamp.recipe.scaler import PRESETS
+from polyamp_jax.arrays import named_leaves, to_numpy
+from polyamp_jax.models.library_detection import adapt
+from polyamp_jax.models.model_parts import RunningState
+from polyamp_jax.porting.jax_only.foreign_scalers import scaler_fields
+from polyamp_jax.porting.optimizer_layout import inspect_optax_state
+from polyamp_jax.step.optimizer_metadata import optimizer_metadata as described_optimizer
+
+Array = np.ndarray[Any, Any]
+
+_HYPERPARAMETER_PATTERNS: Final = (
+    (r"scale_by_adam\.eps$|scale_by_rms\.eps$|scale_by_stddev\.eps$|scale_by_rss\.eps$", "eps"),
+    (r"trace\.decay$", "momentum"),
+    (r"trace\.nesterov$", "nesterov"),
+    (r"scale_by_(rms|stddev)\.decay$", "alpha"),
+    (r"add_decayed_weights\.weight_decay$", "weight_decay"),
+)
+"""Path suffix of a number that optax's functions close over -> polyamp's name of the hyperparameter."""
+_UNKNOWN_HYPERPARAMETERS_NOTE: Final = (
+    "an optax state does not say its hyperparameters, which are not compared: training(model, (transformation, state)) "
+    "does"
+)
+_UNSUPPORTED: Final = (
+    (r"scale_by_adam\.nesterov$", False, "optax.adam with nesterov=True (NAdam)"),
+    (r"scale_by_stddev\.bias_correction$|scale_by_rms\.bias_correction$", False, "bias correction in an RMSprop"),
+)
+_FORMULA_NOTES: Final = (
+    (r"eps_in_sqrt$", False, "optax adds RMSprop's epsilon inside the root, polyamp and torch outside of it"),
+    (r"scale_by_adam\.eps_root$", 0.0, "optax adds eps_root inside Adam's root, which polyamp's formula does not have"),
+)
+
+
+class JaxTraining:
+    """`polyamp.porting.states.optimizer_layout.NativeTraining` for JAX. Immutable, as usual in JAX.
+
+    Attributes:
+        model: as `polyamp.init` accepts it.
+        optimizer: an optax state, an object with one as `opt_state` (flax's TrainState), or `(transformation, state)`.
+        loss_scaler: a `DynamicScale`, or one of jmp's scales; None if there is none.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, loss_scaler: Any) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.loss_scaler = loss_scaler
+        self._parts = adapt(model)
+        self._fields = scaler_fields(loss_scaler)
+
+    @classmethod
+    def of(cls, model: Any, optimizer: Any, scaler: Any) -> JaxTraining:
+        """Create a training state; see `StateConverter.native`."""
+        if optimizer is None:
+            raise ArgumentError(
+                "training(model, optimizer, scaler): over JAX the optimizer is an optax state, or (transformation, "
+                "state), which says its hyperparameters too, or flax's TrainState. Received: optimizer=None."
+            )
+        return cls(model, optimizer, scaler)
+
+    @property
+    def layout(self) -> OptimizerLayout:
+        transformation, state = _split_optimizer(self.optimizer)
+        return read_optimizer_layout(state, transformation, list(named_leaves(self._parts.params)))
+
+    @property
+    def scaler(self) -> Mapping[str, Any]:
+        return {} if self._fields is None else {**PRESETS[self._fields.preset], **self._fields.constants}
+
+    def arrays(self) -> dict[str, Array]:
+        held = _state_tree(self._parts.params, self._parts.running, _split_optimizer(self.optimizer)[1])
+        arrays = {name: to_numpy(leaf) for name, leaf in named_leaves(held).items()}
+        if self._fields is not None:
+            arrays |= {f"loss_scale/{name}": np.asarray(value) for name, value in self._fields.state.items()}
+        return arrays
+
+    def replaced(self, arrays: Mapping[str, Array]) -> JaxTraining:
+        held = _state_tree(self._parts.params, self._parts.running, _split_optimizer(self.optimizer)[1])
+        names = list(named_leaves(held))
+        leaves, structure = jax.tree.flatten(held)
+        made = [_array_like(leaf, arrays[name]) for name, leaf in zip(names, leaves, strict=True)]
+        new = jax.tree.unflatten(structure, made)
+        model = self._parts.adapter.join(new["model"], self._parts.running._replace(statistics=new["running"]))
+        optimizer = _with_state(self.optimizer, new["optimizer"], new["model"])
+        scaler = self.loss_scaler
+        if self._fields is not None:
+            state = {name: arrays[f"loss_scale/{name}"].item() for name in self._fields.state}
+            scaler = self._fields.replaced(state)
+        return JaxTraining(model, optimizer, scaler)
+
+
+def read_optimizer_layout(state: Any, transformation: Any, parameters: Sequence[str]) -> OptimizerLayout:
+    """Return the layout of an optax state: the meaning of each array, and the hyperparameters.
+
+    Args:
+        state: the state.
+        transformation: the transformation of that state; None if unknown, then hyperparameters are not compared.
+        parameters: paths of the parameters, in the order of their leaves.
+    """
+    found = inspect_optax_state(state, parameters)
+    settings: dict[str, Any] = {"type": found.kind}
+    notes, refused = [], list(found.refused)
+    if transformation is None:
+        notes.append(_UNKNOWN_HYPERPARAMETERS_NOTE)
+    else:
+        said = described_optimizer(transformation)
+        settings |= _hyperparameters(said)
+        refused += [what for ending, plain, what in _UNSUPPORTED if _has_other_value(said, ending, plain)]
+        notes += [what for ending, plain, what in _FORMULA_NOTES if _has_other_value(said, ending, plain)]
+        if "learning_rate" not in settings:
+            notes.append("optax's learning rate is no number, but a schedule or several: it is not compared")
+        notes += [
+            f"optax clips gradients by a global norm of {value:g}; a recipe does with clip_norm="
+            for path, value in said.items()
+            if path.endswith("clip_by_global_norm.max_norm")
+        ]
+        if settings["type"] == "adam" and _has_decoupled_decay(said):
+            settings["type"] = "adamw"
+    if found.kind == "adagrad":
+        notes.append("optax adds Adagrad's epsilon inside the root, polyamp and torch outside of it")
+    if "square_avg" in found.slots and "momentum" in found.slots and _has_rate_before_momentum(found.order):
+        refused.append("optax.rmsprop's momentum, which holds learning rates (chain scale_by_rms, trace and the rate)")
+    return OptimizerLayout(
+        found.slots,
+        found.counts,
+        [settings],
+        dict.fromkeys(parameters, 0),
+        found.positions,
+        notes=notes,
+        refused=refused,
+    )
+
+
+def _has_rate_before_momentum(order: Sequence[str]) -> bool:
+    """Return whether a stateless transformation or a schedule is between RMSprop and its momentum.
+
+    That is `scale_by_learning_rate`.
+    """
+    first = next(number for number, kind in enumerate(order) if kind in ("ScaleByRmsState", "ScaleByRStdDevState"))
+    last = order.index("TraceState")
+    return any(kind in ("EmptyState", "ScaleByScheduleState") for kind in order[first:last])
+
+
+def _hyperparameters(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters that the functions close over, if each occurs once."""
+    found: dict[str, Any] = {}
+    for ending, word in _HYPERPARAMETER_PATTERNS:
+        values = {value for path, value in said.items() if re.search(ending, path)}
+        if len(values) == 1:
+            found[word] = values.pop()
+    betas = [{v for path, v in said.items() if re.search(rf"scale_by_(adam|lion)\.{b}$", path)} for b in ("b1", "b2")]
+    if all(len(each) == 1 for each in betas):
+        found["betas"] = [each.pop() for each in betas]
+    rates = {-value for path, value in said.items() if re.search(r"\.scale\.step_size$", path)}
+    if len(rates) == 1:
+        found["learning_rate"] = rates.pop()
+    return found
+
+
+def _has_decoupled_decay(said: Mapping[str, Any]) -> bool:
+    """Return whether the decay follows Adam in the chain, as in AdamW, instead of preceding it."""
+    paths = list(said)
+    adam = next((n for n, path in enumerate(paths) if "scale_by_adam." in path), None)
+    decay = next((n for n, path in enumerate(paths) if "add_decayed_weights." in path), None)
+    return adam is not None and decay is not None and decay > adam
+
+
+def _has_other_value(said: Mapping[str, Any], ending: str, plain: Any) -> bool:
+    return any(value != plain for path, value in said.items() if re.search(ending, path))
+
+
+def _split_optimizer(optimizer: Any) -> tuple[Any, Any]:
+    """Return (transformation or None, state) of the optimizer argument."""
+    if isinstance(optimizer, tuple) and len(optimizer) == 2 and callable(getattr(optimizer[0], "update", None)):
+        return optimizer[0], optimizer[1]
+    if hasattr(optimizer, "opt_state"):
+        return getattr(optimizer, "tx", None), optimizer.opt_state
+    return None, optimizer
+
+
+def _with_state(optimizer: Any, state: Any, params: Any) -> Any:
+    """Return the optimizer argument with another state."""
+    if isinstance(optimizer, tuple) and len(optimizer) == 2 and callable(getattr(optimizer[0], "update", None)):
+        return optimizer[0], state
+    if hasattr(optimizer, "opt_state"):
+        if not callable(getattr(optimizer, "replace", None)) or not hasattr(optimizer, "params"):
+            raise ArgumentError(
+                "training(model, optimizer, scaler): of what holds an optax state only flax's TrainState can be made "
+                f"anew. Received: {describe_value(optimizer)}. Give (transformation, state)."
+            )
+        return optimizer.replace(opt_state=state, params=params)
+    return state
+
+
+def _state_tree(params: Any, running: RunningState, state: Any) -> dict[str, Any]:
+    """Return the tree whose paths are the names of the arrays."""
+    return {"model": params, "running": running.statistics, "optimizer": state}
+
+
+def _array_like(leaf: Any, array: Array) -> Any:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(array) if isinstance(leaf, np.ndarray | np.generic) else type(leaf)(array.item())
+    made = jnp.array(array, dtype=leaf.dtype, copy=True)
+    return jax.device_put(made, leaf.sharding) if leaf.committed else made

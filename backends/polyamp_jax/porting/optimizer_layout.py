@@ -1,0 +1,160 @@
+"""Layout of an optax state: the moments of each parameter, and the arrays that count updates.
+
+The fields of optax's own states are known by name. Any other state with an array for a parameter is refused, with its
+name in the message. No values are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+
+from polyamp.porting.states.optimizer_layout import UpdateCount
+from polyamp_jax.arrays import path_name
+
+_SLOTS: Final[Mapping[str, Mapping[str, str]]] = {
+    "ScaleByAdamState": {"mu": "exp_avg", "nu": "exp_avg_sq"},
+    "TraceState": {"trace": "momentum"},
+    "ScaleByRmsState": {"nu": "square_avg"},
+    "ScaleByRStdDevState": {"mu": "grad_avg", "nu": "square_avg"},
+    "ScaleByRssState": {"sum_of_squares": "sum"},
+    "ScaleByLionState": {"mu": "exp_avg"},
+}
+"""Class of an optax state -> its field -> the slot's name in polyamp's specs."""
+_KIND_BY_STATE: Final = {
+    "ScaleByAdamState": "adam",
+    "ScaleByRmsState": "rmsprop",
+    "ScaleByRStdDevState": "rmsprop",
+    "ScaleByRssState": "adagrad",
+    "ScaleByLionState": "lion",
+}
+_COUNTING_STATES: Final = ("ScaleByAdamState",)
+"""States whose count belongs to their parameters, for bias correction. Every other count belongs to a schedule."""
+
+
+@dataclasses.dataclass
+class OptaxEntries:
+    """Entries found in an optimizer's state.
+
+    Attributes:
+        slots: slot -> parameter -> array.
+        counts: parameter -> the array that counts its updates.
+        positions: arrays that count applied updates.
+        kinds: kinds of optimizers, in the state's order.
+        order: classes of states, in the state's order.
+        refused: one phrase for each part with arrays that no other optimizer has.
+    """
+
+    slots: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    counts: dict[str, UpdateCount] = dataclasses.field(default_factory=dict)
+    positions: list[str] = dataclasses.field(default_factory=list)
+    kinds: list[str] = dataclasses.field(default_factory=list)
+    order: list[str] = dataclasses.field(default_factory=list)
+    refused: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """The kind of optimizer in polyamp's terms; "" for several."""
+        kinds = list(dict.fromkeys(self.kinds))
+        return "sgd" if not kinds else kinds[0] if len(kinds) == 1 else ""
+
+
+def inspect_optax_state(opt_state: Any, parameters: Sequence[str], prefix: str = "optimizer") -> OptaxEntries:
+    """Return the entries of an optax state.
+
+    Args:
+        opt_state: the state.
+        parameters: paths of the parameters, in the order of their leaves.
+        prefix: prefix of the names of its arrays.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> found = inspect_optax_state(optax.adam(1e-3).init({"w": jnp.zeros(3)}), ["w"])
+        >>> found.kind, found.slots["exp_avg"], found.counts["w"].array
+        ('adam', {'w': 'optimizer/0/mu/w'}, 'optimizer/0/count')
+    """
+    found = OptaxEntries()
+    _walk_state(opt_state, prefix, parameters, found)
+    for slot, names in found.slots.items():
+        if found.kinds.count("adam") > 1 and len(names) != len(set(names.values())):
+            found.refused.append(f"several arrays for the {slot} of one parameter")
+    return found
+
+
+def _walk_state(node: Any, prefix: str, parameters: Sequence[str], found: OptaxEntries) -> None:
+    kind = type(node).__name__
+    if kind == "FormulaState":
+        _add_formula(node, prefix, parameters, found)
+        return
+    fields = getattr(node, "_fields", None)
+    if fields is None and not isinstance(node, Mapping | list | tuple):
+        _add_unknown(node, prefix, parameters, found)
+        return
+    if kind == "InjectStatefulHyperparamsState" or kind == "InjectHyperparamsState":
+        _walk_state(node.inner_state, f"{prefix}/inner_state", parameters, found)
+        found.positions.append(f"{prefix}/count")
+        return
+    if kind == "MultiStepsState":
+        found.refused.append("gradients that optax.MultiSteps has accumulated")
+        return
+    known = _SLOTS.get(kind, {})
+    if fields is not None:
+        found.order.append(kind)
+        if kind in _KIND_BY_STATE:
+            found.kinds.append(_KIND_BY_STATE[kind])
+    for name, part in _named_children(node):
+        own = f"{prefix}/{name}"
+        if name in known:
+            _add_slot(known[name], part, own, parameters, found, f"{prefix}/count" if kind in _COUNTING_STATES else "")
+        elif name == "count" and fields is not None:
+            if kind not in _COUNTING_STATES:
+                found.positions.append(own)
+        else:
+            _walk_state(part, own, parameters, found)
+
+
+def _named_children(node: Any) -> Iterator[tuple[str, Any]]:
+    if hasattr(node, "_fields"):
+        yield from ((name, getattr(node, name)) for name in node._fields)
+    elif isinstance(node, Mapping):
+        yield from ((str(name), node[name]) for name in node)
+    else:
+        yield from ((str(number), part) for number, part in enumerate(node))
+
+
+def _add_slot(slot: str, tree: Any, prefix: str, parameters: Sequence[str], found: OptaxEntries, count: str) -> None:
+    own = found.slots.setdefault(slot, {})
+    for name in _leaf_names(tree):
+        if name not in parameters:
+            continue
+        if name in own:
+            found.refused.append(f"two arrays for the {slot} of {name!r}")
+        own[name] = f"{prefix}/{name}" if name else prefix
+        if count:
+            found.counts[name] = UpdateCount(count)
+
+
+def _leaf_names(tree: Any) -> list[str]:
+    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _add_formula(node: Any, prefix: str, parameters: Sequence[str], found: OptaxEntries) -> None:
+    """Add the entries of polyamp's own `FormulaState`."""
+    for slot, tree in node.slots.items():
+        _add_slot(slot, tree, f"{prefix}/slots/{slot}", parameters, found, "")
+    for number, name in enumerate(parameters):
+        found.counts[name] = UpdateCount(f"{prefix}/count", f"{prefix}/missed", number)
+    found.positions.append(f"{prefix}/count")
+
+
+def _add_unknown(node: Any, prefix: str, parameters: Sequence[str], found: OptaxEntries) -> None:
+    """Handle a leaf outside the known states: ignore a number, refuse an array for a parameter."""
+    owner = next((path for path in parameters if path and prefix.endswith(f"/{path}")), None)
+    if owner is not None and hasattr(node, "shape") and node.shape != ():
+        what = prefix.removesuffix(f"/{owner}").rpartition("/")[2]
+        phrase = f"{what!r}, an array for each parameter"
+        if phrase not in found.refused:
+            found.refused.append(phrase)

@@ -1,0 +1,436 @@
+"""`PolicyEngine`: runs a model under a policy and tracks its running state during one pass through `loss_fn`.
+
+In mode "autocast" the interpreter runs the model on its master weights. In mode "cast" parameters are cast once at
+the model's boundary, inputs and outputs at every call (S3). `loss_fn` receives a `policy_module.PolicyModule`, which
+delegates to the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final
+
+import jax
+
+from polyamp.errors import RecipeError, TraceError, UnsupportedError
+from polyamp.recipe.policy import Policy
+from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp_jax import compat
+from polyamp_jax.arrays import cast, cast_arguments, is_array, matmul_precision, named_leaves
+from polyamp_jax.models.attribute_access import TRANSFORMED_LOSS_ERROR
+from polyamp_jax.models.call_casts import CallCasts
+from polyamp_jax.models.function import FunctionAdapter
+from polyamp_jax.models.library_detection import adapt
+from polyamp_jax.models.model_parts import ModelAdapter, ModelParts, RandomKeys, RunningState, module_paths
+from polyamp_jax.models.model_pass import ModelPass, ValueModelPass
+from polyamp_jax.models.nnx_arguments import ArgumentObjects, extract_objects, insert_objects
+from polyamp_jax.models.parameter_writes import conform_writes, drop_unchanged_writes, output_origins, writes_on_masters
+from polyamp_jax.models.submodule_path import ModulePath, has_argument, is_argument_given
+from polyamp_jax.precision.cast_mode import compute_params, module_dtype, module_dtypes
+from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
+from polyamp_jax.precision.interpreter.recorder import Recorder
+from polyamp_jax.precision.interpreter.run import evaluate
+from polyamp_jax.precision.interpreter.staging import FunctionTrace, innermost_policy_scope
+from polyamp_jax.precision.jax_only.autocast_regions import open_region, open_regions, region_plan
+
+MAPPED_CALL_ERROR: Final = (
+    "{route} is called under jax.vmap, and it draws random numbers or has running statistics: all rows would have one "
+    "dropout mask, and what the rows leave in the statistics would be lost. Call it with the whole batch, without "
+    "jax.vmap; an equinox model with polyamp.init(..., axis_name='batch'), which maps it with a key for every row. Or "
+    "pass the keys yourself: jax.vmap(model)(x, key=keys)."
+)
+"""Error message for a call with random streams or running statistics inside a `jax.vmap` of `loss_fn`."""
+
+ENCLOSED_CALL_ERROR: Final = (
+    "{route} is called inside a function under policy.autocast, and it has running statistics, random streams of its "
+    "own or writes to parameters, which would be lost: such a function is traced by itself. Put the policy around the "
+    "model: policy.autocast(model)(x), which hands them on."
+)
+"""Error message for a call that changes state inside a function under a policy."""
+
+LOST_WRITE_ERROR: Final = (
+    "the forward pass writes to the parameter {path!r} in its tree of parameters, and the write would be lost: in JAX "
+    "such a tree is a copy that lives for one pass. What a pass writes to an nnx.Param of the model is kept, and taken "
+    "back with a skipped step; of another library's model compute the new value where it is needed "
+    "(w = normalize(params['w'])), or return it as aux and put it into a new state behind the step."
+)
+"""Error message for a pass that writes to parameters that are not nnx variables."""
+
+
+class PolicyEngine:
+    """A model under a plan, with bound parameters and a running state that is tracked from call to call.
+
+    Every call gets its own random keys, folded from the step's, so that two passes through one model in one `loss_fn`
+    have different dropout masks.
+
+    Args:
+        adapter: adapter of the model's library.
+        plan: the policy, resolved for the model.
+        params: the parameters that the model computes with: the masters, or in mode "cast" their casts.
+        running: its running state.
+        keys: the keys of its random streams.
+        masters: the master weights. None if they are `params`.
+        recorder: records every operation.
+        strict: raise for an operation without a rule.
+
+    Attributes:
+        adapter, plan, params, masters: as passed.
+        start: the running state before the pass.
+        shared: outside of a step, the user's own model.
+        root: for an equinox model, the bound module that `loss_fn` receives.
+    """
+
+    shared: Any = None
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        plan: ResolvedPolicy,
+        params: Any,
+        running: RunningState,
+        keys: RandomKeys,
+        *,
+        masters: Any = None,
+        recorder: Recorder | None = None,
+        strict: bool = False,
+    ) -> None:
+        self.adapter = adapter
+        self.plan = plan
+        self.params = params
+        self.masters = params if masters is None else masters
+        self.root: Any = None
+        self.start = running
+        self._pass = self._begin()
+        self._keys = keys
+        self._recorder = recorder
+        self._strict = strict
+        self._calls = 0
+        self._made_in = compat.trace_state()
+        self._around = open_regions()  # regions around a step do not affect it
+        self._plans: dict[Policy | None, ResolvedPolicy] = {}
+        self._leaves = self._parameters()
+
+    def _begin(self, model: Any = None) -> ModelPass:
+        adapter: Any = self.adapter
+        if adapter.mutable:
+            begun: ModelPass = adapter.start(self.params, self.masters, self.start, model)
+            return begun
+        return ValueModelPass(adapter, self.params, self.masters, self.start)
+
+    @property
+    def running(self) -> RunningState:
+        """The running state after the calls so far, with `loss_fn`'s writes to the model's variables.
+
+        Raises:
+            TraceError: the pass changed something that a step cannot carry on, or wrote to a tree of parameters, where
+                the write would be lost.
+        """
+        self._refuse_lost_writes()
+        return self._pass.running
+
+    def view(self) -> Any:
+        """Return the model from which attributes are read, after the calls so far."""
+        return self._pass.view()
+
+    @property
+    def parameters(self) -> Any:
+        """The masters, with the writes of this pass."""
+        return self._pass.masters
+
+    def params_of(self, part: Any, route: ModulePath) -> Any:
+        """Return the masters of a part."""
+        return self.adapter.params_of(part, route, self.parameters, self.start)
+
+    def tree(self, part: Any, route: ModulePath) -> Any:
+        """Return the masters of a part as the pytree that the library's own functions traverse."""
+        return self.adapter.tree(part, route, self.parameters, self.start)
+
+    def computed(self, route: ModulePath) -> Any:
+        """Return the value at a path, with the parameters that the model computes with."""
+        return self._pass.computed(route)
+
+    def narrowed(self, route: ModulePath, value: Any) -> Any:
+        """Return a value of the module at a path, with the parameters that the model computes with (equinox)."""
+        if self.params is self.masters:
+            return value
+        dtype = module_dtype(route.path, self.adapter, self.plan)
+        return jax.tree.map(
+            lambda leaf: cast(leaf, dtype, float64=self.plan.float64) if is_array(leaf) else leaf, value
+        )
+
+    def state(self) -> Any:
+        """Return what the library calls the model's state, after the calls so far."""
+        return self.adapter.state_of(self.running)
+
+    def call(self, route: ModulePath, args: Any, kwargs: Any, part: Any = None) -> Any:
+        """Return the output of the model, or of the part at `route`, floating leaves in the policy's output dtype.
+
+        A copy of an equinox module, `part`, replaces that module in the model. A part may also return numbers and
+        strings. For the model itself the interpreter rejects them.
+        """
+        plan = self._active_plan()
+        keys = {name: jax.random.fold_in(key, self._calls) for name, key in self._keys.items()}
+        self._calls += 1
+        mapped = self._is_mapped(args, kwargs)
+        if mapped and self._draws(route, args, kwargs):
+            raise TraceError(MAPPED_CALL_ERROR.format(route=route))
+        args, kwargs, taken = extract_objects(args, kwargs)
+        arrays = None if taken is None else taken.arrays
+        outward = functools.partial(cast_arguments, dtype=plan.output, float64=plan.float64)
+        with matmul_precision(plan), innermost_policy_scope():
+            if not plan.root.mixes or not has_interpreted_operations(plan):
+                dtype = module_dtype(route.path, self.adapter, plan) if route.steps and plan.cast else plan.compute
+                args, kwargs, arrays = cast_arguments((args, kwargs, arrays), dtype, float64=plan.float64)
+            adapter: Any = self.adapter
+            params, own = self._pass.inputs()
+            masters, before = self._pass.masters, own
+            if plan is not self.plan:
+                params = compute_params(masters, adapter, plan)
+            if part is not None:
+                adapter, params, before = adapter.with_part(route, part, self.masters, own)
+                params = compute_params(params, adapter, plan)
+            run = self._autocast if has_interpreted_operations(plan) else self._call_without_interpreter
+            output, after, changed = run(plan, adapter, route, taken, params, before, keys, args, kwargs, arrays)
+            written = None if after.written is None else conform_writes(after.written, params)
+            after = after._replace(written=None)
+            if part is not None:
+                after = after._replace(statistics=(own.statistics[0], after.statistics[1]))
+            after, moved = self._pass.moved(after, own, outward)
+            moved = moved or bool(written)
+            self._refuse_lost_writes()
+            if part is not None and moved and self._made_in != compat.trace_state():
+                raise RecipeError(TRANSFORMED_LOSS_ERROR)
+            if mapped and moved:
+                raise TraceError(MAPPED_CALL_ERROR.format(route=route))
+            if moved and self._made_in != compat.trace_state() and len(open_regions()) > len(self._around):
+                raise TraceError(ENCLOSED_CALL_ERROR.format(route=route))
+            if not mapped:
+                self._pass.take(after, route, None if written is None else writes_on_masters(written, params, masters))
+            self._check_output(route, output)
+            output = outward(output)
+        if taken is not None:
+            taken.put_back(changed)
+        return output
+
+    def _active_plan(self) -> ResolvedPolicy:
+        """Return the plan of a call: that of the innermost policy around it."""
+        inside = open_regions()[len(self._around) :]
+        if not inside:
+            return self.plan
+        policy = inside[-1]
+        if policy not in self._plans:
+            self._plans[policy] = region_plan(policy, self.plan, self._paths())
+        return self._plans[policy]
+
+    def with_policy(self, policy: Policy) -> NestedPolicyEngine:
+        """Return this engine under another policy.
+
+        Raises:
+            PolicyError: an override matches no module.
+        """
+        self._plans[policy] = policy.plan(self._paths(), backend="jax")
+        return NestedPolicyEngine(self, policy)
+
+    def _paths(self) -> frozenset[str]:
+        return module_paths(ModelParts(self.adapter, self.masters, self.start._replace(written=None)))
+
+    def _parameters(self) -> tuple[list[Any], Any]:
+        """Return the arrays of the parameters and their structure, for a later comparison."""
+        return jax.tree.flatten((self.params, self.masters))
+
+    def _refuse_lost_writes(self) -> None:
+        """Reject writes to a tree of parameters (plain functions, `model.params`), which lasts for this pass only.
+
+        Raises:
+            TraceError: names the parameter.
+        """
+        leaves, structure = self._leaves
+        now, shape = self._parameters()
+        if structure == shape and all(a is b for a, b in zip(leaves, now, strict=True)):
+            return
+        for before, after in zip(jax.tree.unflatten(structure, leaves), (self.params, self.masters), strict=True):
+            old, new = named_leaves(before), named_leaves(after)
+            for path in {**old, **new}:
+                if old.get(path) is not new.get(path):
+                    raise TraceError(LOST_WRITE_ERROR.format(path=path))
+
+    def _check_output(self, route: ModulePath, output: Any) -> None:
+        """Reject an nnx module that a method returns, since it is no longer part of the model."""
+        if not route.steps or not self.adapter.mutable:
+            return
+        kind = self.adapter.module
+        if any(isinstance(leaf, kind) for leaf in jax.tree.leaves(output, is_leaf=lambda node: isinstance(node, kind))):
+            raise UnsupportedError(
+                f"{route}(...) returns a module. Called from loss_fn it would pass the policy by, and what it changes, "
+                "such as running statistics, would be lost. Reach it by attributes, as in model.blocks[0](x), or call "
+                "it inside of the method."
+            )
+
+    def _is_mapped(self, args: Any, kwargs: Any) -> bool:
+        """Return whether `loss_fn` makes this call under its own `jax.vmap`."""
+        if self._made_in == compat.trace_state():
+            return False
+        return any(map(compat.is_mapped, jax.tree.leaves((args, kwargs))))
+
+    def _draws(self, route: ModulePath, args: Any, kwargs: Any) -> bool:
+        """Return whether the call would use random keys of the state."""
+        names = [name for name in self._keys if name not in kwargs]
+        if not names or "rngs" in kwargs:
+            return False
+        if self.adapter.stream == "default":
+            function = route.function(self.view())
+            return has_argument(function, "rngs") and not is_argument_given(function, "rngs", args, kwargs)
+        if self.adapter.stream == "key" and route.steps:
+            function = route.function(self.view())
+            return any(has_argument(function, name) for name in names)
+        return True
+
+    def _call_model(
+        self,
+        adapter: Any,
+        casts: CallCasts,
+        route: ModulePath,
+        taken: ArgumentObjects | None,
+        params: Any,
+        running: RunningState,
+        keys: RandomKeys,
+        args: Any,
+        kwargs: Any,
+        arrays: Any,
+    ) -> tuple[Any, RunningState, Any]:
+        """Run the call. Return its output, the running state, and its changes to nnx objects among the arguments."""
+        if taken is None:
+            return *adapter.call(params, running, keys, casts, route, args, kwargs), None
+        objects = taken.rebuild(arrays)
+        args, kwargs = insert_objects(args, kwargs, objects)
+        output, running = adapter.call(params, running, keys, casts, route, args, kwargs)
+        return output, running, taken.changed(objects, arrays)
+
+    def _call_without_interpreter(
+        self,
+        plan: ResolvedPolicy,
+        adapter: Any,
+        route: ModulePath,
+        taken: ArgumentObjects | None,
+        params: Any,
+        running: RunningState,
+        keys: RandomKeys,
+        args: Any,
+        kwargs: Any,
+        arrays: Any,
+    ) -> tuple[Any, RunningState, Any]:
+        """Run the call without the interpreter.
+
+        If parameters look written, a trace of the call decides: a nested `nnx.jit` returns all of them as other arrays.
+        """
+        casts = CallCasts(plan, module_dtypes(params, adapter, plan))
+
+        def call(params: Any) -> tuple[Any, RunningState, Any]:
+            return self._call_model(adapter, casts, route, taken, params, running, keys, args, dict(kwargs), arrays)
+
+        output, after, changed = call(params)
+        if after.written is not None:
+            program = jax.make_jaxpr(lambda params: call(params)[1].written)(params)
+            came = dict(zip(sorted(after.written), output_origins(program.jaxpr), strict=True))
+            after = after._replace(written=drop_unchanged_writes(after.written, came, params))
+        return output, after, changed
+
+    def _autocast(
+        self,
+        plan: ResolvedPolicy,
+        adapter: Any,
+        route: ModulePath,
+        taken: ArgumentObjects | None,
+        params: Any,
+        running: RunningState,
+        keys: RandomKeys,
+        args: Any,
+        kwargs: Any,
+        arrays: Any,
+    ) -> tuple[Any, RunningState, Any]:
+        casts = CallCasts(plan, scoped=True)
+
+        def run(params: Any, running: RunningState, keys: RandomKeys, args: Any, kwargs: Any, arrays: Any) -> Any:
+            return self._call_model(adapter, casts, route, taken, params, running, keys, args, dict(kwargs), arrays)
+
+        programs: list[FunctionTrace] = []
+        output, after, changed = evaluate(
+            plan,
+            run,
+            (params, running, keys, args, kwargs, arrays),
+            {},
+            modules=None if isinstance(adapter, FunctionAdapter) else lambda: casts.paths,
+            parameters=params,
+            strict=self._strict,
+            recorder=self._recorder,
+            numbers=bool(route.steps),
+            traced=programs.append,
+        )
+        if after.written is not None:
+            _, came, _ = programs[0].result(output_origins(programs[0].jaxpr))
+            after = after._replace(written=drop_unchanged_writes(after.written, came.written, params))
+        return output, after, changed
+
+
+class NestedPolicyEngine:
+    """Engine whose calls run under another policy. Everything else is delegated to the original engine."""
+
+    def __init__(self, engine: PolicyEngine, policy: Policy) -> None:
+        self._engine = engine
+        self._policy = policy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def with_policy(self, policy: Policy) -> NestedPolicyEngine:
+        """Return itself: its policy is the innermost one."""
+        return self
+
+    def call(self, route: ModulePath, args: Any, kwargs: Any, part: Any = None) -> Any:
+        """Return the output of the model, or of a part of it."""
+        with open_region(self._policy):
+            return self._engine.call(route, args, kwargs, part)
+
+
+class NativePolicyEngine(PolicyEngine):
+    """Engine of a user's own model outside of a step. Each call and each read uses the model's current values.
+
+    Changes made by a call are written to an nnx module, as in a direct call. Models of other libraries cannot change,
+    so there the changes are dropped.
+    """
+
+    def __init__(self, model: Any, plan: ResolvedPolicy, *, recorder: Recorder | None, strict: bool) -> None:
+        self.shared = model
+        adapter, params, running = adapt(model)
+        super().__init__(adapter, plan, params, running, {}, recorder=recorder, strict=strict)
+
+    def view(self) -> Any:
+        """Return the model itself (nnx), so that writes to its variables stay, or a rebuilt one (other libraries)."""
+        self._refresh()
+        return super().view()
+
+    def call(self, route: ModulePath, args: Any, kwargs: Any, part: Any = None) -> Any:
+        self._refresh()
+        return super().call(route, args, kwargs, part)
+
+    def params_of(self, part: Any, route: ModulePath) -> Any:
+        self._refresh()
+        return super().params_of(part, route)
+
+    def computed(self, route: ModulePath) -> Any:
+        self._refresh()
+        return super().computed(route)
+
+    def _active_plan(self) -> ResolvedPolicy:
+        """Return its own plan: the policy of the model itself is the innermost one."""
+        return self.plan
+
+    def _is_mapped(self, args: Any, kwargs: Any) -> bool:
+        """Return False: the user's own loop has no state streams, and flax rejects changes that would be lost."""
+        return False
+
+    def _refresh(self) -> None:
+        self.adapter, self.masters, self.start = adapt(self.shared)
+        self.params = compute_params(self.masters, self.adapter, self.plan)
+        self._pass = self._begin(self.shared if self.adapter.mutable else None)
+        self._leaves = self._parameters()

@@ -1,0 +1,265 @@
+"""First half of the step: scaled gradients over one pass or several (S6 to S8).
+
+`accumulate_gradients` (or `loss_and_gradients`, for several states) returns gradients of the unscaled loss; `update`
+does the rest. All functions are traceable and never wait for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from polyamp.results import Gradients, LossFunction
+from polyamp.rules import batches, loss_weights
+from polyamp.rules.accumulation import Accumulation, is_concatenated
+from polyamp.rules.loss_weights import WeightFunction
+from polyamp_jax.arrays import named_leaves
+from polyamp_jax.models.model_parts import RunningState
+from polyamp_jax.step.forward_backward import (
+    PassResult,
+    active_loss_scale,
+    compute_parameters,
+    run_pass,
+)
+from polyamp_jax.step.grad_stats import unscale_leaf
+from polyamp_jax.step.jax_only.micro_batch_scan import check_carry, scan_micro_batches
+from polyamp_jax.step.loss_weights import LossWeighting, batch_shapes, multiply_by_weight, weight_divisor
+from polyamp_jax.step.optimizers import leaves_like, widen_parameters
+from polyamp_jax.step.replicas import AxisName, ShardMapReplicas, find_replicas
+from polyamp_jax.step.state import JaxState
+
+
+def loss_and_gradients(
+    loss_fn: LossFunction,
+    states: Sequence[JaxState],
+    batch: Any,
+    axis_name: AxisName = None,
+    what: str = "value_and_grad",
+    weight: WeightFunction | None = None,
+) -> tuple[Any, list[Gradients]]:
+    """Return the output of `loss_fn` and the unscaled gradients, for one or several states (S6, S7)."""
+    around = find_replicas(what, axis_name, batch, [state.params for state in states])
+    before, params = [state.running for state in states], [compute_parameters(s) for s in states]
+    weighing = LossWeighting(weight)
+    done = run_pass(loss_fn, states, params, before, batch, around, weighing)
+    if around is not None and done.counts:
+        weighing = LossWeighting(totals=around.totals(loss_weights.term_totals([done.counts])))
+        done = run_pass(loss_fn, states, params, before, batch, around, weighing)
+    own, values, by = done.loss, done.values, done.weight
+    apart = around is not None and bool(around.later)  # the gradients are not reduced over the replicas yet
+    if by is not None:
+        own = own * by
+        values = jax.tree.map(lambda g: multiply_by_weight(g, by), widen_parameters(values)) if apart else values
+    loss, values, running, whole = _reduce_over_replicas(around, states, own, values, done.running, by)
+    if whole is not None:
+        loss = loss / weight_divisor(whole)
+        values = _divide(values, weight_divisor(whole)) if apart else values
+    if weighing.totals is not None:
+        whole = sum(weighing.totals.counts)
+    scale = active_loss_scale(states[0])
+    gradients = [
+        Gradients(place_gradients(unscale_gradients(own, scale, state.params), state), after, loss, whole)
+        for own, after, state in zip(values, running, states, strict=True)
+    ]
+    return (loss if done.aux is None else (loss, done.aux)), gradients
+
+
+def _reduce_over_replicas(
+    around: ShardMapReplicas | None,
+    states: Sequence[JaxState],
+    loss: Any,
+    values: list[Any],
+    running: list[RunningState],
+    weight: Any,
+) -> tuple[Any, list[Any], list[RunningState], Any]:
+    """Reduce loss, gradients, running state and weight over the replicas (S9).
+
+    All are means, except that a loss and gradients already multiplied by their weight are summed.
+    """
+    if around is None:
+        return loss, values, running, weight
+    loss, values, weight = around.reduce_gradients(loss, values, [state.params for state in states], weight)
+    pairs = zip(running, states, strict=True)
+    return loss, values, [_average_running_state(around, own, state) for own, state in pairs], weight
+
+
+def _average_running_state(around: ShardMapReplicas, running: RunningState, state: JaxState) -> RunningState:
+    """Average the running statistics and the parameters that a pass wrote over the replicas."""
+    statistics, written = around.statistics(running.statistics, state.running.statistics), running.written
+    if written is not None:
+        params = named_leaves(state.params)
+        written = around.statistics(dict(written), {path: params[path] for path in written})
+    return running._replace(statistics=statistics, written=written)
+
+
+def _divide(values: Any, by: Any) -> Any:
+    return jax.tree.map(lambda g: g / by.astype(g.dtype), values)
+
+
+def accumulate_gradients(
+    loss_fn: LossFunction,
+    state: JaxState,
+    batch: Any,
+    axis_name: AxisName = None,
+    shards: tuple[int, ...] | None = None,
+    weight: WeightFunction | None = None,
+) -> tuple[Any, Any, Gradients]:
+    """Return mean loss, stacked aux and unscaled mean gradients of one state over its micro-batches (S8).
+
+    In cast mode the parameters are cast once for all micro-batches. The running state passes from one to the next.
+
+    Args:
+        loss_fn: the loss.
+        state: the state.
+        batch: the whole batch, or a list of micro-batches.
+        axis_name: see `find_replicas`.
+        shards: number of shards of each array of the batch along axis 0, if known.
+        weight: `weight=` of `train_step`.
+    """
+    count = state.recipe.accumulate_steps
+    if count == 1:
+        value, (gradients,) = loss_and_gradients(loss_fn, [state], batch, axis_name, "train_step", weight)
+        return *(value if isinstance(value, tuple) else (value, None)), gradients
+    around = find_replicas("train_step", axis_name, batch, state.params, window=True)
+    params = compute_parameters(state)
+    window, parts = batches.micro_batch_runs(
+        batch,
+        count,
+        shapes=batch_shapes,
+        tree_map=jax.tree.map,
+        stack=jnp.stack,
+        reshape=functools.partial(_fold_rows, shards={} if shards is None else _shards_by_array(batch, shards)),
+    )
+    done = _run_micro_batches(loss_fn, state, params, window, parts, around, LossWeighting(weight))
+    totals = None
+    if done.counts and (len(window.sizes) > 1 or around is not None):
+        totals = loss_weights.term_totals(done.counts)
+        totals = totals if around is None else around.totals(totals)
+        done = _run_micro_batches(loss_fn, state, params, window, parts, around, LossWeighting(weight, totals=totals))
+    loss, (mean,), (running,), whole = _reduce_over_replicas(
+        around, [state], done.loss, done.values, done.running, done.weight
+    )
+    if whole is not None:
+        loss, mean = loss / weight_divisor(whole), _divide(mean, weight_divisor(whole))
+    if totals is not None:
+        whole = sum(totals.counts)
+    gradients = place_gradients(unscale_gradients(mean, active_loss_scale(state), state.params), state)
+    return loss, done.aux, Gradients(gradients, running, loss, whole)
+
+
+def _run_micro_batches(
+    loss_fn: LossFunction,
+    state: JaxState,
+    params: Any,
+    window: Accumulation,
+    parts: Sequence[tuple[range, Any]],
+    around: ShardMapReplicas | None,
+    weighing: LossWeighting,
+) -> PassResult:
+    """Run all micro-batches of a window and combine their losses and scaled gradients.
+
+    Without weights these are means weighted by rows; with weights, weighted sums. The counts of a sum of means are one
+    list per micro-batch.
+    """
+    own: Callable[[Any], Any] = around.own if around is not None else lambda tree: tree
+    idle: list[Any] = []  # per run, the unused parameters: its micro-batches are one program
+    still: list[Any] = []  # per run, the running statistics that it does not change
+
+    def one(how: LossWeighting, carry: tuple[RunningState, Any], part: Any) -> tuple[tuple[RunningState, Any], Any]:
+        running, total = carry
+        done = run_pass(loss_fn, [state], [params], [running], part, around, how)
+        check_carry(done.running[0].written, running.written)
+        idle[-1:] = [jax.tree.map(lambda _, g: g is None, total, done.values[0])]
+        by = done.weight
+        total = jax.tree.map(
+            lambda t, g: t if g is None else t + multiply_by_weight(g.astype(t.dtype), by), total, *done.values
+        )
+        after = done.running[0]
+        still[-1:] = [jax.tree.map(lambda a, b: a is b, after.statistics, running.statistics)]
+        carry = (after._replace(statistics=own(after.statistics)), place_gradients(total, state))
+        return carry, (done.loss, done.aux, done.weight, list(done.counts))
+
+    start = state.running._replace(statistics=own(state.running.statistics))
+    carry = (start, place_gradients(own(jax.tree.map(jnp.zeros_like, widen_parameters(state.params))), state))
+    shares = [1.0 if weighing.totals is not None else window.weights[run.start] for run, _ in parts]
+    outputs = []
+    for share, (run, members) in zip(shares, parts, strict=True):
+        idle.append(None)
+        still.append(None)
+        how = weighing._replace(share=share, rows=window.sizes[run.start])
+        carry, output = scan_micro_batches(functools.partial(one, how), carry, members, own(state.params))
+        outputs.append(output)
+    running, total = carry
+    losses, auxes, given, counts = (list(column) for column in zip(*outputs, strict=True))
+    loss: Any
+    weight: Any
+    if any(item is None for item in given):
+        loss_weights.check_consistent_weights([item is not None for item in given])
+        whole, weight = sum(share * len(run) for share, (run, _) in zip(shares, parts, strict=True)), None
+        if len(parts) == 1:
+            loss = jnp.mean(losses[0])
+        else:
+            loss = sum(share * jnp.sum(own) for share, own in zip(shares, losses, strict=True)) / whole
+        total = jax.tree.map(lambda t, *none: None if all(none) else t / whole, total, *idle)
+    else:
+        loss = sum(jnp.sum(by * own) for by, own in zip(given, losses, strict=True))
+        weight = sum(jnp.sum(by) for by in given)
+        total = jax.tree.map(lambda t, *none: None if all(none) else t, total, *idle)
+    aux = auxes[0] if len(parts) == 1 else jax.tree.map(_join_runs, *auxes)
+    if around is not None:  # unchanged statistics are the state's own arrays again and are not averaged
+        kept = jax.tree.map(
+            lambda old, new, *alone: old if all(alone) else new, state.running.statistics, running.statistics, *still
+        )
+        running = running._replace(statistics=kept)
+    every = [
+        [column[n] for column in group]
+        for group, (run, _) in zip(counts, parts, strict=True)
+        for n in range(len(run) if group else 0)
+    ]
+    return PassResult(loss, aux, [total], [running], weight, every)
+
+
+def place_gradients(values: Any, state: JaxState) -> Any:
+    """Place gradients like the parameters, if the layout is known."""
+    if state.layout is None:
+        return values
+    return jax.tree.unflatten(jax.tree.structure(state.params), state.layout.kept(leaves_like(values, state.params)))
+
+
+def _shards_by_array(batch: Any, shards: tuple[int, ...]) -> dict[int, int]:
+    leaves = jax.tree.leaves(batch)
+    return {id(leaf): count for leaf, count in zip(leaves, shards, strict=len(leaves) == len(shards))}
+
+
+def _fold_rows(rows: Any, shape: tuple[int, ...], *, shards: dict[int, int]) -> Any:
+    """Reshape rows to (micro-batches, rows of each, ...).
+
+    If the array is sharded along axis 0, each micro-batch takes rows from every shard. Consecutive rows would be on
+    some of the devices only and would have to be moved.
+    """
+    count, size = shape[:2]
+    parts = shards.get(id(rows), 1)
+    if parts == 1 or size % parts:
+        return jnp.reshape(rows, shape)
+    split = jnp.reshape(rows, (parts, count, size // parts, *shape[2:]))
+    return jnp.reshape(jnp.swapaxes(split, 0, 1), shape)
+
+
+def unscale_gradients(values: Any, scale: Any | None, params: Any) -> Any:
+    """Return gradients of the unscaled loss, each in its parameter's dtype or float32, whichever is wider."""
+    return jax.tree.map(
+        lambda p, g: None if g is None else unscale_leaf(g, scale, jnp.promote_types(p.dtype, jnp.float32)),
+        params,
+        values,
+    )
+
+
+def _join_runs(*runs: Any) -> Any:
+    """Join a leaf of aux over runs of micro-batches, each of which has its own leading axis (S8)."""
+    if is_concatenated([jnp.shape(run)[1:] for run in runs]):
+        runs = tuple(jnp.reshape(run, (-1, *jnp.shape(run)[2:])) for run in runs)
+    return jnp.concatenate(runs)

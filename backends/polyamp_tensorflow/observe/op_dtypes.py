@@ -1,0 +1,116 @@
+"""TensorFlow operations that a forward pass runs, with their layers and dtypes.
+
+TensorFlow reports each operation as it runs: after all casts, and inside Keras's own functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import tensorflow as tf
+
+from polyamp.contract.casting_report import OperationCount
+from polyamp.float_formats import FLOAT_DTYPES
+from polyamp_tensorflow.compat import layer_classes, report_operations
+from polyamp_tensorflow.precision.op_list import SENSITIVE, split_names
+from polyamp_tensorflow.precision.tensorflow_only.layer_method_wrappers import copy_signature
+
+_COMPUTE: Final = split_names(
+    "MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum SparseMatMul Conv Conv2D Conv3D DepthwiseConv2dNative "
+    "Conv2DBackpropInput Conv3DBackpropInputV2 CudnnRNN CudnnRNNV2 CudnnRNNV3"
+)
+_FAMILIES: Final[Mapping[str, str]] = {
+    "exponentials": "Exp Expm1 Sinh Cosh Softplus",
+    "logarithms": "Log Log1p Erfinv Ndtri Xlogy Xlog1py",
+    "powers": "Pow Rsqrt Reciprocal Inv",
+    "sums": "Sum Mean Prod SegmentSum SegmentMean SegmentProd UnsortedSegmentSum UnsortedSegmentProd AvgPool AvgPool3D",
+    "cumulative sums": "Cumsum Cumprod CumulativeLogsumexp",
+    "softmax": "Softmax LogSoftmax",
+    "normalisation": "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 LRN EuclideanNorm",
+    "losses": "SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits CTCLoss CTCLossV2 L2Loss",
+    "linear algebra": "Cholesky MatrixInverse MatrixSolve MatrixSolveLs MatrixTriangularSolve MatrixDeterminant "
+    "LogMatrixDeterminant MatrixExponential MatrixLogarithm MatrixSquareRoot SelfAdjointEigV2 Eig Qr Svd Lu",
+    "FFT": "FFT FFT2D FFT3D IFFT IFFT2D IFFT3D RFFT RFFT2D RFFT3D IRFFT IRFFT2D IRFFT3D",
+}
+"""TensorFlow's operations by the families of S4; `op_list` has those of Keras."""
+_RULES: Final = {
+    **dict.fromkeys(_COMPUTE, "compute"),
+    **{name: family for family, words in _FAMILIES.items() for name in split_names(words)},
+}
+_DATA_MOVEMENT: Final = split_names(
+    "Identity IdentityN Cast Reshape Transpose Shape ShapeN Size Rank Const Fill ZerosLike OnesLike Pack Unpack Concat "
+    "ConcatV2 Split SplitV Slice StridedSlice ExpandDims Squeeze Tile Pad PadV2 MirrorPad BroadcastTo BroadcastArgs "
+    "Gather GatherV2 GatherNd ResourceGather ResourceGatherNd ReadVariableOp AssignVariableOp AssignAddVariableOp "
+    "AssignSubVariableOp ReverseV2 Roll Select SelectV2 Range LinSpace StopGradient PreventGradient Where Bitcast "
+    "TensorListFromTensor TensorListStack TensorListReserve TensorListSetItem TensorListGetItem EnsureShape "
+    "Greater GreaterEqual Less LessEqual Equal NotEqual IsFinite IsNan VarHandleOp CheckNumericsV2 OneHot "
+    "MatrixBandPart BatchToSpaceND SpaceToBatchND SpaceToDepth DepthToSpace MatrixDiagV3 MatrixDiagPartV3 "
+    "InvertPermutation Assert"
+)
+"""Operations that only move, create or compare data."""
+
+
+class OpDtypeRecorder:
+    """Recorder of the operations in one forward pass.
+
+    Args:
+        wanted: False records nothing.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
+        self._found: Counter[tuple[str, str, str, str]] = Counter()
+        self._layers: list[tuple[str, str]] = []
+
+    def inside(self, layer: Any, path: str) -> Callable[..., Any]:
+        """Return a layer's `call`, wrapped to mark the layer as the running one."""
+        call: Callable[..., Any] = layer.call
+        if not self._wanted:
+            return call
+        family = _family(layer)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self._layers.append((path, family))
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._layers.pop()
+
+        return copy_signature(call, called)
+
+    @contextlib.contextmanager
+    def record_ops(self) -> Iterator[None]:
+        """Context manager that records the operations in it."""
+        if not self._wanted:
+            yield
+            return
+        with report_operations(self._note):
+            yield
+
+    def rows(self) -> list[OperationCount]:
+        """Return the recorded operations, in the order in which each first ran."""
+        return [OperationCount(*key, count) for key, count in self._found.items()]
+
+    def _note(self, name: str | bytes, inputs: Any, outputs: Any) -> None:
+        name = name.decode() if isinstance(name, bytes) else name
+        if name in _DATA_MOVEMENT:
+            return
+        dtypes = _floating_dtypes(inputs) or _floating_dtypes(outputs)
+        if dtypes:
+            layer, family = self._layers[-1] if self._layers else ("", "")
+            rule = _RULES.get(name, "follow")
+            self._found[layer, name, ", ".join(dtypes), rule if rule in ("compute", "follow") else family or rule] += 1
+
+
+def _family(layer: Any) -> str:
+    """Return the family of a layer that is sensitive as a whole, such as a normalisation with its means and roots."""
+    return next((name for name, family in SENSITIVE.items() if isinstance(layer, layer_classes(family.layers))), "")
+
+
+def _floating_dtypes(tensors: Any) -> list[str]:
+    return sorted(
+        {tensor.dtype.name for tensor in tensors if tf.is_tensor(tensor) and tensor.dtype.name in FLOAT_DTYPES}
+    )

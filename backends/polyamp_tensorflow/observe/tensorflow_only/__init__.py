@@ -1,0 +1,1 @@
+"""Parts of the observer that only TensorFlow and Keras need."""

@@ -1,0 +1,122 @@
+"""`LayerReading`, one canonical layer read from a Keras layer, and helpers that find a layer's variables by name."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from polyamp.errors import PortError
+from polyamp.porting.layouts.layer_kinds import to_json_value
+from polyamp.porting.layouts.layer_layout import Form, Rule
+from polyamp_tensorflow.compat import own_non_trainable_variables, own_trainable_variables
+from polyamp_tensorflow.models.layers import list_layers
+
+LayerReader = Callable[[Any], "list[LayerReading]"]
+"""Function from a layer to its canonical layers."""
+
+
+class LayerReading(NamedTuple):
+    """One canonical layer of a Keras layer, from which `inventory` builds a `NativeLayer`.
+
+    Attributes:
+        form: its form.
+        arrays: native name in the form's rules -> variable.
+        suffix: appended to the Keras layer's path, such as "forward"; "" if the layer is this single reading.
+        owner: layer that has the attributes, for lines of code; None for the Keras layer itself.
+        inside: inner layers that this reading covers, so they are not listed separately.
+    """
+
+    form: Form
+    arrays: Mapping[str, Any] = {}
+    suffix: str = ""
+    owner: Any = None
+    inside: tuple[Any, ...] = ()
+
+
+def own_variables(layer: Any) -> dict[str, Any]:
+    """Return name -> variable for the variables that a layer created itself.
+
+    As in checkpoints, repeated names get a number, and a variable that the user did not name is called "variable".
+
+    >>> import keras
+    >>> layer = keras.layers.BatchNormalization()
+    >>> layer.build((None, 3))
+    >>> list(own_variables(layer))
+    ['gamma', 'beta', 'moving_mean', 'moving_variance']
+    """
+    found: dict[str, Any] = {}
+    siblings: Counter[str] = Counter()
+    for variable in [*own_trainable_variables(layer), *own_non_trainable_variables(layer)]:
+        word = re.sub(r"^variable_\d+$", "variable", variable.name)
+        number, siblings[word] = siblings[word], siblings[word] + 1
+        found[f"{word}_{number}" if number else word] = variable
+    return found
+
+
+def all_variables(layer: Any) -> dict[str, Any]:
+    """Return name -> variable for a layer and its inner layers: "kernel", "query/kernel"."""
+    found: dict[str, Any] = {}
+    for module in list_layers(layer):
+        prefix = f"{module.stable_path}/" if module.stable_path else ""
+        for name, variable in own_variables(module.layer).items():
+            found.setdefault(prefix + name, variable)
+    return found
+
+
+def inner_layers(layer: Any) -> tuple[Any, ...]:
+    """Return all layers inside a layer, without the layer itself."""
+    return tuple(module.layer for module in list_layers(layer))[1:]
+
+
+def plain_form(kind: str, rules: tuple[Rule, ...], **attributes: Any) -> Form:
+    """Return a form with plain attributes, without those that are `UNKNOWN`."""
+    return Form(kind, rules, {name: to_json_value(value) for name, value in attributes.items() if value is not UNKNOWN})
+
+
+UNKNOWN = object()
+"""Value of an attribute that cannot be read. Such attributes are not compared."""
+
+
+def opaque_kind(layer: Any, reason: str) -> str:
+    """Return a kind for a layer that no canonical kind describes. It moves only to a layer of the same class and
+    settings.
+
+    >>> import keras
+    >>> opaque_kind(keras.layers.PReLU(), "slopes of shape [3, 4]")
+    'keras.PReLU (slopes of shape [3, 4])'
+    """
+    return f"{class_name(layer)} ({reason})"
+
+
+def class_name(layer: Any) -> str:
+    """Return a layer's class name for messages: "keras.Dense", "my_package.Block"."""
+    kind = type(layer)
+    root = kind.__module__.partition(".")[0]
+    return f"{root}.{kind.__qualname__}"
+
+
+def refuse_modified_kernel(layer: Any, path: str) -> None:
+    """Raise if a layer does not compute with its plain kernel: it is quantized or has LoRA matrices.
+
+    Raises:
+        PortError: the layer is one of these; the message names it and what to do.
+    """
+    mode = getattr(layer, "quantization_mode", None)
+    if mode is not None:
+        raise PortError(
+            f"layer {path!r} ({class_name(layer)}) is quantized ({mode}): its kernel holds {mode} codes, which have no "
+            "canonical layout. Move the model that it was quantized from, and quantize the moved one."
+        )
+    if getattr(layer, "lora_enabled", False):
+        raise PortError(
+            f"layer {path!r} ({class_name(layer)}) has LoRA matrices of rank {layer.lora_rank} beside its kernel, "
+            "which no other framework's layer has. Keras merges them into the kernel when it saves: "
+            "model.save_weights, then load_weights into the same model built without LoRA, and move that one."
+        )
+
+
+def available_rules(rules: tuple[Rule, ...], arrays: Mapping[str, Any]) -> tuple[Rule, ...]:
+    """Return the rules whose native arrays exist; a layer without a bias has no rule for it."""
+    return tuple(rule for rule in rules if all(name in arrays for name in rule.native))

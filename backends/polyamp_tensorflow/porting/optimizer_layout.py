@@ -1,0 +1,162 @@
+"""Mapping of Keras optimizers to polyamp's specs: their slots and options under polyamp's names.
+
+Keras's momentum includes the learning rate: `m = momentum * m - rate * gradient`. polyamp's and torch's does not. So
+it is divided by the rate of the next update, which makes that update the same in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import keras
+
+from polyamp.porting.states.optimizer_layout import OptimizerLayout, UpdateCount
+from polyamp.porting.states.recipe_comparison import member_settings
+from polyamp_tensorflow.arrays import native_variable
+from polyamp_tensorflow.compat import rate_variable, slot_lists
+from polyamp_tensorflow.step.optimizers import SpecOptimizer, optimizer_variables
+
+
+class _OptimizerClass(NamedTuple):
+    """One class of `keras.optimizers`.
+
+    Attributes:
+        type: its name in polyamp.
+        slots: Keras's name of a slot -> polyamp's.
+        words: Keras's name of an option -> polyamp's.
+        note: how its formula differs from polyamp's; "" if it does not.
+    """
+
+    type: str
+    slots: Mapping[str, str]
+    words: Mapping[str, str]
+    note: str = ""
+
+
+_ADAM: Final = _OptimizerClass(
+    "adam",
+    {"momentums": "exp_avg", "velocities": "exp_avg_sq"},
+    {"epsilon": "eps"},
+    "Keras's Adam adds epsilon to the root before its bias correction, polyamp's and torch's behind it: at first as a "
+    "larger epsilon would",
+)
+_OPTIMIZER_CLASSES: Final[Mapping[str, _OptimizerClass]] = {
+    "SGD": _OptimizerClass("sgd", {"momentums": "momentum"}, {"momentum": "momentum", "nesterov": "nesterov"}),
+    "AdamW": _ADAM,
+    "Adam": _ADAM,
+    "RMSprop": _OptimizerClass(
+        "rmsprop",
+        {"velocities": "square_avg", "momentums": "momentum", "average_gradients": "grad_avg"},
+        {"rho": "alpha", "momentum": "momentum", "centered": "centered", "epsilon": "eps"},
+        "Keras's RMSprop adds epsilon inside the root, polyamp's and torch's outside of it",
+    ),
+    "Adagrad": _OptimizerClass(
+        "adagrad",
+        {"accumulators": "sum"},
+        {"epsilon": "eps", "initial_accumulator_value": "initial_accumulator_value"},
+        "Keras's Adagrad adds epsilon inside the root, polyamp's and torch's outside of it",
+    ),
+    "Lion": _OptimizerClass("lion", {"momentums": "exp_avg"}, {}),
+}
+
+
+def read_optimizer_layout(optimizer: Any, parameters: Sequence[str]) -> OptimizerLayout:
+    """Return the layout of a built optimizer: the meaning of each variable, and its options.
+
+    Args:
+        optimizer: Keras's own, or a `SpecOptimizer`.
+        parameters: paths of the variables that it was built for, in order.
+    """
+    names = {
+        id(native_variable(variable)): name
+        for name, variable in optimizer_variables(optimizer, list(parameters)).items()
+    }
+    if isinstance(optimizer, SpecOptimizer):
+        return _spec_layout(optimizer, parameters)
+    kind = next(
+        (found for name, found in _OPTIMIZER_CLASSES.items() if isinstance(optimizer, getattr(keras.optimizers, name))),
+        None,
+    )
+    called = f"keras.optimizers.{type(optimizer).__name__}"
+    numbers = dict.fromkeys(parameters, 0)
+    if kind is None:
+        refused = [f"it is trained by {called}, of which polyamp knows no formula"]
+        return OptimizerLayout({}, {}, [{"type": called}], numbers, refused=refused)
+    refused = _unsupported_settings(optimizer, called)
+    if refused:
+        return OptimizerLayout({}, {}, [{"type": kind.type}], numbers, refused=refused)
+    slots = {
+        kind.slots[word]: {
+            path: f"optimizer/{names[id(native_variable(variable))]}"
+            for path, variable in zip(parameters, variables, strict=True)
+        }
+        for word, variables in slot_lists(optimizer).items()
+        if word in kind.slots and variables
+    }
+    iterations = f"optimizer/{names[id(native_variable(optimizer.iterations))]}"
+    counts = {path: UpdateCount(iterations) for path in parameters} if kind.type == "adam" else {}
+    factors, refused = _slot_factors(optimizer, kind, slots, called)
+    return OptimizerLayout(
+        slots,
+        counts,
+        [_hyperparameters(optimizer, kind)],
+        numbers,
+        [iterations],
+        factors,
+        [kind.note] if kind.note else [],
+        refused,
+    )
+
+
+def _spec_layout(optimizer: SpecOptimizer, parameters: Sequence[str]) -> OptimizerLayout:
+    slots = {slot: {path: f"optimizer/{path}/{slot}" for path in parameters} for slot in optimizer.spec.slots}
+    counts = {
+        path: UpdateCount("optimizer/iteration", "optimizer/missed_updates", number)
+        for number, path in enumerate(parameters)
+    }
+    distinct, _ = member_settings(optimizer.groups)
+    order = optimizer.groups.order or (0,) * len(parameters)
+    numbers = dict(zip(parameters, order, strict=True))
+    return OptimizerLayout(slots, counts, distinct, numbers, ["optimizer/iteration"])
+
+
+def _slot_factors(
+    optimizer: Any, kind: _OptimizerClass, slots: Mapping[str, Any], called: str
+) -> tuple[dict[str, float], list[str]]:
+    """Return the factors from Keras's momentum to polyamp's, and the reasons why there is none."""
+    if "momentum" not in slots:
+        return {}, []
+    rate = float(optimizer.learning_rate)
+    if isinstance(rate_variable(optimizer), keras.optimizers.schedules.LearningRateSchedule) or rate == 0.0:
+        why = "which is 0" if rate == 0.0 else "which follows a schedule"
+        return {}, [f"the momentum of {called} holds the learning rate, {why}"]
+    return {"momentum": (-1.0 if kind.type == "sgd" else 1.0) / rate}, []
+
+
+def _hyperparameters(optimizer: Any, kind: _OptimizerClass) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": kind.type}
+    if not isinstance(rate_variable(optimizer), keras.optimizers.schedules.LearningRateSchedule):
+        found["learning_rate"] = float(optimizer.learning_rate)
+    found |= {word: getattr(optimizer, own) for own, word in kind.words.items() if hasattr(optimizer, own)}
+    if hasattr(optimizer, "beta_1"):
+        found["betas"] = [float(optimizer.beta_1), float(optimizer.beta_2)]
+    decay = optimizer.weight_decay
+    if kind.type in ("adam", "lion"):  # decoupled in all of Keras, as in AdamW and Lion
+        found["weight_decay"] = float(decay or 0.0)
+        found["type"] = "adamw" if decay and kind.type == "adam" else kind.type
+    return found
+
+
+def _unsupported_settings(optimizer: Any, called: str) -> list[str]:
+    """Return the settings that no other framework's optimizer has."""
+    found = []
+    if getattr(optimizer, "amsgrad", False):
+        found.append(f"amsgrad=True of {called}")
+    if optimizer.use_ema:
+        found.append(f"use_ema=True of {called}, a moving average of the parameters")
+    if optimizer.gradient_accumulation_steps:
+        found.append(f"gradient_accumulation_steps of {called}, which holds a sum of gradients")
+    if optimizer.weight_decay and not hasattr(optimizer, "beta_1"):
+        found.append(f"weight_decay of {called}, which is decoupled in Keras and added to the gradient elsewhere")
+    return found

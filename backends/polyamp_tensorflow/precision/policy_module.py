@@ -1,0 +1,146 @@
+"""The model as passed to `loss_fn`, and casts of outputs to the policy's dtype (S1)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import keras
+import tensorflow as tf
+
+from polyamp.errors import ModelError
+from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp_tensorflow.arrays import cast, dtype_name, is_floating, native_variable
+from polyamp_tensorflow.compat import copy_keras_mask
+from polyamp_tensorflow.models.layers import is_built, is_layer
+from polyamp_tensorflow.models.variables import model_variables
+
+LOSSES_READ: Final[ContextVar[list[Any] | None]] = ContextVar("asked", default=None)
+"""Layers whose losses `loss_fn` has read so far; None outside a step. See `model_losses`."""
+TRAINING_MODE: Final[ContextVar[bool]] = ContextVar("training", default=True)
+"""Default of `training` for calls in `loss_fn`."""
+PolicyRegion = Callable[[Any, ResolvedPolicy], AbstractContextManager[ResolvedPolicy]]
+"""A policy that `loss_fn` applies: maps a model and its plan to a context manager in which its layers follow it."""
+POLICY_REGIONS: Final[ContextVar[tuple[PolicyRegion, ...]]] = ContextVar("regions", default=())
+"""Active policy regions, the innermost last."""
+_UNROUNDED: Final = "_polyamp_unrounded"  # attribute of a tensor, like Keras's logits on a softmax's result
+
+
+class PolicyModule:
+    """The model as passed to `loss_fn`: in training mode by default, with outputs in the policy's dtype (S1).
+
+    Other attributes are those of the model, such as `model.losses`. A layer among them is wrapped too, and a method
+    with a `training` argument gets it. Outputs of methods that the model's class defines are also in the policy's dtype
+    (S29).
+
+    Args:
+        model: the model, or a layer of it.
+        plan: the resolved policy.
+        parameters: the model's trainable variables by name, if known. While casts replace the variables of a
+            `tf.Module`, it does not find them itself.
+        whole: for a layer, the `PolicyModule` of its model.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        plan: ResolvedPolicy,
+        parameters: Mapping[str, Any] | None = None,
+        whole: PolicyModule | None = None,
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._parameters = parameters
+        self._whole: PolicyModule = self if whole is None else whole
+        self._around = len(POLICY_REGIONS.get())  # regions around a step have no effect in it (S3)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_layer(self._model):
+            kwargs.setdefault("training", TRAINING_MODE.get())
+        return self._under_policy(self._model, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._model, name)
+        asked = LOSSES_READ.get() if name == "losses" else None
+        if asked is not None:
+            asked.append(self._model)
+        if is_layer(value):
+            return PolicyModule(value, self._plan, whole=self._whole)
+        if not inspect.ismethod(value):
+            return value
+        if not is_layer(self._model):
+            return lambda *args, **kwargs: self._under_policy(value, args, kwargs)
+        if "training" in inspect.signature(value).parameters:
+            value = functools.partial(value, training=TRAINING_MODE.get())
+        if hasattr(keras.Model, name):
+            return value
+        return lambda *args, **kwargs: self._under_policy(value, args, kwargs)
+
+    def _under_policy(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function under the innermost policy, and cast its results to that policy's output dtype."""
+        whole = self._whole
+        inside = POLICY_REGIONS.get()[whole._around :]
+        with inside[-1](whole._model, self._plan) if inside else contextlib.nullcontext(self._plan) as plan:
+            if not is_layer(self._model):
+                args, kwargs = cast((args, kwargs), plan.compute, float64=plan.float64)
+            return cast_output(function(*args, **kwargs), plan.output, float64=plan.float64)
+
+
+def module_parameters(model: Any) -> dict[str, Any]:
+    """Return the trainable variables of a model or `PolicyModule`, as tensors by name (S29).
+
+    Raises:
+        ModelError: the model is not built.
+    """
+    known = model._parameters if isinstance(model, PolicyModule) else None
+    if known is None:
+        model = native_model(model)
+        if not is_built(model):
+            raise ModelError("polyamp.parameters: the model is not built, so it has no parameters yet. Call it once.")
+        known = model_variables(model).parameters
+    return {name: tf.convert_to_tensor(native_variable(variable)) for name, variable in known.items()}
+
+
+def native_model(model: Any) -> Any:
+    """Return the model inside a `PolicyModule`; any other model unchanged."""
+    return model._model if isinstance(model, PolicyModule) else model
+
+
+def root_model(model: PolicyModule) -> Any:
+    """Return the native model of a `PolicyModule`; of a layer, the model that contains it."""
+    return model._whole._model
+
+
+def cast_output(tree: Any, dtype: str, *, float64: bool) -> Any:
+    """Cast a model's output to the policy's output dtype (S1), from the unrounded tensor if `round_to_dtype` stored
+    one."""
+
+    def one(leaf: Any) -> Any:
+        wide = getattr(leaf, _UNROUNDED, leaf)
+        return copy_keras_mask(leaf, cast(wide, dtype, float64=float64))
+
+    return keras.tree.map_structure(one, tree)
+
+
+def is_rounded(leaf: Any) -> bool:
+    """Return whether `round_to_dtype` rounded a tensor and stored the wider one on it."""
+    return hasattr(leaf, _UNROUNDED)
+
+
+def round_to_dtype(tree: Any, dtype: str) -> Any:
+    """Cast the floating tensors of a tree to `dtype`. A tensor that loses digits stores the original one."""
+
+    def one(leaf: Any) -> Any:
+        if not tf.is_tensor(leaf) or not is_floating(leaf) or dtype_name(leaf) in (dtype, "float64"):
+            return leaf
+        narrow = copy_keras_mask(leaf, tf.cast(leaf, dtype))
+        if isinstance(narrow, tf.Tensor) and narrow.dtype.size < leaf.dtype.size:
+            setattr(narrow, _UNROUNDED, leaf)
+        return narrow
+
+    return keras.tree.map_structure(one, tree)

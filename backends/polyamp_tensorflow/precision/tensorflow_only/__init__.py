@@ -1,0 +1,1 @@
+"""Parts of precision that only TensorFlow and Keras need."""

@@ -1,0 +1,89 @@
+"""Float32 rule (S4) for losses that a layer computes in its own `call`.
+
+TensorFlow runs a layer's own code in the dtype of its operands, and a sum in 16 bits has only three digits, even if it
+is cast afterwards. So a layer whose code calls `add_loss` computes entirely in float32. A 16-bit loss that still
+reaches `add_loss`, or a 16-bit scalar that a model's call returns, is an error that names the layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from polyamp.errors import LossError
+from polyamp.float_formats import HALF_DTYPES
+from polyamp_tensorflow.arrays import cast, dtype_name
+from polyamp_tensorflow.compat import is_keras_code
+from polyamp_tensorflow.precision.policy_module import is_rounded
+from polyamp_tensorflow.precision.tensorflow_only.layer_method_wrappers import copy_signature
+from polyamp_tensorflow.precision.tensorflow_only.regularizers import has_own_regularizer
+
+
+def has_add_loss_call(layer: Any) -> bool:
+    """Return whether a layer of the user has a method that calls `add_loss`."""
+    own = [cls for cls in type(layer).__mro__ if not is_keras_code(cls) and issubclass(cls, keras.Layer)]
+    return any(
+        "add_loss" in code.co_names for cls in own for method in vars(cls).values() for code in _code_objects(method)
+    )
+
+
+def refuse_narrow_losses(add_loss: Callable[..., Any], layer: Any, path: str) -> Callable[..., Any]:
+    """Return a layer's `add_loss`, wrapped to raise for a loss in 16 bits and to cast others to float32.
+
+    Raises (when it is called):
+        LossError: names the layer and the remedy.
+    """
+
+    def adding(loss: Any) -> Any:
+        for leaf in keras.tree.flatten(loss):
+            if tf.is_tensor(leaf) and dtype_name(leaf) in HALF_DTYPES and not has_own_regularizer(layer):
+                raise LossError(
+                    f"{_describe_layer(layer, path)} adds a loss in {dtype_name(leaf)}: what was summed in 16 bits has "
+                    "three digits, and losses are computed in float32 (S4). Cast what the loss is made of, as in "
+                    "keras.ops.mean(keras.ops.square(keras.ops.cast(x, 'float32')))"
+                    f"{_override_hint(path)}."
+                )
+        return add_loss(cast(loss, "float32"))
+
+    return copy_signature(add_loss, adding)
+
+
+def check_scalar_results(layer: Any, path: str, results: Any) -> None:
+    """Raise if a call of a layer returns a 16-bit scalar, since that is a loss or another sum.
+
+    Raises:
+        LossError: names the layer and the remedy.
+    """
+    for leaf in keras.tree.flatten(results):
+        if tf.is_tensor(leaf) and leaf.shape.rank == 0 and dtype_name(leaf) in HALF_DTYPES and not is_rounded(leaf):
+            raise LossError(
+                f"{_describe_layer(layer, path)} returns a scalar in {dtype_name(leaf)}: if it is a loss, it was "
+                "computed in 16 bits and has three digits, and losses are computed in float32 (S4). Cast what it is "
+                "made of, as in "
+                "keras.ops.mean(keras.ops.square(keras.ops.cast(x, 'float32')))"
+                f"{_override_hint(path)}."
+            )
+
+
+def _describe_layer(layer: Any, path: str) -> str:
+    return f"layer {path!r} ({type(layer).__name__})" if path else f"model {layer.name!r} ({type(layer).__name__})"
+
+
+def _override_hint(path: str) -> str:
+    return f", or keep the layer in float32: Policy(..., overrides={{{path!r}: 'float32'}})" if path else ""
+
+
+def _code_objects(method: Any) -> Iterator[CodeType]:
+    """Yield the code objects of a method, also a decorated one, and of the functions inside it."""
+    method = getattr(method, "python_function", method)  # a `tf.function`
+    function = inspect.unwrap(getattr(method, "__func__", method)) if callable(method) else None
+    waiting = [code] if isinstance(code := getattr(function, "__code__", None), CodeType) else []
+    while waiting:
+        code = waiting.pop()
+        yield code
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]

@@ -1,0 +1,111 @@
+"""Replacements of a layer's methods while a policy is applied, for what a Keras policy cannot express."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from polyamp.float_formats import HALF_DTYPES
+from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp_tensorflow.arrays import cast
+from polyamp_tensorflow.compat import is_outermost
+from polyamp_tensorflow.precision.policy_module import LOSSES_READ, cast_output, round_to_dtype
+
+
+def copy_signature(method: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """Give `stand_in` the name, documentation and signature of the method that it replaces. Keras checks
+    `inspect.signature(layer.call)` for `training` and `mask`."""
+    functools.update_wrapper(stand_in, method)
+    del stand_in.__wrapped__  # type: ignore[attr-defined]  # or AutoGraph would bypass the stand-in
+    function = getattr(method, "python_function", method)  # a `tf.function` itself has no signature
+    stand_in.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]  # functions take any attribute
+    return stand_in
+
+
+def round_result(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+    """Return `call` with its result rounded to `dtype`; `cast_output` can still find the unrounded result."""
+    return copy_signature(call, lambda *args, **kwargs: round_to_dtype(call(*args, **kwargs), dtype))
+
+
+def cast_inputs(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+    """Return `call` with its floating arguments cast to `dtype`."""
+    return copy_signature(call, lambda *args, **kwargs: call(*cast(args, dtype), **cast(kwargs, dtype)))
+
+
+def cast_result_to_output(
+    call: Callable[..., Any], plan: ResolvedPolicy, check: Callable[[Any], None]
+) -> Callable[..., Any]:
+    """Return `call` with its result passed to `check` and cast to the policy's output dtype (S1)."""
+
+    def giving(*args: Any, **kwargs: Any) -> Any:
+        results = call(*args, **kwargs)
+        check(results)
+        return cast_output(results, plan.output, float64=plan.float64)
+
+    return copy_signature(call, giving)
+
+
+def cast_result_for_losses(
+    call: Callable[..., Any], layer: Any, plan: ResolvedPolicy, check: Callable[[Any], None], *, always: bool
+) -> Callable[..., Any]:
+    """Return `call` of a layer inside the model. Its result is cast to the policy's output dtype where the user's code
+    calls the layer directly, to compute a loss from its result (S29).
+
+    Args:
+        call: the layer's `call`.
+        layer: the layer.
+        plan: the policy.
+        check: called with such a result before the cast.
+        always: True for every outermost call; False for outermost calls in `loss_fn`.
+    """
+
+    def giving(*args: Any, **kwargs: Any) -> Any:
+        results = call(*args, **kwargs)
+        if not ((always or LOSSES_READ.get() is not None) and is_outermost(layer)):
+            return results
+        check(results)
+        return cast_output(results, plan.output, float64=plan.float64)
+
+    return copy_signature(call, giving)
+
+
+def apply_scores(layer: Any, scores: Any, value: Any, scores_mask: Any = None, training: bool = False) -> Any:
+    """`keras.layers.Attention._apply_scores` with the softmax in float32 and the product in the scores' dtype (S4)."""
+    wide = keras.ops.cast(scores, "float32")
+    if scores_mask is not None:
+        mask = scores_mask if len(scores_mask.shape) > 2 else keras.ops.expand_dims(scores_mask, axis=-2)
+        wide = keras.ops.where(mask, wide, wide - 1e9)
+    weights = keras.ops.cast(keras.ops.softmax(wide, axis=-1), value.dtype)
+    if training and layer.dropout > 0:
+        weights = keras.random.dropout(weights, layer.dropout, seed=layer.seed_generator)
+    return keras.ops.matmul(weights, value), weights
+
+
+def sum_gather_gradient_in_float32(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a gather of 16-bit numbers whose gradient is summed in float32 and rounded once."""
+
+    def gathering(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tf.is_tensor(x) or x.dtype.name not in HALF_DTYPES:
+            return call(x, *args, **kwargs)
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]  # TensorFlow is untyped
+        def gathered(x: Any) -> Any:
+            def gradient(upstream: Any) -> Any:
+                with tf.GradientTape(watch_accessed_variables=False) as tape:
+                    wide = tf.zeros(tf.shape(x), tf.float32)  # a gather's gradient needs only its shape
+                    tape.watch(wide)
+                    read = call(wide, *args, **kwargs)
+                upstream = tf.convert_to_tensor(tf.cast(upstream, tf.float32))
+                total = tf.convert_to_tensor(tape.gradient(read, wide, output_gradients=upstream))
+                return tf.cast(total, x.dtype)
+
+            return call(x, *args, **kwargs), gradient
+
+        return gathered(x)
+
+    return copy_signature(call, gathering)

@@ -1,0 +1,96 @@
+"""`GraphFunction`: the `tf.function` of a step or of half a step, one per state, strategy and batch shape.
+
+The graph decides whether to skip; Python never waits for the decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp.errors import ModelError, UnsupportedError
+from polyamp_tensorflow.interrupts import close_stale_blocks
+from polyamp_tensorflow.precision.autocast import matmul_precision
+from polyamp_tensorflow.step.distributed_step import has_several_replicas, run_on_replicas
+from polyamp_tensorflow.step.state import States, TensorFlowState, acquire_all
+from polyamp_tensorflow.step.tensorflow_only.xla import needs_xla
+
+
+class GraphFunction:
+    """`body(states, *tensors)` as a `tf.function` per combination of states.
+
+    Args:
+        body: graph code that reads and writes the states' variables; every replica runs it.
+        split: True if the tensors are a batch, divided among the replicas; False if all replicas get the same tensors.
+        compile: False runs it eagerly, for debugging.
+        jit_compile: whether to use XLA; None uses it for float16 on a CPU, with one warning per process.
+
+    Raises:
+        UnsupportedError: `jit_compile=True` with `compile=False`; a model that XLA cannot compile.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        *,
+        split: bool = True,
+        compile: bool = True,  # noqa: A002  # the public option's name
+        jit_compile: bool | None = False,
+    ) -> None:
+        if jit_compile and not compile:
+            raise UnsupportedError("jit_compile=True compiles with XLA. Received: compile=False as well. Drop one.")
+        self._body = body
+        self._split = split
+        self._compile = compile
+        self._jit_compile = jit_compile
+
+    def __call__(self, states: States, *tensors: Any) -> Any:
+        close_stale_blocks()
+        with acquire_all(states), matmul_precision(states[0].plan.float32_matmul):
+            program = self._program(tuple(states))
+            try:
+                return program(*tensors)
+            except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError) as error:
+                if "unsupported operations" not in str(error):
+                    raise
+                raise UnsupportedError(
+                    f"XLA cannot compile loss_fn or the model: {error.message} Pass jit_compile=False to run without "
+                    "XLA; on some processors float16 is then 300 times slower than float32, bfloat16 is not."
+                ) from error
+
+    def _program(self, states: tuple[TensorFlowState, ...]) -> Callable[..., Any]:
+        # The program references its states, so their ids stay valid while the entry exists. The first state owns the
+        # entry, which references only the states, so all are freed together.
+        programs = states[0].programs.setdefault(self, {})
+        key = tuple(id(state) for state in states)
+        if key not in programs:
+            programs[key] = self._traced(states)
+        return programs[key]
+
+    def _traced(self, states: tuple[TensorFlowState, ...]) -> Callable[..., Any]:
+        body, split, strategy = self._body, self._split, states[0].strategy
+        if any(state.strategy is not strategy for state in states):
+            raise ModelError(
+                "states of one step must be made in the scope of one strategy. Received: "
+                f"{', '.join(type(state.strategy).__name__ for state in states)}."
+            )
+
+        def program(*tensors: Any) -> Any:
+            return run_on_replicas(strategy, lambda *own: body(states, *own), tensors, split=split)
+
+        if not self._compile:
+            return program
+        jit = self._jit_compile
+        if has_several_replicas(strategy):
+            if jit:
+                raise UnsupportedError(
+                    "jit_compile=True compiles the step of one replica. Received: a state on a strategy with "
+                    f"{strategy.num_replicas_in_sync} replicas. Drop it."
+                )
+        elif jit is None:
+            parameters = [variable for state in states for variable in state.variables.parameters.values()]
+            jit = needs_xla([state.plan for state in states], parameters, stacklevel=6)
+        # AutoGraph would wrap exceptions raised during tracing, so that the user gets other ones.
+        return tf.function(program, autograph=False, jit_compile=jit)  # type: ignore[no-any-return]  # untyped

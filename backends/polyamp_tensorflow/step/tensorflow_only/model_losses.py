@@ -1,0 +1,86 @@
+"""Losses that a Keras model itself adds (S25): regularizers of weights and activities, and `add_loss`.
+
+`fit` adds them, but a step's loss is the result of `loss_fn`. So `loss_fn` can request them. A warning names a model
+that has such losses if `loss_fn` does not read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from polyamp_tensorflow.arrays import at_least_float32, native_variable
+from polyamp_tensorflow.compat import clear_losses, flatten_layers, losses_override, own_losses, own_trainable_variables
+from polyamp_tensorflow.models.layers import is_layer, list_layers
+from polyamp_tensorflow.precision.policy_module import LOSSES_READ, native_model
+
+
+def regularization(model: Any) -> Any:
+    """Return the sum of the losses that a model or layer adds, float32; each term summed as in Keras's trainer.
+
+    Args:
+        model: a `PolicyModule`, a Keras model or layer. Any other model adds nothing.
+    """
+    model = native_model(model)
+    asked = LOSSES_READ.get()
+    if asked is not None:
+        asked.append(model)
+    total = tf.zeros((), tf.float32)
+    if is_layer(model):
+        for term in _loss_terms(model):
+            total += tf.reduce_sum(tf.cast(term, tf.float32))
+    return total
+
+
+def _loss_terms(model: Any) -> list[Any]:
+    """Return the losses of the last call, then of the weights. Regularizers of 16-bit weights sum in float32 (S4)."""
+    instead = losses_override(model)
+    if instead:
+        return instead
+    collected = [loss for layer in flatten_layers(model) for loss in own_losses(layer)]
+    weights = [variable for variable in model.trainable_weights if variable.regularizer is not None]
+    return collected + [
+        v.regularizer(tf.cast(native_variable(v), at_least_float32(native_variable(v).dtype))) for v in weights
+    ]
+
+
+@contextlib.contextmanager
+def warn_missing_regularization(states: Sequence[Any]) -> Iterator[None]:
+    """Context manager around one call of `loss_fn` that warns, once per state, if it omits losses that a model adds."""
+    for state in states:
+        if is_layer(state.model):
+            clear_losses(state.model)  # of an earlier call
+    token = LOSSES_READ.set([])
+    try:
+        yield
+        asked = LOSSES_READ.get() or []
+    finally:
+        LOSSES_READ.reset(token)
+    for state in states:
+        if not state.warned_of_additions and is_layer(state.model):
+            _warn_missing_losses(state, asked)
+
+
+def _warn_missing_losses(state: Any, asked: list[Any]) -> None:
+    parts = list_layers(state.model)
+    if any(part.layer is layer for part in parts for layer in asked):
+        return
+    names = [part.path or state.model.name for part in parts if _has_losses(part.layer)]
+    if not names:
+        return
+    state.warned_of_additions = True
+    warnings.warn(
+        f"loss_fn leaves out what the model adds to its loss: regularizers or add_loss of {', '.join(names)}. Keras's "
+        "fit adds it; here the loss is what loss_fn returns. Add polyamp.losses.regularization(model) to it, or, if it "
+        "is left out on purpose, warnings.filterwarnings('ignore', message='loss_fn leaves out').",
+        stacklevel=2,
+    )
+
+
+def _has_losses(layer: Any) -> bool:
+    own = own_trainable_variables(layer) if layer.trainable else ()
+    return bool(own_losses(layer)) or any(v.trainable and v.regularizer is not None for v in own)

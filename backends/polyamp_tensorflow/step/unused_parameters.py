@@ -1,0 +1,98 @@
+"""Context manager that keeps unused parameters and their optimizer state unchanged (S23).
+
+Keras's optimizers do not change a parameter whose gradient is None, decay and constraints included, with three
+exceptions:
+
+- they warn;
+- they raise for an update without any gradient, which a member of a `MultiOptimizer` may have;
+- they update the moving average (`use_ema`) of all parameters.
+
+`skip_unused_parameters` replaces the responsible methods while the update is traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import keras
+
+from polyamp_tensorflow.arrays import native_variable
+from polyamp_tensorflow.compat import (
+    FILTER_GRADIENTS,
+    OVERWRITE_WITH_AVERAGES,
+    UPDATE_AVERAGES,
+    check_methods,
+    moving_averages,
+)
+from polyamp_tensorflow.interrupts import EnsureUndo
+from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import optimizer_members
+
+_APPLY_METHODS: Final = (FILTER_GRADIENTS, UPDATE_AVERAGES, OVERWRITE_WITH_AVERAGES)
+
+
+@contextlib.contextmanager
+def skip_unused_parameters(optimizer: Any, unused: Sequence[Any], *, warn: bool = False) -> Iterator[None]:
+    """Prevent a Keras optimizer's `apply` from changing parameters without a gradient.
+
+    Args:
+        optimizer: a Keras optimizer; members of a `MultiOptimizer` are included.
+        unused: the variables whose gradient is None.
+        warn: whether Keras warns that gradients do not exist, as in `fit`.
+
+    Raises:
+        UnsupportedError: this version of Keras lacks one of the methods.
+    """
+    if not unused:
+        yield
+        return
+    ids = {id(native_variable(variable)) for variable in unused}
+    parts = optimizer_members(optimizer)
+    purpose = "from parameters that the loss does not depend on"
+    check_methods(optimizer, parts, _APPLY_METHODS, purpose=purpose, instead="freeze them")
+
+    def put_back() -> None:
+        for part in parts:
+            for name in _APPLY_METHODS:
+                vars(part).pop(name, None)
+
+    with EnsureUndo(put_back):
+        for part in parts:
+            for name, method in _replacement_methods(part, ids, warn).items():
+                object.__setattr__(part, name, method)
+        yield
+
+
+def _replacement_methods(part: Any, unused: set[int], warn: bool) -> dict[str, Callable[..., Any]]:
+    own_filter = getattr(type(part), FILTER_GRADIENTS).__get__(part)
+
+    def present(gradients: Any, variables: Any) -> Any:
+        pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+        if warn and pairs:
+            return own_filter(gradients, variables)
+        return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+
+    def averages() -> Iterator[tuple[Any, Any, bool]]:
+        for variable, average in moving_averages(part):
+            yield variable, average, id(native_variable(variable)) in unused
+
+    def move(_: Any) -> None:
+        """Apply Keras's formula. The average of an unused parameter starts at its value, like all, and then stays."""
+        if not part.use_ema:
+            return
+        first = keras.ops.equal(part.iterations, 0)
+        for variable, average, left in averages():
+            if left:
+                average.assign(keras.ops.where(first, variable, average))
+                continue
+            momentum = keras.ops.where(first, 0.0, part.ema_momentum)
+            momentum = keras.ops.cast(momentum, variable.dtype)
+            average.assign(momentum * average + (1 - momentum) * variable)
+
+    def overwrite(_: Any) -> None:
+        for variable, average, left in averages():
+            if not left:
+                variable.assign(average)
+
+    return {FILTER_GRADIENTS: present, UPDATE_AVERAGES: move, OVERWRITE_WITH_AVERAGES: overwrite}

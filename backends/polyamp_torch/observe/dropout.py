@@ -1,0 +1,96 @@
+"""`disable_dropout`: a context manager that turns dropout off, or takes its random numbers from a given source.
+
+A mode intercepts every dropout function, whoever calls it: modules, `torch.nn.functional`, attention and recurrent
+layers with their own rate. `shared_dropout` supplies given random numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch.nn import functional
+
+from polyamp.errors import UnsupportedError
+from polyamp.parity.trace.observer import UniformSource
+from polyamp_torch.compat import assume_constant_result
+from polyamp_torch.observe.torch_only.compiled_parts import compiled_parts
+from polyamp_torch.observe.torch_only.dropout_mode import (
+    CHANNEL_DROPOUT_FUNCTIONS,
+    DROPOUT_FUNCTIONS,
+    RECURRENT_FUNCTIONS,
+    DropoutMode,
+    Function,
+)
+from polyamp_torch.observe.torch_only.shared_dropout import SharedRandomMode
+from polyamp_torch.precision.op_list import BACKWARD_FUNCTIONS
+
+_ATTENTION: Final = functional.multi_head_attention_forward
+_RATE_ARGUMENTS: Final[dict[Function, tuple[str, int]]] = {
+    **{
+        getattr(space, name + end): ("p", 1)
+        for space in (torch, functional)
+        for name in dict.fromkeys((*DROPOUT_FUNCTIONS, *CHANNEL_DROPOUT_FUNCTIONS, "native_dropout"))
+        for end in ("", "_")
+        if hasattr(space, name + end)
+    },
+    functional.scaled_dot_product_attention: ("dropout_p", 4),
+    _ATTENTION: ("dropout_p", list(inspect.signature(_ATTENTION).parameters).index("dropout_p")),
+}
+"""Dropout function -> name and position of its rate argument."""
+
+
+@contextlib.contextmanager
+def disable_dropout(model: Any, draws: UniformSource | None) -> Iterator[None]:
+    """Context manager that turns dropout off, or takes random numbers from `draws` (`Observer.still`).
+
+    Raises:
+        UnsupportedError: draws are given and a part is compiled, which would treat the first draws as constants.
+    """
+    if draws is None:
+        with NoDropoutMode():
+            yield
+        return
+    if any(compiled_parts(model)):
+        raise UnsupportedError(
+            "draws: what torch.compile made takes its random numbers where it was compiled, so that none can be given "
+            "to it. Leave dropout off (randomness='off'), or compare the model uncompiled."
+        )
+    with SharedRandomMode(draws):
+        yield
+
+
+@assume_constant_result
+def dropout_rate_argument(function: Function) -> tuple[str, int] | None:
+    """Return name and position of a function's rate argument, or None if it has none."""
+    return _RATE_ARGUMENTS.get(function)
+
+
+@assume_constant_result
+def _is_recurrent(function: Function) -> bool:
+    return function in RECURRENT_FUNCTIONS
+
+
+class NoDropoutMode(DropoutMode):
+    """Mode in which dropout functions drop nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Handle a call of a torch function; most calls run unchanged."""
+        kwargs = kwargs or {}
+        rate = dropout_rate_argument(func)
+        if rate is not None:
+            self.carry_into_recomputation()
+            name, place = rate
+            if len(args) > place:
+                args = (*args[:place], 0.0, *args[place + 1 :])
+            else:
+                kwargs = {**kwargs, name: 0.0}
+        elif _is_recurrent(func):
+            self.carry_into_recomputation()
+            args = (*args[:5], 0.0, *args[6:])  # of packed sequences too
+        elif func in BACKWARD_FUNCTIONS and not torch.compiler.is_compiling():
+            return self.call_in_mode(func, types, args, kwargs)
+        return func(*args, **kwargs)

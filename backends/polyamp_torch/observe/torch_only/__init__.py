@@ -1,0 +1,1 @@
+"""Parts of this package that only the torch backend needs."""

@@ -1,0 +1,1 @@
+"""Readers of torch layers. Each returns the layout of a layer's arrays and its attributes."""

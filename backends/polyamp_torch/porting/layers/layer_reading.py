@@ -1,0 +1,67 @@
+"""`LayerReading`, the result of reading one layer of a module, and helpers for the code lines that set attributes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from polyamp.porting.layouts.layer_layout import Form
+
+AttributeLine = Callable[[str, Any], str]
+"""(expression of the module, canonical value) -> the line of code that gives it that value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReading:
+    """One layer of a module, from which `inventory` builds a `NativeLayer`.
+
+    Attributes:
+        forms: possible forms, likeliest first.
+        names: native array, as the form's rules name it -> path of the tensor from the module, `.`-separated; where
+            it is empty, the rules' names are those of the module.
+        suffix: appended to the module's path; names a cell in a stack.
+        lines: attribute -> the line of code that sets it.
+    """
+
+    forms: tuple[Form, ...]
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    suffix: str = ""
+    lines: Mapping[str, AttributeLine] = dataclasses.field(default_factory=dict)
+
+    @property
+    def tensors(self) -> Mapping[str, str]:
+        """`names` with the default filled in."""
+        return self.names or {name: name for rule in self.forms[0].rules for name in rule.native}
+
+
+LayerReader = Callable[[Any], list[LayerReading]]
+"""Function from a module to its layers."""
+
+
+def assignment_line(attribute: str, native: Callable[[Any], Any] = lambda value: value) -> AttributeLine:
+    """Return a function that writes the line which assigns an attribute of a module.
+
+    >>> assignment_line("momentum", lambda kept: round(1 - kept, 12))("model.bn1", 0.99)
+    'model.bn1.momentum = 0.01'
+    """
+    return lambda module, value: f"{module}.{attribute} = {native(value)!r}"
+
+
+def module_expression(path: str) -> str:
+    """Return code that names the module at a `.`-separated path.
+
+    >>> module_expression("layers.0.bn1"), module_expression("")
+    ('model.layers[0].bn1', 'model')
+    """
+    parts = path.split(".") if path else []
+    if not all(part.isidentifier() or part.isdecimal() for part in parts):
+        return f"model.get_submodule({path!r})"
+    return "model" + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in parts)
+
+
+def has_own_forward(module: nn.Module, kind: type) -> bool:
+    """Return whether a subclass overrides the `forward` of the class that defines its layer."""
+    return type(module).forward is not kind.forward  # type: ignore[attr-defined]  # every module has one

@@ -1,0 +1,88 @@
+"""Readers of torch's recurrent layers. A stack becomes one layer per cell, one for each depth and direction.
+
+Gates are in canonical order: input, forget, candidate, output for an LSTM; reset, update, candidate for a GRU. torch's
+GRU applies the reset gate after the product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+from torch import nn
+
+from polyamp.porting.layouts.layer_layout import Form, Rule
+from polyamp.porting.layouts.operations import Transpose
+from polyamp_torch.porting.layers.layer_reading import LayerReader, LayerReading
+
+_TRANSPOSED: Final = (Transpose((1, 0)),)
+_KIND_BY_CLASS: Final[dict[type, str]] = {
+    nn.LSTM: "lstm",
+    nn.GRU: "gru",
+    nn.RNN: "simple_rnn",
+    nn.LSTMCell: "lstm",
+    nn.GRUCell: "gru",
+    nn.RNNCell: "simple_rnn",
+}
+
+
+def _cell_kind(module: nn.Module) -> str:
+    return next(_KIND_BY_CLASS[kind] for kind in type(module).__mro__ if kind in _KIND_BY_CLASS)
+
+
+def cell_form(kind: str, *, bias: bool, projection: int) -> Form:
+    """Return the form of a cell, as far as its arrays determine it."""
+    rules = [
+        Rule(("weight_ih",), ("input_kernel",), _TRANSPOSED),
+        Rule(("weight_hh",), ("recurrent_kernel",), _TRANSPOSED),
+    ]
+    if bias:
+        rules += [Rule(("bias_ih",), ("bias",)), Rule(("bias_hh",), ("recurrent_bias",))]
+    attributes: dict[str, Any] = {"projection": projection} if projection else {}
+    if projection:
+        rules.append(Rule(("weight_hr",), ("projection_kernel",), _TRANSPOSED))
+    if kind != "simple_rnn":
+        attributes |= {"activation": "tanh", "recurrent_activation": "sigmoid"}
+    if kind == "gru":
+        attributes["reset"] = "after"
+    return Form(kind, tuple(rules), attributes)
+
+
+def _module_form(kind: str, module: Any, attributes: dict[str, Any], projection: int = 0) -> Form:
+    form = cell_form(kind, bias=module.bias, projection=projection)
+    return dataclasses.replace(form, attributes={**form.attributes, **attributes})
+
+
+def recurrent_stack(module: Any) -> list[LayerReading]:
+    """Read the cells of a stack: "layer_0/forward", "layer_0/backward", ... A depth or direction that exists once is
+    not named."""
+    kind = _cell_kind(module)
+    found = []
+    for depth in range(module.num_layers):
+        for reverse in (False, True) if module.bidirectional else (False,):
+            arrays = ["weight_ih", "weight_hh"]
+            arrays += ["bias_ih", "bias_hh"] if module.bias else []
+            arrays += ["weight_hr"] if module.proj_size else []
+            ends = [f"l{depth}", "reverse"] if reverse else [f"l{depth}"]
+            names = {name: "_".join([name, *ends]) for name in arrays}
+            parts = [f"layer_{depth}"] if module.num_layers > 1 else []
+            parts += ["backward" if reverse else "forward"] if module.bidirectional else []
+            attributes: dict[str, Any] = {"reverse": reverse, "dropout": float(module.dropout) if depth else 0.0}
+            if kind == "simple_rnn":
+                attributes["activation"] = module.nonlinearity
+            form = _module_form(kind, module, attributes, module.proj_size)
+            found.append(LayerReading((form,), names, "/".join(parts)))
+    return found
+
+
+def recurrent_cell(module: Any) -> list[LayerReading]:
+    """Read one cell, which the model calls for each time step."""
+    kind = _cell_kind(module)
+    attributes = {"activation": module.nonlinearity} if kind == "simple_rnn" else {}
+    return [LayerReading((_module_form(kind, module, attributes),))]
+
+
+READERS: Final[dict[type, LayerReader]] = {
+    **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), recurrent_stack),
+    **dict.fromkeys((nn.LSTMCell, nn.GRUCell, nn.RNNCell), recurrent_cell),
+}

@@ -1,0 +1,1 @@
+"""Modules of torch porting that have no counterpart in the other backends."""

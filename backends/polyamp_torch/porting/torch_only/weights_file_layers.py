@@ -1,0 +1,215 @@
+"""Layers of a file with torch's names, inferred from names and shapes alone.
+
+A layer has several forms, the likeliest first, where names and shapes do not determine one. The other side of a port
+then decides: a matrix may belong to a dense layer or be an embedding table. A transposed matrix (GPT-2's dense layers
+store inputs first) is recognised by its bias, or by layers of the same name elsewhere in the file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from polyamp.errors import PortError
+from polyamp.porting.layouts.inventory import InventoryLeaf, NativeLayer
+from polyamp.porting.layouts.layer_layout import Form, Rule
+from polyamp.porting.layouts.operations import Reshape, Split, Transpose
+from polyamp_torch.porting.layers.recurrent import cell_form
+
+LayerLeaves = Mapping[str, InventoryLeaf]
+_EMBEDDING_NAMES: Final = re.compile(r"emb|wte|wpe|token|position|shared|table|vocab|lookup|codebook")
+"""Pattern of words in the names of embeddings."""
+_STACKED_CELL: Final = re.compile(r"weight_hh_l(\d+)(_reverse)?$")
+_KIND_BY_GATES: Final = {4: "lstm", 3: "gru", 1: "simple_rnn"}
+"""Number of blocks of a recurrent kernel -> kind."""
+_HEAD_SIZES: Final = (64, 128, 32, 80, 96, 16)
+"""Usual head sizes, which an attention's arrays do not determine."""
+_TRANSPOSED: Final = (Transpose((1, 0)),)
+
+
+def read_file_layers(leaves: LayerLeaves) -> list[NativeLayer]:
+    """Return the layers of arrays given by `/`-separated paths, in their order.
+
+    Raises:
+        PortError: an array is computed from other arrays in the file.
+    """
+    modules: dict[str, dict[str, InventoryLeaf]] = {}
+    for path, leaf in leaves.items():
+        module, _, name = path.rpartition("/")
+        if name in ("weight_g", "weight_v", "weight_orig") or "parametrizations" in path.split("/"):
+            raise PortError(
+                f"{path!r} belongs to a weight that the model computes from other arrays (weight_norm, spectral_norm): "
+                "no other framework has them. Save the model after torch.nn.utils.parametrize.remove_parametrizations."
+            )
+        modules.setdefault(module, {})[name] = leaf
+    outs = {f"{path}/out_proj".lstrip("/"): path for path, own in modules.items() if _is_attention(own)}
+    votes = _orientation_votes(modules)
+    found: list[NativeLayer] = []
+    for path, own in modules.items():
+        if path in outs:
+            continue  # part of the enclosing attention
+        if _is_attention(own):
+            output = modules.get(f"{path}/out_proj".lstrip("/"), {})
+            own = {**own, **{f"out_proj.{name}": leaf for name, leaf in output.items()}}
+        found += _module_layers(path, own, votes)
+    return found
+
+
+def _module_layers(path: str, own: LayerLeaves, votes: Mapping[str, set[bool]]) -> list[NativeLayer]:
+    """Return the layers of one module's arrays: groups that form a layer, and the rest one by one."""
+    rest = dict(own)
+    found: list[NativeLayer] = []
+
+    def take(forms: list[Form], names: Mapping[str, str], suffix: str = "") -> None:
+        leaves = {name: rest.pop(stored) for name, stored in names.items()}
+        found.append(NativeLayer("/".join(part for part in (path, suffix) if part), leaves, tuple(forms)))
+
+    if _is_attention(rest) and "out_proj.weight" in rest:
+        forms = _attention_forms(rest)
+        take(forms, {name: name for rule in forms[0].rules for name in rule.native})
+    for name in list(rest):
+        if name == "weight_hh" or _STACKED_CELL.match(name):
+            form, names, suffix = _recurrent_cell(name, rest)
+            take([form], names, suffix)
+    if "running_mean" in rest and "running_var" in rest:
+        known = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "variance"}
+        names = {native: native for native in known if native in rest}
+        rules = tuple(Rule((native,), (known[native],)) for native in names)
+        take([Form("batch_norm", rules, {"unbiased": True})], names)
+    for scale, bias in (("weight", "bias"), ("gamma", "beta"), ("scale", "bias")):
+        if scale in rest and len(rest[scale].array.shape) > 0:
+            names = {name: name for name in (scale, bias) if name in rest}
+            forms = _weight_forms(path, scale, bias if bias in rest else "", rest, votes)
+            if forms:
+                take(forms, names)
+            break
+    for name in list(rest):
+        take([Form("parameter", (Rule((name,), ("value",)),))], {name: name}, name)
+    return found
+
+
+def _weight_forms(path: str, scale: str, bias: str, own: LayerLeaves, votes: Mapping[str, set[bool]]) -> list[Form]:
+    """Return the possible forms of a weight with an optional bias; [] if it belongs to no layer."""
+    shape = own[scale].array.shape
+    length = own[bias].array.shape if bias else ()
+    biases = (Rule((bias,), ("bias",)),) if bias else ()
+    if len(shape) == 1:
+        return _norm_forms(path, scale, biases) if not bias or length == shape else []
+    if scale != "weight" or (bias and len(length) != 1):
+        return []
+    if len(shape) == 2:
+        return _matrix_forms(path, shape, length, biases, votes)
+    if len(shape) > 5:
+        return []
+    spatial = tuple(range(2, len(shape)))
+    conv = Form("conv", (Rule((scale,), ("kernel",), (Transpose((*spatial, 1, 0)),)), *biases), {"channels": "first"})
+    rules = (Rule((scale,), ("kernel",), (Transpose((*spatial, 0, 1)),)), *biases)
+    transposed = Form("conv_transpose", rules, {"channels": "first"})
+    if not bias:
+        return [conv, transposed]
+    kept = [conv] if length[0] == shape[0] else []
+    return kept + ([transposed] if length[0] % shape[1] == 0 and shape[0] % (length[0] // shape[1]) == 0 else [])
+
+
+def _norm_forms(path: str, scale: str, biases: tuple[Rule, ...]) -> list[Form]:
+    rules = (Rule((scale,), ("scale",)), *biases)
+    layer, group = Form("layer_norm", rules, {"axes": 1}), Form("group_norm", rules)
+    if biases:
+        return [layer, group]
+    rms, slope = Form("rms_norm", rules), Form("prelu", (Rule((scale,), ("slope",)),))
+    named = any(word in path.lower().rpartition("/")[2] for word in ("ln", "layernorm", "layer_norm"))
+    value = Form("parameter", (Rule((scale,), ("value",)),))
+    return [layer, rms, value] if named and "rms" not in path.lower() else [rms, layer, slope, value]
+
+
+def _matrix_forms(
+    path: str, shape: tuple[int, ...], length: tuple[int, ...], biases: tuple[Rule, ...], votes: Mapping[str, set[bool]]
+) -> list[Form]:
+    usual = Form("dense", (Rule(("weight",), ("kernel",), _TRANSPOSED), *biases))
+    as_it_is = Form("dense", (Rule(("weight",), ("kernel",)), *biases))
+    if not biases:
+        table = Form("embedding", (Rule(("weight",), ("table",)),))
+        named = _EMBEDDING_NAMES.search("/".join(path.lower().split("/")[-2:]))
+        return [table, usual] if named else [usual, table]
+    if length[0] not in shape:
+        return []
+    if shape[0] != shape[1]:
+        return [usual if length[0] == shape[0] else as_it_is]
+    said = votes.get(path.rpartition("/")[2]) or votes[""]
+    if said == {True}:
+        return [as_it_is]
+    return [usual, as_it_is] if True in said else [usual]
+
+
+def _orientation_votes(modules: Mapping[str, LayerLeaves]) -> dict[str, set[bool]]:
+    """Map each module name to whether its matrices store inputs first, as far as a bias determines it. The key ""
+    covers all modules."""
+    found: dict[str, set[bool]] = {"": set()}
+    for path, own in modules.items():
+        if {"weight", "bias"} <= set(own):
+            shape, length = own["weight"].array.shape, own["bias"].array.shape
+            if len(shape) == 2 and shape[0] != shape[1] and length in (shape[:1], shape[1:]):
+                for name in ("", path.rpartition("/")[2]):
+                    found.setdefault(name, set()).add(length == shape[1:])
+    return found
+
+
+def _recurrent_cell(name: str, own: LayerLeaves) -> tuple[Form, dict[str, str], str]:
+    """Return the form, the arrays and the position in its stack of a recurrent cell, by its recurrent kernel's name."""
+    end = name.removeprefix("weight_hh")
+    names = {each: each + end for each in ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")}
+    names = {each: stored for each, stored in names.items() if stored in own}
+    rows, width = own[name].array.shape
+    units = own[names["weight_hr"]].array.shape[1] if "weight_hr" in names else width
+    kind = _KIND_BY_GATES.get(rows // units)
+    if kind is None or "weight_ih" not in names or rows % units:
+        raise PortError(f"{own[name].name!r} {[rows, width]} is no recurrent kernel of an LSTM, a GRU or an RNN.")
+    form = cell_form(kind, bias="bias_ih" in names, projection=width if "weight_hr" in names else 0)
+    place = _STACKED_CELL.match(name)
+    if place is None:
+        return form, names, ""
+    stacked = any(_STACKED_CELL.match(each) and not each.startswith("weight_hh_l0") for each in own)
+    both = any(each.endswith("reverse") for each in own)
+    several = stacked or place[1] != "0"
+    parts = [f"layer_{place[1]}"] if several else []
+    if place[2] or both:
+        parts.append("backward" if place[2] else "forward")
+    attributes = {**form.attributes, "reverse": bool(place[2])}
+    return Form(form.kind, form.rules, attributes), names, "/".join(parts)
+
+
+def _is_attention(own: LayerLeaves) -> bool:
+    return "in_proj_weight" in own or {"q_proj_weight", "k_proj_weight", "v_proj_weight"} <= set(own)
+
+
+def _attention_forms(own: LayerLeaves) -> list[Form]:
+    """Return one form for each number of heads, the usual head sizes first."""
+    width = own["out_proj.weight"].array.shape[0]
+    sizes = [size for size in range(1, width + 1) if width % size == 0]
+    sizes.sort(key=lambda size: _HEAD_SIZES.index(size) if size in _HEAD_SIZES else len(_HEAD_SIZES))
+    return [Form("attention", tuple(_projection_rules(own, width, width // size)), {"mask": "drop"}) for size in sizes]
+
+
+def _projection_rules(own: LayerLeaves, width: int, heads: int) -> list[Rule]:
+    size = width // heads
+    kernels, biases = ("query_kernel", "key_kernel", "value_kernel"), ("query_bias", "key_bias", "value_bias")
+
+    def apart(inputs: int) -> tuple[Any, ...]:
+        return Transpose((1, 0)), Reshape((inputs, width), (inputs, heads, size))
+
+    if "in_proj_weight" in own:
+        rules = [Rule(("in_proj_weight",), kernels, (Split((width,) * 3, 0), *apart(width)))]
+    else:
+        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        rules = [
+            Rule((name,), (kernel,), apart(own[name].array.shape[1]))
+            for name, kernel in zip(names, kernels, strict=True)
+        ]
+    if "in_proj_bias" in own:
+        rules.append(Rule(("in_proj_bias",), biases, (Split((width,) * 3), Reshape((width,), (heads, size)))))
+    out = (Transpose((1, 0)), Reshape((width, width), (heads, size, width)))
+    rules.append(Rule(("out_proj.weight",), ("output_kernel",), out))
+    if "out_proj.bias" in own:
+        rules.append(Rule(("out_proj.bias",), ("output_bias",)))
+    return rules

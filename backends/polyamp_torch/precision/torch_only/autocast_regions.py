@@ -1,0 +1,288 @@
+"""`AutocastRegion`: an open autocast region, which always closes completely, even on a Ctrl-C in its own code.
+
+An interrupt may come between any two lines of Python, so also while a region is opened or closed; torch's own region
+then stays on for good. A region here records the previous state of its thread and restores exactly that:
+
+- After an interrupt during opening or closing, it restores the state at once.
+- After an interrupt that prevents `__exit__` from starting, the enclosing region restores it, if that is polyamp's.
+- Otherwise it is restored when the exception, and with it the last reference to the `autocast` object, is gone.
+- At the latest, `close_stale_blocks` restores it. Every outermost region, `PolicyModule` call and step begins with it.
+
+A compiler traces `autocast._traced_region` instead, which has no state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import inspect
+import operator
+import sys
+import threading
+import weakref
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from polyamp_torch.compat import (
+    NULL_CONTEXT,
+    TorchAutocast,
+    eager_backward,
+    open_mode_count,
+    open_modes,
+    pop_mode,
+    push_mode,
+)
+from polyamp_torch.precision.torch_only.float32_islands import Islands, current_islands
+
+_WITH_INSTRUCTIONS: Final = ("BEFORE_WITH", "SETUP_WITH")
+"""Opcodes of a `with` statement. Python 3.14 has another; `close_stale_blocks` then waits for the object's end."""
+_CALL: Final = operator.methodcaller("__call__")
+_GENERATOR_FLAGS: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+class _OpenBlocks(threading.local):
+    """Open blocks of one thread.
+
+    Attributes:
+        regions: the regions, innermost last.
+        bound: the models whose casts and overrides are installed, innermost last.
+        installed: the blocks that installed them, outside of traced functions.
+        placed: the installations of a function that a compiler traces.
+        overrides: the running overridden modules: their installation, and their dtype.
+        functions: the policies of the running functions that have one, and the length of `bound` outside of each.
+        traced: the regions of a function that a compiler traces.
+    """
+
+    def __init__(self) -> None:
+        self.regions: list[RegionBlock] = []
+        self.bound: list[Any] = []
+        self.installed: list[Any] = []
+        self.placed: list[Any] = []
+        self.traced: list[contextlib.AbstractContextManager[None]] = []
+        self.overrides: list[tuple[Any, str]] = []
+        self.functions: list[tuple[Any, int]] = []
+
+
+OPEN_BLOCKS: Final = _OpenBlocks()
+
+
+class RegionBlock:
+    """Base class of regions and installed models. It records the code that opened it; a second `close` has no effect.
+
+    Attributes:
+        owner: the object of the `with` statement, if it is not the block itself.
+        frame: the frame that opened the block, and `instruction`, the position in it.
+    """
+
+    owner: weakref.ref[Any] | None = None
+    frame: FrameType | None = None
+    instruction = 0
+
+    def open(self) -> None:
+        """Open the block; it is closed again if that fails."""
+        raise NotImplementedError  # abstract: each kind of block has its own
+
+    def close(self, *, interrupted: bool) -> None:
+        """Restore the previous state; a second call has no effect.
+
+        Args:
+            interrupted: an exception is propagating, so blocks that are still open inside were left open.
+        """
+        raise NotImplementedError  # abstract: each kind of block has its own
+
+    def opened_in(self, frame: FrameType, entered: Any = None) -> Any:
+        """Open the block for the `with` statement that runs in `frame`, and return `entered`, the value it binds."""
+        self.frame, self.instruction = frame, frame.f_lasti
+        try:
+            self.open()
+            return entered
+        except BaseException:
+            self.close(interrupted=True)
+            raise
+
+    def __enter__(self) -> None:
+        self.opened_in(sys._getframe(1))
+
+    def __exit__(self, error: Any, *_: object) -> None:
+        try:
+            self.close(interrupted=error is not None)
+        except BaseException:
+            self.close(interrupted=True)
+            raise
+
+    def left_behind(self) -> bool:
+        """Return whether the `with` statement that opened the block has ended, as far as that is known."""
+        if self.owner is not None and self.owner() is None:
+            return True
+        frame = self.frame
+        if frame is None or frame.f_code.co_flags & _GENERATOR_FLAGS:  # a suspended generator is on no stack
+            return False
+        if (
+            dis.opname[frame.f_code.co_code[self.instruction]] not in _WITH_INSTRUCTIONS
+        ):  # an ExitStack, or a direct call
+            return False
+        running: FrameType | None = sys._getframe(1)
+        while running is not None:
+            if running is frame:
+                return False
+            running = running.f_back
+        return True
+
+
+class IslandsSwitch:
+    """Switch that makes the islands of a device type act or not; a second `close` has no effect."""
+
+    def __init__(self, device_type: str, *, acting: bool = True) -> None:
+        self.device_type = device_type
+        self.acting = acting
+        self.mode: Islands | None = None
+        self.pushed = False
+
+    def open(self) -> None:
+        """Push the mode, or switch the open one."""
+        mode = current_islands(self.device_type)
+        if mode is None:
+            if self.acting:
+                self.mode, self.pushed = Islands(self.device_type), True
+                push_mode(self.mode)
+        elif mode.acting is not self.acting:
+            self.mode = mode
+            mode.acting = self.acting
+
+    def close(self) -> None:
+        """Restore the previous state."""
+        if self.mode is not None:
+            if self.pushed:
+                self.mode.closed, self.mode.acting = True, False
+                _remove_mode(self.mode)
+            else:
+                self.mode.acting = not self.acting
+
+
+class RegionSettings(NamedTuple):
+    """Settings of a region.
+
+    Attributes:
+        device_type: "cpu", "cuda", ...
+        dtype: the dtype of matrix products; None for torch's default of the device.
+        enabled: whether autocast is on.
+        acting: whether the islands act.
+        cache: whether torch keeps cast copies of weights.
+    """
+
+    device_type: str
+    dtype: torch.dtype | None
+    enabled: bool
+    acting: bool
+    cache: bool = False
+
+
+class AutocastRegion(RegionBlock):
+    """Autocast region that is entered once.
+
+    Args:
+        setting: its settings.
+        precision: the context manager of the float32 matmul precision, or `NULL_CONTEXT`.
+
+    Attributes:
+        before: the previous state: whether autocast was on, its dtype, whether the cache was on, the nesting depth.
+    """
+
+    before: tuple[bool, torch.dtype, bool, int]
+
+    def __init__(self, setting: RegionSettings, precision: contextlib.AbstractContextManager[None]) -> None:
+        self.setting = setting
+        self.precision = precision
+        self._islands = IslandsSwitch(setting.device_type, acting=setting.acting)
+        self._settings: list[contextlib.AbstractContextManager[None]] = []
+
+    def open(self) -> None:
+        kind, dtype, on, _, cache = self.setting
+        enabled, fast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self.before = (enabled, fast, torch.is_autocast_cache_enabled(), autocast_nesting())
+        OPEN_BLOCKS.regions.append(self)
+        if self.precision is not NULL_CONTEXT:
+            self._settings.append(self.precision)
+            self.precision.__enter__()
+        if not on:
+            TorchAutocast(kind, dtype=dtype, enabled=False).__enter__()  # type: ignore[no-untyped-call]  # torch's
+            return
+        TorchAutocast(kind, dtype=dtype, cache_enabled=cache).__enter__()  # type: ignore[no-untyped-call]  # torch's
+        self._islands.open()
+        compiled = eager_backward()
+        if compiled is not NULL_CONTEXT:
+            self._settings.append(compiled)  # first: an interrupt may come right after its __enter__
+            compiled.__enter__()
+
+    def close(self, *, interrupted: bool) -> None:
+        if self not in OPEN_BLOCKS.regions:
+            return
+        if interrupted:
+            while OPEN_BLOCKS.regions[-1] is not self:
+                OPEN_BLOCKS.regions[-1].close(interrupted=True)
+        enabled, dtype, cache, depth = self.before
+        for setting in reversed(self._settings):
+            setting.__exit__(None, None, None)
+        self._islands.close()
+        torch.set_autocast_enabled(self.setting.device_type, enabled)
+        torch.set_autocast_dtype(self.setting.device_type, dtype)
+        torch.set_autocast_cache_enabled(cache)
+        _decrease_nesting(depth, once=not interrupted)
+        OPEN_BLOCKS.regions.remove(self)
+        self.frame = self.owner = None
+
+
+def close_stale_blocks() -> None:
+    """Close blocks that an interrupt left open in this thread. It costs nothing if none is open."""
+    for blocks in (OPEN_BLOCKS.regions, OPEN_BLOCKS.installed):
+        while blocks and blocks[-1].left_behind():
+            blocks[-1].close(interrupted=True)
+    if open_mode_count():
+        for mode in open_modes():
+            if isinstance(mode, Islands) and mode.closed:
+                _remove_mode(mode)
+
+
+def innermost_region(owner: Any) -> RegionBlock | None:
+    """Return the innermost region in this thread that an `autocast` object has opened, or None."""
+    for block in reversed(OPEN_BLOCKS.regions):
+        if block.owner is not None and block.owner() is owner:
+            return block
+    return None
+
+
+def weak_owner_reference(owner: Any) -> weakref.ref[Any]:
+    """Return a weak reference to the owner of a region; the region is closed if the owner dies without closing it."""
+    return weakref.ref(owner, lambda _: close_stale_blocks())
+
+
+def autocast_nesting() -> int:
+    """Return the nesting depth of torch's regions. torch returns it only on a change, so one call of C code, which
+    cannot be interrupted, changes it twice."""
+    found: list[int] = list(map(_CALL, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)))
+    return found[1]
+
+
+def _decrease_nesting(wanted: int, *, once: bool) -> None:
+    """End one nested region, as torch does, or all above a depth. After the last, clear torch's weight cache."""
+    while once or autocast_nesting() > wanted:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        if once:
+            return
+
+
+def _remove_mode(mode: Islands) -> None:
+    """Remove every occurrence of a mode from the stack, and keep the others."""
+    stack = open_modes()
+    if stack and stack[-1] is mode:
+        pop_mode()
+        stack.pop()
+    if any(entry is mode for entry in stack):
+        for _ in stack:
+            pop_mode()
+        for entry in stack:
+            if entry is not mode:
+                push_mode(entry)

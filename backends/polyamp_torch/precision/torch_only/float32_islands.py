@@ -1,0 +1,279 @@
+"""Float32 islands: inside autocast, the sensitive functions of `op_list` run in float32 (S4).
+
+`Islands` is a `torch.overrides.TorchFunctionMode`. It acts only while autocast is enabled on its device type, so any
+region with `enabled=False` suspends it. `AutocastState` captures the state of autocast and its islands, to be restored
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from polyamp_torch.arrays import HALF_TENSOR_DTYPES
+from polyamp_torch.compat import NULL_CONTEXT, TorchAutocast, eager_backward, open_modes
+from polyamp_torch.precision.op_list import (
+    BACKWARD_FUNCTIONS,
+    FUNCTIONS_WITHOUT_DISPATCH,
+    OpRule,
+    copy_without_dispatch,
+    find_cuda_rule,
+    find_rule,
+)
+from polyamp_torch.precision.torch_only import activation_checkpointing
+from polyamp_torch.precision.torch_only.gathers import gather_in_float32, gather_source
+from polyamp_torch.precision.torch_only.product_classification import classify_product, is_matrix_product
+
+_DEVICE_TESTS: Final[dict[str, Callable[[], bool]]] = {
+    "cpu": lambda: True,
+    "cuda": lambda: torch.cuda.is_available(),
+    "mps": lambda: torch.backends.mps.is_available(),
+    "xpu": lambda: torch.xpu.is_available(),
+}
+DEVICE_TYPES: Final = tuple(_DEVICE_TESTS)
+_AUTOCAST_DTYPES: Final = {*HALF_TENSOR_DTYPES, torch.float32}
+"""The dtypes that autocast casts from and to."""
+_SEQUENCES: Final = (list, tuple)  # torch 2.7 cannot compile `list | tuple` in isinstance()
+_FUNCTION_METHODS: Final = ("forward", "setup_context", "vmap", "jvp")
+"""The methods of a `torch.autograd.Function` that run in the forward pass."""
+
+
+class Islands(TorchFunctionMode):
+    """Mode that runs the sensitive functions in float32 on tensors of one device type, while autocast is enabled there.
+
+    Attributes:
+        device_type: "cpu", "cuda", ...
+        acting: False while a region with torch's own op list is open inside.
+        closed: whether its block has ended. torch takes a mode off the stack while it handles a function. If it is
+            interrupted there, it returns to the stack after its block has ended, and then does nothing.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.acting = True
+        self.closed = False
+        self.rule_of = find_cuda_rule if device_type == "cuda" else find_rule
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Handle a call of a torch function; most calls run unchanged."""
+        found = self.rule_of(func)
+        if found is not None and not (found == "matmul" and is_matrix_product(args)):
+            return self._ruled(found, func, types, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _ruled(self, found: OpRule, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        compiling = torch.compiler.is_compiling()
+        if found not in ("widen", "statistics", "isolate", "lstm", "matmul", "product", "gather"):
+            return self._seen_through(found, func, types, args, kwargs, compiling=compiling)
+        if not self.acting or not torch.is_autocast_enabled(self.device_type):
+            return func(*args, **kwargs)
+        if found in ("matmul", "product"):
+            return self._product(func, args, kwargs, compiling=compiling)
+        if found == "gather":
+            narrow = gather_source(func, args, kwargs)
+            if narrow is None or narrow.device.type != self.device_type:
+                return func(*args, **kwargs)
+            if not compiling:
+                activation_checkpointing.carry_into_checkpoint(self._key, self._again)
+            return gather_in_float32(func, args, kwargs, narrow)
+        if found == "lstm" and (self.device_type != "cpu" or torch.get_autocast_dtype("cpu") != torch.float16):
+            return func(*args, **kwargs)
+        if found == "statistics" and _has_float32(args, kwargs):
+            return func(*args, **kwargs)
+        if not compiling:
+            activation_checkpointing.carry_into_checkpoint(self._key, self._again)
+        if _has_result_dtype(kwargs):
+            return func(*args, **kwargs)
+        args = [self._wide(value) for value in args]
+        kwargs = {name: self._wide(value) for name, value in kwargs.items()}
+        if found in ("isolate", "lstm"):
+            with TorchAutocast(self.device_type, enabled=False):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _product(self, func: Any, args: Any, kwargs: dict[str, Any], *, compiling: bool) -> Any:
+        """Run an inner product in float32, a multiplication in its operands' dtype, a matrix product under autocast."""
+        kind = None if _has_result_dtype(kwargs) else classify_product(func, args, kwargs)
+        if kind is None:
+            return func(*args, **kwargs)
+        operands = _flat_tensors((*args, *kwargs.values()))
+        dtypes = {operand.dtype for operand in operands}
+        if not dtypes <= _AUTOCAST_DTYPES or any(operand.device.type != self.device_type for operand in operands):
+            return func(*args, **kwargs)
+        if not compiling:
+            activation_checkpointing.carry_into_checkpoint(self._key, self._again)
+        wanted = torch.float32 if kind == "sum" or len(dtypes) > 1 else next(iter(dtypes))
+        with TorchAutocast(self.device_type, enabled=False):
+            return func(
+                *[_cast_arguments(value, wanted) for value in args],
+                **{name: _cast_arguments(value, wanted) for name, value in kwargs.items()},
+            )
+
+    def _seen_through(
+        self, found: OpRule, func: Any, types: Any, args: Any, kwargs: dict[str, Any], *, compiling: bool
+    ) -> Any:
+        """Run a function that is not sensitive itself, but calls sensitive functions."""
+        if found == "unflatten":
+            return torch.unflatten(*args, **kwargs)
+        if found == "grad_mode" and self.acting and not compiling and args == (False,):
+            activation_checkpointing.carry_into_reentrant(self._key, self._again)
+        if found == "function" and not compiling:
+            return func(self._entered(args[0]), *args[1:], **kwargs)
+        plain = all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types)  # other subclasses may override
+        if found == "enter" and plain and not (compiling and func in BACKWARD_FUNCTIONS):
+            # A new copy each time, because libraries replace functions in torch's modules.
+            body = FUNCTIONS_WITHOUT_DISPATCH[func] if compiling else copy_without_dispatch(func)
+            with self:
+                return body(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _wide(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            narrow = value.dtype in HALF_TENSOR_DTYPES and value.device.type == self.device_type
+            return value.float() if narrow else value
+        if isinstance(value, _SEQUENCES) and value and isinstance(value[0], torch.Tensor):  # an LSTM's weights
+            return [self._wide(item) for item in value]
+        return value
+
+    def _entered(self, function: Any) -> Any:
+        """Return a custom autograd function like `function` whose methods run under the islands.
+
+        `torch.func` passes the whole function to the mode, which is off the stack while the methods run.
+        """
+
+        def under(name: str) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return getattr(function, name)(*args, **kwargs)
+
+            return staticmethod(call)
+
+        own = [
+            name for name in _FUNCTION_METHODS if getattr(function, name) is not getattr(torch.autograd.Function, name)
+        ]
+        return type(function.__name__, (function,), {name: under(name) for name in own})
+
+    @property
+    def _key(self) -> tuple[str, str]:
+        return ("islands", self.device_type)
+
+    def _again(self) -> contextlib.AbstractContextManager[None]:
+        return islands(self.device_type)
+
+
+def _flat_tensors(values: Any) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, _SEQUENCES) and value and isinstance(value[0], torch.Tensor):  # operands of einsum
+            found.extend(value)
+    return found
+
+
+def _cast_arguments(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype)
+    if isinstance(value, _SEQUENCES) and value and isinstance(value[0], torch.Tensor | list | tuple):
+        return [_cast_arguments(item, dtype) for item in value]
+    return value
+
+
+def _has_float32(args: Any, kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(v, torch.Tensor) and v.dtype == torch.float32 for v in (*args, *kwargs.values()))
+
+
+def _has_result_dtype(kwargs: dict[str, Any]) -> bool:
+    """Return whether a call specifies `dtype=` or `out=`.
+
+    A positional dtype needs no check: functions that accept one cast to it, and widening first changes no bit.
+    """
+    return kwargs.get("dtype") is not None or kwargs.get("out") is not None
+
+
+def current_islands(device_type: str) -> Islands | None:
+    """Return the islands of a device type that are open in this thread, or None."""
+    for mode in open_modes():
+        if isinstance(mode, Islands) and mode.device_type == device_type and not mode.closed:
+            return mode
+    return None
+
+
+@contextlib.contextmanager
+def islands(device_type: str, *, acting: bool = True) -> Iterator[None]:
+    """Context manager in which the islands of a device type act, or, with `acting=False`, do not."""
+    mode = current_islands(device_type)
+    if mode is None and acting:
+        with Islands(device_type):
+            yield
+    elif mode is None or mode.acting is acting:
+        yield
+    else:
+        mode.acting = acting
+        try:
+            yield
+        finally:
+            mode.acting = not acting
+
+
+class DeviceAutocastState(NamedTuple):
+    """State of autocast on one device type."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    islands: bool
+
+
+class AutocastState(NamedTuple):
+    """State of autocast in one thread at one moment.
+
+    Attributes:
+        regions: the state on each device type of this machine.
+        cache: whether torch's weight cache is on.
+        ours: whether islands act on any device type, so that the region is polyamp's.
+    """
+
+    regions: tuple[DeviceAutocastState, ...]
+    cache: bool
+    ours: bool
+
+
+@functools.cache
+def device_types() -> tuple[str, ...]:
+    """Return the device types of this machine."""
+    return tuple(kind for kind, available in _DEVICE_TESTS.items() if available())
+
+
+def capture_autocast_state(kinds: tuple[str, ...] | None = None) -> AutocastState:
+    """Return the state of the calling thread, on all device types or on `kinds`."""
+    regions = []
+    for kind in device_types() if kinds is None else kinds:
+        mode = current_islands(kind)
+        acting = mode is not None and mode.acting
+        regions.append(
+            DeviceAutocastState(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), acting)
+        )
+    return AutocastState(tuple(regions), torch.is_autocast_cache_enabled(), any(region.islands for region in regions))
+
+
+@contextlib.contextmanager
+def restore_autocast_state(state: AutocastState) -> Iterator[None]:
+    """Context manager that restores a captured state, in any thread."""
+    if not state.regions:
+        with eager_backward() if state.ours else NULL_CONTEXT:
+            yield
+        return
+    first, *others = state.regions
+    with (
+        TorchAutocast(first.device_type, dtype=first.dtype, enabled=first.enabled, cache_enabled=state.cache),
+        islands(first.device_type, acting=first.islands),
+        restore_autocast_state(state._replace(regions=tuple(others))),
+    ):
+        yield

@@ -1,0 +1,343 @@
+"""`PolicyInstallation`: installs a policy's overrides and casts in a module for the time of a block (S3, S5).
+
+Overrides replace methods; the casts of mode "cast" replace parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp_torch.arrays import cast_tree
+from polyamp_torch.compat import assume_constant_result, is_in_backward
+from polyamp_torch.precision.autocast import carried, is_region_open, place_region
+from polyamp_torch.precision.cast_mode import ParameterCasts
+from polyamp_torch.precision.torch_only import activation_checkpointing
+from polyamp_torch.precision.torch_only.autocast_regions import (
+    OPEN_BLOCKS,
+    IslandsSwitch,
+    RegionBlock,
+    autocast_nesting,
+    close_stale_blocks,
+)
+
+MethodWrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes the replacement of a module's method."""
+
+
+class PolicyInstallation:
+    """Overrides and casts of a `PolicyModule`. The first thread to enter installs them, the last to leave removes them.
+
+    Attributes:
+        called: paths of the overridden modules that ran.
+        ends: ids of the overridden modules outside of which autocast does not act, so that their outputs are cast.
+    """
+
+    def __init__(self, module: nn.Module, plan: ResolvedPolicy, device_type: str, overrides: dict[str, str]) -> None:
+        self.module = module
+        self.plan = plan
+        self.device_type = device_type
+        self.called: set[str] = set()
+        self.own_casts = ParameterCasts(module, overrides, plan) if plan.cast and plan.policy.is_mixed else None
+        self.casts = self.own_casts
+        self.ends = {id(self._part(path)) for path in overrides if self._is_followed_by_another(path, overrides)}
+        self.replaced = [(self._part(path), "forward", self._overridden(path, overrides)) for path in overrides]
+        self.replaced.reverse()  # if a module has several names, the last one wins: it becomes the innermost wrapper
+        self.replaced += [
+            (part, "parallel_apply", _carry_region) for part in module.modules() if isinstance(part, nn.DataParallel)
+        ]
+        self.made: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self.lock = threading.RLock()  # not Lock: an interrupt's handler may come while this thread holds it
+        self.holders: list[Any] = []
+        self.placed: list[tuple[nn.Module, str, Any]] = []
+        self.hooks: list[Any] = []
+
+    def is_overruled(self, part: nn.Module | None = None) -> bool:
+        """Return whether an inner region with other settings, or a second policy around `part`, takes precedence (S3).
+
+        A region counts if it was opened after the installation. None is open in a backward pass, whose hooks may call
+        the model; there, a checkpoint opens again what was open in the forward pass.
+        """
+        compiling = torch.compiler.is_compiling()
+        own = (
+            None if compiling else next((block for block in reversed(OPEN_BLOCKS.installed) if self.is_in(block)), None)
+        )
+        if part is not None and self._is_under_another(own, part):
+            return True
+        dtype = next((dtype for owner, dtype in reversed(OPEN_BLOCKS.overrides) if owner is self), None)
+        if is_region_open(self.plan.root if dtype is None else self.plan.place(dtype), self.device_type):
+            return False
+        if (
+            not compiling and dtype is None and part is not None and is_in_backward()
+        ):  # a checkpoint inside an overridden module
+            places = map(self.plan.place, set(self.plan.overridden.values()))
+            if any(is_region_open(place, self.device_type) for place in places):
+                return False
+        return _is_inner_region_open(self)
+
+    def is_in(self, block: RegionBlock) -> bool:
+        """Return whether this block has installed it."""
+        return isinstance(block, InstallationBlock) and block.installation is self
+
+    def _is_under_another(self, own: Any, part: nn.Module) -> bool:
+        """Return whether a policy that was installed inside this one's region covers `part`."""
+        if torch.compiler.is_compiling():
+            last = OPEN_BLOCKS.placed[-1] if OPEN_BLOCKS.placed else self
+            return last is not self and any(part is inner for inner in last.module.modules())
+        if own is None or len(OPEN_BLOCKS.installed) == 1:
+            return False
+        further_in = [block.installation.module for block in OPEN_BLOCKS.installed if block.depth > own.depth]
+        return any(part is inner for module in further_in for inner in module.modules())
+
+    @property
+    def masters(self) -> dict[int, torch.Tensor]:
+        """The id of each cast that replaces a parameter now -> the parameter."""
+        return {} if self.casts is None else {id(place.copy): place.master for place in self.casts.places}
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Context manager in which everything is installed."""
+        if self.own_casts is None and torch.compiler.is_compiling():
+            with self._traced():
+                yield
+            return
+        token = object()
+        try:
+            self.hold(token)
+            yield
+        finally:
+            self.release(token)
+
+    def hold(self, holder: Any) -> None:
+        """Keep everything installed until `holder` is released."""
+        outer = self._outer_masters()
+        if self.own_casts is None and not self.replaced and not outer:
+            return
+        with self.lock:
+            if not self.holders:
+                self._take_out()  # removes what an interrupt may have left
+                self._put_in(outer)
+            elif self.casts is not None:
+                self.casts.refresh()
+            self.holders = [*self.holders, holder]
+
+    def release(self, holder: Any) -> None:
+        """Release `holder`. A second call, or an unknown holder, has no effect."""
+        with self.lock:
+            self.holders = [other for other in self.holders if other is not holder]
+            if not self.holders:
+                self._take_out()
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        """`held` for a compiler, which cannot trace locks; it sees the installation and the removal."""
+        placed = []
+        for part, name, replace in self.replaced:
+            before = part.__dict__.get(name, part)
+            part.__dict__[name] = replace(getattr(part, name))
+            placed.append((part, name, before))
+        try:
+            yield
+        finally:
+            for part, name, before in reversed(placed):
+                if before is part:
+                    del part.__dict__[name]
+                else:
+                    part.__dict__[name] = before
+
+    def _outer_masters(self) -> dict[int, torch.Tensor]:
+        """Return the masters of the parameters that enclosing policies have replaced by casts."""
+        found: dict[int, torch.Tensor] = {}
+        for block in OPEN_BLOCKS.installed:
+            if block.installation is not self:
+                found |= block.installation.masters
+        return found
+
+    def commit(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Call `ParameterCasts.commit`."""
+        if self.casts is None:
+            return []
+        with self.lock:
+            return self.casts.commit()
+
+    def discard(self) -> None:
+        """Call `ParameterCasts.discard`."""
+        if self.casts is not None:
+            with self.lock:
+                self.casts.discard()
+
+    def written(self) -> list[torch.Tensor]:
+        """Call `ParameterCasts.written`."""
+        if self.casts is None:
+            return []
+        with self.lock:
+            return self.casts.written()
+
+    def _put_in(self, outer: dict[int, torch.Tensor]) -> None:
+        self.casts = self.own_casts
+        if self.casts is None and outer:
+            self.casts = ParameterCasts(self.module, {}, self.plan)
+        if self.casts is not None:
+            self.casts.outer = outer
+        for number, (part, name, replace) in enumerate(self.replaced):
+            value = self._replacement(number, getattr(part, name), replace)
+            self.placed.append((part, name, part.__dict__.get(name, part)))
+            part.__dict__[name] = value
+            if name == "forward" and (self.casts is not None or id(part) in self.ends):  # runs after the user's hooks
+                self.hooks.append(part.register_forward_hook(self._cast_back))
+        if self.casts is not None:
+            self.casts.__enter__()
+
+    def _take_out(self) -> None:
+        if self.casts is not None and self.casts.places:
+            self.casts.__exit__()
+        for part, name, before in reversed(self.placed):
+            if before is part:
+                part.__dict__.pop(name, None)
+            else:
+                part.__dict__[name] = before
+        for hook in self.hooks:
+            hook.remove()
+        self.placed, self.hooks = [], []
+
+    def _replacement(self, number: int, method: Callable[..., Any], replace: MethodWrapper) -> Callable[..., Any]:
+        """Return the replacement: the same object each time, or torch.compile would recompile."""
+        known = self.made.get(number)
+        if known is None or known[0] != method:
+            known = self.made[number] = (method, replace(method))
+        return known[1]
+
+    def _cast_back(self, part: nn.Module, args: Any, output: Any) -> Any:
+        """Cast the output of an overridden module to the dtype around it, unless autocast casts in what follows."""
+        return None if self.is_overruled(part) else self._for_what_follows(output)
+
+    def _for_what_follows(self, output: Any) -> Any:
+        around = next((dtype for owner, dtype in reversed(OPEN_BLOCKS.overrides) if owner is self), self.plan.compute)
+        mixes = self.casts is None and self.plan.place(around).mixes
+        return output if mixes else cast_tree(output, around, float64=self.plan.float64)
+
+    def _is_followed_by_another(self, path: str, overrides: dict[str, str]) -> bool:
+        """Return whether the code around a module computes in another dtype, without autocast."""
+        outer = path.rpartition("/")[0]
+        while outer and outer not in overrides:
+            outer = outer.rpartition("/")[0]
+        around = self.plan.place(overrides[outer]) if outer else self.plan.root
+        return not around.mixes and around.dtype != overrides[path]
+
+    def _part(self, path: str) -> nn.Module:
+        return self.module.get_submodule(path.replace("/", "."))
+
+    def _overridden(self, path: str, overrides: dict[str, str]) -> MethodWrapper:
+        """Return a wrapper of a submodule's `forward` that runs it in the submodule's own dtype (S5)."""
+        dtype, double = overrides[path], self.plan.float64
+        place, part = self.plan.place(dtype), self._part(path)
+        ends = id(part) in self.ends
+
+        def replace(forward: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(forward)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self._note(path)
+                if self.is_overruled(part):
+                    return forward(*args, **kwargs)
+                OPEN_BLOCKS.overrides.append((self, dtype))
+                try:
+                    with place_region(place, self.device_type):
+                        kwargs = {name: cast_tree(value, dtype, float64=double) for name, value in kwargs.items()}
+                        output = forward(*cast_tree(args, dtype, float64=double), **kwargs)
+                finally:
+                    OPEN_BLOCKS.overrides.pop()
+                return self._for_what_follows(output) if ends and torch.compiler.is_compiling() else output
+
+            # `_carry_region` reads this attribute
+            call.polyamp_rebound = lambda part: replace(type(part).forward.__get__(part))  # type: ignore[attr-defined]
+            return call
+
+        return replace
+
+    def _note(self, path: str) -> None:
+        _note_called(self.called, path)
+        if not torch.compiler.is_compiling():
+            activation_checkpointing.carry_into_checkpoint(id(self), self.held, everywhere=True)
+
+
+@assume_constant_result
+def _is_inner_region_open(installation: PolicyInstallation) -> bool:
+    """Return whether a region was opened inside the innermost installation. In a traced function this is evaluated at
+    trace time, when the regions that occur are opened."""
+    own = next((block for block in reversed(OPEN_BLOCKS.installed) if installation.is_in(block)), None)
+    return autocast_nesting() > (0 if own is None else own.depth)
+
+
+@assume_constant_result
+def _note_called(called: set[str], path: str) -> None:
+    """Record that a module ran; in a compiled function at trace time, as a later change would cause recompilation."""
+    called.add(path)
+
+
+class InstallationBlock(RegionBlock):
+    """Block in which the overrides and casts of a `PolicyModule` are installed: see `PolicyModule.installed`.
+
+    Args:
+        model: the `PolicyModule`.
+        installation: its overrides and casts.
+        islands_on: the device type whose islands are kept open, or None.
+
+    Attributes:
+        depth: nesting depth of torch's regions around it.
+    """
+
+    depth = 0
+
+    def __init__(self, model: Any, installation: PolicyInstallation, islands_on: str | None) -> None:
+        self.model = model
+        self.installation = installation
+        self.region = None if islands_on is None else IslandsSwitch(islands_on)
+
+    def open(self) -> None:
+        close_stale_blocks()
+        self.depths = len(OPEN_BLOCKS.regions), len(OPEN_BLOCKS.overrides)
+        self.depth = autocast_nesting()
+        OPEN_BLOCKS.installed.append(self)
+        self.installation.hold(self)
+        if self.region is not None:
+            self.region.open()
+        OPEN_BLOCKS.bound.append(self.model)
+
+    def close(self, *, interrupted: bool) -> None:
+        if self not in OPEN_BLOCKS.installed:
+            return
+        regions, overrides = self.depths
+        if interrupted:
+            while len(OPEN_BLOCKS.regions) > regions:
+                OPEN_BLOCKS.regions[-1].close(interrupted=True)
+            del OPEN_BLOCKS.overrides[overrides:]
+        if self.region is not None:
+            self.region.close()
+        self.installation.release(self)
+        left = [block for block in OPEN_BLOCKS.installed if block is not self]
+        while sum(model is self.model for model in OPEN_BLOCKS.bound) > sum(
+            isinstance(block, InstallationBlock) and block.model is self.model for block in left
+        ):
+            OPEN_BLOCKS.bound.remove(self.model)  # not pop(): training libraries close their blocks in any order
+        OPEN_BLOCKS.installed.remove(self)
+        self.frame = None
+
+
+def _carry_region(parallel_apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `DataParallel.parallel_apply` to carry the region into its worker threads, which get `enabled` only."""
+
+    def call(replicas: list[nn.Module], *args: Any) -> Any:
+        for part in (part for replica in replicas for part in replica.modules()):
+            rebound = getattr(part.__dict__.get("forward"), "polyamp_rebound", None)
+            if rebound is not None:  # replicate() copied the attribute, which uses the original's parameters
+                part.__dict__["forward"] = rebound(part)
+        return parallel_apply([carried(replica) for replica in replicas], *args)
+
+    return call

@@ -1,0 +1,325 @@
+"""First half of a training step: the scaled loss, its backward pass, and the gradients (S6, S7, S23)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from polyamp.errors import LossError, UnsupportedError
+from polyamp.results import Gradients, LossFunction
+from polyamp.rules import loss_weights, step_checks
+from polyamp.rules.accumulation import Accumulation
+from polyamp.rules.loss_weights import WeightFunction
+from polyamp.trees import map_tree
+from polyamp_torch.arrays import XP, dtype_name, to_device
+from polyamp_torch.compat import foreach_mul_, local_tensor_of
+from polyamp_torch.precision.autocast import matmul_precision, root_region
+from polyamp_torch.precision.torch_only.autocast_shield import shield
+from polyamp_torch.step.accumulation import total_scale
+from polyamp_torch.step.grad_stats import bucket_by_device_and_dtype as bucketed
+from polyamp_torch.step.grad_stats import cast_scalar_for_bucket
+from polyamp_torch.step.loss_weights import (
+    LossWeighting,
+    make_loss_weighting,
+    nonzero_total,
+    row_count,
+    weighted_loss_sum,
+)
+from polyamp_torch.step.parameter_writes import ParameterSnapshot, commit_or_rollback_pass
+from polyamp_torch.step.replicas import guard_states
+from polyamp_torch.step.state import TorchState
+from polyamp_torch.step.torch_only import buffers
+from polyamp_torch.step.torch_only.complex_parameters import real_views, resolve_conjugates
+from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads, GraphSizeCache, autograd_node_count
+from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
+from polyamp_torch.step.torch_only.state_lock import acquire_all
+
+NamedGradients = dict[str, torch.Tensor | None]
+_LAYOUT: Final = operator.attrgetter("layout")
+_STRIDED_LAYOUTS: Final = {torch.strided}
+
+
+@contextlib.contextmanager
+def stash_grads(parameters: Sequence[torch.Tensor], *, used_up: bool = False) -> Iterator[None]:
+    """Context manager that sets every `.grad` to None at its start, and restores the old gradients on exit.
+
+    `torch.autograd.grad` would be shorter. But its gradients may share memory, or have other strides than their
+    parameters, which in-place division and the fused kernels do not support. `.grad` keeps torch's layout contract.
+
+    Args:
+        parameters: the parameters whose gradients are stashed.
+        used_up: leave None on exit instead, unless the block fails.
+    """
+    held = [p.grad for p in parameters]
+    if any(map(operator.is_not, held, itertools.repeat(None))):
+        for p in parameters:
+            p.grad = None
+    try:
+        yield
+    except BaseException:
+        used_up = False
+        raise
+    finally:
+        for p, old in zip(parameters, held, strict=True):
+            p.grad = None if used_up else old
+
+
+def value_and_grad(
+    loss_fn: LossFunction, states: Sequence[TorchState], batch: Any, weight: WeightFunction | None = None
+) -> tuple[Any, list[Gradients]]:
+    """Return the value of `loss_fn` and the unscaled gradients of each state; the states do not change.
+
+    A parameter that several states share is in each of their `Gradients`, with the same tensor.
+    """
+    with guard_states(states), DeferInterrupts() as quiet, acquire_all([state.turn for state in states]), shield():
+        batch = to_device(batch, states[0].device, states[0].plan.param)
+        return _compute_gradients(loss_fn, states, batch, quiet, weight)
+
+
+def _compute_gradients(
+    loss_fn: LossFunction,
+    states: Sequence[TorchState],
+    batch: Any,
+    quiet: DeferInterrupts,
+    weight: WeightFunction | None,
+) -> tuple[Any, list[Gradients]]:
+    for state in states:
+        state.check_unchanged()
+    saved = [buffers.snapshot(state.buffer_owners) for state in states]
+    writes = [state.writes.before(loss_fn, training=state.model.training) for state in states]
+    named = list({id(p): (name, p) for state in states for name, p in state.parameters.items()}.values())
+    parameters = [p for _, p in named]
+    graphs = states[0].graphs if len(states) == 1 else GraphSizeCache()
+    weighing = make_loss_weighting(weight, [batch], Accumulation((1,)), states[0].replicas, states[0].device)
+    try:
+        with (
+            stash_grads(parameters),
+            ForeignGrads(parameters, graphs, functools.partial(_replica_leaves, states)) as others,
+        ):
+            with contextlib.ExitStack() as engines:
+                for state in states:
+                    state.replicas.enter(engines)
+                loss, aux = scaled_backward(loss_fn, states, batch, others, quiet, weighing, writes=writes)
+                for state in states:
+                    state.replicas.fit(state.parameters)
+            found: list[NamedGradients] = [_collect_gradients(state) for state in states]
+            total = weighing.total
+            if weighing.omits and isinstance(total, float) and total == 0.0:  # all weights are 0, no backward pass ran
+                found = [{name: torch.zeros_like(p) for name, p in state.parameters.items()} for state in states]
+                values = []
+            else:
+                values = densify_gradients(named)
+    except BaseException:
+        for item, before in zip(saved, writes, strict=True):
+            commit_or_rollback_pass(item, before, torch.zeros((), dtype=torch.bool))
+        raise
+    running = [buffers.restore_buffers(item) for item in saved]
+    for before in writes:
+        before.compare()
+    for own, before in reversed(list(zip(running, writes, strict=True))):
+        own.update(before.take_back())
+    if states[0].replicas.count > 1:
+        total = states[0].replicas.mean(total, states[0].device)
+    scale = total_scale(
+        states[0].scale_state.scale if states[0].scaler.scales else None, nonzero_total(total), loss.device
+    )
+    if scale is not None:  # the loss was multiplied by the first state's scale
+        factor = scale.double().reciprocal()  # float32, except for float64 gradients (S1)
+        held = list(map(local_tensor_of, values))
+        if any(state.complex_parameters for state in states):
+            held = real_views(held)
+        for bucket in bucketed(held):
+            foreach_mul_(bucket, cast_scalar_for_bucket(bucket, factor))
+    counted = weighing.weight(total)
+    grads = [Gradients(values, own, loss, counted) for values, own in zip(found, running, strict=True)]
+    return (loss if aux is None else (loss, aux)), grads
+
+
+def _replica_leaves(states: Sequence[TorchState]) -> list[torch.Tensor]:
+    """Return graph leaves that represent parameters of the states but are other tensors."""
+    return [leaf for state in states if state.replicas.held is not None for leaf in state.replicas.held.leaves()]
+
+
+def _collect_gradients(state: TorchState) -> NamedGradients:
+    """Return the gradients by path, copied if the engine reuses their memory."""
+    held = state.replicas.held
+    if held is None or not held.keeps_gradients:
+        return {name: p.grad for name, p in state.parameters.items()}
+    for p in state.parameters.values():
+        p.grad = None if p.grad is None else p.grad.clone()
+    return {name: p.grad for name, p in state.parameters.items()}
+
+
+def scaled_backward(
+    loss_fn: LossFunction,
+    states: Sequence[TorchState],
+    batch: Any,
+    others: ForeignGrads,
+    quiet: DeferInterrupts,
+    weighing: LossWeighting,
+    between: Callable[[torch.Tensor], None] | None = None,
+    writes: Sequence[ParameterSnapshot] = (),
+    *,
+    counts: bool = True,
+) -> tuple[torch.Tensor, Any]:
+    """Run a micro-batch's forward and backward pass; return the float32 loss and aux.
+
+    The gradients of the scaled loss, times the micro-batch's weight (S8), are added to the parameters' `.grad` (S6).
+    A micro-batch of weight 0 has the loss 0. On one device its backward pass is omitted if the host knows the weight.
+
+    The casts stay installed during the backward pass, in which activation checkpointing recomputes the model.
+    Interrupts are delivered only while `loss_fn` or the backward pass runs. `between` is called with the loss between
+    the two. Writes of the pass to casts of parameters are copied to the parameters and recorded in `writes`.
+    """
+    plan, scaler = states[0].plan, states[0].scaler
+    models = tuple(state.bound for state in states)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(matmul_precision(plan.float32_matmul))
+        for model in models:
+            stack.enter_context(model.installed())
+        given = models[0] if len(models) == 1 else models
+
+        def count(part: Any) -> list[Any]:
+            with root_region(plan, states[0].device.type), quiet.disturbed:
+                return _mean_counts(loss_fn, given, states, part)
+
+        code, trial = getattr(loss_fn, "__code__", type(loss_fn)), None
+        if weighing.begins and code in states[0].sums_means:
+            if states[0].sums_means[code]:
+                weighing.count_others(count)
+        elif weighing.begins:
+            trial = _DryRunSnapshot(states)
+        ends = _probe_parameters(states[0], others.began)
+        held = [p.grad for p in ends]
+        while True:
+            before = autograd_node_count()
+            with root_region(plan, states[0].device.type), quiet.disturbed:
+                result, found = loss_weights.call_loss_fn(loss_fn, given, batch)
+            if trial is None:
+                break
+            states[0].sums_means[code] = loss_weights.is_sum_of_means(result)
+            if states[0].sums_means[code]:  # free the graph for the counting passes, then run again
+                del result, found
+                trial.take_back()
+                weighing.count_others(count)
+            else:
+                break
+            trial = None
+        size = autograd_node_count() - before
+        ran = any(p.grad is not grad for p, grad in zip(ends, held, strict=True))
+        if ran or others.were_given(loss_fn, size):
+            raise LossError(
+                "loss_fn must not run the backward pass: polyamp does, on the scaled loss, and would add its gradients "
+                "to those that are there. Drop loss.backward(), and optimizer.step() and zero_grad() with it."
+            )
+        read = weighing.read(result, found, batch, count)
+        if weighing.among_others and (weighing.is_unclear or loss_weights.has_unclear_count(read, found)):
+            loss_weights.warn_unclear_count(loss_fn, loss_weights.count_line(found))
+        loss, aux = read.value, read.aux
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+            raise LossError(
+                "loss_fn must return a tensor that depends on the model's parameters. "
+                f"Received: {type(loss).__name__} without a gradient. Is it detached, or under torch.no_grad()?"
+            )
+        step_checks.check_loss(tuple(loss.shape), dtype_name(loss.dtype))
+        for model in models:
+            model.check_overrides_ran()
+        if states[0].replicas.sharded:
+            loss = states[0].replicas.whole(loss)
+        wide = (loss.double() if plan.param == "float64" else loss.float()).reshape(())
+        factor = weighing.counted(read, batch, counts=counts)
+        scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
+        scaled = scaled if isinstance(factor, float) and factor == 1.0 else scaled * factor
+        others.look(loss_fn, wide, size)
+        value = wide.detach().float()
+        if not isinstance(factor, float) or factor == 0.0:
+            value = weighted_loss_sum([value], [0.0 if isinstance(factor, float) else factor > 0.0])
+        if between is not None:
+            between(value)
+        if not (weighing.omits and isinstance(factor, float) and factor == 0.0):
+            with quiet.disturbed:
+                torch.autograd.backward(scaled)
+            for state in states:
+                if state.complex_parameters:
+                    resolve_conjugates(state.complex_parameters)
+        if plan.cast:
+            for model, own in zip(models, writes, strict=True):
+                own.note(model.commit())
+    return value, map_tree(_detach_leaf, aux)
+
+
+def _mean_counts(loss_fn: LossFunction, model: Any, states: Sequence[TorchState], part: Any) -> list[Any]:
+    """Return the counts of a sum of means for another micro-batch, from a forward pass without side effects."""
+    trial = _DryRunSnapshot(states)
+    try:
+        with torch.no_grad():
+            result, found = loss_weights.call_loss_fn(loss_fn, model, part)
+            return loss_weights.term_counts(loss_weights.parse_loss_output(result, found, XP), row_count(part, 1))
+    finally:
+        trial.take_back()
+
+
+class _DryRunSnapshot:
+    """Snapshot of buffers, parameters and random streams before a forward pass that is undone."""
+
+    def __init__(self, states: Sequence[TorchState]) -> None:
+        self._states = states
+        self._saved = [(buffers.snapshot(state.buffer_owners), state.writes.before_trial()) for state in states]
+        self._random = torch.get_rng_state()
+        on_device = states[0].device.type == "cuda"
+        self._random_on_device = torch.cuda.get_rng_state(states[0].device) if on_device else None
+
+    def take_back(self) -> None:
+        """Restore the snapshot, in casts too."""
+        torch.set_rng_state(self._random)
+        if self._random_on_device is not None:
+            torch.cuda.set_rng_state(self._random_on_device, self._states[0].device)
+        for state, (item, before) in zip(self._states, self._saved, strict=True):
+            before.compare()
+            commit_or_rollback_pass(item, before, torch.zeros((), dtype=torch.bool))
+            state.bound.discard()
+
+
+def _probe_parameters(state: TorchState, began: bool) -> list[torch.Tensor]:
+    """Return two parameters whose `.grad` usually shows whether `loss_fn` ran a backward pass itself.
+
+    They are the first and the last parameter; if accumulation has begun, of those that have a gradient. For the other
+    cases see `ForeignGrads.were_given`."""
+    parameters = state.parameters
+    found: list[torch.Tensor] = []
+    for names in (iter(parameters), reversed(parameters)):
+        first = parameters[next(names)]
+        if began and first.grad is None:
+            first = next((p for name in names if (p := parameters[name]).grad is not None), first)
+        found.append(first)
+    return found
+
+
+def densify_gradients(parameters: Iterable[tuple[str, torch.Tensor]], *, needed: bool = True) -> list[torch.Tensor]:
+    """Return the gradients of the backward pass; a parameter that the loss does not depend on has none (S23).
+
+    Raises:
+        LossError: there is no gradient, and one is needed.
+        UnsupportedError: a gradient is sparse; the message names it.
+    """
+    values = [grad for _, p in parameters if (grad := p.grad) is not None]
+    if needed and not values:
+        raise LossError("loss_fn depends on none of the model's trainable parameters, so there is nothing to update.")
+    if not _STRIDED_LAYOUTS.issuperset(map(_LAYOUT, values)):
+        name = next(name for name, p in parameters if p.grad is not None and p.grad.layout != torch.strided)
+        raise UnsupportedError(
+            f"the gradient of {name!r} is sparse. The step's kernels take whole tensors, and fused optimizers no "
+            "sparse ones. Build the layer with sparse=False, or write the loop yourself with polyamp_torch.GradScaler."
+        )
+    return values
+
+
+def _detach_leaf(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

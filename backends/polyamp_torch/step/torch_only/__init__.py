@@ -1,0 +1,1 @@
+"""Parts of the training step that only the torch backend has."""

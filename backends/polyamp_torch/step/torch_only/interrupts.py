@@ -1,0 +1,100 @@
+"""Deferral of SIGINT (Ctrl-C) in a step: delivered only while user code or the backward pass runs.
+
+So an interrupted step has either changed nothing yet, or is complete: no update is half applied, and stashed values are
+restored. This concerns the main thread, the only one that signals reach. Other exceptions are handled by `finally`
+clauses.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import threading
+from typing import Any, Final
+
+_SIGNAL_MODULE: Final[Any] = importlib.import_module("_signal")
+"""C module below `signal`. Calling it avoids the look-up of signal names, which takes 90 % of a call."""
+_SIGINT: Final = int(signal.SIGINT)
+
+
+class DeferInterrupts:
+    """Context manager that defers SIGINT. A signal that arrives inside is passed to its handler on exit.
+
+    Example:
+        >>> before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" has SIGINT ignored
+        >>> seen = []
+        >>> try:
+        ...     with DeferInterrupts():
+        ...         signal.raise_signal(signal.SIGINT)
+        ...         seen.append("whole")
+        ... except KeyboardInterrupt:
+        ...     seen.append("interrupted")
+        >>> seen
+        ['whole', 'interrupted']
+        >>> _ = signal.signal(signal.SIGINT, before)
+    """
+
+    __slots__ = ("_came", "_handler", "_open")
+
+    def __init__(self) -> None:
+        self._came = False
+        self._open = False
+        self._handler: Any = None
+
+    def __enter__(self) -> DeferInterrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._handler = _SIGNAL_MODULE.getsignal(
+                _SIGINT
+            )  # None if it was not set from Python: then it is not replaced
+            if self._handler is not None:
+                _SIGNAL_MODULE.signal(_SIGINT, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._handler is None:
+            return
+        if _SIGNAL_MODULE.getsignal(_SIGINT) == self._note:  # user code may have set another handler, which stays
+            _SIGNAL_MODULE.signal(_SIGINT, self._handler)
+        if self._came:
+            _SIGNAL_MODULE.raise_signal(_SIGINT)
+
+    @property
+    def disturbed(self) -> AllowInterrupts:
+        """Context manager inside, in which interrupts are delivered: for user code and long operations."""
+        return AllowInterrupts(self)
+
+    def let_through(self) -> None:
+        """Deliver interrupts at once from here on, including a deferred one."""
+        self._open = True
+        if self._came:
+            self._came = False
+            _SIGNAL_MODULE.raise_signal(_SIGINT)
+
+    def hold_back(self) -> None:
+        """Defer interrupts again; the opposite of `let_through`."""
+        self._open = False
+
+    def _note(self, number: int, frame: Any) -> None:
+        """Handle SIGINT. The handler stays installed in both contexts, because setting it is expensive."""
+        if not self._open:
+            self._came = True
+        elif callable(self._handler):
+            self._handler(number, frame)
+        elif self._handler == _SIGNAL_MODULE.SIG_DFL:  # the default action ends the process
+            _SIGNAL_MODULE.signal(number, self._handler)
+            _SIGNAL_MODULE.raise_signal(number)
+
+
+class AllowInterrupts:
+    """Context manager of `DeferInterrupts.disturbed`."""
+
+    __slots__ = ("_around",)
+
+    def __init__(self, around: DeferInterrupts) -> None:
+        self._around = around
+
+    def __enter__(self) -> None:
+        self._around.let_through()
+
+    def __exit__(self, *error: object) -> None:
+        self._around.hold_back()

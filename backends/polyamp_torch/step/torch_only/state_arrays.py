@@ -1,0 +1,105 @@
+"""Export and import of a state's arrays by name, on one device or sharded over several (S22, S33).
+
+The states are `TorchState`s, annotated as `Any` because `state` imports this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from polyamp.rules.loss_scale import LossScaleState
+from polyamp_torch.arrays import as_tensor, fill_tensor, from_numpy, to_numpy
+from polyamp_torch.precision.torch_only.module_paths import path_function
+from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters
+from polyamp_torch.step.torch_only import optimizer_state
+
+Array = np.ndarray[Any, Any]
+RANDOM_STATE_NAMES: Final = ("rng/cpu", "rng/cuda")
+"""Names of the random states, which differ between processes."""
+
+
+def state_parameters(state: Any) -> dict[str, torch.Tensor]:
+    """Return path -> parameter, frozen ones included.
+
+    Under `fully_shard` these are the sharded parameters, even while a module has gathered ones."""
+    if state.replicas.engine is None or state.replicas.engine == "ddp":
+        path = path_function(state.model)
+        return {path(name): p for name, p in tree_parameters(state.model)}
+    divided: dict[str, torch.Tensor] = {**state.parameters, **dict(state.frozen)}
+    return divided
+
+
+def state_buffers(state: Any) -> dict[str, torch.Tensor]:
+    """Return path -> buffer."""
+    path = path_function(state.model)
+    return {path(name): b for name, b in torch.nn.Module.named_buffers(state.model)}
+
+
+def optimizer_names(state: Any) -> list[str]:
+    """Return the path of every parameter of the optimizer, in the order of its groups."""
+    by_id = {id(p): name for name, p in state_parameters(state).items()}
+    return [by_id[id(p)] for group in state.optimizer.param_groups for p in group["params"]]
+
+
+def _drop_gathered_parameters(state: Any) -> None:
+    """Reshard the modules of `fully_shard`, so that the next pass gathers the restored parameters."""
+    if state.replicas.engine is not None:
+        for part in state.model.modules():
+            reshard: Any = getattr(part, "reshard", None)  # for an FSDPModule
+            if reshard is not None:
+                reshard()
+
+
+def state_arrays_by_name(state: Any, take: Callable[[torch.Tensor], Any] = to_numpy) -> dict[str, Any]:
+    """Return every array by name, except the random states.
+
+    Args:
+        state: a state whose lock the caller has acquired.
+        take: conversion of each tensor; the default copies the unsharded tensor to the host.
+    """
+    arrays = {f"model/{name}": take(p) for name, p in state_parameters(state).items()}
+    arrays |= {f"running/{name}": take(b) for name, b in state_buffers(state).items()}
+    if state.rates is not None:
+        state.rates.multiples()
+    exported = optimizer_state.export_optimizer(state.optimizer, optimizer_names(state), state.rates, take)
+    arrays |= {f"optimizer/{name}": value for name, value in exported.items()}
+    arrays |= {f"loss_scale/{name}": take(value) for name, value in state.scale_state._asdict().items()}
+    return {**arrays, "step": take(state.step)}
+
+
+def random_state_arrays(state: Any) -> dict[str, Array]:
+    """Return torch's random-number states, so that dropout resumes exactly."""
+    arrays = {"rng/cpu": to_numpy(torch.get_rng_state())}
+    if state.device.type == "cuda":
+        arrays["rng/cuda"] = to_numpy(torch.cuda.get_rng_state(state.device))
+    return arrays
+
+
+def write_state_arrays(state: Any, arrays: Mapping[str, Any]) -> None:
+    """Restore arrays in place.
+
+    Args:
+        state: a state whose lock the caller has acquired.
+        arrays: unsharded NumPy arrays, or tensors sharded like those of the state.
+    """
+    _drop_gathered_parameters(state)
+    with torch.no_grad():
+        for name, p in state_parameters(state).items():
+            fill_tensor(p, as_tensor(arrays[f"model/{name}"]))
+        for name, b in state_buffers(state).items():
+            fill_tensor(b, as_tensor(arrays[f"running/{name}"]))
+    prefix = "optimizer/"
+    exported = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
+    optimizer_state.load_optimizer(state.optimizer, optimizer_names(state), exported)
+    if state.rates is not None:
+        state.rates.write()
+    fields = (as_tensor(arrays[f"loss_scale/{name}"]).to(state.device) for name in LossScaleState._fields)
+    state.scale_state = LossScaleState(*fields)
+    state.step = as_tensor(arrays["step"]).to(state.device)
+    torch.set_rng_state(from_numpy(arrays["rng/cpu"]))
+    if "rng/cuda" in arrays:
+        torch.cuda.set_rng_state(from_numpy(arrays["rng/cuda"]), state.device)

@@ -1,0 +1,117 @@
+"""`CastingReport`: the dtype of each operation of a function and its reason, as returned by `polyamp.explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from polyamp.display import html_table
+from polyamp.recipe.policy import Policy
+
+
+class OperationCount(NamedTuple):
+    """One row: the operations of one kind in one module with the same dtype and reason.
+
+    Attributes:
+        module: path of the module, "" at the top.
+        name: the framework's name of the operation.
+        dtype: its dtype; "float16, float32" if its operands differ.
+        rule: the reason: an op list ("compute", "float32", "promote", "follow"), "override", "opaque", "unknown"
+            (opaque because no list names it), "keep_precision", or "off" (the policy mixes no dtypes there). A word in
+            brackets names a special case.
+        count: number of operations; the body of a loop counts once.
+    """
+
+    module: str
+    name: str
+    dtype: str
+    rule: str
+    count: int  # type: ignore[assignment]  # hides tuple.count, which has no use here
+
+
+class CastCount(NamedTuple):
+    """Casts that autocast inserted. Attributes: the two dtypes, and the number of casts."""
+
+    source: str
+    target: str
+    count: int  # type: ignore[assignment]  # hides tuple.count, which has no use here
+
+
+class CastingReport:
+    """Result of `polyamp.explain`; `print` it for a table.
+
+    Attributes:
+        policy: the policy.
+        operations: rows in order of first appearance. Operations that only move data (reshape, transpose, slice, ...)
+            have none.
+        casts: casts that autocast inserted, by source and target.
+    """
+
+    def __init__(self, policy: Policy, operations: Sequence[OperationCount], casts: Sequence[CastCount]) -> None:
+        self.policy = policy
+        self.operations = tuple(operations)
+        self.casts = tuple(casts)
+
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        """Names of the operations that ran in the dtypes that the program declares, sorted."""
+        return tuple(sorted({row.name for row in self.operations if row.rule in ("opaque", "unknown")}))
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Those of `opaque` that no op list names, sorted."""
+        return tuple(sorted({row.name for row in self.operations if row.rule == "unknown"}))
+
+    def renamed(self, modules: Mapping[str, str]) -> CastingReport:
+        """Return the report with other module paths, to compare models of two libraries; other paths stay."""
+        rows = [row._replace(module=modules.get(row.module, row.module)) for row in self.operations]
+        return CastingReport(self.policy, rows, self.casts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data, for JSON."""
+        return {
+            "policy": self.policy.to_dict(),
+            "operations": [row._asdict() for row in self.operations],
+            "casts": [cast._asdict() for cast in self.casts],
+            "opaque": list(self.opaque),
+            "unknown": list(self.unknown),
+        }
+
+    def _repr_html_(self) -> str:
+        return html_table(f"casts under {self.policy}", OperationCount._fields, self.operations)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CastingReport):
+            return NotImplemented
+        return (self.policy, sorted(self.operations), sorted(self.casts)) == (
+            other.policy,
+            sorted(other.operations),
+            sorted(other.casts),
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # compared by value, and not meant as a dictionary key
+
+    def __str__(self) -> str:
+        lines = [
+            str(self.policy),
+            "",
+            *_format_table([("module", "operation", "dtype", "rule", "count"), *self.operations]),
+        ]
+        casts = ", ".join(f"{cast.count} {cast.source} -> {cast.target}" for cast in self.casts) or "none"
+        lines += ["", f"casts: {casts}", f"opaque: {', '.join(self.opaque) or 'none'}"]
+        if self.unknown:
+            lines.append(f"no op list names: {', '.join(self.unknown)}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"CastingReport({len(self.operations)} rows; print it for the table)"
+
+
+def _format_table(rows: Sequence[Sequence[Any]]) -> list[str]:
+    cells = [[str(cell) or "." for cell in row] for row in rows]
+    widths = [max(len(row[n]) for row in cells) for n in range(len(cells[0]))]
+    lines = []
+    for row in cells:
+        text = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
+        lines.append("  ".join([*text, row[-1].rjust(widths[-1])]))
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

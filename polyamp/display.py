@@ -1,0 +1,70 @@
+"""Display of states, results and reports: one line in a terminal, a small table in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def plain_number(value: Any) -> str:
+    """Format a scalar of any framework, read on the host.
+
+    >>> plain_number(1000000.0), plain_number(0.5)
+    ('1000000', '0.5')
+    """
+    number = float(value)
+    return f"{number:.0f}" if number.is_integer() else f"{number:g}"
+
+
+class StateDisplayMixin:
+    """Mixin with a state's `repr` and notebook table, from `_place`.
+
+    The backends' states inherit from it; they have the attributes of `polyamp.contract.backend.State`.
+    """
+
+    __slots__ = ()
+
+    def _place(self) -> tuple[str, int | str]:
+        """Return the device, and the number of trainable parameters."""
+        raise NotImplementedError  # implemented by every state
+
+    def _number(self, value: Any) -> str:
+        """Format a scalar of the state. Override it for states whose scalars may be traced and have no value."""
+        return plain_number(value)
+
+    def _fields(self: Any) -> dict[str, str]:
+        device, parameters = self._place()
+        return {
+            "backend": repr(self.backend.name),
+            "device": repr(device),
+            "parameters": parameters if isinstance(parameters, str) else f"{parameters:,}",
+            "policy": str(self.recipe.policy),
+            "scale": self._number(self.scale_state.scale),
+            "step": self._number(self.step),
+        }
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._fields().items())})"
+
+    def _repr_html_(self) -> str:
+        return html_table(type(self).__name__, (), self._fields().items())
+
+
+def html_table(caption: str, heading: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table for a notebook; every text is escaped.
+
+    >>> html_table("a", (), [("b", 1)])
+    '<table><caption>a</caption><tbody><tr><th>b</th><td>1</td></tr></tbody></table>'
+    """
+    import html
+
+    def escape(value: object) -> str:
+        return html.escape(str(value))
+
+    head = "".join(f"<th>{escape(word)}</th>" for word in heading)
+    body = []
+    for first, *rest in rows:
+        start = f"<td>{escape(first)}</td>" if heading else f"<th>{escape(first)}</th>"
+        body.append(f"<tr>{start}{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>")
+    top = f"<thead><tr>{head}</tr></thead>" if head else ""
+    return f"<table><caption>{escape(caption)}</caption>{top}<tbody>{''.join(body)}</tbody></table>"

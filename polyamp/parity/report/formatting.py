@@ -1,0 +1,227 @@
+"""Text formatting of a report: names, numbers, verdict and statistics."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import Final, Literal
+
+from polyamp.parity.findings import Comparison, Divergence, Environment, Failure, Findings, SideValues
+
+Outcome = Literal["agree", "differ", "unfinished"]
+OUTCOME_TEXTS: Final[dict[Outcome, str]] = {"agree": "agree", "differ": "differ", "unfinished": "no verdict"}
+"""Outcome -> its text. Unfinished: no divergence is known, and something failed or nothing was compared."""
+_INVISIBLE_CHARACTERS: Final = re.compile(r"[\x00-\x20\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]+")
+"""White space, control characters, and invisible or direction-changing Unicode marks."""
+_FAILURE_TEXTS: Final[dict[str, str]] = {
+    "missing": "is missing",
+    "error": "raised an error",
+    "crashed": "crashed",
+    "killed": "was killed",
+    "timeout": "took too long",
+    "interrupted": "was interrupted",
+}
+
+
+def plain(text: str) -> str:
+    """Return a text as one line of visible characters.
+
+    >>> plain("a\\n  b\\x1b[31m")
+    'a b [31m'
+    """
+    return _INVISIBLE_CHARACTERS.sub(" ", text).strip()
+
+
+def truncate_middle(text: str, width: int) -> str:
+    """Shorten a text to `width` columns by cutting its middle, which keeps module paths distinguishable.
+
+    >>> truncate_middle("encoder/layers/attention/query", 20), truncate_middle("head", 20)
+    ('encoder/...ion/query', 'head')
+    """
+    text = plain(text)
+    if len(text) <= width:
+        return text
+    head = (width - 3) // 2
+    return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
+
+
+def truncate_end(text: str, width: int) -> str:
+    """Shorten a text to `width` columns by cutting its end.
+
+    >>> truncate_end("a sentence of some length", 14), truncate_end("short", 14)
+    ('a sentence ...', 'short')
+    """
+    text = plain(text)
+    return text if len(text) <= width else f"{text[: width - 4].rstrip()} ..."
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number as text; None, which stands for a non-finite number, is "not finite".
+
+    >>> number(0.000123456), number(65536.0), number(0.0), number(None)
+    ('0.000123', '65536', '0', 'not finite')
+    """
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    whole = f"{value:.0f}" if abs(value) < 1e9 and float(value).is_integer() else ""
+    return whole or f"{value:.{digits}g}"
+
+
+def ratio_text(value: float | None) -> str:
+    """Return a ratio as text, with two significant digits below 1.
+
+    >>> ratio_text(0.2761), ratio_text(1.0371), ratio_text(31.4), ratio_text(671.4)
+    ('0.28', '1.04', '31', '671')
+    """
+    if value is None or not 1 <= value < 1e6:
+        return number(value, 2)
+    return number(value) if value < 10 else f"{value:.0f}"
+
+
+def numbers(values: list[float | None], digits: int = 4) -> list[str]:
+    """Return numbers as texts with as many digits as their difference needs.
+
+    >>> numbers([0.6931471, 0.6931502]), numbers([1.5, 1.5])
+    (['0.693147', '0.69315'], ['1.5', '1.5'])
+    """
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    apart = max(known, default=0.0) - min(known, default=0.0)
+    while digits < 9:
+        shown = [float(number(value, digits)) for value in known]
+        if abs(max(shown, default=0.0) - min(shown, default=0.0) - apart) <= 0.1 * apart:
+            break
+        digits += 1
+    return [number(value, digits) for value in values]
+
+
+def join_words(words: list[str]) -> str:
+    """Join words with commas and "and".
+
+    >>> join_words(["torch", "jax", "keras"]), join_words(["jax"]), join_words([])
+    ('torch, jax and keras', 'jax', '')
+    """
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def count_text(count: int, word: str, plural: str = "") -> str:
+    """Return a count with its noun.
+
+    >>> count_text(1, "step"), count_text(1200, "step")
+    ('1 step', '1,200 steps')
+    """
+    return f"{count:,} {word if count == 1 else plural or word + 's'}"
+
+
+def module(path: str) -> str:
+    """Return a module's name; the whole model has no path."""
+    return plain(path) or "the model"
+
+
+def quantity(what: str, name: str) -> str:
+    """Return the name of a compared quantity: `gradient of kernel`, `output`."""
+    return plain(f"{what} of {name}" if name else what)
+
+
+def failure_text(failure: Failure) -> str:
+    """Return a failure in words: `jax crashed in step 2 under float32`."""
+    where = f" in step {failure.step}" if failure.step else ""
+    under = f" under {failure.phase}" if failure.phase else ""
+    return plain(f"{failure.side} {_FAILURE_TEXTS.get(failure.reason, failure.reason)}{where}{under}")
+
+
+def outcome(report: Findings) -> Outcome:
+    """Return the outcome of a report."""
+    if report.first is not None:
+        return "differ"
+    return "agree" if report.agrees else "unfinished"
+
+
+def divergent_comparison(report: Findings) -> Comparison | None:
+    """Return the comparison that `report.first` is from."""
+    return next((each for each in report.comparisons if each.first is not None), None)
+
+
+def location_text(found: Divergence) -> str:
+    """Return the location of a divergence: phase, step, pass, module and quantity."""
+    what = quantity(found.what, found.name)
+    when = f"step {found.step}, {found.stage}" if found.step else "before step 1"
+    return f"{found.phase}, {when}, {module(found.module)} ({what})"
+
+
+def labels(report: Findings) -> list[str]:
+    """Return the labels of the sides in order, including those that never started."""
+    known = [each.side for each in report.environments]
+    known += [label for each in report.comparisons for label in each.sides]
+    return list(dict.fromkeys([*known, *(each.side for each in report.failures)]))
+
+
+def verdict(report: Findings) -> str:
+    """Return the verdict of a report as a sentence."""
+    parts = divergent_comparison(report)
+    if parts is not None and parts.first is not None:
+        return plain(f"{join_words(list(parts.sides))} differ: {location_text(parts.first)}")
+    under = f"{count_text(report.steps, 'step')} under {join_words(report.phases)}"
+    if report.agrees:
+        return plain(f"{join_words(labels(report))} agree: {under}")
+    if report.failures:
+        return plain(f"no verdict: {failure_text(report.failures[0])}")
+    return "no verdict: nothing was compared"
+
+
+def distance(found: Divergence) -> str:
+    """Return the distance of two sides, and what rounding allows, as text."""
+    allows = "" if found.allowed is None else f"; rounding allows {number(found.allowed)}"
+    if found.distance is not None:
+        beyond = f" ({ratio_text(found.distance / found.allowed)} times)" if found.allowed else ""
+        return f"{number(found.distance)} relative{allows}{beyond}"
+    if any(side.nonfinite for side in found.sides.values()):
+        return f"one side is not finite{allows}"
+    return f"no distance can be told{allows}"
+
+
+def statistics(first: Divergence) -> dict[str, dict[str, str]]:
+    """Return label -> statistic -> text at a divergence, with enough digits to show the difference."""
+    sides = first.sides
+    found: dict[str, dict[str, str]] = {label: {} for label in sides}
+    scalar = first.kind != "missing" and not any(side.dtype for side in sides.values())
+    for field in ("number", "mean", "rms", "largest"):
+        values = [getattr(side, field) for side in sides.values()]
+        for label, value, text in zip(sides, values, numbers(values), strict=True):
+            if value is not None or (scalar and field == "number"):
+                found[label]["value" if field == "number" else field] = text
+    for label, side in sides.items():
+        size = math.prod(side.shape)
+        if side.dtype and side.nonfinite:
+            found[label] = {} if side.nonfinite == size else found[label]  # no finite values, no statistics
+            found[label]["inf or NaN"] = f"{side.nonfinite:,} of {size:,}"
+        if side.dtype and side.zeros:
+            found[label]["zeros"] = f"{side.zeros:,}"
+        if side.width and side.dtype and side.width != side.dtype and side.nonfinite < size:
+            found[label]["fits in"] = side.width
+    return found
+
+
+def operations(side: SideValues) -> list[str]:
+    """Return the operations that ran in a side's module, repeated ones once with their count.
+
+    >>> operations(SideValues(path="head", operations=["add in float32", "dot in float16", "add in float32"]))
+    ['add in float32, 2 times', 'dot in float16']
+    """
+    return [
+        f"{plain(name)}, {count} times" if count > 1 else plain(name)
+        for name, count in Counter(side.operations).items()
+    ]
+
+
+def kind(found: Divergence) -> str:
+    """Return the likely cause of a difference as a label."""
+    return {"unknown": "not recognized", "missing": "missing on one side"}.get(found.kind, found.kind)
+
+
+def software(environment: Environment) -> str:
+    """Return a side's software and device: `torch 2.13.0 on cpu`."""
+    version = environment.versions.get(environment.backend, "")
+    return plain(
+        f"{environment.backend} {version}".strip() + (f" on {environment.device}" if environment.device else "")
+    )

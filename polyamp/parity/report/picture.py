@@ -1,0 +1,178 @@
+"""`draw`: a report as a PNG, with loss curves, the error of every module, and the verdict as title."""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import Any, Final
+
+from polyamp.parity.findings import Comparison, ComparisonRow, Curve, Findings
+from polyamp.parity.report import formatting, html_sections
+
+_SIDE_STYLES: Final = (
+    ("#0b5cad", "-", 4.0),
+    ("#d9730d", "-", 1.8),
+    ("#12806f", (0, (5, 3)), 1.8),
+    ("#7c3aed", ":", 1.8),
+)
+"""Colour, pattern and width of each side's line. The first is the widest and the last two have gaps, so that
+coinciding curves all stay visible."""
+_STAGE_STYLES: Final = (("forward", "o", "#0b5cad"), ("backward", "s", "#12806f"), ("update", "^", "#7c3aed"))
+_DIFFERENCE_COLOUR: Final = "#b3261e"
+_OUTCOME_COLOURS: Final = {"agree": "#17663a", "differ": _DIFFERENCE_COLOUR, "unfinished": "#7a4b00"}
+_MAX_PHASES: Final = 4
+"""Largest number of phases that are drawn; the page has all."""
+_WIDTH: Final = 12.0
+_DPI: Final = 100
+
+
+def draw(report: Findings) -> bytes:
+    """Return a PNG, 1200 pixels wide."""
+    import warnings
+
+    import matplotlib as mpl
+
+    with mpl.rc_context(), warnings.catch_warnings():
+        mpl.rcdefaults()  # a user's own style would change the picture
+        mpl.rcParams.update({"text.parse_math": False, "font.size": 10.5})  # `$` in a module's name is no formula
+        warnings.simplefilter("ignore", UserWarning)  # a letter that the font lacks is drawn as a box
+        return _render_png(report)
+
+
+def _render_png(report: Findings) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    pair = formatting.divergent_comparison(report) or next(iter(report.comparisons), None)
+    rows = pair.rows if pair is not None else []
+    compared = dict.fromkeys(row.phase for row in rows)  # without reference phases
+    phases = list(compared or dict.fromkeys(report.phases))[:_MAX_PHASES]
+    curves = any(curve.loss for curve in report.curves if curve.phase in phases)
+    heights = [2.9] * curves + [3.3] * bool(rows)
+    title = textwrap.wrap(formatting.truncate_middle(formatting.verdict(report), 230), 80)
+    below = [
+        line for text in _subtitle_texts(report) for line in textwrap.wrap(formatting.truncate_end(text, 230), 125)
+    ]
+    head, foot = 0.31 * len(title) + 0.22 * len(below) + 0.3, 0.55 if rows else 0.0
+    full = sum(heights) + head + foot
+    figure = Figure(figsize=(_WIDTH, full), dpi=_DPI, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    layout: Any = figure.get_layout_engine()
+    layout.set(rect=(0.0, foot / full, 1.0, 1 - (head + foot) / full), w_pad=0.08, h_pad=0.08)
+    colour = _OUTCOME_COLOURS[formatting.outcome(report)]
+    figure.text(0.012, 1 - 0.12 / full, "\n".join(title), va="top", fontsize=16, weight="bold", color=colour)
+    at = 1 - (0.2 + 0.31 * len(title)) / full
+    figure.text(0.012, at, "\n".join(below), va="top", fontsize=11, color="#333333", linespacing=1.3)
+    marks: dict[str, Any] = {}
+    grid: Any = figure.add_gridspec(max(len(heights), 1), max(len(phases), 1), height_ratios=heights or None)
+    for column, phase in enumerate(phases):
+        if curves:
+            _draw_losses(figure.add_subplot(grid[0, column]), report, phase, column == 0)
+        if pair is not None and rows:
+            axes = figure.add_subplot(grid[len(heights) - 1, column])
+            _draw_errors(axes, pair, phase, column == 0)
+            marks.update(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    if marks:
+        figure.legend(marks.values(), marks.keys(), loc="lower left", ncols=6, frameon=False, fontsize=9.5)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", metadata={"Software": None})
+    return file.getvalue()
+
+
+def _subtitle_texts(report: Findings) -> list[str]:
+    """Return the texts below the title: the diagnosis, the distance, the failures."""
+    first = report.first
+    told = [] if first is None else [formatting.plain(first.sentence), f"Apart: {formatting.distance(first)}."]
+    told += [f"{formatting.failure_text(each)}: {formatting.plain(each.message)}" for each in report.failures[:2]]
+    return [text for text in told if text]
+
+
+def _draw_losses(axes: Any, report: Findings, phase: str, leftmost: bool) -> None:
+    """Draw the loss of each side under one phase; skipped steps are marked on the axis."""
+    labels = formatting.labels(report)
+    curves = [curve for curve in report.curves if curve.phase == phase and curve.loss]
+    for curve in curves:
+        number = labels.index(curve.side) % len(_SIDE_STYLES)
+        colour, pattern, width = _SIDE_STYLES[number]
+        steps = range(1, len(curve.loss) + 1)
+        values = [math.nan if value is None else value for value in curve.loss]
+        dot = {"marker": "o", "markersize": 9 - 3 * number} if len(values) == 1 else {}
+        name = formatting.truncate_middle(curve.side, 24) + _nonfinite_text(curve)
+        axes.plot(steps, values, label=name, color=colour, linestyle=pattern, linewidth=width, **dot)
+        skipped = [step for step in curve.skipped if step <= len(values)]
+        if skipped:
+            axes.plot(skipped, [0.02] * len(skipped), "^", color=colour, transform=axes.get_xaxis_transform())
+    finite = [value for curve in curves for value in curve.loss if value is not None]
+    if finite and min(finite) > 0 and max(finite) > 100 * min(finite):
+        axes.set_yscale("log")
+    axes.set_title(formatting.truncate_middle(phase, 40), loc="left", weight="bold")
+    axes.set_xlabel("step (triangle: skipped)" if any(curve.skipped for curve in curves) else "step")
+    if leftmost:
+        axes.set_ylabel("loss")
+    _format_axes(axes)
+    if curves:
+        axes.legend(frameon=False, loc="upper right", fontsize=9.5)
+    else:
+        axes.text(0.5, 0.5, "no steps", transform=axes.transAxes, ha="center", color="#555555")
+
+
+def _nonfinite_text(curve: Curve) -> str:
+    """Return the number of a curve's non-finite values, which cannot be drawn, for the legend."""
+    lost = sum(value is None for value in curve.loss)
+    return f" ({lost} not finite)" if lost else ""
+
+
+def _draw_errors(axes: Any, pair: Comparison, phase: str, leftmost: bool) -> None:
+    """Draw the error of each module in program order for each pass, and what rounding allows."""
+    modules = {module: number for number, module in enumerate(html_sections.program_order(pair.rows), 1) if module}
+    rows = [row for row in pair.rows if row.phase == phase and row.module]
+    told = [value for row in rows for value in (row.distance, row.allowed) if value]
+    axes.set_yscale("log")
+    if told:
+        axes.set_ylim(min(told) / 3, max(told) * 3)
+    for stage, marker, colour in _STAGE_STYLES:
+        found = html_sections.worst_row_by_module(rows, stage)
+        for counts in (False, True):
+            own = [(modules[module], row) for module, row in found.items() if row.counts == counts]
+            if own:
+                label = f"{stage}, {'beyond' if counts else 'within'}"
+                _draw_marks(axes, own, marker, _DIFFERENCE_COLOUR if counts else colour, counts, label)
+        line = sorted((modules[module], row.allowed) for module, row in found.items() if row.allowed)
+        if line:
+            name = f"{stage}, allowed"
+            axes.plot(*zip(*line, strict=True), color=colour, linestyle="--", linewidth=1, label=name)
+    first = pair.first
+    if first is not None and first.phase == phase and first.module in modules:
+        axes.axvline(modules[first.module], color=_DIFFERENCE_COLOUR, linewidth=0.8)
+    axes.set_title(f"error per module, {formatting.truncate_middle(phase, 32)}", loc="left", fontsize=10.5)
+    axes.set_xlabel("module, in the order of the program")
+    axes.set_xlim(0.5, max(len(modules), 1) + 0.5)
+    if leftmost:
+        axes.set_ylabel("relative error")
+    _format_axes(axes)
+
+
+def _draw_marks(
+    axes: Any, rows: Sequence[tuple[int, ComparisonRow]], marker: str, colour: str, counts: bool, label: str
+) -> None:
+    """Draw the marks of one pass: hollow within the tolerance, filled beyond it; non-finite ones at the top."""
+    low, high = axes.get_ylim()
+    values = [high / 1.2 if row.distance is None else max(row.distance, low * 1.2) for _, row in rows]
+    face = colour if counts else "none"
+    places = [number for number, _ in rows]
+    axes.plot(places, values, marker, markersize=5, color=colour, markerfacecolor=face, linestyle="none", label=label)
+
+
+def _format_axes(axes: Any) -> None:
+    """Format the axes: integers on x, plain numbers on y, a light grid, no box."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
+    if axes.get_yscale() == "log":
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formatting.number(value)))
+        axes.tick_params(axis="y", which="minor", left=False, labelleft=False)
+    axes.grid(axis="y", color="#d5dae1", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,1 @@
+"""Running a comparison: participants, worker processes and the messages between them."""

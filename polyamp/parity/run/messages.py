@@ -1,0 +1,185 @@
+"""Messages between a run and its workers, as JSON lines: `SideJob` and `TrainCommand` to a worker, events from it.
+
+`SideLaunchEvent`, `SideBuildEvent`, `SideProgressEvent`, `SideFinishEvent` and `SideFailureEvent` are passed on to
+`run(on_event=)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from polyamp.parity.findings import Environment, Failure
+from polyamp.parity.precisions import Phase
+from polyamp.parity.run.array_store import BatchTree
+from polyamp.parity.run.function_ref import FunctionRef
+from polyamp.parity.trace.trace import Trace
+from polyamp.parity.verdict.alignment import Alignment
+
+FailureReason = Literal["missing", "error", "crashed", "killed", "timeout", "interrupted"]
+
+
+class OwnLoopSpec(msgspec.Struct, frozen=True, kw_only=True, tag="loop"):
+    """Serialised form of an `OwnLoop`.
+
+    Attributes:
+        begin, step: its functions.
+        looked_at: recipe with which its passes are recorded, as JSON.
+    """
+
+    begin: FunctionRef
+    step: FunctionRef
+    looked_at: str
+
+
+class SideJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Job of a worker.
+
+    Attributes:
+        side: label.
+        number: 0 for the first side.
+        folder: for files that sides exchange, and for stored arrays.
+        traces: folder for its traces.
+        paths: folders for module lookup, before the interpreter's own.
+        build: function that makes the model.
+        loss_fn: the loss; None for none.
+        recipe: as JSON, or the function that makes it, or a user's loop; None for none.
+        data: the function of a step's number, or the batches.
+        inputs: inputs of the model; None for none.
+        steps: training steps.
+        names: as for `polyamp.port`.
+        randomness: "off" or "shared".
+        options: `{"init": {...}, "step": {...}}`.
+    """
+
+    side: str
+    number: int
+    folder: str
+    traces: str
+    paths: list[str]
+    build: FunctionRef
+    loss_fn: FunctionRef | None
+    recipe: str | FunctionRef | OwnLoopSpec | None
+    data: FunctionRef | list[BatchTree]
+    inputs: FunctionRef | BatchTree | None
+    steps: int
+    names: dict[str, str] | None
+    randomness: str
+    options: dict[str, dict[str, Any]]
+
+    @property
+    def arrays(self) -> str:
+        """Path of the file of stored arrays."""
+        return f"{self.folder}/data.bin"
+
+    def alignment_file(self, number: int) -> str:
+        """Return the path of the file with a side's alignment with the first side."""
+        return f"{self.folder}/answer-{number}"
+
+
+class TrainCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """Command to train, sent once all sides are ready.
+
+    Attributes:
+        phases: phases to run, in order.
+        others: numbers of the sides that are aligned with the first.
+    """
+
+    phases: list[Phase]
+    others: list[int]
+
+
+class SideLaunchEvent(msgspec.Struct, frozen=True, kw_only=True, tag="starting"):
+    """The process of a side is about to start. The only event that the worker does not send."""
+
+    side: str
+
+
+class HandshakeEvent(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """First message of a worker: its versions of polyamp and Python."""
+
+    polyamp: str
+    python: str
+
+
+class SideBuildEvent(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+    """The model is built.
+
+    Attributes:
+        side: label.
+        environment: environment in which it runs.
+        recipe: its recipe as JSON; None if nothing is trained.
+        optimizer: name of a framework's own optimizer, which cannot be serialised; "" for one of polyamp's.
+    """
+
+    side: str
+    environment: Environment
+    recipe: str | None
+    optimizer: str = ""
+
+
+class SideReadyEvent(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The first side has written its weights, or another side has aligned itself with them."""
+
+    side: str
+    agreed: Alignment | None = None
+
+
+class BatchDigestEvent(msgspec.Struct, frozen=True, kw_only=True, tag="given"):
+    """Digest of the batch that the user's function returned for a step."""
+
+    side: str
+    step: int
+    digest: str
+
+
+class SideProgressEvent(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """A step begins: `step` of `steps` in this phase. `loss` is that of the step before."""
+
+    side: str
+    phase: str
+    step: int
+    steps: int
+    loss: float | None = None
+
+
+class PhaseEndEvent(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """A phase has ended.
+
+    Attributes:
+        side: label.
+        trace: without its entries, which are in a file; None if the side does not support float64.
+        note: the reason for that, if it is worth reporting.
+    """
+
+    side: str
+    trace: Trace | None
+    note: str = ""
+
+
+class SideFinishEvent(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    """All phases have ended."""
+
+    side: str
+
+
+class SideFailureEvent(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The side has failed."""
+
+    failure: Failure
+
+
+WorkerMessage = (
+    HandshakeEvent
+    | SideBuildEvent
+    | SideReadyEvent
+    | BatchDigestEvent
+    | SideProgressEvent
+    | PhaseEndEvent
+    | SideFinishEvent
+    | SideFailureEvent
+)
+"""Messages that a worker sends."""
+ParityEvent = SideLaunchEvent | SideBuildEvent | SideProgressEvent | SideFinishEvent | SideFailureEvent
+"""Events passed to `on_event`."""

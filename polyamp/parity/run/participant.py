@@ -1,0 +1,218 @@
+"""`Participant`: one side of a parity run, which copies the first side's weights and records a trace of every phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from polyamp._version import __version__
+from polyamp.contract import registry
+from polyamp.contract.backend import Backend
+from polyamp.errors import ArgumentError, RecipeError, UnsupportedError
+from polyamp.parity.findings import Environment
+from polyamp.parity.own_loop import LoopTrainer, OwnLoop, RecipeTrainer, Trainer
+from polyamp.parity.precisions import POLICY, Phase, check_native_optimizer, phase_recipe, resolve_recipe
+from polyamp.parity.run import shared_randomness
+from polyamp.parity.run.default_loss import random_target_loss
+from polyamp.parity.run.recorder import BatchSource, EntrySink, ParticipantAlignment, TraceRecorder
+from polyamp.parity.trace.observer import HasObserver, Observer
+from polyamp.parity.trace.trace import Trace
+from polyamp.parity.verdict.alignment import Alignment, align, array_mappings
+from polyamp.porting.layouts.converter import HasConverter
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp.porting.model_side import ModelSide
+from polyamp.porting.port import new_leaf_values
+from polyamp.porting.states.training_state import ArrayMapping
+from polyamp.porting.transfer_plan import make_transfer_plan
+from polyamp.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+
+class Participant:
+    """One side of a parity run.
+
+    Args:
+        label: name in reports.
+        model: as `polyamp.init` takes it.
+        loss_fn: the loss; None compares the outputs with fixed random numbers.
+        recipe: a recipe, a function of the model that makes one, or None for a forward and backward pass in float32.
+        inputs: inputs of the model, where layers are identified by name only (linen, haiku, plain functions).
+        options: `{"init": {...}, "step": {...}}`, further arguments of `polyamp.init` and `polyamp.train_step`.
+        randomness: "off" or "shared".
+    """
+
+    def __init__(
+        self,
+        label: str,
+        model: Any,
+        loss_fn: Any = None,
+        recipe: Any = None,
+        *,
+        inputs: Any = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        randomness: str = "off",
+    ) -> None:
+        self.label: Final = label
+        self.model: Final = model
+        self.backend: Final[Backend] = registry.backend_for(model)
+        self._recipe_argument: Final = recipe
+        self.recipe: Final[Recipe | None] = resolve_recipe(recipe, model)
+        self._loss_fn: Final = loss_fn
+        self._options: Final = {"init": {}, "step": {}, **(options or {})}
+        self._has_shared_randomness: Final = randomness == "shared"
+        if not isinstance(self.backend, HasConverter) or not isinstance(self.backend, HasObserver):
+            raise UnsupportedError(
+                f"the {self.backend.name} backend of this version cannot be watched (`observer`: "
+                "polyamp.parity.trace.observer.HasObserver), so that its models cannot be compared."
+            )
+        self._converter: Final = self.backend.porting
+        self._observer: Final[Observer] = self.backend.observer
+        check_native_optimizer(recipe, in_place=self._converter.in_place)
+        if recipe is not None and loss_fn is None:
+            raise ArgumentError(
+                "loss_fn must be given where there is a recipe: a training step needs the loss that it trains. "
+                "Received: loss_fn=None."
+            )
+        if self._has_shared_randomness and self.recipe is not None and self.recipe.accumulate_steps > 1:
+            raise RecipeError(
+                "randomness='shared' gives both sides the same masks, which frameworks draw in other orders where a "
+                "step has several micro-batches. Received: a recipe with accumulate_steps="
+                f"{self.recipe.accumulate_steps}. Use randomness='off'."
+            )
+        self.inventory: Final[Inventory] = self._converter.inventory(model, inputs)
+        for layer in self.inventory.layers:
+            for leaf in layer.leaves.values():
+                if leaf.trainable and leaf.array.dtype.kind == "c":  # distances are of real numbers
+                    raise UnsupportedError(
+                        f"{layer.path!r} has a complex parameter ({leaf.array.dtype}), which is trained (S1), and not "
+                        "compared. Store it as a real one with a last axis of two: torch.view_as_complex(parameter) in "
+                        "forward()."
+                    )
+
+    @property
+    def side(self) -> ModelSide:
+        """The side as `polyamp.port` takes it."""
+        return ModelSide(self.inventory, self._converter, self.model)
+
+    def environment(self) -> Environment:
+        """Return the environment in which it runs."""
+        info = self.backend.info()
+        kind = type(self.model[0] if isinstance(self.model, tuple) and self.model else self.model)
+        return Environment(
+            side=self.label,
+            backend=self.backend.name,
+            versions={info.framework: str(info.version), "polyamp": __version__},
+            device=info.devices[0],
+            model=f"{kind.__module__}.{kind.__qualname__}",
+            parameters=self.parameters,
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained values."""
+        leaves = (leaf for layer in self.inventory.layers for leaf in layer.leaves.values())
+        return sum(leaf.array.size for leaf in leaves if leaf.trainable and leaf.tied is None)
+
+    def first(self, others: Sequence[Alignment], taken: Sequence[ArrayMapping] = ()) -> ParticipantAlignment:
+        """Return the alignment of this side as the first side.
+
+        Args:
+            others: its alignments with the other sides.
+            taken: mappings that the other side chose where its layers have several readings; `align_with` raised where
+                the choice was ambiguous.
+        """
+        told = {way.path: way for way in taken}
+        rest = [
+            ArrayMapping(layer.path, layer, layer.forms[0]) for layer in self.inventory.layers if layer.path not in told
+        ]
+        return ParticipantAlignment(others, [*told.values(), *rest], None)
+
+    def align_with(
+        self, source: Inventory, names: Mapping[str, str] | None = None
+    ) -> tuple[ParticipantAlignment, list[ArrayMapping]]:
+        """Align this side with the first one.
+
+        Returns:
+            Its alignment, and the mappings of the first side's arrays.
+
+        Raises:
+            PortError: the models cannot be matched.
+        """
+        way = make_transfer_plan(source, self.inventory, names, strict=True)
+        leaves, _ = new_leaf_values(way, self.inventory, strict=False)
+        found = array_mappings(way)
+        return ParticipantAlignment([align(way)], found.second, leaves), found.first
+
+    def run(
+        self, phase: Phase, meeting: ParticipantAlignment, batches: BatchSource, steps: int, write: EntrySink
+    ) -> Trace:
+        """Train a copy in one phase and write a trace of every step.
+
+        Args:
+            phase: the phase.
+            meeting: alignment of this side with the first one.
+            batches: number of a step, from 0 -> its batch.
+            steps: number of steps; without a recipe only one forward and backward pass runs.
+            write: called with each entry.
+
+        Raises:
+            UnsupportedError: the framework or the model does not support a float64 phase.
+        """
+        began = time.perf_counter()
+        loss_fn = random_target_loss(self.inventory) if self._loss_fn is None else self._loss_fn
+        run = TraceRecorder(self.inventory, self._observer, loss_fn, meeting, batches, write)
+        with self._observer.working(self.model, wide=phase.wide, inference=self._loss_fn is None) as model:
+            made = self._fill_weights(model, meeting, phase)
+            numbers = shared_randomness.SharedRandomNumbers() if self._has_shared_randomness else None
+            with self._observer.still(made, None if numbers is None else numbers.uniform_source(self.inventory)):
+                trainer, trains = self._trainer(made, phase, loss_fn)
+                micro = self.recipe is not None and self.recipe.accumulate_steps > 1
+                try:
+                    run.steps(trainer, steps if trains else 0, numbers, micro=micro)
+                except Exception as error:
+                    error.add_note(
+                        f"In a comparison: {self.label}, {phase.shown or phase.name}, step {run.step_number}."
+                    )
+                    raise
+        return Trace(
+            side=self.label,
+            phase=phase.name,
+            operations=run.operations,
+            unseen=run.unseen,
+            seconds=time.perf_counter() - began - run.overhead_seconds,
+        )
+
+    def _trainer(self, model: Any, phase: Phase, loss_fn: Any) -> tuple[Trainer, bool]:
+        """Return the trainer of a copy, and whether it trains in this phase: a user's loop has only one precision."""
+        if phase.looks:
+            return RecipeTrainer(model, phase_recipe(None, phase), loss_fn, self._options), False
+        if isinstance(self._recipe_argument, OwnLoop):
+            recipe = phase_recipe(self.recipe, phase)
+            own = phase.name == POLICY or not self._recipe_argument.recipe.policy.is_mixed
+            if own:
+                return LoopTrainer(model, self._recipe_argument, recipe, self._options), True
+            return RecipeTrainer(model, recipe, loss_fn, self._options), False
+        recipe = phase_recipe(resolve_recipe(self._recipe_argument, model), phase)
+        return RecipeTrainer(model, recipe, loss_fn, self._options), self.recipe is not None
+
+    def _fill_weights(self, model: Any, meeting: ParticipantAlignment, phase: Phase) -> Any:
+        if meeting.leaves is None:
+            return model
+        leaves = meeting.leaves
+        if phase.wide:
+            import numpy as np
+
+            leaves = {name: _float64_array(array, np.dtype(np.float64)) for name, array in leaves.items()}
+        return self._converter.fill(model, leaves)
+
+
+def _float64_array(array: Lazy, dtype: Any) -> Lazy:
+    if array.dtype.kind != "f" and str(array.dtype) != "bfloat16":
+        return array
+    return Lazy(array.shape, dtype, lambda: array.read().astype(dtype))

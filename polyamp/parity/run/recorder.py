@@ -1,0 +1,267 @@
+"""`TraceRecorder`: trains and records the steps of one phase of one side."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from polyamp.parity.own_loop import Trainer
+from polyamp.parity.run import shared_randomness
+from polyamp.parity.trace.observer import Observer
+from polyamp.parity.trace.sketch import sketch
+from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Stage
+from polyamp.parity.verdict.alignment import Alignment
+from polyamp.porting.layouts.activations import apply_activation
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp.porting.states import training_state as states
+from polyamp.porting.states.training_side import Training
+from polyamp.porting.states.training_side import make_training_side as state_side
+from polyamp.porting.states.training_state import ArrayMapping
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from polyamp.results import LossFunction
+
+    Array = np.ndarray[Any, Any]
+
+EntrySink = Callable[[Entry], None]
+BatchSource = Callable[[int], Any]
+"""Number of a step, from 0 -> its batch of NumPy arrays."""
+
+
+class ParticipantAlignment(NamedTuple):
+    """Alignment of a side with the first one.
+
+    Attributes:
+        agreed: the alignment that both sides use.
+        ways: mappings from its arrays to canonical ones under the first side's names.
+        leaves: the values that it gets from the first side, by its own names; None for the first side itself.
+    """
+
+    agreed: Sequence[Alignment]
+    ways: Sequence[ArrayMapping]
+    leaves: Mapping[str, Lazy] | None
+
+
+class TraceRecorder:
+    """Recorder of one phase of one side."""
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        observer: Observer,
+        loss_fn: LossFunction,
+        meeting: ParticipantAlignment,
+        batches: BatchSource,
+        write: EntrySink,
+    ) -> None:
+        self._observer, self._loss_fn, self._meeting = observer, loss_fn, meeting
+        self._batches, self._write = batches, write
+        self._first = meeting.leaves is None
+        own = meeting.agreed[0] if not self._first else None
+        self._modules = None if own is None else own.modules
+        self._applied = {} if own is None else own.applied
+        self._activations_behind: dict[str, str] = {}
+        for each in meeting.agreed if self._first else ():
+            self._activations_behind |= each.behind
+        self._cotangent_exclusions = (
+            set() if own is None else {own.modules[path] for path in own.applied} | set(own.behind)
+        )
+        self._rank = inventory.spatial + 2 if inventory.spatial and inventory.channels == "first" else 0
+        self._flatten_dense_layers = {path for each in meeting.agreed for path in each.turned}
+        self.operations: list[Any] = []
+        self.step_number = 0
+        self.unseen = ""
+        self.overhead_seconds = 0.0
+
+    def steps(
+        self, trainer: Trainer, steps: int, numbers: shared_randomness.SharedRandomNumbers | None, *, micro: bool
+    ) -> None:
+        """Run every step and record its pass, its metrics and its update.
+
+        Args:
+            trainer: trainer of the side's model.
+            steps: number of steps; 0 records one pass without a step.
+            numbers: source of random numbers where both sides share them.
+            micro: whether a list is a batch of micro-batches, of which the first is recorded.
+        """
+        self._record_update(trainer.training, 0)
+        for number in range(max(steps, 1)):
+            self.step_number = number + 1
+            batch = self._batches(number)
+            if numbers is not None:
+                numbers.restart()
+            self._record_pass(trainer.state, batch[0] if micro and isinstance(batch, list) else batch, number + 1)
+            if not steps:
+                return
+            if numbers is not None:
+                numbers.restart()
+            reported = trainer.step(batch)
+            for name, value in reported.items():
+                self._record_number(number + 1, "step", name, value)
+            self._record_update(trainer.training, number + 1)
+
+    def _record_pass(self, state: Any, batch: Any, step: int) -> None:
+        def see(path: str, what: str, array: Array, dtype: str) -> None:
+            with self._measure_overhead():
+                self._record_activation(path, what, array, dtype, step)
+
+        watched = self._observer.watch(state, self._loss_fn, batch, see)
+        with self._measure_overhead():
+            self._record_number(step, "forward", "loss", watched.loss)
+            self._record_gradients(watched.gradients, step)
+            if step == 1:
+                self.operations = self._rename_modules(watched.operations)
+                self.unseen = watched.unseen
+
+    def _record_activation(self, path: str, what: str, array: Array, dtype: str, step: int) -> None:
+        name, mark, count = path.partition("#")
+        module = name if self._modules is None else self._modules.get(name)
+        if module is None:
+            return
+        stage: Stage = "backward" if what == "cotangent" else "forward"
+        if (what == "cotangent" and module in self._cotangent_exclusions) or (
+            what == "input" and module in self._flatten_dense_layers
+        ):
+            return
+        common = _channels_last(array, self._rank)
+        if what == "output" and name in self._applied:
+            self._record_array(step, stage, module + mark + count, BEFORE_ACTIVATION, "", common, dtype, path)
+            behind = apply_activation(self._applied[name], common)
+            if behind is None:
+                return
+            common = behind.astype(common.dtype)
+        self._record_array(step, stage, module + mark + count, what, "", common, dtype, path)
+        if what == "output" and name in self._activations_behind:
+            behind = apply_activation(self._activations_behind[name], common)
+            if behind is not None:
+                out = behind.astype(common.dtype)
+                self._record_array(
+                    step,
+                    stage,
+                    module + mark + count,
+                    f"output, {self._activations_behind[name]}",
+                    "",
+                    out,
+                    dtype,
+                    path,
+                )
+
+    def _record_gradients(self, gradients: Mapping[str, Array | None], step: int) -> None:
+        for way in reversed(self._meeting.ways):
+            for name, array in canonical_gradients(way, gradients).items():
+                read = array.read()
+                self._record_array(step, "backward", way.path, "gradient", name, read, str(read.dtype), way.layer.path)
+
+    def _record_update(self, training: Any, step: int) -> None:
+        with self._measure_overhead():
+            own = state_side(training, target=False)
+            if step and isinstance(training, Training):
+                if "loss_scale/scale" in own.arrays:
+                    self._record_number(step, "step", "scale", float(own.arrays["loss_scale/scale"]))
+                if training.step is None and own.step is not None:  # else it still has the initial value
+                    self._record_number(step, "step", "applied", float(own.step))
+            for way in self._meeting.ways:
+                found = states.canonical_state(own, [way._replace(order=None)])
+                trained = _trainable_names(way)
+                for slot, arrays in found.slots.items() if step else ():
+                    self._record_arrays(step, way, slot, arrays)
+                self._record_arrays(
+                    step, way, "parameter", {k: v for k, v in found.parameters.items() if _array_name(k) in trained}
+                )
+                rest = {k: v for k, v in found.parameters.items() if _array_name(k) not in trained}
+                self._record_arrays(step, way, "statistic", rest)
+
+    def _record_arrays(self, step: int, way: ArrayMapping, what: str, arrays: Mapping[str, Lazy]) -> None:
+        for name, array in _apply_flatten_order(
+            way, {_array_name(key): array for key, array in arrays.items()}
+        ).items():
+            read = array.read()
+            self._record_array(step, "update", way.path, what, name, read, str(read.dtype), way.layer.path)
+
+    def _record_array(
+        self, step: int, stage: Stage, module: str, what: str, name: str, array: Array, dtype: str, own: str
+    ) -> None:
+        entry = Entry(step=step, stage=stage, module=module, what=what, name=name, sketch=sketch(array, dtype), own=own)
+        self._write(entry)
+
+    def _record_number(self, step: int, stage: Stage, what: str, number: float) -> None:
+        self._write(Entry(step=step, stage=stage, module="", what=what, number=number))
+
+    def _rename_modules(self, operations: Sequence[Any]) -> list[Any]:
+        if self._modules is None:
+            return list(operations)
+        return [
+            row._replace(module=self._modules.get(row.module, _nearest_partner(row.module, self._modules)))
+            for row in operations
+        ]
+
+    @contextmanager
+    def _measure_overhead(self) -> Iterator[None]:
+        """Count the time of a block as overhead of the comparison."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.overhead_seconds += time.perf_counter() - began
+
+
+def canonical_gradients(way: ArrayMapping, gradients: Mapping[str, Array | None]) -> dict[str, Lazy]:
+    """Return the gradients of a layer's arrays in canonical layout, under the names of its canonical arrays.
+
+    Arrays that are not trained, are tied to another array, or have no gradient are left out.
+    """
+    found: dict[str, Lazy] = {}
+    for rule in way.form.rules:
+        held: dict[str, Lazy] = {}
+        for name in rule.native:
+            leaf = way.layer.leaves[name]
+            values_ = gradients.get(leaf.name) if leaf.trainable and leaf.tied is None else None
+            if values_ is not None:
+                held[name] = Lazy.of(values_)
+        if len(held) < len(rule.native):
+            continue
+        made = dataclasses.replace(way.form, rules=(rule,)).arrays(held, gradients=True)
+        if any(getattr(operation, "absent", ()) for operation in rule.operations):
+            made = {rule.canonical[0]: made[rule.canonical[0]]}  # an array that the framework lacks has no gradient
+        found.update(made)
+    return _apply_flatten_order(way, found)
+
+
+def _apply_flatten_order(way: ArrayMapping, arrays: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    """Return the arrays of a dense layer next to a flatten in the first side's input order."""
+    if way.order is None or (way.order.rows and "kernel" not in arrays) or not arrays:
+        return dict(arrays)
+    return way.order.apply(arrays, back=True)
+
+
+def _trainable_names(way: ArrayMapping) -> set[str]:
+    return {
+        name
+        for rule in way.form.rules
+        if all(way.layer.leaves[native].trainable for native in rule.native)
+        for name in rule.canonical
+    }
+
+
+def _array_name(key: str) -> str:
+    return key.rpartition("/")[2]
+
+
+def _nearest_partner(path: str, modules: Mapping[str, str]) -> str:
+    """Return the first side's name of the innermost matched module around one without a partner."""
+    while path and path not in modules:
+        path = path.rpartition("/")[0]
+    return modules.get(path, "")
+
+
+def _channels_last(array: Array, rank: int) -> Array:
+    """Return an output with its channels last, if it has the rank of an image."""
+    import numpy as np
+
+    return np.moveaxis(array, 1, -1) if rank and array.ndim == rank else array

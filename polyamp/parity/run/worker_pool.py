@@ -1,0 +1,294 @@
+"""`WorkerPool`: starts, drives and ends the worker processes of a run.
+
+The first side builds its model and writes its weights; the others build theirs and align with them; then all train, a
+limited number at once. Any failure of a worker becomes a `Failure` of its side; the others continue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Literal
+
+import msgspec
+
+from polyamp._version import __version__
+from polyamp.parity.findings import Environment, Failure
+from polyamp.parity.precisions import Phase, comparison_phases
+from polyamp.parity.run import messages
+from polyamp.parity.run.messages import FailureReason, ParityEvent, SideJob, TrainCommand, WorkerMessage
+from polyamp.parity.trace.trace import Trace
+from polyamp.parity.verdict.alignment import Alignment
+from polyamp.recipe.recipe import Recipe
+from polyamp.worker_processes import OutputQueue, Reaper, Worker
+
+WORKER_MODULE: Final = "polyamp.parity.run.worker"
+_MESSAGE_DECODER: Final = msgspec.json.Decoder(WorkerMessage)
+_EXTERNAL_SIGNALS: Final = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
+
+SideStage = Literal["new", "busy", "ready", "done", "failed"]
+
+
+@dataclasses.dataclass
+class SideSpec:
+    """State of one side of a run in the parent process.
+
+    Attributes:
+        job: its job.
+        python: its interpreter.
+        log: its standard error.
+        stage: "busy" while it works, "ready" while it waits for the others.
+        phase, step: its current phase and step.
+        environment, recipe, optimizer, agreed: as its messages report them.
+        traces: phase -> its trace without entries, once it has ended.
+        notes: what it left out, and why.
+        failure: why it did not finish.
+        worker: its process.
+        spent: seconds that it worked until `since`.
+        since: time of the last command to continue.
+    """
+
+    job: SideJob
+    python: str
+    log: Path
+    stage: SideStage = "new"
+    phase: str = ""
+    step: int = 0
+    environment: Environment | None = None
+    recipe: Recipe | None = None
+    optimizer: str = ""
+    agreed: Alignment | None = None
+    traces: dict[str, Trace] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    failure: Failure | None = None
+    worker: Worker | None = None
+    spent: float = 0.0
+    since: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """Name in reports."""
+        return self.job.side
+
+    def trace_file(self, phase: str) -> Path:
+        """Return the path of the trace file of a phase, which need not exist."""
+        return Path(self.job.traces) / f"{phase}.trace"
+
+
+class WorkerPool:
+    """Worker processes of a run.
+
+    Args:
+        sides: the first one first.
+        timeout: time limit of a side's work in seconds; waiting for others does not count.
+        at_once: number of sides that may work at a time.
+        tell: called with every event.
+    """
+
+    def __init__(
+        self, sides: Sequence[SideSpec], timeout: float, at_once: int, tell: Callable[[ParityEvent], None]
+    ) -> None:
+        self._sides, self._timeout, self._at_once, self._notify = sides, timeout, at_once, tell
+        self._worker_output: OutputQueue = SimpleQueue()
+        self._batch_digests: dict[int, tuple[str, str]] = {}
+        self.phases: list[Phase] = []
+
+    def run(self) -> None:
+        """Run all sides to their end. An interruption ends all workers and marks unfinished sides as interrupted."""
+        first, *others = self._sides
+        with ExitStack() as stack:
+            guard = stack.enter_context(Reaper(Path(first.job.folder)))
+
+            def start(side: SideSpec) -> None:
+                self._start(side, guard, stack)
+
+            try:
+                self._run_until_idle([first], start)
+                if first.stage == "ready":
+                    self._run_until_idle(others, start)
+                met = [side for side in others if side.stage == "ready"]
+                if first.stage == "ready" and met:
+                    self._run_until_idle([first, *met], self._send_train_command(met))
+            except BaseException:
+                for side in self._sides:
+                    if side.stage not in ("done", "failed"):
+                        self._fail(side, "interrupted", "the run was interrupted before this side was done")
+                raise
+
+    def _start(self, side: SideSpec, guard: Reaper, stack: ExitStack) -> None:
+        self._notify(messages.SideLaunchEvent(side=side.label))
+        try:
+            side.worker = Worker(
+                side.label, side.python, WORKER_MODULE, log=side.log, heard=self._worker_output, guard=guard
+            )
+        except OSError as error:
+            self._fail(
+                side,
+                "error",
+                f"the interpreter {side.python} cannot be started: {error.strerror or error}. interpreters= "
+                "(--interpreter LABEL=PATH) names the Python of a side's environment.",
+            )
+            return
+        stack.callback(side.worker.end)
+
+    def _send_train_command(self, met: Iterable[SideSpec]) -> Callable[[SideSpec], None]:
+        """Return a function that sends a side the command to train."""
+        sides = [self._sides[0], *met]
+        most = max(side.environment.parameters for side in sides if side.environment is not None)
+        self.phases = comparison_phases(tuple(side.recipe for side in sides), most)
+        train = TrainCommand(phases=self.phases, others=[side.job.number for side in sides[1:]])
+
+        def tell(side: SideSpec) -> None:
+            if side.worker is not None:
+                side.worker.send(msgspec.json.encode(train) + b"\n")
+
+        return tell
+
+    def _run_until_idle(self, sides: Sequence[SideSpec], begin: Callable[[SideSpec], None]) -> None:
+        """Let sides work, `at_once` at a time, until each is idle or has failed."""
+        waiting = deque(sides)
+        while waiting or any(side.stage == "busy" for side in self._sides):
+            busy = [side for side in self._sides if side.stage == "busy"]
+            if waiting and len(busy) < self._at_once:
+                side = waiting.popleft()
+                if side.stage != "failed":
+                    side.stage, side.since = "busy", time.perf_counter()
+                    begin(side)
+                continue
+            try:
+                worker, line = self._worker_output.get(timeout=max(0.0, min(map(self._seconds_left, busy))))
+            except Empty:
+                for side in busy:
+                    if self._seconds_left(side) <= 0.0:
+                        self._handle_timeout(side)
+                continue
+            heard = next(side for side in self._sides if side.worker is worker)
+            if heard.stage not in ("done", "failed"):
+                self._handle_line(heard, line)
+
+    def _seconds_left(self, side: SideSpec) -> float:
+        return self._timeout - side.spent - (time.perf_counter() - side.since)
+
+    def _set_idle(self, side: SideSpec, stage: SideStage) -> None:
+        """Mark a side as idle, for now or for good."""
+        side.spent += time.perf_counter() - side.since
+        side.stage = stage
+
+    def _handle_line(self, side: SideSpec, line: bytes | None) -> None:
+        if line is None:
+            self._handle_exit(side)
+            return
+        try:
+            event = _MESSAGE_DECODER.decode(line)
+        except msgspec.DecodeError:
+            self._fail(
+                side, "error", f"{side.python} sent what polyamp {__version__} cannot read{self._stderr_tail(side)}"
+            )
+            return
+        self._handle_message(side, event)
+        if isinstance(event, ParityEvent):
+            self._notify(event)
+
+    def _handle_message(self, side: SideSpec, event: Any) -> None:
+        assert side.worker is not None
+        if isinstance(event, messages.HandshakeEvent):
+            if event.polyamp != __version__:
+                self._fail(
+                    side,
+                    "error",
+                    f"{side.python} has polyamp {event.polyamp}, and the run was started by polyamp {__version__}. "
+                    f"Install the same there: {side.python} -m pip install polyamp=={__version__}",
+                )
+                return
+            side.worker.send(msgspec.json.encode(side.job) + b"\n")
+        elif isinstance(event, messages.SideBuildEvent):
+            side.environment, side.optimizer = event.environment, event.optimizer
+            side.recipe = None if event.recipe is None else Recipe.from_json(event.recipe)
+        elif isinstance(event, messages.SideReadyEvent):
+            side.agreed = event.agreed
+            self._set_idle(side, "ready")
+        elif isinstance(event, messages.SideProgressEvent):
+            side.phase, side.step = event.phase, event.step
+        elif isinstance(event, messages.BatchDigestEvent):
+            self._check_batch_digest(side, event)
+        elif isinstance(event, messages.PhaseEndEvent):
+            side.notes += [event.note] if event.note else []
+            if event.trace is not None:
+                side.traces[event.trace.phase] = event.trace
+        elif isinstance(event, messages.SideFinishEvent):
+            self._set_idle(side, "done")
+            side.worker.end()
+        elif isinstance(event, messages.SideFailureEvent):
+            side.failure = event.failure
+            self._set_idle(side, "failed")
+            side.worker.end()
+
+    def _check_batch_digest(self, side: SideSpec, event: messages.BatchDigestEvent) -> None:
+        label, known = self._batch_digests.setdefault(event.step, (side.label, event.digest))
+        if known != event.digest:
+            self._fail(
+                side,
+                "error",
+                f"randomness in the data: data({event.step}) gave other arrays here than in {label!r}, so that the "
+                "sides would not train on the same. A data function must give the same arrays in every process: seed "
+                "it with the step, numpy.random.default_rng(step), or give the arrays themselves.",
+            )
+
+    def _handle_exit(self, side: SideSpec) -> None:
+        """Handle the exit of a process that did not report its end."""
+        assert side.worker is not None
+        status = side.worker.status()
+        tail = self._stderr_tail(side)
+        if status is None:
+            self._fail(side, "crashed", f"the process closed its standard output, and was ended{tail}")
+        elif status < 0:
+            name = _signal_name(-status)
+            killed = name in _EXTERNAL_SIGNALS
+            memory = ": the system does so when memory runs out" if name == "SIGKILL" else ""
+            said = f"the process was killed by {name}{memory}" if killed else f"the process crashed with {name}"
+            self._fail(side, "killed" if killed else "crashed", f"{said}{tail}")
+        elif side.environment is None and f"No module named {WORKER_MODULE.partition('.')[0]}" in tail.replace("'", ""):
+            self._fail(
+                side,
+                "error",
+                f"{side.python} has no polyamp {__version__}. Install it there: {side.python} -m pip install "
+                f"polyamp=={__version__}{tail}",
+            )
+        else:
+            self._fail(side, "crashed", f"the process ended itself with exit status {status}{tail}")
+
+    def _handle_timeout(self, side: SideSpec) -> None:
+        assert side.worker is not None
+        side.worker.dump_stacks()
+        self._fail(
+            side,
+            "timeout",
+            f"ended after the time limit of {self._timeout:g} s (timeout=){self._stderr_tail(side)}",
+        )
+
+    def _fail(self, side: SideSpec, reason: FailureReason, message: str) -> None:
+        side.failure = Failure(side=side.label, phase=side.phase, step=side.step, reason=reason, message=message)
+        self._set_idle(side, "failed")
+        if side.worker is not None:
+            side.worker.end()
+        if reason != "interrupted":
+            self._notify(messages.SideFailureEvent(failure=side.failure))
+
+    def _stderr_tail(self, side: SideSpec) -> str:
+        """Return the end of a side's standard error, to append to a message."""
+        assert side.worker is not None
+        said = side.worker.tail()
+        return f". The end of its standard error:\n{said}" if said else ". It wrote nothing to standard error."
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

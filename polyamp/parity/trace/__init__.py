@@ -1,0 +1,1 @@
+"""Traces of a training: what a participant records of each step."""

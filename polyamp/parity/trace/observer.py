@@ -1,0 +1,104 @@
+"""Protocols with which a backend records its models' training: `Observer` and `HasObserver`, and their data types.
+
+`backends/*/observe` implement them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from polyamp.contract.casting_report import OperationCount
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from polyamp.contract.backend import State
+    from polyamp.results import LossFunction
+
+    Array = np.ndarray[Any, Any]
+
+CaptureKind = Literal["input", "output", "cotangent"]
+"""A module's output; the gradient of the unscaled loss with respect to it; or, for a module without submodules, its
+first floating input array, which comes right before its output."""
+CaptureCallback = Callable[[str, CaptureKind, "Array", str], None]
+"""`see(path, what, array, dtype)`, called in the order of computation: outputs as calls end, then cotangents.
+
+- path: of the module, as `Converter.inventory` spells it, "" for the model itself; the second call of a module in one
+  pass is "path#2", the third "path#3".
+- array: on the host, in the framework's own layout; float32 or float64, whatever its original dtype.
+- dtype: the original dtype.
+"""
+UniformSource = Callable[[tuple[int, ...]], "Array"]
+"""`draws(shape)`: return the next uniform numbers of [0, 1), float32, the same in every framework."""
+
+
+class PassRecord(NamedTuple):
+    """One forward and backward pass of `loss_fn`.
+
+    Attributes:
+        loss: unscaled, a Python number.
+        gradients: name of a trainable leaf (`Inventory`) -> gradient of the unscaled loss in the leaf's shape, float32
+            (float64 of a float64 model); None where the loss does not depend on it.
+        operations: the operations that ran, by module path, as `polyamp.explain` lists them; empty where the framework
+            does not expose them.
+        unseen: why outputs of submodules are not visible (a compiled model); "" if they are.
+    """
+
+    loss: float
+    gradients: Mapping[str, Array | None]
+    operations: Sequence[OperationCount] = ()
+    unseen: str = ""
+
+
+class Observer(Protocol):
+    """Protocol of a backend's recorder of training passes."""
+
+    def working(self, model: Any, *, wide: bool = False, inference: bool = False) -> AbstractContextManager[Any]:
+        """Return a context manager that yields a model to train and leaves the given one unchanged.
+
+        The model is a copy; or, where copies are impossible (Keras), the model itself, whose variables and settings
+        are restored on exit. It has the same values, paths, mode (training or not), wrappers (`torch.compile`) and
+        trainable parameters.
+
+        Args:
+            model: as `polyamp.init` takes it.
+            wide: use float64 for parameters and statistics; everything inside the block may run in float64.
+            inference: use inference mode (running statistics, no dropout) unless a call overrides it.
+
+        Raises:
+            UnsupportedError: `wide` is set, and the framework or the model does not support it.
+            ModelError: the model cannot be copied.
+        """
+
+    def still(self, model: Any, draws: UniformSource | None) -> AbstractContextManager[None]:
+        """Return a context manager in which a model, and functions of its framework, draw no random numbers.
+
+        Args:
+            model: a model from `working`.
+            draws: None: dropout passes its input through. Else each random mask or number comes from one call of
+                `draws`, in program order. Dropout keeps elements whose draw is >= its rate, and multiplies them by
+                1 / (1 - rate).
+        """
+
+    def watch(self, state: State, loss_fn: LossFunction, batch: Any, see: CaptureCallback) -> PassRecord:
+        """Run one forward and backward pass of `loss_fn` on the state's model under its policy, as `value_and_grad`.
+
+        The state is unchanged afterwards, including its random streams.
+
+        Args:
+            state: state that `polyamp.init` made from a model from `working`.
+            loss_fn: the loss.
+            batch: whole NumPy batch; it is not split into micro-batches.
+            see: called with the output of every module. If submodules are not visible, only with the model's output.
+        """
+
+
+@runtime_checkable
+class HasObserver(Protocol):
+    """Protocol of a backend whose models' training can be recorded."""
+
+    @property
+    def observer(self) -> Observer:
+        """Recorder of its training passes."""

@@ -1,0 +1,106 @@
+"""`Trace`: recorded run of one side, entry by entry, and its file format. A truncated file stays readable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Final, Literal
+
+import msgspec
+
+from polyamp.contract.casting_report import OperationCount
+from polyamp.parity.trace.sketch import Sketch
+
+Stage = Literal["forward", "backward", "step", "update"]
+"""Part of a training step: "step" has the metrics that the step itself reports (norm, flag, scale)."""
+BEFORE_ACTIVATION: Final = "output, before its activation"
+"""Output of a second side's layer, before the activation of the first side's layer is applied to it."""
+STAGES: Final[tuple[Stage, ...]] = ("forward", "backward", "step", "update")
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One recorded array or number of a side.
+
+    Attributes:
+        step: number of the training step, from 1.
+        stage: the part of the step.
+        module: path of the module, or of the layer that owns the parameter, in the first side's names; "" for the
+            model.
+        what: "input", "output", "cotangent" (the gradient of the loss with respect to the output), "loss",
+            "gradient", "grad_norm", "finite", "scale", "applied" (the number of applied updates), "parameter",
+            "statistic", or a slot of the optimizer ("exp_avg").
+        name: the array's name in its layer in canonical layout ("kernel"); "" for a module's output and for numbers.
+        sketch: of an array, in canonical layout; None for a number.
+        number: a number; None for an array.
+        own: the path in this side's names.
+    """
+
+    step: int
+    stage: Stage
+    module: str
+    what: str
+    name: str = ""
+    sketch: Sketch | None = None
+    number: float | None = None
+    own: str = ""
+
+    @property
+    def key(self) -> tuple[int, str, str, str, str]:
+        """Key that matches entries of the same quantity on both sides."""
+        return self.step, self.stage, self.module, self.what, self.name
+
+
+class Trace(msgspec.Struct, kw_only=True):
+    """One run of one side, under one policy.
+
+    Attributes:
+        side: the side's label.
+        phase: "float32", "float64", or the policy.
+        entries: in the order of computation.
+        operations: operations of step 1, by module in the first side's names.
+        unseen: why submodules are not visible; "" if they are.
+        ended: why the run ended before its last step; "" if it did not.
+        seconds: wall time of the models alone (steps and passes).
+    """
+
+    side: str
+    phase: str
+    entries: list[Entry] = msgspec.field(default_factory=list)
+    operations: list[OperationCount] = msgspec.field(default_factory=list)
+    unseen: str = ""
+    ended: str = ""
+    seconds: float = 0.0
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final = msgspec.msgpack.Decoder(Entry)
+
+
+class TraceWriter:
+    """Append-only file of entries. Each entry is flushed when it is written.
+
+    Args:
+        path: a new file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] = path.open("wb")
+
+    def __call__(self, entry: Entry) -> None:
+        body = _ENCODER.encode(entry)
+        self._file.write(len(body).to_bytes(4, "little") + body)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_entries(path: Path) -> Iterator[Entry]:
+    """Yield the entries of a file, up to the last complete one."""
+    with path.open("rb") as file:
+        while len(head := file.read(4)) == 4:
+            body = file.read(int.from_bytes(head, "little"))
+            if len(body) < int.from_bytes(head, "little"):
+                return
+            yield _DECODER.decode(body)

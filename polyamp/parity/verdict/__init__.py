@@ -1,0 +1,1 @@
+"""Comparing two traces: alignment, tolerances, and the diagnosis of the first divergence."""

@@ -1,0 +1,310 @@
+"""Diagnosis of a divergence: its likely cause (dtype, epsilon, layout, formula, factor, randomness) and the evidence.
+
+The checks run in descending order of certainty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from polyamp.parity.findings import Divergence, DivergenceKind, SideValues
+from polyamp.parity.precisions import FLOAT32, Phase
+from polyamp.parity.trace.trace import Entry, Trace
+from polyamp.parity.verdict.alignment import Alignment
+from polyamp.parity.verdict.hidden_modules import is_absent
+
+if TYPE_CHECKING:
+    from polyamp.parity.trace.sketch import Sketch
+    from polyamp.parity.verdict.distances import EntryComparison
+
+_FACTOR_TOLERANCE: Final = 1e-4
+"""Largest relative distance of two factors that count as equal."""
+_PERMUTATION_MIN_DISTANCE: Final = 1e-2
+"""Relative distance above which a permutation of the values is considered."""
+_EPSILON_ATTRIBUTES: Final = ("epsilon", "eps")
+_MAX_OPERATIONS: Final = 6
+"""Largest number of operations that are listed of a module."""
+
+
+class Diagnosis(NamedTuple):
+    """Likely cause of a difference, a sentence about it, and the evidence."""
+
+    kind: DivergenceKind
+    sentence: str
+    evidence: list[str]
+
+
+def build_divergence(
+    found: EntryComparison,
+    phase: Phase,
+    labels: tuple[str, str],
+    agreed: Alignment,
+    traces: tuple[Trace, Trace],
+    after: str,
+    between: Sequence[str] = (),
+    ran: str | None = None,
+) -> Divergence:
+    """Return the divergence at an entry, with its diagnosis.
+
+    Args:
+        found: comparison of the entry at which the sides diverge.
+        phase: the phase.
+        labels: of both sides.
+        agreed: alignment of the sides.
+        traces: of both sides.
+        after: path of the last module that agrees.
+        between: layers that run between that module and the entry, and have no compared output.
+        ran: operations that ran in other dtypes there, as text.
+    """
+    one, two = found.one, found.two
+    made = diagnose(found, labels, agreed, phase, after)
+    if ran:
+        made = made._replace(evidence=[f"{ran}.", *made.evidence])
+    if between:
+        made = made._replace(evidence=[_hidden_layers_evidence(one.module, between), *made.evidence])
+    scale = found.scale or 1.0
+    module = one.module.partition("#")[0]
+    return Divergence(
+        phase=phase.shown,
+        step=one.step,
+        stage=one.stage,
+        module=between[0] if between else one.module,
+        what=one.what,
+        name=one.name,
+        sides={
+            label: _side_values(entry, trace, module)
+            for label, entry, trace in zip(labels, (one, two), traces, strict=True)
+        },
+        distance=found.distance / scale if math.isfinite(found.distance) else None,
+        allowed=found.allowed / scale,
+        own={label: None if own is None else own / scale for label, own in zip(labels, found.own, strict=True)},
+        kind=made.kind,
+        sentence=made.sentence,
+        evidence=made.evidence,
+        after=after,
+    )
+
+
+def diagnose(found: EntryComparison, labels: tuple[str, str], agreed: Alignment, phase: Phase, after: str) -> Diagnosis:
+    """Return the likely cause of a difference."""
+    a, b = found.one.sketch, found.two.sketch
+    where = _location_text(found.one, after)
+    if a is None or b is None:
+        return _diagnose_number(found, labels)
+    if a.nonfinite != b.nonfinite:
+        counts = f"{a.nonfinite} of {a.size} in {labels[0]}, {b.nonfinite} in {labels[1]}"
+        return Diagnosis("not finite", f"Only one side has inf or NaN {where}.", [f"inf or NaN: {counts}."])
+    size = found.scale or 1.0
+    if found.kind == "randomness":
+        own = [
+            f"{label}: two runs of it differ by {each / size:.1e} (relative)."
+            for label, each in zip(labels, found.own, strict=True)
+            if each is not None
+        ]
+        return Diagnosis(
+            "randomness", f"One side does not repeat itself {where}: something random runs in the model.", own
+        )
+    if found.kind == "operations":
+        path = repr(found.one.module) if found.one.module else "the model"
+        return Diagnosis("dtype", f"In {path} one side runs in 16 bits what the other keeps in float32.", [])
+    if found.kind == "dtype":
+        return Diagnosis(
+            "dtype",
+            f"{labels[0]} gives {a.dtype} and {labels[1]} {b.dtype} {where}.",
+            [_width_text(labels, a, b)],
+        )
+    if found.kind == "missing":
+        without, other = labels if is_absent(found.one) else labels[::-1]
+        return Diagnosis(
+            "missing",
+            f"Of {found.one.name!r} of {found.one.module!r} the loss of {without} does not know; that of {other} does.",
+            [f"{other} has a gradient of root mean square {max(a.rms, b.rms):.3g}; {without} has none."],
+        )
+    its = found.one.what != "input"  # a layer's settings do not explain a difference in its input
+    told = agreed.differs.get(found.one.module.partition("#")[0], []) if its else []
+    kinds = agreed.structure.get(found.one.module.partition("#")[0], []) if its else []
+    if any(kind in _EPSILON_ATTRIBUTES for kind in kinds):
+        return Diagnosis("epsilon", f"Another epsilon {where}.", told)
+    if found.one.step == 0:
+        return _diagnose_initial_weight(found, labels)
+    if found.one.what == "parameter":
+        return _diagnose_parameter(found, labels)
+    if told and found.one.what == "statistic":
+        return Diagnosis("formula", f"Other settings {where}.", told)
+    factor = _common_factor(a, b)
+    if factor is not None:
+        return Diagnosis(
+            "factor",
+            f"Every value of {labels[1]} is {factor:.6g} times that of {labels[0]} {where}.",
+            [f"The ratio is the same in all {a.samples().size} elements that were looked at."],
+        )
+    if found.distance > _PERMUTATION_MIN_DISTANCE * size and _is_permutation(a, b):
+        return Diagnosis(
+            "layout",
+            f"The same numbers in another order {where}.",
+            [f"Mean {a.mean:.6g}, root mean square {a.rms:.6g} and largest {a.largest:.6g} are alike on both sides."],
+        )
+    if told:
+        return Diagnosis("formula", f"Other settings {where}.", told)
+    if a.zeros != b.zeros and _has_common_factor_where_nonzero(a, b):
+        return Diagnosis(
+            "randomness",
+            f"Other elements are 0 {where}, and the rest agrees up to a factor: a dropout.",
+            [f"{a.zeros} of {a.size} are 0 in {labels[0]}, {b.zeros} in {labels[1]}."],
+        )
+    if a.width != b.width and "float32" in (a.width, b.width):
+        return Diagnosis("dtype", f"One side was rounded to fewer digits {where}.", [_width_text(labels, a, b)])
+    said = f"relative distance {found.distance / size:.1e}, {found.allowed / size:.1e} allowed"
+    if phase.name != FLOAT32:
+        return Diagnosis(
+            "dtype", f"Alike in float32, and further apart than the policy explains {where}.", [f"{said}."]
+        )
+    small = found.distance < 1e-2 * found.scale
+    return Diagnosis(
+        "formula",
+        f"Another formula {where}{': a small one, such as an approximation or an epsilon' if small else ''}.",
+        [f"In float32, where rounding explains little: {said}."],
+    )
+
+
+def _diagnose_parameter(found: EntryComparison, labels: tuple[str, str]) -> Diagnosis:
+    """Diagnose a parameter after an update whose gradient and optimizer slots agree."""
+    what = f"parameter {found.one.name!r} of {found.one.module!r}"
+    size = found.scale or 1.0
+    said = f"Its gradient and the optimizer's slots agree; relative distance {found.distance / size:.1e}."
+    if found.why:
+        why = found.why.replace("The second side's", f"{labels[1]}'s").replace("the first's", f"{labels[0]}'s")
+        return Diagnosis("formula", f"The optimizers move {what} in another way.", [why, said])
+    return Diagnosis(
+        "formula", f"The optimizers move {what} in another way: by another rate, decay or epsilon.", [said]
+    )
+
+
+def _diagnose_initial_weight(found: EntryComparison, labels: tuple[str, str]) -> Diagnosis:
+    """Diagnose a weight that differs before the first step."""
+    a, b = found.one.sketch, found.two.sketch
+    assert a is not None
+    assert b is not None
+    what = f"{found.one.what} {found.one.name!r} of {found.one.module!r}"
+    said = f"relative distance {found.distance / (found.scale or 1.0):.1e} before the first step"
+    if _is_permutation(a, b):
+        return Diagnosis("layout", f"{labels[1]} began with the values of {what} in another order.", [f"{said}."])
+    if a.width != b.width:
+        return Diagnosis(
+            "dtype", f"{labels[1]} began with {what} in fewer digits.", [_width_text(labels, a, b), f"{said}."]
+        )
+    return Diagnosis("layout", f"{labels[1]} began with other values of {what}.", [f"{said}."])
+
+
+def _diagnose_number(found: EntryComparison, labels: tuple[str, str]) -> Diagnosis:
+    one, two = found.one.number or 0.0, found.two.number or 0.0
+    what = found.one.what
+    said = f"{what}: {one:.6g} in {labels[0]}, {two:.6g} in {labels[1]}."
+    if not (math.isfinite(one) and math.isfinite(two)):
+        return Diagnosis("not finite", f"The {what} is finite on one side alone.", [said])
+    if what == "finite":
+        return Diagnosis("formula", "One side skips the step and the other does not.", [said])
+    times = _integer_ratio_evidence(one, two, labels)
+    if what == "loss":
+        why = "All outputs agree and the loss does not: the loss functions differ."
+        return Diagnosis("factor" if times else "formula", why, [said, *times])
+    return Diagnosis("factor" if times else "formula", f"The {what} differs.", [said, *times])
+
+
+def _integer_ratio_evidence(one: float, two: float, labels: tuple[str, str]) -> list[str]:
+    if not one or not two:
+        return []
+    ratio = two / one
+    for shown, times in ((ratio, labels[1]), (1 / ratio, labels[0])):
+        if shown > 1.5 and abs(shown - round(shown)) < _FACTOR_TOLERANCE * shown:
+            return [f"{times} has {round(shown)} times the other's: a sum where the other takes a mean?"]
+    return []
+
+
+def _hidden_layers_evidence(module: str, between: Sequence[str]) -> str:
+    more = f" and {len(between) - _MAX_OPERATIONS} more" if len(between) > _MAX_OPERATIONS else ""
+    return (
+        f"It shows in the output of {module or 'the model'!r}; before it run layers that do not show theirs on both "
+        f"sides: {', '.join(map(repr, between[:_MAX_OPERATIONS]))}{more}."
+    )
+
+
+def _location_text(entry: Entry, after: str) -> str:
+    path = repr(entry.module) if entry.module else "the model"
+    if entry.what == "input":
+        return f"in what {path} is given" + (f", behind {after!r}, which agrees: between the two" if after else "")
+    if entry.stage == "forward":
+        return f"in the output of {path}" + (f", after {after!r}, which agrees" if after else "")
+    if entry.what == "cotangent":
+        return f"in the gradient that reaches the output of {path}"
+    return f"in {entry.what} {entry.name!r} of {path}"
+
+
+def _common_factor(a: Sketch, b: Sketch) -> float | None:
+    """Return the factor between the elements of both sides; None if there is no common factor, or if it is 1."""
+    import numpy as np
+
+    x, y = a.samples(), b.samples()
+    large = np.abs(x) > 1e-3 * (np.max(np.abs(x)) if x.size else 0.0)
+    if x.shape != y.shape or int(large.sum()) < 2:
+        return None
+    ratios = y[large] / x[large]
+    middle = float(np.median(ratios))
+    spread = float(np.max(np.abs(ratios - middle)))
+    return middle if spread < _FACTOR_TOLERANCE * abs(middle) and abs(middle - 1.0) > 10 * _FACTOR_TOLERANCE else None
+
+
+def _is_permutation(a: Sketch, b: Sketch) -> bool:
+    import numpy as np
+
+    def near(one: float, other: float) -> bool:
+        return abs(one - other) <= 1e-5 * max(abs(one), abs(other), a.rms)
+
+    if a.size < 2 or not (near(a.mean, b.mean) and near(a.rms, b.rms) and near(a.largest, b.largest)):
+        return False
+    if not a.sums:
+        return bool(np.allclose(np.sort(a.samples()), np.sort(b.samples()), rtol=1e-4, atol=1e-5 * a.rms))
+    return bool(np.linalg.norm(a.samples() - b.samples()) > 0.1 * np.linalg.norm(a.samples()))
+
+
+def _has_common_factor_where_nonzero(a: Sketch, b: Sketch) -> bool:
+    """Return whether the elements that are nonzero on both sides agree up to a factor."""
+    import numpy as np
+
+    x, y = a.samples(), b.samples()
+    both = (x != 0) & (y != 0)
+    if int(both.sum()) < 4:
+        return False
+    ratios = y[both] / x[both]
+    return bool(np.max(np.abs(ratios - np.median(ratios))) < 1e-2 * abs(np.median(ratios)))
+
+
+def _width_text(labels: tuple[str, str], a: Sketch, b: Sketch) -> str:
+    return (
+        "; ".join(
+            f"all values of {label} are {'numbers of ' + each.width}"
+            for label, each in zip(labels, (a, b), strict=True)
+        )
+        + "."
+    )
+
+
+def _side_values(entry: Entry, trace: Trace, module: str) -> SideValues:
+    each = entry.sketch
+    if each is None:
+        return SideValues(path=entry.own, number=entry.number)
+    ran = [row for row in trace.operations if row.module == module]
+    return SideValues(
+        path=entry.own,
+        dtype=each.dtype,
+        shape=each.shape,
+        mean=each.mean,
+        rms=each.rms,
+        largest=each.largest,
+        nonfinite=each.nonfinite,
+        zeros=each.zeros,
+        width=each.width,
+        operations=[f"{row.name} in {row.dtype}" for row in ran[:_MAX_OPERATIONS]],
+    )

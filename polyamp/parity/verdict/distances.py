@@ -1,0 +1,75 @@
+"""`EntryComparison`: the distance of two matching entries and the distance that rounding allows."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from polyamp.parity.trace.sketch import sketch_distance
+from polyamp.parity.trace.trace import Entry
+
+
+class EntryComparison(NamedTuple):
+    """Comparison of two matching entries.
+
+    Attributes:
+        one, two: the entries.
+        distance: absolute.
+        allowed: absolute.
+        scale: magnitude to which relative numbers refer.
+        own: absolute distance of each side from its own wider run.
+        kind: "" where numbers decide, else "dtype", "operations", "randomness", "missing".
+        why: the part of an optimizer that explains it, a sentence.
+    """
+
+    one: Entry
+    two: Entry
+    distance: float
+    allowed: float
+    scale: float
+    own: tuple[float | None, float | None]
+    kind: str = ""
+    why: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts as a difference."""
+        return bool(self.kind) or not self.distance <= self.allowed
+
+    @property
+    def ratio(self) -> float:
+        """Distance in multiples of the allowed one."""
+        if not math.isfinite(self.distance):
+            return math.inf
+        return self.distance / self.allowed if self.allowed else (math.inf if self.distance else 0.0)
+
+
+def prefer_float64_distance(
+    found: EntryComparison, wide: tuple[Entry | None, Entry | None], allowed: float
+) -> EntryComparison:
+    """Return `found`, with the distance of the float64 runs if that exceeds `allowed`.
+
+    The float64 runs differ only by their formulas, and by constants that a program rounds to float32.
+    """
+    one, two = (None if entry is None else entry.sketch for entry in wide)
+    if one is None or two is None or one.size != two.size:
+        return found
+    distance = sketch_distance(one, two)
+    if not math.isfinite(distance) or distance <= allowed:
+        return found
+    return found._replace(distance=distance, allowed=allowed)
+
+
+def own_distance(entry: Entry, wide: Entry | None) -> float | None:
+    """Return the distance of a side from its own wider run; None if there is none, or if it is not finite."""
+    if wide is None or wide.sketch is None or entry.sketch is None or wide.sketch.size != entry.sketch.size:
+        return None
+    found = sketch_distance(entry.sketch, wide.sketch)
+    return found if math.isfinite(found) else None
+
+
+def scalar_distance(one: float, other: float) -> float:
+    """Return the distance of two numbers; infinite if only one is finite, or if they are non-finite and differ."""
+    if math.isfinite(one) and math.isfinite(other):
+        return abs(one - other)
+    return 0.0 if one == other or (math.isnan(one) and math.isnan(other)) else math.inf

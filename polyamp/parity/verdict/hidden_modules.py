@@ -1,0 +1,123 @@
+"""Quantities that one side does not expose: missing gradients, and recurrent cells that run inside another call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from polyamp.parity.trace.sketch import Sketch
+from polyamp.parity.trace.trace import Entry
+from polyamp.parity.verdict.alignment import Alignment
+from polyamp.porting.matching.attribute_differences import RECURRENT_KINDS
+
+StepGradients = Mapping[tuple[Any, ...], Entry]
+
+
+def add_zero_gradients(
+    agreed: Alignment, ours: StepGradients, theirs: StepGradients
+) -> tuple[StepGradients, StepGradients]:
+    """Return both sides' entries, with zero gradients without a dtype for parameters that lack a gradient.
+
+    Frameworks differ in whether a parameter on which the loss does not depend has a zero gradient or none.
+    """
+    return _fill_zero_gradients(agreed, ours, theirs), _fill_zero_gradients(agreed, theirs, ours)
+
+
+def _fill_zero_gradients(agreed: Alignment, step: StepGradients, other: StepGradients) -> StepGradients:
+    absent = {
+        key: each
+        for key, each in other.items()
+        if each.what == "gradient" and key not in step and each.module in agreed.kinds
+    }
+    if not absent:
+        return step
+    made = {
+        key: msgspec.structs.replace(each, sketch=None if each.sketch is None else _zero_sketch(each.sketch), own="")
+        for key, each in absent.items()
+    }
+    return {**step, **made}
+
+
+def _zero_sketch(like: Sketch) -> Sketch:
+    return msgspec.structs.replace(
+        like,
+        dtype="",
+        mean=0.0,
+        rms=0.0,
+        largest=0.0,
+        nonfinite=0,
+        zeros=like.size,
+        width="bfloat16",
+        values=bytes(len(like.values)),
+        sums=bytes(len(like.sums)),
+    )
+
+
+def is_absent(entry: Entry) -> bool:
+    """Return whether an entry stands for a gradient that its side lacks."""
+    return entry.what == "gradient" and entry.sketch is not None and not entry.sketch.dtype
+
+
+def hidden_recurrent_cells(agreed: Alignment, shown: Sequence[str], last: str, first: str) -> list[str]:
+    """Return the cells of recurrent stacks that run between two modules.
+
+    Cells are matched one by one, but their outputs are not compared: frameworks run them inside one call.
+
+    Args:
+        agreed: alignment of the sides.
+        shown: modules whose outputs were compared, in the order of the program.
+        last: the last that agrees; "" if there is none, and then the result is empty.
+        first: the first that does not.
+
+    Returns:
+        Their paths, in definition order if the compared modules are in that order too. Else all cells without a
+        compared output, sorted by name.
+    """
+    if not last:
+        return []
+    order = list(agreed.kinds)
+    known = set(shown)
+    found = [path for path, kind in agreed.kinds.items() if path not in known and kind in RECURRENT_KINDS]
+    places = [order.index(path) for path in shown if path in agreed.kinds]
+    if places != sorted(places) or not {first, last} <= set(order):
+        return sorted(found, key=_natural_sort_key)
+    begin = order.index(last) + 1
+    return [path for path in order[begin : order.index(first)] if path in found]
+
+
+def recurrent_cell_positions(agreed: Alignment, place: Mapping[str, float]) -> dict[str, float]:
+    """Return the positions in the program of recurrent cells whose outputs were not recorded.
+
+    A cell is placed before the layer that follows it in definition order, or before the last layer if the calls have
+    another order.
+
+    Args:
+        agreed: alignment of the sides.
+        place: positions of the recorded modules.
+    """
+    layers = [path for path in agreed.kinds if path in place]
+    if not layers:
+        return {}
+    found: dict[str, float] = {}
+    known = [place[path] for path in layers]
+    follows = max(known) if known != sorted(known) else None
+    after = max(known)
+    for path in reversed(agreed.kinds):
+        if path in place:
+            after = place[path]
+        elif agreed.kinds[path] in RECURRENT_KINDS:
+            found[path] = (after if follows is None else follows) - 0.5
+    return found
+
+
+def _natural_sort_key(path: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path)]
+
+
+def output_modules(entries: Iterable[Entry]) -> list[str]:
+    """Return the modules that have outputs, in order, each once."""
+    outputs = (entry.module.partition("#")[0] for entry in entries if entry.what.startswith("output"))
+    return list(dict.fromkeys(outputs))

@@ -1,0 +1,191 @@
+"""`OptimizerUpdates`: comparison of parameters and optimizer slots after an update.
+
+A tiny difference of a gradient may change an update a lot: Adam moves a parameter by the sign of a gradient that is
+rounding alone. So a parameter is compared only in *steady* elements, whose gradients have been far larger than their
+allowed distance at every step so far. The tenth of the elements that differs most is left out too: a fault of an
+optimizer affects all of them. Both use the samples of the sketches, which have the same indices for a parameter, its
+gradient and its slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from polyamp.float_formats import FORMATS
+from polyamp.parity.trace.sketch import sketch_distance
+from polyamp.parity.trace.trace import Entry
+from polyamp.parity.verdict.distances import EntryComparison, own_distance
+from polyamp.parity.verdict.tolerances import FACTOR, PhaseTolerance
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+_STEADY_FACTOR: Final = 30.0
+"""Size of a steady gradient element, in multiples of its allowed distance."""
+_TRIM_SHARE: Final = 0.1
+"""Share of elements that is left out: those that differ most."""
+_MIN_COSINE: Final = 0.99
+"""Least cosine of two arrays that count as multiples of each other."""
+_MIN_ELEMENTS: Final = 4
+"""Least number of elements from which a multiple is derived."""
+_FLOAT32_ROUNDOFF: Final = FORMATS["float32"].unit_roundoff
+"""Unit roundoff of float32, the dtype of masters and slots."""
+
+_BETA_ROUNDING: Final = _FLOAT32_ROUNDOFF / 1e-3
+"""Relative distance that a slot may have because its weight 1 - beta is computed from a float32 beta, as in
+TensorFlow's kernel: 0.999 is rounded by up to 2^-24, and 1 - 0.999 by a thousand times as much. The bias correction
+removes it from the update."""
+
+
+class OptimizerUpdates:
+    """Comparison of the updates of one phase.
+
+    Args:
+        judge: tolerance of the phase.
+    """
+
+    def __init__(self, judge: PhaseTolerance) -> None:
+        self._judge = judge
+        self._steady_elements: dict[tuple[str, str], Array] = {}
+        self._gradient_tolerance: dict[tuple[str, str], float] = {}
+        self._before: dict[tuple[str, str], Array] = {}
+        self._update_rms: dict[tuple[str, str], float] = {}
+        self._parameter_distance: dict[tuple[str, str], tuple[float, float]] = {}
+
+    def drift(self, outputs: Mapping[str, float]) -> float:
+        """Return the relative distance of both sides' parameters after the last step.
+
+        All elements count, steady or not. Kernels are relative to their own size, biases to that of the outputs to
+        which they are added.
+
+        Args:
+            outputs: module -> root mean square of its output.
+        """
+        total = 0.0
+        for (module, name), (distance, size) in self._parameter_distance.items():
+            against = outputs.get(module, 0.0) if "bias" in name else size
+            total += min(distance / against, 1.0) ** 2 if against else 0.0
+        return math.sqrt(total)
+
+    def record_gradient(self, one: Entry, two: Entry, found: EntryComparison) -> None:
+        """Record a gradient and its tolerance, before the update that it causes is compared."""
+        import numpy as np
+
+        assert one.sketch is not None
+        assert two.sketch is not None
+        key = (one.module, one.name)
+        each = found.allowed / math.sqrt(max(one.sketch.size, 1))
+        least = np.minimum(np.abs(one.sketch.samples()), np.abs(two.sketch.samples()))
+        steady = least >= _STEADY_FACTOR * each
+        self._steady_elements[key] = steady & self._steady_elements.get(key, steady)
+        norm = max(one.sketch.norm, two.sketch.norm)
+        self._gradient_tolerance[key] = max(
+            self._gradient_tolerance.get(key, 0.0), found.allowed / norm if norm else 0.0
+        )
+
+    def kept(self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]) -> EntryComparison | None:
+        """Compare a slot of the optimizer, or a running statistic."""
+        a, b = one.sketch, two.sketch
+        assert a is not None
+        assert b is not None
+        if a.size != b.size:
+            return None
+        own = own_distance(one, wide[0]), own_distance(two, wide[1])
+        scale = max(a.norm, b.norm)
+        loose = 2.0 * min(self._gradient_tolerance.get((one.module, one.name), 0.0), 1.0)
+        alone = one.step <= 1
+        allowed = max(self._judge.allowed(own, float(one.step), scale, alone=alone), loose * scale)
+        if one.what != "statistic":
+            allowed = max(allowed, _BETA_ROUNDING * scale)
+        return EntryComparison(one, two, sketch_distance(a, b), allowed, scale, own)
+
+    def compare_parameter(
+        self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None]
+    ) -> EntryComparison | None:
+        """Compare the steady elements of a parameter; None if there are none."""
+        import numpy as np
+
+        assert one.sketch is not None
+        assert two.sketch is not None
+        if one.sketch.size != two.sketch.size:
+            return None
+        key = (one.module, one.name)
+        a, b = one.sketch.samples(), two.sketch.samples()
+        before = self._before.get(key, a)
+        moved = max(_rms(a - before), self._update_rms.get(key, 0.0))
+        self._update_rms[key], self._before[key] = moved, a
+        root = math.sqrt(max(one.sketch.size, 1))
+        self._parameter_distance[key] = (
+            sketch_distance(one.sketch, two.sketch) / root,
+            max(one.sketch.rms, two.sketch.rms),
+        )
+        steady = self._steady_elements.get(key)
+        if steady is None:
+            steady = np.ones(a.shape, bool)
+        if not steady.any():
+            return None
+        if one.sketch.nonfinite != two.sketch.nonfinite:
+            return EntryComparison(one, two, math.inf, 0.0, one.sketch.rms, (None, None))
+        chosen = _trimmed_rms(a - b, steady)
+        owns = [
+            None if w is None or w.sketch is None else _trimmed_rms(side - w.sketch.samples(), steady)
+            for side, w in zip((a, b), wide, strict=True)
+        ]
+        scale = max(one.sketch.rms, two.sketch.rms)
+        loose = min(self._gradient_tolerance.get(key, 0.0), 1.0) * moved
+        arithmetic = FACTOR * _FLOAT32_ROUNDOFF * math.sqrt(max(one.step, 1)) * scale
+        alone = one.step <= 1
+        judged = 0.0
+        if any(each is not None for each in owns):
+            judged = self._judge.allowed((owns[0], owns[1]), 0.0, 0.0, alone=alone)
+        allowed = max(judged, loose, arithmetic)
+        why = _explain_update(a, b, before, steady) if chosen > allowed and one.step else ""
+        return EntryComparison(one, two, chosen, allowed, scale, (owns[0], owns[1]), why=why)
+
+
+def _explain_update(a: Array, b: Array, before: Array, steady: Array) -> str:
+    """Return the optimizer setting that explains the difference of two updates, as a sentence; "" if none does.
+
+    Args:
+        a, b: the parameter after the step.
+        before: the parameter before it.
+        steady: mask of the elements that count.
+    """
+    difference, update, weight = (each[steady] for each in (b - a, a - before, before))
+    rate, decay = _scalar_multiple(difference, update), _scalar_multiple(difference, weight)
+    if rate is not None:
+        return (
+            f"The second side's update is {1 + rate:.4g} times the first's: another learning rate or bias correction."
+        )
+    if decay is not None:
+        return f"They differ by {decay:.2e} times the parameter as it was: another weight decay."
+    return ""
+
+
+def _scalar_multiple(difference: Array, of: Array) -> float | None:
+    """Return the factor by which an array is a multiple of another one; None if it is not a multiple."""
+    import numpy as np
+
+    lengths = float(np.linalg.norm(difference) * np.linalg.norm(of))
+    product = float(difference @ of)
+    if difference.size < _MIN_ELEMENTS or not lengths or abs(product) < _MIN_COSINE * lengths:
+        return None
+    return product / float(of @ of)
+
+
+def _rms(values: Array) -> float:
+    import numpy as np
+
+    return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
+
+
+def _trimmed_rms(difference: Array, steady: Array) -> float:
+    """Return the root mean square of the steady elements, without the largest."""
+    import numpy as np
+
+    found = np.sort(np.abs(difference[steady]))
+    return _rms(found[: found.size - int(_TRIM_SHARE * found.size)])

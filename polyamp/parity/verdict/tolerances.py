@@ -1,0 +1,88 @@
+"""Tolerances: the largest distance of two correct computations that rounding explains.
+
+Two programs of one formula differ by rounding alone. The effect of rounding in *this* model at *this* array is
+measured: each side also runs in a wider dtype (float64 for float32, float32 for a 16-bit policy). The distance between
+a side's two runs, its own distance, is the effect of its rounding, whatever amplified it: depth, cancellation, a ReLU
+that switched, earlier steps. Two sides a and b with own distances da and db agree if
+
+    |a - b| <= FACTOR * max(own(da, db), u * sqrt(depth) * |a|)
+
+with u the unit roundoff of the dtype: n roundings of random sign add up to sqrt(n) of them (Higham, "Accuracy and
+Stability of Numerical Algorithms", 2.8). In float32 `own` is the sum of da and db: a wrong formula is wrong in float64
+too, so it does not add to an own distance. Under a policy `own` is the smaller of the two. There a fault may exist only
+in the 16-bit program (a softmax in 16 bits, a forgotten cast), and then adds only to that side's own distance.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+FACTOR: Final = 6.0
+"""Largest accepted distance, in multiples of the effect of rounding."""
+RANDOMNESS_LIMIT: Final = 1e-2
+"""Relative distance of a module's output from its own float64 run above which rounding is not the cause."""
+NO_WIDE_RUN_FACTOR: Final = 8.0
+"""Multiple of the floor that is used if neither side has a wider run. A sum of n products of random sign rounds like
+sqrt(n / 2) roundings of its result, over the 32 lanes in which processors add; 8 is the value for 4096 products."""
+DRIFT_FACTOR: Final = 3.0
+"""Largest accepted relative distance of a computed quantity, in multiples of that of the parameters."""
+_OWN_DISTANCE_CAP: Final = 16.0
+"""Largest own distance that counts between two different policies, in multiples of the arithmetic's share."""
+
+
+class PhaseTolerance(NamedTuple):
+    """Tolerance of one phase.
+
+    Attributes:
+        roundoff: the unit roundoff of the coarsest dtype of both sides.
+        wide: whether own distances are measured from a float64 run of the same formula.
+        alike: whether both sides have the same policy.
+    """
+
+    roundoff: float
+    wide: bool
+    alike: bool
+
+    def arithmetic(self, depth: float, scale: float) -> float:
+        """Return the error of `depth` successive roundings."""
+        return self.roundoff * math.sqrt(max(depth, 1.0)) * scale
+
+    def allowed(
+        self,
+        own: tuple[float | None, float | None],
+        depth: float,
+        scale: float,
+        *,
+        alone: bool = True,
+        switched: bool = False,
+        drift: float = 0.0,
+    ) -> float:
+        """Return the largest distance that rounding explains.
+
+        Args:
+            own: distance of each side from its own wider run; None if there is none.
+            depth: approximate number of successive roundings.
+            scale: norm of the values, to which roundings are relative.
+            alone: whether both sides compute from the same numbers, as in the first step. A fault of one side's 16-bit
+                program then affects only that side's own distance.
+            switched: whether rounding may have switched units before it.
+            drift: relative distance of the parameters from which it is computed, where that is legitimate.
+
+        >>> PhaseTolerance(2.0**-24, True, True).allowed((1e-6, 2e-6), 4, 1.0) == FACTOR * 3e-6
+        True
+        """
+        floor = self.arithmetic(depth, scale)
+        most = math.sqrt(self.roundoff * math.sqrt(max(depth, 1.0))) * scale
+        known = [each for each in own if each is not None]
+        if not known:
+            plain = FACTOR * NO_WIDE_RUN_FACTOR * floor
+        elif not self.alike:
+            return FACTOR * max(floor, min(max(known), _OWN_DISTANCE_CAP * floor))
+        elif self.wide:
+            plain = FACTOR * max(floor, sum(known) * len(own) / len(known))  # a missing one counts as the other
+        else:
+            plain = FACTOR * max(floor, min(known) if alone else max(known))
+        if switched:
+            plain = max(plain, 2.0 * (min(max(known), most) if len(known) == len(own) else most))
+        return max(plain, DRIFT_FACTOR * drift * scale)

@@ -1,0 +1,450 @@
+"""`compare_traces`: compare two traces entry by entry and find the first divergence, one step in memory at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from polyamp.float_formats import HALF_DTYPES
+from polyamp.parity.findings import Comparison, ComparisonRow, Divergence
+from polyamp.parity.precisions import FLOAT32, FLOAT64, POLICY, Phase, unit_roundoff
+from polyamp.parity.trace.sketch import sketch_distance
+from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Trace
+from polyamp.parity.verdict import diagnosis, hidden_modules, op_dtypes
+from polyamp.parity.verdict.alignment import Alignment
+from polyamp.parity.verdict.distances import EntryComparison, own_distance, prefer_float64_distance, scalar_distance
+from polyamp.parity.verdict.optimizer_updates import OptimizerUpdates
+from polyamp.parity.verdict.tolerances import FACTOR, RANDOMNESS_LIMIT, PhaseTolerance
+from polyamp.porting.matching.attribute_differences import RECURRENT_KINDS
+from polyamp.recipe.recipe import Recipe
+
+_EXACT_QUANTITIES: Final = ("finite", "scale", "applied")
+_MATMUL_KINDS: Final = ("dense", "conv", "conv_transpose", "attention", "projections", "lstm", "gru", "simple_rnn")
+"""Layers whose output has the policy's dtype in every framework. Other output dtypes are the framework's own (S4)."""
+_GRADIENT_FLOOR_SHARE: Final = 0.1
+"""Least scale of a gradient, relative to the largest: terms of a sum may cancel (a key's bias), their rounding not."""
+_KINK_ZERO_SHARE: Final = 1 / 64
+"""Share of zeros in the gradient with respect to an output above which units count as switched off."""
+_ROUNDING_GRADIENT_SHARE: Final = 1e-2
+"""Largest norm of a float32 gradient, relative to that under the policy, at which the latter is rounding alone."""
+
+
+class PhaseTrace(NamedTuple):
+    """One side's run of one phase.
+
+    Attributes:
+        trace: the run without its entries.
+        entries: returns a new iterator over its entries, in recorded order.
+    """
+
+    trace: Trace
+    entries: Callable[[], Iterable[Entry]]
+
+
+def compare_traces(
+    labels: tuple[str, str],
+    runs: Sequence[tuple[Phase, PhaseTrace, PhaseTrace]],
+    agreed: Alignment,
+    recipes: tuple[Recipe | None, Recipe | None],
+) -> Comparison:
+    """Compare two sides phase by phase.
+
+    Args:
+        labels, recipes: of the first side, of the other.
+        runs: runs of both in each phase that both began; float64 if at least one side has it.
+        agreed: alignment of the sides.
+    """
+    by_phase = {phase.name: (phase, one, two) for phase, one, two in runs}
+    first: Divergence | None = None
+    rows: list[ComparisonRow] = []
+    notes = list(agreed.notes)
+    for trace in dict.fromkeys((run.trace.side, run.trace.unseen) for _, *both in runs for run in both):
+        notes += [f"{trace[0]}: {trace[1]}"] * bool(trace[1])
+    judged = {FLOAT32: FLOAT64, POLICY: FLOAT32}
+    for name in (FLOAT32, POLICY):
+        if name not in by_phase:
+            continue
+        phase, one, two = by_phase[name]
+        alike = len({_policy_dtypes(recipe, phase) for recipe in recipes}) == 1
+        judge = PhaseTolerance(unit_roundoff(recipes, phase), name == FLOAT32, alike)
+        clips = any(recipe is not None and recipe.clip_norm is not None for recipe in recipes)
+        work = _PhaseComparison(labels, phase, judge, agreed, (one.trace, two.trace), clips)
+        wider = by_phase[judged[name]][1:] if judged[name] in by_phase else ()
+        beside = itertools.chain(
+            itertools.zip_longest(*map(_entries_by_step, wider), fillvalue={}), itertools.repeat(({}, {}))
+        )
+        looks = name == FLOAT32 and FLOAT64 in by_phase and by_phase[FLOAT64][0].looks
+        for number, (ours, theirs, (wide_ours, wide_theirs)) in enumerate(
+            zip(_entries_by_step(one), _entries_by_step(two), beside, strict=False)
+        ):
+            work.limit_to_exact_quantities(looks and number > 1)
+            work.step(ours, theirs, wide_ours, wide_theirs)
+            if work.first is not None:
+                break  # from here on the models differ, so that every later difference is a consequence
+        rows += work.rows()
+        notes += [note for note in work.notes if note not in notes]
+        first = first or work.first
+    return Comparison(sides=labels, first=first, rows=rows, notes=notes)
+
+
+def _policy_dtypes(recipe: Recipe | None, phase: Phase) -> Any:
+    return None if phase.name != POLICY or recipe is None else (recipe.policy.compute, recipe.policy.output)
+
+
+def _entries_by_step(ran: PhaseTrace) -> Iterator[dict[tuple[Any, ...], Entry]]:
+    """Yield the entries of each step by their keys, one step at a time."""
+    return map(_index_entries, _split_steps(ran.entries()))
+
+
+def _split_steps(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """Yield the entries of each step as a list, in order."""
+    number, found = 0, list[Entry]()
+    for entry in entries:
+        while entry.step > number:
+            yield found
+            number, found = number + 1, []
+        found.append(entry)
+    yield found
+
+
+def _index_entries(entries: Iterable[Entry]) -> dict[tuple[Any, ...], Entry]:
+    return {entry.key: entry for entry in entries}
+
+
+StepEntries = Mapping[tuple[Any, ...], Entry]
+
+
+class _PhaseComparison:
+    """Comparison of the steps of one phase."""
+
+    def __init__(
+        self,
+        labels: tuple[str, str],
+        phase: Phase,
+        judge: PhaseTolerance,
+        agreed: Alignment,
+        traces: tuple[Trace, Trace],
+        clips: bool,
+    ) -> None:
+        self._clips, self._is_exact_only = clips, False
+        self._labels, self._phase, self._judge = labels, phase, judge
+        self._agreed, self._traces = agreed, traces
+        self._worst: dict[tuple[str, ...], EntryComparison] = {}
+        self._updates = OptimizerUpdates(judge)
+        self._is_kinked, self._drift = False, 0.0
+        mixed = phase.name == POLICY and judge.alike
+        self._dtype_mismatches = op_dtypes.find_dtype_mismatches(agreed, labels, traces) if mixed else {}
+        self.first: Divergence | None = None
+        self.notes: list[str] = []
+
+    def step(self, ours: StepEntries, theirs: StepEntries, wide_ours: StepEntries, wide_theirs: StepEntries) -> None:
+        """Compare one step of both sides."""
+        if ours and theirs:
+            ours, theirs = hidden_modules.add_zero_gradients(self._agreed, ours, theirs)
+        overflowed = _has_overflow(ours, theirs)
+        self._drift = self._updates.drift(
+            {e.module: e.sketch.rms for e in ours.values() if e.what == "output" and e.sketch}
+        )
+        suspect: Divergence | None = None
+        self._is_kinked = self._is_kinked or _has_kinks(ours, theirs)
+        depth = 0
+        allowed_gradients: dict[tuple[str, str], float] = {}
+        last = ""
+        quiet = _GRADIENT_FLOOR_SHARE * max(
+            (e.sketch.rms for e in ours.values() if e.what == "gradient" and e.sketch is not None), default=0.0
+        )
+        reach: tuple[float, float] | None = None  # last output: allowed distance, norm of its cotangent
+        for entry in _order_entries(ours, self._agreed):
+            other = theirs.get(self._partner_key(entry))
+            if other is None or not self._is_judged(entry):
+                continue
+            if overflowed and (entry.stage == "backward" or entry.what == "grad_norm"):
+                continue  # frameworks differ in where infinities arise; only the step's reaction is compared
+            wide = (wide_ours.get(entry.key), wide_theirs.get(other.key))
+            leaf = entry.module.partition("#")[0] not in self._agreed.holders
+            depth += entry.what.startswith("output") and leaf
+            found: EntryComparison | None
+            if entry.sketch is None:
+                found = self._compare_numbers(entry, other, wide, depth, reach, allowed_gradients)
+            elif entry.what == "parameter":
+                found = self._updates.compare_parameter(entry, other, wide)
+            elif entry.stage == "update":
+                found = self._updates.kept(entry, other, wide)
+            else:
+                floor = quiet * math.sqrt(entry.sketch.size) if entry.what == "gradient" else 0.0
+                depths = depth * (1 if entry.stage == "forward" else 2)
+                found = self._compare_before_activation(
+                    entry, self._compare_arrays(entry, other, wide, depths, floor), ours, theirs, wide, depths
+                )
+            if found is None:
+                continue
+            module = entry.module.partition("#")[0]
+            if entry.step == 1 and entry.what.startswith("output") and module in self._dtype_mismatches:
+                found = found._replace(kind=found.kind or "operations")
+            if entry.what == "gradient":
+                self._updates.record_gradient(entry, other, found)
+                allowed_gradients[entry.module, entry.name] = found.allowed
+            if entry.what.startswith("output") and leaf and not found.counts:
+                last = entry.module
+                slope = ours.get((entry.step, "backward", entry.module, "cotangent", ""))
+                reach = None if slope is None or slope.sketch is None else (found.allowed, slope.sketch.norm)
+            if found.counts and not found.kind and not module and entry.what.startswith("output"):
+                suspect = suspect or diagnosis.build_divergence(
+                    found, self._phase, self._labels, self._agreed, self._traces, last
+                )
+                continue
+            if suspect is not None and found.counts and not module and entry.stage == "backward":
+                continue  # the loss takes another output, so that its gradients differ too
+            if found.counts and suspect is not None and self.first is None and _is_downstream_of_output(entry):
+                self.first = suspect
+            self._record_worst(found)
+            if found.counts and (leaf or found.kind == "operations") and self.first is None:
+                between = self._hidden_layers(found, last, ours, theirs)
+                self.first = diagnosis.build_divergence(
+                    found,
+                    self._phase,
+                    self._labels,
+                    self._agreed,
+                    self._traces,
+                    last,
+                    between,
+                    self._dtype_mismatches.get(module),
+                )
+        if suspect is not None and self.first is None:
+            self._add_note(
+                "the models' outputs differ, and neither the losses nor any gradient: the loss functions take "
+                "different outputs, such as logits and log-probabilities"
+            )
+
+    def limit_to_exact_quantities(self, yes: bool) -> None:
+        """Set whether only exact quantities are compared: in float32 without a float64 run to measure rounding."""
+        self._is_exact_only = yes
+        if yes:
+            self._add_note(
+                "steps after the first are compared in float32 by their flags and scales alone: the model is too large "
+                "to be trained in float64, which would say how far rounding leads"
+            )
+
+    def rows(self) -> list[ComparisonRow]:
+        """Return the rows of the table."""
+        return [_comparison_row(self._phase.shown, found) for found in self._worst.values()]
+
+    def _hidden_layers(self, found: EntryComparison, last: str, ours: StepEntries, theirs: StepEntries) -> list[str]:
+        """Return layers without compared outputs in which the difference may originate."""
+        if found.one.stage != "forward" or found.one.sketch is None:
+            return []
+        shown = hidden_modules.output_modules(
+            e for e in ours.values() if self._partner_key(e) in theirs and self._is_judged(e)
+        )
+        module, before = (path.partition("#")[0] for path in (found.one.module, last))
+        return hidden_modules.hidden_recurrent_cells(self._agreed, shown, before, module)
+
+    def _partner_key(self, entry: Entry) -> tuple[Any, ...]:
+        """Return the key of the other side's entry."""
+        module = entry.module.partition("#")[0]
+        if entry.what == "output" and module in self._agreed.behind:
+            return ()
+        what = "output" if entry.what == f"output, {self._agreed.behind.get(module)}" else entry.what
+        return entry.step, entry.stage, entry.module, what, entry.name
+
+    def _allowed_distance(
+        self, own: tuple[float | None, float | None], depth: int, scale: float, entry: Entry
+    ) -> float:
+        later = entry.step > 1
+        drift = self._drift if later and entry.stage != "update" else 0.0
+        return self._judge.allowed(
+            own, depth, scale, alone=not later, switched=self._has_unit_switches(entry), drift=drift
+        )
+
+    def _has_unit_switches(self, entry: Entry) -> bool:
+        """Return whether rounding may have switched units of a ReLU or a maximum before an entry."""
+        return self._is_kinked and (entry.step > 1 or entry.stage != "forward")
+
+    def _is_judged(self, entry: Entry) -> bool:
+        """Return whether an entry is compared: not where frameworks differ by convention."""
+        if self._is_exact_only and entry.what not in _EXACT_QUANTITIES:
+            return False
+        if entry.what == "statistic" and entry.name == "variance" and entry.module in self._agreed.biased:
+            return False
+        recurrent = self._agreed.kinds.get(entry.module.partition("#")[0]) in RECURRENT_KINDS
+        if recurrent and entry.what == "parameter" and "bias" in entry.name:
+            return False  # only the sum of two biases, or of one with a constant of haiku's, has a meaning
+        if recurrent and entry.sketch is not None and entry.what in ("output", "cotangent"):
+            return False  # frameworks differ in the time order of outputs of a backward pass over time
+        if not self._agreed.merged or entry.step == 0:
+            return True
+        if entry.step > 1 or entry.what == "grad_norm":  # the sum of both moves twice as far; the norm counts both
+            return False
+        return entry.stage != "update" or not (self._clips or entry.module in self._agreed.merged)
+
+    def _compare_arrays(
+        self, one: Entry, two: Entry, wide: tuple[Entry | None, Entry | None], depth: int, least: float
+    ) -> EntryComparison | None:
+        a, b = one.sketch, two.sketch
+        assert a is not None
+        assert b is not None
+        if not _has_equal_layout(a.shape, b.shape):
+            self._add_note(
+                f"{one.module or 'the model'} gives {list(a.shape)} in {self._labels[0]} and {list(b.shape)} in "
+                f"{self._labels[1]}: its {one.what} is not compared"
+            )
+            return None
+        scale = max(a.norm, b.norm)
+        own = own_distance(one, wide[0]), own_distance(two, wide[1])
+        allowed = self._allowed_distance(own, depth, max(scale, least), one)
+        if one.what == "gradient" and not self._judge.wide and _is_rounding_only((one, two), wide):
+            allowed = max(allowed, FACTOR * max(each for each in own if each is not None))
+        kind = ""
+        narrow = [each.dtype in HALF_DTYPES for each in (a, b)]
+        product = self._agreed.kinds.get(one.module.partition("#")[0]) in _MATMUL_KINDS
+        if one.what.startswith("output") and product and self._judge.alike and a.dtype != b.dtype and any(narrow):
+            kind = "dtype"
+        known = [each for each in own if each is not None]
+        random = one.step == 1 and one.what.startswith("output") and self._judge.wide
+        if random and known and max(known) > RANDOMNESS_LIMIT * scale:
+            kind = "randomness"
+        distance = sketch_distance(a, b)
+        if distance > allowed and (hidden_modules.is_absent(one) or hidden_modules.is_absent(two)):
+            kind = "missing"
+        found = EntryComparison(one, two, distance, allowed, scale, own, kind)
+        if one.stage == "forward" and one.step == 1 and self._judge.wide and not found.counts:
+            return prefer_float64_distance(found, wide, self._judge.arithmetic(depth, scale))
+        return found
+
+    def _compare_before_activation(
+        self,
+        entry: Entry,
+        found: EntryComparison | None,
+        ours: StepEntries,
+        theirs: StepEntries,
+        wide: tuple[Entry | None, Entry | None],
+        depth: int,
+    ) -> EntryComparison | None:
+        """Return `found`, or the comparison before an activation that only one side's recorded output includes."""
+        if found is None or not found.counts or entry.stage != "forward":
+            return found
+        key = entry.step, entry.stage, entry.module
+        one: Entry | None = entry
+        two: Entry | None = found.two
+        if entry.what == "output":
+            two = theirs.get((*key, BEFORE_ACTIVATION, ""))
+        else:
+            one = ours.get((*key, "output", ""))
+        if one is None or two is None:
+            return found
+        nearer = self._compare_arrays(one, two, (None, None), depth, 0.0)
+        return found if nearer is None or nearer.counts else nearer
+
+    def _compare_numbers(
+        self,
+        one: Entry,
+        two: Entry,
+        wide: tuple[Entry | None, Entry | None],
+        depth: int,
+        reach: tuple[float, float] | None,
+        gradients: Mapping[tuple[str, str], float],
+    ) -> EntryComparison:
+        assert one.number is not None
+        assert two.number is not None
+        scale = max(abs(one.number), abs(two.number))
+        distance = scalar_distance(one.number, two.number)
+        if one.what in _EXACT_QUANTITIES:
+            return EntryComparison(one, two, distance, 0.0, scale, (None, None))
+        own = tuple(
+            None if each is None or each.number is None else scalar_distance(side.number or 0.0, each.number)
+            for side, each in zip((one, two), wide, strict=True)
+        )
+        allowed = self._allowed_distance((own[0], own[1]), depth, scale, one)
+        if one.what == "loss" and reach is not None:
+            allowed += reach[0] * reach[1]
+        if one.what == "grad_norm":
+            allowed += math.sqrt(sum(each * each for each in gradients.values()))
+        return EntryComparison(one, two, distance, allowed, scale, (own[0], own[1]))
+
+    def _record_worst(self, found: EntryComparison) -> None:
+        entry = found.one
+        key = (entry.module, entry.stage, entry.what, entry.name)
+        before = self._worst.get(key)
+        if before is None or (found.counts, found.ratio) > (before.counts, before.ratio):
+            self._worst[key] = found
+
+    def _add_note(self, said: str) -> None:
+        if said not in self.notes:
+            self.notes.append(said)
+
+
+def _order_entries(step: StepEntries, agreed: Alignment) -> list[Entry]:
+    """Return entries in program order; gradients follow their module's cotangents, slots precede parameters."""
+    entries = list(step.values())
+    forward = [entry for entry in entries if entry.stage == "forward"]
+    place: dict[str, float] = {}
+    for number, entry in enumerate(forward):
+        place.setdefault(entry.module.partition("#")[0], number)
+    place |= hidden_modules.recurrent_cell_positions(agreed, place)
+    back = [entry for entry in entries if entry.stage == "backward"]
+    order = {id(entry): number for number, entry in enumerate(back)}
+
+    def backward(entry: Entry) -> tuple[float, int, int]:
+        module = entry.module.partition("#")[0]
+        return (-place.get(module, -1), int(entry.what == "gradient"), order[id(entry)])
+
+    rest = [entry for entry in entries if entry.stage == "step"]
+    update = [entry for entry in entries if entry.stage == "update"]
+    kept = [entry for entry in update if entry.what not in ("parameter", "statistic")]
+    return [*forward, *sorted(back, key=backward), *rest, *kept, *(e for e in update if e not in kept)]
+
+
+def _is_downstream_of_output(entry: Entry) -> bool:
+    """Return whether an entry depends on the model's output through the loss."""
+    return entry.what == "loss" or (entry.stage == "backward" and bool(entry.module))
+
+
+def _has_kinks(ours: StepEntries, theirs: StepEntries) -> bool:
+    """Return whether many elements of gradients are exactly 0, as after a ReLU or a maximum."""
+    both = (entry.sketch for step in (ours, theirs) for entry in step.values() if entry.what == "cotangent")
+    return any(sketch is not None and sketch.zeros > _KINK_ZERO_SHARE * sketch.size for sketch in both)
+
+
+def _has_overflow(ours: StepEntries, theirs: StepEntries) -> bool:
+    """Return whether the gradients of this step are non-finite on both sides."""
+    found = [
+        [e.number for e in step.values() if e.what == "grad_norm" and e.number is not None] for step in (ours, theirs)
+    ]
+    return all(found) and not any(math.isfinite(number) for each in found for number in each)
+
+
+def _is_rounding_only(sides: tuple[Entry, Entry], wide: tuple[Entry | None, Entry | None]) -> bool:
+    """Return whether a gradient is rounding alone on both sides, as their float32 runs show. Example: the bias of a
+    convolution before a batch normalization, whose terms add up to 0."""
+    return all(
+        each is not None
+        and each.sketch is not None
+        and side.sketch is not None
+        and each.sketch.norm <= _ROUNDING_GRADIENT_SHARE * side.sketch.norm
+        for side, each in zip(sides, wide, strict=True)
+    )
+
+
+def _has_equal_layout(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Return whether two shapes are equal up to axes of length 1, or one is a flattened form of the other."""
+    some, others = ([length for length in shape if length != 1] for shape in (one, other))
+    return math.prod(some) == math.prod(others) and (some == others or len(some) != len(others))
+
+
+def _comparison_row(phase: str, found: EntryComparison) -> ComparisonRow:
+    one, two = found.one, found.two
+    scale = found.scale or 1.0
+    return ComparisonRow(
+        phase=phase,
+        module=one.module,
+        stage=one.stage,
+        what=one.what,
+        name=one.name,
+        step=one.step,
+        dtypes=("", "") if one.sketch is None or two.sketch is None else (one.sketch.dtype, two.sketch.dtype),
+        distance=found.distance / scale if math.isfinite(found.distance) else None,
+        allowed=found.allowed / scale,
+        counts=found.counts,
+    )

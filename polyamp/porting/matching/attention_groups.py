@@ -1,0 +1,187 @@
+"""Matching of attention that one framework has as one layer, and the other model composes of dense layers.
+
+Projections are found by their names ("q_proj", "query", "c_attn", "qkv", ...) below one module. Several dense layers
+become one layer. Its kind is "attention", with the heads of the other side, or "projections" if both sides use dense
+layers that are packed differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar
+
+from polyamp.porting.layouts.inventory import InventoryLeaf, NativeLayer
+from polyamp.porting.layouts.layer_layout import Form, Rule
+from polyamp.porting.layouts.operations import Apart, Operation, Reshape, Shape, Split
+from polyamp.porting.matching.layer_fit import LayerFit, find_layer_fit
+from polyamp.porting.matching.module_names import parse_module_name
+
+_SEPARATE_ROLES: Final = ("query", "key", "value")
+_PACKED_ROLE: Final = "queries, keys, values"
+
+FittedPair = tuple[NativeLayer, NativeLayer, LayerFit]
+
+
+class _DenseAttention(NamedTuple):
+    """Attention composed of dense layers: a module's path, and role -> dense layer."""
+
+    path: str
+    parts: Mapping[str, NativeLayer]
+
+
+_LocatedT = TypeVar("_LocatedT", _DenseAttention, NativeLayer)
+
+
+def regroup_attention(
+    source: Sequence[NativeLayer], target: Sequence[NativeLayer]
+) -> tuple[list[FittedPair], tuple[list[NativeLayer], list[NativeLayer]]]:
+    """Return pairs of layers merged from several, and the remaining layers of both sides."""
+    sides = list(source), list(target)
+    pairs: list[FittedPair] = []
+    for number in (0, 1):  # dense layers on one side, an attention layer on the other
+        hands = _find_dense_attentions(sides[number])
+        whole = [layer for layer in sides[1 - number] if layer.forms[0].kind == "attention"]
+        for hand, other in _pair_by_numbers(hands, whole):
+            made = _attention_layer(hand, other)
+            way = None if made is None else find_layer_fit(*((made, other) if number == 0 else (other, made)))
+            if made is not None and way is not None:
+                way = way._replace(unsure=way.unsure or _ambiguity_reason(hand))
+                pairs.append((made, other, way) if number == 0 else (other, made, way))
+                sides[number][:] = [layer for layer in sides[number] if layer not in hand.parts.values()]
+                sides[1 - number][:] = [layer for layer in sides[1 - number] if layer is not other]
+    for one, two in _pair_by_numbers(_find_dense_attentions(sides[0]), _find_dense_attentions(sides[1])):
+        if one.parts.keys() == two.parts.keys():
+            continue
+        lengths = _packed_lengths(one) or _packed_lengths(two)
+        made_one, made_two = (_projection_layer(each, lengths) for each in (one, two)) if lengths else (None, None)
+        way = None if made_one is None or made_two is None else find_layer_fit(made_one, made_two)
+        if made_one is not None and made_two is not None and way is not None:
+            pairs.append(
+                (
+                    made_one,
+                    made_two,
+                    way._replace(unsure=way.unsure or _ambiguity_reason(one) or _ambiguity_reason(two)),
+                )
+            )
+            for side, hand in zip(sides, (one, two), strict=True):
+                side[:] = [layer for layer in side if layer not in hand.parts.values()]
+    return pairs, sides
+
+
+def _find_dense_attentions(layers: Sequence[NativeLayer]) -> list[_DenseAttention]:
+    """Return sets of dense layers below one module that are an attention's projections."""
+    modules: dict[str, list[NativeLayer]] = {}
+    for layer in layers:
+        if layer.forms[0].kind == "dense" and all(leaf.tied is None for leaf in layer.leaves.values()):
+            modules.setdefault(layer.path.rpartition("/")[0], []).append(layer)
+    found = []
+    for path, dense in modules.items():
+        parts = {}
+        rest = []
+        for layer in dense:
+            role = parse_module_name(layer.path.rpartition("/")[2]).stem
+            if role in (*_SEPARATE_ROLES, _PACKED_ROLE) and role not in parts:
+                parts[role] = layer
+            else:
+                rest.append(layer)
+        outputs = [layer for layer in rest if parse_module_name(layer.path.rpartition("/")[2]).stem == "output"] or rest
+        if len(outputs) == 1 and (set(parts) == set(_SEPARATE_ROLES) or set(parts) == {_PACKED_ROLE}):
+            found.append(_DenseAttention(path, {**parts, "output": outputs[0]}))
+    return found
+
+
+def _pair_by_numbers(
+    one: Sequence[_DenseAttention], two: Sequence[_LocatedT]
+) -> list[tuple[_DenseAttention, _LocatedT]]:
+    """Return pairs matched by the numbers in their paths; empty if the numbers are not conclusive."""
+    if len(one) != len(two):
+        return []
+    if len(one) == 1:
+        return [(one[0], two[0])]
+    ours = {parse_module_name(each.path).numbers: each for each in one}
+    theirs = {parse_module_name(each.path).numbers: each for each in two}
+    if len(ours) != len(one) or len(theirs) != len(two):
+        return []
+    return [(ours[mine], theirs[yours]) for mine, yours in zip(sorted(ours), sorted(theirs), strict=True)]
+
+
+def _ambiguity_reason(hand: _DenseAttention) -> str:
+    """Return why the reading of the dense layers is ambiguous, given that the first form of each is used; "" if each
+    has one form."""
+    for layer in hand.parts.values():
+        first, *others = layer.forms
+        if any(each.kind == first.kind and each.shapes(layer.arrays) == first.shapes(layer.arrays) for each in others):
+            either = "(inputs, features) or (features, inputs)"
+            return f"the kernel of {layer.path!r} may be {either}, and both are equally long"
+    return ""
+
+
+def _attention_layer(hand: _DenseAttention, other: NativeLayer) -> NativeLayer | None:
+    """Return the dense layers as one "attention" layer with the heads of `other`; None if shapes do not allow it."""
+    return _merge_layers(hand, "attention", other.forms[0].shapes(other.arrays))
+
+
+def _projection_layer(hand: _DenseAttention, lengths: Sequence[int]) -> NativeLayer | None:
+    """Return the dense layers as one layer with separate queries, keys and values of these lengths."""
+    shapes: dict[str, Shape] = {}
+    for role, layer in hand.parts.items():
+        own = layer.forms[0].shapes(layer.arrays)
+        roles = _SEPARATE_ROLES if role == _PACKED_ROLE else (role,)
+        for each in roles:
+            length = own["kernel"][1] if each == "output" else lengths[_SEPARATE_ROLES.index(each)]
+            shapes[f"{each}_kernel"] = (own["kernel"][0], length)
+            if "bias" in own:
+                shapes[f"{each}_bias"] = (length,)
+    return _merge_layers(hand, "projections", shapes)
+
+
+def _packed_lengths(hand: _DenseAttention) -> tuple[int, ...] | None:
+    if _PACKED_ROLE in hand.parts:
+        return None
+    return tuple(hand.parts[role].forms[0].shapes(hand.parts[role].arrays)["kernel"][1] for role in _SEPARATE_ROLES)
+
+
+def _role_rules(role: str, layer: NativeLayer, shapes: Mapping[str, Shape]) -> list[Rule] | None:
+    """Return the rules of a dense layer as one of an attention's projections, or as three of them."""
+    form = layer.forms[0]
+    own = form.shapes(layer.arrays)
+    roles = _SEPARATE_ROLES if role == _PACKED_ROLE else (role,)
+    rules = []
+    for rule in form.rules:
+        (part,) = rule.canonical
+        names = tuple(f"{each}_{part}" for each in roles)
+        if any(name not in shapes for name in names):
+            return None
+        wanted = [shapes[name] for name in names]
+        flat = [_flat_shape(shape, part, each) for shape, each in zip(wanted, roles, strict=True)]
+        if own[part][:-1] != flat[0][:-1] or own[part][-1] != sum(shape[-1] for shape in flat):
+            return None
+        split: tuple[Operation, ...] = (Split(tuple(shape[-1] for shape in flat)),) if len(roles) > 1 else ()
+        reshaped = Apart(tuple(Reshape(a, b) for a, b in zip(flat, wanted, strict=True)))
+        names_in = tuple(f"{role}/{name}" for name in rule.native)
+        rules.append(Rule(names_in, names, (*rule.operations, *split, reshaped)))
+    return rules
+
+
+def _flat_shape(shape: Shape, part: str, role: str) -> Shape:
+    """Return the shape of a projection as a dense layer stores it."""
+    if part == "bias":
+        return (shape[0],) if role == "output" or len(shape) == 1 else (shape[0] * shape[1],)
+    if len(shape) == 2:
+        return shape
+    return (shape[0] * shape[1], shape[2]) if role == "output" else (shape[0], shape[1] * shape[2])
+
+
+def _merge_layers(hand: _DenseAttention, kind: str, shapes: Mapping[str, Shape]) -> NativeLayer | None:
+    """Return the dense layers as one layer with arrays of these shapes; None if they have no such arrays."""
+    rules: list[Rule] = []
+    for role, layer in hand.parts.items():
+        made = _role_rules(role, layer, shapes)
+        if made is None:
+            return None
+        rules += made
+    leaves: dict[str, InventoryLeaf] = {
+        f"{role}/{name}": leaf for role, layer in hand.parts.items() for name, leaf in layer.leaves.items()
+    }
+    modules = dict.fromkeys(layer.module for layer in hand.parts.values() if layer.module)
+    return NativeLayer(hand.path, leaves, (Form(kind, tuple(rules)),), " + ".join(modules))

@@ -1,0 +1,282 @@
+"""`TrainingSide`, a uniform view of a training state for `port`, and `Training`.
+
+A side is a polyamp state, a checkpoint, or a model with its framework's own optimizer and loss scaler (`Training`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from polyamp.contract import registry
+from polyamp.contract.backend import Backend, State
+from polyamp.errors import ArgumentError, CheckpointError, PortError, UnsupportedError, describe_value
+from polyamp.porting.layouts.converter import Converter, HasConverter
+from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.states.metadata import read_state_metadata as read_description
+from polyamp.porting.states.optimizer_layout import (
+    HasStateConverter,
+    NativeTraining,
+    OptimizerLayout,
+    StateConverter,
+    map_leaf_arrays,
+    unnamed_leaves_reason,
+)
+from polyamp.recipe.scaler import LossScaler
+from polyamp.train import checkpoint, checkpoint_checks, recipe_changes
+from polyamp.train.argument_checks import is_state
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+ACCEPTED_STATES: Final = (
+    "a polyamp state, the path of a checkpoint that polyamp.save wrote, or polyamp.porting.training(model, optimizer, "
+    "scaler)"
+)
+
+
+_SCALER_RULE_FIELDS: Final = (
+    "kind",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "growth_delay",
+    "hysteresis",
+)
+"""Fields of a `LossScaler` that other libraries' scalers have too, under other names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """Model that is trained without polyamp; see `training`.
+
+    Attributes:
+        model: the model, with its weights.
+        optimizer: the framework's own optimizer, or its saved state.
+        scaler: the framework's own loss scaler, or its saved state; None if there is none.
+        step: number of applied updates, if known.
+    """
+
+    model: Any
+    optimizer: Any = None
+    scaler: Any = None
+    step: int | None = None
+
+
+def training(model: Any, optimizer: Any = None, scaler: Any = None, *, step: int | None = None) -> Training:
+    """Describe a model that is trained without polyamp, as a source or target of `polyamp.port`. Training continues
+    under polyamp, in the same or another framework, or the other way round.
+
+    | framework | `optimizer` | `scaler` |
+    |---|---|---|
+    | torch | `torch.optim` SGD, Adam, AdamW, RMSprop, Adagrad, or (to read) a `state_dict()` | `GradScaler`; the same |
+    | Keras | Keras's, or a `LossScaleOptimizer` around it; None: the compiled model's | None: it is in the optimizer |
+    | JAX | an optax state, better `(transformation, state)`, or flax's `TrainState` | `DynamicScale`, jmp's, or None |
+
+    Args:
+        model: as `polyamp.init` accepts it, with its weights.
+        optimizer: see above.
+        scaler: see above.
+        step: number of applied updates, which polyamp's schedules follow. Required if the optimizer does not count
+            them: torch's SGD, optax's without a schedule.
+
+    As a target it is filled in place in torch and Keras. In JAX a new `Training` of three parts is returned.
+
+    Example::
+
+        checkpoint = torch.load("run.pt", weights_only=True)
+        model.load_state_dict(checkpoint["model"])
+        source = polyamp.porting.training(model, checkpoint["optimizer"], checkpoint["scaler"])
+        state, report = polyamp.port(source, state)  # of a JAX model, say
+    """
+    return Training(model, optimizer, scaler, step)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingSide:
+    """One of the two sides of a port.
+
+    Attributes:
+        name: name for messages.
+        inventory: the layers of its model.
+        arrays: every array by name, as `export_state` names them.
+        leaves: name of a leaf -> array.
+        optimizer: layout of its optimizer's arrays.
+        settings: known settings of its recipe as plain values, without the optimizer.
+        scaler: its loss scaler; None if there is none or it is unknown.
+        whole: whether it has a complete recipe with all settings.
+        replaced: function from arrays to the state with them; None for a checkpoint.
+    """
+
+    name: str
+    inventory: Inventory
+    arrays: Mapping[str, Array]
+    leaves: Mapping[str, str]
+    optimizer: OptimizerLayout
+    settings: Mapping[str, Any]
+    scaler: LossScaler | None
+    whole: bool
+    replaced: Callable[[Mapping[str, Array]], Any] | None
+
+    @property
+    def step(self) -> int | None:
+        """Number of applied updates: the largest update count if not stored elsewhere; None if unknown."""
+        if "step" in self.arrays:
+            return int(self.arrays["step"])
+        held = {count.array for count in self.optimizer.counts.values()} | set(self.optimizer.positions)
+        return max((int(self.arrays[name].reshape(-1)[0]) for name in held if name in self.arrays), default=None)
+
+
+def is_training_side(value: Any) -> bool:
+    """Return whether `port` treats a value as a training state: any of `ACCEPTED_STATES` except a path."""
+    return is_state(value) or isinstance(value, Training)
+
+
+def make_training_side(value: Any, *, target: bool) -> TrainingSide:
+    """Return a training state as one side of a port.
+
+    Raises:
+        ArgumentError: none of these.
+        PortError: its backend cannot move states, or its arrays cannot be named.
+        CheckpointError: a damaged file.
+    """
+    if isinstance(value, Training):
+        return _side_of_native_training(value)
+    if is_state(value):
+        return _side_of_state(value, target=target)
+    if isinstance(value, str | os.PathLike) and not target:
+        return _side_of_checkpoint(value)
+    accepted = (
+        ACCEPTED_STATES if not target else "a polyamp state or polyamp.porting.training(model, optimizer, scaler)"
+    )
+    raise ArgumentError(
+        f"a training state moves to another one: {'target' if target else 'source'} must be {accepted}. Received: "
+        f"{describe_value(value)}."
+    )
+
+
+def _side_of_state(state: Any, *, target: bool) -> TrainingSide:
+    backend: Backend = cast("State[Any]", state).backend
+    converter, states = find_converters(backend)
+    arrays = backend.export_state(state)
+    inventory = converter.inventory(state.model)
+    name = f"the {backend.name} state"
+    if not target:
+        arrays = {**arrays, **_rename_numbered_arrays(inventory, arrays)}
+    return TrainingSide(
+        name,
+        inventory,
+        arrays,
+        _leaf_array_names(inventory, arrays, name),
+        states.layout(state, arrays),
+        recipe_changes.state_settings(state),
+        state.recipe.loss_scaler,
+        True,
+        lambda new: backend.import_state(state, new),
+    )
+
+
+def _side_of_native_training(given: Training) -> TrainingSide:
+    import numpy as np
+
+    backend = registry.backend_for(given.model)
+    converter, states = find_converters(backend)
+    native: NativeTraining = states.native(given.model, given.optimizer, given.scaler)
+    arrays = native.arrays()
+    if given.step is not None:
+        arrays["step"] = np.asarray(given.step, np.int32)
+    inventory = converter.inventory(native.model)
+    name = f"the {backend.name} training"
+    scaler = LossScaler(**native.scaler) if native.scaler else None
+
+    def replaced(new: Mapping[str, Array]) -> Training:
+        made = native.replaced({name: array for name, array in new.items() if name != "step"})
+        return Training(made.model, made.optimizer, made.loss_scaler, None if given.step is None else int(new["step"]))
+
+    return TrainingSide(
+        name,
+        inventory,
+        arrays,
+        _leaf_array_names(inventory, arrays, name),
+        native.layout,
+        {} if scaler is None else {"scaler": {name: getattr(scaler, name) for name in _SCALER_RULE_FIELDS}},
+        scaler,
+        False,
+        replaced,
+    )
+
+
+def _side_of_checkpoint(path: str | os.PathLike[str]) -> TrainingSide:
+    name = os.fspath(path)
+    meta, arrays = checkpoint.read(path)
+    said = json.loads(meta.get("porting") or "{}")
+    if not said or "error" in said:
+        why = (
+            f"when it was saved, its model could not be described ({said['error']})"
+            if said
+            else "an older polyamp wrote it, which did not describe the model in it"
+        )
+        raise PortError(
+            f"{name} does not say what its arrays are in another framework: {why}. Restore it with its own framework, "
+            "and save it again, or port the state that you restored: state = polyamp.restore(state, path); "
+            "polyamp.port(state, other)."
+        )
+    try:
+        inventory, leaves, optimizer = read_description(said, arrays)
+    except (ValueError, KeyError, TypeError) as error:
+        raise PortError(f"{name} cannot be read for another framework: {error}.") from error
+    settings = checkpoint.saved_settings(meta) or {}
+    problems = checkpoint_checks.list_impossible_values(
+        arrays, checkpoint_checks.saved_scaler(settings or None, LossScaler())
+    )
+    if problems:
+        raise CheckpointError(f"{name} holds what no state can hold. {checkpoint_checks.join_problems(problems)}.")
+    return TrainingSide(
+        name,
+        inventory,
+        arrays,
+        leaves,
+        optimizer,
+        settings,
+        checkpoint_checks.saved_scaler(settings, LossScaler.off()) if settings else None,
+        bool(settings),
+        None,
+    )
+
+
+def find_converters(backend: Backend) -> tuple[Converter, StateConverter]:
+    """Return the converters of a backend's models and states.
+
+    Raises:
+        UnsupportedError: the backend has none.
+    """
+    if not isinstance(backend, HasConverter) or not isinstance(backend, HasStateConverter):
+        raise UnsupportedError(
+            f"the {backend.name} backend of this version has no converter for training states (`porting` and "
+            "`porting_states`: polyamp.porting.layouts.converter.HasConverter, "
+            "polyamp.porting.states.optimizer_layout.HasStateConverter)."
+        )
+    return backend.porting, backend.porting_states
+
+
+def _rename_numbered_arrays(inventory: Inventory, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Rename statistics that a checkpoint stores under numbers (equinox's `State`) to the model's names."""
+    lost = set(map_leaf_arrays(inventory, arrays)[1])
+    return {
+        f"running/{leaf.tied or leaf.name}": leaf.array.read()
+        for layer in inventory.layers
+        for leaf in layer.leaves.values()
+        if leaf.name in lost and not leaf.trainable
+    }
+
+
+def _leaf_array_names(inventory: Inventory, arrays: Mapping[str, Any], name: str) -> dict[str, str]:
+    found, lost = map_leaf_arrays(inventory, arrays)
+    if lost:
+        raise PortError(f"{name}: {unnamed_leaves_reason(lost)}")
+    return found

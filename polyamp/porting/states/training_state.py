@@ -1,0 +1,243 @@
+"""`TrainingState`, the canonical layout of a training state, and conversion from and to a `TrainingSide`.
+
+It has masters, moments, counts, loss scale and steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from polyamp.errors import PortError
+from polyamp.porting.layouts.inventory import InventoryLeaf, NativeLayer
+from polyamp.porting.layouts.layer_layout import Form
+from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp.porting.matching.flatten_order import ChannelOrder
+from polyamp.porting.states.training_side import TrainingSide
+from polyamp.rules.loss_scale import LossScaleState
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+SlotArrays = dict[str, dict[str, Lazy]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingState:
+    """Framework-independent training state in canonical layout.
+
+    Attributes:
+        parameters: "path/array" -> values, of masters and running statistics.
+        slots: slot in the names of polyamp's specs ("exp_avg", "momentum") -> "path/array" -> values, in the layout
+            of gradients: if a framework adds two biases, each has the moments of the sum.
+        counts: "path/array" -> number of updates it received (S23); empty if the optimizer does not count.
+        optimizer: kind of optimizer, as in a recipe file.
+        loss_scale: the known fields of `LossScaleState`, as numbers.
+        step: number of applied updates.
+    """
+
+    parameters: Mapping[str, Lazy]
+    slots: Mapping[str, Mapping[str, Lazy]]
+    counts: Mapping[str, int]
+    optimizer: str
+    loss_scale: Mapping[str, float]
+    step: int
+
+
+class ArrayMapping(NamedTuple):
+    """Layer to be moved, on one of the sides.
+
+    Attributes:
+        path: its path in canonical layout, the same on both sides.
+        layer: the layer.
+        form: conversion of its arrays to canonical ones.
+        order: for the source's layer: the target's order of its rows after a flatten.
+    """
+
+    path: str
+    layer: NativeLayer
+    form: Form
+    order: ChannelOrder | None = None
+
+
+def canonical_state(own: TrainingSide, ways: Sequence[ArrayMapping]) -> TrainingState:
+    """Convert a side to canonical layout."""
+    parameters: dict[str, Lazy] = {}
+    slots: SlotArrays = {slot: {} for slot in own.optimizer.slots}
+    counts: dict[str, int] = {}
+    for way in ways:
+        held = {name: Lazy.of(own.arrays[own.leaves[leaf.name]]) for name, leaf in way.layer.leaves.items()}
+        parameters |= _named_arrays(way, way.form.arrays(held))
+        for slot in slots:
+            kept = {name: _read_slot(own, slot, leaf) for name, leaf in way.layer.leaves.items()}
+            there = {name: array for name, array in kept.items() if array is not None}
+            slots[slot] |= _named_arrays(way, _available_native_rules(way.form, there).arrays(there, gradients=True))
+        for rule in way.form.rules:
+            known = [
+                _update_count(own, leaf.tied or leaf.name) for leaf in (way.layer.leaves[name] for name in rule.native)
+            ]
+            counted = [number for number in known if number is not None]
+            if counted:
+                counts |= {f"{way.path}/{name}": max(counted) for name in rule.canonical}
+    fields = {name: f"loss_scale/{name}" for name in LossScaleState._fields}
+    scale = {name: own.arrays[array].item() for name, array in fields.items() if array in own.arrays}
+    return TrainingState(parameters, slots, counts, own.optimizer.type, scale, own.step or 0)
+
+
+def native_state_arrays(
+    given: TrainingState, own: TrainingSide, ways: Sequence[ArrayMapping]
+) -> tuple[dict[str, Array], list[str]]:
+    """Return a side's arrays with the values of a canonical state, and notes for the report."""
+    new = dict(own.arrays)
+    fresh: list[str] = []
+    counts = {
+        leaf: _update_count(own, leaf) or 0 for leaf in own.optimizer.counts
+    }  # own values for leaves that nothing is moved to
+    for way in ways:
+        like = way.layer.arrays
+        values = transfer_arrays(way, given.parameters)
+        for name, array in _available_canonical_rules(way.form, values).leaves(values, like).items():
+            _write_values(new, own, way.layer.leaves[name], own.leaves[way.layer.leaves[name].name], array)
+        for slot, names in own.optimizer.slots.items():
+            values = transfer_arrays(way, given.slots.get(slot, {}))
+            made = _available_canonical_rules(way.form, values).leaves(values, like, moments=True)
+            for name, leaf in way.layer.leaves.items():
+                if leaf.tied is None and leaf.name in names:
+                    array = made.get(name) or _initial_slot(own, slot, leaf)
+                    fresh += [leaf.name] if name not in made else []
+                    _write_values(
+                        new, own, leaf, names[leaf.name], array, 1.0 / own.optimizer.factors.get(slot, 1.0), 4
+                    )
+        for rule in way.form.rules:
+            known = [given.counts.get(f"{way.path}/{name}") for name in rule.canonical]
+            number = max((count for count in known if count is not None), default=given.step)
+            for name in rule.native:
+                leaf = way.layer.leaves[name]
+                counts[leaf.name] = 0 if leaf.name in fresh else number
+    said = _write_counts(new, own, counts, given.step)
+    if fresh:
+        named = ", ".join(dict.fromkeys(fresh))
+        said.append(f"trained in the target alone, so that the optimizer's state of it begins anew: {named}")
+    return new, said
+
+
+def _named_arrays(way: ArrayMapping, arrays: dict[str, Lazy]) -> dict[str, Lazy]:
+    if way.order is not None and (not way.order.rows or "kernel" in arrays):
+        arrays = way.order.apply(arrays)
+    return {f"{way.path}/{name}": array for name, array in arrays.items()}
+
+
+def transfer_arrays(way: ArrayMapping, arrays: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    """Return the canonical arrays of one layer, as far as they exist."""
+    names = [name for rule in way.form.rules for name in rule.canonical]
+    return {name: arrays[key] for name in names if (key := f"{way.path}/{name}") in arrays}
+
+
+def _available_native_rules(form: Form, natives: Mapping[str, Any]) -> Form:
+    """Return the form with only the rules whose native arrays all exist: running statistics have no slots."""
+    return dataclasses.replace(form, rules=tuple(r for r in form.rules if all(name in natives for name in r.native)))
+
+
+def _available_canonical_rules(form: Form, arrays: Mapping[str, Any]) -> Form:
+    """Return the form with only the rules whose canonical arrays all exist."""
+    return dataclasses.replace(form, rules=tuple(r for r in form.rules if all(name in arrays for name in r.canonical)))
+
+
+def _read_slot(own: TrainingSide, slot: str, leaf: InventoryLeaf) -> Lazy | None:
+    """Return a leaf's slot in the scaling of polyamp's formulas; None if the leaf is not trained."""
+    name = own.optimizer.slots[slot].get(leaf.tied or leaf.name)
+    if name is None:
+        return None
+    array = own.arrays.get(name)
+    if array is None:  # the optimizer has not created it yet
+        return _initial_slot(own, slot, leaf)
+    factor = own.optimizer.factors.get(slot, 1.0)
+    if factor == 1.0:
+        return Lazy.of(array)
+    return Lazy(array.shape, array.dtype, lambda: array * array.dtype.type(factor))
+
+
+def _initial_slot(own: TrainingSide, slot: str, leaf: InventoryLeaf) -> Lazy:
+    """Return the initial value of a slot."""
+    import numpy as np
+
+    number = own.optimizer.numbers.get(leaf.tied or leaf.name, 0)
+    start = own.optimizer.distinct[number].get("initial_accumulator_value", 0.0) if slot == "sum" else 0.0
+    shape, dtype = leaf.array.shape, np.dtype(np.float32)
+    return Lazy(shape, dtype, lambda: np.full(shape, start, dtype))
+
+
+def _update_count(own: TrainingSide, leaf: str) -> int | None:
+    place = own.optimizer.counts.get(leaf)
+    if place is None:
+        return None
+    if place.array not in own.arrays:  # the optimizer has not created it yet
+        return 0
+    missed = int(own.arrays[place.missed][place.index]) if place.missed else 0
+    return int(own.arrays[place.array].reshape(-1)[-1]) - missed
+
+
+def _write_values(
+    new: dict[str, Array],
+    own: TrainingSide,
+    leaf: InventoryLeaf,
+    name: str,
+    values: Lazy,
+    factor: float = 1.0,
+    least: int = 0,
+) -> None:
+    """Write values into an array of the target, which keeps its dtype. Elements of an array that does not exist yet
+    have at least `least` bytes."""
+    import numpy as np
+
+    if leaf.tied is not None:
+        return
+    read = values.read()
+    if read.shape != leaf.array.shape:
+        raise PortError(f"{leaf.name}: {list(leaf.array.shape)} in {own.name}. Received: {list(read.shape)}.")
+    dtype = own.arrays[name].dtype if name in own.arrays else leaf.array.dtype
+    if name not in own.arrays and dtype.itemsize < least:
+        dtype = np.dtype(np.float32)
+    scaled = read if factor == 1.0 else read * read.dtype.type(factor)
+    new[name] = np.array(scaled, dtype, order="C")
+
+
+def _write_counts(new: dict[str, Array], own: TrainingSide, counts: Mapping[str, int], step: int) -> list[str]:
+    """Write the counts into the target's arrays, and the number of applied updates to all of its locations."""
+    import numpy as np
+
+    shared: dict[str, dict[str, int]] = {}
+    for leaf, number in counts.items():
+        place = own.optimizer.counts.get(leaf)
+        if place is None:
+            continue
+        if place.missed:
+            missed = new[place.missed]
+            if missed is own.arrays[place.missed]:
+                missed = new[place.missed] = np.array(missed)
+            missed[place.index] = step - number
+            _write_number(new, own, place.array, step)
+        else:
+            shared.setdefault(place.array, {})[leaf] = number
+    for name in {*own.optimizer.positions, "step"} & set(own.arrays):
+        _write_number(new, own, name, step)
+    said = []
+    for name, numbers in shared.items():
+        _write_number(new, own, name, max(numbers.values()))
+        late = [leaf for leaf, number in numbers.items() if number != max(numbers.values())]
+        if late:
+            said.append(
+                f"the target counts updates of all parameters together, where {', '.join(late[:3])} took fewer: its "
+                "bias correction goes on with the larger number"
+            )
+    return said
+
+
+def _write_number(new: dict[str, Array], own: TrainingSide, name: str, number: int) -> None:
+    import numpy as np
+
+    old = own.arrays.get(name)
+    new[name] = np.full((), number, np.float32) if old is None else np.full(old.shape, number, old.dtype)

@@ -1,0 +1,202 @@
+"""Parameter groups of a recipe, resolved once against a model: the hyperparameters of every parameter (S27).
+
+Backends call `resolve_group_members` at `init` and only read the result: they match no globs. Without groups, and with
+a framework's own optimizer, one member applies to all parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from polyamp.array_namespace import ArrayNamespace
+from polyamp.errors import RecipeError
+from polyamp.recipe.groups import RATE_FIELDS, Group
+from polyamp.recipe.optimizers import is_spec
+from polyamp.recipe.recipe import Recipe
+from polyamp.rules import module_aliases, overrides
+from polyamp.rules.parameter_kinds import ParameterLeaf, paths_of_kind
+from polyamp.schedules import ScaledSchedule
+
+
+class GroupHyperparameters(NamedTuple):
+    """One set of hyperparameters.
+
+    Attributes:
+        spec: all hyperparameters, as a spec without groups; a framework's own optimizer unchanged. Its learning rate is
+            that of the recipe or the group, without the scale.
+        scale: factor of the learning rate (`learning_rate_scale`).
+        own_rate: whether the group sets the rate, so that it does not follow the recipe's.
+    """
+
+    spec: Any
+    scale: float = 1.0
+    own_rate: bool = False
+
+    @property
+    def learning_rate(self) -> Any:
+        """The learning rate including the scale, a number or a schedule."""
+        rate = self.spec.learning_rate
+        if self.scale == 1.0:
+            return rate
+        return ScaledSchedule(rate, self.scale) if callable(rate) else rate * self.scale
+
+    @property
+    def whole(self) -> Any:
+        """The spec with the scale in its learning rate; a framework's own optimizer unchanged."""
+        return self.spec if self.scale == 1.0 else self.spec.replace(learning_rate=self.learning_rate)
+
+    def rate(self, count: Any, xp: ArrayNamespace) -> Any:
+        """Return the rate of the update after `count` applied ones, as a scalar of `count`'s framework (S13)."""
+        rate = self.learning_rate
+        return rate(count, xp) if callable(rate) else xp.asarray(rate, count * 1.0)
+
+
+class GroupMembers:
+    """Hyperparameters of every parameter. Frozen and hashable.
+
+    Args:
+        distinct: the distinct sets of hyperparameters, in the order of first use.
+        numbers: path -> index in `distinct`, in the parameters' order.
+
+    Attributes:
+        distinct, numbers: as given.
+        order: the indices without the paths.
+    """
+
+    __slots__ = ("_key", "distinct", "numbers", "order")
+
+    distinct: tuple[GroupHyperparameters, ...]
+    numbers: Mapping[str, int]
+    order: tuple[int, ...]
+
+    def __init__(self, distinct: Sequence[GroupHyperparameters], numbers: Mapping[str, int]) -> None:
+        self.distinct = tuple(distinct)
+        self.numbers = dict(numbers)
+        self.order = tuple(self.numbers.values())
+        self._key = (self.distinct, tuple(self.numbers.items()))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all parameters have the same hyperparameters."""
+        return len(self.distinct) == 1
+
+    @property
+    def is_ungrouped(self) -> bool:
+        """Whether the only set is the recipe's optimizer, as without groups."""
+        return self.is_uniform and self.distinct[0].scale == 1.0
+
+    def of(self, path: str) -> GroupHyperparameters:
+        """Return the hyperparameters of one parameter."""
+        return self.distinct[self.numbers[path]]
+
+    def each(self) -> list[GroupHyperparameters]:
+        """Return the hyperparameters of every parameter, in the parameters' order."""
+        return [self.distinct[number] for number in self.order]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or self._key == other._key if isinstance(other, GroupMembers) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.distinct, self.order))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GroupMembers, (self.distinct, self.numbers)
+
+    def __repr__(self) -> str:
+        lines = [f"Members of {len(self.numbers)} parameters:"]
+        for number, member in enumerate(self.distinct):
+            paths = [path for path, own in self.numbers.items() if own == number]
+            scale = "" if member.scale == 1.0 else f", learning rate times {member.scale:g}"
+            shown = ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
+            lines.append(f"  {member.spec!r}{scale}: {shown}")
+        return "\n".join(lines)
+
+
+def resolve_group_members(
+    recipe: Recipe,
+    paths: Iterable[str],
+    leaves: Callable[[], Sequence[ParameterLeaf]],
+    *,
+    backend: str,
+    modules: Callable[[], Iterable[str]] = tuple,
+) -> GroupMembers:
+    """Resolve the parameter groups of a recipe's optimizer for a model.
+
+    Args:
+        recipe: the recipe.
+        paths: path of every trainable parameter, in the order of the state.
+        leaves: returns descriptions of the same parameters, in the same order; called only if there are groups.
+        backend: backend whose spelling the paths have, for aliases.
+        modules: returns the path of every module, because an alias may name one without trained parameters.
+
+    Raises:
+        RecipeError: a glob matches no parameter (lists the closest paths), or a kind cannot be determined.
+        PolicyError: an alias does not match the model.
+
+    Example:
+        >>> import polyamp
+        >>> optimizer = polyamp.sgd(0.1, weight_decay=0.5, groups=[polyamp.Group("**/bias", weight_decay=0.0)])
+        >>> leaves = [ParameterLeaf("a/kernel", 2), ParameterLeaf("a/bias", 1)]
+        >>> recipe = polyamp.Recipe(optimizer=optimizer)
+        >>> found = resolve_group_members(recipe, ["a/kernel", "a/bias"], lambda: leaves, backend="jax")
+        >>> found.of("a/bias").spec.weight_decay, found.of("a/kernel").spec.weight_decay
+        (0.0, 0.5)
+    """
+    spec: Any = recipe.optimizer
+    if not is_spec(spec) or not spec.groups:
+        return GroupMembers([GroupHyperparameters(spec)], dict.fromkeys(paths, 0))
+    told = leaves()
+    paths, names = [leaf.path for leaf in told], _parameter_names(recipe, told, backend, modules)
+    base = spec.replace(groups=())
+    every = [name for own in names.values() for name in own]
+    chosen: dict[str, dict[str, tuple[Any, str, Any]]] = {path: {} for path in paths}
+    for number, group in enumerate(spec.groups):
+        _check_globs_match(group, number, every)
+        for path, rank in _select_parameters(group, told, names).items():
+            for name, value in group.settings.items():
+                one = "learning_rate" if name in RATE_FIELDS else name  # both names set the same hyperparameter
+                found = (*rank, number)
+                if one not in chosen[path] or chosen[path][one][0] <= found:
+                    chosen[path][one] = (found, name, value)
+    distinct: dict[GroupHyperparameters, int] = {}
+    numbers = {path: distinct.setdefault(_group_hyperparameters(base, chosen[path]), len(distinct)) for path in paths}
+    return GroupMembers(list(distinct), numbers)
+
+
+def _group_hyperparameters(base: Any, chosen: Mapping[str, tuple[Any, str, Any]]) -> GroupHyperparameters:
+    settings = {name: value for _, name, value in chosen.values()}
+    scale = float(settings.pop("learning_rate_scale", 1.0))
+    return GroupHyperparameters(base.replace(**settings) if settings else base, scale, "learning_rate" in settings)
+
+
+def _parameter_names(
+    recipe: Recipe, leaves: Sequence[ParameterLeaf], backend: str, modules: Callable[[], Iterable[str]]
+) -> dict[str, tuple[str, ...]]:
+    """Return all paths and aliases of each parameter, by its path."""
+    places = [leaf.called or (leaf.path,) for leaf in leaves]
+    names = module_aliases.expand_aliases(recipe.policy.aliases, backend, places, modules)
+    return {leaf.path: own for leaf, own in zip(leaves, names, strict=True)}
+
+
+def _check_globs_match(group: Group, number: int, names: Sequence[str]) -> None:
+    overrides.check_all_match(
+        group.globs, names, argument=f"groups[{number}]", what="trainable parameter", error=RecipeError
+    )
+
+
+def _select_parameters(
+    group: Group, leaves: Sequence[ParameterLeaf], names: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[bool, int]]:
+    """Return path -> precision of the match: (whether by kind, length of the longest glob)."""
+    lengths = dict.fromkeys(names, 0)
+    if group.globs:
+        matching = {
+            path: [len(glob) for glob in group.globs if any(overrides.covers(glob, name) for name in own)]
+            for path, own in names.items()
+        }
+        lengths = {path: max(found) for path, found in matching.items() if found}
+    if not group.kinds:
+        return {path: (False, length) for path, length in lengths.items()}
+    held = set().union(*(paths_of_kind(kind, leaves, lengths) for kind in group.kinds))
+    return {path: (True, length) for path, length in lengths.items() if path in held}

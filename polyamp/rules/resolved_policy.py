@@ -1,0 +1,194 @@
+"""`ResolvedPolicy`: a policy resolved once against a model's module paths (S1 to S5).
+
+For each module it stores the compute dtype, whether autocast is active, and whether the sensitive families of S4 stay
+in float32. Backends create one at `init` with `policy.plan(paths)` and only read it: they match no globs and do not
+interpret the policy's dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+from polyamp.float_formats import HALF_DTYPES
+
+
+class PrecisionSettings(Protocol):
+    """Fields of a policy; see `Policy`."""
+
+    @property
+    def param(self) -> str:
+        """Dtype of the master weights."""
+
+    @property
+    def compute(self) -> str:
+        """Dtype of matrix products."""
+
+    @property
+    def output(self) -> str:
+        """Dtype that the model returns."""
+
+    @property
+    def mode(self) -> str | None:
+        """ "autocast", "cast" or None."""
+
+    @property
+    def overrides(self) -> Mapping[str, str]:
+        """Glob -> dtype."""
+
+    @property
+    def float32_matmul(self) -> str | None:
+        """Precision of float32 matrix products."""
+
+    @property
+    def op_list(self) -> str:
+        """ "polyamp" or "native"."""
+
+    @property
+    def op_rules(self) -> Mapping[str, str]:
+        """Operation -> rule."""
+
+
+class ModulePrecision(NamedTuple):
+    """Precision of one module under a policy.
+
+    Attributes:
+        dtype: its compute dtype.
+        named: the dtype that an override gives it, or None if the policy's `compute` applies.
+        mixes: whether autocast is active: the module computes in 16 bits, its master weights are wider, and each
+            operation picks its dtype (S3).
+        kept: whether autocast is active and S4's sensitive families stay in float32.
+    """
+
+    dtype: str
+    named: str | None
+    mixes: bool
+    kept: bool
+
+
+class ResolvedPolicy:
+    """Policy resolved for one model. Frozen and hashable; equal if policy and overridden paths are equal.
+
+    Args:
+        policy: the policy.
+        overridden: module path -> dtype of the modules that an override covers, from `overrides.resolve_overrides`.
+
+    Attributes:
+        policy: the policy, for messages and reports.
+        param, compute, output, float32_matmul, op_rules: as in the policy.
+        cast: whether parameters and inputs are cast once at the model's boundary (mode "cast").
+        float64: whether float64 leaves are cast too, because the policy names float64 itself (S2).
+        overridden: as given.
+        root: the precision of a module without an override.
+        kept: whether S4's families stay in float32 wherever autocast is active.
+        mixes: whether autocast is active anywhere.
+        narrow: the 16-bit dtypes among the compute dtypes, sorted.
+
+    Example:
+        >>> from polyamp import Policy
+        >>> plan = Policy("mixed_float16", overrides={"head": "float32"}).plan(["", "body", "head"])
+        >>> plan.at("body").mixes, plan.at("head/dense").dtype, plan.narrow
+        (True, 'float32', ('float16',))
+    """
+
+    __slots__ = (
+        "_hash",
+        "_key",
+        "_places",
+        "cast",
+        "compute",
+        "float32_matmul",
+        "float64",
+        "kept",
+        "mixes",
+        "narrow",
+        "op_rules",
+        "output",
+        "overridden",
+        "param",
+        "policy",
+        "root",
+    )
+
+    policy: Any
+    param: str
+    compute: str
+    output: str
+    float32_matmul: str | None
+    op_rules: Mapping[str, str]
+    cast: bool
+    float64: bool
+    overridden: Mapping[str, str]
+    root: ModulePrecision
+    kept: bool
+    mixes: bool
+    narrow: tuple[str, ...]
+    _hash: int
+    _key: tuple[Any, ...]
+    _places: dict[str, ModulePrecision]
+
+    def __init__(self, policy: PrecisionSettings, overridden: Mapping[str, str]) -> None:
+        found = dict(overridden)
+        dtypes = {policy.compute, *found.values()}
+        key = (policy, tuple(sorted(found.items())))
+        fields: dict[str, Any] = {
+            "policy": policy,
+            **{name: getattr(policy, name) for name in ("param", "compute", "output", "float32_matmul", "op_rules")},
+            "cast": policy.mode == "cast",
+            "float64": "float64" in (policy.param, policy.compute, policy.output),
+            "overridden": MappingProxyType(found),
+            "kept": policy.mode != "cast" and policy.op_list == "polyamp",
+            "mixes": any(_is_mixed(policy, dtype) for dtype in dtypes),
+            "narrow": tuple(sorted(dtypes.intersection(HALF_DTYPES))),
+            "_key": key,
+            "_hash": hash(key),
+            "_places": {path: module_precision(policy, dtype) for path, dtype in found.items()},
+            "root": module_precision(policy, None),
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("Plan is frozen; make another with policy.plan(paths).")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or bool(self._key == other._key) if isinstance(other, ResolvedPolicy) else NotImplemented
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ResolvedPolicy, (self.policy, dict(self.overridden))
+
+    def __repr__(self) -> str:
+        return f"Plan({self.policy}, overridden={dict(self.overridden)})"
+
+    def at(self, path: str) -> ModulePrecision:
+        """Return the precision of the module at `path`, or of its nearest known parent.
+
+        A lookup: a module that an override covers passes it on to its submodules.
+        """
+        if not self._places:
+            return self.root
+        found = self._places.get(path)
+        while found is None and path:
+            path = path.rpartition("/")[0]
+            found = self._places.get(path)
+        return self.root if found is None else found
+
+    def place(self, dtype: str) -> ModulePrecision:
+        """Return the precision of a module that computes in `dtype` because of an override or the model's choice."""
+        return module_precision(self.policy, dtype)
+
+
+def _is_mixed(policy: PrecisionSettings, dtype: str) -> bool:
+    """Whether operations of a module that computes in `dtype` pick their own dtypes (S3)."""
+    return policy.mode != "cast" and dtype in HALF_DTYPES and policy.param != dtype
+
+
+def module_precision(policy: PrecisionSettings, named: str | None) -> ModulePrecision:
+    """Return the precision of a module with the override `named`; with None, of a module without an override."""
+    dtype = policy.compute if named is None else named
+    mixes = _is_mixed(policy, dtype)
+    return ModulePrecision(dtype, named, mixes, mixes and policy.op_list == "polyamp")

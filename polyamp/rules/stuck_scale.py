@@ -1,0 +1,123 @@
+"""S17: detection of a loss scale that is stuck at its minimum.
+
+A gradient that is infinite at every scale needs the user's attention. `train_step` and `apply_gradients` check with the
+`StuckScaleMonitor` of their state; the scalers for custom loops own one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from polyamp.errors import LossScaleStuckError
+
+
+class StuckSettings(Protocol):
+    """Fields of a `LossScaler` that the rule reads."""
+
+    @property
+    def patience(self) -> int:
+        """See `LossScaler`."""
+
+    @property
+    def on_stuck(self) -> str:
+        """See `LossScaler`."""
+
+    @property
+    def min_scale(self) -> float:
+        """See `LossScaler`."""
+
+    @property
+    def checks(self) -> bool:
+        """See `LossScaler`."""
+
+
+class StuckScaleMonitor:
+    """Host-side step count of one state, passed on to the state that a step returns.
+
+    Args:
+        shared: several states share one count, because they cannot be distinguished. The step that is followed by a
+            check then shifts by one in each period of `patience`, so that no state is missed among up to `patience`
+            states that alternate.
+
+    Example:
+        >>> from polyamp import LossScaler
+        >>> watch, scaler = StuckScaleMonitor(), LossScaler(patience=3)
+        >>> [watch.is_due(scaler) for _ in range(6)]
+        [False, False, True, False, False, True]
+    """
+
+    __slots__ = ("shared", "steps")
+
+    def __init__(self, *, shared: bool = False) -> None:
+        self.shared = shared
+        self.steps = 0
+
+    def is_due(self, scaler: StuckSettings, steps: int = 1, per_update: int = 1) -> bool:
+        """Count steps, and return whether a check is due; this is so every `patience` updates.
+
+        Args:
+            scaler: the scaler's description.
+            steps: number of steps since the last call.
+            per_update: number of steps per update.
+        """
+        before, self.steps = self.steps, self.steps + steps
+        period = scaler.patience * per_update
+        if self.shared:
+            passed = any(_is_shifting_period(number, period) for number in range(before + 1, self.steps + 1))
+        else:
+            passed = self.steps // period != before // period
+        return passed and scaler.checks and scaler.on_stuck != "ignore"
+
+
+def _is_shifting_period(number: int, period: int) -> bool:
+    """Whether step `number` is one of `period`, 2 `period` + 1, 3 `period` + 2, ..."""
+    block, offset = divmod(number, period)
+    return block > 0 and offset == (block - 1) % period
+
+
+def stuck_message(skips: int, scaler: StuckSettings, names: Iterable[str], *, where: str = "loss_fn") -> str:
+    """Return the message for a stuck scale.
+
+    Args:
+        skips: consecutive skips at the minimum scale.
+        scaler: the scaler's description.
+        names: parameters with non-finite gradients, if known.
+        where: function that computes the loss.
+    """
+    listed = ", ".join(names) or "none on the last batch taken as a whole"
+    return (
+        f"{skips} steps in a row were skipped although the loss scale is at its floor of {scaler.min_scale:g}: the "
+        f"gradients are not finite whatever the scale. Parameters with inf or NaN gradients: {listed}. Look for a "
+        f"division by zero, a log of zero or a mask of -inf in {where}, or lower the learning rate; "
+        "LossScaler(on_stuck=...) chooses 'raise', 'warn' or 'ignore'."
+    )
+
+
+def check_stuck(
+    skips: int,
+    scaler: StuckSettings,
+    names: Callable[[], Iterable[str]],
+    *,
+    where: str = "loss_fn",
+    stacklevel: int = 3,
+) -> None:
+    """Raise or warn, as the scaler requests, if there are too many consecutive skips at the minimum scale.
+
+    Args:
+        skips: the number of skips, read on the host.
+        scaler: the scaler's description.
+        names: finds the parameters with non-finite gradients.
+        where: function that computes the loss.
+        stacklevel: of the warning; 3 is the caller of the checking function.
+
+    Raises:
+        LossScaleStuckError: `on_stuck="raise"`.
+    """
+    if skips < scaler.patience or scaler.on_stuck == "ignore":
+        return
+    message = stuck_message(skips, scaler, names(), where=where)
+    if scaler.on_stuck == "raise":
+        raise LossScaleStuckError(message)
+    warnings.warn(message, stacklevel=stacklevel)

@@ -1,0 +1,57 @@
+"""Byte-level parts of checkpoints: arrays of safetensors files, and digests embedded in the text that they cover."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import numpy as np
+
+BLANK_DIGEST: Final = "polyamp-digest".ljust(64, "-")
+"""Placeholder of a digest while the digest is computed; of the same length."""
+PARSE_ERRORS: Final = (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError, RecursionError)
+"""Errors of parsing damaged bytes, besides safetensors' own error."""
+
+
+def content_digest(content: bytes, held: str) -> str:
+    """Return SHA-256 over bytes whose digest field, now `held`, is blanked."""
+    start = content.find(held.encode())
+    view = memoryview(content)
+    found = hashlib.sha256(view[:start])
+    found.update(BLANK_DIGEST.encode())
+    found.update(view[start + len(held) :])
+    return found.hexdigest()
+
+
+def encode_complex128(arrays: Mapping[str, np.ndarray[Any, Any]]) -> tuple[dict[str, np.ndarray[Any, Any]], list[str]]:
+    """Return contiguous arrays for safetensors, which supports complex64 but not complex128, and the converted names.
+    A complex128 array becomes float64 with a last axis of (real, imaginary)."""
+    import numpy as np
+
+    names = [name for name, each in arrays.items() if each.dtype == np.complex128]
+    pairs = {name: arrays[name][..., None].view(np.float64) for name in names}
+    return {**arrays, **pairs}, names
+
+
+def decode_complex128(
+    arrays: Mapping[str, np.ndarray[Any, Any]], names: Sequence[str]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Invert `encode_complex128`."""
+    import numpy as np
+
+    return {**arrays, **{name: arrays[name].view(np.complex128)[..., 0] for name in names}}
+
+
+def array_from_info(info: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    """Return a tensor from `safetensors.deserialize` as an array in its own memory."""
+    import ml_dtypes
+    import numpy as np
+
+    names = {"BF16": ml_dtypes.bfloat16, "BOOL": np.bool_, "F16": np.float16, "F32": np.float32, "F64": np.float64}
+    letter = info["dtype"]
+    dtype = np.dtype(names[letter] if letter in names else f"{letter[0].lower()}{int(letter[1:]) // 8}")
+    if letter == "BOOL" and max(info["data"], default=0) > 1:
+        raise ValueError("a boolean that is neither 0 nor 1")
+    return np.frombuffer(info["data"], dtype).reshape(info["shape"]).copy()

@@ -1,0 +1,62 @@
+"""What two sides agree on: activations that one side has inside of its layers, and that are not the same."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from polyamp.errors import LossError
+from polyamp.parity.run.default_loss import random_target_loss
+from polyamp.parity.verdict.alignment import Alignment, align
+from polyamp.porting.layouts.inventory import Inventory, NativeLayer
+from polyamp.porting.layouts.layer_layout import Form
+from polyamp.porting.transfer_plan import make_transfer_plan
+from tests.core.porting.sketch import sketch
+
+
+def with_activation(inventory: Inventory, activation: str) -> Inventory:
+    """The first layer applies it itself."""
+    first = inventory.layers[0]
+    form = dataclasses.replace(first.forms[0], attributes={"activation": activation})
+    return Inventory([dataclasses.replace(first, forms=(form,)), *inventory.layers[1:]], inventory.framework)
+
+
+def beside(inventory: Inventory, activation: str) -> Inventory:
+    """A layer of its own applies it."""
+    act = NativeLayer("act", {}, (Form("activation", (), {"activation": activation}),))
+    return Inventory([inventory.layers[0], act, *inventory.layers[1:]], inventory.framework)
+
+
+MODEL = "fc: dense 4 8\nproj: dense 8 4"
+
+
+def of(one: Inventory, other: Inventory) -> Alignment:
+    return align(make_transfer_plan(one, other, None, strict=True))
+
+
+def test_each_side_is_seen_behind_its_own_activation() -> None:
+    found = of(beside(sketch(MODEL), "gelu_tanh"), with_activation(sketch(MODEL), "gelu"))
+    assert found.behind == {"fc": "gelu_tanh"}
+    assert found.applied == {}
+    assert found.differs["fc"] == ["fc: activation is 'gelu', in the source (act) 'gelu_tanh'"]
+    assert found.structure["fc"] == ["activation"]
+    found = of(with_activation(sketch(MODEL), "gelu"), beside(sketch(MODEL), "gelu_tanh"))
+    assert found.behind == {}
+    assert found.applied == {"fc": "gelu_tanh"}
+    assert found.differs["fc"] == ["act: activation is 'gelu_tanh', in the source (fc) 'gelu'"]
+
+
+def test_one_activation_is_no_difference() -> None:
+    found = of(beside(sketch(MODEL), "gelu"), with_activation(sketch(MODEL), "gelu"))
+    assert found.behind == {"fc": "gelu"}
+    assert found.differs == {}
+
+
+def test_a_model_that_does_not_take_the_batch() -> None:
+    def model(inputs: object) -> object:
+        return inputs
+
+    with pytest.raises(LossError, match=r"does not take it: .*'x'.*mapping is given as keywords.*\(mapping,\)"):
+        random_target_loss(sketch(MODEL))(model, {"x": np.ones(3)})
