@@ -1,4 +1,4 @@
-"""A temporary copy of the repository, in which files are changed and tests run. `tests.faults` uses it too."""
+"""A temporary copy of the repository, in which files are changed and tests run."""
 
 from __future__ import annotations
 
