@@ -405,8 +405,8 @@ def flattened_mesh_group(mesh: Any) -> Any:
 
 
 def make_prefix_store(prefix: str, store: Any) -> Any:
-    """Return a store that adds a prefix to its keys; the class is public, but torch's stubs lack it."""
-    made: Any = torch.distributed.PrefixStore  # type: ignore[attr-defined]
+    """Return a store that adds a prefix to its keys; the class is public."""
+    made: Any = torch.distributed.PrefixStore  # type: ignore[attr-defined]  # torch's stubs lack it
     return made(prefix, store)
 
 

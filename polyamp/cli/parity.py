@@ -18,9 +18,9 @@ from rich.console import Console
 from polyamp.cli.parity_progress import show_progress
 from polyamp.cli.port import exit_on_sigterm
 from polyamp.errors import ArgumentError, PolyampError, did_you_mean
+from polyamp.parity.execution.function_ref import MAIN_MODULE, load_module_file
+from polyamp.parity.execution.runner import run
 from polyamp.parity.report.report import Report
-from polyamp.parity.run.function_ref import MAIN_MODULE, load_module_file
-from polyamp.parity.run.runner import run
 
 _REQUIRED_NAMES: Final = ("build", "data")
 _OPTIONAL_NAMES: Final = ("loss_fn", "recipe", "steps", "names", "inputs", "randomness", "interpreters", "timeout",

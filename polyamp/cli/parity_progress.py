@@ -10,8 +10,14 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID
 
 from polyamp.cli.progress import event_display
-from polyamp.parity.run.messages import ParityEvent, SideBuildEvent, SideFailureEvent, SideFinishEvent, SideLaunchEvent
-from polyamp.parity.run.messages import SideProgressEvent as Step
+from polyamp.parity.execution.messages import (
+    ParityEvent,
+    SideBuildEvent,
+    SideFailureEvent,
+    SideFinishEvent,
+    SideLaunchEvent,
+)
+from polyamp.parity.execution.messages import SideProgressEvent as Step
 
 OnEvent = Callable[[ParityEvent], None]
 

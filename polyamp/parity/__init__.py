@@ -10,15 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from polyamp.parity.execution.runner import run
     from polyamp.parity.own_loop import OwnLoop
     from polyamp.parity.report.report import Divergence, Report
-    from polyamp.parity.run.runner import run
 
 _LAZY = {
     "Divergence": "polyamp.parity.report.report",
     "OwnLoop": "polyamp.parity.own_loop",
     "Report": "polyamp.parity.report.report",
-    "run": "polyamp.parity.run.runner",
+    "run": "polyamp.parity.execution.runner",
 }
 
 __all__ = ["Divergence", "OwnLoop", "Report", "run"]

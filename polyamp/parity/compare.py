@@ -12,11 +12,11 @@ import msgspec
 
 from polyamp._version import __version__
 from polyamp.errors import ArgumentError
+from polyamp.parity.execution.participant import Participant
+from polyamp.parity.execution.recorder import BatchSource, ParticipantAlignment
 from polyamp.parity.precisions import Phase, comparison_phases, recipe_data, without_judge
 from polyamp.parity.report.curves import curve_from_trace
 from polyamp.parity.report.report import Report
-from polyamp.parity.run.participant import Participant
-from polyamp.parity.run.recorder import BatchSource, ParticipantAlignment
 from polyamp.parity.trace import trace as traces
 from polyamp.parity.verdict.verdict import PhaseTrace, compare_traces
 from polyamp.porting.check import Batch, ChannelOrderAdapter

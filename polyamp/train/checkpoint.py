@@ -39,9 +39,9 @@ from polyamp.train.checkpoint_processes import (
 from polyamp.train.checkpoint_tensors import (
     BLANK_DIGEST,
     PARSE_ERRORS,
-    array_from_info,
     content_digest,
     decode_complex128,
+    deserialize_arrays,
     encode_complex128,
 )
 
@@ -326,14 +326,13 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, np.nda
 
 def _read_with_digest(path: Path) -> tuple[dict[str, str], dict[str, Any], str]:
     """Read as `read` does, and return the digest too."""
-    from safetensors import SafetensorError, deserialize
+    from safetensors import SafetensorError
 
     content = _read_bytes(path)
     try:
         length = int.from_bytes(content[:8], "little")
         meta: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
-        arrays = {name: array_from_info(info) for name, info in deserialize(content)}  # type: ignore[no-untyped-call]
-        arrays = decode_complex128(arrays, json.loads(meta.pop(_COMPLEX128, "[]")))
+        arrays = decode_complex128(deserialize_arrays(content), json.loads(meta.pop(_COMPLEX128, "[]")))
         stored = meta.pop("digest")
         intact = stored == content_digest(content, stored)
     except (*PARSE_ERRORS, SafetensorError) as error:

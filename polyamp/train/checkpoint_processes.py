@@ -111,15 +111,12 @@ def read_safetensors(file: Path, forms: Mapping[str, ArrayForm]) -> dict[str, Ar
     Raises:
         CheckpointError: the file does not match `forms`.
     """
-    from safetensors import SafetensorError, deserialize
+    from safetensors import SafetensorError
 
-    from polyamp.train.checkpoint_tensors import PARSE_ERRORS, array_from_info
+    from polyamp.train.checkpoint_tensors import PARSE_ERRORS, deserialize_arrays
 
     try:
-        arrays = {
-            name: array_from_info(info)
-            for name, info in deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
-        }
+        arrays = deserialize_arrays(file.read_bytes())
     except (*PARSE_ERRORS, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read ({type(error).__name__}: {error}).") from error
     check_array_forms(file, {name: array_form(each) for name, each in arrays.items()}, forms)

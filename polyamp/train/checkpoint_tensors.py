@@ -44,8 +44,19 @@ def decode_complex128(
     return {**arrays, **{name: arrays[name].view(np.complex128)[..., 0] for name in names}}
 
 
-def array_from_info(info: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    """Return a tensor from `safetensors.deserialize` as an array in its own memory."""
+def deserialize_arrays(content: bytes) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of a safetensors file by name, each in its own memory.
+
+    Raises:
+        SafetensorError: the bytes are no such file; damaged ones raise any of `PARSE_ERRORS` too.
+    """
+    from safetensors import deserialize
+
+    read: Any = deserialize  # safetensors does not annotate it
+    return {name: _array_from_info(info) for name, info in read(content)}
+
+
+def _array_from_info(info: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     import ml_dtypes
     import numpy as np
 

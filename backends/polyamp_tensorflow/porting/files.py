@@ -22,7 +22,7 @@ from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_tensorflow.compat import saved_variable_paths
 from polyamp_tensorflow.porting.inventory import KerasInventory, read_keras_model
 from polyamp_tensorflow.porting.tensorflow_only import weights_file_layers
-from polyamp_tensorflow.porting.tensorflow_only.file_rewriting import rewrite_file
+from polyamp_tensorflow.porting.tensorflow_only.file_rewrite import rewrite_file
 from polyamp_tensorflow.porting.tensorflow_only.h5_archive import KerasArchive, StoredArray
 
 _CHUNK_BYTES: Final = 1 << 22

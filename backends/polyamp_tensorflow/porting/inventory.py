@@ -19,8 +19,8 @@ from polyamp_tensorflow.compat import own_non_trainable_variables, own_trainable
 from polyamp_tensorflow.models.layers import LayerEntry, is_built, is_layer, list_layers
 from polyamp_tensorflow.models.variables import model_variables
 from polyamp_tensorflow.porting.layers import weight_layers
-from polyamp_tensorflow.porting.layers.layer_reading import (
-    LayerReading,
+from polyamp_tensorflow.porting.layers.layer_record import (
+    LayerRecord,
     all_variables,
     class_name,
     inner_layers,
@@ -79,14 +79,14 @@ class KerasInventory:
             named = {id(native_variable(variable)) for part in parts for variable in part.arrays.values()}
             yield from self._parameters(module, named)
 
-    def _parts(self, module: LayerEntry) -> tuple[list[LayerReading], bool]:
+    def _parts(self, module: LayerEntry) -> tuple[list[LayerRecord], bool]:
         """Return a layer's readings, and whether they come from a registered form."""
         registered = registered_form(module.layer)
         if registered is not None:
             return [_registered_reading(module, registered)], True
         return weight_layers.read_layer(module.layer) or [], False
 
-    def _layer(self, path: str, part: LayerReading, module: str, lines: Mapping[str, Any]) -> NativeLayer:
+    def _layer(self, path: str, part: LayerRecord, module: str, lines: Mapping[str, Any]) -> NativeLayer:
         names = [name for rule in part.form.rules for name in rule.native]
         leaves = {name: self._leaf(f"{path}/{name}" if path else name, part.arrays[name]) for name in names}
         return NativeLayer(path, leaves, (part.form,), module, lines)
@@ -180,7 +180,7 @@ def variable_values(variable: Any) -> np.ndarray[Any, Any]:
     return np.asarray(tf.convert_to_tensor(native_variable(variable)))
 
 
-def _registered_reading(module: LayerEntry, form: Form) -> LayerReading:
+def _registered_reading(module: LayerEntry, form: Form) -> LayerRecord:
     """Return the reading of a registered form. Its rules name weights of the layer or inner layers, or attributes."""
     layer = module.layer
     there = all_variables(layer)
@@ -198,7 +198,7 @@ def _registered_reading(module: LayerEntry, form: Form) -> LayerReading:
         for item in inner_layers(layer)
         if any(id(native_variable(variable)) in keys for variable in own_variables(item).values())
     ]
-    return LayerReading(form, arrays, inside=tuple(covered))
+    return LayerRecord(form, arrays, inside=tuple(covered))
 
 
 def _set_flatten_channels(listed: list[NativeLayer], model: Any) -> list[NativeLayer]:

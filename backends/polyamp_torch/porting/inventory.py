@@ -21,7 +21,7 @@ from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.registration import qualified_name, registered_form
 from polyamp_torch.compat import WRAPPER_CLASSES, non_persistent_buffers
 from polyamp_torch.porting.layers import attention, padding_rules, recurrent, stateless_layers, weight_layers
-from polyamp_torch.porting.layers.layer_reading import LayerReading, module_expression
+from polyamp_torch.porting.layers.layer_record import LayerRecord, module_expression
 from polyamp_torch.porting.torch_only.tensor_io import storage_key, to_lazy
 from polyamp_torch.precision.policy_module import PolicyModule, wrapped_module
 from polyamp_torch.precision.torch_only.module_paths import path_function
@@ -132,20 +132,20 @@ class _TorchWalk:
         if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
             self.tell_activation(module, place)
 
-    def read(self, module: nn.Module) -> list[LayerReading]:
+    def read(self, module: nn.Module) -> list[LayerRecord]:
         """Return the layers of a module; empty if it is only a container."""
         registered = registered_form(module)
         if registered is not None:
             _check_registered(registered, module)
             names = {name: name.replace("/", ".") for rule in registered.rules for name in rule.native}
-            return [LayerReading((registered,), names)]
+            return [LayerRecord((registered,), names)]
         for kind in type(module).__mro__:
             reader = weight_layers.READERS_BY_NAME.get(qualified_name(kind)) or _READERS.get(kind)
             if reader is not None:
                 return reader(module)
         return weight_layers.norm_by_name(module) or stateless_layers.activation_by_name(module)
 
-    def add(self, found: LayerReading, module: nn.Module, place: str) -> None:
+    def add(self, found: LayerRecord, module: nn.Module, place: str) -> None:
         """Add one layer reading to the inventory."""
         tensors = {name: _find_tensor(module, attribute) for name, attribute in found.tensors.items()}
         leaves = {
@@ -242,7 +242,7 @@ def _check_registered(form: Form, module: nn.Module) -> None:
                 )
 
 
-def _with_padding(found: LayerReading, module: Any, ahead: nn.Module | None) -> LayerReading:
+def _with_padding(found: LayerRecord, module: Any, ahead: nn.Module | None) -> LayerRecord:
     """Return a convolution or pooling that includes the zeros of a preceding padding module."""
     form = found.forms[0]
     pads = (

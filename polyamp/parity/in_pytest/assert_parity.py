@@ -87,7 +87,7 @@ class AssertParity:
         self, build: Mapping[str, Any], data: Any, given: Mapping[str, Any], *, beside: tuple[Any, ...]
     ) -> Report:
         __tracebackhide__ = True
-        from polyamp.parity.run.runner import run
+        from polyamp.parity.execution.runner import run
 
         if any(each is not None for each in beside):
             raise ArgumentError("assert_parity takes two models and a batch, or build= and data=. Received: both.")

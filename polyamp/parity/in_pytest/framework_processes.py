@@ -198,8 +198,8 @@ class FrameworkProcesses:
             self._guard = self._exit_stack.enter_context(Reaper(self._folder))
         worker = getattr(self._config, "workerinput", None)
         arguments = self._config.invocation_params.args if worker is None else worker["polyamp_args"]
-        # As in pytest-xdist: pytest has no public access to the session's folder outside a fixture.
-        base: Path = self._config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        config: Any = self._config  # as in pytest-xdist: outside a fixture the session's folder is private to pytest
+        base: Path = config._tmp_path_factory.getbasetemp()
         self._started += 1
         process = FrameworkProcess(
             backend,

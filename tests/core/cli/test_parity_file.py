@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from polyamp.cli import parity
 from polyamp.cli.app import app
 from polyamp.cli.parity_progress import show_progress
+from polyamp.parity.execution import messages
 from polyamp.parity.findings import Environment, Failure
 from polyamp.parity.report.report import Report
-from polyamp.parity.run import messages
 
 FILE = """
 import time

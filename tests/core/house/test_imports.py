@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -83,6 +84,41 @@ def test_public_names() -> None:
         assert getattr(polyamp, name) is not None
     with pytest.raises(AttributeError, match="module 'polyamp' has no attribute 'nonesuch'"):
         polyamp.nonesuch  # noqa: B018  # the access is the test
+
+
+ROOT = Path(polyamp.__file__).parents[1]
+PUBLIC_MODULES = {"losses", "parity", "porting", "schedules", "accelerate", "lightning"}
+"""Modules that users import by these names."""
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        "polyamp",
+        "polyamp/parity",
+        "polyamp/porting",
+        *(f"backends/polyamp_{each}" for each in ("torch", "tensorflow", "jax")),
+    ],
+)
+def test_no_submodule_has_the_name_of_something_public(package: str) -> None:
+    """Importing the submodule would put it in the place of the function: a package has one attribute of a name."""
+    source = (ROOT / package / "__init__.py").read_text(encoding="utf-8")
+    lists = [
+        node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    public = {name for value in lists for name in ast.literal_eval(value)}
+    submodules = {
+        path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
+    assert public
+    assert public & submodules <= PUBLIC_MODULES
+
+
+def test_a_comparison_in_one_process_leaves_the_one_of_several_callable() -> None:
+    code = "import polyamp.parity, polyamp.parity.compare; from polyamp.parity import run"
+    assert modules_after(f"{code}; assert callable(run); assert polyamp.parity.run is run")
 
 
 def test_version_is_written_once() -> None:

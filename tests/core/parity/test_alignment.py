@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from polyamp.errors import LossError
-from polyamp.parity.run.default_loss import random_target_loss
+from polyamp.parity.execution.default_loss import random_target_loss
 from polyamp.parity.verdict.alignment import Alignment, align
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form

@@ -15,8 +15,8 @@ import parity_sides as sides
 import pytest
 
 import polyamp
+from polyamp.parity.execution.runner import run
 from polyamp.parity.report.report import Report
-from polyamp.parity.run.runner import run
 from polyamp.parity.trace import trace
 
 PATIENCE = 60.0
@@ -95,7 +95,7 @@ def test_a_script_that_runs_where_it_is_imported_is_told_so(tmp_path: Path) -> N
     script = tmp_path / "my_script.py"
     script.write_text(
         "import numpy as np\n"
-        "from polyamp.parity.run.runner import run\n"
+        "from polyamp.parity.execution.runner import run\n"
         "from polyamp.reference import MLP\n"
         "def make():\n    return MLP.random([4, 3], seed=0)\n"
         "print(run({'one': make, 'two': make}, data=np.ones((2, 4), 'f4')))\n"

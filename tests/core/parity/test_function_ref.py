@@ -14,8 +14,8 @@ import parity_sides
 import pytest
 
 from polyamp import ArgumentError
-from polyamp.parity.run.array_store import ArrayStore, batch_digest, load_batch, memory_map
-from polyamp.parity.run.function_ref import (
+from polyamp.parity.execution.array_store import ArrayStore, batch_digest, load_batch, memory_map
+from polyamp.parity.execution.function_ref import (
     FunctionRef,
     add_import_paths,
     import_paths,

@@ -14,9 +14,9 @@ import pytest
 
 from polyamp import ArgumentError, Recipe, RecipeError
 from polyamp._version import __version__
+from polyamp.parity.execution import messages
+from polyamp.parity.execution.runner import run
 from polyamp.parity.report.report import Failure, Report
-from polyamp.parity.run import messages
-from polyamp.parity.run.runner import run
 from polyamp.parity.trace import trace
 
 STEPS = 3

@@ -336,8 +336,8 @@ def _expand_shared(node: Any, path: str) -> Any:
         leaves = [next(given) if place.is_array else place.value for place in jax.tree.leaves(node.pytree)]
         return eqx.filter(node.get.held(jax.tree.unflatten(structure, leaves)), _is_array)
 
-    # JAX's class is untyped
-    shapes = [jax.ShapeDtypeStruct(place.shape, place.held.dtype) for place in places]  # type: ignore[no-untyped-call]
+    struct: Any = jax.ShapeDtypeStruct  # JAX does not annotate it
+    shapes = [struct(place.shape, place.held.dtype) for place in places]
     program, made = jax.make_jaxpr(shared, return_shape=True)(shapes)
     sources = compat.output_sources(program)
     outputs, inner = jax.tree.flatten(made)

@@ -84,8 +84,8 @@ def forms_by_name(module: str, shapes: Shapes) -> tuple[Form, ...]:
     for maker in _candidate_makers(module, shapes):
         try:
             form = maker(shapes, {})
-            # `shapes` reads only the attribute `shape`
-            form.shapes({name: _ShapeOnly(shape) for name, shape in shapes.items()})  # type: ignore[misc]
+            stand_ins: Any = {name: _ShapeOnly(shape) for name, shape in shapes.items()}  # only `.shape` is read
+            form.shapes(stand_ins)
         except (RefusedError, ValueError):
             continue
         if form not in found:

@@ -12,7 +12,7 @@ import numpy as np
 
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp_tensorflow.compat import is_keras_code
-from polyamp_tensorflow.porting.layers.layer_reading import UNKNOWN, LayerReading, plain_form
+from polyamp_tensorflow.porting.layers.layer_record import UNKNOWN, LayerRecord, plain_form
 
 _PROBE_POINTS: Final = np.array([-4.0, -2.5, -1.0, -0.3, 0.0, 0.2, 1.5, 3.5, 7.0], np.float32)
 _FORMULAS: Final[Mapping[str, Callable[[Any], Any]]] = {
@@ -115,10 +115,10 @@ def activation_form(layer: Any) -> Form | None:
     return None
 
 
-def read_activation(layer: Any) -> list[LayerReading]:
+def read_activation(layer: Any) -> list[LayerRecord]:
     """Read an activation layer; [] for a linear activation."""
     found = activation_form(layer)
-    return [] if found is None or found.attributes.get("activation") == "linear" else [LayerReading(found)]
+    return [] if found is None or found.attributes.get("activation") == "linear" else [LayerRecord(found)]
 
 
 def _is_single_axis(axis: Any) -> bool:

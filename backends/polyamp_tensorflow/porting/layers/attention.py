@@ -8,9 +8,9 @@ from typing import Any, Final
 from polyamp.porting.layouts.layer_kinds import default_attention_scale
 from polyamp.porting.layouts.layer_layout import Rule, same
 from polyamp_tensorflow.compat import child_layers
-from polyamp_tensorflow.porting.layers.layer_reading import (
+from polyamp_tensorflow.porting.layers.layer_record import (
     LayerReader,
-    LayerReading,
+    LayerRecord,
     inner_layers,
     opaque_kind,
     own_variables,
@@ -21,7 +21,7 @@ from polyamp_tensorflow.porting.layers.layer_reading import (
 _PROJECTION_NAMES: Final = {"query": "query", "key": "key", "value": "value", "attention_output": "output"}
 
 
-def _attention(layer: Any) -> list[LayerReading]:
+def _attention(layer: Any) -> list[LayerRecord]:
     said = layer.get_config()
     size = said.get("key_dim") or said["head_dim"]
     arrays = _named_variables(layer)
@@ -29,7 +29,7 @@ def _attention(layer: Any) -> list[LayerReading]:
     reason = _unsupported_feature(layer, said, arrays)
     if reason:
         return [
-            LayerReading(
+            LayerRecord(
                 plain_form(opaque_kind(layer, reason), same(*arrays), **told), arrays, inside=inner_layers(layer)
             )
         ]
@@ -39,7 +39,7 @@ def _attention(layer: Any) -> list[LayerReading]:
         for array in _ARRAY_NAMES
     ]
     rules = tuple(Rule((native,), (canonical,)) for native, canonical in names if native in arrays)
-    return [LayerReading(plain_form("attention", rules, **told), arrays, inside=inner_layers(layer))]
+    return [LayerRecord(plain_form("attention", rules, **told), arrays, inside=inner_layers(layer))]
 
 
 _ARRAY_NAMES: Final = ("kernel", "bias")

@@ -12,9 +12,9 @@ from polyamp.porting.layouts.layer_layout import Form, Rule, same
 from polyamp.porting.layouts.operations import Reshape, Transpose
 from polyamp_tensorflow.compat import inbound_nodes, keras_history
 from polyamp_tensorflow.porting.layers.activations import activation_attributes, activation_name
-from polyamp_tensorflow.porting.layers.layer_reading import (
+from polyamp_tensorflow.porting.layers.layer_record import (
     LayerReader,
-    LayerReading,
+    LayerRecord,
     available_rules,
     own_variables,
     plain_form,
@@ -67,21 +67,21 @@ def preceding_zero_padding(layer: Any) -> list[list[int]] | None:
     return [list(map(int, pair)) for pair in pads] if any(map(any, pads)) else None
 
 
-def _convolution(layer: Any) -> list[LayerReading]:
+def _convolution(layer: Any) -> list[LayerRecord]:
     arrays = own_variables(layer)
     return [
-        LayerReading(
+        LayerRecord(
             plain_form("conv", available_rules(same("kernel", "bias"), arrays), **_convolution_attributes(layer)),
             arrays,
         )
     ]
 
 
-def _depthwise_convolution(layer: Any) -> list[LayerReading]:
+def _depthwise_convolution(layer: Any) -> list[LayerRecord]:
     arrays = own_variables(layer)
     rules = (_depthwise_kernel("kernel", arrays), *available_rules(same("bias"), arrays))
     return [
-        LayerReading(
+        LayerRecord(
             plain_form("conv", rules, **_convolution_attributes(layer, groups=_input_count(arrays["kernel"]))), arrays
         )
     ]
@@ -98,7 +98,7 @@ def _input_count(kernel: Any) -> int:
     return int(kernel.shape[-2])
 
 
-def _separable_convolution(layer: Any) -> list[LayerReading]:
+def _separable_convolution(layer: Any) -> list[LayerRecord]:
     arrays = own_variables(layer)
     first = {"depthwise_kernel": arrays["depthwise_kernel"]}
     second = {name: array for name, array in arrays.items() if name not in first}
@@ -107,20 +107,20 @@ def _separable_convolution(layer: Any) -> list[LayerReading]:
     pointwise = _convolution_attributes(layer, strides=ones, padding="valid", dilation=ones)
     rules = (Rule(("pointwise_kernel",), ("kernel",)), *available_rules(same("bias"), second))
     return [
-        LayerReading(
+        LayerRecord(
             plain_form("conv", (_depthwise_kernel("depthwise_kernel", first),), **depthwise), first, "depthwise"
         ),
-        LayerReading(plain_form("conv", rules, **pointwise), second, "pointwise"),
+        LayerRecord(plain_form("conv", rules, **pointwise), second, "pointwise"),
     ]
 
 
-def _transposed_convolution(layer: Any) -> list[LayerReading]:
+def _transposed_convolution(layer: Any) -> list[LayerRecord]:
     arrays = own_variables(layer)
     rank = layer.rank
     kernel = Rule(("kernel",), ("kernel",), (Transpose((*range(rank), rank + 1, rank)),))
     attributes = _convolution_attributes(layer, padding=output_crop(layer), groups=1)
     return [
-        LayerReading(
+        LayerRecord(
             plain_form("conv_transpose", (kernel, *available_rules(same("bias"), arrays)), **attributes), arrays
         )
     ]
@@ -150,14 +150,14 @@ def output_crop(layer: Any) -> list[list[int]]:
     return found
 
 
-def _pooling(layer: Any) -> list[LayerReading]:
+def _pooling(layer: Any) -> list[LayerRecord]:
     operation = "max" if isinstance(layer, _MAX_POOLINGS) else "average"
     padding, counts = layer.padding, False
     zeros = preceding_zero_padding(layer) if padding == "valid" else None
     if zeros is not None and (operation == "average" or _is_non_negative(layer)):
         padding, counts = zeros, operation == "average"
     said = {"window": layer.pool_size, "strides": layer.strides, "padding": padding}
-    return [LayerReading(_pool_form(operation, counts_padding=counts, **said))]
+    return [LayerRecord(_pool_form(operation, counts_padding=counts, **said))]
 
 
 def _is_non_negative(layer: Any) -> bool:
@@ -168,16 +168,16 @@ def _is_non_negative(layer: Any) -> bool:
     return all(str(name).startswith(("relu", "sigmoid")) for name in names)
 
 
-def _global_pooling(layer: Any) -> list[LayerReading]:
+def _global_pooling(layer: Any) -> list[LayerRecord]:
     operation = "max" if "Max" in type(layer).__name__ else "average"
-    return [LayerReading(_pool_form(operation, window=[], strides=[], padding="valid", counts_padding=False))]
+    return [LayerRecord(_pool_form(operation, window=[], strides=[], padding="valid", counts_padding=False))]
 
 
-def _adaptive_pooling(layer: Any) -> list[LayerReading]:
+def _adaptive_pooling(layer: Any) -> list[LayerRecord]:
     if math.prod(layer.output_size) == 1:
         return _global_pooling(layer)
     operation = "max" if "Max" in type(layer).__name__ else "average"
-    return [LayerReading(_pool_form(operation, size=layer.output_size))]
+    return [LayerRecord(_pool_form(operation, size=layer.output_size))]
 
 
 def _pool_form(operation: str, **attributes: Any) -> Form:

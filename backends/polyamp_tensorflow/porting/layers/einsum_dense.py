@@ -8,9 +8,9 @@ from typing import Any
 from polyamp.porting.layouts.layer_layout import Rule, same
 from polyamp.porting.layouts.operations import Operation, Reshape, Transpose
 from polyamp_tensorflow.porting.layers.activations import activation_attributes
-from polyamp_tensorflow.porting.layers.layer_reading import (
+from polyamp_tensorflow.porting.layers.layer_record import (
     UNKNOWN,
-    LayerReading,
+    LayerRecord,
     available_rules,
     opaque_kind,
     own_variables,
@@ -18,7 +18,7 @@ from polyamp_tensorflow.porting.layers.layer_reading import (
 )
 
 
-def read_einsum_dense(layer: Any) -> list[LayerReading]:
+def read_einsum_dense(layer: Any) -> list[LayerRecord]:
     """Read a dense layer. Its inputs are in the order of the input's axes, its features in the output's."""
     arrays = own_variables(layer)
     given, kernel, result = split_equation(layer.equation)
@@ -28,7 +28,7 @@ def read_einsum_dense(layer: Any) -> list[LayerReading]:
     if sorted(inputs + outputs) != sorted(kernel) or biased != set(outputs):
         as_they_are = available_rules(same("kernel", "bias"), arrays)
         return [
-            LayerReading(
+            LayerRecord(
                 plain_form(opaque_kind(layer, layer.equation), as_they_are, **activation_attributes(layer.activation)),
                 arrays,
             )
@@ -45,7 +45,7 @@ def read_einsum_dense(layer: Any) -> list[LayerReading]:
         "inputs": shapes[0] if len(inputs) > 1 else UNKNOWN,
         "outputs": shapes[1] if len(outputs) > 1 else UNKNOWN,
     }
-    return [LayerReading(plain_form("dense", tuple(rules), **said), arrays)]
+    return [LayerRecord(plain_form("dense", tuple(rules), **said), arrays)]
 
 
 def split_equation(equation: str) -> tuple[str, str, str]:

@@ -15,9 +15,9 @@ import keras
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.operations import Blocks, Merge, Operation, Reshape, Split
 from polyamp_tensorflow.porting.layers.activations import activation_name
-from polyamp_tensorflow.porting.layers.layer_reading import (
+from polyamp_tensorflow.porting.layers.layer_record import (
     LayerReader,
-    LayerReading,
+    LayerRecord,
     inner_layers,
     own_variables,
     plain_form,
@@ -27,22 +27,22 @@ _GRU_GATE_ORDER: Final = Blocks((1, 0, 2))
 """From Keras's GRU order (update, reset, candidate) to the canonical order (reset, update, candidate)."""
 
 
-def _read_cell_layer(layer: Any) -> list[LayerReading]:
+def _read_cell_layer(layer: Any) -> list[LayerRecord]:
     return [_read_cell(layer, "", reverse=False)]
 
 
-def _recurrent(layer: Any) -> list[LayerReading]:
+def _recurrent(layer: Any) -> list[LayerRecord]:
     cells = _read_cells(layer, "")
     return [] if cells is None else cells
 
 
-def _bidirectional(layer: Any) -> list[LayerReading]:
+def _bidirectional(layer: Any) -> list[LayerRecord]:
     pairs = ((layer.forward_layer, "forward"), (layer.backward_layer, "backward"))
     found = [_read_cells(inner, suffix) for inner, suffix in pairs]
     return [part for parts in found for part in parts or []]
 
 
-def _read_cells(layer: Any, suffix: str) -> list[LayerReading] | None:
+def _read_cells(layer: Any, suffix: str) -> list[LayerRecord] | None:
     """Read the cells of an RNN layer; None if one is a custom cell, which is then listed like any layer."""
     cells = list(layer.cell.cells) if isinstance(layer.cell, keras.layers.StackedRNNCells) else [layer.cell]
     if not all(isinstance(cell, _CELLS) for cell in cells):
@@ -54,7 +54,7 @@ def _read_cells(layer: Any, suffix: str) -> list[LayerReading] | None:
     return [found[0]._replace(inside=(layer, *inner_layers(layer))), *found[1:]]
 
 
-def _read_cell(cell: Any, suffix: str, *, reverse: bool) -> LayerReading:
+def _read_cell(cell: Any, suffix: str, *, reverse: bool) -> LayerRecord:
     arrays = own_variables(cell)
     said = {
         "activation": activation_name(cell.activation),
@@ -63,12 +63,12 @@ def _read_cell(cell: Any, suffix: str, *, reverse: bool) -> LayerReading:
         "recurrent_dropout": float(cell.recurrent_dropout),
     }
     if isinstance(cell, keras.layers.SimpleRNNCell):
-        return LayerReading(_cell_form("simple_rnn", arrays, (), **said), arrays, suffix, cell)
+        return LayerRecord(_cell_form("simple_rnn", arrays, (), **said), arrays, suffix, cell)
     said["recurrent_activation"] = activation_name(cell.recurrent_activation)
     if isinstance(cell, keras.layers.LSTMCell):
-        return LayerReading(_cell_form("lstm", arrays, (), **said), arrays, suffix, cell)
+        return LayerRecord(_cell_form("lstm", arrays, (), **said), arrays, suffix, cell)
     said["reset"] = "after" if cell.reset_after else "before"
-    return LayerReading(_cell_form("gru", arrays, (_GRU_GATE_ORDER,), **said), arrays, suffix, cell)
+    return LayerRecord(_cell_form("gru", arrays, (_GRU_GATE_ORDER,), **said), arrays, suffix, cell)
 
 
 def _cell_form(kind: str, arrays: Mapping[str, Any], gates: tuple[Operation, ...], **said: Any) -> Form:

@@ -13,9 +13,9 @@ from polyamp.porting.layouts.layer_layout import Rule, same
 from polyamp.porting.layouts.operations import Reshape, Transpose
 from polyamp_tensorflow.compat import build_shapes, layer_classes
 from polyamp_tensorflow.porting.layers import activations, attention, convolutions, einsum_dense, recurrent
-from polyamp_tensorflow.porting.layers.layer_reading import (
+from polyamp_tensorflow.porting.layers.layer_record import (
     LayerReader,
-    LayerReading,
+    LayerRecord,
     available_rules,
     opaque_kind,
     own_variables,
@@ -23,7 +23,7 @@ from polyamp_tensorflow.porting.layers.layer_reading import (
 )
 
 
-def read_layer(layer: Any) -> list[LayerReading] | None:
+def read_layer(layer: Any) -> list[LayerRecord] | None:
     """Return the canonical layers of a Keras layer; None for a class outside the tables: a container or custom layer.
 
     A subclass is read as its nearest base class in the tables.
@@ -35,15 +35,15 @@ def read_layer(layer: Any) -> list[LayerReading] | None:
     return None
 
 
-def _dense(layer: Any) -> list[LayerReading]:
+def _dense(layer: Any) -> list[LayerRecord]:
     arrays = own_variables(layer)
     rules = available_rules(same("kernel", "bias"), arrays)
-    return [LayerReading(plain_form("dense", rules, **activations.activation_attributes(layer.activation)), arrays)]
+    return [LayerRecord(plain_form("dense", rules, **activations.activation_attributes(layer.activation)), arrays)]
 
 
-def _embedding(layer: Any) -> list[LayerReading]:
+def _embedding(layer: Any) -> list[LayerRecord]:
     arrays = own_variables(layer)
-    table = LayerReading(plain_form("embedding", (Rule(("embeddings",), ("table",)),), padding_index=None), arrays)
+    table = LayerRecord(plain_form("embedding", (Rule(("embeddings",), ("table",)),), padding_index=None), arrays)
     if not isinstance(layer, _REVERSIBLE):
         return [table]
     cap = layer.logit_soft_cap
@@ -52,7 +52,7 @@ def _embedding(layer: Any) -> list[LayerReading]:
         rule = Rule(("reverse",), ("kernel",), (Transpose((1, 0)),))
         return [
             table,
-            LayerReading(
+            LayerRecord(
                 plain_form("dense", (rule,), activation=activation), {"reverse": arrays["embeddings"]}, "reverse"
             ),
         ]
@@ -61,31 +61,31 @@ def _embedding(layer: Any) -> list[LayerReading]:
     reverse = {"reverse_embeddings": arrays["reverse_embeddings"]}
     return [
         table._replace(arrays=names),
-        LayerReading(plain_form("dense", (head,), activation=activation), reverse, "reverse"),
+        LayerRecord(plain_form("dense", (head,), activation=activation), reverse, "reverse"),
     ]
 
 
-def _layer_norm(layer: Any) -> list[LayerReading]:
+def _layer_norm(layer: Any) -> list[LayerRecord]:
     arrays = own_variables(layer)
     rules = available_rules((Rule(("gamma",), ("scale",)), Rule(("beta",), ("bias",))), arrays)
     axes = _last_axes(layer)
     if layer.rms_scaling:
         kind = opaque_kind(layer, "rms_scaling: it divides by the deviation from the mean, and takes no mean away")
-        return [LayerReading(plain_form(kind, rules, epsilon=float(layer.epsilon)), arrays)]
+        return [LayerRecord(plain_form(kind, rules, epsilon=float(layer.epsilon)), arrays)]
     if axes is None:
         return [
-            LayerReading(
+            LayerRecord(
                 plain_form(opaque_kind(layer, f"over axes {layer.axis}"), rules, epsilon=float(layer.epsilon)), arrays
             )
         ]
-    return [LayerReading(plain_form("layer_norm", rules, epsilon=float(layer.epsilon), axes=axes), arrays)]
+    return [LayerRecord(plain_form("layer_norm", rules, epsilon=float(layer.epsilon), axes=axes), arrays)]
 
 
-def _rms_norm(layer: Any) -> list[LayerReading]:
+def _rms_norm(layer: Any) -> list[LayerRecord]:
     arrays = own_variables(layer)
     axes = _last_axes(layer)
     kind = "rms_norm" if axes is not None else opaque_kind(layer, f"over axes {layer.axis}")
-    return [LayerReading(plain_form(kind, same("scale"), epsilon=float(layer.epsilon)), arrays)]
+    return [LayerRecord(plain_form(kind, same("scale"), epsilon=float(layer.epsilon)), arrays)]
 
 
 def _last_axes(layer: Any) -> int | None:
@@ -102,58 +102,56 @@ def _last_axes(layer: Any) -> int | None:
     return len(axes) if sorted(axis % rank for axis in axes) == list(range(rank - len(axes), rank)) else None
 
 
-def _group_norm(layer: Any) -> list[LayerReading]:
+def _group_norm(layer: Any) -> list[LayerRecord]:
     arrays = own_variables(layer)
     rules = available_rules((Rule(("gamma",), ("scale",)), Rule(("beta",), ("bias",))), arrays)
     return [
-        LayerReading(plain_form("group_norm", rules, epsilon=float(layer.epsilon), groups=int(layer.groups)), arrays)
+        LayerRecord(plain_form("group_norm", rules, epsilon=float(layer.epsilon), groups=int(layer.groups)), arrays)
     ]
 
 
-def _batch_norm(layer: Any) -> list[LayerReading]:
+def _batch_norm(layer: Any) -> list[LayerRecord]:
     arrays = own_variables(layer)
     names = {"gamma": "scale", "beta": "bias", "moving_mean": "mean", "moving_variance": "variance"}
     rules = available_rules(tuple(Rule((native,), (canonical,)) for native, canonical in names.items()), arrays)
     said = {"epsilon": float(layer.epsilon), "momentum": float(layer.momentum), "unbiased": False}
     return [
-        LayerReading(plain_form("batch_norm", rules, **said), {name: arrays[name] for name in names if name in arrays})
+        LayerRecord(plain_form("batch_norm", rules, **said), {name: arrays[name] for name in names if name in arrays})
     ]
 
 
-def _prelu(layer: Any) -> list[LayerReading]:
+def _prelu(layer: Any) -> list[LayerRecord]:
     arrays = own_variables(layer)
     shape = tuple(arrays["alpha"].shape)
     if sum(length > 1 for length in shape) > 1:
-        return [LayerReading(plain_form(opaque_kind(layer, f"slopes of shape {list(shape)}"), same("alpha")), arrays)]
+        return [LayerRecord(plain_form(opaque_kind(layer, f"slopes of shape {list(shape)}"), same("alpha")), arrays)]
     operations = () if len(shape) == 1 else (Reshape(shape, (math.prod(shape),)),)
-    return [LayerReading(plain_form("prelu", (Rule(("alpha",), ("slope",), operations),)), arrays)]
+    return [LayerRecord(plain_form("prelu", (Rule(("alpha",), ("slope",), operations),)), arrays)]
 
 
-def _dropout(layer: Any) -> list[LayerReading]:
-    return [LayerReading(plain_form("dropout", (), rate=float(layer.rate)))]
+def _dropout(layer: Any) -> list[LayerRecord]:
+    return [LayerRecord(plain_form("dropout", (), rate=float(layer.rate)))]
 
 
-def _other_dropout(layer: Any) -> list[LayerReading]:
-    return [LayerReading(plain_form(opaque_kind(layer, "what it drops is not zero"), (), rate=float(layer.rate)))]
+def _other_dropout(layer: Any) -> list[LayerRecord]:
+    return [LayerRecord(plain_form(opaque_kind(layer, "what it drops is not zero"), (), rate=float(layer.rate)))]
 
 
-def _flatten(layer: Any) -> list[LayerReading]:
+def _flatten(layer: Any) -> list[LayerRecord]:
     # With data_format="channels_first" Keras moves the channels last before it flattens. `inventory` sets "first" where
     # the model's convolutions are channels-first and the flatten layer does not have that setting.
-    return [LayerReading(plain_form("flatten", (), channels="last"))]
+    return [LayerRecord(plain_form("flatten", (), channels="last"))]
 
 
-def _reshape(layer: Any) -> list[LayerReading]:
+def _reshape(layer: Any) -> list[LayerRecord]:
     return _flatten(layer) if len(layer.target_shape) == 1 else []
 
 
-def _resize(layer: Any) -> list[LayerReading]:
+def _resize(layer: Any) -> list[LayerRecord]:
     size = layer.size if isinstance(layer.size, list | tuple) else (layer.size,)
     method = {"bilinear": "linear", "bicubic": "cubic"}.get(word := getattr(layer, "interpolation", "nearest"), word)
     return [
-        LayerReading(
-            plain_form("resize", (), method=method, size=[int(factor) for factor in size], align_corners=False)
-        )
+        LayerRecord(plain_form("resize", (), method=method, size=[int(factor) for factor in size], align_corners=False))
     ]
 
 

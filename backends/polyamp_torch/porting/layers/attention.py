@@ -13,14 +13,14 @@ from torch import nn
 from polyamp.porting.layouts.layer_kinds import default_attention_scale
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.operations import Operation, Reshape, Split, Transpose
-from polyamp_torch.porting.layers.layer_reading import LayerReader, LayerReading, assignment_line
+from polyamp_torch.porting.layers.layer_record import LayerReader, LayerRecord, assignment_line
 
 _SEPARATE_WEIGHTS: Final = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 _KERNELS: Final = ("query_kernel", "key_kernel", "value_kernel")
 _BIASES: Final = ("query_bias", "key_bias", "value_bias")
 
 
-def attention(module: Any) -> list[LayerReading]:
+def attention(module: Any) -> list[LayerRecord]:
     """Read an attention: (features, inputs) -> (inputs, heads, head size); the output's (features, heads * size) ->
     (heads, size, features)."""
     width, heads, size = module.embed_dim, module.num_heads, module.head_dim
@@ -47,7 +47,7 @@ def attention(module: Any) -> list[LayerReading]:
     }
     kind = "attention with a key of zeros" if module.add_zero_attn else "attention"  # no other framework has it
     names = {name: name for rule in rules for name in rule.native}
-    return [LayerReading((Form(kind, tuple(rules), attributes),), names, lines={"dropout": assignment_line("dropout")})]
+    return [LayerRecord((Form(kind, tuple(rules), attributes),), names, lines={"dropout": assignment_line("dropout")})]
 
 
 READERS: Final[dict[type, LayerReader]] = {nn.MultiheadAttention: attention}

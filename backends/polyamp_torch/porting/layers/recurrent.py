@@ -13,7 +13,7 @@ from torch import nn
 
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.operations import Transpose
-from polyamp_torch.porting.layers.layer_reading import LayerReader, LayerReading
+from polyamp_torch.porting.layers.layer_record import LayerReader, LayerRecord
 
 _TRANSPOSED: Final = (Transpose((1, 0)),)
 _KIND_BY_CLASS: Final[dict[type, str]] = {
@@ -53,7 +53,7 @@ def _module_form(kind: str, module: Any, attributes: dict[str, Any], projection:
     return dataclasses.replace(form, attributes={**form.attributes, **attributes})
 
 
-def recurrent_stack(module: Any) -> list[LayerReading]:
+def recurrent_stack(module: Any) -> list[LayerRecord]:
     """Read the cells of a stack: "layer_0/forward", "layer_0/backward", ... A depth or direction that exists once is
     not named."""
     kind = _cell_kind(module)
@@ -71,15 +71,15 @@ def recurrent_stack(module: Any) -> list[LayerReading]:
             if kind == "simple_rnn":
                 attributes["activation"] = module.nonlinearity
             form = _module_form(kind, module, attributes, module.proj_size)
-            found.append(LayerReading((form,), names, "/".join(parts)))
+            found.append(LayerRecord((form,), names, "/".join(parts)))
     return found
 
 
-def recurrent_cell(module: Any) -> list[LayerReading]:
+def recurrent_cell(module: Any) -> list[LayerRecord]:
     """Read one cell, which the model calls for each time step."""
     kind = _cell_kind(module)
     attributes = {"activation": module.nonlinearity} if kind == "simple_rnn" else {}
-    return [LayerReading((_module_form(kind, module, attributes),))]
+    return [LayerRecord((_module_form(kind, module, attributes),))]
 
 
 READERS: Final[dict[type, LayerReader]] = {

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from polyamp.porting.layouts.layer_layout import Form
-from polyamp_torch.porting.layers.layer_reading import AttributeLine, LayerReader, LayerReading, assignment_line
+from polyamp_torch.porting.layers.layer_record import AttributeLine, LayerReader, LayerRecord, assignment_line
 from polyamp_torch.porting.layers.padding_rules import canonical_padding
 
 _NAME_BY_CLASS: Final[dict[type, str]] = {
@@ -55,49 +55,49 @@ _NAME_BY_FUNCTION: Final = {
 
 def _activation_reading(
     name: str, attributes: dict[str, Any], lines: dict[str, AttributeLine] | None = None
-) -> list[LayerReading]:
-    return [LayerReading((Form("activation", (), {"activation": name, **attributes}),), lines=lines or {})]
+) -> list[LayerRecord]:
+    return [LayerRecord((Form("activation", (), {"activation": name, **attributes}),), lines=lines or {})]
 
 
-def activation(module: Any) -> list[LayerReading]:
+def activation(module: Any) -> list[LayerRecord]:
     """Read an activation without attributes."""
     return _activation_reading(
         next(_NAME_BY_CLASS[kind] for kind in type(module).__mro__ if kind in _NAME_BY_CLASS), {}
     )
 
 
-def _gelu(module: Any) -> list[LayerReading]:
+def _gelu(module: Any) -> list[LayerRecord]:
     approximate = {"gelu": "none", "gelu_tanh": "tanh"}
     line = assignment_line("approximate", lambda name: approximate.get(name, name))
     return _activation_reading("gelu_tanh" if module.approximate == "tanh" else "gelu", {}, {"activation": line})
 
 
-def _leaky_relu(module: Any) -> list[LayerReading]:
+def _leaky_relu(module: Any) -> list[LayerRecord]:
     lines = {"negative_slope": assignment_line("negative_slope")}
     return _activation_reading("leaky_relu", {"negative_slope": module.negative_slope}, lines)
 
 
-def _elu(module: Any) -> list[LayerReading]:
+def _elu(module: Any) -> list[LayerRecord]:
     name = "celu" if isinstance(module, nn.CELU) else "elu"
     return _activation_reading(name, {"alpha": module.alpha}, {"alpha": assignment_line("alpha")})
 
 
-def _softmax(module: Any) -> list[LayerReading]:
+def _softmax(module: Any) -> list[LayerRecord]:
     name = "log_softmax" if isinstance(module, nn.LogSoftmax) else "softmax"
     lines = {"axis": assignment_line("dim")}
     return _activation_reading(name, {} if module.dim is None else {"axis": module.dim}, lines)
 
 
-def _softplus(module: Any) -> list[LayerReading]:
+def _softplus(module: Any) -> list[LayerRecord]:
     return _activation_reading("softplus" if module.beta == 1 else f"softplus of beta {module.beta:g}", {})
 
 
-def _hardtanh(module: Any) -> list[LayerReading]:
+def _hardtanh(module: Any) -> list[LayerRecord]:
     usual = (module.min_val, module.max_val) == (-1.0, 1.0)
     return _activation_reading("hard_tanh" if usual else f"clip to [{module.min_val:g}, {module.max_val:g}]", {})
 
 
-def activation_by_name(module: nn.Module) -> list[LayerReading]:
+def activation_by_name(module: nn.Module) -> list[LayerRecord]:
     """Read an activation of another package, recognised by its class name; [] if it is none."""
     kind = type(module)
     name = _NAME_BY_CLASS_NAME.get(kind.__name__)
@@ -111,9 +111,9 @@ def activation_name(function: Any) -> str | None:
     return _NAME_BY_FUNCTION.get(function) if callable(function) else None
 
 
-def dropout(module: Any) -> list[LayerReading]:
+def dropout(module: Any) -> list[LayerRecord]:
     """Read a dropout of values, or of whole channels."""
-    return [LayerReading((Form("dropout", (), {"rate": module.p}),), lines={"rate": assignment_line("p")})]
+    return [LayerRecord((Form("dropout", (), {"rate": module.p}),), lines={"rate": assignment_line("p")})]
 
 
 def _per_axis(value: Any, rank: int) -> list[int]:
@@ -126,7 +126,7 @@ def _spatial_rank(module: Any) -> int:
     )
 
 
-def pooling(module: Any) -> list[LayerReading]:
+def pooling(module: Any) -> list[LayerRecord]:
     """Read a pooling. With `ceil_mode` the trailing zeros depend on the input's size, so its padding is left out."""
     rank, average = _spatial_rank(module), "Avg" in type(module).__name__
     window = _per_axis(module.kernel_size, rank)
@@ -148,20 +148,20 @@ def pooling(module: Any) -> list[LayerReading]:
     }
     if average:
         lines["counts_padding"] = assignment_line("count_include_pad")
-    return [LayerReading((Form("pooling", (), attributes),), lines=lines)]
+    return [LayerRecord((Form("pooling", (), attributes),), lines=lines)]
 
 
-def adaptive_pooling(module: Any) -> list[LayerReading]:
+def adaptive_pooling(module: Any) -> list[LayerRecord]:
     """Read a global pooling if the output size is 1. Else the window depends on the input's size and is left out."""
     attributes: dict[str, Any] = {"operation": "average" if "Avg" in type(module).__name__ else "max"}
     if set(_per_axis(module.output_size, 1)) == {1}:
         attributes["window"] = []
-    return [LayerReading((Form("pooling", (), attributes),))]
+    return [LayerRecord((Form("pooling", (), attributes),))]
 
 
-def flatten(module: Any) -> list[LayerReading]:
+def flatten(module: Any) -> list[LayerRecord]:
     """Read a flatten of inputs with channels first."""
-    return [LayerReading((Form("flatten", (), {"channels": "first"}),))]
+    return [LayerRecord((Form("flatten", (), {"channels": "first"}),))]
 
 
 _METHODS: Final = {
@@ -176,7 +176,7 @@ _METHODS: Final = {
 """torch's mode -> the canonical method and the number of axes; 0 if the mode accepts any number."""
 
 
-def resize(module: Any) -> list[LayerReading]:
+def resize(module: Any) -> list[LayerRecord]:
     """Read a resize with its factors, if it has factors and not a size."""
     method, rank = _METHODS[module.mode]
     rank = 2 if isinstance(module, nn.UpsamplingNearest2d) else rank
@@ -188,7 +188,7 @@ def resize(module: Any) -> list[LayerReading]:
         attributes["size"] = [_int_if_integral(number) for number in _per_axis(factor, rank)]
     elif factor is not None:
         attributes["size"] = _int_if_integral(factor)  # `inventory` knows the number of axes
-    return [LayerReading((Form("resize", (), attributes),), lines={"align_corners": assignment_line("align_corners")})]
+    return [LayerRecord((Form("resize", (), attributes),), lines={"align_corners": assignment_line("align_corners")})]
 
 
 def _int_if_integral(factor: float) -> int | float:

@@ -17,10 +17,10 @@ from torch import nn
 
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.operations import Shift, Transpose
-from polyamp_torch.porting.layers.layer_reading import (
+from polyamp_torch.porting.layers.layer_record import (
     AttributeLine,
     LayerReader,
-    LayerReading,
+    LayerRecord,
     assignment_line,
     has_own_forward,
 )
@@ -38,18 +38,18 @@ def array_rules(module: nn.Module, /, **canonical_names: str) -> tuple[Rule, ...
     )
 
 
-def dense(module: Any) -> list[LayerReading]:
+def dense(module: Any) -> list[LayerRecord]:
     """Read a dense layer: (features, inputs) -> (inputs, features)."""
     kernel = Rule(("weight",), ("kernel",), (Transpose((1, 0)),))
-    return [LayerReading((Form("dense", (kernel, *array_rules(module, bias="bias"))),))]
+    return [LayerRecord((Form("dense", (kernel, *array_rules(module, bias="bias"))),))]
 
 
-def untransposed_dense(module: Any) -> list[LayerReading]:
+def untransposed_dense(module: Any) -> list[LayerRecord]:
     """Read the dense layer of GPT-2 in transformers, whose weight is (inputs, features)."""
-    return [LayerReading((Form("dense", array_rules(module, weight="kernel", bias="bias")),))]
+    return [LayerRecord((Form("dense", array_rules(module, weight="kernel", bias="bias")),))]
 
 
-def convolution(module: Any) -> list[LayerReading]:
+def convolution(module: Any) -> list[LayerRecord]:
     """Read a convolution: (features, inputs / groups, *spatial) -> (*spatial, inputs / groups, features)."""
     rank = len(module.kernel_size)
     kernel = Rule(("weight",), ("kernel",), (Transpose((*range(2, rank + 2), 1, 0)),))
@@ -61,14 +61,14 @@ def convolution(module: Any) -> list[LayerReading]:
     return [_convolution("conv", module, kernel, attributes)]
 
 
-def same_convolution(module: Any) -> list[LayerReading]:
+def same_convolution(module: Any) -> list[LayerRecord]:
     """Read timm's convolutions that pad as TensorFlow does, depending on the input's size."""
     (found,) = convolution(module)
     (form,) = found.forms
-    return [LayerReading((Form(form.kind, form.rules, {**form.attributes, "padding": "same"}),), lines=found.lines)]
+    return [LayerRecord((Form(form.kind, form.rules, {**form.attributes, "padding": "same"}),), lines=found.lines)]
 
 
-def transposed_convolution(module: Any) -> list[LayerReading]:
+def transposed_convolution(module: Any) -> list[LayerRecord]:
     """Read one: (inputs, features / groups, *spatial) -> (*spatial, inputs, features / groups); nothing is flipped."""
     rank = len(module.kernel_size)
     kernel = Rule(("weight",), ("kernel",), (Transpose((*range(2, rank + 2), 0, 1)),))
@@ -86,10 +86,10 @@ def _convolution_attributes(module: Any) -> dict[str, Any]:
     }
 
 
-def _convolution(kind: str, module: Any, kernel: Rule, attributes: dict[str, Any]) -> LayerReading:
+def _convolution(kind: str, module: Any, kernel: Rule, attributes: dict[str, Any]) -> LayerRecord:
     lines: dict[str, AttributeLine] = {"strides": assignment_line("stride", tuple)}
     lines["padding"] = padding_line if kind == "conv" else _crop_line
-    return LayerReading((Form(kind, (kernel, *array_rules(module, bias="bias")), attributes),), lines=lines)
+    return LayerRecord((Form(kind, (kernel, *array_rules(module, bias="bias")), attributes),), lines=lines)
 
 
 def _crop_line(module: str, value: Any) -> str:
@@ -99,7 +99,7 @@ def _crop_line(module: str, value: Any) -> str:
     return f"{module}.padding, {module}.output_padding = {cut}, {more}"
 
 
-def embedding(module: Any) -> list[LayerReading]:
+def embedding(module: Any) -> list[LayerRecord]:
     """Read an embedding: (tokens, features) as it is. With `max_norm` the forward pass writes to the table: that is a
     separate kind, for which no other framework has a layer."""
     attributes: dict[str, Any] = {"padding_index": module.padding_idx}
@@ -110,44 +110,44 @@ def embedding(module: Any) -> list[LayerReading]:
     return [_embedding_table(module, attributes)]
 
 
-def embedding_bag(module: Any) -> list[LayerReading]:
+def embedding_bag(module: Any) -> list[LayerRecord]:
     """Read a table whose rows are summed or averaged; other frameworks do that without a layer."""
     return [_embedding_table(module, {"padding_index": module.padding_idx})]
 
 
-def _embedding_table(module: Any, attributes: dict[str, Any]) -> LayerReading:
+def _embedding_table(module: Any, attributes: dict[str, Any]) -> LayerRecord:
     kind = "embedding"
     if module.max_norm is not None:
         kind, attributes = "embedding of rows no longer than max_norm", {"max_norm": float(module.max_norm)}
-    return LayerReading((Form(kind, array_rules(module, weight="table"), attributes),), lines=_EMBEDDING_LINES)
+    return LayerRecord((Form(kind, array_rules(module, weight="table"), attributes),), lines=_EMBEDDING_LINES)
 
 
 _EMBEDDING_LINES: Final[Mapping[str, AttributeLine]] = {"padding_index": assignment_line("padding_idx")}
 
 
-def layer_norm(module: Any) -> list[LayerReading]:
+def layer_norm(module: Any) -> list[LayerRecord]:
     """Read a layer norm over as many last axes as its arrays have."""
     attributes = {"epsilon": module.eps, "axes": len(module.normalized_shape)}
     return [
-        LayerReading(
+        LayerRecord(
             (Form("layer_norm", array_rules(module, weight="scale", bias="bias"), attributes),), lines=EPSILON_LINE
         )
     ]
 
 
-def rms_norm(module: Any) -> list[LayerReading]:
+def rms_norm(module: Any) -> list[LayerRecord]:
     """Read an RMS norm. Its default epsilon is the machine epsilon of the computation's dtype, which is float32's."""
     epsilon = torch.finfo(torch.float32).eps if module.eps is None else module.eps
     return [
-        LayerReading((Form("rms_norm", array_rules(module, weight="scale"), {"epsilon": epsilon}),), lines=EPSILON_LINE)
+        LayerRecord((Form("rms_norm", array_rules(module, weight="scale"), {"epsilon": epsilon}),), lines=EPSILON_LINE)
     ]
 
 
-def group_norm(module: Any) -> list[LayerReading]:
+def group_norm(module: Any) -> list[LayerRecord]:
     """Read a group norm, which is canonical as it is."""
     attributes = {"epsilon": module.eps, "groups": module.num_groups}
     return [
-        LayerReading(
+        LayerRecord(
             (Form("group_norm", array_rules(module, weight="scale", bias="bias"), attributes),), lines=EPSILON_LINE
         )
     ]
@@ -156,15 +156,15 @@ def group_norm(module: Any) -> list[LayerReading]:
 _BATCH_NORM_ARRAYS: Final = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "variance"}
 
 
-def instance_norm(module: Any) -> list[LayerReading]:
+def instance_norm(module: Any) -> list[LayerRecord]:
     """Read an instance norm: a group norm with as many groups as channels."""
     attributes = {"epsilon": module.eps, "groups": module.num_features}
     return [
-        LayerReading((Form("group_norm", array_rules(module, **_BATCH_NORM_ARRAYS), attributes),), lines=EPSILON_LINE)
+        LayerRecord((Form("group_norm", array_rules(module, **_BATCH_NORM_ARRAYS), attributes),), lines=EPSILON_LINE)
     ]
 
 
-def batch_norm(module: Any) -> list[LayerReading]:
+def batch_norm(module: Any) -> list[LayerRecord]:
     """Read a batch norm. `momentum` is the weight of new values, None an average over all batches; variance is
     unbiased."""
     attributes: dict[str, Any] = {"epsilon": module.eps}
@@ -173,33 +173,33 @@ def batch_norm(module: Any) -> list[LayerReading]:
         if module.momentum is not None:
             attributes["momentum"] = _complement(module.momentum)
     lines = {**EPSILON_LINE, "momentum": assignment_line("momentum", _complement)}
-    return [LayerReading((Form("batch_norm", array_rules(module, **_BATCH_NORM_ARRAYS), attributes),), lines=lines)]
+    return [LayerRecord((Form("batch_norm", array_rules(module, **_BATCH_NORM_ARRAYS), attributes),), lines=lines)]
 
 
-def frozen_batch_norm(module: Any) -> list[LayerReading]:
+def frozen_batch_norm(module: Any) -> list[LayerRecord]:
     """Read a frozen batch norm, such as torchvision's, whose arrays are all buffers."""
     known, lines = _find_epsilon(module)
-    return [LayerReading((Form("batch_norm", array_rules(module, **_BATCH_NORM_ARRAYS), known),), lines=lines)]
+    return [LayerRecord((Form("batch_norm", array_rules(module, **_BATCH_NORM_ARRAYS), known),), lines=lines)]
 
 
 def _complement(share: float) -> float:
     return round(1 - share, 12)
 
 
-def prelu(module: Any) -> list[LayerReading]:
+def prelu(module: Any) -> list[LayerRecord]:
     """Read a PReLU with one slope for each channel, or one slope."""
-    return [LayerReading((Form("prelu", array_rules(module, weight="slope")),))]
+    return [LayerRecord((Form("prelu", array_rules(module, weight="slope")),))]
 
 
-def opaque_parameters(module: Any) -> list[LayerReading]:
+def opaque_parameters(module: Any) -> list[LayerRecord]:
     """Read each array as it is, as a layer that no other framework has."""
     return [
-        LayerReading((Form("parameter", (Rule((name,), ("value",)),)),), suffix=name)
+        LayerRecord((Form("parameter", (Rule((name,), ("value",)),)),), suffix=name)
         for name, _ in module.named_parameters(recurse=False)
     ]
 
 
-def norm_by_name(module: nn.Module) -> list[LayerReading]:
+def norm_by_name(module: nn.Module) -> list[LayerRecord]:
     """Read a custom norm, recognised by the names of its class and arrays; [] if it is none.
 
     A norm with only a scale may be an RMSNorm, whatever its name (T5's). The class's source decides, else the partner
@@ -220,13 +220,13 @@ def norm_by_name(module: nn.Module) -> list[LayerReading]:
     scales = Rule((scale,), ("scale",), (Shift(1.0),) if _has_words(kind, _ADDS_ONE) else ())
     layer = Form("layer_norm", (scales, *array_rules(module, **({bias: "bias"} if bias else {}))), {**known, "axes": 1})
     if bias:
-        return [LayerReading((layer,), lines=lines)]
+        return [LayerRecord((layer,), lines=lines)]
     rms = Form("rms_norm", (scales,), known)
     if name[0].startswith("rms"):
-        return [LayerReading((rms,), lines=lines)]
+        return [LayerRecord((rms,), lines=lines)]
     centred = _has_words(kind, _SUBTRACTS_MEAN)
     forms = (layer, rms) if centred is None else (layer,) if centred else (rms,)
-    return [LayerReading(forms, lines=lines)]
+    return [LayerRecord(forms, lines=lines)]
 
 
 def _find_epsilon(module: nn.Module) -> tuple[dict[str, float], dict[str, AttributeLine]]:

@@ -255,8 +255,8 @@ class PolicyInstallation:
                     OPEN_BLOCKS.overrides.pop()
                 return self._for_what_follows(output) if ends and torch.compiler.is_compiling() else output
 
-            # `_carry_region` reads this attribute
-            call.polyamp_rebound = lambda part: replace(type(part).forward.__get__(part))  # type: ignore[attr-defined]
+            marked: Any = call  # a function takes any attribute; `_carry_region` reads this one
+            marked.polyamp_rebound = lambda part: replace(type(part).forward.__get__(part))
             return call
 
         return replace

@@ -15,7 +15,7 @@ from polyamp.porting.layouts.layer_kinds import KINDS
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp_tensorflow.porting.converter import CONVERTER
 from polyamp_tensorflow.porting.layers.activations import activation_attributes, activation_name
-from polyamp_tensorflow.porting.layers.layer_reading import UNKNOWN
+from polyamp_tensorflow.porting.layers.layer_record import UNKNOWN
 from polyamp_tensorflow.porting.tensorflow_only.suggested_code import attribute_lines
 from tests.porting.layers import formulas
 from tests.porting.layers.cases import CASES

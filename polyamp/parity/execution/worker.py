@@ -19,15 +19,15 @@ import msgspec
 from polyamp._version import __version__
 from polyamp.contract import registry
 from polyamp.errors import BackendNotInstalledError, PolyampError, RecipeError
+from polyamp.parity.execution import messages, weight_exchange
+from polyamp.parity.execution.array_store import BatchTree, batch_digest, load_batch
+from polyamp.parity.execution.function_ref import FunctionRef, add_import_paths
+from polyamp.parity.execution.messages import OwnLoopSpec, SideJob, TrainCommand, WorkerMessage
+from polyamp.parity.execution.participant import Participant
+from polyamp.parity.execution.recorder import ParticipantAlignment
 from polyamp.parity.findings import Failure
 from polyamp.parity.own_loop import OwnLoop
 from polyamp.parity.precisions import Phase, recipe_json, without_judge
-from polyamp.parity.run import messages, weight_exchange
-from polyamp.parity.run.array_store import BatchTree, batch_digest, load_batch
-from polyamp.parity.run.function_ref import FunctionRef, add_import_paths
-from polyamp.parity.run.messages import OwnLoopSpec, SideJob, TrainCommand, WorkerMessage
-from polyamp.parity.run.participant import Participant
-from polyamp.parity.run.recorder import ParticipantAlignment
 from polyamp.parity.trace.trace import Entry, TraceWriter
 from polyamp.porting.check import Batch, ChannelOrderAdapter
 from polyamp.recipe.recipe import Recipe

@@ -1,4 +1,4 @@
-"""`LayerReading`, one canonical layer read from a Keras layer, and helpers that find a layer's variables by name."""
+"""`LayerRecord`, one canonical layer read from a Keras layer, and helpers that find a layer's variables by name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp_tensorflow.compat import own_non_trainable_variables, own_trainable_variables
 from polyamp_tensorflow.models.layers import list_layers
 
-LayerReader = Callable[[Any], "list[LayerReading]"]
+LayerReader = Callable[[Any], "list[LayerRecord]"]
 """Function from a layer to its canonical layers."""
 
 
-class LayerReading(NamedTuple):
+class LayerRecord(NamedTuple):
     """One canonical layer of a Keras layer, from which `inventory` builds a `NativeLayer`.
 
     Attributes:

@@ -19,16 +19,16 @@ from typing import Any, Final, Literal
 import msgspec
 
 from polyamp._version import __version__
+from polyamp.parity.execution import messages
+from polyamp.parity.execution.messages import FailureReason, ParityEvent, SideJob, TrainCommand, WorkerMessage
 from polyamp.parity.findings import Environment, Failure
 from polyamp.parity.precisions import Phase, comparison_phases
-from polyamp.parity.run import messages
-from polyamp.parity.run.messages import FailureReason, ParityEvent, SideJob, TrainCommand, WorkerMessage
 from polyamp.parity.trace.trace import Trace
 from polyamp.parity.verdict.alignment import Alignment
 from polyamp.recipe.recipe import Recipe
 from polyamp.worker_processes import OutputQueue, Reaper, Worker
 
-WORKER_MODULE: Final = "polyamp.parity.run.worker"
+WORKER_MODULE: Final = "polyamp.parity.execution.worker"
 _MESSAGE_DECODER: Final = msgspec.json.Decoder(WorkerMessage)
 _EXTERNAL_SIGNALS: Final = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
 

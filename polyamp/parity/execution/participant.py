@@ -10,12 +10,12 @@ from polyamp._version import __version__
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend
 from polyamp.errors import ArgumentError, RecipeError, UnsupportedError
+from polyamp.parity.execution import shared_randomness
+from polyamp.parity.execution.default_loss import random_target_loss
+from polyamp.parity.execution.recorder import BatchSource, EntrySink, ParticipantAlignment, TraceRecorder
 from polyamp.parity.findings import Environment
 from polyamp.parity.own_loop import LoopTrainer, OwnLoop, RecipeTrainer, Trainer
 from polyamp.parity.precisions import POLICY, Phase, check_native_optimizer, phase_recipe, resolve_recipe
-from polyamp.parity.run import shared_randomness
-from polyamp.parity.run.default_loss import random_target_loss
-from polyamp.parity.run.recorder import BatchSource, EntrySink, ParticipantAlignment, TraceRecorder
 from polyamp.parity.trace.observer import HasObserver, Observer
 from polyamp.parity.trace.trace import Trace
 from polyamp.parity.verdict.alignment import Alignment, align, array_mappings

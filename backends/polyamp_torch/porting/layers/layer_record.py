@@ -1,4 +1,4 @@
-"""`LayerReading`, the result of reading one layer of a module, and helpers for the code lines that set attributes."""
+"""`LayerRecord`, the result of reading one layer of a module, and helpers for the code lines that set attributes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AttributeLine = Callable[[str, Any], str]
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerReading:
+class LayerRecord:
     """One layer of a module, from which `inventory` builds a `NativeLayer`.
 
     Attributes:
@@ -37,7 +37,7 @@ class LayerReading:
         return self.names or {name: name for rule in self.forms[0].rules for name in rule.native}
 
 
-LayerReader = Callable[[Any], list[LayerReading]]
+LayerReader = Callable[[Any], list[LayerRecord]]
 """Function from a module to its layers."""
 
 

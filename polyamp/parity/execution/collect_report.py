@@ -10,11 +10,11 @@ from typing import Any, Final
 import msgspec
 
 from polyamp._version import __version__
+from polyamp.parity.execution.worker_pool import SideSpec
 from polyamp.parity.findings import Comparison
 from polyamp.parity.precisions import FLOAT64, Phase
 from polyamp.parity.report.curves import curve_from_trace
 from polyamp.parity.report.report import Report
-from polyamp.parity.run.worker_pool import SideSpec
 from polyamp.parity.trace import trace as traces
 from polyamp.parity.trace.trace import Entry, Trace
 from polyamp.parity.verdict.verdict import PhaseTrace, compare_traces

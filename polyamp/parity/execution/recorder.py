@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from polyamp.parity.execution import shared_randomness
 from polyamp.parity.own_loop import Trainer
-from polyamp.parity.run import shared_randomness
 from polyamp.parity.trace.observer import Observer
 from polyamp.parity.trace.sketch import sketch
 from polyamp.parity.trace.trace import BEFORE_ACTIVATION, Entry, Stage
