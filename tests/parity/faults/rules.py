@@ -13,8 +13,6 @@ from typing import Any, Final
 from unittest import mock
 
 from polyamp.recipe import optimizers
-from polyamp.rules import batches
-from polyamp.rules.accumulation import Accumulation
 
 _BACKENDS: Final = {"torch": "polyamp_torch", "keras": "polyamp_tensorflow"}
 
@@ -37,29 +35,32 @@ def _module(backend: str, name: str) -> Any:
     return importlib.import_module(f"{backend}.{name}")
 
 
-class _Undivided(Accumulation):
-    @property
-    def total(self) -> float:
-        return 1.0
-
-
-class _Batches:
-    """`polyamp.rules.batches`, with windows whose sums nobody divides."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(batches, name)
-
-    def micro_batch_runs(self, *arguments: Any, **others: Any) -> Any:
-        window, runs = batches.micro_batch_runs(*arguments, **others)
-        return _Undivided(*window), runs
-
-
 def _sum_of_micro_batches(backend: str) -> list[Any]:
     if backend == "polyamp_torch":
         step = _module(backend, "step.step")
-        right = step.total_scale
-        return [mock.patch.object(step, "total_scale", lambda scale, total, device: right(scale, 1.0, device))]
-    return [mock.patch.object(_module(backend, "step.accumulation"), "batches", _Batches())]
+        divisor = step.total_scale
+        return [mock.patch.object(step, "total_scale", lambda scale, total, device: divisor(scale, 1.0, device))]
+    if backend == "polyamp_jax":
+        import jax
+
+        home = _module(backend, "step.accumulation")
+        mean = home.accumulate_gradients
+
+        def total(loss_fn: Any, state: Any, *arguments: Any, **others: Any) -> Any:
+            loss, aux, gradients = mean(loss_fn, state, *arguments, **others)
+            values = jax.tree.map(lambda each: each * state.recipe.accumulate_steps, gradients.values)
+            return loss, aux, gradients._replace(values=values)
+
+        return [mock.patch.object(home, "accumulate_gradients", total)]
+    home = _module(backend, "step.step")
+    means = home.accumulate_gradients
+
+    def totals(states: Any, loss_fn: Any, batch: Any, count: int, *others: Any) -> Any:
+        loss, aux, found = means(states, loss_fn, batch, count, *others)
+        values = [{name: None if v is None else v * float(count) for name, v in each.values.items()} for each in found]
+        return loss, aux, [each._replace(values=own) for each, own in zip(found, values, strict=True)]
+
+    return [mock.patch.object(home, "accumulate_gradients", totals)]
 
 
 def _clipped_before_unscaling(backend: str) -> list[Any]:
@@ -75,8 +76,8 @@ def _clipped_before_unscaling(backend: str) -> list[Any]:
     commit = kind.commit
 
     def commits(self: Any, state: Any, grads: Any, measured: Any, decision: Any) -> Any:
-        scaled = measured._replace(norm=measured.norm * state.scale_state.scale)
-        return commit(self, state, grads, scaled, decision)
+        values, norm = measured.more
+        return commit(self, state, grads, measured._replace(more=(values, norm * state.scale_state.scale)), decision)
 
     return [mock.patch.object(kind, "commit", commits)]
 
@@ -101,15 +102,15 @@ def _not_unscaled(backend: str) -> list[Any]:
 
 def _never_skipped(backend: str) -> list[Any]:
     kind = type(_module(backend, "step.update")._UPDATE_HOOKS)
-    concluded = kind.next_scale_state
+    right = kind.next_scale_state
 
-    def concludes(self: Any, state: Any, finite: Any, every: Any) -> Any:
+    def next_scale_state(self: Any, state: Any, finite: Any, every: Any, *counts: Any) -> Any:
         if finite is None:
-            return concluded(self, state, finite, every)
+            return right(self, state, finite, every, *counts)
         always = finite | True
-        return concluded(self, state, always, always)
+        return right(self, state, always, always, *counts)
 
-    return [mock.patch.object(kind, "next_scale_state", concludes)]
+    return [mock.patch.object(kind, "next_scale_state", next_scale_state)]
 
 
 def _no_bias_correction(backend: str) -> list[Any]:

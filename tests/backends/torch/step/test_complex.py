@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch.nn import functional
 
 import polyamp
 from polyamp.errors import GradientError, LossError, LossScaleStuckError, ModelError, UnsupportedError
+from tests.backends.torch.step.test_gradients import refuse_to_look
 
 Batch = dict[str, torch.Tensor]
 CHANNELS, MODES, LENGTH, ROWS = 3, 5, 16, 6
@@ -92,9 +92,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step as on the CPU, and on the path that accelerators take, which selects by the flag on the device."""
     if request.param == "reading waits":
-        for name, module in list(sys.modules.items()):
-            if name.startswith("polyamp_torch.") and hasattr(module, "can_read_without_sync"):
-                monkeypatch.setattr(module, "can_read_without_sync", lambda device: False)
+        refuse_to_look(monkeypatch)
 
 
 Pair = tuple[Any, Callable[[Any], torch.optim.Optimizer]]
