@@ -17,7 +17,6 @@ from polyamp.errors import GradientError, ModelError, UnsupportedError
 from polyamp.recipe.group_members import GroupMembers, resolve_group_members
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaler
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import XP, Array, cast_tree, dtype_name, is_floating
 from polyamp.reference.forward_backward import accumulate_gradients, prepare_batch, single_batch_gradients
@@ -26,14 +25,14 @@ from polyamp.reference.losses import ReferenceLosses
 from polyamp.reference.models import MLP, PolicyMLP
 from polyamp.reference.tensor import Tensor
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
-from polyamp.rules import clip, step_checks, update_decision
+from polyamp.rules import clip, step_checks
 from polyamp.rules.batches import micro_batches
 from polyamp.rules.loss_scale import LossScaleState
 from polyamp.rules.parameter_kinds import ParameterLeaf
 from polyamp.rules.refresh import KnownParameter, RefreshPlan, missing_model_error
 from polyamp.rules.resolved_policy import ResolvedPolicy
 from polyamp.rules.stuck_scale import StuckScaleMonitor
-from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision
+from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision, decide
 from polyamp.trees import map_tree
 
 if TYPE_CHECKING:
@@ -217,7 +216,7 @@ class ReferenceBackend:
                 [(name, None if value is None else value.shape) for name, value in item.values.items()],
             )
         with np.errstate(all="ignore"):
-            return update_decision.apply_update(states, grads, skip, ReferenceUpdateHooks())
+            return update_states(states, grads, skip)
 
     def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
         return list(gradients.values.items())
@@ -304,46 +303,52 @@ class ReferenceBackend:
 BACKEND: Final[Backend] = ReferenceBackend()
 
 
-class ReferenceUpdateHooks(update_decision.UpdateHooks[ReferenceState, Gradients]):
-    """Update hooks of the second half of a step: S9 to S14 are in `update_decision.apply_update`."""
+def update_states(
+    states: Sequence[ReferenceState], grads: Sequence[Gradients], skip: Skip
+) -> tuple[list[ReferenceState], list[StepResult]]:
+    """Run the second half of a step (S9 to S14): measure every state's gradients, decide, commit."""
+    norms = [_global_norm(item) for item in grads]
+    flags = [np.asarray(all(np.isfinite(v).all() for v in _existing_gradients(item).values())) for item in grads]
+    after, results = [], []
+    for state, item, norm, finite in zip(states, grads, norms, flags, strict=True):
+        stats = GradStats(np.asarray(norm, np.float32), finite, item.weight)
+        decision = decide(state.recipe.loss_scaler, state.scale_state, state.step, stats, flags, skip, XP)
+        after.append(_commit_update(state, item, norm, decision))
+        results.append(decision.result(stats))
+    return after, results
 
-    xp = XP
 
-    def scaler(self, state: ReferenceState) -> LossScaler:
-        return state.recipe.loss_scaler
+def _global_norm(grads: Gradients) -> np.float64:
+    """Return the global norm, computed in float64."""
+    total = sum(float(np.sum(np.square(v, dtype=np.float64))) for v in _existing_gradients(grads).values())
+    return np.float64(np.sqrt(total))
 
-    def measure(self, state: ReferenceState, grads: Gradients) -> GradStats:
-        """Return the global norm, computed in float64, and whether all gradients are finite."""
-        present = _existing_gradients(grads).values()
-        norm = np.sqrt(sum(float(np.sum(np.square(v, dtype=np.float64))) for v in present))
-        finite = np.asarray(all(np.isfinite(value).all() for value in present))
-        return GradStats(np.asarray(norm, np.float32), finite, norm, grads.weight)
 
-    def commit(
-        self, state: ReferenceState, grads: Gradients, measured: GradStats, decision: UpdateDecision
-    ) -> ReferenceState:
-        """Clip and update each parameter that has a gradient, and store the running statistics."""
-        counted = {"scale_state": decision.scale_state, "step": np.asarray(decision.step, np.int32)}
-        if decision.skipped:
-            return msgspec.structs.replace(state, **counted)
-        recipe = state.recipe
-        wide: Any = np.float64 if recipe.policy.param == "float64" else np.float32  # of values applied to masters (S1)
-        factor = wide(1.0) if recipe.clip_norm is None else clip.clip_factor(wide(measured.more), recipe.clip_norm, XP)
-        parameters, slots, counts = dict(state.model.parameters), dict(state.slots), dict(state.counts)
-        for name, value in _existing_gradients(grads).items():
-            counts[name] = np.asarray(counts[name] + 1, np.int32)
-            member = state.groups.of(name)
-            new, slots[name] = member.spec.update(
-                XP,
-                parameters[name],
-                value.astype(wide) * factor,
-                state.slots[name],
-                wide(member.rate(state.step, XP)),
-                wide(counts[name]),
-            )
-            parameters[name] = np.asarray(new, parameters[name].dtype)
-        model = state.model.with_arrays(parameters, grads.running)
-        return msgspec.structs.replace(state, model=model, slots=slots, counts=counts, **counted)
+def _commit_update(
+    state: ReferenceState, grads: Gradients, norm: np.float64, decision: UpdateDecision
+) -> ReferenceState:
+    """Clip and update each parameter that has a gradient, and store the running statistics."""
+    counted = {"scale_state": decision.scale_state, "step": np.asarray(decision.step, np.int32)}
+    if decision.skipped:
+        return msgspec.structs.replace(state, **counted)
+    recipe = state.recipe
+    wide: Any = np.float64 if recipe.policy.param == "float64" else np.float32  # of values applied to masters (S1)
+    factor = wide(1.0) if recipe.clip_norm is None else clip.clip_factor(wide(norm), recipe.clip_norm, XP)
+    parameters, slots, counts = dict(state.model.parameters), dict(state.slots), dict(state.counts)
+    for name, value in _existing_gradients(grads).items():
+        counts[name] = np.asarray(counts[name] + 1, np.int32)
+        member = state.groups.of(name)
+        new, slots[name] = member.spec.update(
+            XP,
+            parameters[name],
+            value.astype(wide) * factor,
+            state.slots[name],
+            wide(member.rate(state.step, XP)),
+            wide(counts[name]),
+        )
+        parameters[name] = np.asarray(new, parameters[name].dtype)
+    model = state.model.with_arrays(parameters, grads.running)
+    return msgspec.structs.replace(state, model=model, slots=slots, counts=counts, **counted)
 
 
 def _existing_gradients(grads: Gradients) -> dict[str, Array]:

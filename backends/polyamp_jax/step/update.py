@@ -1,4 +1,4 @@
-"""Second half of the step: JAX hooks of `rules.update_decision` that measure gradients and commit updates (S9 to S15).
+"""Second half of the step: measure gradients, and commit what `rules.update_decision` decides (S9 to S15).
 
 Everything here is traceable and never waits for the device.
 """
@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, StepResult
-from polyamp.rules import clip, update_decision
-from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision
+from polyamp.rules import clip
+from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision, decide
 from polyamp_jax.arrays import XP, select_if_finite
 from polyamp_jax.models.model_parts import RunningState
 from polyamp_jax.models.parameter_writes import overlay_writes
@@ -29,59 +28,53 @@ def update_states(
     states: Sequence[JaxState], grads: Sequence[Gradients], skip: Skip
 ) -> tuple[list[JaxState], list[StepResult]]:
     """Run the second half of the step for one or several states."""
-    return update_decision.apply_update(states, grads, skip, _UPDATE_HOOKS)
+    values = [fit_gradients(state, item) for state, item in zip(states, grads, strict=True)]
+    found = [sharded_norm_and_finite(state, each) for state, each in zip(states, values, strict=True)]
+    flags = [finite for _, finite in found]
+    after, results = [], []
+    for state, item, each, (norm, finite) in zip(states, grads, values, found, strict=True):
+        stats = GradStats(norm.astype(jnp.float32), finite, item.weight)
+        decision = decide(state.recipe.loss_scaler, state.scale_state, state.step, stats, flags, skip, XP)
+        after.append(_commit_update(state, item, each, norm, decision))
+        results.append(decision.result(stats))
+    return after, results
 
 
-class JaxUpdateHooks(update_decision.UpdateHooks[JaxState, Gradients]):
-    """`UpdateHooks` that measure and commit without branching on a value."""
+def _commit_update(
+    state: JaxState, grads: Gradients, values: Any, norm: jax.Array, decision: UpdateDecision
+) -> JaxState:
+    """Clip, update, and select the old or the new values.
 
-    xp = XP
-
-    def scaler(self, state: JaxState) -> LossScaler:
-        return state.recipe.loss_scaler
-
-    def measure(self, state: JaxState, grads: Gradients) -> GradStats:
-        values = fit_gradients(state, grads)
-        norm, finite = sharded_norm_and_finite(state, values)
-        return GradStats(norm.astype(jnp.float32), finite, (values, norm), grads.weight)
-
-    def commit(self, state: JaxState, grads: Gradients, measured: GradStats, decision: UpdateDecision) -> JaxState:
-        """Clip, update, and select the old or the new values.
-
-        The selection is elementwise, not a conditional. XLA fuses it into the update's own loop, which reads the old
-        values anyway. A conditional would make a GPU's host wait for the flag.
-        """
-        recipe, running = state.recipe, grads.running
-        values, norm = measured.more
-        asked = OptaxExtraArguments(grads.loss, values)
-        if recipe.clip_norm is not None:
-            factor = clip.clip_factor(norm, recipe.clip_norm, XP)
-            values = jax.tree.map(lambda g: g * factor.astype(g.dtype), values)
-        idle = frozenset(n for n, grad in enumerate(leaves_like(values, state.params)) if grad is None)
-        even = state.lagging is not None and state.lagging <= idle
-        params, opt_state = update_parameters(
-            state.setup.optimizer,
-            values,
-            state.opt_state,
-            overlay_writes(state.params, running.written),
-            even=even,
-            finite=decision.finite,
-            asked=asked,
-            skipped=state.params,
-        )
-        statistics = select_if_finite(decision.finite, running.statistics, state.running.statistics)
-        made = dataclasses.replace(
-            state,
-            params=params,
-            opt_state=opt_state,
-            scale_state=decision.scale_state,
-            running=RunningState(statistics, running.streams, jnp.zeros_like(running.draws)),
-            step=decision.step,
-        )
-        if state.layout is not None:
-            leaves, structure = jax.tree.flatten(made)
-            made = jax.tree.unflatten(structure, state.layout.kept(leaves))
-        return made.with_host_facts(None if state.lagging is None else state.lagging | idle, state.layout)
-
-
-_UPDATE_HOOKS: Final = JaxUpdateHooks()
+    The selection is elementwise, not a conditional. XLA fuses it into the update's own loop, which reads the old
+    values anyway. A conditional would make a GPU's host wait for the flag.
+    """
+    recipe, running = state.recipe, grads.running
+    asked = OptaxExtraArguments(grads.loss, values)
+    if recipe.clip_norm is not None:
+        factor = clip.clip_factor(norm, recipe.clip_norm, XP)
+        values = jax.tree.map(lambda g: g * factor.astype(g.dtype), values)
+    idle = frozenset(n for n, grad in enumerate(leaves_like(values, state.params)) if grad is None)
+    even = state.lagging is not None and state.lagging <= idle
+    params, opt_state = update_parameters(
+        state.setup.optimizer,
+        values,
+        state.opt_state,
+        overlay_writes(state.params, running.written),
+        even=even,
+        finite=decision.finite,
+        asked=asked,
+        skipped=state.params,
+    )
+    statistics = select_if_finite(decision.finite, running.statistics, state.running.statistics)
+    made = dataclasses.replace(
+        state,
+        params=params,
+        opt_state=opt_state,
+        scale_state=decision.scale_state,
+        running=RunningState(statistics, running.streams, jnp.zeros_like(running.draws)),
+        step=decision.step,
+    )
+    if state.layout is not None:
+        leaves, structure = jax.tree.flatten(made)
+        made = jax.tree.unflatten(structure, state.layout.kept(leaves))
+    return made.with_host_facts(None if state.lagging is None else state.lagging | idle, state.layout)

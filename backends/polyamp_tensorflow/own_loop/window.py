@@ -9,14 +9,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from polyamp.recipe.scaler import LossScaler
-from polyamp.rules import update_decision
 from polyamp.rules.loss_scale import LossScaleState
-from polyamp.rules.update_decision import GradStats, UpdateDecision
+from polyamp.rules.update_decision import GradStats, UpdateDecision, decide
 from polyamp_tensorflow.arrays import XP, assign_values, native_variable
 from polyamp_tensorflow.own_loop.loop_memory import count_non_finite
 from polyamp_tensorflow.step import replicas
@@ -73,7 +72,7 @@ class LossScaleOptimizerFields(NamedTuple):
 
 
 class ApplyCall(NamedTuple):
-    """One call of `apply`, as the state for `update_decision`.
+    """One call of `apply`.
 
     Attributes:
         held: the optimizer's variables and settings.
@@ -110,49 +109,44 @@ def apply_or_accumulate(call: ApplyCall, gradients: list[Any]) -> None:
         if held.share is not None:
             sums = [total * tf.cast(held.share.earlier, total.dtype) for total in sums]
         gradients = [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
-    update_decision.apply_update([call], [gradients], "all", _UPDATE_HOOKS)
+    unscaled, stats = _measure_gradients(held, gradients)
+    decision = decide(held.scaler, call.scale_state, call.step, stats, [stats.finite], "all", XP)
+    _commit_update(call, gradients, unscaled, stats, decision)
 
 
-class _OptimizerUpdateHooks(update_decision.UpdateHooks[ApplyCall, list[Any]]):
-    xp = XP
-
-    def scaler(self, state: ApplyCall) -> LossScaler:
-        return state.held.scaler
-
-    def measure(self, state: ApplyCall, grads: list[Any]) -> GradStats:
-        held = state.held
-        if not held.sums:
-            return _grad_stats(held, grads)
-        return GradStats(
-            *tf.cond(
-                _is_last_micro_batch(held),
-                lambda: tuple(_grad_stats(held, grads)),
-                lambda: (tf.constant(1.0), tf.constant(True), grads, None if held.share is None else tf.constant(1.0)),
-            )
-        )
-
-    def commit(self, state: ApplyCall, grads: list[Any], measured: GradStats, decision: UpdateDecision) -> ApplyCall:
-        held = state.held
-
-        def write_all(
-            run: replicas.ReplicaRun, sums: Any, unscaled: Any, norm: Any, finite: Any, scale: Any, rows: Any
-        ) -> None:
-            def end() -> None:
-                _apply_window(run, state, unscaled, norm, finite, scale, may_skip=decision.finite is not None)
-
-            if held.sums:
-                tf.cond(_is_last_micro_batch(held), end, lambda: _accumulate_gradients(state, sums, rows))
-            else:
-                end()
-
-        scale, finite = list(decision.scale_state), measured.finite if decision.finite is None else decision.finite
-        replicas.merge_replica_calls(
-            write_all, grads, measured.more, measured.norm, finite, scale, _next_window_rows(held)
-        )
-        return state
+def _measure_gradients(held: LossScaleOptimizerFields, gradients: list[Any]) -> tuple[list[Any], GradStats]:
+    """Return the unscaled gradients and their statistics; within an accumulation nothing is measured."""
+    if not held.sums:
+        return _unscaled_grad_stats(held, gradients)
+    unscaled, stats = tf.cond(
+        _is_last_micro_batch(held),
+        lambda: _unscaled_grad_stats(held, gradients),
+        lambda: (
+            gradients,
+            GradStats(tf.constant(1.0), tf.constant(True), None if held.share is None else tf.constant(1.0)),
+        ),
+    )
+    return unscaled, GradStats(*stats)
 
 
-_UPDATE_HOOKS: Final = _OptimizerUpdateHooks()
+def _commit_update(
+    call: ApplyCall, gradients: list[Any], unscaled: list[Any], stats: GradStats, decision: UpdateDecision
+) -> None:
+    held = call.held
+
+    def write_all(
+        run: replicas.ReplicaRun, sums: Any, unscaled: Any, norm: Any, finite: Any, scale: Any, rows: Any
+    ) -> None:
+        def end() -> None:
+            _apply_window(run, call, unscaled, norm, finite, scale, may_skip=decision.finite is not None)
+
+        if held.sums:
+            tf.cond(_is_last_micro_batch(held), end, lambda: _accumulate_gradients(call, sums, rows))
+        else:
+            end()
+
+    scale, finite = list(decision.scale_state), stats.finite if decision.finite is None else decision.finite
+    replicas.merge_replica_calls(write_all, gradients, unscaled, stats.norm, finite, scale, _next_window_rows(held))
 
 
 def _owner_indices(held: LossScaleOptimizerFields, variables: Sequence[Any]) -> list[int]:
@@ -184,8 +178,10 @@ def _next_window_rows(held: LossScaleOptimizerFields) -> Any:
     return tf.stack([most, native_variable(held.rows)[1] * earlier + count * (earlier - 1.0) + weight - 1.0])
 
 
-def _grad_stats(held: LossScaleOptimizerFields, gradients: list[Any]) -> GradStats:
-    """Return norm, flag and unscaled gradients. The norm is not computed if neither the flag nor a clip needs it."""
+def _unscaled_grad_stats(held: LossScaleOptimizerFields, gradients: list[Any]) -> tuple[list[Any], GradStats]:
+    """Return the unscaled gradients and their statistics.
+
+    The norm is not computed if neither the flag nor a clip needs it."""
     count: Any = float(held.accumulate_steps)
     scaler, weight = held.scaler, None
     if scaler.scales or held.sums:
@@ -198,8 +194,8 @@ def _grad_stats(held: LossScaleOptimizerFields, gradients: list[Any]) -> GradSta
         divisor = native_variable(held.scale.scale) * count if scaler.scales else tf.convert_to_tensor(count)
         gradients = [gradient / tf.cast(divisor, gradient.dtype) for gradient in gradients]
     if not scaler.checks and held.clip_norm is None:
-        return GradStats(tf.constant(1.0), tf.constant(True), gradients, weight)
-    return GradStats(*global_norm_and_finite(gradients), gradients, weight)
+        return gradients, GradStats(tf.constant(1.0), tf.constant(True), weight)
+    return gradients, GradStats(*global_norm_and_finite(gradients), weight)
 
 
 def _accumulate_gradients(call: ApplyCall, sums: Sequence[Any], rows: Any) -> None:

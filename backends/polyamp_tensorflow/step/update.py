@@ -9,15 +9,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import tensorflow as tf
 
 from polyamp.errors import GradientError
-from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, StepResult
-from polyamp.rules import clip, step_checks, update_decision
-from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision
+from polyamp.rules import clip, step_checks
+from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision, decide
 from polyamp_tensorflow.arrays import XP, at_least_float32, is_floating, to_dense
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.grad_stats import global_norm_and_finite
@@ -27,54 +26,44 @@ from polyamp_tensorflow.step.unused_parameters import skip_unused_parameters
 
 def update_states(states: States, gradients: Sequence[Gradients], skip: Skip) -> list[StepResult]:
     """Compute flag, clip, optimizer update and scale for states that share a scaler (S14), and update them in place."""
-    _, results = update_decision.apply_update(states, gradients, skip, _UPDATE_HOOKS)
+    fitted = [_fit_gradients(state, item) for state, item in zip(states, gradients, strict=True)]
+    found = [global_norm_and_finite(list(values.values())) for values in fitted]
+    flags = [finite for _, finite in found]
+    results = []
+    for state, item, values, (norm, finite) in zip(states, gradients, fitted, found, strict=True):
+        stats = GradStats(tf.cast(norm, tf.float32), finite, item.weight)
+        decision = decide(state.recipe.loss_scaler, state.scale_state, state.step, stats, flags, skip, XP)
+        _commit_update(state, values, item.running, norm, decision)
+        results.append(decision.result(stats))
     return results
 
 
-class _TensorFlowUpdateHooks(update_decision.UpdateHooks[TensorFlowState, Gradients]):
-    """TensorFlow's operations in the second half of a step."""
+def _commit_update(
+    state: TensorFlowState, named: dict[str, Any], running: Any, norm: Any, decision: UpdateDecision
+) -> None:
+    """Clip and update on every replica where the decision says so; write the scale and the counters."""
+    unused = [variable for name, variable in state.variables.parameters.items() if name not in named]
+    checks = decision.finite is not None
 
-    xp = XP
+    def step(values: list[Any], norm: Any) -> None:
+        state.commit(dict(zip(named, clip_gradients(values, norm, state.recipe.clip_norm), strict=True)))
 
-    def scaler(self, state: TensorFlowState) -> LossScaler:
-        return state.recipe.loss_scaler
+    def write(run: replicas.ReplicaRun, values: Any, running: Any, norm: Any, flags: Any, decided: Any) -> None:
+        def apply() -> None:
+            state.adopt_running(running)
+            with replicas.skip_gradient_reduction(state.optimizer), skip_unused_parameters(state.optimizer, unused):
+                run(step, values, norm)
 
-    def measure(self, state: TensorFlowState, grads: Gradients) -> GradStats:
-        values = _fit_gradients(state, grads)
-        norm, finite = global_norm_and_finite(list(values.values()))
-        return GradStats(tf.cast(norm, tf.float32), finite, (values, norm), grads.weight)
+        if checks:
+            tf.cond(replicas.read_shared(flags[0]), apply, lambda: None)
+        else:
+            apply()
+        *scale, count = [replicas.read_shared(value) for value in decided]
+        state.write_counters(count, scale if checks else None)
 
-    def commit(
-        self, state: TensorFlowState, grads: Gradients, measured: GradStats, decision: UpdateDecision
-    ) -> TensorFlowState:
-        named: dict[str, Any]
-        named, norm = measured.more
-        unused = [variable for name, variable in state.variables.parameters.items() if name not in named]
-        checks = decision.finite is not None
-
-        def step(values: list[Any], norm: Any) -> None:
-            state.commit(dict(zip(named, clip_gradients(values, norm, state.recipe.clip_norm), strict=True)))
-
-        def write(run: replicas.ReplicaRun, values: Any, running: Any, norm: Any, flags: Any, decided: Any) -> None:
-            def apply() -> None:
-                state.adopt_running(running)
-                with replicas.skip_gradient_reduction(state.optimizer), skip_unused_parameters(state.optimizer, unused):
-                    run(step, values, norm)
-
-            if checks:
-                tf.cond(replicas.read_shared(flags[0]), apply, lambda: None)
-            else:
-                apply()
-            *scale, count = [replicas.read_shared(value) for value in decided]
-            state.write_counters(count, scale if checks else None)
-
-        flags = [decision.finite] if checks else []
-        decided = [*decision.scale_state, decision.step]
-        replicas.merge_replica_calls(write, list(named.values()), grads.running, norm, flags, decided)
-        return state
-
-
-_UPDATE_HOOKS: Final = _TensorFlowUpdateHooks()
+    flags = [decision.finite] if checks else []
+    decided = [*decision.scale_state, decision.step]
+    replicas.merge_replica_calls(write, list(named.values()), running, norm, flags, decided)
 
 
 def clip_gradients(values: Sequence[Any], norm: Any, max_norm: float | None) -> list[Any]:

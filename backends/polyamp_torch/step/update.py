@@ -16,11 +16,10 @@ import torch
 
 from polyamp.array_namespace import PYTHON
 from polyamp.errors import GradientError, UnsupportedError
-from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, StepResult
-from polyamp.rules import clip, step_checks, update_decision
-from polyamp.rules.loss_scale import LossScaleState, update_scale
-from polyamp.rules.update_decision import Skip
+from polyamp.rules import clip, step_checks
+from polyamp.rules.loss_scale import LossScaleState
+from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision, decide
 from polyamp_torch.arrays import XP
 from polyamp_torch.compat import NULL_CONTEXT, local_tensor_of
 from polyamp_torch.precision.torch_only.autocast_shield import shield
@@ -153,96 +152,101 @@ def _commit_buffers_and_writes(
 
 @torch.no_grad()
 def update_states(states: Sequence[TorchState], grads: Sequence[UpdateGradients], skip: Skip) -> list[StepResult]:
-    """Update several states by the rules of `update_decision`."""
-    _, results = update_decision.apply_update(states, grads, skip, _UPDATE_HOOKS)
+    """Update states that step together: measure all, then decide and commit one by one."""
+    measured = [_measure_gradients(state, item) for state, item in zip(states, grads, strict=True)]
+    flags = [found.stats.finite for found in measured]
+    results = []
+    for state, item, found in zip(states, grads, measured, strict=True):
+        decision = _decide(state, found.stats, flags, skip)
+        _commit_update(state, item, found, decision)
+        results.append(decision.result(found.stats))
     torch.clear_autocast_cache()  # a caller's open region would serve the old weights to the next step
     return results
 
 
 def skipped_step_result(state: TorchState, loss: torch.Tensor, aux: Any, weight: torch.Tensor | None) -> StepResult:
     """Return the result of a step whose weights are all 0: it is skipped, and does not affect the scale (S8)."""
-    yes = torch.ones((), dtype=torch.bool, device=state.device)
-    decision = update_decision.next_scale_state(state.scaler, state.scale_state, state.step, yes, yes, XP, ~yes)
+    zero = torch.zeros_like(loss)
+    stats = GradStats(zero, torch.ones((), dtype=torch.bool, device=state.device), zero)
+    decision = _decide(state, stats, [stats.finite], "all")
     state.scale_state = decision.scale_state
-    return StepResult(
-        loss, aux, torch.zeros_like(loss), state.scale_state.scale, decision.skipped, decision.step, weight
-    )
+    return decision.result(stats)._replace(loss=loss, aux=aux, weight=weight)
 
 
-class _TorchUpdateHooks(update_decision.UpdateHooks[TorchState, UpdateGradients]):
-    """Torch's update hooks. Unscaling, clipping and the update are one pass if the kernels support it."""
+class _MeasuredGradients(NamedTuple):
+    """One state's gradients, measured.
 
-    xp = XP
+    Attributes:
+        stats: what the decision needs.
+        norm: the float64 norm.
+        by: the divisor that unscales and clips, float64 scalar, or None.
+        scale: the scale that the gradients still carry, or None.
+    """
 
-    def scaler(self, state: TorchState) -> LossScaler:
-        return state.scaler
-
-    def measure(self, state: TorchState, grads: UpdateGradients) -> update_decision.GradStats:
-        """Return the statistics; `more` is the float64 norm, the divisor that unscales and clips, and the scale.
-
-        Off the CPU, gradients count as not finite if this divisor leaves float32: above 3.4e38 * clip_norm before
-        unscaling.
-        """
-        clip_norm, scale, weight = state.recipe.clip_norm, grads.scale, grads.weight
-        if state.replicas.several:
-            norm, finite, scale = _all_reduce_grad_stats(state, grads)
-            weight = weight if grads.shared is None else grads.shared.weight
-        else:
-            if grads.shared is not None:
-                scale, weight = grads.shared.alone(scale, state.device)
-            values = state.plain(grads.values)
-            least = state.scaler.min_scale if weight is None else 0.0
-            norm, finite = global_norm_and_finite(values, scale, least=least, alike=state.one_device)
-        by = unscale_and_clip_divisor(norm, scale, clip_norm)
-        if by is not None and clip_norm is not None and not can_read_without_sync(norm.device):
-            finite = finite & torch.isfinite(by.float())
-        return update_decision.GradStats(norm.float(), finite, (norm, by, scale), weight)
-
-    def all_finite(self, flags: Sequence[torch.Tensor]) -> torch.Tensor:
-        return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
-
-    def next_scale_state(
-        self,
-        state: TorchState,
-        finite: torch.Tensor | None,
-        every: torch.Tensor,
-        counts: torch.Tensor | None = None,
-    ) -> update_decision.UpdateDecision:
-        """Return the next scale state; on the CPU with NumPy's float32 and int32 scalars, five times as fast."""
-        scaler, old, here = state.scaler, state.scale_state, state.device
-        if counts is not None and can_read_without_sync(here) and bool(counts):
-            counts = None
-        if counts is not None:
-            finite = None if finite is None else finite.to(here)
-            return update_decision.next_scale_state(
-                scaler, old, state.step, finite, every.to(here), XP, counts.to(here)
-            )
-        if finite is None:
-            return update_decision.UpdateDecision(
-                None, old, state.step + 1, torch.zeros((), dtype=torch.bool, device=here)
-            )
-        finite = finite.to(here)
-        if not can_read_without_sync(here):
-            return update_decision.next_scale_state(scaler, old, state.step, finite, every.to(here), XP)
-        new = update_scale(scaler, LossScaleState(*(field.numpy()[()] for field in old)), bool(every), PYTHON)
-        moved = LossScaleState(*(torch.scalar_tensor(v.item(), dtype=o.dtype) for v, o in zip(new, old, strict=True)))
-        return update_decision.UpdateDecision(finite, moved, state.step + finite.to(torch.int32), ~finite)
-
-    def commit(
-        self,
-        state: TorchState,
-        grads: UpdateGradients,
-        measured: update_decision.GradStats,
-        decision: update_decision.UpdateDecision,
-    ) -> TorchState:
-        norm, by, scale = measured.more
-        _update(state, grads._replace(scale=scale), norm, by, decision.finite)
-        grads.settle(decision.finite)
-        state.scale_state, state.step = decision.scale_state, decision.step
-        return state
+    stats: GradStats
+    norm: torch.Tensor
+    by: torch.Tensor | None
+    scale: torch.Tensor | None
 
 
-_UPDATE_HOOKS: Final = _TorchUpdateHooks()
+def _measure_gradients(state: TorchState, grads: UpdateGradients) -> _MeasuredGradients:
+    """Measure one state's gradients, over all replicas.
+
+    Off the CPU, gradients count as not finite if the divisor leaves float32: above 3.4e38 * clip_norm before unscaling.
+    """
+    clip_norm, scale, weight = state.recipe.clip_norm, grads.scale, grads.weight
+    if state.replicas.several:
+        norm, finite, scale = _all_reduce_grad_stats(state, grads)
+        weight = weight if grads.shared is None else grads.shared.weight
+    else:
+        if grads.shared is not None:
+            scale, weight = grads.shared.alone(scale, state.device)
+        values = state.plain(grads.values)
+        least = state.scaler.min_scale if weight is None else 0.0
+        norm, finite = global_norm_and_finite(values, scale, least=least, alike=state.one_device)
+    by = unscale_and_clip_divisor(norm, scale, clip_norm)
+    if by is not None and clip_norm is not None and not can_read_without_sync(norm.device):
+        finite = finite & torch.isfinite(by.float())
+    return _MeasuredGradients(GradStats(norm.float(), finite, weight), norm, by, scale)
+
+
+def _decide(state: TorchState, stats: GradStats, flags: Sequence[torch.Tensor], skip: Skip) -> UpdateDecision:
+    """Return the decision on the state's device; on the CPU by NumPy's scalars, five times as fast."""
+    here = state.device
+    if can_read_without_sync(here):
+        made = decide(
+            state.scaler,
+            LossScaleState(*map(_number, state.scale_state)),
+            _number(state.step),
+            GradStats(stats.norm, _number(stats.finite), _number(stats.weight)),
+            list(map(_number, flags)),
+            skip,
+            PYTHON,
+        )
+        after = zip(made.scale_state, state.scale_state, strict=True)
+        return UpdateDecision(
+            None if made.finite is None else torch.scalar_tensor(made.finite, dtype=torch.bool),
+            LossScaleState(*(torch.scalar_tensor(new.item(), dtype=old.dtype) for new, old in after)),
+            torch.scalar_tensor(made.step, dtype=torch.int32),
+            torch.scalar_tensor(made.skipped, dtype=torch.bool),
+        )
+    weight = None if stats.weight is None else stats.weight.to(here)
+    own = GradStats(stats.norm, stats.finite.to(here), weight)
+    return decide(state.scaler, state.scale_state, state.step, own, [flag.to(here) for flag in flags], skip, XP)
+
+
+def _number(scalar: torch.Tensor | None) -> Any:
+    """Return a scalar tensor as NumPy's scalar of the same dtype."""
+    return None if scalar is None else scalar.detach().cpu().numpy()[()]
+
+
+def _commit_update(
+    state: TorchState, grads: UpdateGradients, measured: _MeasuredGradients, decision: UpdateDecision
+) -> None:
+    """Apply or drop the update, buffers and parameter writes included; set scale and step."""
+    _update(state, grads._replace(scale=measured.scale), measured.norm, measured.by, decision.finite)
+    grads.settle(decision.finite)
+    state.scale_state, state.step = decision.scale_state, decision.step
 
 
 def _update(

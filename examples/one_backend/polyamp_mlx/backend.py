@@ -22,7 +22,7 @@ from polyamp.recipe.group_members import resolve_group_members
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
-from polyamp.rules import loss_weights, step_checks, update_decision
+from polyamp.rules import loss_weights, step_checks
 from polyamp.rules.loss_scale import LossScaleState
 from polyamp.rules.refresh import KnownParameter, RefreshPlan, missing_model_error
 from polyamp.rules.stuck_scale import StuckScaleMonitor
@@ -44,7 +44,7 @@ from polyamp_mlx.step.grad_stats import all_finite, unscale_gradients, unscale_t
 from polyamp_mlx.step.optimizers import initial_slots
 from polyamp_mlx.step.state import MLXState
 from polyamp_mlx.step.step import training_step
-from polyamp_mlx.step.update import MLXUpdateHooks
+from polyamp_mlx.step.update import update_states
 
 
 class MLXBackend:
@@ -165,7 +165,7 @@ class MLXBackend:
                 [(path, value.shape) for path, value in state.parameters.items()],
                 [(path, None if value is None else value.shape) for path, value in item.values.items()],
             )
-        after, results = update_decision.apply_update(states, grads, skip, MLXUpdateHooks())
+        after, results = update_states(states, grads, skip)
         evaluate_arrays(([state.arrays for state in after], results))
         return after, results
 

@@ -1,81 +1,63 @@
-"""S9 to S14 over two verbs: a framework of plain numbers, whose calls are written down."""
+"""S9 to S14: the decision for states whose parameter is one number."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
 from polyamp import LossScaler, LossScaleStuckError
 from polyamp.reference.arrays import XP
-from polyamp.rules import stuck_scale, update_decision
-from polyamp.rules.loss_scale import LossScaleState
-from polyamp.rules.update_decision import GradStats, UpdateDecision
+from polyamp.rules import stuck_scale
+from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision, decide
 
 
-class Toy(NamedTuple):
-    """A state whose parameter is one number."""
-
-    name: str
-    value: float
-    scaler: LossScaler
-    scale_state: LossScaleState
-    step: Any
+def decisions(scaler: LossScaler, values: list[float], skip: Skip = "all", weight: Any = None) -> list[UpdateDecision]:
+    """The decisions of states that step together, for gradients of these values."""
+    measured = [GradStats(np.float32(abs(value)), np.asarray(np.isfinite(value)), weight) for value in values]
+    flags = [stats.finite for stats in measured]
+    step, before = np.asarray(0, np.int32), scaler.init("reference")
+    return [decide(scaler, before, step, stats, flags, skip, XP) for stats in measured]
 
 
-class ToyVerbs(update_decision.UpdateHooks[Toy, float]):
-    """Measures a number and subtracts it."""
-
-    xp = XP
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    def scaler(self, state: Toy) -> LossScaler:
-        return state.scaler
-
-    def measure(self, state: Toy, grads: float) -> GradStats:
-        self.log.append(f"measure {state.name}")
-        return GradStats(np.float32(abs(grads)), np.asarray(np.isfinite(grads)))
-
-    def commit(self, state: Toy, grads: float, measured: GradStats, decision: UpdateDecision) -> Toy:
-        applied = decision.finite is None or bool(decision.finite)
-        self.log.append(f"commit {state.name} {applied}")
-        value = state.value - grads if applied else state.value
-        return state._replace(value=value, scale_state=decision.scale_state, step=decision.step)
-
-
-def toy(name: str, scaler: LossScaler) -> Toy:
-    return Toy(name, 1.0, scaler, scaler.init("reference"), np.asarray(0, np.int32))
-
-
-def test_s09_everything_is_measured_before_anything_is_committed() -> None:
-    scaler, verbs = LossScaler(init_scale=8.0), ToyVerbs()
-    update_decision.apply_update([toy("a", scaler), toy("b", scaler)], [0.5, 0.25], "all", verbs)
-    assert verbs.log == ["measure a", "measure b", "commit a True", "commit b True"]
-
-
-@pytest.mark.parametrize(("skip", "values", "steps"), [("all", [1.0, 1.0], [0, 0]), ("each", [0.5, 1.0], [1, 0])])
-def test_s14_one_overflow_and_one_adjustment(skip: Any, values: list[float], steps: list[int]) -> None:
-    scaler = LossScaler(init_scale=8.0)
-    states, results = update_decision.apply_update(
-        [toy("a", scaler), toy("b", scaler)], [0.5, np.inf], skip, ToyVerbs()
-    )
-    assert [state.value for state in states] == values
-    assert [int(state.step) for state in states] == steps == [int(result.step) for result in results]
-    assert [float(result.scale) for result in results] == [4.0, 4.0]
-    assert [int(state.scale_state.skipped) for state in states] == [1, 1]
-    assert [bool(result.skipped) for result in results] == [step == 0 for step in steps]
+@pytest.mark.parametrize(("skip", "applied"), [("all", [False, False]), ("each", [True, False])])
+def test_s14_one_overflow_and_one_adjustment(skip: Skip, applied: list[bool]) -> None:
+    made = decisions(LossScaler(init_scale=8.0), [0.5, np.inf], skip)
+    assert [bool(each.finite) for each in made] == applied == [not bool(each.skipped) for each in made]
+    assert [int(each.step) for each in made] == [int(flag) for flag in applied]
+    assert [float(each.scale_state.scale) for each in made] == [4.0, 4.0]
+    assert [int(each.scale_state.skipped) for each in made] == [1, 1]
 
 
 def test_s19_where_nothing_is_checked_the_update_is_always_applied() -> None:
-    (state,), (result,) = update_decision.apply_update([toy("a", LossScaler.off())], [np.nan], "all", ToyVerbs())
-    assert np.isnan(state.value)
-    assert not bool(result.skipped)
-    assert int(result.step) == 1
-    assert float(result.scale) == 1.0
+    (made,) = decisions(LossScaler.off(), [np.nan])
+    assert made.finite is None
+    assert not bool(made.skipped)
+    assert int(made.step) == 1
+    assert float(made.scale_state.scale) == 1.0
+
+
+@pytest.mark.parametrize("scaler", [LossScaler.off(), LossScaler(init_scale=8.0, growth_interval=1)])
+@pytest.mark.parametrize(("weight", "applied"), [(0.0, False), (2.0, True)])
+def test_s08_a_step_of_weight_0_is_skipped_and_leaves_the_scale(
+    scaler: LossScaler, weight: float, applied: bool
+) -> None:
+    (made,) = decisions(scaler, [0.5], weight=np.float32(weight))
+    assert bool(made.finite) is applied is not bool(made.skipped)
+    assert int(made.step) == int(applied)
+    assert int(made.scale_state.skipped) == int(not applied)
+    assert float(made.scale_state.scale) == float(scaler.init("reference").scale) * (1 + (applied and scaler.scales))
+
+
+def test_s09_a_decision_reports_the_numbers_of_its_step() -> None:
+    stats = GradStats(np.float32(3.0), np.asarray(True), np.float32(5.0))
+    scaler, step = LossScaler(init_scale=8.0), np.asarray(4, np.int32)
+    result = decide(scaler, scaler.init("reference"), step, stats, [stats.finite], "all", XP).result(stats)
+    assert (result.loss, result.aux) == (None, None)
+    assert (float(result.grad_norm), float(result.scale), bool(result.skipped)) == (3.0, 8.0, False)
+    assert (int(result.step), float(result.weight)) == (5, 5.0)
 
 
 def test_s17_one_sentence_raised_or_warned() -> None:

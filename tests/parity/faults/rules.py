@@ -72,14 +72,16 @@ def _clipped_before_unscaling(backend: str) -> list[Any]:
             return right(norm if scale is None else norm * scale, scale, clip_norm)
 
         return [mock.patch.object(update, "unscale_and_clip_divisor", divisor)]
-    kind = type(update._UPDATE_HOOKS)
-    commit = kind.commit
+    commit = update._commit_update
 
-    def commits(self: Any, state: Any, grads: Any, measured: Any, decision: Any) -> Any:
-        values, norm = measured.more
-        return commit(self, state, grads, measured._replace(more=(values, norm * state.scale_state.scale)), decision)
+    def commits(state: Any, grads: Any, values: Any, norm: Any, decision: Any) -> Any:
+        return commit(state, grads, values, norm * state.scale_state.scale, decision)
 
-    return [mock.patch.object(kind, "commit", commits)]
+    def tensorflow_commits(state: Any, values: Any, running: Any, norm: Any, decision: Any) -> Any:
+        return commit(state, values, running, norm * state.scale_state.scale, decision)
+
+    wrong = tensorflow_commits if backend == "polyamp_tensorflow" else commits
+    return [mock.patch.object(update, "_commit_update", wrong)]
 
 
 def _not_unscaled(backend: str) -> list[Any]:
@@ -101,16 +103,14 @@ def _not_unscaled(backend: str) -> list[Any]:
 
 
 def _never_skipped(backend: str) -> list[Any]:
-    kind = type(_module(backend, "step.update")._UPDATE_HOOKS)
-    right = kind.next_scale_state
+    update = _module(backend, "step.update")
+    right = update.decide
 
-    def next_scale_state(self: Any, state: Any, finite: Any, every: Any, *counts: Any) -> Any:
-        if finite is None:
-            return right(self, state, finite, every, *counts)
-        always = finite | True
-        return right(self, state, always, always, *counts)
+    def decide(scaler: Any, scale_state: Any, step: Any, stats: Any, flags: Any, *others: Any) -> Any:
+        always = [flag | True for flag in flags]
+        return right(scaler, scale_state, step, stats._replace(finite=stats.finite | True), always, *others)
 
-    return [mock.patch.object(kind, "next_scale_state", next_scale_state)]
+    return [mock.patch.object(update, "decide", decide)]
 
 
 def _no_bias_correction(backend: str) -> list[Any]:

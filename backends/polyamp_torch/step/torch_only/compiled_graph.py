@@ -18,10 +18,11 @@ from torch import nn
 from polyamp.errors import PolyampError, UnsupportedError
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
-from polyamp.rules import loss_weights, update_decision
+from polyamp.rules import loss_weights
 from polyamp.rules.accumulation import Accumulation
 from polyamp.rules.loss_scale import LossScaleState
 from polyamp.rules.loss_weights import WeightFunction
+from polyamp.rules.update_decision import GradStats, decide
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES, XP
 from polyamp_torch.compat import assume_constant_result, module_buffers, module_parameters, tree_flatten, tree_unflatten
@@ -213,15 +214,13 @@ class CompiledGraph:
             narrow = by if total[0].dtype == torch.float64 else by.float()
             finite = finite & torch.isfinite(narrow)
             total = [_to_float32(value) / narrow for value in total]
-        some = None if weight is None else weight > 0.0
-        flag = finite if scaler.checks else None
-        decision = update_decision.next_scale_state(scaler, scale_state, step, flag, finite, XP, some)
+        stats = GradStats(norm.float(), finite, weight)
+        decision = decide(scaler, scale_state, step, stats, [finite], "all", XP)
         checked = decision.finite
         self._update(real_views(parameters.values()), current, total, slots, counts, rates, step, checked)
         for name, old in running.items():
             old.copy_(now[name] if checked is None else torch.where(checked, now[name], old))
-        skipped = torch.zeros_like(finite) if checked is None else decision.skipped
-        return loss, auxes, norm.float(), tuple(decision.scale_state), decision.step, skipped, weight
+        return loss, auxes, stats.norm, tuple(decision.scale_state), decision.step, decision.skipped, weight
 
     def _summed(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from polyamp.results import Gradients, LossFunction, StepResult
-from polyamp.rules import loss_weights, update_decision
+from polyamp.rules import loss_weights
 from polyamp.rules.accumulation import Accumulation, is_concatenated
 from polyamp.rules.batches import micro_batches
 from polyamp.rules.loss_weights import LossOutput, TermTotals, WeightFunction
@@ -17,7 +17,7 @@ from polyamp_mlx.arrays import evaluate_arrays
 from polyamp_mlx.step.forward_backward import loss_and_gradients, prepare_batch
 from polyamp_mlx.step.grad_stats import unscale_gradients
 from polyamp_mlx.step.state import MLXState
-from polyamp_mlx.step.update import MLXUpdateHooks
+from polyamp_mlx.step.update import update_states
 
 
 def training_step(
@@ -32,7 +32,7 @@ def training_step(
         loss, aux, grads = read.value, read.aux, unscale_gradients(scaled, state)
     else:
         loss, aux, grads = _accumulate(loss_fn, state, parts, window, given)
-    (state,), (result,) = update_decision.apply_update([state], [grads], "all", MLXUpdateHooks())
+    (state,), (result,) = update_states([state], [grads], "all")
     result = result._replace(loss=loss, aux=aux)
     evaluate_arrays((state.arrays, result))
     return state, result
