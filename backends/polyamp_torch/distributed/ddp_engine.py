@@ -107,7 +107,7 @@ class DDPEngine(ParallelEngine):
                 "model itself, model(...); what else is to run belongs into its forward()."
             )
 
-    def send_running(self, slots: ModuleSlots, before: Any) -> None:
+    def broadcast_buffers(self, slots: ModuleSlots, before: Any) -> None:
         if any(slots):
             for part in self.modules:
                 if part.broadcast_buffers and any(True for _ in part.buffers()):

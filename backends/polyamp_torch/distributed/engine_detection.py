@@ -33,8 +33,8 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     return [part for part in model.modules() if isinstance(part, FSDPModule)]
 
 
-def detect_engine(model: nn.Module) -> ParallelEngine | None:
-    """Return the engine around or inside a model, or None.
+def detect_engine(model: nn.Module) -> ParallelEngine:
+    """Return the engine around or inside a model.
 
     Raises:
         UnsupportedError: polyamp does not support the engine, or the combination of two.
@@ -57,7 +57,7 @@ def detect_engine(model: nn.Module) -> ParallelEngine | None:
     parts = fsdp_modules(model)
     meshes = [mesh for part in parts for mesh in fsdp_meshes(part)]
     if not spread and not meshes:
-        return None
+        return ParallelEngine()
     group = _group_of_meshes([*meshes, *(p.device_mesh for p in spread)])
     if not meshes:
         return ParallelEngine("tensor_parallel", group, None, 1, 0)

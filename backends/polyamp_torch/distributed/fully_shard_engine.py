@@ -93,10 +93,10 @@ class FullyShardEngine(ParallelEngine):
     def leaves(self) -> list[torch.Tensor]:
         return [p for module in self.modules for p in unsharded_parameters(module)]
 
-    def written(self, slots: ModuleSlots) -> list[tuple[Any, int]]:
+    def buffer_versions(self, slots: ModuleSlots) -> list[tuple[Any, int]]:
         return [(b, tensor_version(b)) for own in slots for b in own.values() if b is not None]
 
-    def send_running(self, slots: ModuleSlots, before: list[tuple[Any, int]] | None) -> None:
+    def broadcast_buffers(self, slots: ModuleSlots, before: list[tuple[Any, int]] | None) -> None:
         """Broadcast all buffers of the modules that the forward pass wrote to; of all modules if that is not known.
 
         A batch normalisation kernel does not increase the version counters of its statistics. So modules with a buffer

@@ -30,7 +30,7 @@ class GradAccumulator:
         self._sums: list[torch.Tensor | None] = [None] * len(parameters)
 
     @torch.no_grad()
-    def take(self) -> None:
+    def add(self) -> None:
         """Add the gradients of the last backward pass, and set the parameters' `.grad` to None."""
         for index, p in enumerate(self._parameters):
             if p.grad is not None:
@@ -39,7 +39,7 @@ class GradAccumulator:
                 p.grad = None
 
     @torch.no_grad()
-    def give(self, by: torch.Tensor) -> None:
+    def write_back(self, by: torch.Tensor) -> None:
         """Write the sums, divided by a scalar and rounded once, to the parameters' `.grad`."""
         for p, total in zip(self._parameters, self._sums, strict=True):
             if total is not None:

@@ -31,13 +31,14 @@ from polyamp_torch.step.loss_weights import (
     row_count,
     weighted_loss_sum,
 )
-from polyamp_torch.step.parameter_writes import ParameterSnapshot, commit_or_rollback_pass
+from polyamp_torch.step.parameter_writes import ParameterSnapshot
 from polyamp_torch.step.replicas import guard_states
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
 from polyamp_torch.step.torch_only.complex_parameters import real_views, resolve_conjugates
 from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads, GraphSizeCache, autograd_node_count
 from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
+from polyamp_torch.step.torch_only.pass_snapshot import PassSnapshot
 from polyamp_torch.step.torch_only.state_lock import acquire_all
 
 NamedGradients = dict[str, torch.Tensor | None]
@@ -77,55 +78,54 @@ def value_and_grad(
 
     A parameter that several states share is in each of their `Gradients`, with the same tensor.
     """
-    with guard_states(states), DeferInterrupts() as quiet, acquire_all([state.turn for state in states]), shield():
+    with guard_states(states), DeferInterrupts() as interrupts, acquire_all([state.lock for state in states]), shield():
         batch = to_device(batch, states[0].device, states[0].plan.param)
-        return _compute_gradients(loss_fn, states, batch, quiet, weight)
+        return _compute_gradients(loss_fn, states, batch, interrupts, weight)
 
 
 def _compute_gradients(
     loss_fn: LossFunction,
     states: Sequence[TorchState],
     batch: Any,
-    quiet: DeferInterrupts,
+    interrupts: DeferInterrupts,
     weight: WeightFunction | None,
 ) -> tuple[Any, list[Gradients]]:
     for state in states:
         state.check_unchanged()
-    saved = [buffers.snapshot(state.buffer_owners) for state in states]
-    writes = [state.writes.before(loss_fn, training=state.model.training) for state in states]
+    snapshots = [PassSnapshot(state, loss_fn) for state in states]
     named = list({id(p): (name, p) for state in states for name, p in state.parameters.items()}.values())
     parameters = [p for _, p in named]
     graphs = states[0].graphs if len(states) == 1 else GraphSizeCache()
-    weighing = make_loss_weighting(weight, [batch], Accumulation((1,)), states[0].replicas, states[0].device)
+    weighting = make_loss_weighting(weight, [batch], Accumulation((1,)), states[0].replicas, states[0].device)
     try:
         with (
             stash_grads(parameters),
-            ForeignGrads(parameters, graphs, functools.partial(_replica_leaves, states)) as others,
+            ForeignGrads(parameters, graphs, functools.partial(_engine_leaves, states)) as foreign,
         ):
             with contextlib.ExitStack() as engines:
                 for state in states:
-                    state.replicas.enter(engines)
-                loss, aux = scaled_backward(loss_fn, states, batch, others, quiet, weighing, writes=writes)
+                    engines.enter_context(state.replicas.engine.window())
+                    engines.enter_context(state.replicas.engine.one_pass(last=True))
+                writes = [snapshot.parameters for snapshot in snapshots]
+                loss, aux = scaled_backward(loss_fn, states, batch, foreign, interrupts, weighting, writes=writes)
                 for state in states:
-                    state.replicas.fit(state.parameters)
+                    state.replicas.fit_gradients(state.parameters)
             found: list[NamedGradients] = [_collect_gradients(state) for state in states]
-            total = weighing.total
-            if weighing.omits and isinstance(total, float) and total == 0.0:  # all weights are 0, no backward pass ran
+            if weighting.is_empty:
                 found = [{name: torch.zeros_like(p) for name, p in state.parameters.items()} for state in states]
                 values = []
             else:
                 values = densify_gradients(named)
     except BaseException:
-        for item, before in zip(saved, writes, strict=True):
-            commit_or_rollback_pass(item, before, torch.zeros((), dtype=torch.bool))
+        for snapshot in snapshots:
+            snapshot.undo()
         raise
-    running = [buffers.restore_buffers(item) for item in saved]
-    for before in writes:
-        before.compare()
-    for own, before in reversed(list(zip(running, writes, strict=True))):
-        own.update(before.take_back())
-    if states[0].replicas.count > 1:
-        total = states[0].replicas.mean(total, states[0].device)
+    running = [buffers.restore_buffers(snapshot.buffers) for snapshot in snapshots]
+    for snapshot in snapshots:
+        snapshot.parameters.compare()
+    for own, snapshot in reversed(list(zip(running, snapshots, strict=True))):
+        own.update(snapshot.parameters.take_back())
+    total = states[0].replicas.mean(weighting.total, states[0].device)
     scale = total_scale(
         states[0].scale_state.scale if states[0].scaler.scales else None, nonzero_total(total), loss.device
     )
@@ -136,23 +136,21 @@ def _compute_gradients(
             held = real_views(held)
         for bucket in bucketed(held):
             foreach_mul_(bucket, cast_scalar_for_bucket(bucket, factor))
-    counted = weighing.weight(total)
+    counted = weighting.weight(total)
     grads = [Gradients(values, own, loss, counted) for values, own in zip(found, running, strict=True)]
     return (loss if aux is None else (loss, aux)), grads
 
 
-def _replica_leaves(states: Sequence[TorchState]) -> list[torch.Tensor]:
+def _engine_leaves(states: Sequence[TorchState]) -> list[torch.Tensor]:
     """Return graph leaves that represent parameters of the states but are other tensors."""
-    return [leaf for state in states if state.replicas.held is not None for leaf in state.replicas.held.leaves()]
+    return [leaf for state in states for leaf in state.replicas.engine.leaves()]
 
 
 def _collect_gradients(state: TorchState) -> NamedGradients:
     """Return the gradients by path, copied if the engine reuses their memory."""
-    held = state.replicas.held
-    if held is None or not held.keeps_gradients:
-        return {name: p.grad for name, p in state.parameters.items()}
-    for p in state.parameters.values():
-        p.grad = None if p.grad is None else p.grad.clone()
+    if state.replicas.engine.keeps_gradients:
+        for p in state.parameters.values():
+            p.grad = None if p.grad is None else p.grad.clone()
     return {name: p.grad for name, p in state.parameters.items()}
 
 
@@ -160,9 +158,9 @@ def scaled_backward(
     loss_fn: LossFunction,
     states: Sequence[TorchState],
     batch: Any,
-    others: ForeignGrads,
-    quiet: DeferInterrupts,
-    weighing: LossWeighting,
+    foreign: ForeignGrads,
+    interrupts: DeferInterrupts,
+    weighting: LossWeighting,
     between: Callable[[torch.Tensor], None] | None = None,
     writes: Sequence[ParameterSnapshot] = (),
     *,
@@ -187,40 +185,40 @@ def scaled_backward(
         given = models[0] if len(models) == 1 else models
 
         def count(part: Any) -> list[Any]:
-            with root_region(plan, states[0].device.type), quiet.disturbed:
+            with root_region(plan, states[0].device.type), interrupts.allowed:
                 return _mean_counts(loss_fn, given, states, part)
 
         code, trial = getattr(loss_fn, "__code__", type(loss_fn)), None
-        if weighing.begins and code in states[0].sums_means:
+        if weighting.begins and code in states[0].sums_means:
             if states[0].sums_means[code]:
-                weighing.count_others(count)
-        elif weighing.begins:
+                weighting.count_others(count)
+        elif weighting.begins:
             trial = _DryRunSnapshot(states)
-        ends = _probe_parameters(states[0], others.began)
+        ends = _probe_parameters(states[0], foreign.began)
         held = [p.grad for p in ends]
         while True:
             before = autograd_node_count()
-            with root_region(plan, states[0].device.type), quiet.disturbed:
+            with root_region(plan, states[0].device.type), interrupts.allowed:
                 result, found = loss_weights.call_loss_fn(loss_fn, given, batch)
             if trial is None:
                 break
             states[0].sums_means[code] = loss_weights.is_sum_of_means(result)
             if states[0].sums_means[code]:  # free the graph for the counting passes, then run again
                 del result, found
-                trial.take_back()
-                weighing.count_others(count)
+                trial.restore()
+                weighting.count_others(count)
             else:
                 break
             trial = None
         size = autograd_node_count() - before
         ran = any(p.grad is not grad for p, grad in zip(ends, held, strict=True))
-        if ran or others.were_given(loss_fn, size):
+        if ran or foreign.were_given(loss_fn, size):
             raise LossError(
                 "loss_fn must not run the backward pass: polyamp does, on the scaled loss, and would add its gradients "
                 "to those that are there. Drop loss.backward(), and optimizer.step() and zero_grad() with it."
             )
-        read = weighing.read(result, found, batch, count)
-        if weighing.among_others and (weighing.is_unclear or loss_weights.has_unclear_count(read, found)):
+        read = weighting.read(result, found, batch, count)
+        if weighting.among_others and (weighting.is_unclear or loss_weights.has_unclear_count(read, found)):
             loss_weights.warn_unclear_count(loss_fn, loss_weights.count_line(found))
         loss, aux = read.value, read.aux
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
@@ -234,17 +232,17 @@ def scaled_backward(
         if states[0].replicas.sharded:
             loss = states[0].replicas.whole(loss)
         wide = (loss.double() if plan.param == "float64" else loss.float()).reshape(())
-        factor = weighing.counted(read, batch, counts=counts)
+        factor = weighting.counted(read, batch, counts=counts)
         scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
         scaled = scaled if isinstance(factor, float) and factor == 1.0 else scaled * factor
-        others.look(loss_fn, wide, size)
+        foreign.look(loss_fn, wide, size)
         value = wide.detach().float()
         if not isinstance(factor, float) or factor == 0.0:
             value = weighted_loss_sum([value], [0.0 if isinstance(factor, float) else factor > 0.0])
         if between is not None:
             between(value)
-        if not (weighing.omits and isinstance(factor, float) and factor == 0.0):
-            with quiet.disturbed:
+        if not (weighting.omits and isinstance(factor, float) and factor == 0.0):
+            with interrupts.allowed:
                 torch.autograd.backward(scaled)
             for state in states:
                 if state.complex_parameters:
@@ -263,7 +261,7 @@ def _mean_counts(loss_fn: LossFunction, model: Any, states: Sequence[TorchState]
             result, found = loss_weights.call_loss_fn(loss_fn, model, part)
             return loss_weights.term_counts(loss_weights.parse_loss_output(result, found, XP), row_count(part, 1))
     finally:
-        trial.take_back()
+        trial.restore()
 
 
 class _DryRunSnapshot:
@@ -271,19 +269,19 @@ class _DryRunSnapshot:
 
     def __init__(self, states: Sequence[TorchState]) -> None:
         self._states = states
-        self._saved = [(buffers.snapshot(state.buffer_owners), state.writes.before_trial()) for state in states]
+        self._snapshots = [PassSnapshot(state) for state in states]
         self._random = torch.get_rng_state()
         on_device = states[0].device.type == "cuda"
         self._random_on_device = torch.cuda.get_rng_state(states[0].device) if on_device else None
 
-    def take_back(self) -> None:
+    def restore(self) -> None:
         """Restore the snapshot, in casts too."""
         torch.set_rng_state(self._random)
         if self._random_on_device is not None:
             torch.cuda.set_rng_state(self._random_on_device, self._states[0].device)
-        for state, (item, before) in zip(self._states, self._saved, strict=True):
-            before.compare()
-            commit_or_rollback_pass(item, before, torch.zeros((), dtype=torch.bool))
+        for state, snapshot in zip(self._states, self._snapshots, strict=True):
+            snapshot.parameters.compare()
+            snapshot.undo()
             state.bound.discard()
 
 

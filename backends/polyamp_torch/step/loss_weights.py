@@ -41,7 +41,7 @@ def make_loss_weighting(
         device: the state's device.
     """
     if len(parts) == 1 and replicas.count == 1:
-        return SingleBatchWeighting(function, parts, device, omits=replicas.held is None)
+        return SingleBatchWeighting(function, parts, device, omits=replicas.engine.name is None)
     return MicroBatchWeighting(function, parts, window, replicas, device)
 
 
@@ -63,6 +63,11 @@ class LossWeighting(ABC):
     is_unclear = False
     rest: list[tuple[Any, bool]]
     omits: bool
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all weights were 0, as the host knows, so that no backward pass ran."""
+        return self.omits and all(isinstance(factor, float) and factor == 0.0 for factor in self.factors)
 
     @property
     def begins(self) -> bool:
@@ -109,10 +114,6 @@ class LossWeighting(ABC):
     def weight(self, total: ScalarOrTensor) -> torch.Tensor | None:
         """Return the total weight of the mean loss, from the sum of the factors; None if independent of values."""
 
-    @abstractmethod
-    def mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the mean of the losses, weighted by their factors; 0 if all factors are 0."""
-
 
 class SingleBatchWeighting(LossWeighting):
     """Weighting of a single batch: factor 1, or 0 if its weight is 0."""
@@ -130,6 +131,10 @@ class SingleBatchWeighting(LossWeighting):
         )
         self._device = device
         self._weight: ScalarOrTensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.omits and self.factors[0] == 0.0
 
     def count_others(self, count: Callable[[Any], list[Any]]) -> None:
         """Do nothing: there are no other micro-batches."""
@@ -154,9 +159,6 @@ class SingleBatchWeighting(LossWeighting):
     def weight(self, total: ScalarOrTensor) -> torch.Tensor | None:
         return None if self._weight is None else _float32_scalar(self._weight, self._device)
 
-    def mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        return losses[0]
-
 
 class MicroBatchWeighting(LossWeighting):
     """Weighting of several micro-batches or replicas."""
@@ -170,7 +172,7 @@ class MicroBatchWeighting(LossWeighting):
         device: torch.device,
     ) -> None:
         self.factors = []
-        self.omits = replicas.held is None
+        self.omits = replicas.engine.name is None
         self.rest = [(part, True) for part in parts[1:]]
         self._given = (
             None
@@ -260,9 +262,6 @@ class MicroBatchWeighting(LossWeighting):
         if not any(self._own) and any(not isinstance(factor, float) or factor for factor in self.factors):
             return None  # otherwise only empty selections
         return _float32_scalar(0.0 if self._unit is None else total * self._unit, self._device)
-
-    def mean(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        return weighted_loss_sum(losses, self.factors) / nonzero_total(self.total)
 
 
 def _weight_number(weight: Any, device: torch.device) -> ScalarOrTensor:

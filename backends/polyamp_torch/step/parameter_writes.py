@@ -16,7 +16,6 @@ import torch
 from polyamp.errors import UnsupportedError
 from polyamp_torch.compat import local_tensor_of, tensor_version
 from polyamp_torch.step.grad_stats import can_read_without_sync
-from polyamp_torch.step.torch_only import buffers
 
 WRITE_PREFIX: Final = "parameter/"
 """Prefix of the names of parameter writes in `Gradients.running`."""
@@ -233,14 +232,6 @@ class GradientWrites:
                 p.copy_(torch.where(finite.to(p.device), p, old))
             elif not bool(finite):
                 p.copy_(old)
-
-
-def commit_or_rollback_pass(
-    saved: buffers.BufferSnapshot, before: ParameterSnapshot, finite: torch.Tensor | None
-) -> None:
-    """Keep or undo a forward pass's changes to buffers and parameters, depending on the flag."""
-    buffers.commit_or_rollback(saved, finite)
-    before.settle(finite)
 
 
 def _tensor_versions(tensors: list[torch.Tensor]) -> list[int]:

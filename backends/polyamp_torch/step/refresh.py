@@ -28,7 +28,7 @@ def refresh_state(state: TorchState, model: Any, growth: RefreshPlan) -> TorchSt
     Raises:
         ModelError: for the same reasons as `init`; or a native optimizer has several groups for a new parameter.
     """
-    with DeferInterrupts(), state.turn:
+    with DeferInterrupts(), state.lock:
         state.check_alive()
         if state.rates is not None:
             state.rates.multiples()  # convert, or refuse, rates set by the user before anything changes

@@ -1,7 +1,7 @@
 """Replicas of a training state: their number, and the operations of a step over several processes (S9).
 
-On one device `state.replicas` is `SINGLE_DEVICE`, of which a step reads one attribute. `distributed` has the code for
-torch's parallel engines, and is imported only for a model under one of them.
+On one device `state.replicas` is `SINGLE_DEVICE`, whose engine does nothing. The code for torch's parallel engines is
+imported only for a model under one of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from polyamp.errors import PolyampError, ReplicaError
 from polyamp.rules import rank_comparison as of_ranks
 from polyamp.rules.loss_weights import TermTotals
 from polyamp_torch.compat import NULL_CONTEXT, local_tensor_of
+from polyamp_torch.distributed.engine import ParallelEngine
 from polyamp_torch.precision.torch_only.module_paths import path_function
 from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters
 from polyamp_torch.step.grad_stats import can_read_without_sync, global_norm_and_finite
@@ -28,7 +29,6 @@ ScalarOrTensor = float | torch.Tensor
 
 if TYPE_CHECKING:
     from polyamp_torch.distributed.all_reduce import AsyncStepScalars, StepScalars
-    from polyamp_torch.distributed.engine import ParallelEngine
 
 
 class MicroBatchPass(NamedTuple):
@@ -65,8 +65,7 @@ class TorchReplicas:
     """The processes that train one model together.
 
     Attributes:
-        held: the parallel engine; None on one device.
-        engine: its name: "ddp", "fsdp2", "tensor_parallel", "fsdp2+tensor_parallel"; None on one device.
+        engine: the parallel engine; the base class on one device.
         group: all the processes of the model, whether replicated or sharded; None on one device.
         data: the processes whose batches differ; None if all have the same batch.
         count: the number of replicas, each with a separate batch.
@@ -78,30 +77,29 @@ class TorchReplicas:
         number: the number of the state in its group, from 1; 0 for a state that is not from `init`.
     """
 
-    def __init__(self, held: ParallelEngine | None, named: Mapping[str, torch.Tensor]) -> None:
-        self.held = held
-        self.engine = None if held is None else held.name
-        self.group: Any = None if held is None else held.group
-        self.data: Any = None if held is None else held.data
-        self.count = 1 if held is None else held.count
-        self.rank = 0 if held is None else held.rank
-        self.modules: tuple[Any, ...] = () if held is None else held.modules
+    def __init__(self, engine: ParallelEngine, named: Mapping[str, torch.Tensor]) -> None:
+        self.engine = engine
+        self.group = engine.group
+        self.data = engine.data
+        self.count = engine.count
+        self.rank = engine.rank
+        self.modules = engine.modules
         self.several = self.group is not None and self.group.size() > 1
         self.guard: Any = _group_guard(self.group) if self.several else None
         self.number = 0
         self.sharded = any(local_tensor_of(p) is not p for p in named.values())
         self._parts: dict[int, float] = {}
         self._unit: float | None = None
-        if held is not None:
-            from polyamp_torch.distributed.engine import replication_factor
+        if engine.name is not None:
+            from polyamp_torch.distributed.sharded_tensors import replication_factor
 
-            self._parts = {id(p): 1.0 / replication_factor(p, held.group) for p in named.values()}
+            self._parts = {id(p): 1.0 / replication_factor(p, engine.group) for p in named.values()}
 
     def local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return this process's local part of each tensor."""
         if not self.sharded:
             return tensors
-        from polyamp_torch.distributed.engine import local_tensors
+        from polyamp_torch.distributed.sharded_tensors import local_tensors
 
         return local_tensors(tensors)
 
@@ -136,6 +134,8 @@ class TorchReplicas:
 
     def mean(self, total: ScalarOrTensor, device: torch.device) -> ScalarOrTensor:
         """Return the mean of the replicas' weights."""
+        if self.count == 1:
+            return total
         from polyamp_torch.distributed.all_reduce import all_reduce_sum
 
         found: torch.Tensor = all_reduce_sum([total], self.group, device)[0] / self.group.size()
@@ -145,7 +145,7 @@ class TorchReplicas:
         """Start the reduction of the loss before the last backward pass, if gradients need no further reduction.
 
         It also announces parameter writes."""
-        if not self.several or self.held is None or not self.held.same:
+        if not self.several or not self.engine.same:
             return None
         from polyamp_torch.distributed.all_reduce import AsyncStepScalars
 
@@ -226,9 +226,8 @@ class TorchReplicas:
             narrow: whether gradients are summed in float32 after each pass, as for 16-bit parameters; each pass is then
                 reduced.
         """
-        assert self.held is not None
         end = len(parts) - 1
-        alike = self.several and (self.held.alike or narrow)
+        alike = self.several and (self.engine.alike or narrow)
         more = count - len(parts) if alike else 0
         found = [MicroBatchPass(part, last=narrow or (number == end and not more)) for number, part in enumerate(parts)]
         return found + [MicroBatchPass(parts[0], counts=False, last=narrow or left == 1) for left in range(more, 0, -1)]
@@ -239,18 +238,11 @@ class TorchReplicas:
         whole: torch.Tensor = loss if local_tensor_of(loss) is loss else sharded.full_tensor()
         return whole
 
-    def enter(self, engines: contextlib.ExitStack) -> None:
-        """Enter the engine's contexts for a single pass; `engines` closes them."""
-        if self.held is not None:
-            engines.enter_context(self.held.window())
-            engines.enter_context(self.held.one_pass(last=True))
-
-    def fit(self, named: Mapping[str, torch.Tensor]) -> None:
+    def fit_gradients(self, named: Mapping[str, torch.Tensor]) -> None:
         """Raise, after the last pass, if gradients were not reduced; redistribute them like their parameters."""
-        if self.held is not None:
-            self.held.check_reduced(named)
+        self.engine.check_reduced(named)
         if self.sharded:
-            from polyamp_torch.distributed.engine import redistribute_gradients
+            from polyamp_torch.distributed.sharded_tensors import redistribute_gradients
 
             redistribute_gradients(named)
 
@@ -265,7 +257,7 @@ def _replica_scale(scale: torch.Tensor | None, total: torch.Tensor, divided: flo
     return by if scale is None else scale.to(by.device, torch.float64) * by
 
 
-SINGLE_DEVICE: Final = TorchReplicas(None, {})
+SINGLE_DEVICE: Final = TorchReplicas(ParallelEngine(), {})
 
 
 def find_replicas(model: nn.Module) -> TorchReplicas:
@@ -277,8 +269,8 @@ def find_replicas(model: nn.Module) -> TorchReplicas:
     spread = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     sharding = sys.modules.get("torch.distributed.fsdp")
     of_fsdp = [getattr(sharding, name, ()) for name in ("FSDPModule", "FullyShardedDataParallel")]
-    held = any(isinstance(part, (DistributedDataParallel, *of_fsdp)) for part in model.modules())
-    if not held and not (spread and any(isinstance(p, spread) for _, p in tree_parameters(model))):
+    is_wrapped = any(isinstance(part, (DistributedDataParallel, *of_fsdp)) for part in model.modules())
+    if not is_wrapped and not (spread and any(isinstance(p, spread) for _, p in tree_parameters(model))):
         return SINGLE_DEVICE
     from polyamp_torch.distributed import engine_detection  # imports torch's sharded tensors
 
@@ -286,8 +278,7 @@ def find_replicas(model: nn.Module) -> TorchReplicas:
         part.reshard()
     path = path_function(model)
     named = {path(name): p for name, p in tree_parameters(model) if p.requires_grad}
-    found = engine_detection.detect_engine(model)
-    return SINGLE_DEVICE if found is None else TorchReplicas(found, named)
+    return TorchReplicas(engine_detection.detect_engine(model), named)
 
 
 def compare_and_check_ranks(state: Any) -> None:
@@ -303,7 +294,7 @@ def compare_and_check_ranks(state: Any) -> None:
     from polyamp.train.rank_fingerprint import state_fingerprint
     from polyamp_torch.distributed.fingerprint import rank_fingerprint
 
-    sections, part = rank_fingerprint(state.model, replicas.engine, replicas.modules)
+    sections, part = rank_fingerprint(state.model, replicas.engine.name, replicas.modules)
     replicas.guard.inits += 1
     replicas.number = replicas.guard.inits
     of_ranks.compare_ranks(replicas.guard.board.group, replicas.guard.inits, state_fingerprint(state) | sections, part)
@@ -317,8 +308,7 @@ def check_replicas(state: Any) -> None:
         ModelError: a trainable parameter is outside of the engine's modules.
         UnsupportedError: an engine option is not supported.
     """
-    if state.replicas.held is not None:
-        state.replicas.held.check(state.parameters)
+    state.replicas.engine.check(state.parameters)
 
 
 def guard_states(states: Sequence[Any], *, second: bool = False) -> contextlib.AbstractContextManager[None]:

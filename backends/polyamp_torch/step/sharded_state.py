@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def sharded_state(state: TorchState) -> Iterator[TorchShardedState]:
     """Context manager that yields the state's shards while no step runs."""
-    with state.turn:
+    with state.lock:
         state.check_alive()
         yield TorchShardedState(state)
 
@@ -114,7 +114,7 @@ class TorchShardedState:
 def _checkpoint_processes(replicas: Any) -> TorchProcesses:
     from polyamp_torch.distributed.checkpoint_io import TorchProcesses, TorchReplicaProcesses
 
-    return TorchReplicaProcesses(replicas) if replicas.engine == "ddp" else TorchProcesses(replicas)
+    return TorchReplicaProcesses(replicas) if replicas.engine.name == "ddp" else TorchProcesses(replicas)
 
 
 def _is_group_option(name: str, each: Any) -> bool:

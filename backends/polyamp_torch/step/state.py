@@ -96,7 +96,7 @@ class TorchState(StateDisplayMixin):
         if is_spec(recipe.optimizer):
             check_parameter_listing(model, dict(named))
         self.backend: Final = backend
-        self.turn = StateLock()
+        self.lock = StateLock()
         self.watch = StuckScaleMonitor()
         self.graphs = GraphSizeCache()
         self.device = module_device(model)
@@ -110,7 +110,7 @@ class TorchState(StateDisplayMixin):
         self.complex_parameters = [p for _, p in named if p.is_complex()]
         if self.complex_parameters:
             path = next(name for name, p in named if p.is_complex())
-            complex_parameters.check_complex_training(path, recipe.optimizer, self.replicas.engine)
+            complex_parameters.check_complex_training(path, recipe.optimizer, self.replicas.engine.name)
         self._frozen = [(self._path(name), p) for name, p in tree_parameters(model) if not p.requires_grad]
         self._forms = list(map(_SHAPE_DTYPE_DEVICE, self.parameters.values()))
         self._shapes, self._dtypes, self._devices = (list(part) for part in zip(*self._forms, strict=True))
@@ -154,15 +154,16 @@ class TorchState(StateDisplayMixin):
         Raises:
             StateError: the state has connections to other processes, which cannot be copied.
         """
-        if self.replicas.held is not None:
-            whole = "state.model.module" if self.replicas.engine == "ddp" else None
+        engine = self.replicas.engine.name
+        if engine is not None:
+            whole = "state.model.module" if engine == "ddp" else None
             weights = (
                 f"Weights alone: copy.deepcopy({whole}), or torch.save({whole}.state_dict(), path)."
                 if whole
                 else "Weights alone: torch.distributed.checkpoint.state_dict.get_model_state_dict(state.model)."
             )
             raise StateError(
-                f"a state of a model under {self.replicas.engine} cannot be pickled or copied: it holds connections "
+                f"a state of a model under {engine} cannot be pickled or copied: it holds connections "
                 "to other processes. To keep it: polyamp.save(state, path), and polyamp.restore(state, path) into what "
                 f"polyamp.init gives. {weights}"
             )
@@ -176,8 +177,7 @@ class TorchState(StateDisplayMixin):
                 message names the first.
             UnsupportedError: the optimizer's groups have an option that the spec does not have.
         """
-        if self.replicas.held is not None:
-            self.replicas.held.prepare()
+        self.replicas.engine.prepare()
         # compared as objects, not by id: a new object may have the id of a freed one
         if not all(map(operator.is_, _slot_values(self._places), self._members)):
             self._look_again()
@@ -244,8 +244,8 @@ class TorchState(StateDisplayMixin):
     def _look_again(self) -> None:
         """Update the records after modules were moved, which is allowed as long as the parameters are the same."""
         self.check_alive()
-        if self.replicas.held is not None:
-            self.replicas.held.reshard()
+        if self.replicas.engine.name is not None:
+            self.replicas.engine.reshard()
             if all(map(operator.is_, _slot_values(self._places), self._members)):
                 return
         known = {id(p) for p in self.parameters.values()} | {id(p) for _, p in self._frozen}
@@ -310,13 +310,13 @@ class TorchState(StateDisplayMixin):
 
         It waits for a step in another thread. All processes of a distributed model must call it.
         """
-        with DeferInterrupts(), self.turn:
+        with DeferInterrupts(), self.lock:
             self.check_alive()
             return {**state_arrays.state_arrays_by_name(self), **state_arrays.random_state_arrays(self)}
 
     def load(self, arrays: Mapping[str, Any]) -> None:
         """Restore exported arrays in place; no step runs at the same time."""
-        with DeferInterrupts(), self.turn:
+        with DeferInterrupts(), self.lock:
             state_arrays.write_state_arrays(self, arrays)
 
     @property

@@ -1,102 +1,142 @@
-"""Training step on one state over its micro-batches (S8).
+"""Training step on one state: passes over its micro-batches (S8), then one update (S9).
 
-`forward_backward` is the first half, `update` the second. This step unscales and clips gradients in one operation.
+The step is the same on one device and under a parallel engine, whose single-device form does nothing:
+
+- Gradients are reduced over the replicas after the last pass of the accumulation.
+- One small all-reduce then combines norm, flag and loss, so every process decides by the same bits. If all processes
+  have the same gradients, it combines the loss only, and starts before the last backward pass.
+- Running statistics are rank 0's, broadcast once at the end of the step; its parameter writes, before the update.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import LossFunction, StepResult
-from polyamp.rules.accumulation import Accumulation
 from polyamp.rules.batches import micro_batches
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES, to_device
 from polyamp_torch.precision.torch_only.autocast_shield import shield
-from polyamp_torch.step import distributed_step
-from polyamp_torch.step.accumulation import GradAccumulator, stack_aux, total_scale
+from polyamp_torch.step.accumulation import GradAccumulator, stack_aux
 from polyamp_torch.step.forward_backward import densify_gradients, scaled_backward, stash_grads
-from polyamp_torch.step.loss_weights import LossWeighting, make_loss_weighting, nonzero_total
-from polyamp_torch.step.parameter_writes import commit_or_rollback_pass
+from polyamp_torch.step.grad_stats import can_read_without_sync
+from polyamp_torch.step.loss_weights import LossWeighting, make_loss_weighting, weighted_loss_sum
+from polyamp_torch.step.replicas import MicroBatchPass, guard_states
 from polyamp_torch.step.state import TorchState
-from polyamp_torch.step.torch_only import buffers
 from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads
 from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
-from polyamp_torch.step.update import UpdateGradients, skipped_step_result, update_states
+from polyamp_torch.step.torch_only.pass_snapshot import PassSnapshot
+from polyamp_torch.step.torch_only.rank_zero_writes import has_unannounced_writes
+from polyamp_torch.step.update import StepReduction, UpdateGradients, skipped_step_result, update_states
 
 
 def train_step(
     loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: Any, weight: WeightFunction | None = None
 ) -> StepResult:
     """Run one step on one state, over `accumulate_steps` micro-batches (S8)."""
-    guard = state.replicas.guard
-    if guard is not None:
-        with guard:
-            return _train_step_on_rank(loss_fn, recipe, state, batch, weight)
-    return _train_step_on_rank(loss_fn, recipe, state, batch, weight)
+    with guard_states([state]):
+        parts, window = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
+        with DeferInterrupts() as interrupts, state.lock, shield():
+            weighting = make_loss_weighting(weight, parts, window, state.replicas, state.device)
+            state.check_unchanged()
+            return _train_micro_batches(loss_fn, state, parts, weighting, interrupts)
 
 
-def _train_step_on_rank(
-    loss_fn: LossFunction, recipe: Recipe, state: TorchState, batch: Any, weight: WeightFunction | None
+def _train_micro_batches(
+    loss_fn: LossFunction, state: TorchState, parts: list[Any], weighting: LossWeighting, interrupts: DeferInterrupts
 ) -> StepResult:
-    parts, window = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
-    with DeferInterrupts() as quiet, state.turn, shield():
-        weighing = make_loss_weighting(weight, parts, window, state.replicas, state.device)
-        return _train_single_device(loss_fn, state, parts, window, weighing, quiet)
+    engine, count = state.replicas.engine, state.recipe.accumulate_steps
+    parameters = list(state.parameters.values())
+    accumulator = GradAccumulator(parameters) if count > 1 and parameters[0].dtype in HALF_TENSOR_DTYPES else None
+    passes = state.replicas.passes(parts, count, narrow=accumulator is not None)
+    if len(passes) > 1:
+        weighting.rest = [(one.part, one.counts) for one in passes[1:]]
+    snapshot = PassSnapshot(state, loss_fn)
+    slots = state.buffer_owners.slots
+    versions = engine.buffer_versions(slots)
+    reduction = StepReduction(weighting)
+    with stash_grads(parameters, used_up=True), ForeignGrads(parameters, state.graphs, engine.leaves) as foreign:
+        try:
+            with engine.window():
+                losses, auxes = _run_passes(
+                    loss_fn, state, passes, snapshot, reduction, accumulator, foreign, interrupts
+                )
+            if len(passes) > 1:  # loss_fn may have changed the model between passes
+                state.check_unchanged()
+            reduction.loss = weighted_loss_sum(losses, weighting.factors)
+            aux = stack_aux(auxes, stack=count > 1)
+            if weighting.is_empty:  # no backward pass ran
+                snapshot.parameters.compare()
+                snapshot.undo()
+                return skipped_step_result(state, reduction.loss, aux, weighting.weight(0.0))
+            if accumulator is not None:
+                accumulator.write_back(reduction.divide(state, count))
+            values = densify_gradients(state.parameters.items())
+            snapshot.parameters.compare()
+        except BaseException:
+            snapshot.undo()
+            raise
+
+        def settle(finite: torch.Tensor | None) -> None:
+            snapshot.settle(finite)
+            if finite is None or not can_read_without_sync(finite.device) or bool(finite):
+                engine.broadcast_buffers(slots, versions)
+
+        scale = state.scale_state.scale if state.scaler.scales else None
+        ready = UpdateGradients(values, scale, settle, reduction=reduction, written=snapshot.parameters)
+        (result,) = update_states([state], [ready], "all")
+    return result._replace(loss=reduction.loss, aux=aux)
 
 
-def _train_single_device(
+def _run_passes(
     loss_fn: LossFunction,
     state: TorchState,
-    batches: list[Any],
-    window: Accumulation,
-    weighing: LossWeighting,
-    quiet: DeferInterrupts,
-) -> StepResult:
-    state.check_unchanged()
-    if state.replicas.held is not None:
-        return distributed_step.distributed_train_step(loss_fn, state, batches, weighing, quiet)
-    parameters = list(state.parameters.values())
-    saved = buffers.snapshot(state.buffer_owners)
-    before = state.writes.before(loss_fn, training=state.model.training)
-    sums = GradAccumulator(parameters) if len(batches) > 1 and parameters[0].dtype in HALF_TENSOR_DTYPES else None
-    losses, auxes = [], []
-    with stash_grads(parameters, used_up=True), ForeignGrads(parameters, state.graphs) as others:
-        try:
-            for part in batches:
-                loss, aux = scaled_backward(loss_fn, [state], part, others, quiet, weighing, writes=[before])
-                losses.append(loss)
-                auxes.append(aux)
-                if sums is not None:
-                    densify_gradients(state.parameters.items(), needed=False)
-                    sums.take()
-            if len(batches) > 1:  # loss_fn may have changed the model between passes
-                state.check_unchanged()
-            total = weighing.total
-            loss, aux = weighing.mean(losses), stack_aux(auxes, stack=state.recipe.accumulate_steps > 1)
-            counted = weighing.weight(total)
-            if isinstance(total, float) and total == 0.0:  # all weights are 0, and no backward pass ran
-                before.compare()
-                commit_or_rollback_pass(saved, before, torch.zeros((), dtype=torch.bool))
-                return skipped_step_result(state, loss, aux, counted)
-            scale = total_scale(
-                state.scale_state.scale if state.scaler.scales else None, nonzero_total(total), state.device
+    passes: list[MicroBatchPass],
+    snapshot: PassSnapshot,
+    reduction: StepReduction,
+    accumulator: GradAccumulator | None,
+    foreign: ForeignGrads,
+    interrupts: DeferInterrupts,
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Run all passes; return the losses, and the aux of the passes that count.
+
+    The gradients are then in the parameters or in `accumulator`."""
+    losses: list[torch.Tensor] = []
+    auxes = []
+
+    def start_reduction(loss: torch.Tensor) -> None:
+        """Start the reduction before the last backward pass, so that it precedes that pass's own on every rank."""
+        written = snapshot.parameters.so_far(state.bound.written())
+        reduction.start(state, [*losses, loss], announced=has_unannounced_writes(state, written))
+
+    for number, one in enumerate(passes, 1):
+        own = snapshot if one.counts else PassSnapshot(state, loss_fn)
+        between = start_reduction if state.replicas.several and number == len(passes) else None
+        with state.replicas.engine.one_pass(last=one.last):
+            loss, aux = scaled_backward(
+                loss_fn,
+                [state],
+                one.part,
+                foreign,
+                interrupts,
+                reduction.weighting,
+                between,
+                [own.parameters],
+                counts=one.counts,
             )
-            if sums is not None:
-                assert scale is not None
-                sums.give(scale)
-                scale = None
-            values = densify_gradients(state.parameters.items())
-            before.compare()
-        except BaseException:
-            commit_or_rollback_pass(saved, before, torch.zeros((), dtype=torch.bool))
-            raise
-        ready = UpdateGradients(
-            values, scale, functools.partial(commit_or_rollback_pass, saved, before), weight=counted
-        )
-        (result,) = update_states([state], [ready], "all")
-    return result._replace(loss=loss, aux=aux)
+        losses.append(loss)
+        if one.counts:
+            auxes.append(aux)
+        else:
+            own.parameters.compare()
+            own.undo()
+        if accumulator is not None:
+            state.replicas.fit_gradients(state.parameters)
+            densify_gradients(state.parameters.items(), needed=False)
+            accumulator.add()
+    if accumulator is None:
+        state.replicas.fit_gradients(state.parameters)
+    return losses, auxes

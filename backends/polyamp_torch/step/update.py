@@ -33,8 +33,7 @@ from polyamp_torch.step.grad_stats import (
     unscale_and_clip_divisor,
     unscale_then_clip_,
 )
-from polyamp_torch.step.loss_weights import LossWeighting
-from polyamp_torch.step.loss_weights import nonzero_total as divisor_of
+from polyamp_torch.step.loss_weights import LossWeighting, nonzero_total, weighted_loss_sum
 from polyamp_torch.step.parameter_writes import GradientWrites
 from polyamp_torch.step.replicas import LocalStepScalars, guard_states
 from polyamp_torch.step.state import TorchState
@@ -51,37 +50,52 @@ _SAFE_SCALE_RANGE: Final = (2.0**-100, 2.0**100)
 
 
 class StepReduction:
-    """Scalars that travel in the step's single all-reduce.
+    """The losses and weights of a step, and their part of the step's single all-reduce.
 
     Args:
-        weighing: the weights of the micro-batches.
-        divided: the divisor already applied to the sums of the gradients.
+        weighting: the weights of the micro-batches.
 
     Attributes:
         loss: weighted sum of the losses of this process's micro-batches; after the update the mean over the replicas.
         weight: set by the update; see `StepResult.weight`.
-        begun: the asynchronous reduction of the loss if it has started, or None.
+        started: the asynchronous reduction of the loss if it has started, or None.
         announced: whether that reduction announces parameter writes.
     """
 
-    def __init__(self, weighing: LossWeighting, *, divided: float = 1.0) -> None:
-        self.weighing = weighing
-        self.divided = divided
+    def __init__(self, weighting: LossWeighting) -> None:
+        self.weighting = weighting
         self.loss: torch.Tensor | None = None
         self.weight: torch.Tensor | None = None
-        self.begun: AsyncStepScalars | None = None
+        self.started: AsyncStepScalars | None = None
         self.announced = False
+        self._divided: Any = 1.0
 
-    def alone(
-        self, scale: torch.Tensor | None, device: torch.device
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Finish the reduction for a single process: make the loss the mean; return the remaining scale of the
-        gradients, and the weight."""
-        total = self.weighing.total
-        by = divisor_of(total)
-        if self.loss is not None:
-            self.loss = self.loss / by
-        return total_scale(scale, by / self.divided, device), self.weighing.weight(total)
+    def start(self, state: TorchState, losses: Sequence[torch.Tensor], *, announced: bool) -> None:
+        """Start the reduction before the last backward pass, if gradients need no further one."""
+        loss = weighted_loss_sum(losses, self.weighting.factors)
+        self.announced = announced
+        self.started = state.replicas.begin(loss, self.weighting.total, news=announced)
+
+    def divide(self, state: TorchState, count: int) -> torch.Tensor:
+        """Return the divisor for the float32 sums of 16-bit gradients, which are rounded once.
+
+        Alone it is the sum of the weights; several processes know that only after their reduction, and divide by the
+        number of micro-batches first."""
+        self._divided = float(count) if state.replicas.several else nonzero_total(self.weighting.total)
+        return torch.as_tensor(self._divided, dtype=torch.float64, device=state.device)
+
+    def alone(self, scale: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+        """Finish the reduction for a single process; return the remaining scale of the gradients."""
+        total = self.weighting.total
+        divisor = nonzero_total(total)
+        if self.loss is not None and not (isinstance(divisor, float) and divisor == 1.0):
+            self.loss = self.loss / divisor
+        self.weight = self.weighting.weight(total)
+        return total_scale(scale, divisor / self._divided, device)
+
+    def local(self) -> LocalStepScalars:
+        """Return this process's scalars for the all-reduce."""
+        return LocalStepScalars(self.loss, self.weighting.total, self._divided, self.announced)
 
 
 class UpdateGradients(NamedTuple):
@@ -91,8 +105,8 @@ class UpdateGradients(NamedTuple):
         values: one gradient per parameter that has one, in the parameters' order.
         scale: scalar that the gradients still carry, or None.
         settle: commits or rolls back the buffers, depending on the flag.
-        shared: further scalars to reduce with other processes, or None.
-        weight: total weight of the mean loss, float32 scalar, if it may be 0 (S8); else None.
+        reduction: the step's losses and weights; None for gradients of an earlier call.
+        weight: total weight of the mean loss of an earlier call, float32 scalar, if it may be 0 (S8); else None.
         places: parameters whose `.grad` must be set; the gradients belong to the caller and are not overwritten. None
             if the gradients are already in `.grad` and not shared.
         written: parameter writes of the passes, which may differ between processes.
@@ -102,7 +116,7 @@ class UpdateGradients(NamedTuple):
     scale: torch.Tensor | None
     settle: Callable[[torch.Tensor | None], None]
     places: list[torch.Tensor] | None = None
-    shared: StepReduction | None = None
+    reduction: StepReduction | None = None
     weight: torch.Tensor | None = None
     written: RankWrites | None = None
 
@@ -112,7 +126,7 @@ def apply_gradients(states: Sequence[TorchState], grads: Sequence[Gradients], sk
 
     A gradient of None leaves its parameter and its optimizer state unchanged. The optimizer of each state steps a
     shared parameter, like torch's optimizers over one `.grad`."""
-    with guard_states(states, second=True), DeferInterrupts(), acquire_all([state.turn for state in states]), shield():
+    with guard_states(states, second=True), DeferInterrupts(), acquire_all([state.lock for state in states]), shield():
         return _apply_gradients(states, grads, skip)
 
 
@@ -145,9 +159,8 @@ def _commit_buffers_and_writes(
     """Commit the running statistics of the gradients to the model, rank 0's on every rank."""
     written.settle(finite)
     buffers.commit_buffers(state.model, {name: value for name, value in running.items() if name not in written}, finite)
-    held = state.replicas.held
-    if held is not None and running and (finite is None or not can_read_without_sync(finite.device) or bool(finite)):
-        held.send_running([owner.slots for owner in state.buffer_owners], None)
+    if running and (finite is None or not can_read_without_sync(finite.device) or bool(finite)):
+        state.replicas.engine.broadcast_buffers(state.buffer_owners.slots, None)
 
 
 @torch.no_grad()
@@ -194,13 +207,14 @@ def _measure_gradients(state: TorchState, grads: UpdateGradients) -> _MeasuredGr
 
     Off the CPU, gradients count as not finite if the divisor leaves float32: above 3.4e38 * clip_norm before unscaling.
     """
-    clip_norm, scale, weight = state.recipe.clip_norm, grads.scale, grads.weight
+    clip_norm, scale, reduction = state.recipe.clip_norm, grads.scale, grads.reduction
     if state.replicas.several:
         norm, finite, scale = _all_reduce_grad_stats(state, grads)
-        weight = weight if grads.shared is None else grads.shared.weight
+        weight = grads.weight if reduction is None else reduction.weight
     else:
-        if grads.shared is not None:
-            scale, weight = grads.shared.alone(scale, state.device)
+        if reduction is not None:
+            scale = reduction.alone(scale, state.device)
+        weight = grads.weight if reduction is None else reduction.weight
         values = state.plain(grads.values)
         least = state.scaler.min_scale if weight is None else 0.0
         norm, finite = global_norm_and_finite(values, scale, least=least, alike=state.one_device)
@@ -211,33 +225,25 @@ def _measure_gradients(state: TorchState, grads: UpdateGradients) -> _MeasuredGr
 
 
 def _decide(state: TorchState, stats: GradStats, flags: Sequence[torch.Tensor], skip: Skip) -> UpdateDecision:
-    """Return the decision on the state's device; on the CPU by NumPy's scalars, five times as fast."""
-    here = state.device
-    if can_read_without_sync(here):
-        made = decide(
-            state.scaler,
-            LossScaleState(*map(_number, state.scale_state)),
-            _number(state.step),
-            GradStats(stats.norm, _number(stats.finite), _number(stats.weight)),
-            list(map(_number, flags)),
-            skip,
-            PYTHON,
-        )
-        after = zip(made.scale_state, state.scale_state, strict=True)
-        return UpdateDecision(
-            None if made.finite is None else torch.scalar_tensor(made.finite, dtype=torch.bool),
-            LossScaleState(*(torch.scalar_tensor(new.item(), dtype=old.dtype) for new, old in after)),
-            torch.scalar_tensor(made.step, dtype=torch.int32),
-            torch.scalar_tensor(made.skipped, dtype=torch.bool),
-        )
-    weight = None if stats.weight is None else stats.weight.to(here)
-    own = GradStats(stats.norm, stats.finite.to(here), weight)
-    return decide(state.scaler, state.scale_state, state.step, own, [flag.to(here) for flag in flags], skip, XP)
-
-
-def _number(scalar: torch.Tensor | None) -> Any:
-    """Return a scalar tensor as NumPy's scalar of the same dtype."""
-    return None if scalar is None else scalar.detach().cpu().numpy()[()]
+    """Return the decision on the state's device; on the CPU by NumPy's scalars, which are faster than tensors."""
+    scaler, before, step, here = state.scaler, state.scale_state, state.step, state.device
+    if not scaler.checks and stats.weight is None:
+        return decide(scaler, before, step, stats, flags, skip, XP)
+    if not can_read_without_sync(here):
+        weight = None if stats.weight is None else stats.weight.to(here)
+        own = GradStats(stats.norm, stats.finite.to(here), weight)
+        return decide(scaler, before, step, own, [flag.to(here) for flag in flags], skip, XP)
+    weight = None if stats.weight is None else stats.weight.numpy()[()]
+    own = GradStats(stats.norm, stats.finite.numpy()[()], weight)
+    numbers = LossScaleState(*[field.numpy()[()] for field in before])
+    made = decide(scaler, numbers, step.numpy()[()], own, [flag.numpy()[()] for flag in flags], skip, PYTHON)
+    after = zip(made.scale_state, before, strict=True)
+    return UpdateDecision(
+        torch.scalar_tensor(made.finite, dtype=torch.bool),
+        LossScaleState(*[torch.scalar_tensor(new.item(), dtype=old.dtype) for new, old in after]),
+        torch.scalar_tensor(made.step, dtype=torch.int32),
+        torch.scalar_tensor(made.skipped, dtype=torch.bool),
+    )
 
 
 def _commit_update(
@@ -298,21 +304,20 @@ def _all_reduce_grad_stats(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return norm and flag over all processes, and the remaining scale of the gradients.
 
-    Sets mean loss and weight in `grads.shared`. Parameter writes become rank 0's."""
-    replicas, shared = state.replicas, grads.shared
+    Sets mean loss and weight in `grads.reduction`. Parameter writes become rank 0's."""
+    replicas, reduction = state.replicas, grads.reduction
     parameters, values = _parameters_with_gradients(state, grads), state.plain(grads.values)
-    begun = None if shared is None else shared.begun
-    if shared is not None and begun is not None:
-        announced = shared.announced
+    started = None if reduction is None else reduction.started
+    if reduction is not None and started is not None:
+        announced = reduction.announced
     else:
         announced = grads.written is not None and has_unannounced_writes(state, grads.written.found)
-    own = LocalStepScalars(news=announced)
-    if shared is not None:
-        own = LocalStepScalars(shared.loss, shared.weighing.total, shared.divided, announced)
-    found = replicas.agreed(parameters, values, grads.scale, own, begun, alike=state.one_device)
-    if shared is not None:
-        shared.loss = found.loss
-        shared.weight = shared.weighing.weight(found.total * replicas.count)
+    own = LocalStepScalars() if reduction is None else reduction.local()
+    own = own._replace(news=announced)
+    found = replicas.agreed(parameters, values, grads.scale, own, started, alike=state.one_device)
+    if reduction is not None:
+        reduction.loss = found.loss
+        reduction.weight = reduction.weighting.weight(found.total * replicas.count)
     if grads.written is not None:
         try:
             broadcast_writes(state, grads.written, announced=announced, of_all=found.news, finite=found.finite)

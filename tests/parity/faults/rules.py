@@ -37,9 +37,9 @@ def _module(backend: str, name: str) -> Any:
 
 def _sum_of_micro_batches(backend: str) -> list[Any]:
     if backend == "polyamp_torch":
-        step = _module(backend, "step.step")
-        divisor = step.total_scale
-        return [mock.patch.object(step, "total_scale", lambda scale, total, device: divisor(scale, 1.0, device))]
+        update = _module(backend, "step.update")
+        divisor = update.total_scale
+        return [mock.patch.object(update, "total_scale", lambda scale, total, device: divisor(scale, 1.0, device))]
     if backend == "polyamp_jax":
         import jax
 
@@ -86,9 +86,9 @@ def _clipped_before_unscaling(backend: str) -> list[Any]:
 
 def _not_unscaled(backend: str) -> list[Any]:
     if backend == "polyamp_torch":
-        step = _module(backend, "step.step")
-        right = step.total_scale
-        return [mock.patch.object(step, "total_scale", lambda scale, total, device: right(None, total, device))]
+        update = _module(backend, "step.update")
+        right = update.total_scale
+        return [mock.patch.object(update, "total_scale", lambda scale, total, device: right(None, total, device))]
     if backend == "polyamp_jax":
         home = _module(backend, "step.accumulation")
         return [mock.patch.object(home, "unscale_leaf", lambda leaf, scale, dtype: leaf.astype(dtype))]

@@ -115,7 +115,9 @@ class CompiledGraph:
         compiler: Any = torch.compile  # torch annotates it for plain functions only
         self._run = compiler(_copy_method(self._traced), fullgraph=True, **options)
 
-    def step(self, state: TorchState, batches: list[Any], window: Accumulation, quiet: DeferInterrupts) -> StepResult:
+    def step(
+        self, state: TorchState, batches: list[Any], window: Accumulation, interrupts: DeferInterrupts
+    ) -> StepResult:
         """Run one step; update the state's tensors in place. Interrupts are delivered while the step is compiled."""
         assert self.groups is not None
         parameters = {_module_name(name): p.detach() for name, p in state.parameters.items() if name in self._used}
@@ -138,7 +140,7 @@ class CompiledGraph:
         loss, auxes, norm, scale_state, step, skipped, weight = self._called(
             state,
             batches,
-            quiet,
+            interrupts,
             parameters,
             fixed,
             slots,
@@ -155,11 +157,11 @@ class CompiledGraph:
         aux = map_tree(_detach_leaf, stack_aux(auxes, stack=self._recipe.accumulate_steps > 1))
         return StepResult(loss, aux, norm, state.scale_state.scale, skipped, step, weight)
 
-    def _called(self, state: TorchState, batches: list[Any], quiet: DeferInterrupts, *arguments: Any) -> Any:
+    def _called(self, state: TorchState, batches: list[Any], interrupts: DeferInterrupts, *arguments: Any) -> Any:
         """Call the compiled function; return its results, or raise its error as one of polyamp's."""
         with torch.no_grad(), matmul_precision(state.plan.float32_matmul), self._installed():
             self._watch.given = (state, batches[0])
-            self._watch.quiet = quiet
+            self._watch.interrupts = interrupts
             try:
                 return self._run(*arguments)
             except PolyampError:
@@ -169,7 +171,7 @@ class CompiledGraph:
                     raise self._watch.refusal from error
                 raise _compile_error(error, self._watch.changing) from error
             finally:
-                self._watch.given = self._watch.refusal = self._watch.quiet = None
+                self._watch.given = self._watch.refusal = self._watch.interrupts = None
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:

@@ -31,7 +31,9 @@ from polyamp_torch.step.update import UpdateGradients, update_states
 class CompiledNativeGraph(CompiledGraph):
     """Compiled first half of a state's step, with the eager second half."""
 
-    def step(self, state: TorchState, batches: list[Any], window: Accumulation, quiet: DeferInterrupts) -> StepResult:
+    def step(
+        self, state: TorchState, batches: list[Any], window: Accumulation, interrupts: DeferInterrupts
+    ) -> StepResult:
         """Run one step; parameters, buffers and the optimizer's state are updated in place."""
         used = [state.parameters[name] for name in self._used]
         parameters = {name.replace("/", "."): p.detach() for name, p in zip(self._used, used, strict=True)}
@@ -41,7 +43,7 @@ class CompiledNativeGraph(CompiledGraph):
         loss, auxes, values, now, whole, weight = self._called(
             state,
             batches,
-            quiet,
+            interrupts,
             parameters,
             fixed,
             running,

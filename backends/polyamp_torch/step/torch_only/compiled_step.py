@@ -80,30 +80,30 @@ class CompiledStep:
         """
         recipe = self._recipe
         batches, window = micro_batches(to_device(batch, state.device, state.plan.param), recipe.accumulate_steps)
-        with DeferInterrupts() as quiet, state.turn, shield():
-            return self._stepped(state, batches, window, quiet)
+        with DeferInterrupts() as interrupts, state.lock, shield():
+            return self._stepped(state, batches, window, interrupts)
 
     def _stepped(
-        self, state: TorchState, batches: list[Any], window: Accumulation, quiet: DeferInterrupts
+        self, state: TorchState, batches: list[Any], window: Accumulation, interrupts: DeferInterrupts
     ) -> StepResult:
         state.check_unchanged()
-        if state.replicas.engine is not None:
+        if state.replicas.engine.name is not None:
             raise UnsupportedError(
                 f"train_step(compile=True) compiles the step of one process. Received: a model held by "
-                f"{_ENGINE_FUNCTIONS[state.replicas.engine]}. Use compile=False, and compile the model: "
+                f"{_ENGINE_FUNCTIONS[state.replicas.engine.name]}. Use compile=False, and compile the model: "
                 "model.compile() before it is wrapped or sharded."
             )
         graph = self._graphs.get(state)
         if not is_spec(self._recipe.optimizer):
-            return self._with_native(graph, state, batches, window, quiet)
+            return self._with_native(graph, state, batches, window, interrupts)
         groups = GraphGroups.of(state)
         if graph is None or graph.groups != groups:  # the options are constants in the graph
-            with quiet.disturbed:
+            with interrupts.allowed:
                 graph = CompiledGraph(
                     self._loss_fn, self._recipe, self._options, state, batches[0], groups, self._weight
                 )
             self._graphs[state] = graph
-        return graph.step(state, batches, window, quiet)
+        return graph.step(state, batches, window, interrupts)
 
     def _with_native(
         self,
@@ -111,16 +111,16 @@ class CompiledStep:
         state: TorchState,
         batches: list[Any],
         window: Accumulation,
-        quiet: DeferInterrupts,
+        interrupts: DeferInterrupts,
     ) -> StepResult:
         """Run a step with a torch optimizer, which runs outside of the graph."""
         if graph is None:
-            with quiet.disturbed:
+            with interrupts.allowed:
                 graph = CompiledNativeGraph(
                     self._loss_fn, self._recipe, self._options, state, batches[0], None, self._weight
                 )
             self._graphs[state] = graph
-        return graph.step(state, batches, window, quiet)
+        return graph.step(state, batches, window, interrupts)
 
 
 def _reads_attribute(code: Any, name: str) -> bool:

@@ -48,7 +48,7 @@ def check_complex_training(path: str, optimizer: Any, engine: str | None) -> Non
     Args:
         path: the path of a complex parameter.
         optimizer: the recipe's optimizer, a spec or native.
-        engine: the model's parallel engine; see `TorchReplicas.engine`.
+        engine: the model's parallel engine; see `ParallelEngine.name`.
 
     Raises:
         UnsupportedError: not supported; the message names the parameter, and the optimizer or the engine.

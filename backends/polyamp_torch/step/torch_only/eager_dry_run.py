@@ -22,6 +22,7 @@ from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
 from polyamp_torch.step.torch_only.foreign_grads import ForeignGrads
 from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
+from polyamp_torch.step.torch_only.pass_snapshot import PassSnapshot
 from polyamp_torch.step.torch_only.python_state import PythonState, describe_item, restore_item
 
 
@@ -52,36 +53,36 @@ def run_trial(loss_fn: LossFunction, state: TorchState, part: Any) -> TrialResul
         UnsupportedError: the forward pass adds, deletes, replaces or resizes a buffer, which a graph cannot represent.
     """
     state.check_unchanged()
-    saved = buffers.snapshot(state.buffer_owners)
-    before = state.writes.before_trial()
+    snapshot = PassSnapshot(state)
     python = PythonState(loss_fn, state.model)
     changing: list[str] = []
     try:
         parameters = list(state.parameters.values())
         with (
             _preserve_random_state(state.device),
-            DeferInterrupts() as quiet,
+            DeferInterrupts() as interrupts,
             stash_grads(parameters),
-            ForeignGrads(parameters, state.graphs) as others,
+            ForeignGrads(parameters, state.graphs) as foreign,
             AttentionCastMode(state.device.type, acting=False) as attention,
         ):
-            weighing = make_loss_weighting(None, [part], Accumulation((1,)), state.replicas, state.device)
-            weighing.omits = False
-            _, aux = scaled_backward(loss_fn, [state], part, others, quiet, weighing, writes=[before])
+            weighting = make_loss_weighting(None, [part], Accumulation((1,)), state.replicas, state.device)
+            weighting.omits = False
+            writes = [snapshot.parameters]
+            _, aux = scaled_backward(loss_fn, [state], part, foreign, interrupts, weighting, writes=writes)
             used = [name for name, p in state.parameters.items() if p.grad is not None]
-            changing = _restore_changing_state(loss_fn, state, part, python, quiet)
-        changed = saved.changed()
-        before.compare()
+            changing = _restore_changing_state(loss_fn, state, part, python, interrupts)
+        changed = snapshot.buffers.changed()
+        snapshot.parameters.compare()
     finally:
-        buffers.restore_buffers(saved)
-        before.settle(torch.zeros((), dtype=torch.bool))
+        buffers.restore_buffers(snapshot.buffers)
+        snapshot.parameters.settle(torch.zeros((), dtype=torch.bool))
     for name, verb in changed.items():
         raise UnsupportedError(
             f"train_step(compile=...): the forward pass {verb} the buffer {name!r}, which a compiled graph cannot "
             "follow. Write into it (buffer.copy_(value)), or use compile=False. If only the first pass does it: call "
             "the model once on a batch before polyamp.init."
         )
-    if weighing.sums_means:
+    if weighting.sums_means:
         raise UnsupportedError(
             "train_step(compile=...) takes no sum of Means over different counts: over micro-batches, what they are "
             "divided by has to be known first. Use compile=False, or one Mean."
@@ -92,18 +93,18 @@ def run_trial(loss_fn: LossFunction, state: TorchState, part: Any) -> TrialResul
                 "train_step(compile=...): aux must hold tensors, numbers and strings in tuples, lists and dicts. "
                 f"Received: {type(leaf).__name__}. Return those, or use compile=False."
             )
-    return TrialResult(used, attention.seen, before.found, changing)
+    return TrialResult(used, attention.seen, snapshot.parameters.found, changing)
 
 
 def _restore_changing_state(
-    loss_fn: LossFunction, state: TorchState, part: Any, python: PythonState, quiet: DeferInterrupts
+    loss_fn: LossFunction, state: TorchState, part: Any, python: PythonState, interrupts: DeferInterrupts
 ) -> list[str]:
     """Restore Python state that both the pass and another one change; return descriptions of it."""
     first = python.changed()
     if not first:
         return []
     between = PythonState(loss_fn, state.model)
-    with torch.no_grad(), state.bound.installed(), root_region(state.plan, state.device.type), quiet.disturbed:
+    with torch.no_grad(), state.bound.installed(), root_region(state.plan, state.device.type), interrupts.allowed:
         loss_fn(state.bound, part)
     again = between.changed()
     paths = {id(module): f"model.{path}" if path else "model" for path, module in state.model.named_modules()}
@@ -135,7 +136,7 @@ class RetraceMonitor:
 
     Attributes:
         given: the state and the micro-batch of the current step.
-        quiet: delivers interrupts while a compiler traces, which may take minutes.
+        interrupts: delivers interrupts while a compiler traces, which may take minutes.
         changing: descriptions of the Python state that every pass changes.
         refusal: the error to raise; a compiler changes errors that are raised while it traces.
     """
@@ -146,7 +147,7 @@ class RetraceMonitor:
         self._is_first = True
         self.changing = first.changing
         self.given: tuple[TorchState, Any] | None = None
-        self.quiet: DeferInterrupts | None = None
+        self.interrupts: DeferInterrupts | None = None
         self.refusal: PolyampError | None = None
 
     def look(self) -> None:
@@ -155,8 +156,8 @@ class RetraceMonitor:
         Raises:
             UnsupportedError: the graph would train other parameters than the eager step.
         """
-        if self.quiet is not None:
-            self.quiet.let_through()
+        if self.interrupts is not None:
+            self.interrupts.deliver()
         if self._is_first or self.given is None:
             self._is_first = False
             return

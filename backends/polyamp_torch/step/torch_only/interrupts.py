@@ -20,6 +20,9 @@ _SIGINT: Final = int(signal.SIGINT)
 class DeferInterrupts:
     """Context manager that defers SIGINT. A signal that arrives inside is passed to its handler on exit.
 
+    Attributes:
+        allowed: context manager inside, in which interrupts are delivered: for user code and long operations.
+
     Example:
         >>> before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" has SIGINT ignored
         >>> seen = []
@@ -34,9 +37,10 @@ class DeferInterrupts:
         >>> _ = signal.signal(signal.SIGINT, before)
     """
 
-    __slots__ = ("_came", "_handler", "_open")
+    __slots__ = ("_came", "_handler", "_open", "allowed")
 
     def __init__(self) -> None:
+        self.allowed = AllowInterrupts(self)
         self._came = False
         self._open = False
         self._handler: Any = None
@@ -58,21 +62,12 @@ class DeferInterrupts:
         if self._came:
             _SIGNAL_MODULE.raise_signal(_SIGINT)
 
-    @property
-    def disturbed(self) -> AllowInterrupts:
-        """Context manager inside, in which interrupts are delivered: for user code and long operations."""
-        return AllowInterrupts(self)
-
-    def let_through(self) -> None:
+    def deliver(self) -> None:
         """Deliver interrupts at once from here on, including a deferred one."""
         self._open = True
         if self._came:
             self._came = False
             _SIGNAL_MODULE.raise_signal(_SIGINT)
-
-    def hold_back(self) -> None:
-        """Defer interrupts again; the opposite of `let_through`."""
-        self._open = False
 
     def _note(self, number: int, frame: Any) -> None:
         """Handle SIGINT. The handler stays installed in both contexts, because setting it is expensive."""
@@ -86,15 +81,15 @@ class DeferInterrupts:
 
 
 class AllowInterrupts:
-    """Context manager of `DeferInterrupts.disturbed`."""
+    """Context manager of `DeferInterrupts.allowed`."""
 
-    __slots__ = ("_around",)
+    __slots__ = ("_deferred",)
 
-    def __init__(self, around: DeferInterrupts) -> None:
-        self._around = around
+    def __init__(self, deferred: DeferInterrupts) -> None:
+        self._deferred = deferred
 
     def __enter__(self) -> None:
-        self._around.let_through()
+        self._deferred.deliver()
 
     def __exit__(self, *error: object) -> None:
-        self._around.hold_back()
+        self._deferred._open = False

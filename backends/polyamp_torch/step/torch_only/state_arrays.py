@@ -26,7 +26,7 @@ def state_parameters(state: Any) -> dict[str, torch.Tensor]:
     """Return path -> parameter, frozen ones included.
 
     Under `fully_shard` these are the sharded parameters, even while a module has gathered ones."""
-    if state.replicas.engine is None or state.replicas.engine == "ddp":
+    if state.replicas.engine.name is None or state.replicas.engine.name == "ddp":
         path = path_function(state.model)
         return {path(name): p for name, p in tree_parameters(state.model)}
     divided: dict[str, torch.Tensor] = {**state.parameters, **dict(state.frozen)}
@@ -47,7 +47,7 @@ def optimizer_names(state: Any) -> list[str]:
 
 def _drop_gathered_parameters(state: Any) -> None:
     """Reshard the modules of `fully_shard`, so that the next pass gathers the restored parameters."""
-    if state.replicas.engine is not None:
+    if state.replicas.engine.name is not None:
         for part in state.model.modules():
             reshard: Any = getattr(part, "reshard", None)  # for an FSDPModule
             if reshard is not None:
