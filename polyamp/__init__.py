@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from polyamp import registry_access
 from polyamp._version import __version__
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from polyamp import losses, parity, porting, schedules
     from polyamp.contract.backend import Backend, BackendInfo, State
     from polyamp.contract.casting_report import CastingReport
@@ -43,9 +40,8 @@ if TYPE_CHECKING:
     from polyamp.recipe.optimizers import adagrad, adam, adamw, lion, rmsprop, sgd
     from polyamp.recipe.policy import Policy
     from polyamp.recipe.recipe import Recipe
-    from polyamp.recipe.scaler import LossScaler
+    from polyamp.recipe.scaler import LossScaler, LossScaleState
     from polyamp.results import Gradients, StepResult
-    from polyamp.rules.loss_scale import LossScaleState
     from polyamp.train.checkpoint import restore, save
     from polyamp.train.parameters import parameters
     from polyamp.train.refresh import refresh
@@ -72,9 +68,8 @@ _EXPORTS = {
     "recipe.optimizers": ("adagrad", "adam", "adamw", "lion", "rmsprop", "sgd"),
     "recipe.policy": ("Policy",),
     "recipe.recipe": ("Recipe",),
-    "recipe.scaler": ("LossScaler",),
+    "recipe.scaler": ("LossScaleState", "LossScaler"),
     "results": ("Gradients", "StepResult"),
-    "rules.loss_scale": ("LossScaleState",),
     "train.checkpoint": ("restore", "save"),
     "train.parameters": ("parameters",),
     "train.refresh": ("refresh",),
@@ -171,12 +166,6 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def _registry() -> ModuleType:
-    from polyamp.contract import registry
-
-    return registry
-
-
 def _suggest_name(name: str) -> str:
     from polyamp.errors import did_you_mean
 
@@ -185,6 +174,3 @@ def _suggest_name(name: str) -> str:
     if name in _OTHER_HINTS:
         return f" It is a framework's own object: {_OTHER_HINTS[name]}"
     return did_you_mean(name, __all__)
-
-
-registry_access.set_registry_loader(_registry)

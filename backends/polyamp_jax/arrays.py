@@ -12,8 +12,8 @@ import numpy as np
 from polyamp.array_namespace import ArrayNamespace
 from polyamp.errors import ModelError
 from polyamp.float_formats import FLOAT_DTYPES
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.rules.batches import host_array
-from polyamp.rules.resolved_policy import ResolvedPolicy
 
 _MATMUL_PRECISION: Final = {"highest": "float32", "high": "tensorfloat32", "medium": "bfloat16"}
 """`Policy.float32_matmul` -> JAX's name; XLA uses the nearest precision that the device has."""

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from polyamp.array_namespace import ArrayNamespace
 from polyamp.contract.casting_report import CastingReport
-from polyamp.recipe.group_members import GroupMembers
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaler
+from polyamp.recipe.scaler import LossScaler, LossScaleState
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
-from polyamp.rules.loss_scale import LossScaleState
+from polyamp.rules.group_members import GroupMembers
 from polyamp.rules.refresh import RefreshPlan
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp.rules.update_decision import Skip

@@ -1,6 +1,6 @@
 """`Group`: parameters, selected by path or kind, with their own optimizer hyperparameters (S27).
 
-A spec stores groups in its field `groups`; `polyamp.recipe.group_members` resolves them against a model.
+A spec stores groups in its field `groups`; `polyamp.rules.group_members` resolves them against a model.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 from polyamp.errors import RecipeError, did_you_mean
+from polyamp.recipe.overrides import check_glob
 from polyamp.records import Record
-from polyamp.rules.overrides import check_glob
-from polyamp.rules.parameter_kinds import KINDS
 from polyamp.schedules import Schedule
 
+KINDS: Final = ("bias", "norm", "embedding", "vector")
+"""Kinds of parameters; `polyamp.rules.parameter_kinds` determines them."""
 RATE_FIELDS: Final = ("learning_rate", "learning_rate_scale")
 _SELECTORS: Final = ("paths", "kind")
 

@@ -29,7 +29,7 @@ class _Spec(Record):
     """Base class of the specs. `slots` names the per-parameter arrays, of the parameter's shape, at least float32.
 
     `groups`, the last field of each spec, has other hyperparameters for some parameters (S27).
-    `polyamp.recipe.group_members` resolves them; `update` ignores them.
+    `polyamp.rules.group_members` resolves them; `update` ignores them.
     """
 
     word: ClassVar[str] = "spec"

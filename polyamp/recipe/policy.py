@@ -6,18 +6,26 @@ methods find the backend from their arguments.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal, Never, TypeVar
 
-from polyamp.errors import PolicyError, PolyampError, did_you_mean
+from polyamp.errors import (
+    BackendError,
+    BackendNotInstalledError,
+    PolicyError,
+    PolyampError,
+    UnsupportedError,
+    did_you_mean,
+)
 from polyamp.float_formats import FORMATS, HALF_DTYPES, canonical_dtype, framework_dtype_name
+from polyamp.lookup import backends
 from polyamp.recipe import dialects
+from polyamp.recipe import module_aliases as alias_names
+from polyamp.recipe import overrides as globs
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.records import Record, unknown_argument_error
-from polyamp.registry_access import registry
-from polyamp.rules import module_aliases as alias_names
-from polyamp.rules import overrides as globs
-from polyamp.rules.resolved_policy import ResolvedPolicy
 
 Mode = Literal["autocast", "cast"]
 _CHOICES: Final[dict[str, tuple[str | None, ...]]] = {
@@ -274,13 +282,33 @@ class Policy(Record, kw_only=True):
             >>> Policy("p=f32,c=f16,o=f16").autocast(double, backend="reference")(np.ones(2, np.float32)).dtype
             dtype('float16')
         """
-        under: Callable[..., Any] = registry().autocast(target, self, backend)
-        return under
+        chosen: Any = None
+        if backend is not None:
+            chosen = backends.get(backend)
+        else:
+            try:
+                chosen = backends.backend_for(target)
+            except BackendNotInstalledError:
+                raise
+            except BackendError:
+                if not callable(target):
+                    raise
+        if chosen is not None:
+            under: Callable[..., Any] = check_supported(chosen, self).autocast(target, self)
+            return under
+        own = functools.cache(lambda: backends.backend_of_function(target))
+
+        @functools.wraps(target)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = backends.backend_of_values((*args, *kwargs.values())) or own()
+            return check_supported(found, self).autocast(target, self)(*args, **kwargs)
+
+        return call
 
     def native(self, backend: str) -> Any:
         """Return the framework's own object for this policy: a `torch.autocast` context, a `keras.DTypePolicy`, or in
         JAX a function transform."""
-        return registry().check_supported(registry().get(backend), self).native_policy(self)
+        return check_supported(backends.get(backend), self).native_policy(self)
 
     def cast_to_param(self, tree: _Target) -> _Target:
         """Return `tree` with its floating leaves in `param` dtype (S2: all other leaves are unchanged)."""
@@ -300,8 +328,22 @@ class Policy(Record, kw_only=True):
         return "float64" in (self.param, self.compute, self.output)
 
     def _cast(self, tree: _Target, dtype: str) -> _Target:
-        result: _Target = registry().backend_for(tree).cast(tree, dtype, float64=self.casts_float64)
+        result: _Target = backends.backend_for(tree).cast(tree, dtype, float64=self.casts_float64)
         return result
+
+
+def check_supported(backend: Any, policy: Policy) -> Any:
+    """Return the backend, if it supports the policy's settings other than dtypes.
+
+    Raises:
+        UnsupportedError: `op_rules`, on a backend without rules per operation.
+    """
+    if policy.op_rules and not hasattr(backend, "explain"):
+        raise UnsupportedError(
+            f"the {backend.name} backend of this version cannot change the rule of one operation. Received: op_rules="
+            f"{dict(policy.op_rules)}. Use policy.replace(op_rules={{}}), and overrides= to keep a module in float32."
+        )
+    return backend
 
 
 def spelling_hint(value: Any) -> str:

@@ -1,20 +1,67 @@
-"""`LossScaler`: frozen description of loss scaling. `polyamp.rules.loss_scale` has its rule (S15).
+"""`LossScaler`, the frozen description of loss scaling, and `LossScaleState`, the state that its rule S15 moves.
+
+    next_state(state, finite):
+        if finite:
+            good = state.good_steps + 1
+            if good >= growth_interval + late:
+                scale, good, hysteresis = min(scale * growth_factor, max_scale), again, initial
+            stuck = 0
+        else:
+            good, hysteresis, skipped = 0, hysteresis - 1, skipped + 1
+            if hysteresis <= 0: scale = max(scale * backoff_factor, min_scale)
+            stuck = stuck + 1 if scale == min_scale else 0
+
+    late, again = {"none": (0, 0), "after_overflow": (1, 1), "always": (1, 0)}[growth_delay]
+
+`>=`, because a run may continue with a smaller `growth_interval` than it began with.
 
 Source of the technique: Micikevicius et al., "Mixed Precision Training", 2018 (arxiv.org/abs/1710.03740).
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
-from polyamp.errors import ArgumentError, LossScaleError, PolyampError, describe_value, did_you_mean
+from polyamp.array_namespace import ArrayNamespace
+from polyamp.errors import (
+    ArgumentError,
+    LossScaleError,
+    PolyampError,
+    UnsupportedError,
+    describe_value,
+    did_you_mean,
+)
+from polyamp.lookup import backends
 from polyamp.recipe.policy import Policy
 from polyamp.records import Record
-from polyamp.registry_access import registry
-from polyamp.rules.loss_scale import GROWTH_DELAYS, NO_CEILING, LossScaleState, update_scale
 
 OnStuck = Literal["raise", "warn", "ignore"]
 GrowthDelay = Literal["none", "after_overflow", "always"]
+NO_CEILING: Final = 2.0**127
+"""Largest power of two in float32: the maximum scale of presets whose source has none (S17 still applies)."""
+GROWTH_DELAYS: Final = {"none": (0, 0), "after_overflow": (1, 1), "always": (1, 0)}
+"""Growth delay -> (extra finite steps before the first growth, value at which the count restarts after a growth)."""
+_LARGEST_PRODUCT: Final = 1.5 * NO_CEILING
+"""Above every maximum scale and finite in float32. Growth is clamped to it, so it never overflows or warns in NumPy."""
+
+
+class LossScaleState(NamedTuple):
+    """State of a loss scale: five scalar arrays of the framework, a pytree in every framework.
+
+    Attributes:
+        scale: float32 scalar, the factor that the next loss is multiplied by.
+        good_steps: int32 scalar, finite steps since the last growth or overflow (with `growth_delay="after_overflow"`,
+            one more after a growth).
+        hysteresis: int32 scalar, overflows still tolerated before the scale backs off.
+        skipped: int32 scalar, steps skipped since `init`.
+        stuck: int32 scalar, consecutive skips at `min_scale`.
+    """
+
+    scale: Any
+    good_steps: Any
+    hysteresis: Any
+    skipped: Any
+    stuck: Any
 
 
 class LossScaler(Record, kw_only=True):
@@ -156,7 +203,7 @@ class LossScaler(Record, kw_only=True):
         """
         if (backend is None) == (like is None):
             raise LossScaleError("init() takes either a backend's name, or like=array. Received: both or neither.")
-        found = registry().get(backend) if backend is not None else registry().backend_for(like)
+        found = backends.get(backend) if backend is not None else backends.backend_for(like)
         return LossScaleState(
             scale=found.scalar(self.init_scale, "float32", like=like),
             good_steps=found.scalar(0, "int32", like=like),
@@ -172,7 +219,7 @@ class LossScaler(Record, kw_only=True):
             LossError: the loss is not a floating scalar.
         """
         _check_state(state, "scaler.scale(loss, state)")
-        return registry().backend_for(state.scale).scale_loss(loss, state.scale if self.scales else None)
+        return backends.backend_for(state.scale).scale_loss(loss, state.scale if self.scales else None)
 
     def unscale(self, grads: Any, state: LossScaleState) -> tuple[Any, Any]:
         """Return gradients of the unscaled loss in float32, and the finite flag: a boolean device scalar (S7, S10).
@@ -190,12 +237,9 @@ class LossScaler(Record, kw_only=True):
 
         Raises:
             GradientError: there is no floating gradient.
-            GradientError: there is no floating gradient.
         """
         _check_state(state, "scaler.unscale(grads, state)")
-        found: tuple[Any, Any] = (
-            registry().backend_for(state.scale).unscale(grads, state.scale if self.scales else None)
-        )
+        found: tuple[Any, Any] = backends.backend_for(state.scale).unscale(grads, state.scale if self.scales else None)
         return found
 
     def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
@@ -205,7 +249,40 @@ class LossScaler(Record, kw_only=True):
             finite: the flag from `unscale`: a boolean scalar of the same framework, or a Python bool.
         """
         _check_state(state, "scaler.update(state, finite)")
-        return update_scale(self, state, finite, registry().backend_for(state.scale).xp)
+        return self.next_state(state, finite, backends.backend_for(state.scale).xp)
+
+    def next_state(self, state: LossScaleState, finite: Any, xp: ArrayNamespace) -> LossScaleState:
+        """Return the next state by rule S15 over an array namespace.
+
+        Branch-free, so it runs on the device and under every compiler.
+        """
+        scale, count = state.scale, state.good_steps
+        if type(finite).__module__ in ("builtins", "numpy"):
+            finite = xp.asarray(bool(finite), scale > 0)
+
+        def number(value: float, like: Any) -> Any:
+            return xp.asarray(value, like)
+
+        zero, full = number(0, count), number(self.hysteresis, count)
+        good = state.good_steps + number(1, count)
+        late, again = GROWTH_DELAYS[self.growth_delay]
+        grow = finite & (good >= number(self.growth_interval + late, count))
+        left = xp.maximum(state.hysteresis - number(1, count), number(-1, count))
+        refill = finite if self.consecutive_hysteresis else grow
+        hysteresis = xp.where(refill, full, xp.where(finite, state.hysteresis, left))
+        base = xp.minimum(scale, number(_LARGEST_PRODUCT / self.growth_factor, scale))
+        grown = xp.minimum(base * number(self.growth_factor, scale), number(self.max_scale, scale))
+        backed = xp.maximum(scale * number(self.backoff_factor, scale), number(self.min_scale, scale))
+        overflowed = xp.where(left <= zero, backed, scale)
+        new_scale = xp.where(finite, xp.where(grow, grown, scale), overflowed)
+        at_floor = new_scale == number(self.min_scale, scale)
+        return LossScaleState(
+            scale=new_scale,
+            good_steps=xp.where(finite, xp.where(grow, number(again, count), good), zero),
+            hysteresis=hysteresis,
+            skipped=xp.where(finite, state.skipped, state.skipped + number(1, count)),
+            stuck=xp.where(finite, zero, xp.where(at_floor, state.stuck + number(1, count), zero)),
+        )
 
     def native(self, backend: str, **options: Any) -> Any:
         """Return the framework's own object for this scaler: a `torch.amp.GradScaler`, or in JAX a function transform.
@@ -217,7 +294,13 @@ class LossScaler(Record, kw_only=True):
         Raises:
             UnsupportedError: the backend has no such object.
         """
-        return registry().native_scaler(backend, self, **options)
+        found = backends.get(backend)
+        if not hasattr(found, "native_scaler"):
+            raise UnsupportedError(
+                f"the {backend} backend of this version has no loss-scaling object of its own. Use scaler.scale, "
+                "scaler.unscale and scaler.update, which take its arrays."
+            )
+        return found.native_scaler(self, **options)
 
 
 def _check_state(state: Any, call: str) -> None:

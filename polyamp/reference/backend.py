@@ -14,9 +14,10 @@ from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueA
 from polyamp.contract.harness import Harness
 from polyamp.display import StateDisplayMixin
 from polyamp.errors import GradientError, ModelError, UnsupportedError
-from polyamp.recipe.group_members import GroupMembers, resolve_group_members
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.resolved_policy import ResolvedPolicy
+from polyamp.recipe.scaler import LossScaleState
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import XP, Array, cast_tree, dtype_name, is_floating
 from polyamp.reference.forward_backward import accumulate_gradients, prepare_batch, single_batch_gradients
@@ -27,10 +28,9 @@ from polyamp.reference.tensor import Tensor
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import clip, step_checks
 from polyamp.rules.batches import micro_batches
-from polyamp.rules.loss_scale import LossScaleState
+from polyamp.rules.group_members import GroupMembers, resolve_group_members
 from polyamp.rules.parameter_kinds import ParameterLeaf
 from polyamp.rules.refresh import KnownParameter, RefreshPlan, missing_model_error
-from polyamp.rules.resolved_policy import ResolvedPolicy
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision, decide
 from polyamp.trees import map_tree

@@ -12,12 +12,12 @@ from polyamp.contract.backend import Backend
 from polyamp.contract.harness import DenseWeights, ObserveCallback
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import Array
 from polyamp.reference.losses import ReferenceLosses
 from polyamp.reference.models import EPSILON, MLP, GatheredMLP
 from polyamp.results import LossFunction, StepResult
-from polyamp.rules.resolved_policy import ResolvedPolicy
 
 
 class Branches(MLP):

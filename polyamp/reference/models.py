@@ -9,10 +9,10 @@ from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.reference import tensor as ops
 from polyamp.reference.arrays import Array, dtype_name
 from polyamp.reference.tensor import Tensor
-from polyamp.rules.resolved_policy import ResolvedPolicy
 
 MOMENTUM: Final = 0.9
 EPSILON: Final = 1e-5

@@ -10,7 +10,6 @@ from typing import Final, NamedTuple
 
 from polyamp.errors import RecipeError
 
-KINDS: Final = ("bias", "norm", "embedding", "vector")
 _NOT_NORMS: Final = ("SpectralNorm", "WeightNorm")
 """Classes with "Norm" in their names that wrap a layer with its own weight."""
 _BIASES: Final = ("b", "bias", "biases", "offset", "shift")
@@ -50,8 +49,8 @@ def paths_of_kind(kind: str, leaves: Sequence[ParameterLeaf], candidates: Iterab
     """Return the paths among `candidates` whose parameters are of a kind.
 
     Args:
-        kind: one of `KINDS`. "bias": added to the output of a layer or norm. "norm": all parameters of a
-            normalization. "embedding": the table of an embedding. "vector": fewer than two axes.
+        kind: one of `polyamp.recipe.groups.KINDS`. "bias": added to the output of a layer or norm. "norm": all
+            parameters of a normalization. "embedding": the table of an embedding. "vector": fewer than two axes.
         leaves: every parameter of the model.
         candidates: the paths to test.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from polyamp.errors import ModelError, StateError, closest_words
-from polyamp.rules.overrides import covers
+from polyamp.recipe.overrides import covers
 
 Shape = tuple[int, ...]
 

@@ -8,29 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from polyamp.errors import LossScaleStuckError
-
-
-class StuckSettings(Protocol):
-    """Fields of a `LossScaler` that the rule reads."""
-
-    @property
-    def patience(self) -> int:
-        """See `LossScaler`."""
-
-    @property
-    def on_stuck(self) -> str:
-        """See `LossScaler`."""
-
-    @property
-    def min_scale(self) -> float:
-        """See `LossScaler`."""
-
-    @property
-    def checks(self) -> bool:
-        """See `LossScaler`."""
+from polyamp.recipe.scaler import LossScaler
 
 
 class StuckScaleMonitor:
@@ -54,7 +34,7 @@ class StuckScaleMonitor:
         self.shared = shared
         self.steps = 0
 
-    def is_due(self, scaler: StuckSettings, steps: int = 1, per_update: int = 1) -> bool:
+    def is_due(self, scaler: LossScaler, steps: int = 1, per_update: int = 1) -> bool:
         """Count steps, and return whether a check is due; this is so every `patience` updates.
 
         Args:
@@ -77,7 +57,7 @@ def _is_shifting_period(number: int, period: int) -> bool:
     return block > 0 and offset == (block - 1) % period
 
 
-def stuck_message(skips: int, scaler: StuckSettings, names: Iterable[str], *, where: str = "loss_fn") -> str:
+def stuck_message(skips: int, scaler: LossScaler, names: Iterable[str], *, where: str = "loss_fn") -> str:
     """Return the message for a stuck scale.
 
     Args:
@@ -97,7 +77,7 @@ def stuck_message(skips: int, scaler: StuckSettings, names: Iterable[str], *, wh
 
 def check_stuck(
     skips: int,
-    scaler: StuckSettings,
+    scaler: LossScaler,
     names: Callable[[], Iterable[str]],
     *,
     where: str = "loss_fn",

@@ -14,21 +14,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from polyamp.array_namespace import ArrayNamespace
+from polyamp.recipe.scaler import LossScaler, LossScaleState
 from polyamp.results import StepResult
-from polyamp.rules.loss_scale import LossScaleState, ScalerConstants, update_scale
 
 Skip = Literal["all", "each"]
-
-
-class UpdateScaler(ScalerConstants, Protocol):
-    """Fields of a `LossScaler` that the decision reads."""
-
-    @property
-    def checks(self) -> bool:
-        """Whether steps with non-finite gradients are skipped."""
 
 
 class GradStats(NamedTuple):
@@ -67,7 +59,7 @@ class UpdateDecision(NamedTuple):
 
 
 def decide(
-    scaler: UpdateScaler,
+    scaler: LossScaler,
     scale_state: LossScaleState,
     step: Any,
     stats: GradStats,
@@ -93,7 +85,7 @@ def decide(
     if scaler.checks:
         every = functools.reduce(operator.and_, flags)
         applied = every if skip == "all" else stats.finite
-        after = update_scale(scaler, scale_state, every, xp)
+        after = scaler.next_state(scale_state, every, xp)
     if stats.weight is not None:
         counts = stats.weight > 0.0
         passed = scale_state._replace(skipped=scale_state.skipped + xp.asarray(1, scale_state.skipped))

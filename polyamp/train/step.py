@@ -12,6 +12,7 @@ from typing import Any, Final, Never, Protocol, TypeVar, overload
 from polyamp.contract import registry
 from polyamp.contract.backend import State, ValueAndGrad
 from polyamp.errors import ArgumentError, RecipeError, UnsupportedError
+from polyamp.recipe.policy import check_supported
 from polyamp.recipe.recipe import Recipe
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import stuck_scale
@@ -45,7 +46,7 @@ def init(model: M, recipe: Recipe, *, backend: str | None = None, **options: Any
     if backend is not None:
         registry.check_backend_argument(backend, model)
     found = registry.get(backend) if backend is not None else registry.backend_for(model)
-    state: State[M] = registry.check_supported(found, recipe.policy).init(model, recipe, **options)
+    state: State[M] = check_supported(found, recipe.policy).init(model, recipe, **options)
     if getattr(recipe.optimizer, "groups", ()) and not hasattr(state, "groups"):
         raise UnsupportedError(
             f"the {found.name} backend of this version has one set of hyperparameters for all parameters. Received: "

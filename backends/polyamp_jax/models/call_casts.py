@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from polyamp.errors import PolicyError
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax.arrays import cast_arguments
 
 

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.errors import LossScaleError
-from polyamp.recipe.scaler import LossScaler
+from polyamp.recipe.scaler import LossScaler, LossScaleState
 from polyamp.rules import stuck_scale
-from polyamp.rules.loss_scale import LossScaleState
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_jax.arrays import named_leaves, to_numpy
 from polyamp_jax.own_loop.non_array_gradients import argument_gradients

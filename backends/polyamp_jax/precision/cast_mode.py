@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax.arrays import cast_arguments, matmul_precision, named_leaves, path_name
 from polyamp_jax.models.model_parts import ModelAdapter
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations

@@ -18,13 +18,13 @@ import numpy as np
 from polyamp.contract.backend import Backend
 from polyamp.display import StateDisplayMixin, plain_number
 from polyamp.errors import CheckpointError
-from polyamp.recipe.group_members import GroupMembers, resolve_group_members
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.resolved_policy import ResolvedPolicy
+from polyamp.recipe.scaler import LossScaleState
 from polyamp.results import Gradients
 from polyamp.rules import step_checks
-from polyamp.rules.loss_scale import LossScaleState
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.rules.group_members import GroupMembers, resolve_group_members
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_jax import compat
 from polyamp_jax.arrays import copy_arrays, dtype_name, is_key, named_leaves, to_numpy

@@ -17,8 +17,8 @@ from polyamp.errors import LossError, LossScaleError, ModelError, UnsupportedErr
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.rules import step_checks, stuck_scale
-from polyamp.rules.resolved_policy import ResolvedPolicy
 from polyamp_tensorflow.arrays import dtype_name, native_variable, to_numpy
 from polyamp_tensorflow.compat import build_symbolically, set_build_function
 from polyamp_tensorflow.models.layers import is_built, own_class

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from polyamp.errors import LossScaleError, RecipeError, did_you_mean
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaler
-from polyamp.rules.loss_scale import LossScaleState
+from polyamp.recipe.scaler import LossScaler, LossScaleState
 
 _BASE_DEFAULTS: Final[dict[str, Any]] = {
     "weight_decay": None,

@@ -21,9 +21,8 @@ import tensorflow as tf
 from polyamp.errors import GradientError, RecipeError, UnsupportedError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaler
+from polyamp.recipe.scaler import LossScaler, LossScaleState
 from polyamp.rules import stuck_scale
-from polyamp.rules.loss_scale import LossScaleState
 from polyamp.rules.step_checks import check_any_gradient
 from polyamp_tensorflow.arrays import at_least_float32, native_variable, to_dense_float32, variable_name
 from polyamp_tensorflow.compat import check_optimizer_variables, own_trainable_variables, variable_index

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from polyamp.recipe.scaler import LossScaler
-from polyamp.rules.loss_scale import LossScaleState
+from polyamp.recipe.scaler import LossScaler, LossScaleState
 from polyamp.rules.update_decision import GradStats, UpdateDecision, decide
 from polyamp_tensorflow.arrays import XP, assign_values, native_variable
 from polyamp_tensorflow.own_loop.loop_memory import count_non_finite

@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from polyamp.errors import ArgumentError, describe_value
 from polyamp.porting.states.optimizer_layout import OptimizerLayout
-from polyamp.recipe.scaler import PRESETS
-from polyamp.rules.loss_scale import LossScaleState
+from polyamp.recipe.scaler import PRESETS, LossScaleState
 from polyamp_tensorflow.arrays import Array, native_variable, to_numpy
 from polyamp_tensorflow.models.variables import model_variables
 from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer

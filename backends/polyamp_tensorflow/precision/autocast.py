@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Final
 import keras
 import tensorflow as tf
 
-from polyamp import registry_access
+from polyamp.contract import registry
 from polyamp.errors import ModelError, UnsupportedError
-from polyamp.recipe.policy import Policy
+from polyamp.recipe.policy import Policy, check_supported
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.rules.process_setting import ProcessSetting
-from polyamp.rules.resolved_policy import ResolvedPolicy
 from polyamp_tensorflow.arrays import cast
 from polyamp_tensorflow.interrupts import EnsureUndo, close_stale_blocks
 from polyamp_tensorflow.models.layers import is_built, is_layer
@@ -255,7 +255,7 @@ def resolve_policy(model: Any, policy: Policy) -> ResolvedPolicy:
         PolicyError: an override matches no layer, or sets a softmax head to 16 bits.
     """
     require_tensorflow()
-    registry_access.registry().check_supported(registry_access.registry().get("tensorflow"), policy)
+    check_supported(registry.get("tensorflow"), policy)
     for compute in (policy.compute, *policy.overrides.values()):
         keras_policy(policy.param, compute)
     if not is_layer(model):

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from polyamp.errors import ModelError, UnsupportedError
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_tensorflow.arrays import dtype_name, is_floating, native_variable
 from polyamp_tensorflow.interrupts import EnsureUndo
 from polyamp_tensorflow.precision.op_list import has_probability_output

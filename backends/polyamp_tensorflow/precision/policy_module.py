@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from polyamp.errors import ModelError
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_tensorflow.arrays import cast, dtype_name, is_floating, native_variable
 from polyamp_tensorflow.compat import copy_keras_mask
 from polyamp_tensorflow.models.layers import is_built, is_layer

@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from polyamp.errors import RecipeError
 from polyamp.recipe.files import record_from_data, to_plain_data
-from polyamp.recipe.group_members import GroupHyperparameters, GroupMembers, resolve_group_members
 from polyamp.recipe.optimizers import SPECS, OptimizerSpec, is_spec
 from polyamp.recipe.recipe import Recipe
+from polyamp.rules.group_members import GroupHyperparameters, GroupMembers, resolve_group_members
 from polyamp_tensorflow.arrays import XP, at_least_float32, native_variable, to_dense
 from polyamp_tensorflow.compat import own_trainable_variables, variable_index
 from polyamp_tensorflow.models.layers import layer_path_aliases, list_layers

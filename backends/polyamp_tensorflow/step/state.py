@@ -19,12 +19,11 @@ import tensorflow as tf
 from polyamp.contract.backend import Backend
 from polyamp.display import StateDisplayMixin
 from polyamp.errors import ModelError
-from polyamp.recipe.group_members import GroupMembers
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import LossScaler
+from polyamp.recipe.resolved_policy import ResolvedPolicy
+from polyamp.recipe.scaler import LossScaler, LossScaleState
 from polyamp.rules import refresh, step_checks
-from polyamp.rules.loss_scale import LossScaleState
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.rules.group_members import GroupMembers
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_tensorflow.arrays import Array, assign_values, dtype_name, native_variable, to_numpy
 from polyamp_tensorflow.models.layers import is_built, is_layer

@@ -18,9 +18,9 @@ from torch import nn
 
 from polyamp.errors import ArgumentError, ModelError, PolicyError, UnsupportedError
 from polyamp.float_formats import HALF_DTYPES
+from polyamp.recipe import module_aliases, overrides
 from polyamp.recipe.policy import Policy
-from polyamp.rules import module_aliases, overrides
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_torch.arrays import DTYPES, dtype_name
 from polyamp_torch.compat import (
     WRAPPER_CLASSES,

@@ -16,10 +16,10 @@ from torch import nn
 
 from polyamp.contract import registry
 from polyamp.errors import BackendNotInstalledError, GradientError, UnsupportedError
-from polyamp.recipe.policy import Policy
+from polyamp.recipe.policy import Policy, check_supported
 from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.recipe.scaler import LossScaler
-from polyamp.rules.resolved_policy import ResolvedPolicy
 from polyamp_torch.compat import skip_compilation
 from polyamp_torch.distributed.fsdp_mixed_precision import check_fsdp_precision
 from polyamp_torch.own_loop.grad_scaler import GradScaler
@@ -77,7 +77,7 @@ class LoopSettings(NamedTuple):
         """
         recipe = Recipe(policy=policy, scaler=scaler)
         policy = recipe.policy
-        registry.check_supported(registry.get("torch"), policy)
+        check_supported(registry.get("torch"), policy)
         if policy.mode == "cast":
             raise UnsupportedError(
                 f"{where} runs the model itself, so nothing can be cast at the model's boundary. Received: "

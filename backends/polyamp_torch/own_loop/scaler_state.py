@@ -15,8 +15,7 @@ import torch
 from polyamp.array_namespace import PYTHON, ArrayNamespace
 from polyamp.errors import LossScaleError, UnsupportedError, did_you_mean
 from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import PRESETS, LossScaler
-from polyamp.rules.loss_scale import LossScaleState, update_scale
+from polyamp.recipe.scaler import PRESETS, LossScaler, LossScaleState
 from polyamp_torch.arrays import TorchNamespace
 from polyamp_torch.precision.torch_only.float32_islands import DEVICE_TYPES
 from polyamp_torch.step.grad_stats import can_read_without_sync
@@ -133,11 +132,11 @@ class ScalerState(torch.cuda.amp.GradScaler):
         The scale is written in place, as in torch: a captured CUDA graph multiplies by that tensor.
         """
         if not can_read_without_sync(state.scale.device):
-            after = update_scale(self._scaler, state, found == 0.0, self._xp)
+            after = self._scaler.next_state(state, found == 0.0, self._xp)
             self._scale_changes()
             return after._replace(scale=state.scale.copy_(after.scale))
         numbers = LossScaleState(np.float32(state.scale.item()), *[value.item() for value in state[1:]])
-        after = update_scale(self._scaler, numbers, found.item() == 0.0, PYTHON)
+        after = self._scaler.next_state(numbers, found.item() == 0.0, PYTHON)
         if after.scale != numbers.scale:
             self._scale_changes()
         for tensor, old, new in zip(state, numbers, after, strict=True):

@@ -14,8 +14,7 @@ from torch import nn
 
 from polyamp.errors import ArgumentError, describe_value
 from polyamp.porting.states.optimizer_layout import OptimizerLayout
-from polyamp.recipe.scaler import PRESETS
-from polyamp.rules.loss_scale import LossScaleState
+from polyamp.recipe.scaler import PRESETS, LossScaleState
 from polyamp_torch.arrays import from_numpy, to_numpy
 from polyamp_torch.own_loop.scaler_state import STATE_DICT_KEYS
 from polyamp_torch.porting.optimizer_layout import read_optimizer_layout

@@ -14,8 +14,8 @@ from torch import nn
 
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
+from polyamp.recipe.resolved_policy import ModulePrecision, ResolvedPolicy
 from polyamp.rules.process_setting import ProcessSetting
-from polyamp.rules.resolved_policy import ModulePrecision, ResolvedPolicy
 from polyamp.trees import leaves
 from polyamp_torch.arrays import DTYPES, cast_tree
 from polyamp_torch.compat import NULL_CONTEXT, RegionBase, TorchAutocast, skip_compilation

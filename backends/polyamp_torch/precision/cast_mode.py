@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from polyamp.errors import PolicyError, UnsupportedError
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_torch.arrays import DTYPES, dtype_name, is_castable
 from polyamp_torch.compat import (
     gathered_fsdp2_parameters,

@@ -17,7 +17,7 @@ from torch import nn
 
 from polyamp.errors import UnsupportedError
 from polyamp.recipe.policy import Policy
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import NULL_CONTEXT
 from polyamp_torch.precision.autocast import root_region

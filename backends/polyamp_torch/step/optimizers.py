@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 
 from polyamp.errors import UnsupportedError
-from polyamp.recipe.group_members import GroupHyperparameters, GroupMembers
 from polyamp.recipe.optimizers import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, is_spec
+from polyamp.rules.group_members import GroupHyperparameters, GroupMembers
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES
 from polyamp_torch.compat import foreach_add, foreach_add_, foreach_copy_, has_found_inf_support, local_tensor_of
 from polyamp_torch.step.grad_stats import bucket_by_device_and_dtype, can_read_without_sync

@@ -13,7 +13,7 @@ import torch
 
 from polyamp.errors import ModelError
 from polyamp.recipe.optimizers import is_spec
-from polyamp.rules.loss_scale import LossScaleState
+from polyamp.recipe.scaler import LossScaleState
 from polyamp.rules.refresh import KnownParameter, RefreshPlan
 from polyamp_torch.precision.torch_only.module_paths import path_function
 from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters

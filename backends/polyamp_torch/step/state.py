@@ -14,10 +14,10 @@ from torch import nn
 from polyamp.contract.backend import Backend
 from polyamp.display import StateDisplayMixin
 from polyamp.errors import ModelError, StateError
-from polyamp.recipe.group_members import resolve_group_members
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.rules import refresh, step_checks
+from polyamp.rules.group_members import resolve_group_members
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_torch.arrays import dtype_name
 from polyamp_torch.compat import module_children, module_parameters

@@ -16,9 +16,9 @@ import torch
 
 from polyamp.array_namespace import PYTHON
 from polyamp.errors import GradientError, UnsupportedError
+from polyamp.recipe.scaler import LossScaleState
 from polyamp.results import Gradients, StepResult
 from polyamp.rules import clip, step_checks
-from polyamp.rules.loss_scale import LossScaleState
 from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision, decide
 from polyamp_torch.arrays import XP
 from polyamp_torch.compat import NULL_CONTEXT, local_tensor_of

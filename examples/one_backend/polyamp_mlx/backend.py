@@ -18,12 +18,12 @@ from polyamp.array_namespace import ArrayNamespace
 from polyamp.contract.backend import BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
 from polyamp.errors import ModelError, UnsupportedError
-from polyamp.recipe.group_members import resolve_group_members
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import LossScaleState
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import loss_weights, step_checks
-from polyamp.rules.loss_scale import LossScaleState
+from polyamp.rules.group_members import resolve_group_members
 from polyamp.rules.refresh import KnownParameter, RefreshPlan, missing_model_error
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp.rules.update_decision import Skip

@@ -26,7 +26,7 @@ from polyamp.porting.states.training_state import (
     transfer_arrays,
 )
 from polyamp.porting.transfer_plan import make_transfer_plan
-from polyamp.rules.loss_scale import LossScaleState
+from polyamp.recipe.scaler import LossScaleState
 from polyamp.train import checkpoint_checks
 from polyamp.train.recipe_changes import SettingChange
 

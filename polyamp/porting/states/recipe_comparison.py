@@ -13,7 +13,7 @@ import msgspec
 
 from polyamp.porting.states.optimizer_layout import OptimizerLayout
 from polyamp.recipe.files import to_plain_data
-from polyamp.recipe.group_members import GroupMembers
+from polyamp.rules.group_members import GroupMembers
 from polyamp.train import recipe_changes
 from polyamp.train.recipe_changes import SettingChange
 

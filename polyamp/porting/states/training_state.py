@@ -15,7 +15,7 @@ from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.matching.flatten_order import ChannelOrder
 from polyamp.porting.states.training_side import TrainingSide
-from polyamp.rules.loss_scale import LossScaleState
+from polyamp.recipe.scaler import LossScaleState
 
 if TYPE_CHECKING:
     import numpy as np

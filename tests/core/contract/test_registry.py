@@ -18,7 +18,9 @@ import pytest
 
 import polyamp
 from polyamp import BackendError, Policy
-from polyamp.contract import framework_detection, registry
+from polyamp.contract import registry
+from polyamp.lookup import backends as lookup
+from polyamp.lookup import framework_detection
 from polyamp.reference import BACKEND
 from polyamp.reference.tensor import Tensor
 
@@ -52,7 +54,7 @@ class Site:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         lines = [f"{entry} = {value}" for entry, value in entries.items()]
         if lines:
-            (info / "entry_points.txt").write_text("\n".join([f"[{registry.ENTRY_POINT_GROUP}]", *lines, ""]))
+            (info / "entry_points.txt").write_text("\n".join([f"[{lookup.ENTRY_POINT_GROUP}]", *lines, ""]))
 
     def run(self, code: str) -> Any:
         """What `code` assigns to `answer`; an exception as (type names, message, cause)."""
@@ -322,9 +324,9 @@ def test_autocast_of_something_uncallable_is_refused() -> None:
 @pytest.fixture
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
-    registry.entries.cache_clear()
+    lookup.entries.cache_clear()
     yield
-    registry.entries.cache_clear()
+    lookup.entries.cache_clear()
 
 
 @pytest.mark.usefixtures("nothing_installed")

@@ -52,9 +52,9 @@ MISSING: dict[tuple[str, str], str] = {}
 
 CORE_FLOORS = (
     ("_version", "errors", "float_formats", "array_namespace", "trees", "display", "process_reaper"),
-    ("results", "registry_access", "files", "records", "schedules", "argument_hints", "worker_processes"),
-    ("rules",),
+    ("results", "lookup", "files", "records", "schedules", "argument_hints", "worker_processes"),
     ("recipe",),
+    ("rules",),
     ("contract",),
     ("train", "losses"),
     ("porting",),

@@ -280,7 +280,7 @@ def test_a_session_that_does_not_use_it_imports_nothing(project: pytest.Pytester
 
         def test_plain():
             brought = sorted(name for name in sys.modules if name.startswith("polyamp"))
-            names = ("", "._version", ".parity", ".parity.plugin", ".registry_access")
+            names = ("", "._version", ".parity", ".parity.plugin")
             assert brought == [f"polyamp{name}" for name in names]
             assert not {"numpy", "msgspec", "torch", "jax", "tensorflow"} & set(sys.modules)
         """

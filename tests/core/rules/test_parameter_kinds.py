@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from polyamp.errors import RecipeError
-from polyamp.rules.parameter_kinds import KINDS, ParameterLeaf, class_names, paths_of_kind
+from polyamp.recipe.groups import KINDS
+from polyamp.rules.parameter_kinds import ParameterLeaf, class_names, paths_of_kind
 
 
 @pytest.mark.parametrize(

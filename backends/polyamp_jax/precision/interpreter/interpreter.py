@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.errors import UnsupportedError
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax import compat
 from polyamp_jax.precision.interpreter import lookahead, products, tags
 from polyamp_jax.precision.interpreter.lookahead import PrecisionNeed

@@ -12,7 +12,7 @@ import numpy as np
 
 from polyamp.errors import PolicyError
 from polyamp.recipe.policy import Policy
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, path_name
 from polyamp_jax.precision.interpreter import control_flow

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 from polyamp.errors import PolicyError
 from polyamp.recipe.policy import Policy
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 
 _open_regions: ContextVar[tuple[Policy | None, ...]] = ContextVar("polyamp_opened", default=())
 

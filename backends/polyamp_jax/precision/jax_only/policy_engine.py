@@ -14,7 +14,7 @@ import jax
 
 from polyamp.errors import RecipeError, TraceError, UnsupportedError
 from polyamp.recipe.policy import Policy
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax import compat
 from polyamp_jax.arrays import cast, cast_arguments, is_array, matmul_precision, named_leaves
 from polyamp_jax.models.attribute_access import TRANSFORMED_LOSS_ERROR

@@ -9,8 +9,8 @@ import keras
 
 from polyamp.errors import UnsupportedError
 from polyamp.float_formats import HALF_DTYPES
+from polyamp.recipe.overrides import glob_precedence
 from polyamp.recipe.policy import Policy
-from polyamp.rules.overrides import glob_precedence
 from polyamp_tensorflow.compat import quantized_policy
 
 POLICY_STACK: Final = "_polyamp_policies"  # attribute of a layer with an applied policy

@@ -15,9 +15,9 @@ import tensorflow as tf
 
 from polyamp.errors import PolicyError
 from polyamp.float_formats import FLOAT_DTYPES, HALF_DTYPES
+from polyamp.recipe import module_aliases, overrides
 from polyamp.recipe.policy import Policy
-from polyamp.rules import module_aliases, overrides
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_tensorflow.compat import EagerTensor, constructor_arguments, is_keras_code
 from polyamp_tensorflow.models.layers import LayerEntry, is_container, layer_path_aliases, list_layers
 from polyamp_tensorflow.precision.op_list import (

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from polyamp.float_formats import HALF_DTYPES
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_tensorflow.arrays import cast
 from polyamp_tensorflow.compat import is_outermost
 from polyamp_tensorflow.precision.policy_module import LOSSES_READ, cast_output, round_to_dtype

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import keras
 
 from polyamp.float_formats import HALF_DTYPES
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_tensorflow.compat import (
     ADJUST_RANK,
     APPLY_SCORES,

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, Final
 
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_tensorflow.arrays import native_variable
 
 _FLOAT16_WARNING: Final = (

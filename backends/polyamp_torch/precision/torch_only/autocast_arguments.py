@@ -14,7 +14,7 @@ import torch
 from polyamp.errors import PolicyError, UnsupportedError, did_you_mean
 from polyamp.recipe.dialects import DIALECTS
 from polyamp.recipe.policy import Policy
-from polyamp.rules.resolved_policy import ModulePrecision, module_precision
+from polyamp.recipe.resolved_policy import ModulePrecision, module_precision
 from polyamp_torch.arrays import DTYPES
 from polyamp_torch.compat import is_cuda_autocast_unavailable
 from polyamp_torch.precision.torch_only.autocast_regions import OPEN_BLOCKS

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import assume_constant_result, is_in_backward
 from polyamp_torch.precision.autocast import carried, is_region_open, place_region

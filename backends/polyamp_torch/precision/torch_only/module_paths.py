@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from polyamp.errors import UnsupportedError
 from polyamp.float_formats import HALF_DTYPES
 from polyamp.recipe.policy import Policy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.rules.parameter_kinds import ParameterLeaf, class_names
-from polyamp.rules.resolved_policy import ResolvedPolicy
 from polyamp_torch.compat import WRAPPER_CLASSES
 from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters
 

@@ -17,10 +17,10 @@ from torch import nn
 
 from polyamp.errors import PolyampError, UnsupportedError
 from polyamp.recipe.recipe import Recipe
+from polyamp.recipe.scaler import LossScaleState
 from polyamp.results import LossFunction, StepResult
 from polyamp.rules import loss_weights
 from polyamp.rules.accumulation import Accumulation
-from polyamp.rules.loss_scale import LossScaleState
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp.rules.update_decision import GradStats, decide
 from polyamp.trees import map_tree

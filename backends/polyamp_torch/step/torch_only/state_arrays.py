@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from polyamp.rules.loss_scale import LossScaleState
+from polyamp.recipe.scaler import LossScaleState
 from polyamp_torch.arrays import as_tensor, fill_tensor, from_numpy, to_numpy
 from polyamp_torch.precision.torch_only.module_paths import path_function
 from polyamp_torch.precision.torch_only.parameter_listing import tree_parameters

@@ -17,8 +17,8 @@ from typing import Any, Final
 import mlx.core as mx
 import mlx.nn as nn
 
+from polyamp.recipe.resolved_policy import ModulePrecision
 from polyamp.rules.process_setting import ProcessSetting, SettingBlock
-from polyamp.rules.resolved_policy import ModulePrecision
 from polyamp.trees import map_tree
 from polyamp_mlx.arrays import DTYPES
 from polyamp_mlx.precision.op_list import FAMILIES, GATHERS, PRODUCTS

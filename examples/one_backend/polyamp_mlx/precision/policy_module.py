@@ -16,8 +16,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from polyamp.errors import ModelError, UnsupportedError
+from polyamp.recipe.resolved_policy import ModulePrecision, ResolvedPolicy
 from polyamp.rules.parameter_kinds import ParameterLeaf, class_names
-from polyamp.rules.resolved_policy import ModulePrecision, ResolvedPolicy
 from polyamp_mlx.arrays import cast_tree
 from polyamp_mlx.precision.autocast import disable_compilation, precision_region
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from polyamp.recipe.group_members import GroupMembers
 from polyamp.results import Gradients
 from polyamp.rules import clip
+from polyamp.rules.group_members import GroupMembers
 from polyamp.rules.update_decision import GradStats
 from polyamp_mlx.arrays import XP
 from polyamp_mlx.step.state import Arrays, MLXState

@@ -12,10 +12,10 @@ import mlx.nn as nn
 
 from polyamp.contract.backend import Backend
 from polyamp.display import StateDisplayMixin
-from polyamp.recipe.group_members import GroupMembers
 from polyamp.recipe.recipe import Recipe
-from polyamp.rules.loss_scale import LossScaleState
-from polyamp.rules.resolved_policy import ResolvedPolicy
+from polyamp.recipe.resolved_policy import ResolvedPolicy
+from polyamp.recipe.scaler import LossScaleState
+from polyamp.rules.group_members import GroupMembers
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_mlx.arrays import copy_array, device_name, evaluate_arrays
 from polyamp_mlx.precision.policy_module import replace_arrays

@@ -14,7 +14,7 @@ from flax import linen, nnx
 
 import polyamp
 from polyamp.errors import PolicyError
-from polyamp.rules import overrides
+from polyamp.recipe import overrides
 
 MIXED = polyamp.Policy("mixed_float16")
 X = jnp.ones((2, 4))

@@ -18,7 +18,7 @@ import optax
 import pytest
 
 import polyamp
-from polyamp.rules.loss_scale import LossScaleState
+from polyamp.recipe.scaler import LossScaleState
 from polyamp_jax import BACKEND, JaxState
 
 

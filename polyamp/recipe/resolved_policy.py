@@ -9,45 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from polyamp.float_formats import HALF_DTYPES
-
-
-class PrecisionSettings(Protocol):
-    """Fields of a policy; see `Policy`."""
-
-    @property
-    def param(self) -> str:
-        """Dtype of the master weights."""
-
-    @property
-    def compute(self) -> str:
-        """Dtype of matrix products."""
-
-    @property
-    def output(self) -> str:
-        """Dtype that the model returns."""
-
-    @property
-    def mode(self) -> str | None:
-        """ "autocast", "cast" or None."""
-
-    @property
-    def overrides(self) -> Mapping[str, str]:
-        """Glob -> dtype."""
-
-    @property
-    def float32_matmul(self) -> str | None:
-        """Precision of float32 matrix products."""
-
-    @property
-    def op_list(self) -> str:
-        """ "polyamp" or "native"."""
-
-    @property
-    def op_rules(self) -> Mapping[str, str]:
-        """Operation -> rule."""
 
 
 class ModulePrecision(NamedTuple):
@@ -128,7 +92,7 @@ class ResolvedPolicy:
     _key: tuple[Any, ...]
     _places: dict[str, ModulePrecision]
 
-    def __init__(self, policy: PrecisionSettings, overridden: Mapping[str, str]) -> None:
+    def __init__(self, policy: Any, overridden: Mapping[str, str]) -> None:
         found = dict(overridden)
         dtypes = {policy.compute, *found.values()}
         key = (policy, tuple(sorted(found.items())))
@@ -182,12 +146,12 @@ class ResolvedPolicy:
         return module_precision(self.policy, dtype)
 
 
-def _is_mixed(policy: PrecisionSettings, dtype: str) -> bool:
+def _is_mixed(policy: Any, dtype: str) -> bool:
     """Whether operations of a module that computes in `dtype` pick their own dtypes (S3)."""
     return policy.mode != "cast" and dtype in HALF_DTYPES and policy.param != dtype
 
 
-def module_precision(policy: PrecisionSettings, named: str | None) -> ModulePrecision:
+def module_precision(policy: Any, named: str | None) -> ModulePrecision:
     """Return the precision of a module with the override `named`; with None, of a module without an override."""
     dtype = policy.compute if named is None else named
     mixes = _is_mixed(policy, dtype)

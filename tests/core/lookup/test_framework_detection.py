@@ -12,8 +12,10 @@ import pytest
 
 import polyamp
 from polyamp import BackendError, Policy
-from polyamp.contract import framework_detection, registry
+from polyamp.contract import registry
 from polyamp.errors import BackendNotInstalledError
+from polyamp.lookup import backends as lookup
+from polyamp.lookup import framework_detection
 from polyamp.reference import tensor
 from polyamp.reference.tensor import Tensor
 
@@ -54,7 +56,7 @@ class Framework:
 def test_a_function_with_two_frameworks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = Framework("one"), Framework("two")
     both = {"one": SimpleNamespace(value="a:BACKEND"), "two": SimpleNamespace(value="b:BACKEND")}
-    monkeypatch.setattr(registry, "entries", lambda: both)
+    monkeypatch.setattr(lookup, "entries", lambda: both)
 
     def mixed(x: Any, there: Any = other.array) -> Any:
         return one.module, x, there
@@ -130,6 +132,6 @@ def test_autocast_finds_keyword_arrays_and_missing_frameworks(monkeypatch: pytes
     def missing(*objects: Any) -> Any:
         raise BackendNotInstalledError("needs tiny")
 
-    monkeypatch.setattr(registry, "backend_for", missing)
+    monkeypatch.setattr(lookup, "backend_for", missing)
     with pytest.raises(BackendNotInstalledError):
         polyamp.Policy("mixed_bfloat16").autocast(lambda x: x)

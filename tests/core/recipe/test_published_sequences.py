@@ -13,7 +13,6 @@ from polyamp.array_namespace import PYTHON
 from polyamp.conformance import published
 from polyamp.conformance.published import CASES, OVERFLOWS, PUBLISHED_SCALERS, PublishedCase
 from polyamp.recipe.scaler import PRESETS
-from polyamp.rules.loss_scale import update_scale
 
 SEQUENCES = list(itertools.product([False, True], repeat=8))
 
@@ -21,7 +20,7 @@ SEQUENCES = list(itertools.product([False, True], repeat=8))
 def trace(scaler: LossScaler, overflows: Sequence[bool]) -> list[float]:
     state, scales = LossScaleState(scaler.init_scale, 0, scaler.hysteresis, 0, 0), []
     for overflow in overflows:
-        state = update_scale(scaler, state, not overflow, PYTHON)
+        state = scaler.next_state(state, not overflow, PYTHON)
         scales.append(float(state.scale))
     return scales
 
@@ -81,5 +80,5 @@ def test_s16_deepspeed_raises_at_the_floor_where_polyamp_stays_there() -> None:
 def test_s15_a_smaller_growth_interval_still_lets_the_scale_grow() -> None:
     """A run that goes on with another interval: the count is beyond it already."""
     scaler = LossScaler(init_scale=16.0, growth_interval=4)
-    state = update_scale(scaler, LossScaleState(16.0, 1500, 1, 0, 0), True, PYTHON)
+    state = scaler.next_state(LossScaleState(16.0, 1500, 1, 0, 0), True, PYTHON)
     assert (state.scale, state.good_steps) == (32.0, 0)

@@ -19,7 +19,6 @@ from polyamp.array_namespace import PYTHON
 from polyamp.conformance.published import OVERFLOWS, PUBLISHED_SCALERS
 from polyamp.recipe.scaler import PRESETS
 from polyamp.reference.arrays import XP
-from polyamp.rules.loss_scale import update_scale
 
 
 class Plain(NamedTuple):
@@ -71,7 +70,7 @@ def numpy_state(scaler: LossScaler) -> LossScaleState:
 def trajectory(scaler: LossScaler, overflows: Iterable[Any]) -> list[LossScaleState]:
     states = [numpy_state(scaler)]
     for overflow in overflows:
-        states.append(update_scale(scaler, states[-1], not overflow, XP))
+        states.append(scaler.next_state(states[-1], not overflow, XP))
     return states[1:]
 
 
@@ -140,7 +139,7 @@ def test_s15_plain_numbers_give_the_same_trajectory(overflows: list[bool]) -> No
     scaler = LossScaler(init_scale=16.0, growth_interval=3, hysteresis=2, min_scale=2.0, max_scale=64.0)
     state = LossScaleState(16.0, 0, 2, 0, 0)
     for overflow, found in zip(overflows, trajectory(scaler, overflows), strict=True):
-        state = update_scale(scaler, state, not overflow, PYTHON)
+        state = scaler.next_state(state, not overflow, PYTHON)
         assert tuple(state) == tuple(value.item() for value in found)
 
 
@@ -148,8 +147,8 @@ def test_s15_plain_numbers_give_the_same_trajectory(overflows: list[bool]) -> No
 def test_s15_flags_may_be_python_or_numpy_booleans(kind: Any) -> None:
     scaler = LossScaler(init_scale=8.0, growth_interval=1)
     state = numpy_state(scaler)
-    assert float(update_scale(scaler, state, kind(True), XP).scale) == 16.0
-    assert float(update_scale(scaler, state, kind(False), XP).scale) == 4.0
+    assert float(scaler.next_state(state, kind(True), XP).scale) == 16.0
+    assert float(scaler.next_state(state, kind(False), XP).scale) == 4.0
 
 
 def test_s17_floor_and_stuck_counter() -> None:

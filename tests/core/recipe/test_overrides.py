@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyamp import Policy, PolicyError
-from polyamp.rules.overrides import covers
+from polyamp.recipe.overrides import covers
 
 NAMES = st.sampled_from(["a", "b", "ab", "norm", "norm1", "head", "0"])
 PATHS = st.lists(NAMES, min_size=1, max_size=4).map("/".join)

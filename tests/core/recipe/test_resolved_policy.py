@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from polyamp import Policy, PolicyError
-from polyamp.rules import overrides
-from polyamp.rules.resolved_policy import ModulePrecision, ResolvedPolicy
+from polyamp.recipe import overrides
+from polyamp.recipe.resolved_policy import ModulePrecision, ResolvedPolicy
 
 PATHS = ["", "body", "body/norm1", "body/norm1/inner", "head"]
 OVERRIDES = {"body/norm*": "float32", "head": "bfloat16"}

@@ -10,7 +10,7 @@ import pytest
 
 import polyamp
 from polyamp import Group, PolicyError, PolyampError, Recipe, RecipeError, adamw, no_decay, schedules, sgd
-from polyamp.recipe.group_members import GroupMembers, resolve_group_members
+from polyamp.rules.group_members import GroupMembers, resolve_group_members
 from polyamp.rules.parameter_kinds import ParameterLeaf
 
 ANY: Any = None

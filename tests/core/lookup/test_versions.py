@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 import polyamp
-from polyamp.contract import registry, versions
+from polyamp.contract import registry
 from polyamp.errors import BackendError, ModelError
+from polyamp.lookup import backends as lookup
+from polyamp.lookup import versions
 
 REAL = importlib.metadata.version
 ASKED = {"torch": ("torch", "2.7"), "tensorflow": ("keras", "3.9"), "jax": ("optax", "0.2.5")}
@@ -29,7 +31,7 @@ def test_s20_a_framework_that_is_too_old_is_named(
     needed = re.escape(
         f"needs {distribution} {oldest} or newer. Received: {distribution} {old}, and {short} is below {oldest}."
     )
-    registry.get.cache_clear()
+    lookup.get.cache_clear()
     loaded = set(sys.modules)
     with pytest.raises(BackendError, match=rf"^backend '{backend}' {needed} Run: pip install .*polyamp\[{backend}\]"):
         registry.get(backend)
@@ -41,7 +43,7 @@ def test_s20_a_framework_that_is_too_old_is_named(
 
 def entry(*requires: str, name: str = "polyamp", value: str = "polyamp_torch:BACKEND") -> Any:
     """Stands for an entry point of a distribution with these requirements."""
-    found = importlib.metadata.EntryPoint("torch", value, registry.ENTRY_POINT_GROUP)
+    found = importlib.metadata.EntryPoint("torch", value, lookup.ENTRY_POINT_GROUP)
     vars(found).update(dist=SimpleNamespace(name=name, requires=list(requires)))
     return found
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from polyamp.array_namespace import ArrayNamespace
 from polyamp.errors import RecipeError
+from polyamp.recipe import module_aliases, overrides
 from polyamp.recipe.groups import RATE_FIELDS, Group
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
-from polyamp.rules import module_aliases, overrides
 from polyamp.rules.parameter_kinds import ParameterLeaf, paths_of_kind
 from polyamp.schedules import ScaledSchedule
 

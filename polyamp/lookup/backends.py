@@ -1,0 +1,235 @@
+"""Backend of an object, a name or a function, found through entry points of the group `polyamp.backends`.
+
+An entry's name is the root module of a framework's objects ("torch", "flax"); its value is a backend. Dispatch uses
+the root modules along the MRO of an object's type, so recognising an object imports no framework. Backends are loaded
+on demand. `polyamp.contract.registry` has the same functions with the types of the contract.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from polyamp.errors import BackendError, BackendNotInstalledError, ModelError, did_you_mean
+from polyamp.lookup import framework_detection, versions
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+ENTRY_POINT_GROUP: Final = "polyamp.backends"
+_BACKEND_ALIASES: Final = {"tf": "tensorflow", "pytorch": "torch", "pt": "torch"}
+"""Other name of a framework -> backend name."""
+_NEUTRAL_ROOTS: Final = ("polyamp", "numpy")
+"""Roots whose models and arrays every explicitly named backend may accept."""
+
+
+@functools.cache
+def entries() -> Mapping[str, EntryPoint]:
+    """Return entry name -> entry point of every registered backend.
+
+    Raises:
+        BackendError: two distributions claim one name.
+    """
+    from importlib.metadata import entry_points
+
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        other = found.get(entry.name)
+        if other is not None and other.value != entry.value:
+            raise BackendError(
+                f"two distributions claim the backend {entry.name!r}: {_distribution(other)} ({other.value}) and "
+                f"{_distribution(entry)} ({entry.value}). Uninstall one of them."
+            )
+        found[entry.name] = entry
+    if not found:
+        raise BackendError(
+            "no backend is registered, so polyamp is imported from a source tree that is not installed. Run "
+            "`pip install -e .` in it."
+        )
+    return found
+
+
+@functools.cache
+def get(name: str) -> Any:
+    """Return the backend registered under `name`, and import it if necessary.
+
+    Raises:
+        BackendNotInstalledError: its framework is missing; contains the install command.
+        BackendError: there is no such name, or its import fails.
+    """
+    known = entries()
+    if name not in known:
+        raise BackendError(
+            f"backend must be one of {', '.join(sorted(names()))}. Received: {name!r}."
+            + did_you_mean(_BACKEND_ALIASES.get(str(name).lower(), str(name)), known)
+        )
+    entry = known[name]
+    too_old = versions.outdated_requirement(entry)
+    if too_old is not None:
+        raise BackendError(f"backend {name!r} {too_old} Run: {install_command(entry)}")
+    try:
+        backend = entry.load()
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing and missing != entry.module.partition(".")[0]:
+            raise BackendNotInstalledError(
+                f"backend {name!r} needs {missing}, which is not installed. Run: {install_command(entry)}"
+            ) from error
+        raise _import_failure(entry, error) from error
+    except Exception as error:
+        raise _import_failure(entry, error) from error
+    return backend
+
+
+def backend_for(*objects: Any) -> Any:
+    """Return the backend of the first recognised leaf among `objects` (states, models, arrays, or trees of them).
+
+    Raises:
+        BackendError: none of them belongs to a registered framework.
+    """
+    known = entries()
+    for leaf in _leaves(objects):
+        own = getattr(type(leaf), "backend", None)
+        if own is not None and hasattr(leaf, "scale_state"):
+            return leaf.backend
+        root = _entry_root(type(leaf), known)
+        if root is not None:
+            return get(root)
+    shown = ", ".join(f"{type(item).__module__}.{type(item).__qualname__}" for item in objects)
+    raise BackendError(
+        f"no backend recognises {shown}. Registered: {', '.join(sorted(names()))}. Pass a model or array of one of "
+        "these frameworks, or name it: backend='jax'."
+    )
+
+
+def check_backend_argument(name: str, model: Any) -> None:
+    """Raise if a model's framework contradicts the `backend=` argument, before that backend is imported.
+
+    Raises:
+        ModelError: names the model's framework.
+    """
+    known = entries()
+    for leaf in _leaves([model]):
+        root = _entry_root(type(leaf), known)
+        if root is None or root in _NEUTRAL_ROOTS or name not in known:
+            continue
+        if known[root].value != known[name].value:
+            own = next(n for n, value in names().items() if value == known[root].value)
+            raise ModelError(
+                f"model is of the {own} backend. Received: backend={name!r}. Drop backend=, which is for "
+                "models that do "
+                f"not show their framework, or write backend={own!r}."
+            )
+        return
+
+
+def backend_of_type(kind: type) -> Any:
+    """Return the backend of arrays and models of this type; None if only the object determines it."""
+    if issubclass(kind, Mapping | list | tuple) or hasattr(kind, "backend"):
+        return None
+    root = _entry_root(kind, entries())
+    return None if root is None else get(root)
+
+
+def names() -> dict[str, str]:
+    """Return backend name -> the entry that loads it; one per backend, even if it has several root modules."""
+    by_value: dict[str, list[str]] = {}
+    for name, entry in entries().items():
+        by_value.setdefault(entry.value, []).append(name)
+    chosen = {}
+    for value, aliases in by_value.items():
+        module = value.partition(":")[0].replace(".", "_")
+        own = [alias for alias in aliases if module.endswith(f"_{alias}")]
+        chosen[(own or sorted(aliases))[0]] = value
+    return chosen
+
+
+def backend_of_call(target: Any, inputs: tuple[Any, ...]) -> Any:
+    """Return the backend of a target, of its inputs, or of the framework that the target's code names."""
+    chosen = backend_of_values((target, *inputs))
+    if chosen is None and not callable(target):
+        return backend_for(target)
+    return chosen or backend_of_function(target)
+
+
+def backend_of_values(values: Any) -> Any:
+    """Return the backend of the first leaf that belongs to a framework; NumPy arrays do not decide."""
+    known = entries()
+    for leaf in _leaves(values):
+        if any(framework_detection.has_framework(kind.__module__) for kind in type(leaf).__mro__):
+            root = _entry_root(type(leaf), known)
+            if root is not None or hasattr(leaf, "scale_state"):
+                return backend_for(leaf)
+    return None
+
+
+def backend_of_function(target: Callable[..., Any]) -> Any:
+    """Return the backend of the one framework that a function computes with.
+
+    Raises:
+        BackendError: no framework is found, or several.
+    """
+    known = entries()
+    found = {known[root].value: root for root in reversed(framework_detection.detect_frameworks(target, known))}
+    if len(found) == 1:
+        return get(next(iter(found.values())))
+    name = getattr(target, "__qualname__", type(target).__qualname__)
+    seen = f"It has to do with {' and '.join(sorted(found.values()))}" if found else "No framework is seen in it"
+    raise BackendError(
+        f"cannot tell which framework {name} computes with: no argument is an array of one, and NumPy arrays go into "
+        f"all of them. {seen}. Name it: policy.autocast(fn, backend='jax'), or polyamp.explain(..., backend='jax'). "
+        f"Backends: {', '.join(sorted(names()))}; a function of NumPy alone is for 'reference'."
+    )
+
+
+def install_command(entry: EntryPoint) -> str:
+    """Return the command that installs a backend's requirements.
+
+    polyamp's own backends are extras of one distribution; a third-party backend is a separate distribution.
+    """
+    distribution = _distribution(entry)
+    if distribution != "polyamp":
+        return f"pip install --upgrade {distribution}"
+    extra = next((name for name, value in names().items() if value == entry.value), entry.name)
+    return f'pip install "polyamp[{extra}]"'
+
+
+def _leaves(objects: Any) -> Iterator[Any]:
+    for item in objects:
+        if isinstance(item, Mapping):
+            yield item
+            yield from _leaves(item.values())
+        elif isinstance(item, (list, tuple)):
+            yield item
+            yield from _leaves(item)
+        else:
+            yield item
+
+
+def _entry_root(kind: type, known: Mapping[str, Any]) -> str | None:
+    for base in kind.__mro__:
+        root = base.__module__.partition(".")[0]
+        if root in known and root in sys.modules and root != "reference":  # a user's module may have this name
+            return root
+        if root in _model_packages():
+            return _model_packages()[root]
+    return None
+
+
+@functools.cache
+def _model_packages() -> Mapping[str, str]:
+    """Return root module of a backend's own classes, such as the models that `loss_fn` receives -> backend name."""
+    return {entry.module.partition(".")[0]: name for name, entry in reversed([*entries().items()])}
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else "an unknown distribution"
+
+
+def _import_failure(entry: EntryPoint, error: BaseException) -> BackendError:
+    return BackendError(
+        f"backend {entry.name!r} (entry point {entry.value!r} of {_distribution(entry)}) fails to import: "
+        f"{type(error).__name__}: {error}. Reinstall it: {install_command(entry)}"
+    )
