@@ -1,12 +1,15 @@
 """Array namespace in which polyamp's framework-independent formulas are written.
 
 The loss-scale rule (S15) uses the first four functions; schedules and optimizer formulas use the rest. Each backend has
-one object of this protocol, and `PYTHON` is the one for plain Python numbers.
+one object of this protocol, most simply made by `array_namespace`. `PYTHON` is the one for plain Python numbers.
 """
 
 from __future__ import annotations
 
 import math
+import operator
+import types
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 
@@ -44,38 +47,32 @@ class ArrayNamespace(Protocol):
         """Return the elementwise exp(x) - 1, accurate near zero."""
 
 
-class PythonNamespace:
-    """`ArrayNamespace` for Python floats and ints, so that a schedule can be called with a plain number."""
-
-    def where(self, condition: Any, x: Any, y: Any, /) -> Any:
-        return x if condition else y
-
-    def minimum(self, x: Any, y: Any, /) -> Any:
-        return min(x, y)
-
-    def maximum(self, x: Any, y: Any, /) -> Any:
-        return max(x, y)
-
-    def asarray(self, value: Any, like: Any, /) -> Any:
-        return type(like)(value)
-
-    def sqrt(self, x: Any, /) -> Any:
-        return math.sqrt(x)
-
-    def sign(self, x: Any, /) -> Any:
-        return (x > 0) - (x < 0)
-
-    def cos(self, x: Any, /) -> Any:
-        return math.cos(x)
-
-    def floor(self, x: Any, /) -> Any:
-        return math.floor(x)
-
-    def power(self, x: Any, y: Any, /) -> Any:
-        return x**y
-
-    def expm1(self, x: Any, /) -> Any:
-        return math.expm1(x)
+_NAMES: Final = ("where", "minimum", "maximum", "sqrt", "sign", "cos", "floor", "power", "expm1")
+"""Functions that most frameworks have under the same name."""
 
 
-PYTHON: Final[ArrayNamespace] = PythonNamespace()
+def array_namespace(module: Any, asarray: Callable[[Any, Any], Any], **functions: Callable[..., Any]) -> ArrayNamespace:
+    """Return the namespace of a framework.
+
+    Args:
+        module: the module that has the functions.
+        asarray: see `ArrayNamespace.asarray`.
+        **functions: functions by their names here, in place of the module's.
+    """
+    found: Any = types.SimpleNamespace(asarray=asarray)
+    for name in _NAMES:
+        setattr(found, name, functions.get(name) or getattr(module, name))
+    namespace: ArrayNamespace = found
+    return namespace
+
+
+PYTHON: Final = array_namespace(
+    math,
+    lambda value, like: type(like)(value),
+    where=lambda condition, x, y: x if condition else y,
+    minimum=min,
+    maximum=max,
+    sign=lambda x: (x > 0) - (x < 0),
+    power=operator.pow,
+)
+"""The namespace for Python floats and ints, so that a schedule can be called with a plain number."""

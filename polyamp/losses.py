@@ -20,7 +20,7 @@ from polyamp.contract.backend import LossFunctions
 from polyamp.contract.dispatch import backend_of
 from polyamp.errors import LossError
 from polyamp.results import ArrayT
-from polyamp.rules import loss_weights as of_batches
+from polyamp.rules import loss_weights
 from polyamp.rules.loss_checks import (
     check_class_weights,
     check_ignore_index,
@@ -36,7 +36,7 @@ from polyamp.rules.loss_checks import (
 Reduction = Literal["mean", "sum", "none"]
 
 
-class Mean(of_batches.MeanSum):
+class Mean(loss_weights.MeanSum):
     """Custom loss as a total and its divisor, to be returned by `loss_fn` (S8, S9).
 
     A step adds totals and counts over its micro-batches and replicas before it divides, so the result is that of one
@@ -62,7 +62,7 @@ class Mean(of_batches.MeanSum):
         losses = backend_of(total).losses
         with losses.in_float32():
             own = losses.constant(_number_as_array(count), total)
-            super().__init__([of_batches.MeanTerm(1.0, losses.wide(total, total), own, count)])
+            super().__init__([loss_weights.MeanTerm(1.0, losses.wide(total, total), own, count)])
 
 
 def mean_squared_error(
@@ -89,18 +89,9 @@ def mean_squared_error(
     >>> float(mean_squared_error(predictions, targets, weights=np.array([3.0, 1.0], "f4")))
     1.0
     """
-    check_reduction(reduction)
-    losses = backend_of(predictions).losses
-    check_loss_pair(predictions, targets, what="mean_squared_error")
-    with losses.in_float32():
-        values = losses.mean_squared_error(predictions, targets)
-        if weights is None:
-            return _reduce_values(losses, values, reduction)
-        factors = _cast_weights(losses, weights, predictions)
-        if reduction == "mean":  # torch's ratio of sums, with any broadcasting
-            count = _sum_over(losses, factors, values)
-            return _quotient(losses, losses.sum(values * factors), count, values.shape, _COUNT_LINES["weights"])
-        return _reduce_values(losses, values * factors, reduction)
+    return _elementwise_loss(
+        "mean_squared_error", predictions, targets, weights=weights, reduction=reduction, divides_by_weights=True
+    )
 
 
 def softmax_cross_entropy(
@@ -167,7 +158,7 @@ def softmax_cross_entropy(
             if ignore_index is None and weights is None and not label_smoothing:
                 loss = losses.softmax_cross_entropy(logits, losses.indices(labels, logits), reduction)
                 if reduction == "mean":
-                    of_batches.record_mean(loss, None, rows_shape)
+                    loss_weights.record_mean(loss, None, rows_shape)
                 return loss
         rows, shares = _hard_rows(losses, logits, labels, seen is None, ignore_index, label_smoothing, weights)
         if reduction == "mean" and shares is not None:
@@ -199,14 +190,7 @@ def sigmoid_cross_entropy(
     >>> sigmoid_cross_entropy(np.zeros(3, "f4"), np.ones(3, "f4"), weights=weights, reduction="none").round(2).tolist()
     [0.0, 0.6899999976158142, 1.3899999856948853]
     """
-    check_reduction(reduction)
-    losses = backend_of(logits).losses
-    check_loss_pair(logits, targets, what="sigmoid_cross_entropy")
-    with losses.in_float32():
-        values = losses.sigmoid_cross_entropy(logits, targets)
-        return _reduce_values(
-            losses, values if weights is None else values * _cast_weights(losses, weights, logits), reduction
-        )
+    return _elementwise_loss("sigmoid_cross_entropy", logits, targets, weights=weights, reduction=reduction)
 
 
 def huber(
@@ -229,15 +213,9 @@ def huber(
     >>> float(huber(np.array([3.0], "f4"), np.array([0.0], "f4")))
     2.5
     """
-    check_reduction(reduction)
     if not delta > 0.0:
         raise LossError(f"huber needs delta above 0. Received: delta={delta!r}.")
-    losses = backend_of(predictions).losses
-    check_loss_pair(predictions, targets, what="huber")
-    with losses.in_float32():
-        values = losses.huber(predictions, targets, delta)
-        factors = None if weights is None else _cast_weights(losses, weights, predictions)
-        return _reduce_values(losses, values if factors is None else values * factors, reduction)
+    return _elementwise_loss("huber", predictions, targets, delta, weights=weights, reduction=reduction)
 
 
 def count(values: Any) -> Any:
@@ -371,10 +349,32 @@ def _soft_rows(losses: LossFunctions, logits: Any, targets: Any, smoothing: floa
     return (1.0 - smoothing) * rows + smoothing * losses.mean(costs, -1) if smoothing else rows
 
 
-def _cast_weights(losses: LossFunctions, weights: Any, like: Any) -> Any:
-    factors = losses.wide(weights, like)
-    check_weights(factors, like)
-    return factors
+def _elementwise_loss(
+    name: str,
+    predictions: Any,
+    targets: Any,
+    *options: Any,
+    weights: Any,
+    reduction: str,
+    divides_by_weights: bool = False,
+) -> Any:
+    """Return the loss that `LossFunctions` computes elementwise under this name, weighted and reduced.
+
+    `divides_by_weights`: the mean is over the sum of the weights, not over the number of elements.
+    """
+    check_reduction(reduction)
+    losses = backend_of(predictions).losses
+    check_loss_pair(predictions, targets, what=name)
+    with losses.in_float32():
+        values = getattr(losses, name)(predictions, targets, *options)
+        if weights is None:
+            return _reduce_values(losses, values, reduction)
+        factors = losses.wide(weights, predictions)
+        check_weights(factors, predictions)
+        if divides_by_weights and reduction == "mean":  # torch's ratio of sums, with any broadcasting
+            count = _sum_over(losses, factors, values)
+            return _quotient(losses, losses.sum(values * factors), count, values.shape, _COUNT_LINES["weights"])
+        return _reduce_values(losses, values * factors, reduction)
 
 
 def _reduce_values(losses: LossFunctions, values: Any, reduction: str) -> Any:
@@ -383,7 +383,7 @@ def _reduce_values(losses: LossFunctions, values: Any, reduction: str) -> Any:
     if reduction == "sum":
         return losses.sum(values)
     loss = losses.mean(values)
-    of_batches.record_mean(loss, None, values.shape, size=functools.partial(_element_count, losses, values))
+    loss_weights.record_mean(loss, None, values.shape, size=functools.partial(_element_count, losses, values))
     return loss
 
 
@@ -392,7 +392,7 @@ def _quotient(losses: LossFunctions, total: Any, count: Any, shape: Any, line: s
     fixed = losses.constant(count, total)
     some = fixed > 0.0
     loss = total / losses.where(some, count, 1.0) + losses.where(some, 0.0, float("nan"))
-    of_batches.record_mean(loss, fixed, shape, line)
+    loss_weights.record_mean(loss, fixed, shape, line)
     return loss
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.array_namespace import ArrayNamespace
+from polyamp.array_namespace import array_namespace
 from polyamp.errors import ModelError
 from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.recipe.resolved_policy import ResolvedPolicy
@@ -19,41 +19,12 @@ _MATMUL_PRECISION: Final = {"highest": "float32", "high": "tensorfloat32", "medi
 """`Policy.float32_matmul` -> JAX's name; XLA uses the nearest precision that the device has."""
 
 
-class JaxNamespace:
-    """`ArrayNamespace` implementation in jax.numpy."""
-
-    def where(self, condition: Any, x: Any, y: Any, /) -> Any:
-        return jnp.where(condition, x, y)
-
-    def minimum(self, x: Any, y: Any, /) -> Any:
-        return jnp.minimum(x, y)
-
-    def maximum(self, x: Any, y: Any, /) -> Any:
-        return jnp.maximum(x, y)
-
-    def asarray(self, value: Any, like: Any, /) -> Any:
-        return jnp.asarray(value, jnp.result_type(like))
-
-    def sqrt(self, x: Any, /) -> Any:
-        return jnp.sqrt(x)
-
-    def sign(self, x: Any, /) -> Any:
-        return jnp.sign(x)
-
-    def cos(self, x: Any, /) -> Any:
-        return jnp.cos(x)
-
-    def floor(self, x: Any, /) -> Any:
-        return jnp.floor(x)
-
-    def power(self, x: Any, y: Any, /) -> Any:
-        return jnp.power(x, y)
-
-    def expm1(self, x: Any, /) -> Any:
-        return jnp.expm1(x)
+def _asarray(value: Any, like: Any) -> Any:
+    return jnp.asarray(value, jnp.result_type(like))
 
 
-XP: Final[ArrayNamespace] = JaxNamespace()
+XP: Final = array_namespace(jnp, _asarray)
+"""The array namespace of jax.numpy."""
 
 
 def is_array(leaf: Any) -> bool:

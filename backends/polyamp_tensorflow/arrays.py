@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from polyamp.array_namespace import ArrayNamespace
+from polyamp.array_namespace import array_namespace
 from polyamp.errors import BatchError, GradientError, describe_value
 from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.rules.batches import host_array
@@ -17,41 +17,12 @@ from polyamp.rules.batches import host_array
 Array = np.ndarray[Any, Any]
 
 
-class TensorFlowNamespace:
-    """`ArrayNamespace` over tensors, eager and inside a `tf.function`."""
-
-    def where(self, condition: Any, x: Any, y: Any, /) -> Any:
-        return tf.where(condition, x, y)
-
-    def minimum(self, x: Any, y: Any, /) -> Any:
-        return tf.minimum(x, y)
-
-    def maximum(self, x: Any, y: Any, /) -> Any:
-        return tf.maximum(x, y)
-
-    def asarray(self, value: Any, like: Any, /) -> Any:
-        return tf.cast(value, like.dtype) if tf.is_tensor(value) else tf.constant(value, like.dtype)
-
-    def sqrt(self, x: Any, /) -> Any:
-        return tf.sqrt(x)
-
-    def sign(self, x: Any, /) -> Any:
-        return tf.sign(x)
-
-    def cos(self, x: Any, /) -> Any:
-        return tf.cos(x)
-
-    def floor(self, x: Any, /) -> Any:
-        return tf.floor(x)
-
-    def power(self, x: Any, y: Any, /) -> Any:
-        return tf.pow(x, y)
-
-    def expm1(self, x: Any, /) -> Any:
-        return tf.math.expm1(x)
+def _asarray(value: Any, like: Any) -> Any:
+    return tf.cast(value, like.dtype) if tf.is_tensor(value) else tf.constant(value, like.dtype)
 
 
-XP: Final[ArrayNamespace] = TensorFlowNamespace()
+XP: Final = array_namespace(tf, _asarray, power=tf.pow, expm1=tf.math.expm1)
+"""The array namespace of tensors, eager and inside a `tf.function`."""
 
 
 def dtype_name(array: Any) -> str:

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from polyamp.array_namespace import ArrayNamespace
+from polyamp.array_namespace import array_namespace
 from polyamp.float_formats import FORMATS, HALF_DTYPES
 from polyamp.rules.batches import check_has_rows, host_array
 from polyamp.trees import map_tree
@@ -19,41 +19,13 @@ HALF_TENSOR_DTYPES: Final = tuple(DTYPES[name] for name in HALF_DTYPES)
 """The 16-bit dtypes."""
 
 
-class TorchNamespace:
-    """`ArrayNamespace` for torch; scalars stay on their device."""
-
-    def where(self, condition: Any, x: Any, y: Any, /) -> Any:
-        return torch.where(condition, x, y)
-
-    def minimum(self, x: Any, y: Any, /) -> Any:
-        return torch.minimum(x, y)
-
-    def maximum(self, x: Any, y: Any, /) -> Any:
-        return torch.maximum(x, y)
-
-    def asarray(self, value: Any, like: Any, /) -> Any:
-        return torch.full((), value, dtype=like.dtype, device=like.device)
-
-    def sqrt(self, x: Any, /) -> Any:
-        return torch.sqrt(x)
-
-    def sign(self, x: Any, /) -> Any:
-        return torch.sign(x)
-
-    def cos(self, x: Any, /) -> Any:
-        return torch.cos(x)
-
-    def floor(self, x: Any, /) -> Any:
-        return torch.floor(x)
-
-    def power(self, x: Any, y: Any, /) -> Any:
-        return torch.pow(x, y)
-
-    def expm1(self, x: Any, /) -> Any:
-        return torch.expm1(x)
+def scalar_like(value: Any, like: Any) -> Any:
+    """Return `value` as a scalar tensor with the dtype and device of `like`."""
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
-XP: Final[ArrayNamespace] = TorchNamespace()
+XP: Final = array_namespace(torch, scalar_like, power=torch.pow)
+"""torch's array namespace; scalars stay on their device."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

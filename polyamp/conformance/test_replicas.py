@@ -7,28 +7,29 @@ from collections.abc import Callable
 from typing import Any
 
 import polyamp
+from polyamp.conformance.in_memory_store import InMemoryStore
 from polyamp.conformance.problems import layers, recipe
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import ReplicaError
-from polyamp.rules.failure_report import InMemoryStore
-from polyamp.rules.rank_comparison import RankGroup, compare_ranks
+from polyamp.rules.rank_comparison import compare_ranks
+from polyamp.rules.rank_group import RankGroup
 from polyamp.train.rank_fingerprint import state_fingerprint
 
 
 def rank_messages(states: list[Any]) -> list[str]:
     """What each of several ranks with these states is told; "" where it may go on."""
-    shelf, found = InMemoryStore(), [""] * len(states)
+    store, found = InMemoryStore(), [""] * len(states)
 
-    def rank(place: int) -> None:
+    def run(rank: int) -> None:
         try:
             compare_ranks(
-                RankGroup(shelf, place, range(len(states)), 20.0), 1, state_fingerprint(states[place], whole=True)
+                RankGroup(store, rank, range(len(states)), 20.0), 1, state_fingerprint(states[rank], whole=True)
             )
         except ReplicaError as error:
-            found[place] = str(error)
+            found[rank] = str(error)
 
-    threads = [threading.Thread(target=rank, args=(place,)) for place in range(len(states))]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(states))]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-from polyamp.array_namespace import ArrayNamespace
+from polyamp.array_namespace import array_namespace
 from polyamp.trees import map_tree
 
 Array = np.ndarray[Any, Any]
@@ -19,41 +19,12 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
 }
 
 
-class NumpyNamespace:
-    """`ArrayNamespace` over NumPy."""
-
-    def where(self, condition: Any, x: Any, y: Any, /) -> Any:
-        return np.where(condition, x, y)
-
-    def minimum(self, x: Any, y: Any, /) -> Any:
-        return np.minimum(x, y)
-
-    def maximum(self, x: Any, y: Any, /) -> Any:
-        return np.maximum(x, y)
-
-    def asarray(self, value: Any, like: Any, /) -> Any:
-        return np.asarray(value, np.asarray(like).dtype)
-
-    def sqrt(self, x: Any, /) -> Any:
-        return np.sqrt(x)
-
-    def sign(self, x: Any, /) -> Any:
-        return np.sign(x)
-
-    def cos(self, x: Any, /) -> Any:
-        return np.cos(x)
-
-    def floor(self, x: Any, /) -> Any:
-        return np.floor(x)
-
-    def power(self, x: Any, y: Any, /) -> Any:
-        return np.power(x, y)
-
-    def expm1(self, x: Any, /) -> Any:
-        return np.expm1(x)
+def _asarray(value: Any, like: Any) -> Any:
+    return np.asarray(value, np.asarray(like).dtype)
 
 
-XP: Final[ArrayNamespace] = NumpyNamespace()
+XP: Final = array_namespace(np, _asarray)
+"""NumPy's array namespace."""
 
 
 def dtype_name(dtype: Any) -> str:

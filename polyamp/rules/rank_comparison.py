@@ -12,21 +12,19 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import re
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final
 
 from polyamp.errors import ReplicaError
+from polyamp.rules.rank_group import MAX_LISTED, RankGroup, format_error, lost_store_message
 
 Fingerprint = Mapping[str, Sequence[str]]
 """Section title -> its lines, in the same order on all ranks."""
 
 _VERDICT_GRACE: Final = 5.0
 """Seconds that the other ranks wait longer than rank 0, whose answer names the missing ranks."""
-_MAX_LISTED: Final = 8
-"""Maximum number of ranks that a message lists, and of rank groups whose lines it compares."""
 _HINTS: Final = {
     "versions": "Install the same versions everywhere.",
     "values": "Build the model from one seed, or load its checkpoint on every rank, before the engine takes it.",
@@ -35,190 +33,120 @@ _HINTS: Final = {
 _HINT: Final = "Build the model and the recipe from the same code, with the same settings, on every rank."
 
 
-_SOURCE_LOCATION: Final = re.compile(r"\[\S+\.(cc|cpp|h|cu):\d+\] ")
-"""Location in a framework's own source at which an error was raised."""
-
-
-class RankStore(Protocol):
-    """Key-value store shared by the ranks, such as torch's `TCPStore` or JAX's coordination service.
-
-    Every method may raise `OSError`, such as `ConnectionError`, if the server is gone or does not answer. No method
-    waits for the server longer than a few seconds.
-    """
-
-    def reach(self) -> None:
-        """Check that the server answers, before other methods are used. Raises `ConnectionError` or another `OSError`
-        if it does not."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Store a value."""
-
-    def get(self, key: str, seconds: float) -> bytes | None:
-        """Wait up to `seconds` for a value and return it; None if it is missing."""
-
-    def add(self, key: str, number: int) -> int:
-        """Add to a counter, which starts at 0, and return it."""
-
-
-class RankGroup(NamedTuple):
-    """Ranks that train one model.
-
-    Attributes:
-        store: the shared store; its keys belong to this group.
-        place: this rank's number within the group, from 0.
-        names: number of each rank among all processes, by place, for messages.
-        seconds: timeout of the group's collectives.
-    """
-
-    store: RankStore
-    place: int
-    names: Sequence[int]
-    seconds: float
-
-    def format_ranks(self, places: Sequence[int]) -> str:
-        """Return the places as text, such as "rank 3" or "ranks 0, 2 and 5"."""
-        return format_ranks([self.names[place] for place in places])
-
-
-def compare_ranks(group: RankGroup, number: int, brought: Fingerprint, part: str = "") -> None:
+def compare_ranks(group: RankGroup, number: int, fingerprint: Fingerprint, part: str = "") -> None:
     """Compare this rank's fingerprint with those of the others. All ranks call it, and all raise the same error.
 
     Args:
         group: the ranks.
         number: number of this comparison in the group; the same on every rank.
-        brought: this rank's fingerprint. The section "shards" is compared only between ranks of the same `part`.
+        fingerprint: that of this rank. The section "shards" is compared only between ranks of the same `part`.
         part: identifies the part of sharded arrays on this rank.
 
     Raises:
         ReplicaError: names the ranks that differ or did not arrive.
-
-    Example:
-        >>> import threading
-        >>> from polyamp.rules.failure_report import InMemoryStore
-        >>> shelf, said = InMemoryStore(), []
-        >>> def rank(place: int, shape: str) -> None:
-        ...     try:
-        ...         compare_ranks(RankGroup(shelf, place, (0, 1), 5.0), 0, {"parameters": ["w: float32 " + shape]})
-        ...     except ReplicaError as error:
-        ...         said.append(str(error))
-        >>> threads = [threading.Thread(target=rank, args=each) for each in enumerate(("[3]", "[4]"))]
-        >>> [thread.start() for thread in threads], [thread.join() for thread in threads]
-        ([None, None], [None, None])
-        >>> said[0] == said[1], said[0].partition(". ")[0]
-        (True, "rank 1 brings other parameters than rank 0: 'w: float32 [4]' there, 'w: float32 [3]' here")
     """
-    _RankComparison(group, f"init/{number}").run(brought, part)
+    comparison = _RankComparison(group, number)
+    try:
+        comparison.report({"digests": {title: _digest(lines) for title, lines in fingerprint.items()}, "part": part})
+        message = comparison.lead(fingerprint) if group.rank == 0 else comparison.follow(fingerprint)
+    except OSError as error:
+        raise ReplicaError(lost_store_message(group)) from error
+    if message:
+        raise ReplicaError(message)
 
 
 def report_init_error(group: RankGroup, number: int, error: BaseException) -> None:
     """Report, instead of calling `compare_ranks`, that this rank's `init` raised earlier."""
-    comparison = _RankComparison(group, f"init/{number}")
-    comparison.put({"raised": format_error(error)})
-    if group.place == 0:
-        comparison.publish_verdict(comparison.absence_message({0: format_error(error)}, []))
+    comparison = _RankComparison(group, number)
+    comparison.report({"raised": format_error(error)})
+    if group.rank == 0:
+        comparison.publish_verdict(comparison.absence_message({0: {"raised": format_error(error)}}, []))
 
 
 class _RankComparison:
     """One comparison, under its own keys on the store."""
 
-    def __init__(self, group: RankGroup, prefix: str) -> None:
+    def __init__(self, group: RankGroup, number: int) -> None:
         self.group = group
-        self.prefix = prefix
+        self.prefix = f"init/{number}"
 
-    def put(self, what: Mapping[str, Any]) -> None:
-        """Store this rank's fingerprint, or why there is none."""
-        self._set(f"{self.prefix}/{self.group.place}", what)
+    def report(self, entry: Mapping[str, Any]) -> None:
+        """Store this rank's digests, or why there are none."""
+        self.group.write(f"{self.prefix}/{self.group.rank}", entry)
 
-    def publish_verdict(self, words: str) -> None:
+    def publish_verdict(self, message: str) -> None:
         """Publish the verdict of rank 0."""
-        self._set(f"{self.prefix}/verdict", {"words": words})
+        self.group.write(f"{self.prefix}/verdict", {"words": message})
 
-    def run(self, brought: Fingerprint, part: str) -> None:
-        try:
-            self.put({"digests": {title: _digest(lines) for title, lines in brought.items()}, "part": part})
-            words = self._run_leader(brought) if self.group.place == 0 else self._run_follower(brought)
-        except OSError as error:
-            raise ReplicaError(lost_store_message(self.group)) from error
-        if words:
-            raise ReplicaError(words)
+    def lead(self, fingerprint: Fingerprint) -> str:
+        """Compare all ranks, as rank 0, and return the message for the differences; "" for none."""
+        entries, missing = self._collect_entries(self.group.seconds)
+        message = self.absence_message(entries, missing)
+        if not message:
+            alike = group_ranks_by_fingerprint([(entry["digests"], entry["part"]) for entry in entries.values()])
+            message = "" if len(alike) == 1 else self._request_difference(alike, entries, fingerprint)
+        self.publish_verdict(message)
+        return message
 
-    def _run_leader(self, brought: Fingerprint) -> str:
-        came, missing = self._collect_entries(self.group.seconds)
-        raised = {place: found["raised"] for place, found in came.items() if "raised" in found}
-        if raised or missing:
-            words = self.absence_message(raised, missing)
-        else:
-            kinds = group_ranks_by_fingerprint([(found["digests"], found["part"]) for found in came.values()])
-            words = "" if len(kinds) == 1 else self._request_difference(kinds, came, brought)
-        self.publish_verdict(words)
-        return words
-
-    def _run_follower(self, brought: Fingerprint) -> str:
-        verdict = self._get(f"{self.prefix}/verdict", self.group.seconds + _VERDICT_GRACE)
+    def follow(self, fingerprint: Fingerprint) -> str:
+        """Return rank 0's message. Sends the lines of the fingerprint if they are asked for."""
+        verdict = self.group.read(f"{self.prefix}/verdict", self.group.seconds + _VERDICT_GRACE)
         if verdict is not None and verdict.get("tell"):
-            text = zlib.compress(json.dumps({title: list(lines) for title, lines in brought.items()}).encode())
-            self.group.store.set(f"{self.prefix}/told/{self.group.place}", text)
-            verdict = self._get(f"{self.prefix}/words", self.group.seconds + _VERDICT_GRACE)
+            text = zlib.compress(json.dumps({title: list(lines) for title, lines in fingerprint.items()}).encode())
+            self.group.store.set(f"{self.prefix}/told/{self.group.rank}", text)
+            verdict = self.group.read(f"{self.prefix}/words", self.group.seconds + _VERDICT_GRACE)
         if verdict is None:
-            came, missing = self._collect_entries(0.0)
-            return self.absence_message(
-                {p: found["raised"] for p, found in came.items() if "raised" in found}, missing or [0]
-            )
+            entries, missing = self._collect_entries(0.0)
+            return self.absence_message(entries, missing or [0])
         return str(verdict["words"])
 
-    def _collect_entries(self, seconds: float) -> tuple[dict[int, Any], list[int]]:
-        """Return the stored entries by place, and the missing ranks. Stops waiting as soon as one rank raised."""
-        end = time.monotonic() + seconds
-        came: dict[int, Any] = {}
-        open_ = list(range(len(self.group.names)))
-        while open_:
-            for place in list(open_):
-                found = self._get(f"{self.prefix}/{place}", min(0.2, max(0.0, end - time.monotonic())))
-                if found is not None:
-                    came[place] = found
-                    open_.remove(place)
-            if time.monotonic() >= end or any("raised" in found for found in came.values()):
-                break
-        return came, open_
-
-    def absence_message(self, raised: Mapping[int, str], missing: list[int]) -> str:
-        """Return the message for ranks that raised, or else for those that are missing."""
+    def absence_message(self, entries: Mapping[int, Mapping[str, Any]], missing: Sequence[int]) -> str:
+        """Return the message for ranks that raised, or else for those that are missing; "" for none."""
+        raised = sorted((rank, entry["raised"]) for rank, entry in entries.items() if "raised" in entry)
         if raised:
-            return "polyamp.init " + "; ".join(
-                f"raised {text} on rank {self.group.names[place]}"
-                for place, text in sorted(raised.items())[:_MAX_LISTED]
+            errors = (f"raised {error} on {self.group.format_ranks([rank])}" for rank, error in raised[:MAX_LISTED])
+            return f"polyamp.init {'; '.join(errors)}"
+        if missing:
+            return (
+                f"{self.group.format_ranks(missing)} did not come to polyamp.init within {self.group.seconds:g} s. "
+                "Every rank calls it, for the same models in the same order; look at what that rank printed."
             )
-        return (
-            f"{self.group.format_ranks(missing)} did not come to polyamp.init within {self.group.seconds:g} s. Every "
-            "rank calls it, for the same models in the same order; look at what that rank printed."
-        )
+        return ""
 
-    def _request_difference(self, kinds: list[list[int]], came: Mapping[int, Any], brought: Fingerprint) -> str:
-        """Request the lines of the first rank of each kind, and compare them with those of the majority."""
-        self._set(f"{self.prefix}/verdict", {"tell": True})
-        parts = {place: str(found["part"]) for place, found in came.items()}
-        told: dict[int, Fingerprint] = {0: brought}
-        for kind in kinds[: _MAX_LISTED + 1]:
-            for place in {kind[0], _comparison_peer(kind[0], kinds[0], parts)} - {0}:
-                text = self.group.store.get(f"{self.prefix}/told/{place}", _VERDICT_GRACE)
-                told[place] = {} if text is None else json.loads(zlib.decompress(text))
-        words = difference_message(self.group, kinds, told, parts)
-        self._set(f"{self.prefix}/words", {"words": words})  # late readers of the verdict need the message too
-        return words
+    def _collect_entries(self, seconds: float) -> tuple[dict[int, Any], list[int]]:
+        """Return the stored entries by rank, and the missing ranks. Stops waiting as soon as one rank raised."""
+        end = time.monotonic() + seconds
+        entries: dict[int, Any] = {}
+        missing = list(range(self.group.size))
+        while missing:
+            for rank in list(missing):
+                entry = self.group.read(f"{self.prefix}/{rank}", min(0.2, max(0.0, end - time.monotonic())))
+                if entry is not None:
+                    entries[rank] = entry
+                    missing.remove(rank)
+            if time.monotonic() >= end or any("raised" in entry for entry in entries.values()):
+                break
+        return entries, missing
 
-    def _set(self, key: str, what: Mapping[str, Any]) -> None:
-        self.group.store.set(key, json.dumps(what).encode())
+    def _request_difference(self, alike: list[list[int]], entries: Mapping[int, Any], fingerprint: Fingerprint) -> str:
+        """Request the lines of the first of the ranks that are alike, and compare them with those of the majority."""
+        self.group.write(f"{self.prefix}/verdict", {"tell": True})
+        parts = {rank: str(entry["part"]) for rank, entry in entries.items()}
+        fingerprints: dict[int, Fingerprint] = {0: fingerprint}
+        for ranks in alike[: MAX_LISTED + 1]:
+            for rank in {ranks[0], _comparison_peer(ranks[0], alike[0], parts)} - {0}:
+                text = self.group.store.get(f"{self.prefix}/told/{rank}", _VERDICT_GRACE)
+                fingerprints[rank] = {} if text is None else json.loads(zlib.decompress(text))
+        message = difference_message(self.group, alike, fingerprints, parts)
+        self.group.write(f"{self.prefix}/words", {"words": message})  # late readers of the verdict need it too
+        return message
 
-    def _get(self, key: str, seconds: float) -> Any:
-        value = self.group.store.get(key, seconds)
-        return None if value is None else json.loads(value)
 
-
-def group_ranks_by_fingerprint(brought: Sequence[tuple[Mapping[str, str], str]]) -> list[list[int]]:
-    """Group places by fingerprint: the largest group first, then in the order of their first rank.
+def group_ranks_by_fingerprint(reports: Sequence[tuple[Mapping[str, str], str]]) -> list[list[int]]:
+    """Group ranks by fingerprint: the largest group first, then in the order of their first rank.
 
     Args:
-        brought: by place, (digest by section, part of sharded arrays). "shards" of different parts are not compared.
+        reports: by rank, (digest by section, part of sharded arrays). "shards" of different parts are not compared.
             A rank whose shards differ from most of its part forms its own group.
 
     Example:
@@ -226,29 +154,34 @@ def group_ranks_by_fingerprint(brought: Sequence[tuple[Mapping[str, str], str]])
         [[0, 2], [1]]
     """
     usual: dict[str, str] = {}
-    for part in dict.fromkeys(own for _, own in brought):
-        found = [digests.get("shards", "") for digests, own in brought if own == part]
-        usual[part] = max(dict.fromkeys(found), key=found.count)
-    kinds: dict[tuple[Any, ...], list[int]] = {}
-    for place, (digests, part) in enumerate(brought):
-        shards = digests.get("shards", "")
+    for part in dict.fromkeys(own for _, own in reports):
+        shards = [digests.get("shards", "") for digests, own in reports if own == part]
+        usual[part] = max(dict.fromkeys(shards), key=shards.count)
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for rank, (digests, part) in enumerate(reports):
+        own = digests.get("shards", "")
         rest = tuple(sorted((title, digest) for title, digest in digests.items() if title != "shards"))
-        kinds.setdefault((rest, None if shards == usual[part] else (part, shards)), []).append(place)
-    return sorted(kinds.values(), key=lambda kind: (-len(kind), kind[0]))
+        alike.setdefault((rest, None if own == usual[part] else (part, own)), []).append(rank)
+    return sorted(alike.values(), key=lambda ranks: (-len(ranks), ranks[0]))
 
 
 def difference_message(
-    group: RankGroup, kinds: Sequence[Sequence[int]], told: Mapping[int, Fingerprint], parts: Mapping[int, str]
+    group: RankGroup,
+    alike: Sequence[Sequence[int]],
+    fingerprints: Mapping[int, Fingerprint],
+    parts: Mapping[int, str],
 ) -> str:
-    """Return one sentence per kind of rank that differs from the majority, about its first difference."""
+    """Return one sentence for the ranks of each kind that differs from the majority, about the first difference."""
     sentences, hints = [], dict[str, None]()
-    most = kinds[0]
-    for kind in kinds[1 : _MAX_LISTED + 1]:
-        here = _comparison_peer(kind[0], most, parts)
-        title, one, other = first_difference(told.get(kind[0], {}), told.get(here, {}))
-        verb = "brings" if len(kind) == 1 else "bring"
-        shown = f"{_format_line(one)} there, {_format_line(other)} here"
-        sentences.append(f"{group.format_ranks(kind)} {verb} other {title} than {group.format_ranks(most)}: {shown}.")
+    majority = alike[0]
+    for ranks in alike[1 : MAX_LISTED + 1]:
+        peer = _comparison_peer(ranks[0], majority, parts)
+        title, one, other = first_difference(fingerprints.get(ranks[0], {}), fingerprints.get(peer, {}))
+        verb = "brings" if len(ranks) == 1 else "bring"
+        lines = f"{_format_line(one)} there, {_format_line(other)} here"
+        sentences.append(
+            f"{group.format_ranks(ranks)} {verb} other {title} than {group.format_ranks(majority)}: {lines}."
+        )
         hints[_HINTS.get(title, _HINT)] = None
     return " ".join([*sentences, *hints])
 
@@ -262,42 +195,9 @@ def first_difference(one: Fingerprint, other: Fingerprint) -> tuple[str, str | N
     return "values", None, None
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text.
-
-    >>> format_ranks([3]), format_ranks([0, 2, 5])
-    ('rank 3', 'ranks 0, 2 and 5')
-    """
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > _MAX_LISTED:
-        return f"ranks {', '.join(map(str, ranks[:_MAX_LISTED]))} and {len(ranks) - _MAX_LISTED} more"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-def format_error(error: BaseException, most: int = 600) -> str:
-    """Return an error as one line: its class and message, truncated to `most` characters.
-
-    >>> format_error(ValueError("no\\nrows"))
-    'ValueError: no rows'
-    """
-    words = " ".join(_SOURCE_LOCATION.sub("", str(error)).split())
-    text = f"{type(error).__name__}: {words}" if words else type(error).__name__
-    return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
-def lost_store_message(group: RankGroup) -> str:
-    """Return the message for a store that is gone."""
-    return (
-        "the store that the ranks of this process group share does not answer. It is kept by the launcher "
-        f"(torchrun) or, without one, by rank 0's process: if that ended or was stopped, rank {group.names[0]} is the "
-        "one to look at."
-    )
-
-
-def _comparison_peer(place: int, among: Sequence[int], parts: Mapping[int, str]) -> int:
+def _comparison_peer(rank: int, among: Sequence[int], parts: Mapping[int, str]) -> int:
     """Return the rank to compare one rank with: the first with the same part of sharded arrays, if there is one."""
-    return next((other for other in among if parts.get(other) == parts.get(place)), among[0])
+    return next((other for other in among if parts.get(other) == parts.get(rank)), among[0])
 
 
 def _digest(lines: Sequence[str]) -> str:

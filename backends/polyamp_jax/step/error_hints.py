@@ -20,7 +20,7 @@ from polyamp.errors import (
     TraceError,
     describe_value,
 )
-from polyamp.rules.rank_comparison import format_error, format_ranks
+from polyamp.rules.rank_group import format_error, format_ranks
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array
 from polyamp_jax.models.attribute_access import TRANSFORMED_LOSS_ERROR

@@ -12,7 +12,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from polyamp.errors import ModelError, PolyampError, ReplicaError, TraceError, UnsupportedError
-from polyamp.rules.rank_comparison import format_ranks
+from polyamp.rules.rank_group import format_ranks
 from polyamp_tensorflow.models.layers import is_layer, list_layers
 from polyamp_tensorflow.precision.cast_mode import has_cast_variables
 from polyamp_tensorflow.precision.tensorflow_only.mixed_dtype_errors import mixed_dtype_error

@@ -1,6 +1,6 @@
 """Failure handling across ranks: the guard around a step, and a store with timeouts that reports who failed (S32).
 
-The comparison and the messages are in `polyamp.rules.rank_comparison` and `polyamp.rules.failure_report`. This module
+The comparison and the messages are in `polyamp.rules.rank_comparison` and `polyamp.rules.roll_call`. This module
 adds torch's store, torch's errors, and one `RankFailures` for each process group.
 """
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from polyamp.errors import ReplicaError
 from polyamp.rules import collective_calls
 from polyamp.rules.failure_report import RankFailures
-from polyamp.rules.rank_comparison import RankGroup, format_error, lost_store_message
+from polyamp.rules.rank_group import RankGroup, format_error, lost_store_message
 from polyamp.rules.single_file_save import SingleWriter
 from polyamp_torch.compat import group_timeout, make_prefix_store
 
@@ -47,7 +47,7 @@ _Value = TypeVar("_Value")
 
 
 class TimeoutStore:
-    """A `polyamp.rules.rank_comparison.RankStore` on the store of a process group, NCCL's included.
+    """A `polyamp.rules.rank_group.RankStore` on the store of a process group, NCCL's included.
 
     It polls instead of waiting in the store, whose client serves one thread at a time. A store may stop answering
     without closing its connection, for example when its process or machine stops. Its client then waits for ever.

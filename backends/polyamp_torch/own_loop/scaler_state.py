@@ -12,11 +12,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from polyamp.array_namespace import PYTHON, ArrayNamespace
+from polyamp.array_namespace import PYTHON, ArrayNamespace, array_namespace
 from polyamp.errors import LossScaleError, UnsupportedError, did_you_mean
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import PRESETS, LossScaler, LossScaleState
-from polyamp_torch.arrays import TorchNamespace
+from polyamp_torch.arrays import scalar_like
 from polyamp_torch.precision.torch_only.float32_islands import DEVICE_TYPES
 from polyamp_torch.step.grad_stats import can_read_without_sync
 
@@ -30,17 +30,17 @@ class GradScalerError(LossScaleError, RuntimeError):
     """Misuse of a `GradScaler`. Also a RuntimeError, as torch's scaler raises."""
 
 
-class _CachedConstants(TorchNamespace):
-    """torch's namespace with the rule's constants cached, which saves ten small allocations per update."""
+def _namespace_with_cache() -> ArrayNamespace:
+    """Return torch's namespace with the rule's constants cached, which saves ten small allocations per update."""
+    constants: dict[Any, Any] = {}
 
-    def __init__(self) -> None:
-        self._made: dict[Any, Any] = {}
-
-    def asarray(self, value: Any, like: Any, /) -> Any:
+    def asarray(value: Any, like: Any) -> Any:
         key = (value, like.dtype, like.device)
-        if key not in self._made:
-            self._made[key] = super().asarray(value, like)
-        return self._made[key]
+        if key not in constants:
+            constants[key] = scalar_like(value, like)
+        return constants[key]
+
+    return array_namespace(torch, asarray, power=torch.pow)
 
 
 def scaler_from_arguments(scaler: Any, device: Any, constants: dict[str, Any]) -> tuple[LossScaler, str | None]:
@@ -99,7 +99,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
         self._device_name = device
         self._begin = LossScaleState(scaler.init_scale, 0, scaler.hysteresis, 0, 0)
         self._state: LossScaleState | None = None
-        self._xp: ArrayNamespace = _CachedConstants()
+        self._xp: ArrayNamespace = _namespace_with_cache()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._scaler!r}, enabled={self._enabled})"
@@ -358,7 +358,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._state = None
-        self._xp = _CachedConstants()
+        self._xp = _namespace_with_cache()
         self._refresh()
 
     def _refresh(self) -> None:

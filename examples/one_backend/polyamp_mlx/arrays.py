@@ -8,7 +8,7 @@ import ml_dtypes
 import mlx.core as mx
 import numpy as np
 
-from polyamp.array_namespace import ArrayNamespace
+from polyamp.array_namespace import array_namespace
 from polyamp.trees import leaves, map_tree
 
 Array = np.ndarray[Any, Any]
@@ -73,21 +73,9 @@ def cast_tree(tree: Any, dtype: str, *, float64: bool = False) -> Any:
     return map_tree(cast, tree)
 
 
-class MLXNamespace:
-    """`ArrayNamespace` over MLX, for schedules, optimizer formulas and the loss scale's rule."""
-
-    where = staticmethod(mx.where)
-    minimum = staticmethod(mx.minimum)
-    maximum = staticmethod(mx.maximum)
-    sqrt = staticmethod(mx.sqrt)
-    sign = staticmethod(mx.sign)
-    cos = staticmethod(mx.cos)
-    floor = staticmethod(mx.floor)
-    power = staticmethod(mx.power)
-    expm1 = staticmethod(mx.expm1)
-
-    def asarray(self, value: Any, like: Any, /) -> Any:
-        return value.astype(like.dtype) if isinstance(value, mx.array) else mx.array(value, dtype=like.dtype)
+def _asarray(value: Any, like: Any) -> Any:
+    return value.astype(like.dtype) if isinstance(value, mx.array) else mx.array(value, dtype=like.dtype)
 
 
-XP: Final[ArrayNamespace] = MLXNamespace()
+XP: Final = array_namespace(mx, _asarray)
+"""The array namespace of MLX, for schedules, optimizer formulas and the loss scale's rule."""

@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 
+from polyamp.conformance.in_memory_store import InMemoryStore
 from polyamp.errors import CheckpointError, ReplicaError
-from polyamp.rules import failure_report, liveness, single_file_save
+from polyamp.rules import liveness, roll_call, single_file_save
 from polyamp.rules.collective_calls import collective_call
-from polyamp.rules.failure_report import InMemoryStore, RankFailures
+from polyamp.rules.failure_report import RankFailures
 from polyamp.rules.rank_comparison import (
     Fingerprint,
-    RankGroup,
     compare_ranks,
-    format_error,
-    format_ranks,
     group_ranks_by_fingerprint,
     report_init_error,
 )
+from polyamp.rules.rank_group import RankGroup, format_error, format_ranks
 from polyamp.rules.single_file_save import SingleWriter
 
 
@@ -30,15 +29,15 @@ def on_ranks(
     count: int, run: Callable[[RankGroup], Any], *, seconds: float = 2.0, absent: Sequence[int] = ()
 ) -> list[Any]:
     """What `run` gives, or raises as ReplicaError, in a thread for each rank."""
-    shelf, found = InMemoryStore(), [None] * count
+    store, found = InMemoryStore(), [None] * count
 
-    def rank(place: int) -> None:
+    def run_rank(rank: int) -> None:
         try:
-            found[place] = run(RankGroup(shelf, place, range(count), seconds))
+            found[rank] = run(RankGroup(store, rank, range(count), seconds))
         except ReplicaError as error:
-            found[place] = error  # type: ignore[call-overload]
+            found[rank] = error  # type: ignore[call-overload]
 
-    threads = [threading.Thread(target=rank, args=(place,)) for place in range(count) if place not in absent]
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(count) if rank not in absent]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -48,7 +47,7 @@ def on_ranks(
 
 def said(count: int, brought: Callable[[int], Fingerprint], part: Callable[[int], str] = lambda place: "") -> str:
     """What all ranks say alike; "" where none refuses."""
-    found = on_ranks(count, lambda group: compare_ranks(group, 1, brought(group.place), part(group.place)))
+    found = on_ranks(count, lambda group: compare_ranks(group, 1, brought(group.rank), part(group.rank)))
     (words,) = {"" if each is None else str(each) for each in found}
     return words
 
@@ -92,7 +91,7 @@ def test_s32_who_does_not_come_is_named_in_time() -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_s32_a_rank_that_raises_in_init_is_not_waited_for(failing: int) -> None:
     def run(group: RankGroup) -> None:
-        if group.place == failing:
+        if group.rank == failing:
             report_init_error(group, 1, ValueError("no model"))
         else:
             compare_ranks(group, 1, {})
@@ -119,7 +118,7 @@ def test_s32_the_rank_that_raised_is_named_with_its_error() -> None:
     def run(group: RankGroup) -> str:
         board = RankFailures(group)
         board.steps_begun, board.is_in_step = 5, True
-        if group.place == 2:
+        if group.rank == 2:
             board.report_error(error)
             with pytest.raises(
                 ReplicaError, match=r"rank 2 raised ValueError: no such row in step 5\. Start all ranks"
@@ -147,7 +146,7 @@ def test_s32_a_rank_that_ended_and_one_that_was_killed() -> None:
     def run(group: RankGroup) -> str:
         board = RankFailures(group)
         board.steps_begun = 5
-        if group.place == 1:
+        if group.rank == 1:
             board.report_exit()
             return ""
         time.sleep(0.1)
@@ -160,7 +159,7 @@ def test_s32_the_killed_rank_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -
     def run(group: RankGroup) -> str:
         board = RankFailures(group)
         board.steps_begun, board.is_in_step = 5, True
-        if group.place == 1:
+        if group.rank == 1:
             board.failed = True  # its thread says nothing
             group.store.set(
                 "who/1", b'{"host": "%b", "pid": 1, "start": "-1"}' % liveness.process_identity()["host"].encode()
@@ -172,7 +171,7 @@ def test_s32_the_killed_rank_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -
     begun = time.monotonic()
     found = on_ranks(3, run)
     assert found[0].startswith("rank 1 is no longer running: killed, or ended without a word. (The coll")
-    assert time.monotonic() - begun < failure_report.ROLL_CALL_TIMEOUT
+    assert time.monotonic() - begun < roll_call.ROLL_CALL_TIMEOUT
 
 
 def test_s32_the_rank_that_hangs_says_where_by_its_thread(caplog: pytest.LogCaptureFixture) -> None:
@@ -180,8 +179,8 @@ def test_s32_the_rank_that_hangs_says_where_by_its_thread(caplog: pytest.LogCapt
 
     def run(group: RankGroup) -> str:
         board = RankFailures(group)
-        board.steps_begun, board.is_in_step = 5 - group.place, group.place == 0
-        if group.place == 1:
+        board.steps_begun, board.is_in_step = 5 - group.rank, group.rank == 0
+        if group.rank == 1:
             over.wait(20)
             return ""
         words = str(board.collective_error("RuntimeError: Timed out"))
@@ -194,11 +193,11 @@ def test_s32_the_rank_that_hangs_says_where_by_its_thread(caplog: pytest.LogCapt
 
 
 def test_s32_who_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_report, "ROLL_CALL_TIMEOUT", 0.5)
+    monkeypatch.setattr(roll_call, "ROLL_CALL_TIMEOUT", 0.5)
 
     def run(group: RankGroup) -> str:
         board = RankFailures(group)
-        if group.place == 1:
+        if group.rank == 1:
             board.failed = True  # its thread says nothing
             return ""
         return str(board.collective_error("RuntimeError: Timed out"))
@@ -221,7 +220,7 @@ def test_s32_ranks_that_all_fail_are_told_apart_by_their_errors(errors: list[str
     def run(group: RankGroup) -> str:
         board = RankFailures(group)
         board.steps_begun, board.is_in_step = 5, True
-        return str(board.collective_error(errors[group.place]))
+        return str(board.collective_error(errors[group.rank]))
 
     found = on_ranks(len(errors), run)
     assert all(re.match(rf"{words}\(The collective", str(each)) for each in found), found
@@ -230,7 +229,7 @@ def test_s32_ranks_that_all_fail_are_told_apart_by_their_errors(errors: list[str
 def test_s32_the_rank_in_another_step_than_most_is_named() -> None:
     def run(group: RankGroup) -> str:
         board = RankFailures(group)
-        board.steps_begun, board.is_in_step = 5 + group.place // 2, True
+        board.steps_begun, board.is_in_step = 5 + group.rank // 2, True
         return str(board.collective_error("closed"))
 
     said = "rank 2 took another number of steps than the others, who are in step 5. "
@@ -245,7 +244,7 @@ def called_by(
     def run(group: RankGroup) -> str:
         board = RankFailures(group)
         board.steps_begun = 4
-        if group.place not in places:
+        if group.rank not in places:
             elsewhere(board)
             return ""
         with collective_call(board, "polyamp.save"):
@@ -298,11 +297,11 @@ def test_s33_one_rank_writes_for_all_that_call() -> None:
 
     def run(group: RankGroup, absent: int | None, fails: bool) -> None:
         def put() -> None:
-            written.append(group.place)
+            written.append(group.rank)
             if fails:
                 raise OSError(28, "full")
 
-        if group.place != absent:
+        if group.rank != absent:
             try:
                 SingleWriter(group).write("state", "step 3", put, lambda: len(written) or None)
             except (OSError, CheckpointError) as error:

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 import jax
 
-from polyamp.rules.rank_comparison import RankGroup
+from polyamp.rules.rank_group import RankGroup
 from polyamp.rules.single_file_save import SingleWriter
 from polyamp_jax import compat
 
