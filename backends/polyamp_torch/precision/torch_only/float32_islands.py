@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES
@@ -22,8 +23,8 @@ from polyamp_torch.precision.op_list import (
     FUNCTIONS_WITHOUT_DISPATCH,
     OpRule,
     copy_without_dispatch,
-    find_cuda_rule,
     find_rule,
+    rules_by_function,
 )
 from polyamp_torch.precision.torch_only import activation_checkpointing
 from polyamp_torch.precision.torch_only.gathers import gather_in_float32, gather_source
@@ -58,11 +59,11 @@ class Islands(TorchFunctionMode):
         self.device_type = device_type
         self.acting = True
         self.closed = False
-        self.rule_of = find_cuda_rule if device_type == "cuda" else find_rule
+        self.rules = rules_by_function(device_type)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Handle a call of a torch function; most calls run unchanged."""
-        found = self.rule_of(func)
+        found = find_rule(func, self.device_type) if is_dynamo_compiling() else self.rules.get(func)
         if found is not None and not (found == "matmul" and is_matrix_product(args)):
             return self._ruled(found, func, types, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
