@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from polyamp.porting.layouts.inventory import NativeLayer
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.lazy_array import Lazy
@@ -141,8 +143,6 @@ def _rename_arrays(
 
 def _is_same_placement(one: LayerFit, other: LayerFit, source: NativeLayer, target: NativeLayer) -> bool:
     """Return whether two readings put every number into the same place."""
-    import numpy as np
-
     if sum(array.size for array in source.arrays.values()) > _PROBE_LIMIT:
         return False
     numbers, start = {}, 0
