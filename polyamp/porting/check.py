@@ -12,8 +12,9 @@ from polyamp.errors import PortError
 from polyamp.porting.layouts.activations import apply_activation
 from polyamp.porting.layouts.converter import Evaluation
 from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
 from polyamp.porting.layouts.lazy_array import Array, Lazy
-from polyamp.porting.matching.attribute_differences import RECURRENT_KINDS, Difference, format_differences
+from polyamp.porting.matching.attribute_differences import Difference, format_differences
 from polyamp.porting.matching.flatten_order import ChannelOrder
 from polyamp.porting.matching.matching import LayerMatch
 from polyamp.porting.model_side import ModelSide
