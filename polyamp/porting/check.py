@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import numpy as np
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.activations import apply_activation
 from polyamp.porting.layouts.converter import Evaluation
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp.porting.matching.attribute_differences import RECURRENT_KINDS, Difference, format_differences
+from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
+from polyamp.porting.layouts.lazy_array import Array, Lazy
+from polyamp.porting.matching.attribute_differences import Difference, format_differences
 from polyamp.porting.matching.flatten_order import ChannelOrder
 from polyamp.porting.matching.matching import LayerMatch
 from polyamp.porting.model_side import ModelSide
 from polyamp.trees import map_tree
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 OUTPUT_TOLERANCE: Final = 1e-5
 """Largest accepted relative error of outputs."""
@@ -121,8 +119,6 @@ def fill_and_check(
 
 
 def _copy_array(array: Lazy) -> Array:
-    import numpy as np
-
     return np.array(array.read())
 
 
@@ -141,15 +137,11 @@ def _compare_models(
     shapes: list[list[list[int]]] = []
 
     def ours(outputs: Sequence[Array]) -> list[Array]:
-        import numpy as np
-
         rng = np.random.default_rng(_SEED)
         given[:] = [np.asarray(rng.standard_normal(output.shape), np.float32) for output in outputs]
         return given
 
     def theirs(outputs: Sequence[Array]) -> list[Array]:
-        import numpy as np
-
         turned_back = [across.array(each) for each in given]
         shapes[:] = [[list(each.shape) for each in group] for group in (turned_back, outputs)]
         alike = shapes[0] == shapes[1]
@@ -199,16 +191,12 @@ class ChannelOrderAdapter:
 
     def array(self, array: Array) -> Array:
         """Return the array with channels at the target's position, if it has the rank of an image."""
-        import numpy as np
-
         if not self._rank or array.ndim != self._rank or None in (self._from, self._to) or self._from == self._to:
             return array
         return np.moveaxis(array, 1, -1) if self._from == "first" else np.moveaxis(array, -1, 1)
 
     def tree(self, batch: Any) -> Any:
         """Return a batch with every image converted."""
-        import numpy as np
-
         return map_tree(lambda leaf: self.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
@@ -216,15 +204,11 @@ def _pack_batch(batch: Any) -> Any:
     """Return a copy of a batch with arrays in C order. torch's convolutions take another stride order as a requested
     layout, and their backward pass can then end the process (2.13 on the CPU). A copy is needed, because an axis of
     length 1 may have any stride."""
-    import numpy as np
-
     return map_tree(lambda leaf: leaf.copy("C") if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
 def _relative_error(ours: Array, theirs: Array, floor: float = 0.0) -> float:
     """Return the largest difference over the largest value; infinite if only one side has a NaN at some position."""
-    import numpy as np
-
     if ours.shape != theirs.shape:
         return float("inf")
     if not ours.size:
@@ -240,8 +224,6 @@ def _module_errors(
     one: Evaluation, two: Evaluation, pairs: Sequence[LayerMatch], across: ChannelOrderAdapter
 ) -> dict[str, float]:
     """Return the errors of matched layers' outputs, in the source's call order."""
-    import numpy as np
-
     partner = {each.source.path: each for each in pairs}
     found = {}
     for path, output in one.modules.items():
@@ -273,8 +255,6 @@ def _outputs_after_activation(match: LayerMatch, ours: Array, theirs: Array) -> 
 
 
 def _can_broadcast(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    import numpy as np
-
     try:
         return bool(np.broadcast_shapes(one, other) in (one, other))
     except ValueError:
@@ -341,8 +321,6 @@ def _gradient_errors(
     one: Evaluation, two: Evaluation, pairs: Sequence[LayerMatch], turned: Mapping[str, ChannelOrder]
 ) -> dict[str, float]:
     """Return the gradient errors, in canonical layout, of parameters trained on both sides."""
-    import numpy as np
-
     largest = max((float(np.max(np.abs(each))) for each in one.gradients.values() if each.size), default=0.0)
     found = {}
     for each in pairs:

@@ -10,14 +10,9 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from polyamp.porting.layouts.lazy_array import Lazy
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
+from polyamp.porting.layouts.lazy_array import Array, Lazy
 
 SHOW_AFTER_SECONDS: Final = 1.0
 """Seconds of work before the bar is shown."""

@@ -10,14 +10,11 @@ import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, Any, Final
 
-from polyamp.porting.layouts.lazy_array import Lazy
+import numpy as np
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
+from polyamp.porting.layouts.lazy_array import Array, Lazy
 
 MEMORY_LIMIT: Final = 128 * 2**20
 """Maximum bytes kept in memory."""
@@ -52,8 +49,6 @@ def read_ahead(arrays: Mapping[str, Lazy]) -> dict[str, Array | None]:
 def is_stable_view(values: Array, array: Lazy) -> bool:
     """Return whether another read of `array` returns the memory of `values`, because they are a view of permanent
     memory."""
-    import numpy as np
-
     root: Any = values
     while isinstance(root.base, np.ndarray):
         root = root.base
@@ -90,8 +85,6 @@ class Rollback:
         Raises:
             OSError: the copy exceeds the limit, and the temporary folder is full.
         """
-        import numpy as np
-
         if array.nbytes <= self._left:
             self._left -= array.nbytes
             self._kept.append((name, np.array(array)))
@@ -104,8 +97,6 @@ class Rollback:
 
     def __iter__(self) -> Iterator[tuple[str, Array]]:
         """Yield (name, values), the last first."""
-        import numpy as np
-
         for name, kept in reversed(self._kept):
             if isinstance(kept, np.ndarray):
                 yield name, kept

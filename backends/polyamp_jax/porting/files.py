@@ -23,6 +23,7 @@ from polyamp.porting.layouts.inventory import Inventory
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp_jax import compat
 from polyamp_jax.porting.jax_only.lazy_leaves import to_lazy
+from polyamp_jax.porting.jax_only.library_lookup import find_library
 from polyamp_jax.porting.libraries.linen_tree import LinenArray, LinenStructure, LinenTree
 
 TreeKeys = tuple[Any, ...]
@@ -81,24 +82,22 @@ def write_file(path: Path, leaves: Mapping[str, Lazy], like: Path) -> None:
     safetensors_file.write(path, written, kept)
 
 
-def write_model(path: Path, model: Any, arrays: Mapping[str, Any]) -> None:
+def write_model(path: Path, model: Any) -> None:
     """Write an orbax folder or safetensors; see `polyamp.porting.layouts.converter.FileConverter.write_model`.
 
-    Args:
-        path: the folder, or a file that ends in .safetensors.
-        model: the model; variables of linen and haiku are written as they are.
-        arrays: name -> array, for models of other libraries.
+    Variables of linen and haiku are written as they are, models of other libraries by the names of their arrays.
     """
     paired = isinstance(model, tuple) and len(model) > 1 and isinstance(model[1], Mapping)
-    tree = dict(_walk_leaves(model[1] if paired else _nest_arrays(arrays)))
+    tree = model[1] if paired else _nest_arrays(find_library(model).arrays(model))
+    leaves = dict(_walk_leaves(tree))
     if path.suffix == ".safetensors":
         safetensors_file.write(
-            path, {"/".join(map(str, keys)): to_lazy(str(keys), leaf) for keys, leaf in tree.items()}, _FLAX_METADATA
+            path, {"/".join(map(str, keys)): to_lazy(str(keys), leaf) for keys, leaf in leaves.items()}, _FLAX_METADATA
         )
     elif path.suffix or path.is_file():
         raise PortError(f"JAX's models are written to a folder, or to a file in .safetensors. Received: {path}.")
     else:
-        _save_tree(path, model[1] if paired else _nest_arrays(arrays), None)
+        _save_tree(path, tree, None)
 
 
 def _nest_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from polyamp_tensorflow.compat import clear_losses, get_layer_policy, replace_va
 from polyamp_tensorflow.models.layers import is_layer, list_layers, replace_calls
 from polyamp_tensorflow.models.variables import model_variables
 from polyamp_tensorflow.porting.fill import assign
-from polyamp_tensorflow.porting.inventory import KerasInventory
+from polyamp_tensorflow.porting.inventory import KerasInventory, read_keras_model
+from polyamp_tensorflow.precision.policy_module import native_model
 from polyamp_tensorflow.precision.tensorflow_only.keras_policies import is_quantized
 from polyamp_tensorflow.precision.tensorflow_only.policy_application import PolicyApplication
 
@@ -32,14 +33,14 @@ Array = np.ndarray[Any, Any]
 _CONVOLUTIONS: Final = {"conv", "conv_transpose"}
 
 
-def evaluate(
-    model: Any, found: KerasInventory, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]]
-) -> Evaluation:
+def evaluate(model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]]) -> Evaluation:
     """Return outputs, gradients and the outputs of layers (see `Converter.evaluate`).
 
     Raises:
         UnsupportedError: the model has convolutions and torch is loaded; their gradient could end the process.
     """
+    model = native_model(model)
+    found = read_keras_model(model)
     refuse_with_torch(found, "check", "port without check=")
     args, kwargs = _arguments(batch)
     weights = {name: found.variables[name] for name in _trainable_names(found)}

@@ -24,6 +24,7 @@ from polyamp_tensorflow.porting.inventory import KerasInventory, read_keras_mode
 from polyamp_tensorflow.porting.tensorflow_only import weights_file_layers
 from polyamp_tensorflow.porting.tensorflow_only.file_rewrite import rewrite_file
 from polyamp_tensorflow.porting.tensorflow_only.h5_archive import KerasArchive, StoredArray
+from polyamp_tensorflow.precision.policy_module import native_model
 
 _CHUNK_BYTES: Final = 1 << 22
 _ZEROS: Final[Mapping[str, Any]] = {
@@ -54,6 +55,7 @@ def write_file(path: Path, leaves: Mapping[str, Lazy], like: Path) -> None:
 
 def write_model(path: Path, model: Any) -> None:
     """Save a model with Keras (see `FileConverter`): a .keras file stores the model, a .weights.h5 file its weights."""
+    model = native_model(model)
     whole = path.name.endswith(".keras")
     if not (whole or path.name.endswith(".weights.h5")) or not isinstance(model, keras.Model):
         raise PortError(

@@ -21,15 +21,19 @@ from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.rollback import Rollback, read_ahead
 from polyamp_tensorflow.arrays import native_variable
 from polyamp_tensorflow.models.layers import list_layers
-from polyamp_tensorflow.porting.inventory import KerasInventory, to_lazy, variable_values
+from polyamp_tensorflow.porting.inventory import read_keras_model, to_lazy, variable_values
+from polyamp_tensorflow.precision.policy_module import native_model
 
 
-def fill(model: Any, found: KerasInventory, leaves: Mapping[str, Lazy]) -> None:
-    """Assign each value to the variable of its name. If an array cannot be read, all assignments are undone.
+def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:
+    """Assign each value to the variable of its name, and return the model. If an array cannot be read, all assignments
+    are undone.
 
     Raises:
         PortError: a name is unknown, or a shape or dtype differs from the variable's; nothing was changed.
     """
+    native = native_model(model)
+    found = read_keras_model(native)
     for name, given in leaves.items():
         if name not in found.variables:
             raise PortError(
@@ -50,12 +54,13 @@ def fill(model: Any, found: KerasInventory, leaves: Mapping[str, Lazy]) -> None:
                     values = leaves[name].read()
                     undo.keep(name, variable_values(found.variables[name]))
                 assign(found.variables[name], values)
-            _refresh_copies(model)
+            _refresh_copies(native)
         except BaseException:
             for name, values in undo:
                 assign(found.variables[name], values)
-            _refresh_copies(model)
+            _refresh_copies(native)
             raise
+    return model
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from polyamp_tensorflow.porting.layers.layer_record import (
     refuse_modified_kernel,
 )
 from polyamp_tensorflow.porting.tensorflow_only.suggested_code import attribute_lines, layer_expressions
+from polyamp_tensorflow.precision.policy_module import native_model
 
 
 class KerasInventory:
@@ -145,6 +146,11 @@ class KerasInventory:
                 yield name, "a counter, no floating number"
             else:
                 yield name, "a state between two batches, no weight"
+
+
+def inventory(model: Any, batch: Any = None) -> Inventory:
+    """Return the layers of a model; see `Converter.inventory`."""
+    return read_keras_model(native_model(model)).inventory
 
 
 def read_keras_model(model: Any) -> KerasInventory:

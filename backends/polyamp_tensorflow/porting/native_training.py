@@ -21,7 +21,7 @@ from polyamp_tensorflow.step.optimizers import optimizer_variables
 _CALL: Final = "training(model, optimizer, scaler)"
 
 
-class KerasTraining:
+class TensorFlowTraining:
     """`polyamp.porting.states.optimizer_layout.NativeTraining` for Keras. All variables belong to the user.
 
     Attributes:
@@ -42,7 +42,7 @@ class KerasTraining:
         self._inner = inner
 
     @classmethod
-    def of(cls, model: Any, optimizer: Any, scaler: Any) -> KerasTraining:
+    def of(cls, model: Any, optimizer: Any, scaler: Any) -> TensorFlowTraining:
         """Create a training state; see `StateConverter.native`."""
         if scaler is not None:
             raise ArgumentError(
@@ -75,7 +75,7 @@ class KerasTraining:
     def arrays(self) -> dict[str, Array]:
         return {name: to_numpy(variable) for name, variable in self._everything().items()}
 
-    def replaced(self, arrays: Mapping[str, Array]) -> KerasTraining:
+    def replaced(self, arrays: Mapping[str, Array]) -> TensorFlowTraining:
         least = {}
         if self._scaling is not None and not isinstance(self._scaling, LossScaleOptimizer):
             # Keras compares the counter with the interval by ==, so a larger counter would never grow the scale again

@@ -30,9 +30,9 @@ class TensorFlowStateConverter:
         )
 
     def native(self, model: Any, optimizer: Any, scaler: Any) -> NativeTraining:
-        from polyamp_tensorflow.porting.native_training import KerasTraining
+        from polyamp_tensorflow.porting.native_training import TensorFlowTraining
 
-        return KerasTraining.of(model, optimizer, scaler)
+        return TensorFlowTraining.of(model, optimizer, scaler)
 
 
 def _changed_learning_rates(optimizer: Any) -> list[str]:

@@ -82,7 +82,7 @@ def short_paths(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def inventory(model: Any) -> Inventory:
+def inventory(model: Any, batch: Any = None) -> Inventory:
     """Return the layers of a model in the order of definition.
 
     Raises:

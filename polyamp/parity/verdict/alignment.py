@@ -12,9 +12,10 @@ from typing import Final, NamedTuple
 import msgspec
 
 from polyamp.porting.layouts.inventory import NativeLayer
+from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.operations import Merge
-from polyamp.porting.matching.attribute_differences import RECURRENT_KINDS, Difference, format_differences
+from polyamp.porting.matching.attribute_differences import Difference, format_differences
 from polyamp.porting.matching.matching import LayerMatch
 from polyamp.porting.states.training_state import ArrayMapping
 from polyamp.porting.transfer_plan import TransferPlan

@@ -11,7 +11,7 @@ import msgspec
 from polyamp.parity.trace.sketch import Sketch
 from polyamp.parity.trace.trace import Entry
 from polyamp.parity.verdict.alignment import Alignment
-from polyamp.porting.matching.attribute_differences import RECURRENT_KINDS
+from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
 
 StepGradients = Mapping[tuple[Any, ...], Entry]
 

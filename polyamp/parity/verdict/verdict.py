@@ -17,7 +17,7 @@ from polyamp.parity.verdict.alignment import Alignment
 from polyamp.parity.verdict.distances import EntryComparison, own_distance, prefer_float64_distance, scalar_distance
 from polyamp.parity.verdict.optimizer_updates import OptimizerUpdates
 from polyamp.parity.verdict.tolerances import FACTOR, RANDOMNESS_LIMIT, PhaseTolerance
-from polyamp.porting.matching.attribute_differences import RECURRENT_KINDS
+from polyamp.porting.layouts.layer_kinds import RECURRENT_KINDS
 from polyamp.recipe.recipe import Recipe
 
 _EXACT_QUANTITIES: Final = ("finite", "scale", "applied")

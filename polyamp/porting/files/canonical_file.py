@@ -10,7 +10,9 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import numpy as np
 
 from polyamp._version import __version__
 from polyamp.errors import PortError, describe_value
@@ -18,12 +20,7 @@ from polyamp.files import as_path
 from polyamp.porting.files import safetensors_file
 from polyamp.porting.layouts.canonical_model import Canonical, Layer
 from polyamp.porting.layouts.layer_kinds import to_json_value
-from polyamp.porting.layouts.lazy_array import Lazy
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
+from polyamp.porting.layouts.lazy_array import Array, Lazy
 
 FORMAT: Final = "polyamp-canonical-1"
 _CHECKPOINT: Final = "polyamp-checkpoint-1"
@@ -130,8 +127,6 @@ def tie_axes(name: str, array: Lazy, to: str, stored: Mapping[str, Lazy]) -> lis
     """Return the order of axes in which an array equals the array it is tied to; None if they differ in any bit."""
     if to not in stored:
         raise PortError(f"{name!r} is tied to {to!r}, which is no array of the model. Arrays: {', '.join(stored)}.")
-    import numpy as np
-
     other = stored[to]
     straight = list(range(array.ndim))
     for axes in (straight, straight[::-1]):

@@ -10,7 +10,7 @@ import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from polyamp.contract import registry
 from polyamp.errors import PortError, UnsupportedError, did_you_mean
@@ -19,12 +19,7 @@ from polyamp.porting.files import canonical_file, safetensors_file
 from polyamp.porting.layouts.canonical_model import Canonical, Layer
 from polyamp.porting.layouts.converter import Evaluation, FileConverter, HasConverter
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp.porting.layouts.lazy_array import Lazy
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
+from polyamp.porting.layouts.lazy_array import Array, Lazy
 
 CANONICAL: Final = "canonical"
 """Format name of files that `porting.save` writes, used in place of a framework's name."""

@@ -27,18 +27,15 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from polyamp.errors import PortError
 from polyamp.files import missing_file_error, write_atomically
 from polyamp.porting.files.strided_copies import as_contiguous
-from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp.porting.layouts.lazy_array import Array, Lazy
 from polyamp.porting.progress import progress_bar
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 _DTYPES: Final = {
     "BOOL": "bool",
@@ -131,8 +128,6 @@ def read(path: Path, what: str = "safetensors file") -> TensorFile:
     digests = _array_checksums(path, held, places)
 
     def reader(name: str, place: _TensorSpan) -> Callable[[], Array]:
-        import numpy as np
-
         checked = name not in digests
 
         def values() -> Array:
@@ -307,7 +302,6 @@ def _tensor_spans(header: Mapping[str, Any], total: int) -> dict[str, _TensorSpa
 
 def _dtype_from_code(letters: Any) -> Any:
     import ml_dtypes
-    import numpy as np
 
     if letters not in _DTYPES:
         raise ValueError(f"dtype {letters!r} is unknown")
@@ -327,8 +321,6 @@ def _dtype_code(name: str, array: Lazy) -> str:
 
 def _array_bytes(array: Lazy) -> Iterator[memoryview]:
     """Yield an array's bytes, little-endian and in C order, in parts."""
-    import numpy as np
-
     values = as_contiguous(array.read())
     if values.dtype.byteorder == ">":
         values = values.astype(values.dtype.newbyteorder("<"))

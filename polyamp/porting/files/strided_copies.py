@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
-    Array = np.ndarray[Any, Any]
+from polyamp.porting.layouts.lazy_array import Array
 
 _ROWS: Final = 128
 _SMALL: Final = 1 << 16
@@ -40,8 +39,6 @@ def as_contiguous(array: Array) -> Array:
     """
     if array.flags.c_contiguous:
         return array
-    import numpy as np
-
     out = np.empty(array.shape, array.dtype)
     copy_into(out, array)
     return out
@@ -57,8 +54,6 @@ def aligned_copy(array: Array) -> Array:
         >>> copy.tolist(), copy.flags.c_contiguous, copy.ctypes.data % 64
         ([[0, 3], [1, 4], [2, 5]], True, 0)
     """
-    import numpy as np
-
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     out = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -76,8 +71,6 @@ def copy_into(out: Array, array: Array) -> None:
     Raises:
         ValueError: another shape or dtype.
     """
-    import numpy as np
-
     if out.shape != array.shape or out.dtype != array.dtype:
         raise ValueError(f"{array.dtype}{list(array.shape)} does not go into {out.dtype}{list(out.shape)}")
     size = array.dtype.itemsize
@@ -125,8 +118,6 @@ def _blocks(out: Array, array: Array) -> Iterator[tuple[Array, Array]]:
 
 def _copy_transposed(blocks: Sequence[tuple[Array, Array]]) -> None:
     """Copy through a buffer in the source's order, in which the axis next to the last one is padded."""
-    import numpy as np
-
     for out, array in blocks:
         lying = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
         number = lying.index(array.ndim - 1)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
-    Array = np.ndarray[Any, Any]
+from polyamp.porting.layouts.lazy_array import Array
 
 
 def apply_activation(name: str, array: Array) -> Array | None:
@@ -27,28 +26,20 @@ def apply_activation(name: str, array: Array) -> Array | None:
         >>> apply_activation("relu", np.array([-1.0, 2.0])).tolist()
         [0.0, 2.0]
     """
-    import numpy as np
-
     function = _FUNCTIONS.get(name)
     return None if function is None else function(np.asarray(array, np.float64))
 
 
 def _relu(x: Array) -> Array:
-    import numpy as np
-
     return np.maximum(x, 0.0)
 
 
 def _sigmoid(x: Array) -> Array:
-    import numpy as np
-
     found: Array = 0.5 * (1.0 + np.tanh(0.5 * x))
     return found
 
 
 def _tanh(x: Array) -> Array:
-    import numpy as np
-
     return np.tanh(x)
 
 
@@ -57,8 +48,6 @@ def _silu(x: Array) -> Array:
 
 
 def _gelu(x: Array) -> Array:
-    import numpy as np
-
     erf = np.fromiter((math.erf(each) for each in x.ravel() / math.sqrt(2.0)), np.float64, x.size)
     found: Array = 0.5 * x * (1.0 + erf.reshape(x.shape))
     return found

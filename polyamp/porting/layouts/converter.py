@@ -7,15 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp.porting.layouts.lazy_array import Lazy
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
+from polyamp.porting.layouts.lazy_array import Array, Lazy
 
 
 class Evaluation(NamedTuple):

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from polyamp.porting.layouts.layer_kinds import find_kind
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.lazy_array import Lazy
 
@@ -80,7 +81,7 @@ class Inventory:
             form.attributes.get("channels")
             for layer in self.layers
             for form in layer.forms[:1]
-            if form.kind in ("conv", "conv_transpose")
+            if find_kind(form.kind).is_convolution
         }
         return said.pop() if len(said) == 1 else None
 
@@ -91,7 +92,7 @@ class Inventory:
             len(shape) - 2
             for layer in self.layers
             for form in layer.forms[:1]
-            if form.kind in ("conv", "conv_transpose")
+            if find_kind(form.kind).is_convolution
             for name, shape in form.shapes(layer.arrays).items()
             if name == "kernel"
         }

@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp.porting.layouts.lazy_array import Array, Lazy
 from polyamp.porting.layouts.operations import Moves, Operation, Shape
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
-    Array = np.ndarray[Any, Any]
+Array = np.ndarray[Any, Any]
 
 
 class Lazy:
@@ -34,8 +33,6 @@ class Lazy:
     __slots__ = ("_read", "dtype", "shape")
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, read: Callable[[], Array]) -> None:
-        import numpy as np
-
         self.shape = tuple(int(length) for length in shape)
         self.dtype = np.dtype(dtype)
         self._read = read
@@ -43,8 +40,6 @@ class Lazy:
     @classmethod
     def of(cls, array: Any) -> Lazy:
         """Wrap a NumPy array, or any value that `numpy.asarray` accepts, as it is."""
-        import numpy as np
-
         if isinstance(array, Lazy):
             return array
         held = np.asarray(array)
@@ -79,8 +74,6 @@ class Lazy:
         return values
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        import numpy as np
-
         return np.array(self.read(), dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from polyamp.errors import PortError
+from polyamp.porting.layouts.lazy_array import Array
 from polyamp.porting.layouts.operations import Shape
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +29,6 @@ class Negate:
         return shapes
 
     def forward(self, arrays: list[Array]) -> list[Array]:
-        import numpy as np
-
         turned = [np.array(array) for array in arrays]
         for array in turned:
             parts = np.split(array, self.blocks, self.axis)  # views

@@ -11,14 +11,12 @@ import abc
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
+
+import numpy as np
 
 from polyamp.errors import PortError
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
+from polyamp.porting.layouts.lazy_array import Array
 
 Shape = tuple[int, ...]
 
@@ -26,49 +24,35 @@ Shape = tuple[int, ...]
 class Operation(Protocol):
     """One step from native arrays to canonical ones."""
 
+    @abc.abstractmethod
     def shapes(self, shapes: list[Shape]) -> list[Shape]:
         """Return the shapes of the arrays that `forward` returns for these shapes."""
 
+    @abc.abstractmethod
     def forward(self, arrays: list[Array]) -> list[Array]:
         """Convert native arrays to canonical arrays."""
 
+    @abc.abstractmethod
     def backward(self, arrays: list[Array]) -> list[Array]:
         """Convert canonical arrays to native arrays; the inverse of `forward`."""
 
     def gradients(self, arrays: list[Array]) -> list[Array]:
-        """Convert native gradients to canonical gradients; the same as `forward` if the operation only moves values."""
+        """Convert native gradients to canonical gradients; by default as `forward`, for an operation that only moves
+        values."""
+        return self.forward(arrays)
 
     def moments(self, arrays: list[Array]) -> list[Array]:
         """Convert an optimizer's canonical moments, which have the layout of gradients, to native: the inverse of
         `gradients`."""
-
-    def loses(self, arrays: list[Array]) -> str:
-        """Return what `backward` loses of these canonical arrays, as a phrase; "" if nothing."""
-
-
-class Moves(abc.ABC):
-    """Operation that only moves values, so that gradients move in the same way, and nothing is lost."""
-
-    @abc.abstractmethod
-    def shapes(self, shapes: list[Shape]) -> list[Shape]:
-        """Return the shapes of the arrays that `forward` returns for these shapes."""
-
-    @abc.abstractmethod
-    def forward(self, arrays: list[Array]) -> list[Array]:
-        """Convert native arrays to canonical arrays."""
-
-    @abc.abstractmethod
-    def backward(self, arrays: list[Array]) -> list[Array]:
-        """Convert canonical arrays to native arrays."""
-
-    def gradients(self, arrays: list[Array]) -> list[Array]:
-        return self.forward(arrays)
-
-    def moments(self, arrays: list[Array]) -> list[Array]:
         return self.backward(arrays)
 
     def loses(self, arrays: list[Array]) -> str:
+        """Return what `backward` loses of these canonical arrays, as a phrase; "" if nothing."""
         return ""
+
+
+class Moves(Operation):
+    """Operation that only moves values, so that gradients move in the same way, and nothing is lost."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +117,6 @@ class Flip(Moves):
         return shapes
 
     def forward(self, arrays: list[Array]) -> list[Array]:
-        import numpy as np
-
         return [np.flip(array, self.axes) for array in arrays]
 
     def backward(self, arrays: list[Array]) -> list[Array]:
@@ -170,8 +152,6 @@ class Blocks(Moves):
 
 
 def _permute_blocks(array: Array, order: Sequence[int], axis: int) -> Array:
-    import numpy as np
-
     parts = np.split(array, len(order), axis)
     return np.concatenate([parts[number] for number in order], axis)
 
@@ -196,14 +176,10 @@ class Split(Moves):
         return [(*shape[:axis], length, *shape[axis + 1 :]) for length in self.lengths]
 
     def forward(self, arrays: list[Array]) -> list[Array]:
-        import numpy as np
-
         edges = [sum(self.lengths[: number + 1]) for number in range(len(self.lengths) - 1)]
         return np.split(arrays[0], edges, self.axis)
 
     def backward(self, arrays: list[Array]) -> list[Array]:
-        import numpy as np
-
         return [np.concatenate(arrays, self.axis)]
 
 
@@ -314,8 +290,6 @@ class Merge:
         return [shapes[0], shapes[0]]
 
     def forward(self, arrays: list[Array]) -> list[Array]:
-        import numpy as np
-
         second = np.zeros_like(arrays[0])
         parts = np.split(second, self.blocks)  # views
         for part, number in zip(parts, self.added, strict=False):
@@ -327,8 +301,6 @@ class Merge:
         return [arrays[0], second]
 
     def backward(self, arrays: list[Array]) -> list[Array]:
-        import numpy as np
-
         parts = self._less_added(arrays[1])
         if any(parts[number].any() for number in self.absent):
             raise PortError(
@@ -341,8 +313,6 @@ class Merge:
 
     def gradients(self, arrays: list[Array]) -> list[Array]:
         """Return the gradient of the sum for both biases; a separately stored block gets its own gradient."""
-        import numpy as np
-
         second = np.array(arrays[0])
         if self.kept:
             parts, held = np.split(second, self.blocks), np.split(arrays[1], len(self.kept))
@@ -353,8 +323,6 @@ class Merge:
     def moments(self, arrays: list[Array]) -> list[Array]:
         """Return the mean of both biases' moments, which are equal unless they were decayed. A separately stored block
         gets its own moments."""
-        import numpy as np
-
         first, second = (np.split(array, self.blocks) for array in arrays)
         pairs = enumerate(zip(first, second, strict=True))
         merged = [one if number in self.kept else (one + other) / 2 for number, (one, other) in pairs]
@@ -366,8 +334,6 @@ class Merge:
         return "two biases are added into one" if lost else ""
 
     def _less_added(self, second: Array) -> list[Array]:
-        import numpy as np
-
         parts = np.split(second, self.blocks)
         if not self.added:
             return parts
@@ -407,15 +373,11 @@ class Shift:
         return arrays
 
     def loses(self, arrays: list[Array]) -> str:
-        import numpy as np
-
         there = self.forward(self.backward(arrays))
         exact = all(np.array_equal(one, other) for one, other in zip(arrays, there, strict=True))
         return "" if exact else f"the framework adds {self.constant:g} itself, which rounds the last bit"
 
     def _moved(self, array: Array, constant: float) -> Array:
-        import numpy as np
-
         moved = np.array(array)
         parts = np.split(moved, self.blocks, self.axis)
         for number in self.chosen:

@@ -11,25 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
-from polyamp.porting.layouts.layer_kinds import default_attention_scale, find_kind, to_json_value
+from polyamp.porting.layouts.layer_kinds import KINDS, RECURRENT_KINDS, Attribute, find_attribute, to_json_value
 from polyamp.porting.matching.layer_fit import LayerFit
 from polyamp.porting.matching.matching import LayerMatch
 
-_LAYOUT_ATTRIBUTES: Final = ("channels", "inputs", "outputs")
-"""Attributes that describe the layout of values, which the converters handle."""
-_CONVENTION_ATTRIBUTES: Final = ("mask", "unbiased")
-"""Attributes that are the same for every layer of a framework: reported as a convention, not as a difference."""
-_NEUTRAL_VALUES: Final[dict[str, Any]] = {
-    "scale": 1.0,
-    "dropout": 0.0,
-    "recurrent_dropout": 0.0,
-    "padding_mode": "zeros",
-    "reverse": False,
-    "groups": 1,
-}
-"""Value that is equivalent to a missing attribute."""
-RECURRENT_KINDS: Final = ("lstm", "gru", "simple_rnn")
-"""Kinds whose activation is internal, so that it does not follow the layer."""
 _MAX_LISTED: Final = 8
 """Largest number of layers with the same difference that are listed individually."""
 _MAX_NAMED: Final = 3
@@ -122,57 +107,39 @@ def _compare_pair(
     conventions: dict[str, None],
     unseen: dict[str, int],
 ) -> None:
-    ours, theirs = dict(to_json_value(way.source.attributes)), dict(to_json_value(way.target.attributes))
-    kind = find_kind(way.source.kind)
-    structural = kind.structural if kind is not None else ()
-    if way.source.kind != way.target.kind:
+    kind = way.source.kind
+    if kind != way.target.kind:
         return
-    own = () if way.source.kind in RECURRENT_KINDS else ("activation",)  # other layers: `_activation_differences`
-    for name in sorted({*ours, *theirs} - {*_LAYOUT_ATTRIBUTES, *own}):
+    ours, theirs = dict(to_json_value(way.source.attributes)), dict(to_json_value(way.target.attributes))
+    for name in sorted({*ours, *theirs}):
+        attribute = find_attribute(kind, name)
+        if not attribute.compared or (name == "activation" and kind not in RECURRENT_KINDS):
+            continue  # the activations of other layers: `_activation_differences`
         if name not in ours or name not in theirs:
-            usual = _is_default_value(name, ours.get(name, theirs.get(name)), way, source)
-            if not usual and (kind is None or name in kind.attributes):
+            usual = _is_neutral_value(attribute, ours.get(name, theirs.get(name)), way, source)
+            if not usual and (kind not in KINDS or name in KINDS[kind].attributes):
                 unseen[name] = unseen.get(name, 0) + 1
-            continue
-        if _has_equal_attribute(name, ours, theirs, way, source):
-            continue
-        if name in _CONVENTION_ATTRIBUTES:
-            conventions[_describe_convention(name, ours[name])] = None
-            continue
-        differences.append(
-            Difference(
-                source.path,
-                target.path,
-                name,
-                ours[name],
-                theirs[name],
-                _setting_line(target.lines.get(name), ours[name]),
-                name in structural,
-            )
-        )
+        elif not _has_equal_attribute(name, ours, theirs, way, source):
+            if attribute.convention is not None:
+                conventions[attribute.convention(ours[name])] = None
+                continue
+            line = _setting_line(target.lines.get(name), ours[name])
+            values = ours[name], theirs[name]
+            differences.append(Difference(source.path, target.path, name, *values, line, attribute.structural))
 
 
-def _is_default_value(name: str, value: Any, way: LayerFit, source: NativeLayer) -> bool:
+def _is_neutral_value(attribute: Attribute, value: Any, way: LayerFit, source: NativeLayer) -> bool:
     """Return whether an attribute that one framework lacks has the value that is equivalent to its absence."""
-    if name == "scale" and way.source.kind == "attention" and value is not None:
-        return _is_same_value(value, default_attention_scale(way.source.shapes(source.arrays)["query_kernel"][-1]))
-    return (
-        name in _CONVENTION_ATTRIBUTES
-        or value is None
-        or (name in _NEUTRAL_VALUES and _is_same_value(value, _NEUTRAL_VALUES[name]))
-    )
+    if value is None or attribute.convention is not None:
+        return True
+    neutral = attribute.neutral
+    if callable(neutral):
+        neutral = neutral(way.source.shapes(source.arrays))
+    return neutral is not None and _is_same_value(value, neutral)
 
 
 def _setting_line(write: Callable[[Any], str] | None, value: Any) -> str:
     return "" if write is None else write(value)
-
-
-def _describe_convention(name: str, value: Any) -> str:
-    if name == "mask":
-        kept = "keep" if value == "keep" else "drop"
-        return f"attention masks: a true means {kept!r} in the source, and the opposite in the target"
-    kind = "n - 1" if value else "n"
-    return f"running variances: the source divides by {kind}, the target by {'n' if value else 'n - 1'}, as it trains"
 
 
 def _has_equal_attribute(
@@ -212,7 +179,7 @@ def _pair_arrayless_layers(source: Inventory, target: Inventory) -> list[tuple[N
     if not source.ordered or not target.ordered:
         return []
     pairs: list[tuple[NativeLayer, NativeLayer]] = []
-    for kind in ("dropout", "pooling", "resize"):
+    for kind in (kind for kind, row in KINDS.items() if row.paired_in_order):
         ours, theirs = ([layer for layer in side.layers if layer.forms[0].kind == kind] for side in (source, target))
         if len(ours) == len(theirs):
             pairs += zip(ours, theirs, strict=True)

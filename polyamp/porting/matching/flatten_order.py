@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.layer_kinds import find_kind
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.matching.matching import LayerMatch
 
@@ -73,8 +74,8 @@ def find_channel_orders(source: Inventory, target: Inventory, pairs: Sequence[La
         if each.fit.source.kind != "dense" or each.fit.target.kind != "dense":
             continue
         inputs, features = each.fit.source.shapes(each.source.arrays)["kernel"]
-        before = _channel_count(lined[number - 1], last=True) if number else None
-        behind = _channel_count(lined[number + 1], last=False) if number + 1 < len(lined) else None
+        before = _channel_count(lined[number - 1], "features") if number else None
+        behind = _channel_count(lined[number + 1], "inputs") if number + 1 < len(lined) else None
         first = None if ours is None or theirs is None else ours == "first"
         if before and inputs > before and inputs % before == 0:
             found[each.target.path] = ChannelOrder(before, True, first, lined[number - 1].source.path)
@@ -95,16 +96,17 @@ def unknown_order_error(turned: Mapping[str, ChannelOrder]) -> PortError | None:
     )
 
 
-def _channel_count(match: LayerMatch, *, last: bool) -> int | None:
-    """Return the number of channels that a layer returns (`last`) or takes; None for a layer without channels."""
+def _channel_count(match: LayerMatch, role: str) -> int | None:
+    """Return the number of channels that a layer returns ("features") or takes ("inputs"); None for a layer without
+    channels."""
     form = match.fit.source
+    row = find_kind(form.kind)
+    if not row.has_channels:
+        return None
     shapes = form.shapes(match.source.arrays)
-    if form.kind == "conv":
-        groups = int(form.attributes.get("groups") or 1)
-        return shapes["kernel"][-1] if last else shapes["kernel"][-2] * groups
-    if form.kind == "conv_transpose":
-        groups = int(form.attributes.get("groups") or 1)
-        return shapes["kernel"][-1] * groups if last else shapes["kernel"][-2]
-    if form.kind in ("batch_norm", "group_norm"):
-        return next(iter(shapes.values()))[0]
+    name = "kernel" if row.is_convolution else next(iter(shapes))
+    shape, axes = shapes[name], row.arrays[name]
+    for axis in range(-len(axes), 0):
+        if axes[axis].partition(" / ")[0] in (role, "channels"):
+            return shape[axis] * (int(form.attributes.get("groups") or 1) if axes[axis].endswith(" / groups") else 1)
     return None

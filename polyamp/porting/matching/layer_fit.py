@@ -10,14 +10,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from polyamp.porting.layouts.inventory import NativeLayer
+from polyamp.porting.layouts.layer_kinds import find_kind
 from polyamp.porting.layouts.layer_layout import Form, Rule
 from polyamp.porting.layouts.lazy_array import Lazy
 from polyamp.porting.layouts.operations import Reshape, Shape, Transpose
 
-_RELATED_KINDS: Final = ({"embedding", "dense"}, {"conv", "dense"})
-"""Kinds that may contain the same single array under other names: an embedding as a kernel; a dense layer as a 1x1
-kernel."""
 _PROBE_LIMIT: Final = 1 << 20
 """Largest number of elements for which two readings of a layer are compared by converting numbers with both."""
 
@@ -92,9 +92,14 @@ def _candidate_fits(source: NativeLayer, target: NativeLayer) -> Iterator[LayerF
                 yield LayerFit(one, other)
             elif one.kind == other.kind and "parameter" not in (one.kind, other.kind):
                 continue
-            elif "parameter" in (one.kind, other.kind) or {one.kind, other.kind} in _RELATED_KINDS:
+            elif "parameter" in (one.kind, other.kind) or _is_related(one.kind, other.kind):
                 for between in _array_mappings(shapes[0], shapes[1], {one.kind, other.kind}):
                     yield LayerFit(one, _rename_arrays(other, between, shapes[0], shapes[1]))
+
+
+def _is_related(one: str, other: str) -> bool:
+    """Return whether the kinds may contain the same array: an embedding as a kernel, a dense layer as a 1x1 kernel."""
+    return other == find_kind(one).related or one == find_kind(other).related
 
 
 def _canonical_shapes(form: Form, layer: NativeLayer) -> Mapping[str, Shape] | None:
@@ -108,8 +113,8 @@ def _array_mappings(
     one: Mapping[str, Shape], other: Mapping[str, Shape], kinds: set[str]
 ) -> Iterator[Mapping[str, Any]]:
     """Yield ways to read the arrays `other` as the arrays `one`: name in `one` -> (name in `other`, operations)."""
-    if kinds == {"conv", "dense"}:
-        if one.keys() == other.keys() and all(_squeeze_shape(one[name]) == _squeeze_shape(other[name]) for name in one):
+    if one.keys() == other.keys():
+        if all(_squeeze_shape(one[name]) == _squeeze_shape(other[name]) for name in one):
             yield {name: (name, (Reshape(other[name], one[name]),)) for name in one}
         return
     if len(one) != 1 or len(other) != 1:
@@ -141,8 +146,6 @@ def _rename_arrays(
 
 def _is_same_placement(one: LayerFit, other: LayerFit, source: NativeLayer, target: NativeLayer) -> bool:
     """Return whether two readings put every number into the same place."""
-    import numpy as np
-
     if sum(array.size for array in source.arrays.values()) > _PROBE_LIMIT:
         return False
     numbers, start = {}, 0

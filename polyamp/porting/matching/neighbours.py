@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from polyamp.porting.layouts.inventory import NativeLayer
+from polyamp.porting.layouts.layer_kinds import find_kind
 from polyamp.porting.matching.module_names import parse_module_name
 
 _KINDS: Final = ("norm", "conv", "dense", "transposed conv")
@@ -84,7 +85,7 @@ def _independently_numbered_keys(layers: Sequence[NativeLayer]) -> set[Neighbour
         module, words = _neighbour_key(layer.path)
         if all(word.isdigit() for word in words) and layer.leaves:
             norm = layer.forms[0].kind.endswith("_norm")
-            if norm or layer.forms[0].kind in ("conv", "dense", "conv_transpose"):
+            if norm or "kernel" in find_kind(layer.forms[0].kind).arrays:
                 numbered[module][norm].add((module, words))
     return {key for both in numbered.values() if both[True] != both[False] for side in both.values() for key in side}
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import Inventory, NativeLayer
 from polyamp.porting.layouts.lazy_array import Lazy
@@ -31,8 +33,6 @@ class TieConstraints:
         Raises:
             PortError: the target ties arrays that have different values in the source.
         """
-        import numpy as np
-
         for each in self._equal:
             arrays = each.fit.target.leaves(each.fit.source.arrays(each.source.arrays), each.target.arrays)
             for name, value in arrays.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts import operations
@@ -17,7 +17,7 @@ from polyamp.porting.layouts.converter import Converter
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_kinds import to_json_value
 from polyamp.porting.layouts.layer_layout import Form, Rule
-from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp.porting.layouts.lazy_array import Array, Lazy
 from polyamp.porting.layouts.operations import Operation
 from polyamp.porting.states.optimizer_layout import (
     OptimizerLayout,
@@ -25,11 +25,6 @@ from polyamp.porting.states.optimizer_layout import (
     map_leaf_arrays,
     unnamed_leaves_reason,
 )
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 METADATA_VERSION: Final = 1
 

@@ -10,12 +10,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from polyamp.porting.layouts.lazy_array import Array
+
 if TYPE_CHECKING:
-    import numpy as np
-
     from polyamp.porting.layouts.inventory import Inventory
-
-    Array = np.ndarray[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import numpy as np
 
 from polyamp.errors import PortError
-from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp.porting.layouts.lazy_array import Array, Lazy
 from polyamp.porting.layouts.operations import Merge
 from polyamp.porting.port_report import PortReport
 from polyamp.porting.states import recipe_comparison
@@ -29,11 +31,6 @@ from polyamp.porting.transfer_plan import make_transfer_plan
 from polyamp.recipe.scaler import LossScaleState
 from polyamp.train import checkpoint_checks
 from polyamp.train.recipe_changes import SettingChange
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 _MISSING_COUNT_NOTE: Final = (
     "the source's optimizer does not count its updates, so that the number of applied ones is taken for 0, where "
@@ -106,8 +103,6 @@ def port_state(
         PortError: as for `port`; optimizers are of two kinds, an array has no counterpart, or recipes differ.
         CheckpointError: a damaged file.
     """
-    import numpy as np
-
     ours, theirs = make_training_side(source, target=False), make_training_side(target, target=True)
     _check_same_slots(ours, theirs)
     found = make_transfer_plan(ours.inventory, theirs.inventory, names, strict=strict)
@@ -208,8 +203,6 @@ def _write_loss_scale(
     new: dict[str, Array], source: TrainingSide, target: TrainingSide, given: Mapping[str, float]
 ) -> list[str]:
     """Write the loss scale into the target's arrays, within its scaler's bounds (S18)."""
-    import numpy as np
-
     scaler = target.scaler
     if scaler is None or "loss_scale/scale" not in target.arrays:
         return (

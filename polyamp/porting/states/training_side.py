@@ -9,13 +9,16 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
+
+import numpy as np
 
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend, State
 from polyamp.errors import ArgumentError, CheckpointError, PortError, UnsupportedError, describe_value
 from polyamp.porting.layouts.converter import Converter, HasConverter
 from polyamp.porting.layouts.inventory import Inventory
+from polyamp.porting.layouts.lazy_array import Array
 from polyamp.porting.states.metadata import read_state_metadata as read_description
 from polyamp.porting.states.optimizer_layout import (
     HasStateConverter,
@@ -28,11 +31,6 @@ from polyamp.porting.states.optimizer_layout import (
 from polyamp.recipe.scaler import LossScaler
 from polyamp.train import checkpoint, checkpoint_checks, recipe_changes
 from polyamp.train.argument_checks import is_state
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 ACCEPTED_STATES: Final = (
     "a polyamp state, the path of a checkpoint that polyamp.save wrote, or polyamp.porting.training(model, optimizer, "
@@ -182,8 +180,6 @@ def _side_of_state(state: Any, *, target: bool) -> TrainingSide:
 
 
 def _side_of_native_training(given: Training) -> TrainingSide:
-    import numpy as np
-
     backend = registry.backend_for(given.model)
     converter, states = find_converters(backend)
     native: NativeTraining = states.native(given.model, given.optimizer, given.scaler)

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form
-from polyamp.porting.layouts.lazy_array import Lazy
+from polyamp.porting.layouts.lazy_array import Array, Lazy
 from polyamp.porting.matching.flatten_order import ChannelOrder
 from polyamp.porting.states.training_side import TrainingSide
 from polyamp.recipe.scaler import LossScaleState
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 SlotArrays = dict[str, dict[str, Lazy]]
 
@@ -162,8 +159,6 @@ def _read_slot(own: TrainingSide, slot: str, leaf: InventoryLeaf) -> Lazy | None
 
 def _initial_slot(own: TrainingSide, slot: str, leaf: InventoryLeaf) -> Lazy:
     """Return the initial value of a slot."""
-    import numpy as np
-
     number = own.optimizer.numbers.get(leaf.tied or leaf.name, 0)
     start = own.optimizer.distinct[number].get("initial_accumulator_value", 0.0) if slot == "sum" else 0.0
     shape, dtype = leaf.array.shape, np.dtype(np.float32)
@@ -191,8 +186,6 @@ def _write_values(
 ) -> None:
     """Write values into an array of the target, which keeps its dtype. Elements of an array that does not exist yet
     have at least `least` bytes."""
-    import numpy as np
-
     if leaf.tied is not None:
         return
     read = values.read()
@@ -207,8 +200,6 @@ def _write_values(
 
 def _write_counts(new: dict[str, Array], own: TrainingSide, counts: Mapping[str, int], step: int) -> list[str]:
     """Write the counts into the target's arrays, and the number of applied updates to all of its locations."""
-    import numpy as np
-
     shared: dict[str, dict[str, int]] = {}
     for leaf, number in counts.items():
         place = own.optimizer.counts.get(leaf)
@@ -237,7 +228,5 @@ def _write_counts(new: dict[str, Array], own: TrainingSide, counts: Mapping[str,
 
 
 def _write_number(new: dict[str, Array], own: TrainingSide, name: str, number: int) -> None:
-    import numpy as np
-
     old = own.arrays.get(name)
     new[name] = np.full((), number, np.float32) if old is None else np.full(old.shape, number, old.dtype)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp_jax.porting.converter import find_library
+from polyamp_jax.porting.jax_only.library_lookup import find_library
 from polyamp_jax.porting.libraries.stacked_layers import parse_slice_name
 from polyamp_jax.step.state import JaxState
 
