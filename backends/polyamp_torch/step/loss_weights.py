@@ -134,7 +134,7 @@ class SingleBatchWeighting(LossWeighting):
 
     @property
     def is_empty(self) -> bool:
-        return self.omits and self.factors[0] == 0.0
+        return self.omits and self.factors == [0.0]
 
     def count_others(self, count: Callable[[Any], list[Any]]) -> None:
         """Do nothing: there are no other micro-batches."""
