@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ from polyamp_torch.step.grad_stats import global_norm_and_finite, unscale_and_cl
 from polyamp_torch.step.loss_weights import weighted_loss_sum
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
+from polyamp_torch.step.torch_only.compile_errors import compile_error
 from polyamp_torch.step.torch_only.compiled_loss_weights import has_unclear_selection, weigh_selection
 from polyamp_torch.step.torch_only.complex_parameters import real_view, real_views
 from polyamp_torch.step.torch_only.eager_dry_run import RetraceMonitor, check_retrace, run_trial
@@ -169,7 +170,7 @@ class CompiledGraph:
             except Exception as error:
                 if self._watch.refusal is not None:
                     raise self._watch.refusal from error
-                raise _compile_error(error, self._watch.changing) from error
+                raise compile_error(error, self._watch.changing) from error
             finally:
                 self._watch.given = self._watch.refusal = self._watch.interrupts = None
 
@@ -432,20 +433,3 @@ def micro_batch_weights(window: Accumulation, device: torch.device) -> torch.Ten
 
 def _module_name(path: str) -> str:
     return path.replace("/", ".")
-
-
-def _compile_error(error: Exception, changing: Sequence[str]) -> UnsupportedError:
-    """Return the error for a failure of torch.compile: the start of torch's message, and the remedy."""
-    if changing and "RecompileLimit" in type(error).__name__:
-        return UnsupportedError(
-            f"train_step(compile=...): every pass of loss_fn changes {', '.join(changing[:3])}. Python state is a "
-            f"constant of the graph, so each step is compiled anew, and torch gives up: {type(error).__name__}. Keep a "
-            "counter in a buffer (self.register_buffer, self.n += 1) or outside of loss_fn, or use compile=False."
-        )
-    lines: Sequence[str] = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return UnsupportedError(
-        f"train_step(compile=...) could not compile the step into one graph. torch says: {type(error).__name__}: "
-        f"{' '.join(lines[:3])[:400]}. Keep Python side effects, data-dependent branches, backward() and autograd "
-        "functions without setup_context out of loss_fn and the model, or use compile=False. (Without a C++ compiler: "
-        "compile={'backend': 'aot_eager'}.)"
-    )
