@@ -313,7 +313,7 @@ def parallel(rank: int, world: int) -> dict[str, tuple[float, float, str]]:
             apart = distance([whole(p) for p in state.parameters.values()], list(alone.parameters.values()))
             losses = distance([result.loss for result in results], [result.loss for result in expected])
             norms = distance([result.grad_norm for result in results], [result.grad_norm for result in expected])
-            found[f"{case} {name} {state.replicas.engine}"] = (apart, max(losses, norms), digest(state))
+            found[f"{case} {name} {state.replicas.engine.name}"] = (apart, max(losses, norms), digest(state))
     return found
 
 
