@@ -15,7 +15,7 @@ from polyamp.errors import LossError, UnsupportedError
 from polyamp.results import Gradients, LossFunction
 from polyamp.rules import loss_weights, step_checks
 from polyamp.rules.accumulation import Accumulation
-from polyamp.rules.loss_weights import WeightFunction
+from polyamp.rules.loss_weights import LossCount, LossOutput, WeightFunction
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import XP, dtype_name, to_device
 from polyamp_torch.compat import foreach_mul_, local_tensor_of
@@ -182,66 +182,22 @@ def scaled_backward(
         stack.enter_context(matmul_precision(plan.float32_matmul))
         for model in models:
             stack.enter_context(model.installed())
-        given = models[0] if len(models) == 1 else models
-
-        def count(part: Any) -> list[Any]:
-            with root_region(plan, states[0].device.type), interrupts.allowed:
-                return _mean_counts(loss_fn, given, states, part)
-
-        code, trial = getattr(loss_fn, "__code__", type(loss_fn)), None
-        if weighting.begins and code in states[0].sums_means:
-            if states[0].sums_means[code]:
-                weighting.count_others(count)
-        elif weighting.begins:
-            trial = _DryRunSnapshot(states)
-        ends = _probe_parameters(states[0], foreign.began)
-        held = [p.grad for p in ends]
-        while True:
-            before = autograd_node_count()
-            with root_region(plan, states[0].device.type), interrupts.allowed:
-                result, found = loss_weights.call_loss_fn(loss_fn, given, batch)
-            if trial is None:
-                break
-            states[0].sums_means[code] = loss_weights.is_sum_of_means(result)
-            if states[0].sums_means[code]:  # free the graph for the counting passes, then run again
-                del result, found
-                trial.restore()
-                weighting.count_others(count)
-            else:
-                break
-            trial = None
-        size = autograd_node_count() - before
-        ran = any(p.grad is not grad for p, grad in zip(ends, held, strict=True))
-        if ran or foreign.were_given(loss_fn, size):
-            raise LossError(
-                "loss_fn must not run the backward pass: polyamp does, on the scaled loss, and would add its gradients "
-                "to those that are there. Drop loss.backward(), and optimizer.step() and zero_grad() with it."
-            )
-        read = weighting.read(result, found, batch, count)
-        if weighting.among_others and (weighting.is_unclear or loss_weights.has_unclear_count(read, found)):
-            loss_weights.warn_unclear_count(loss_fn, loss_weights.count_line(found))
-        loss, aux = read.value, read.aux
-        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
-            raise LossError(
-                "loss_fn must return a tensor that depends on the model's parameters. "
-                f"Received: {type(loss).__name__} without a gradient. Is it detached, or under torch.no_grad()?"
-            )
-        step_checks.check_loss(tuple(loss.shape), dtype_name(loss.dtype))
+        read, size = _run_forward(loss_fn, models, states, batch, foreign, interrupts, weighting)
         for model in models:
             model.check_overrides_ran()
-        if states[0].replicas.sharded:
-            loss = states[0].replicas.whole(loss)
+        loss = states[0].replicas.whole(read.value) if states[0].replicas.sharded else read.value
         wide = (loss.double() if plan.param == "float64" else loss.float()).reshape(())
         factor = weighting.counted(read, batch, counts=counts)
+        known = isinstance(factor, float)
         scaled = wide * states[0].scale_state.scale.to(wide.device) if scaler.scales else wide
-        scaled = scaled if isinstance(factor, float) and factor == 1.0 else scaled * factor
-        foreign.look(loss_fn, wide, size)
+        scaled = scaled if known and factor == 1.0 else scaled * factor
+        foreign.stash(loss_fn, wide, size)
         value = wide.detach().float()
-        if not isinstance(factor, float) or factor == 0.0:
-            value = weighted_loss_sum([value], [0.0 if isinstance(factor, float) else factor > 0.0])
+        if not known or factor == 0.0:
+            value = weighted_loss_sum([value], [0.0 if known else factor > 0.0])
         if between is not None:
             between(value)
-        if not (weighting.omits and isinstance(factor, float) and factor == 0.0):
+        if not (weighting.omits and known and factor == 0.0):
             with interrupts.allowed:
                 torch.autograd.backward(scaled)
             for state in states:
@@ -250,7 +206,66 @@ def scaled_backward(
         if plan.cast:
             for model, own in zip(models, writes, strict=True):
                 own.note(model.commit())
-    return value, map_tree(_detach_leaf, aux)
+    return value, map_tree(_detach_leaf, read.aux)
+
+
+def _run_forward(
+    loss_fn: LossFunction,
+    models: tuple[Any, ...],
+    states: Sequence[TorchState],
+    batch: Any,
+    foreign: ForeignGrads,
+    interrupts: DeferInterrupts,
+    weighting: LossWeighting,
+) -> tuple[LossOutput, int]:
+    """Run `loss_fn`; return its loss, and the size of the autograd graph.
+
+    Only the first pass of a loss function shows whether its loss is a sum of means over several micro-batches (S8).
+    That pass is then undone, and runs again after the passes that count.
+    """
+    state, model = states[0], models[0] if len(models) == 1 else models
+
+    def run() -> tuple[Any, Sequence[LossCount]]:
+        with root_region(state.plan, state.device.type), interrupts.allowed:
+            return loss_weights.call_loss_fn(loss_fn, model, batch)
+
+    def count(part: Any) -> list[Any]:
+        with root_region(state.plan, state.device.type), interrupts.allowed:
+            return _mean_counts(loss_fn, model, states, part)
+
+    code = getattr(loss_fn, "__code__", type(loss_fn))
+    trial = _DryRunSnapshot(states) if weighting.begins and code not in state.sums_means else None
+    if weighting.begins and state.sums_means.get(code):
+        weighting.count_others(count)
+    probes = _probe_parameters(state, foreign.began)
+    before = [p.grad for p in probes]
+    nodes = autograd_node_count()
+    result, found = run()
+    if trial is not None:
+        state.sums_means[code] = loss_weights.is_sum_of_means(result)
+        if state.sums_means[code]:
+            del result, found  # frees the graph for the counting passes
+            trial.restore()
+            weighting.count_others(count)
+            nodes = autograd_node_count()
+            result, found = run()
+    size = autograd_node_count() - nodes
+    if any(p.grad is not grad for p, grad in zip(probes, before, strict=True)) or foreign.were_given(loss_fn, size):
+        raise LossError(
+            "loss_fn must not run the backward pass: polyamp does, on the scaled loss, and would add its gradients "
+            "to those that are there. Drop loss.backward(), and optimizer.step() and zero_grad() with it."
+        )
+    read = weighting.read(result, found, batch, count)
+    if weighting.among_others and (weighting.is_unclear or loss_weights.has_unclear_count(read, found)):
+        loss_weights.warn_unclear_count(loss_fn, loss_weights.count_line(found))
+    loss = read.value
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        raise LossError(
+            "loss_fn must return a tensor that depends on the model's parameters. "
+            f"Received: {type(loss).__name__} without a gradient. Is it detached, or under torch.no_grad()?"
+        )
+    step_checks.check_loss(tuple(loss.shape), dtype_name(loss.dtype))
+    return read, size
 
 
 def _mean_counts(loss_fn: LossFunction, model: Any, states: Sequence[TorchState], part: Any) -> list[Any]:

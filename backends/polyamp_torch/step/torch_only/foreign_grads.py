@@ -101,7 +101,7 @@ class ForeignGrads:
             return False
         return any(p.grad is not None for p in self._own)
 
-    def look(self, loss_fn: Any, loss: torch.Tensor, size: int) -> None:
+    def stash(self, loss_fn: Any, loss: torch.Tensor, size: int) -> None:
         """Stash the gradients of the foreign leaves of `loss`, whose graph has `size` nodes, before its backward
         pass."""
         self.began = True
