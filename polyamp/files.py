@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
-from polyamp.errors import ArgumentError, closest_words, describe_value
+from polyamp.errors import ArgumentError, CheckpointError, closest_words, describe_value
 
 _OPEN_FLAGS: Final = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 """Flags for `open`: a link is an error, and opening a pipe does not wait."""
@@ -138,11 +138,7 @@ def _write_target(
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_to_disk(target.parent)
 
 
 def _write_parts(file: IO[bytes], parts: Iterable[bytes | memoryview], head: Callable[[], bytes] | None) -> None:
@@ -191,41 +187,44 @@ def _remove_abandoned(target: Path) -> None:
 
 
 def _acquire_lock(descriptor: int, *, wait: bool) -> bool:
-    """Acquire the lock of an open file, which ends with its process; return False if it is not available."""
+    """Acquire the lock of an open file or folder, which ends with its process; return False if there are no locks.
+
+    Raises:
+        BlockingIOError: another writer has the lock, and `wait` is False.
+    """
     try:
         import fcntl
     except ModuleNotFoundError:  # Windows: abandoned files stay
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # locked by another writer, or a file system without locks
+    except BlockingIOError:
+        raise
+    except OSError:  # a file system without locks
         return False
     return True
 
 
 @contextlib.contextmanager
 def exclusive_writer(folder: Path) -> Iterator[bool]:
-    """Context that locks a folder; it yields False if locks are not supported.
+    """Context that locks a folder for a save; it yields False if locks are not supported.
 
     Raises:
-        BlockingIOError: another writer has the lock.
+        CheckpointError: another writer has the lock.
     """
     try:
-        import fcntl
-
         descriptor = os.open(folder, os.O_RDONLY)
-    except (ModuleNotFoundError, PermissionError):  # Windows
+    except PermissionError:  # Windows
         yield False
         return
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = True
-        except BlockingIOError:
-            raise
-        except OSError:  # a file system without locks
-            held = False
-        yield held
+            is_locked = _acquire_lock(descriptor, wait=False)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"another save into {folder} is under way. Wait for it, or name another folder."
+            ) from error
+        yield is_locked
     finally:
         os.close(descriptor)
 

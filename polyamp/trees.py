@@ -52,14 +52,24 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     >>> list(leaves({"x": [10, 20]}))
     [("['x'][0]", 10), ("['x'][1]", 20)]
     """
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from leaves(value, f"{path}[{key!r}]")
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from leaves(getattr(tree, field.name), f"{path}.{field.name}")
-    elif isinstance(tree, (list, tuple)):
-        for index, value in enumerate(tree):
-            yield from leaves(value, f"{path}[{index}]")
-    else:
+    parts = children(tree, path)
+    if parts is None:
         yield path, tree
+    else:
+        for own_path, part in parts:
+            yield from leaves(part, own_path)
+
+
+def children(tree: Any, path: str = "") -> list[tuple[str, Any]] | None:
+    """Return the (path, part) pairs of a container itself, with paths as those of `leaves`; None for a leaf.
+
+    >>> children({"x": [10, 20]}), children(10)
+    ([("['x']", [10, 20])], None)
+    """
+    if isinstance(tree, Mapping):
+        return [(f"{path}[{key!r}]", value) for key, value in tree.items()]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(f"{path}.{field.name}", getattr(tree, field.name, None)) for field in dataclasses.fields(tree)]
+    if isinstance(tree, (list, tuple)):
+        return [(f"{path}[{index}]", value) for index, value in enumerate(tree)]
+    return None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from polyamp.contract.backend import Backend
     from polyamp.contract.harness import Harness
 
-SUITE_MODULES = ("polyamp.conformance", "polyamp.testing.conformance")
+SUITE = "polyamp.conformance"
 
 
 class Deviation(NamedTuple):
@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    suite = [item for item in items if getattr(getattr(item, "module", None), "__name__", "").startswith(SUITE_MODULES)]
+    suite = [item for item in items if getattr(getattr(item, "module", None), "__name__", "").startswith(SUITE)]
     if not suite:
         return
     name = config.getoption("--polyamp-backend")

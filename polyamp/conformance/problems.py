@@ -40,6 +40,12 @@ def batch(seed: int = 0, *, size: int = 8, inputs: int = 4, outputs: int = 3, ga
     }
 
 
+def split_rows(whole: Batch, lengths: Sequence[int]) -> list[Batch]:
+    """Return a batch in micro-batches of these lengths."""
+    ends = np.cumsum(lengths)
+    return [{k: v[end - n : end] for k, v in whole.items()} for n, end in zip(lengths, ends, strict=True)]
+
+
 def loss_fn(model: Any, batch: Batch) -> Any:
     """Return the mean squared error of the outputs times the gain."""
     return polyamp.losses.mean_squared_error(model(batch["x"]) * batch["gain"], batch["y"])
@@ -57,12 +63,31 @@ def recipe(policy: str | polyamp.Policy = "float32", **settings: Any) -> polyamp
     return polyamp.Recipe(policy=policy, **settings)
 
 
+def stateful_recipe() -> polyamp.Recipe:
+    """Return a recipe with moments, counts, a schedule and a scale that moves."""
+    return recipe(
+        "mixed_float16",
+        optimizer=polyamp.adamw(polyamp.schedules.warmup_cosine(0.05, 2, 12), weight_decay=0.1),
+        scaler=polyamp.LossScaler(init_scale=64.0, growth_interval=2),
+        clip_norm=1.0,
+    )
+
+
 def train(
     harness: Harness, made: polyamp.Recipe, batches: Iterable[Batch], *, weights: Sequence[DenseWeights] | None = None
 ) -> tuple[Any, list[polyamp.StepResult]]:
     """Train on `batches` from the same initial weights and return the state and the results."""
-    state = polyamp.init(harness.mlp(weights or layers()), made)
-    step = polyamp.train_step(loss_fn, made)
+    return advance(polyamp.init(harness.mlp(weights or layers()), made), batches)
+
+
+def advance(
+    state: Any, batches: Iterable[Any], loss: Any = loss_fn, **options: Any
+) -> tuple[Any, list[polyamp.StepResult]]:
+    """Run a step on each batch with the state's recipe, and return the state and the results.
+
+    `options` are those of `train_step`.
+    """
+    step = polyamp.train_step(loss, state.recipe, **options)
     results = []
     for item in batches:
         state, result = step(state, item)

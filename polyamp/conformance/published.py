@@ -1,8 +1,7 @@
-"""Loss-scale rules of other libraries, transcribed by hand from their sources: the oracles of S16.
+"""Loss-scale rules of other libraries, transcribed by hand from their sources: the oracles of S16's table.
 
 Each is a generator function of the flags (True: the gradients overflowed) that yields the scale after every step. They
-share no code with polyamp's rule or each other, so that no mistake is common to both. The conformance suite tests them
-on some sequences, the core tests on all sequences of 8 flags.
+share no code with polyamp's rule or each other, so that no mistake is common to both.
 """
 
 from __future__ import annotations
@@ -26,31 +25,6 @@ def torch(flags: Sequence[bool], *, scale: float, interval: int) -> Iterator[flo
             scale, tracker = (doubled if doubled <= FLOAT32_MAX else scale), 0
         else:
             tracker += 1
-        yield scale
-
-
-def keras(flags: Sequence[bool], *, scale: float, interval: int) -> Iterator[float]:
-    """Keras 3.15, keras/src/optimizers/loss_scale_optimizer.py, `_stateful_handle_finite_grads` and its counterpart."""
-    step_counter = 0
-    for overflow in flags:
-        if overflow:
-            step_counter = 0
-            scale *= 0.5
-        elif step_counter == interval - 1:
-            step_counter = 0
-            scale *= 2.0
-        else:
-            step_counter += 1
-        yield scale
-
-
-def apex(flags: Sequence[bool], *, scale: float, interval: int, ceiling: float = 2.0**24) -> Iterator[float]:
-    """NVIDIA/apex before commit cb65b8ed, apex/amp/scaler.py, `LossScaler.update_scale`, no `min_loss_scale`."""
-    unskipped = 0
-    for overflow in flags:
-        scale, unskipped = (scale / 2.0, 0) if overflow else (scale, unskipped + 1)
-        if unskipped == interval:
-            scale, unskipped = min(ceiling, scale * 2.0), 0
         yield scale
 
 
@@ -104,18 +78,6 @@ def deepspeed(
         yield scale
 
 
-def deepspeed_fused(flags: Sequence[bool], *, scale: float, interval: int, floor: float = 1.0) -> Iterator[float]:
-    """DeepSpeed 0.19.6, deepspeed/runtime/fp16/fused_optimizer.py, `FP16_Optimizer._update_scale`: no hysteresis."""
-    last_overflow = -1
-    for iteration, overflow in enumerate(flags):
-        stable = iteration - last_overflow - 1
-        if overflow:
-            scale, last_overflow = max(scale / 2.0, floor), iteration
-        elif stable > 0 and stable % interval == 0:
-            scale *= 2.0
-        yield scale
-
-
 def megatron(
     flags: Sequence[bool], *, scale: float, interval: int, hysteresis: int, floor: float = 1.0
 ) -> Iterator[float]:
@@ -135,18 +97,6 @@ def megatron(
         yield scale
 
 
-def jmp(flags: Sequence[bool], *, scale: float, interval: int, floor: float = 1.0) -> Iterator[float]:
-    """jmp 0.0.4, jmp/_src/loss_scale.py, `DynamicLossScale.adjust`."""
-    counter = 0
-    for overflow in flags:
-        if overflow:
-            scale = max(floor, scale / 2)
-        elif counter == interval - 1:
-            scale = scale * 2 if scale * 2 <= FLOAT32_MAX else scale
-        counter = 0 if overflow else (counter + 1) % interval
-        yield scale
-
-
 def flax(flags: Sequence[bool], *, scale: float, interval: int, floor: float = 2.0**-126) -> Iterator[float]:
     """flax 0.12.8, flax/training/dynamic_scale.py, `DynamicScale.value_and_grad`: the count before the step decides."""
     fin_steps = 0
@@ -158,54 +108,6 @@ def flax(flags: Sequence[bool], *, scale: float, interval: int, floor: float = 2
             scale = min(scale * 2.0, FLOAT32_MAX)
         fin_steps = 0 if grow or overflow else fin_steps + 1
         yield scale
-
-
-class PublishedCase(NamedTuple):
-    """One source with one setting, and the scaler with the same sequences.
-
-    Attributes:
-        rule: the transcription.
-        arguments: its constants.
-        preset: the name that `LossScaler.like` takes.
-        changes: further arguments of `LossScaler.like`.
-    """
-
-    rule: PublishedRule
-    arguments: dict[str, Any]
-    preset: str
-    changes: dict[str, Any]
-
-
-def _cases() -> list[PublishedCase]:
-    cases = []
-    plain: tuple[tuple[PublishedRule, str, dict[str, Any]], ...] = (
-        (torch, "torch", {}),
-        (keras, "keras", {}),
-        (apex, "apex", {}),
-        (jmp, "jmp", {}),
-        (flax, "flax", {}),
-        (deepspeed_fused, "deepspeed", {"hysteresis": 1}),
-    )
-    for interval in (1, 2, 3):
-        for scale in (2.0, 16.0):
-            given, own = {"scale": scale, "interval": interval}, {"init_scale": scale, "growth_interval": interval}
-            cases += [PublishedCase(rule, given, preset, {**own, **changes}) for rule, preset, changes in plain]
-            for hysteresis in (1, 2, 3):
-                more, theirs = {**given, "hysteresis": hysteresis}, {**own, "hysteresis": hysteresis}
-                refilled = {**theirs, "consecutive_hysteresis": True}
-                cases += [
-                    PublishedCase(megatron, more, "megatron", theirs),
-                    PublishedCase(deepspeed, more, "deepspeed", theirs),
-                    PublishedCase(deepspeed, {**more, "consecutive": True}, "deepspeed", refilled),
-                    PublishedCase(apex_hysteresis, more, "torch", refilled),
-                ]
-    cases.append(
-        PublishedCase(apex, {"scale": 2.0**23, "interval": 1}, "apex", {"init_scale": 2.0**23, "growth_interval": 1})
-    )
-    return cases
-
-
-CASES: Final = _cases()
 
 
 OVERFLOWS: Final = [1, 0, 0, 0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1]

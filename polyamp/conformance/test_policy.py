@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import batch, layers, loss_fn, recipe, relative_difference, to_float, train
+from polyamp.conformance.problems import advance, batch, layers, loss_fn, recipe, relative_difference, to_float, train
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import PolicyError
@@ -81,10 +81,7 @@ def test_s03_running_statistics_are_not_rounded_to_16_bits(backend: Backend, har
     found = {}
     for policy in (polyamp.Policy("mixed_bfloat16", mode="cast"), polyamp.Policy("float32")):
         made = recipe(policy, optimizer=polyamp.sgd(1e-9))
-        state = polyamp.init(harness.normalized_mlp(layers()), made)
-        step = polyamp.train_step(loss_fn, made)
-        for _ in range(30):
-            state, _ = step(state, batch())
+        state, _ = advance(polyamp.init(harness.normalized_mlp(layers()), made), [batch()] * 30)
         arrays = {name: value for name, value in backend.export_state(state).items() if name.startswith("running/")}
         found[policy.compute] = {name: value for name, value in arrays.items() if value.dtype.kind == "f"}
     assert found["float32"]

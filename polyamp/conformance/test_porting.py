@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import batch, flat_weights, layers, loss_fn, recipe
+from polyamp.conformance.problems import batch, flat_weights, layers, loss_fn, stateful_recipe
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import PortError, UnsupportedError
@@ -17,16 +17,9 @@ from polyamp.porting.layouts.converter import HasConverter
 SOURCE, TARGET, OTHER = layers(), layers(seed=7), layers((8, 5), seed=7)
 
 
-def porting_recipe() -> polyamp.Recipe:
-    """Moments, counts, a schedule and a scale that moves."""
-    rate = polyamp.schedules.warmup_cosine(0.05, warmup_steps=2, total_steps=12)
-    scaler = polyamp.LossScaler(init_scale=64.0, growth_interval=2)
-    return recipe("mixed_float16", optimizer=polyamp.adamw(rate, weight_decay=0.1), scaler=scaler, clip_norm=1.0)
-
-
 def model_weights(harness: Harness, model: Any) -> list[np.ndarray[Any, Any]]:
     """A model's weights, layer by layer."""
-    return [np.asarray(array) for layer in harness.weights(polyamp.init(model, porting_recipe())) for array in layer]
+    return [np.asarray(array) for layer in harness.weights(polyamp.init(model, stateful_recipe())) for array in layer]
 
 
 def is_porting_refused(backend: Backend, source: Any, target: Any) -> bool:
@@ -60,8 +53,8 @@ def test_s30_what_does_not_fit_changes_nothing(backend: Backend, harness: Harnes
 
 
 def test_s30_a_training_state_goes_on_in_another(backend: Backend, harness: Harness) -> None:
-    step = polyamp.train_step(loss_fn, porting_recipe())
-    state, other = (polyamp.init(harness.mlp(weights), porting_recipe()) for weights in (SOURCE, TARGET))
+    step = polyamp.train_step(loss_fn, stateful_recipe())
+    state, other = (polyamp.init(harness.mlp(weights), stateful_recipe()) for weights in (SOURCE, TARGET))
     if is_porting_refused(backend, state, other):
         return
     for seed in range(3):

@@ -10,27 +10,27 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.conformance.problems import batch, flat_weights, layers, loss_fn, recipe, relative_difference, to_float
+from polyamp.conformance.problems import (
+    advance,
+    batch,
+    flat_weights,
+    layers,
+    recipe,
+    relative_difference,
+    stateful_recipe,
+    to_float,
+)
 from polyamp.contract import registry
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import ModelError, StateError, UnsupportedError
 
-RATE = polyamp.schedules.warmup_cosine(0.05, warmup_steps=2, total_steps=12)
+RATE = stateful_recipe().optimizer.learning_rate
 Slots = dict[str, np.ndarray[Any, Any]]
 
 
-def refresh_recipe() -> polyamp.Recipe:
-    """Moments, counts, a schedule and a scale that moves."""
-    scaler = polyamp.LossScaler(init_scale=64.0, growth_interval=2)
-    return recipe("mixed_float16", optimizer=polyamp.adamw(RATE, weight_decay=0.1), scaler=scaler, clip_norm=1.0)
-
-
 def advance_state(state: Any, seeds: Sequence[int], outputs: int = 3) -> Any:
-    step = polyamp.train_step(loss_fn, state.recipe)
-    for seed in seeds:
-        state, _ = step(state, batch(seed, outputs=outputs))
-    return state
+    return advance(state, [batch(seed, outputs=outputs) for seed in seeds])[0]
 
 
 def layer_slots(arrays: Slots, number: int) -> Slots:
@@ -39,7 +39,7 @@ def layer_slots(arrays: Slots, number: int) -> Slots:
 
 
 def test_s28_a_new_head_starts_anew_and_the_body_goes_on(backend: Backend, harness: Harness, tmp_path: Path) -> None:
-    state = advance_state(polyamp.init(harness.mlp(layers()), refresh_recipe()), range(3))
+    state = advance_state(polyamp.init(harness.mlp(layers()), stateful_recipe()), range(3))
     before = backend.export_state(state)
     head = layers((8, 5), seed=7)[0]
     state = polyamp.refresh(state, harness.with_head(state, head))
@@ -55,7 +55,7 @@ def test_s28_a_new_head_starts_anew_and_the_body_goes_on(backend: Backend, harne
     assert to_float(backend, state.step) == 3
     state = advance_state(state, range(3, 5), outputs=5)
     polyamp.save(state, tmp_path / "grown")  # S22 holds for what has grown
-    again = polyamp.init(harness.mlp([layers()[0], head]), refresh_recipe())
+    again = polyamp.init(harness.mlp([layers()[0], head]), stateful_recipe())
     again = polyamp.restore(again, tmp_path / "grown")
     ends = [flat_weights(harness, advance_state(each, range(5, 7), outputs=5)) for each in (state, again)]
     assert np.array_equal(ends[0], ends[1])
@@ -76,7 +76,7 @@ def test_s28_a_new_head_takes_the_first_step_of_a_new_parameter(backend: Backend
 def test_s28_nothing_changed_changes_nothing(backend: Backend, harness: Harness) -> None:
     ends = []
     for refreshes in (False, True):
-        state = advance_state(polyamp.init(harness.mlp(layers()), refresh_recipe()), range(3))
+        state = advance_state(polyamp.init(harness.mlp(layers()), stateful_recipe()), range(3))
         if refreshes:
             state = polyamp.refresh(state, state.model)
         ends.append(flat_weights(harness, advance_state(state, range(3, 5))))
@@ -84,7 +84,7 @@ def test_s28_nothing_changed_changes_nothing(backend: Backend, harness: Harness)
 
 
 def test_s28_thawed_layers_start_anew_and_frozen_ones_are_dropped(backend: Backend, harness: Harness) -> None:
-    state = polyamp.init(harness.mlp(layers()), refresh_recipe())
+    state = polyamp.init(harness.mlp(layers()), stateful_recipe())
     try:
         model = harness.with_frozen(state, [0])
     except UnsupportedError:
@@ -105,7 +105,7 @@ def test_s28_thawed_layers_start_anew_and_frozen_ones_are_dropped(backend: Backe
 
 
 def test_s28_what_is_said_of_parameters_must_be_there(backend: Backend, harness: Harness) -> None:
-    state = advance_state(polyamp.init(harness.mlp(layers()), refresh_recipe()), [0])
+    state = advance_state(polyamp.init(harness.mlp(layers()), stateful_recipe()), [0])
     before = backend.export_state(state)
     for name in ("fresh", "keep"):
         with pytest.raises(ModelError, match=rf"{name}: the glob 'haed/\*\*' matches no trained parameter"):

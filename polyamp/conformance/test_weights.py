@@ -13,11 +13,13 @@ import pytest
 import polyamp
 from polyamp.conformance.problems import (
     Batch,
+    advance,
     changed_arrays,
     flat_weights,
     layers,
     recipe,
     relative_difference,
+    split_rows,
     to_float,
 )
 from polyamp.contract.backend import Backend
@@ -44,12 +46,6 @@ def weighted_batch(seed: int = 0, *, size: int = 12) -> Batch:
         "classes": labels,
         "weights": np.where(counts, rng.uniform(0.2, 3.0, size), 0.0).astype("f4")[:, None],
     }
-
-
-def split_batch(batch: Batch, lengths: list[int]) -> list[Batch]:
-    """The batch in micro-batches of these lengths."""
-    ends = np.cumsum(lengths)
-    return [{k: v[end - n : end] for k, v in batch.items()} for n, end in zip(lengths, ends, strict=True)]
 
 
 def ignored_label_loss(model: Any, batch: Batch) -> Any:
@@ -105,13 +101,7 @@ def train_micro_batches(
 ) -> tuple[Any, list[polyamp.StepResult]]:
     scaler = polyamp.LossScaler(init_scale=256.0) if policy == "mixed_float16" else None
     made = recipe(policy, accumulate_steps=count, scaler=scaler, **SETTINGS)
-    state = polyamp.init(harness.mlp(layers()), made)
-    step = polyamp.train_step(loss_fn, made, **options)
-    results = []
-    for batch in batches:
-        state, result = step(state, batch)
-        results.append(result)
-    return state, results
+    return advance(polyamp.init(harness.mlp(layers()), made), batches, loss_fn, **options)
 
 
 def test_s08_a_mean_over_a_selection_counts_what_is_selected(backend: Backend, harness: Harness) -> None:
@@ -180,7 +170,7 @@ def test_s08_a_mean_over_what_counts_is_that_of_one_batch(
     batches = [weighted_batch(seed) for seed in range(2)]
     state, results = train_micro_batches(harness, loss_fn, 1, batches)
     split, found = train_micro_batches(
-        harness, loss_fn, len(lengths), [split_batch(batch, lengths) for batch in batches]
+        harness, loss_fn, len(lengths), [split_rows(batch, lengths) for batch in batches]
     )
     for one, other in zip(results, found, strict=True):
         assert not bool(backend.to_numpy(other.skipped))

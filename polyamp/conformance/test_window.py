@@ -16,6 +16,7 @@ from polyamp.conformance.problems import (
     loss_fn,
     recipe,
     relative_difference,
+    split_rows,
     to_float,
     train,
 )
@@ -27,12 +28,6 @@ SETTINGS: dict[str, Any] = {
     "scaler": polyamp.LossScaler.static(64.0),
     "clip_norm": 0.5,
 }
-
-
-def split_rows(whole: Batch, *lengths: int) -> list[Batch]:
-    """The batch in parts of these lengths."""
-    ends = np.cumsum(lengths)
-    return [{k: v[end - n : end] for k, v in whole.items()} for n, end in zip(lengths, ends, strict=True)]
 
 
 def assert_same_training(harness: Harness, backend: Backend, wholes: list[Batch], given: list[Any]) -> None:
@@ -57,7 +52,7 @@ def test_s08_a_list_may_be_shorter_and_its_members_may_differ(backend: Backend, 
     lengths = ((3, 3, 1), (2, 2, 2))
     wholes = [batch(seed, size=sum(own)) for seed, own in enumerate(lengths)]
     assert_same_training(
-        harness, backend, wholes, [split_rows(whole, *own) for whole, own in zip(wholes, lengths, strict=True)]
+        harness, backend, wholes, [split_rows(whole, own) for whole, own in zip(wholes, lengths, strict=True)]
     )
 
 
@@ -70,7 +65,7 @@ def test_s08_what_is_no_row_is_the_same_in_every_micro_batch(backend: Backend, h
     made = recipe(accumulate_steps=2)
     state = polyamp.init(harness.mlp(layers()), made)
     weights = np.full(5, 0.2, np.float32)
-    parts = [{**part, "weights": weights} for part in split_rows(batch(size=3), 2, 1)]
+    parts = [{**part, "weights": weights} for part in split_rows(batch(size=3), [2, 1])]
     _, result = polyamp.train_step(weighed, made)(state, parts)
     alone = polyamp.init(harness.mlp(layers()), recipe())
     _, whole = polyamp.train_step(loss_fn, recipe())(alone, batch(size=3))

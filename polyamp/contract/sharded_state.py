@@ -42,7 +42,7 @@ class StateProcesses(Protocol):
     def count(self) -> int:
         """Number of processes."""
 
-    def gather(self, said: bytes) -> list[bytes]:
+    def gather(self, message: bytes) -> list[bytes]:
         """Return the bytes that each process passes, by rank. Every process calls it; lengths may differ.
 
         Raises:
@@ -69,7 +69,7 @@ class HasCollectiveCalls(Protocol):
 class HasReplicas(Protocol):
     """Optional protocol of `StateProcesses` that all hold the whole state: any of them may save it alone (S33)."""
 
-    def write_by_one(self, path: str, put: Callable[[], None], look: Callable[[], Any]) -> None:
+    def write_by_one(self, path: str, write_file: Callable[[], None], file_version: Callable[[], Any]) -> None:
         """Have one of the calling processes write a file, without knowing which processes call.
 
         See `polyamp.rules.single_file_save.SingleWriter.write`.

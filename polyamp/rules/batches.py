@@ -5,15 +5,14 @@ This module knows no framework. Backends use it in their own pass over the batch
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from polyamp.errors import BatchError
 from polyamp.rules.accumulation import Accumulation, divide_rows
-from polyamp.trees import leaves, map_tree
+from polyamp.trees import children, leaves, map_tree
 
 Shape = tuple[int, ...]
 
@@ -67,13 +66,7 @@ def check_has_no_lists(batch: Any, rows: int, path: str = "") -> None:
     Raises:
         BatchError: names the list and what to pass instead.
     """
-    if isinstance(batch, Mapping):
-        for key, value in batch.items():
-            check_has_no_lists(value, rows, f"{path}[{key!r}]")
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            check_has_no_lists(getattr(batch, field.name), rows, f"{path}.{field.name}")
-    elif isinstance(batch, list | tuple):
+    if isinstance(batch, list | tuple):
         kinds = {type(value) for value in batch}
         numbers = kinds <= {bool, int, float} and isinstance(batch, list)  # a tuple of numbers is a size, or settings
         if rows > 1 and len(batch) == rows and (numbers or kinds == {str}):
@@ -82,8 +75,8 @@ def check_has_no_lists(batch: Any, rows: int, path: str = "") -> None:
                 "accumulate_steps splits arrays alone, so that every micro-batch would get all of them. Pass an array "
                 "(np.array(values) does for numbers and text), or a list of micro-batches."
             )
-        for number, value in enumerate(batch):
-            check_has_no_lists(value, rows, f"{path}[{number}]")
+    for own_path, value in children(batch, path) or ():
+        check_has_no_lists(value, rows, own_path)
 
 
 def accumulation_of_batch(leaves: Sequence[tuple[str, Shape]], count: int) -> Accumulation:

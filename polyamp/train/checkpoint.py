@@ -34,6 +34,8 @@ from polyamp.train.checkpoint_processes import (
     check_equal_on_ranks,
     collective_call,
     run_on_all_ranks,
+    run_on_each_rank,
+    run_on_rank_0,
     sharded_state,
 )
 from polyamp.train.checkpoint_tensors import (
@@ -43,6 +45,7 @@ from polyamp.train.checkpoint_tensors import (
     decode_complex128,
     deserialize_arrays,
     encode_complex128,
+    seal_content,
 )
 
 if TYPE_CHECKING:
@@ -111,8 +114,8 @@ def save(state: Any, path: str | os.PathLike[str], *, sharded: bool | None = Non
                     folder.write_folder(parts, file, _metadata(state), replace=not dry_run)
                     return
                 content = _encode_file(state, parts.whole())
-                put = functools.partial(write_atomically, file, content, replace=not dry_run)
-                run_on_all_ranks(processes, f"could not write {file}", lambda: put() if processes.rank == 0 else None)
+                write = functools.partial(write_atomically, file, content, replace=not dry_run)
+                run_on_rank_0(processes, f"could not write {file}", write)
             return
     content = _encode_file(state, state.backend.export_state(state))
     write_atomically(file, content, replace=not dry_run)  # while another thread may step on
@@ -121,17 +124,17 @@ def save(state: Any, path: str | os.PathLike[str], *, sharded: bool | None = Non
 def _write_single_file(state: Any, parts: ShardedState, processes: HasReplicas, file: Path, *, replace: bool) -> None:
     """Write a state that every process holds whole, from the processes that call `save`."""
 
-    def put() -> None:
+    def write_file() -> None:
         write_atomically(file, _encode_file(state, parts.whole()), replace=replace)
 
-    def look() -> Any:
+    def file_version() -> Any:
         try:
-            found = file.stat()
+            status = file.stat()
         except OSError:
             return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        return status.st_ino, status.st_mtime_ns, status.st_size
 
-    processes.write_by_one(os.fspath(file), put, look if replace else str)
+    processes.write_by_one(os.fspath(file), write_file, file_version if replace else str)
 
 
 def _encode_file(state: Any, exported: Arrays) -> bytes:
@@ -145,8 +148,7 @@ def _encode_file(state: Any, exported: Arrays) -> bytes:
     arrays, complex128 = encode_complex128(arrays)
     if complex128:
         meta[_COMPLEX128] = json.dumps(complex128)
-    content = to_bytes(arrays, metadata={**meta, "digest": BLANK_DIGEST})
-    return content.replace(BLANK_DIGEST.encode(), content_digest(content, BLANK_DIGEST).encode(), 1)
+    return seal_content(to_bytes(arrays, metadata={**meta, "digest": BLANK_DIGEST}))
 
 
 def _metadata(state: Any) -> dict[str, str]:
@@ -200,12 +202,12 @@ def restore(state: _State, path: str | os.PathLike[str], *, on_change: OnChange 
     with sharded_state(state) as parts, collective_call(parts.processes, "polyamp.restore"):
         if _is_folder(parts.processes, file):
             manifest = folder.read_verified_manifest(parts, file)
-            said = _PendingRestore(state, os.fspath(path), manifest.meta, folder.manifest_forms(manifest), parts)
-            return said.put(on_change, lambda: folder.read_folder(parts, file, manifest))
+            pending = _PendingRestore(state, os.fspath(path), manifest.meta, folder.manifest_forms(manifest), parts)
+            return pending.finish(on_change, lambda: folder.read_folder(parts, file, manifest))
         if parts.processes.count == 1:
             parts = UnshardedState(state)
         meta, arrays = _read_on_all_ranks(parts, file)
-        return _PendingRestore(state, os.fspath(path), meta, arrays, parts).put(on_change, lambda: arrays)
+        return _PendingRestore(state, os.fspath(path), meta, arrays, parts).finish(on_change, lambda: arrays)
 
 
 def _is_folder(processes: StateProcesses, file: Path) -> bool:
@@ -234,10 +236,8 @@ def _is_folder(processes: StateProcesses, file: Path) -> bool:
 
 def _read_on_all_ranks(parts: ShardedState, file: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """Read a file that every process reads whole; with several processes each gets its own random streams."""
-    found: list[tuple[dict[str, str], dict[str, Any], str]] = []
-    run_on_all_ranks(parts.processes, f"could not read {file}", lambda: found.append(_read_with_digest(file)))
-    meta, arrays, held = found[0]
-    check_equal_on_ranks(parts.processes, f"file at {file}; is the storage shared? Its digest", held)
+    meta, arrays, digest = run_on_each_rank(parts.processes, f"could not read {file}", lambda: _read_with_digest(file))
+    check_equal_on_ranks(parts.processes, f"file at {file}; is the storage shared? Its digest", digest)
     if parts.processes.count > 1:
         saved = {name: arrays[name][None] for name in parts.own if name in arrays}
         arrays |= folder.streams_of_this_rank(parts, saved)
@@ -254,18 +254,14 @@ class _PendingRestore(Generic[_State]):
         self.state: Any = state
         self.name, self.meta, self.found, self.parts = name, meta, found, parts
 
-    def put(self, on_change: OnChange, load: Callable[[], dict[str, Any]]) -> _State:
+    def finish(self, on_change: OnChange, load: Callable[[], dict[str, Any]]) -> _State:
         """Return the state with the arrays from `load`. All processes decide alike, or none writes."""
-        processes = self.parts.processes
-        changed: list[recipe_changes.SettingChange] = []
-        arrays: dict[str, Any] = {}
-        run_on_all_ranks(processes, f"cannot take {self.name}", lambda: changed.extend(self._compare_recipes()))
-        arrays.update(load())
-        said: list[str | None] = []
-        look = functools.partial(self._check_values, arrays, changed, on_change)
-        run_on_all_ranks(processes, f"cannot take {self.name}", lambda: said.append(look()))
-        if said[0] is not None:
-            warnings.warn(said[0], stacklevel=3)
+        processes, failure = self.parts.processes, f"cannot take {self.name}"
+        changed = run_on_each_rank(processes, failure, self._compare_recipes)
+        arrays = load()
+        warning = run_on_each_rank(processes, failure, lambda: self._check_values(arrays, changed, on_change))
+        if warning is not None:
+            warnings.warn(warning, stacklevel=3)
         result: _State = self.state.backend.import_state(self.state, arrays)
         return result
 
@@ -308,10 +304,10 @@ class _PendingRestore(Generic[_State]):
                 f"{self.name} holds what no such state can hold. {checkpoint_checks.join_problems(problems)}."
                 f"{_format_changes(changed)}"
             )
-        said = _changes_warning(self.name, saved is None, changed, on_change)
+        warning = _changes_warning(self.name, saved is None, changed, on_change)
         if recipe_changes.has_change_in(changed, "scaler"):
             checkpoint_checks.fit_loss_scale(arrays, scaler, anew=recipe_changes.has_change_in(changed, "scaler.kind"))
-        return said
+        return warning
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, np.ndarray[Any, Any]]]:
@@ -364,10 +360,10 @@ def _read_bytes(path: Path) -> bytes:
     except FileNotFoundError as error:
         raise missing_file_error(path) from error
     except IsADirectoryError as error:
-        said = "polyamp.save wrote a file. Name the file"
+        advice = "polyamp.save wrote a file. Name the file"
         if (path / folder.MANIFEST).exists():
-            said = "its own framework reads it: restore it in one process, and save one file (sharded=False)"
-        raise IsADirectoryError(error.errno, f"{path.absolute()} is a folder; {said}", str(path)) from error
+            advice = "its own framework reads it: restore it in one process, and save one file (sharded=False)"
+        raise IsADirectoryError(error.errno, f"{path.absolute()} is a folder; {advice}", str(path)) from error
 
 
 def _describe_foreign_file(content: bytes, error: Exception) -> str:

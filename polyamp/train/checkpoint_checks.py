@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from polyamp.contract.sharded_state import ArrayForm
 from polyamp.errors import LossScaleError
 from polyamp.recipe.scaler import LossScaler
+from polyamp.train.checkpoint_processes import format_array_form
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,9 +30,9 @@ def list_mismatches(expected: Mapping[str, Array | ArrayForm], found: Mapping[st
     problems = [f"missing: {name}" for name in expected if name not in found and not name.startswith(late)]
     problems += [f"not in this state: {name}" for name in found if name not in expected and not name.startswith(late)]
     return problems + [
-        f"{name}: {_format_array(found[name])} in the file, {_format_array(expected[name])} in the state"
+        f"{name}: {format_array_form(found[name])} in the file, {format_array_form(expected[name])} in the state"
         for name in expected
-        if name in found and _format_array(found[name]) != _format_array(expected[name])
+        if name in found and format_array_form(found[name]) != format_array_form(expected[name])
     ]
 
 
@@ -108,7 +109,3 @@ def fit_loss_scale(arrays: dict[str, Array], scaler: LossScaler, *, anew: bool) 
 def join_problems(problems: list[str]) -> str:
     """Join the first five problems, and the number of the others."""
     return "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-
-
-def _format_array(array: Array | ArrayForm) -> str:
-    return f"{array.dtype}{list(array.shape)}"

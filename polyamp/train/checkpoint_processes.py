@@ -46,8 +46,8 @@ class SingleProcess:
     rank = 0
     count = 1
 
-    def gather(self, said: bytes) -> list[bytes]:
-        return [said]
+    def gather(self, message: bytes) -> list[bytes]:
+        return [message]
 
 
 class UnshardedState:
@@ -94,15 +94,10 @@ class ReplicatedState(UnshardedState):
         self.replica = (processes.rank, processes.count)
 
     def write(self, folder: Path, more: Mapping[str, Array]) -> None:
-        first = self.processes.rank == 0
-        put = functools.partial(super().write, folder, more)
-        run_on_all_ranks(self.processes, "could not write", lambda: put() if first else None)
+        run_on_rank_0(self.processes, "could not write", functools.partial(super().write, folder, more))
 
     def read(self, folder: Path, forms: Mapping[str, ArrayForm]) -> dict[str, Array]:
-        found: list[dict[str, Array]] = []
-        get = functools.partial(super().read, folder, forms)
-        run_on_all_ranks(self.processes, "could not read", lambda: found.append(get()))
-        return found[0]
+        return run_on_each_rank(self.processes, "could not read", functools.partial(super().read, folder, forms))
 
 
 def read_safetensors(file: Path, forms: Mapping[str, ArrayForm]) -> dict[str, Array]:
@@ -128,22 +123,26 @@ def array_form(array: Array | ArrayForm) -> ArrayForm:
     return array if isinstance(array, ArrayForm) else ArrayForm(str(array.dtype), tuple(array.shape))
 
 
-def check_array_forms(where: Path, found: Mapping[str, ArrayForm], said: Mapping[str, ArrayForm]) -> None:
+def check_array_forms(where: Path, found: Mapping[str, ArrayForm], expected: Mapping[str, ArrayForm]) -> None:
     """Raise if files do not match their manifest.
 
     Raises:
         CheckpointError: names the first differing array.
     """
-    for name in sorted({*found, *said}):
-        if found.get(name) != said.get(name):
+    for name in sorted({*found, *expected}):
+        if found.get(name) != expected.get(name):
+            here, there = (
+                format_array_form(forms[name]) if name in forms else "missing" for forms in (found, expected)
+            )
             raise CheckpointError(
-                f"{where} does not hold what its manifest says: {name} is {_format_form(found.get(name))} in the data "
-                f"and {_format_form(said.get(name))} in the manifest."
+                f"{where} does not hold what its manifest says: {name} is {here} in the data and {there} in the "
+                "manifest."
             )
 
 
-def _format_form(form: ArrayForm | None) -> str:
-    return "missing" if form is None else f"{form.dtype}{list(form.shape)}"
+def format_array_form(array: Array | ArrayForm) -> str:
+    """Return an array's dtype and shape as text: "float32[4, 3]"."""
+    return f"{array.dtype}{list(array.shape)}"
 
 
 def run_on_all_ranks(processes: StateProcesses, what: str, action: Callable[[], _Value]) -> list[_Value]:
@@ -159,18 +158,18 @@ def run_on_all_ranks(processes: StateProcesses, what: str, action: Callable[[], 
     """
     if processes.count == 1:
         return [action()]
-    own: Exception | None = None
-    said: dict[str, Any] = {}
+    own_error: Exception | None = None
+    outcome: dict[str, Any] = {}
     try:
-        said["value"] = action()
+        outcome["value"] = action()
     except Exception as error:  # noqa: BLE001  # whatever it is, the other processes must learn of it
-        own = error
-        said["error"] = f"{type(error).__name__}: {error}"
-    heard = processes.gather(json.dumps(said).encode())
-    if own is not None:
-        raise own
+        own_error = error
+        outcome["error"] = f"{type(error).__name__}: {error}"
+    messages = processes.gather(json.dumps(outcome).encode())
+    if own_error is not None:
+        raise own_error
     try:
-        every = [dict(json.loads(each)) for each in heard]
+        every = [dict(json.loads(message)) for message in messages]
     except (ValueError, TypeError) as error:  # a file here and a folder there: their results differ in kind
         raise CheckpointError("the ranks name different checkpoints. All of them must give the same path.") from error
     failed = [(rank, each["error"]) for rank, each in enumerate(every) if "error" in each]
@@ -181,7 +180,27 @@ def run_on_all_ranks(processes: StateProcesses, what: str, action: Callable[[], 
     return [each["value"] for each in every]
 
 
-def check_equal_on_ranks(processes: StateProcesses, what: str, said: str) -> None:
+def run_on_each_rank(processes: StateProcesses, what: str, action: Callable[[], _Value]) -> _Value:
+    """Return the result of `action` on this process, of any type. An error on one is raised on all.
+
+    Arguments and errors are those of `run_on_all_ranks`.
+    """
+    results: list[_Value] = []
+    run_on_all_ranks(processes, what, lambda: results.append(action()))
+    return results[0]
+
+
+def run_on_rank_0(processes: StateProcesses, what: str, action: Callable[[], _Value]) -> _Value:
+    """Return the result of `action` on the first process, which alone runs it. An error is raised on all.
+
+    Arguments and errors are those of `run_on_all_ranks`.
+    """
+    results: list[Any] = run_on_all_ranks(processes, what, lambda: action() if processes.rank == 0 else None)
+    result: _Value = results[0]
+    return result
+
+
+def check_equal_on_ranks(processes: StateProcesses, what: str, value: str) -> None:
     """Raise if processes differ in a value that must be equal.
 
     Raises:
@@ -189,7 +208,7 @@ def check_equal_on_ranks(processes: StateProcesses, what: str, said: str) -> Non
     """
     if processes.count == 1:
         return
-    every = [each.decode() for each in processes.gather(said.encode())]
+    every = [each.decode() for each in processes.gather(value.encode())]
     for rank, each in enumerate(every):
         if each != every[0]:
             raise CheckpointError(f"all ranks must have the same {what}. Rank 0 has {every[0]}, rank {rank} {each}.")

@@ -15,14 +15,19 @@ PARSE_ERRORS: Final = (ValueError, KeyError, TypeError, AttributeError, Overflow
 """Errors of parsing damaged bytes, besides safetensors' own error."""
 
 
-def content_digest(content: bytes, held: str) -> str:
-    """Return SHA-256 over bytes whose digest field, now `held`, is blanked."""
-    start = content.find(held.encode())
+def content_digest(content: bytes, stored: str) -> str:
+    """Return SHA-256 over bytes whose digest field, now `stored`, is blanked."""
+    start = content.find(stored.encode())
     view = memoryview(content)
-    found = hashlib.sha256(view[:start])
-    found.update(BLANK_DIGEST.encode())
-    found.update(view[start + len(held) :])
-    return found.hexdigest()
+    digest = hashlib.sha256(view[:start])
+    digest.update(BLANK_DIGEST.encode())
+    digest.update(view[start + len(stored) :])
+    return digest.hexdigest()
+
+
+def seal_content(content: bytes) -> bytes:
+    """Return bytes whose blank digest field is filled in."""
+    return content.replace(BLANK_DIGEST.encode(), content_digest(content, BLANK_DIGEST).encode(), 1)
 
 
 def encode_complex128(arrays: Mapping[str, np.ndarray[Any, Any]]) -> tuple[dict[str, np.ndarray[Any, Any]], list[str]]:

@@ -16,6 +16,7 @@ from polyamp.errors import BatchError, PolyampError, RecipeError, describe_value
 from polyamp.float_formats import HALF_DTYPES, framework_dtype_name
 from polyamp.results import LossFunction
 from polyamp.train.argument_checks import LOSS_FN_EXAMPLE, is_state
+from polyamp.trees import children
 
 _MAX_LISTED: Final = 8
 """Maximum number of listed container members and unusual leaves."""
@@ -207,12 +208,6 @@ def unusual_leaf_hints(value: Any, path: str) -> Iterator[str]:
         )
     elif _format_array_leaf(value) is not None:
         return
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from unusual_leaf_hints(each, f"{path}[{key!r}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from unusual_leaf_hints(getattr(value, field.name, None), f"{path}.{field.name}")
     elif (
         isinstance(value, list)
         and value
@@ -221,9 +216,9 @@ def unusual_leaf_hints(value: Any, path: str) -> Iterator[str]:
     ):
         call = "np.asarray" if _is_numbers(value) else "np.stack"
         yield f"{path} is {_describe_leaf(value)}. For an array of them: {call}({path})."
-    elif isinstance(value, list | tuple):
-        for index, each in enumerate(value[:_MAX_LISTED]):
-            yield from unusual_leaf_hints(each, f"{path}[{index}]")
+    elif (parts := children(value, path)) is not None:
+        for own_path, part in parts[:_MAX_LISTED] if isinstance(value, list | tuple) else parts:
+            yield from unusual_leaf_hints(part, own_path)
     elif value is None and path != "batch":
         yield f"{path} is None."
     elif isinstance(value, str):

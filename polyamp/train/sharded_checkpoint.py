@@ -24,8 +24,14 @@ from polyamp.contract.sharded_state import ArrayForm, ShardedState
 from polyamp.errors import ArgumentError, CheckpointError
 from polyamp.files import exclusive_writer, sync_to_disk, unwritable_file_error, write_atomically
 from polyamp.rules import random_streams
-from polyamp.train.checkpoint_processes import array_form, check_equal_on_ranks, run_on_all_ranks
-from polyamp.train.checkpoint_tensors import BLANK_DIGEST, PARSE_ERRORS, content_digest
+from polyamp.train.checkpoint_processes import (
+    array_form,
+    check_equal_on_ranks,
+    run_on_all_ranks,
+    run_on_each_rank,
+    run_on_rank_0,
+)
+from polyamp.train.checkpoint_tensors import BLANK_DIGEST, PARSE_ERRORS, content_digest, seal_content
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,33 +74,30 @@ def write_folder(parts: ShardedState, path: Path, meta: Mapping[str, str], *, re
         OSError, CheckpointError: on every process; the previous checkpoint is intact.
     """
     processes = parts.processes
-    first = processes.rank == 0
     check_equal_on_ranks(processes, "path", os.fspath(path))
     more = _gather_own_arrays(parts)
     with contextlib.ExitStack() as stack:
-        begun = run_on_all_ranks(
-            processes, f"could not begin to save {path}", lambda: stack.enter_context(_new_data_folder(path, first))
+        name = run_on_rank_0(
+            processes, f"could not begin to save {path}", lambda: stack.enter_context(_new_data_folder(path))
         )
-        folder = path / begun[0]
+        folder = path / name
         run_on_all_ranks(processes, "does not see the folder that rank 0 made", lambda: _check_visible(folder))
         parts.write(folder, more)
-        names = run_on_all_ranks(
-            processes, "could not list what was written", lambda: _list_files(folder) if first else None
-        )[0]
-        mine = (names or [])[processes.rank :: processes.count]
-        found = run_on_all_ranks(
-            processes, "could not finish its part", lambda: {name: _sync_and_digest(folder / name) for name in mine}
+        names = run_on_rank_0(processes, "could not list what was written", lambda: _list_files(folder))
+        own_names = names[processes.rank :: processes.count]
+        digests = run_on_all_ranks(
+            processes,
+            "could not finish its part",
+            lambda: {name: _sync_and_digest(folder / name) for name in own_names},
         )
-        files = {name: each[name] for each in found for name in each}
+        files = {name: each[name] for each in digests for name in each}
 
         def commit() -> None:
-            if first and replace:
-                forms = {name: array_form(array) for name, array in {**parts.arrays, **more}.items()}
-                _commit(
-                    path, folder, _encode_manifest(meta, processes.count, folder.name, tuple(parts.own), forms, files)
-                )
+            forms = {name: array_form(array) for name, array in {**parts.arrays, **more}.items()}
+            _commit(path, folder, _encode_manifest(meta, processes.count, folder.name, tuple(parts.own), forms, files))
 
-        run_on_all_ranks(processes, f"could not complete {path}", commit)
+        if replace:
+            run_on_rank_0(processes, f"could not complete {path}", commit)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -135,9 +138,7 @@ def read_verified_manifest(parts: ShardedState, path: Path) -> Manifest:
     Raises:
         CheckpointError, OSError: on every process; names the file.
     """
-    found: list[Manifest] = []
-    run_on_all_ranks(parts.processes, f"could not read {path}", lambda: found.append(read_manifest(path)))
-    manifest = found[0]
+    manifest = run_on_each_rank(parts.processes, f"could not read {path}", lambda: read_manifest(path))
     check_equal_on_ranks(
         parts.processes, f"checkpoint in {path}; was one saved meanwhile? Its manifest's digest", manifest.digest
     )
@@ -192,15 +193,12 @@ def _gather_own_arrays(parts: ShardedState) -> dict[str, Array]:
 
 
 @contextlib.contextmanager
-def _new_data_folder(path: Path, first: bool) -> Iterator[str]:
-    """Context of a new data folder. The first process creates it and, if no manifest names it, removes it again."""
-    if not first:
-        yield ""
-        return
+def _new_data_folder(path: Path) -> Iterator[str]:
+    """Context of a new data folder. If no manifest names it in the end, it is removed."""
     new = _make_folder(path)
     try:
-        with _exclusive_save(path) as locked:
-            if locked:
+        with exclusive_writer(path) as is_locked:
+            if is_locked:
                 _remove_old_data(path, kept=_current_data_name(path))
             data = path / f"data-{os.urandom(8).hex()}"
             try:
@@ -241,18 +239,6 @@ def _make_folder(path: Path) -> bool:
         raise clearer from error
     sync_to_disk(path.absolute().parent)
     return True
-
-
-@contextlib.contextmanager
-def _exclusive_save(path: Path) -> Iterator[bool]:
-    with contextlib.ExitStack() as stack:
-        try:
-            held = stack.enter_context(exclusive_writer(path))
-        except BlockingIOError as error:
-            raise CheckpointError(
-                f"another save into {path} is under way. Wait for it, or name another folder."
-            ) from error
-        yield held
 
 
 def _is_own_file(name: str) -> bool:
@@ -338,7 +324,7 @@ def _encode_manifest(
     arrays: Mapping[str, ArrayForm],
     files: Mapping[str, tuple[int, str]],
 ) -> bytes:
-    said = {
+    manifest = {
         **meta,
         "format": FORMAT,
         "processes": processes,
@@ -348,8 +334,7 @@ def _encode_manifest(
         "files": {name: list(files[name]) for name in sorted(files)},
         "digest": BLANK_DIGEST,
     }
-    content = json.dumps(said, indent=1).encode()
-    return content.replace(BLANK_DIGEST.encode(), content_digest(content, BLANK_DIGEST).encode(), 1)
+    return seal_content(json.dumps(manifest, indent=1).encode())
 
 
 def _parse_manifest(found: Mapping[str, Any], held: str) -> Manifest:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-OUTSIDE: Final = ("polyamp/conformance/", "polyamp/testing/", "polyamp/_version.py")
+OUTSIDE: Final = ("polyamp/conformance/", "polyamp/_version.py")
 """Tests that are shipped, and a number."""
 FRAMEWORKS: Final = ("torch", "tensorflow", "jax")
 ELSEWHERE: Final[Mapping[str, tuple[str, ...]]] = {

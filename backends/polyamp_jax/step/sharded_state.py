@@ -37,16 +37,16 @@ class JaxProcesses:
         self.rank = jax.process_index()
         self.count = jax.process_count()
 
-    def gather(self, said: bytes) -> list[bytes]:
+    def gather(self, message: bytes) -> list[bytes]:
         """Return the message of each process, by rank.
 
         Raises:
             ReplicaError: a process ended, or did not respond in time.
         """
         try:
-            lengths = np.asarray(multihost_utils.process_allgather(np.asarray([len(said)], np.int32))).ravel()
+            lengths = np.asarray(multihost_utils.process_allgather(np.asarray([len(message)], np.int32))).ravel()
             padded = np.zeros(max(1, int(lengths.max())), np.uint8)
-            padded[: len(said)] = np.frombuffer(said, np.uint8)
+            padded[: len(message)] = np.frombuffer(message, np.uint8)
             every = np.asarray(multihost_utils.process_allgather(padded)).reshape(self.count, -1)
         except (RuntimeError, ValueError) as error:
             if other_process_error(error) is not None:  # `collective_call` reports which process
@@ -76,9 +76,9 @@ class JaxReplicatedProcesses(JaxProcesses):
         super().__init__()
         self._state, self._writer = state, writer
 
-    def write_by_one(self, path: str, put: Callable[[], None], look: Callable[[], Any]) -> None:
+    def write_by_one(self, path: str, write_file: Callable[[], None], file_version: Callable[[], Any]) -> None:
         """See `polyamp.contract.sharded_state.HasReplicas`."""
-        self._writer.write(path, str(int(np.asarray(self._state.step))), put, look)
+        self._writer.write(path, str(int(np.asarray(self._state.step))), write_file, file_version)
 
 
 @contextlib.contextmanager

@@ -30,16 +30,16 @@ class TensorFlowProcesses:
         self.count = chiefs + len(tasks.get("worker", ()))
         self.rank = int(resolver.task_id) + (chiefs if resolver.task_type == "worker" else 0)
 
-    def gather(self, said: bytes) -> list[bytes]:
+    def gather(self, message: bytes) -> list[bytes]:
         """Return the bytes of every process, by rank.
 
         Raises:
             ReplicaError: a process ended, or did not answer in time.
         """
-        longest = max(int(row[1]) for row in self._rows(np.asarray([self.rank, len(said)], np.int32)))
+        longest = max(int(row[1]) for row in self._rows(np.asarray([self.rank, len(message)], np.int32)))
         padded = np.zeros(longest + 2, np.int32)  # collectives take no bytes
-        padded[:2] = self.rank, len(said)
-        padded[2 : 2 + len(said)] = np.frombuffer(said, np.uint8)
+        padded[:2] = self.rank, len(message)
+        padded[2 : 2 + len(message)] = np.frombuffer(message, np.uint8)
         by_rank = {int(row[0]): row[2 : 2 + int(row[1])].astype(np.uint8).tobytes() for row in self._rows(padded)}
         return [by_rank[rank] for rank in range(self.count)]
 

@@ -43,12 +43,12 @@ class TorchProcesses:
         self.rank = dist.get_rank(self._group)
         self.count = dist.get_world_size(self._group)
 
-    def gather(self, said: bytes) -> list[bytes]:
+    def gather(self, message: bytes) -> list[bytes]:
         """Return every rank's bytes, by rank.
 
         If a rank ended or timed out, torch's error is raised; `collective_call` makes a ReplicaError of it."""
         every: list[Any] = [None] * self.count
-        dist.all_gather_object(every, said, group=self._group)
+        dist.all_gather_object(every, message, group=self._group)
         return every
 
     def collective_call(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -62,14 +62,16 @@ class TorchProcesses:
 class TorchReplicaProcesses(TorchProcesses):
     """The processes of `DistributedDataParallel`, which all store the same values."""
 
-    def write_by_one(self, path: str, put: Callable[[], None], look: Callable[[], Any]) -> None:
+    def write_by_one(self, path: str, write_file: Callable[[], None], file_version: Callable[[], Any]) -> None:
         """See `polyamp.contract.sharded_state.HasReplicas`."""
         guard = self._replicas.guard
         if guard is None:
-            put()
+            write_file()
             return
         board = guard.board
-        guard.writer.write(path, f"{self._replicas.number} {board.steps_begun} {board.calls_begun}", put, look)
+        guard.writer.write(
+            path, f"{self._replicas.number} {board.steps_begun} {board.calls_begun}", write_file, file_version
+        )
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], group: Any) -> None:

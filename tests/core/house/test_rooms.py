@@ -262,7 +262,6 @@ def test_a_rooms_init_is_a_docstring_only(package: str) -> None:
         package,
         "polyamp.reference",
         "polyamp.conformance",
-        "polyamp.testing",
         "polyamp.cli",
         "polyamp.porting",
         "polyamp.parity",

@@ -176,13 +176,7 @@ def test_a_checkpoint_of_another_backend_says_what_port_does(tmp_path: Path) -> 
         "backend": "torch",
         "digest": checkpoint_tensors.BLANK_DIGEST,
     }  # as another backend would have written it
-    content = to_bytes(found, metadata=other)
-    whole = content.replace(
-        checkpoint_tensors.BLANK_DIGEST.encode(),
-        checkpoint_tensors.content_digest(content, checkpoint_tensors.BLANK_DIGEST).encode(),
-        1,
-    )
-    path.write_bytes(whole)
+    path.write_bytes(checkpoint_tensors.seal_content(to_bytes(found, metadata=other)))
     with pytest.raises(polyamp.CheckpointError) as raised:
         polyamp.restore(state, path)
     assert f"    state, report = polyamp.port({str(path)!r}, state)" in str(raised.value)

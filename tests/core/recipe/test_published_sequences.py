@@ -11,8 +11,9 @@ import pytest
 from polyamp import LossScaler, LossScaleState
 from polyamp.array_namespace import PYTHON
 from polyamp.conformance import published
-from polyamp.conformance.published import CASES, OVERFLOWS, PUBLISHED_SCALERS, PublishedCase
+from polyamp.conformance.published import OVERFLOWS, PUBLISHED_SCALERS
 from polyamp.recipe.scaler import PRESETS
+from tests.core.recipe.published_cases import CASES, PublishedCase
 
 SEQUENCES = list(itertools.product([False, True], repeat=8))
 

@@ -67,9 +67,8 @@ def rewritten(path: Path, **changed: str | None) -> None:
     from safetensors.numpy import save as to_bytes
 
     kept = {name: value for name, value in {**meta, **changed}.items() if value is not None}
-    blank = checkpoint_tensors.BLANK_DIGEST
-    content = to_bytes(arrays, metadata={**kept, "digest": blank})
-    path.write_bytes(content.replace(blank.encode(), checkpoint_tensors.content_digest(content, blank).encode(), 1))
+    content = to_bytes(arrays, metadata={**kept, "digest": checkpoint_tensors.BLANK_DIGEST})
+    path.write_bytes(checkpoint_tensors.seal_content(content))
 
 
 @pytest.fixture

@@ -57,12 +57,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     said = json.loads((path / "polyamp.json").read_text())
     change(said)
     content = json.dumps({**said, "digest": checkpoint_tensors.BLANK_DIGEST}).encode()
-    whole = content.replace(
-        checkpoint_tensors.BLANK_DIGEST.encode(),
-        checkpoint_tensors.content_digest(content, checkpoint_tensors.BLANK_DIGEST).encode(),
-        1,
-    )
-    (path / "polyamp.json").write_bytes(whole)
+    (path / "polyamp.json").write_bytes(checkpoint_tensors.seal_content(content))
 
 
 def test_s33_a_folder_of_one_process_round_trips(saved: Path) -> None:

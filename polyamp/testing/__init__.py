@@ -1,1 +1,0 @@
-"""Former location of the conformance suite, which is now `polyamp.conformance`."""

@@ -1,1 +1,0 @@
-"""Old path of the conformance suite: `pytest --pyargs polyamp.testing.conformance` runs `polyamp.conformance`."""
