@@ -35,12 +35,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def is_castable(leaf: Any, *, float64: bool) -> bool:
     """Return whether a leaf is a real floating tensor; float64 ones count only if the policy names float64 (S2)."""
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and (float64 or leaf.dtype != torch.float64)
+    if not isinstance(leaf, torch.Tensor):
+        return False
+    dtype = leaf.dtype
+    return dtype.is_floating_point and (float64 or dtype != torch.float64)
 
 
 def cast_tree(tree: Any, dtype: str, *, float64: bool = False) -> Any:
     """Cast the floating leaves of a tree to `dtype`, differentiably; other leaves are unchanged (S2)."""
     target = DTYPES[dtype]
+    if isinstance(tree, torch.Tensor):  # as most outputs are
+        return tree.to(target) if is_castable(tree, float64=float64) else tree
     return map_tree(lambda leaf: leaf.to(target) if is_castable(leaf, float64=float64) else leaf, tree)
 
 

@@ -134,7 +134,7 @@ class autocast(_Base):  # noqa: N801  # named and used like torch.autocast
         self.prev, self.prev_fastdtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         block = AutocastRegion(self._setting, matmul_precision(self._precision))
         block.owner = weak_owner_reference(self)
-        return block.opened_in(sys._getframe(1), self)  # type: ignore[no-any-return]  # it returns what it is given
+        return block.__enter__(sys._getframe(1), self)  # type: ignore[no-any-return]  # it returns what it is given
 
     def __exit__(self, *error: Any) -> bool | None:
         if torch.compiler.is_compiling():
@@ -191,6 +191,11 @@ def place_region(place: ModulePrecision, device_type: str) -> contextlib.Abstrac
     return _make_region(_region_settings(place, device_type), NULL_CONTEXT)
 
 
+def backward_region(plan: ResolvedPolicy, device_type: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager for a backward pass: regions that its hooks and custom functions open have islands."""
+    return islands(device_type) if plan.mixes and plan.kept else NULL_CONTEXT
+
+
 def is_region_open(place: ModulePrecision, device_type: str) -> bool:
     """Return whether the regions open now have the settings of that module's region, whoever opened them."""
     if torch.is_autocast_enabled(device_type) is not place.mixes:
@@ -201,6 +206,16 @@ def is_region_open(place: ModulePrecision, device_type: str) -> bool:
         return False
     mode = None if torch.compiler.is_compiling() else current_islands(device_type)
     return mode is None or mode.acting is place.kept
+
+
+def is_root_region_open(plan: ResolvedPolicy, device_type: str) -> bool:
+    """Return whether another `root_region` of this policy would change nothing. False in a traced function."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch.is_autocast_cache_enabled()
+        and plan.float32_matmul in (None, torch.get_float32_matmul_precision())
+        and is_region_open(plan.root, device_type)
+    )
 
 
 def _region_settings(place: ModulePrecision, device_type: str) -> RegionSettings:

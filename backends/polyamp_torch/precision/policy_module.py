@@ -20,7 +20,7 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import NULL_CONTEXT
-from polyamp_torch.precision.autocast import root_region
+from polyamp_torch.precision.autocast import is_root_region_open, root_region
 from polyamp_torch.precision.torch_only.autocast_regions import OPEN_BLOCKS, RegionBlock
 from polyamp_torch.precision.torch_only.float32_islands import islands
 from polyamp_torch.precision.torch_only.installation import InstallationBlock, PolicyInstallation
@@ -142,12 +142,14 @@ class PolicyModule:
     def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the output of the module, or of a method that it defines (S29), in the policy's output dtype."""
         plan, double = self._plan, self._plan.float64
-        inside = any(model is self for model in OPEN_BLOCKS.bound)
+        inside = self in OPEN_BLOCKS.bound
         if inside and OPEN_BLOCKS.functions and (policy := self._function_policy()) is not None:
             second = PolicyModule(self._module, resolve_policy(self._module, policy), self._device)
             return second._called(function, *args, **kwargs)
         installed = NULL_CONTEXT if inside else self.installed()
-        around = NULL_CONTEXT if inside and self._installation.is_overruled() else root_region(plan, self._device.type)
+        around: contextlib.AbstractContextManager[None] = NULL_CONTEXT
+        if not (inside and (is_root_region_open(plan, self._device.type) or self._installation.is_overruled())):
+            around = root_region(plan, self._device.type)
         try:
             with installed, around:
                 if plan.cast or plan.param == plan.compute != "float32":
@@ -165,19 +167,15 @@ class PolicyModule:
         """Return the policy of the function in `loss_fn` that calls the model, if a region is not enough because one of
         the two policies casts weights."""
         policy, outside = OPEN_BLOCKS.functions[-1]
-        later = not any(model is self for model in OPEN_BLOCKS.bound[outside:])
+        later = self not in OPEN_BLOCKS.bound[outside:]
         found: Policy | None = policy if later and (self._plan.cast or policy.mode == "cast") else None
         return found
 
     def installed(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager that installs the overrides and, in cast mode, the cast parameters.
-
-        It keeps the float32 islands open as well: they act wherever autocast is on, also in a recomputed forward pass.
-        """
-        kept = self._plan.mixes and self._plan.kept
+        """Context manager that installs the overrides and, in cast mode, the cast parameters."""
         if torch.compiler.is_compiling():
-            return self._traced(kept=kept)
-        return InstallationBlock(self, self._installation, self._device.type if kept else None)
+            return self._traced(kept=self._plan.mixes and self._plan.kept)
+        return InstallationBlock(self, self._installation)
 
     def commit(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copy what a forward pass wrote to casts of parameters to the parameters, in mode "cast".

@@ -18,8 +18,8 @@ from polyamp.rules.accumulation import Accumulation
 from polyamp.rules.loss_weights import LossCount, LossOutput, WeightFunction
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import XP, dtype_name, to_device
-from polyamp_torch.compat import foreach_mul_, local_tensor_of
-from polyamp_torch.precision.autocast import matmul_precision, root_region
+from polyamp_torch.compat import foreach_mul_, local_tensor_of, run_backward
+from polyamp_torch.precision.autocast import backward_region, matmul_precision, root_region
 from polyamp_torch.precision.torch_only.autocast_shield import shield
 from polyamp_torch.step.accumulation import total_scale
 from polyamp_torch.step.grad_stats import bucket_by_device_and_dtype as bucketed
@@ -198,8 +198,8 @@ def scaled_backward(
         if between is not None:
             between(value)
         if not (weighting.omits and known and factor == 0.0):
-            with interrupts.allowed:
-                torch.autograd.backward(scaled)
+            with backward_region(plan, states[0].device.type), interrupts.allowed:
+                run_backward(scaled)
             for state in states:
                 if state.complex_parameters:
                     resolve_conjugates(state.complex_parameters)

@@ -92,18 +92,16 @@ class RegionBlock:
         """
         raise NotImplementedError  # abstract: each kind of block has its own
 
-    def opened_in(self, frame: FrameType, entered: Any = None) -> Any:
+    def __enter__(self, frame: FrameType | None = None, entered: Any = None) -> Any:
         """Open the block for the `with` statement that runs in `frame`, and return `entered`, the value it binds."""
-        self.frame, self.instruction = frame, frame.f_lasti
+        self.frame = frame or sys._getframe(1)
+        self.instruction = self.frame.f_lasti
         try:
             self.open()
             return entered
         except BaseException:
             self.close(interrupted=True)
             raise
-
-    def __enter__(self) -> None:
-        self.opened_in(sys._getframe(1))
 
     def __exit__(self, error: Any, *_: object) -> None:
         try:
@@ -129,36 +127,6 @@ class RegionBlock:
                 return False
             running = running.f_back
         return True
-
-
-class IslandsSwitch:
-    """Switch that makes the islands of a device type act or not; a second `close` has no effect."""
-
-    def __init__(self, device_type: str, *, acting: bool = True) -> None:
-        self.device_type = device_type
-        self.acting = acting
-        self.mode: Islands | None = None
-        self.pushed = False
-
-    def open(self) -> None:
-        """Push the mode, or switch the open one."""
-        mode = current_islands(self.device_type)
-        if mode is None:
-            if self.acting:
-                self.mode, self.pushed = Islands(self.device_type), True
-                push_mode(self.mode)
-        elif mode.acting is not self.acting:
-            self.mode = mode
-            mode.acting = self.acting
-
-    def close(self) -> None:
-        """Restore the previous state."""
-        if self.mode is not None:
-            if self.pushed:
-                self.mode.closed, self.mode.acting = True, False
-                _remove_mode(self.mode)
-            else:
-                self.mode.acting = not self.acting
 
 
 class RegionSettings(NamedTuple):
@@ -188,6 +156,7 @@ class AutocastRegion(RegionBlock):
 
     Attributes:
         before: the previous state: whether autocast was on, its dtype, whether the cache was on, the nesting depth.
+        islands: the islands that the region has opened, or switched on or off; None if it changed none.
     """
 
     before: tuple[bool, torch.dtype, bool, int]
@@ -195,11 +164,12 @@ class AutocastRegion(RegionBlock):
     def __init__(self, setting: RegionSettings, precision: contextlib.AbstractContextManager[None]) -> None:
         self.setting = setting
         self.precision = precision
-        self._islands = IslandsSwitch(setting.device_type, acting=setting.acting)
+        self.islands: Islands | None = None
+        self._is_pushed = False
         self._settings: list[contextlib.AbstractContextManager[None]] = []
 
     def open(self) -> None:
-        kind, dtype, on, _, cache = self.setting
+        kind, dtype, on, acting, cache = self.setting
         enabled, fast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self.before = (enabled, fast, torch.is_autocast_cache_enabled(), autocast_nesting())
         OPEN_BLOCKS.regions.append(self)
@@ -210,7 +180,13 @@ class AutocastRegion(RegionBlock):
             TorchAutocast(kind, dtype=dtype, enabled=False).__enter__()  # type: ignore[no-untyped-call]  # torch's
             return
         TorchAutocast(kind, dtype=dtype, cache_enabled=cache).__enter__()  # type: ignore[no-untyped-call]  # torch's
-        self._islands.open()
+        mode = current_islands(kind)
+        if mode is None and acting:
+            self.islands, self._is_pushed = Islands(kind), True
+            push_mode(self.islands)
+        elif mode is not None and mode.acting is not acting:
+            self.islands = mode
+            mode.acting = acting
         compiled = eager_backward()
         if compiled is not NULL_CONTEXT:
             self._settings.append(compiled)  # first: an interrupt may come right after its __enter__
@@ -225,7 +201,11 @@ class AutocastRegion(RegionBlock):
         enabled, dtype, cache, depth = self.before
         for setting in reversed(self._settings):
             setting.__exit__(None, None, None)
-        self._islands.close()
+        if self.islands is not None:
+            self.islands.acting = not self.setting.acting
+            if self._is_pushed:
+                self.islands.closed = True
+                _remove_mode(self.islands)
         torch.set_autocast_enabled(self.setting.device_type, enabled)
         torch.set_autocast_dtype(self.setting.device_type, dtype)
         torch.set_autocast_cache_enabled(cache)
@@ -280,7 +260,7 @@ def _remove_mode(mode: Islands) -> None:
     if stack and stack[-1] is mode:
         pop_mode()
         stack.pop()
-    if any(entry is mode for entry in stack):
+    if mode in stack:
         for _ in stack:
             pop_mode()
         for entry in stack:

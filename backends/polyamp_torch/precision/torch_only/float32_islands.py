@@ -40,6 +40,7 @@ DEVICE_TYPES: Final = tuple(_DEVICE_TESTS)
 _AUTOCAST_DTYPES: Final = {*HALF_TENSOR_DTYPES, torch.float32}
 """The dtypes that autocast casts from and to."""
 _SEQUENCES: Final = (list, tuple)  # torch 2.7 cannot compile `list | tuple` in isinstance()
+_CONTAINERS: Final = (torch.Tensor, *_SEQUENCES)
 _FUNCTION_METHODS: Final = ("forward", "setup_context", "vmap", "jvp")
 """The methods of a `torch.autograd.Function` that run in the forward pass."""
 
@@ -50,6 +51,8 @@ class Islands(TorchFunctionMode):
     Attributes:
         device_type: "cpu", "cuda", ...
         acting: False while a region with torch's own op list is open inside.
+        key: identifies the islands of this device type for `carry_into_checkpoint`.
+        rules: the rule of each sensitive function.
         closed: whether its block has ended. torch takes a mode off the stack while it handles a function. If it is
             interrupted there, it returns to the stack after its block has ended, and then does nothing.
     """
@@ -59,6 +62,7 @@ class Islands(TorchFunctionMode):
         self.device_type = device_type
         self.acting = True
         self.closed = False
+        self.key = ("islands", device_type)
         self.rules = rules_by_function(device_type)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,18 +85,18 @@ class Islands(TorchFunctionMode):
             if narrow is None or narrow.device.type != self.device_type:
                 return func(*args, **kwargs)
             if not compiling:
-                activation_checkpointing.carry_into_checkpoint(self._key, self._again)
+                activation_checkpointing.carry_into_checkpoint(self.key, self._again)
             return gather_in_float32(func, args, kwargs, narrow)
         if found == "lstm" and (self.device_type != "cpu" or torch.get_autocast_dtype("cpu") != torch.float16):
             return func(*args, **kwargs)
         if found == "statistics" and _has_float32(args, kwargs):
             return func(*args, **kwargs)
         if not compiling:
-            activation_checkpointing.carry_into_checkpoint(self._key, self._again)
+            activation_checkpointing.carry_into_checkpoint(self.key, self._again)
         if _has_result_dtype(kwargs):
             return func(*args, **kwargs)
-        args = [self._wide(value) for value in args]
-        kwargs = {name: self._wide(value) for name, value in kwargs.items()}
+        args = [self._wide(value) if isinstance(value, _CONTAINERS) else value for value in args]
+        kwargs = {name: self._wide(v) if isinstance(v, _CONTAINERS) else v for name, v in kwargs.items()}
         if found in ("isolate", "lstm"):
             with TorchAutocast(self.device_type, enabled=False):
                 return func(*args, **kwargs)
@@ -108,7 +112,7 @@ class Islands(TorchFunctionMode):
         if not dtypes <= _AUTOCAST_DTYPES or any(operand.device.type != self.device_type for operand in operands):
             return func(*args, **kwargs)
         if not compiling:
-            activation_checkpointing.carry_into_checkpoint(self._key, self._again)
+            activation_checkpointing.carry_into_checkpoint(self.key, self._again)
         wanted = torch.float32 if kind == "sum" or len(dtypes) > 1 else next(iter(dtypes))
         with TorchAutocast(self.device_type, enabled=False):
             return func(
@@ -123,7 +127,7 @@ class Islands(TorchFunctionMode):
         if found == "unflatten":
             return torch.unflatten(*args, **kwargs)
         if found == "grad_mode" and self.acting and not compiling and args == (False,):
-            activation_checkpointing.carry_into_reentrant(self._key, self._again)
+            activation_checkpointing.carry_into_reentrant(self.key, self._again)
         if found == "function" and not compiling:
             return func(self._entered(args[0]), *args[1:], **kwargs)
         plain = all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types)  # other subclasses may override
@@ -159,10 +163,6 @@ class Islands(TorchFunctionMode):
             name for name in _FUNCTION_METHODS if getattr(function, name) is not getattr(torch.autograd.Function, name)
         ]
         return type(function.__name__, (function,), {name: under(name) for name in own})
-
-    @property
-    def _key(self) -> tuple[str, str]:
-        return ("islands", self.device_type)
 
     def _again(self) -> contextlib.AbstractContextManager[None]:
         return islands(self.device_type)

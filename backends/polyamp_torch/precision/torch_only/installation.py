@@ -22,7 +22,6 @@ from polyamp_torch.precision.cast_mode import ParameterCasts
 from polyamp_torch.precision.torch_only import activation_checkpointing
 from polyamp_torch.precision.torch_only.autocast_regions import (
     OPEN_BLOCKS,
-    IslandsSwitch,
     RegionBlock,
     autocast_nesting,
     close_stale_blocks,
@@ -130,6 +129,8 @@ class PolicyInstallation:
 
     def release(self, holder: Any) -> None:
         """Release `holder`. A second call, or an unknown holder, has no effect."""
+        if self.casts is None and not self.replaced:
+            return
         with self.lock:
             self.holders = [other for other in self.holders if other is not holder]
             if not self.holders:
@@ -287,7 +288,6 @@ class InstallationBlock(RegionBlock):
     Args:
         model: the `PolicyModule`.
         installation: its overrides and casts.
-        islands_on: the device type whose islands are kept open, or None.
 
     Attributes:
         depth: nesting depth of torch's regions around it.
@@ -295,10 +295,9 @@ class InstallationBlock(RegionBlock):
 
     depth = 0
 
-    def __init__(self, model: Any, installation: PolicyInstallation, islands_on: str | None) -> None:
+    def __init__(self, model: Any, installation: PolicyInstallation) -> None:
         self.model = model
         self.installation = installation
-        self.region = None if islands_on is None else IslandsSwitch(islands_on)
 
     def open(self) -> None:
         close_stale_blocks()
@@ -306,8 +305,6 @@ class InstallationBlock(RegionBlock):
         self.depth = autocast_nesting()
         OPEN_BLOCKS.installed.append(self)
         self.installation.hold(self)
-        if self.region is not None:
-            self.region.open()
         OPEN_BLOCKS.bound.append(self.model)
 
     def close(self, *, interrupted: bool) -> None:
@@ -318,13 +315,9 @@ class InstallationBlock(RegionBlock):
             while len(OPEN_BLOCKS.regions) > regions:
                 OPEN_BLOCKS.regions[-1].close(interrupted=True)
             del OPEN_BLOCKS.overrides[overrides:]
-        if self.region is not None:
-            self.region.close()
         self.installation.release(self)
-        left = [block for block in OPEN_BLOCKS.installed if block is not self]
-        while sum(model is self.model for model in OPEN_BLOCKS.bound) > sum(
-            isinstance(block, InstallationBlock) and block.model is self.model for block in left
-        ):
+        left = [block.model for block in OPEN_BLOCKS.installed if block is not self]
+        while OPEN_BLOCKS.bound.count(self.model) > left.count(self.model):
             OPEN_BLOCKS.bound.remove(self.model)  # not pop(): training libraries close their blocks in any order
         OPEN_BLOCKS.installed.remove(self)
         self.frame = None

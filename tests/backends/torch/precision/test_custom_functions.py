@@ -113,6 +113,18 @@ def test_backward_runs_under_the_forwards_autocast_and_islands(style: str, kind:
     assert noted == [("forward", torch.float32, torch.float32), ("backward", torch.float32, torch.float32)]
 
 
+def test_in_a_step_the_islands_act_in_the_backward_of_torchs_own_custom_bwd_too() -> None:
+    noted: Noted = []
+    plain = product("ctx", torch.amp.custom_fwd(device_type="cpu"), torch.amp.custom_bwd(device_type="cpu"), noted)
+    x, _ = operands()
+    recipe = polyamp.Recipe(policy=BFLOAT16, optimizer=polyamp.sgd(0.1))
+    state = polyamp.init(torch.nn.Linear(3, 3), recipe)
+    step = polyamp.train_step(lambda model, x: plain.apply(x, model.weight).float().sum(), recipe)
+    step(state, x.detach())
+    mixed = (torch.bfloat16, torch.float32)
+    assert noted[-2:] == [("forward", *mixed), ("backward", *mixed)]
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_cast_inputs(style: str) -> None:
     noted: Noted = []
