@@ -111,10 +111,23 @@ class Form:
         Raises:
             ValueError: the arrays do not fit this form.
         """
+        return self.canonical_shapes({name: array.shape for name, array in leaves.items()})
+
+    def canonical_shapes(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Return the shapes of the canonical arrays for those of the native arrays, by their names in the layer.
+
+        Raises:
+            ValueError: the arrays do not fit this form.
+        """
         found: dict[str, Shape] = {}
         for rule in self.rules:
-            found.update(zip(rule.canonical, rule.shapes([leaves[name].shape for name in rule.native]), strict=True))
+            found.update(zip(rule.canonical, rule.shapes([shapes[name] for name in rule.native]), strict=True))
         return found
+
+    def with_native_names(self, names: Mapping[str, str]) -> Form:
+        """Return the same form with other names of the native arrays, old name -> new name."""
+        rules = (dataclasses.replace(rule, native=tuple(names[name] for name in rule.native)) for rule in self.rules)
+        return dataclasses.replace(self, rules=tuple(rules))
 
     def arrays(self, leaves: Mapping[str, Lazy], *, gradients: bool = False) -> dict[str, Lazy]:
         """Return the canonical arrays for native arrays, which are given by their names in the layer.

@@ -9,8 +9,8 @@ from polyamp.porting.layouts.layer_kinds import default_attention_scale
 from polyamp.porting.layouts.layer_layout import Rule, same
 from polyamp_tensorflow.compat import child_layers
 from polyamp_tensorflow.porting.layers.layer_record import (
-    LayerReader,
     LayerRecord,
+    LayerRow,
     inner_layers,
     opaque_kind,
     own_variables,
@@ -66,5 +66,5 @@ def _unsupported_feature(layer: Any, said: Mapping[str, Any], arrays: Mapping[st
     return ""
 
 
-READERS: Final[Mapping[str, LayerReader]] = {"MultiHeadAttention": _attention, "GroupQueryAttention": _attention}
-"""Name in `keras.layers` -> its reader."""
+ROWS: Final[Mapping[str, LayerRow]] = dict.fromkeys(("MultiHeadAttention", "GroupQueryAttention"), LayerRow(_attention))
+"""Name in `keras.layers` -> its row."""

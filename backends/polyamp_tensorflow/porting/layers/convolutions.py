@@ -8,16 +8,17 @@ from typing import Any, Final
 
 import keras
 
-from polyamp.porting.layouts.layer_layout import Form, Rule, same
-from polyamp.porting.layouts.operations import Reshape, Transpose
+from polyamp.porting.layouts.layer_layout import Form, Rule
+from polyamp.porting.layouts.operations import Reshape, Shape, Transpose
 from polyamp_tensorflow.compat import inbound_nodes, keras_history
 from polyamp_tensorflow.porting.layers.activations import activation_attributes, activation_name
 from polyamp_tensorflow.porting.layers.layer_record import (
-    LayerReader,
     LayerRecord,
-    available_rules,
+    LayerRow,
+    array_rules,
     own_variables,
     plain_form,
+    weight_layer,
 )
 
 _PADDINGS: Final = (keras.layers.ZeroPadding1D, keras.layers.ZeroPadding2D, keras.layers.ZeroPadding3D)
@@ -67,63 +68,38 @@ def preceding_zero_padding(layer: Any) -> list[list[int]] | None:
     return [list(map(int, pair)) for pair in pads] if any(map(any, pads)) else None
 
 
-def _convolution(layer: Any) -> list[LayerRecord]:
-    arrays = own_variables(layer)
-    return [
-        LayerRecord(
-            plain_form("conv", available_rules(same("kernel", "bias"), arrays), **_convolution_attributes(layer)),
-            arrays,
-        )
-    ]
+def _convolution(shapes: Mapping[str, Shape]) -> Form:
+    return Form("conv", array_rules(shapes, kernel="kernel", bias="bias"))
 
 
-def _depthwise_convolution(layer: Any) -> list[LayerRecord]:
-    arrays = own_variables(layer)
-    rules = (_depthwise_kernel("kernel", arrays), *available_rules(same("bias"), arrays))
-    return [
-        LayerRecord(
-            plain_form("conv", rules, **_convolution_attributes(layer, groups=_input_count(arrays["kernel"]))), arrays
-        )
-    ]
-
-
-def _depthwise_kernel(name: str, arrays: Mapping[str, Any]) -> Rule:
-    """Return the rule of a depthwise kernel, (..., inputs, multiplier): one input channel per group, and the outputs of
+def _depthwise_convolution(shapes: Mapping[str, Shape], kernel: str = "kernel") -> Form:
+    """Return the form of a depthwise kernel, (..., inputs, multiplier): one input channel per group, and the outputs of
     the first group first."""
-    shape = tuple(arrays[name].shape)
-    return Rule((name,), ("kernel",), (Reshape(shape, (*shape[:-2], 1, shape[-2] * shape[-1])),))
+    shape = shapes[kernel]
+    grouped = Reshape(shape, (*shape[:-2], 1, shape[-2] * shape[-1]))
+    rules = (Rule((kernel,), ("kernel",), (grouped,)), *array_rules(shapes, bias="bias"))
+    return Form("conv", rules, {"groups": shape[-2]})
 
 
-def _input_count(kernel: Any) -> int:
-    return int(kernel.shape[-2])
-
-
-def _separable_convolution(layer: Any) -> list[LayerRecord]:
+def _read_separable_convolution(layer: Any) -> list[LayerRecord]:
     arrays = own_variables(layer)
     first = {"depthwise_kernel": arrays["depthwise_kernel"]}
     second = {name: array for name, array in arrays.items() if name not in first}
     ones = [1] * layer.rank
-    depthwise = _convolution_attributes(layer, groups=_input_count(first["depthwise_kernel"]), activation="linear")
+    form = _depthwise_convolution({"depthwise_kernel": tuple(arrays["depthwise_kernel"].shape)}, "depthwise_kernel")
+    depthwise = _convolution_attributes(layer, activation="linear", **form.attributes)
     pointwise = _convolution_attributes(layer, strides=ones, padding="valid", dilation=ones)
-    rules = (Rule(("pointwise_kernel",), ("kernel",)), *available_rules(same("bias"), second))
+    rules = array_rules(second, pointwise_kernel="kernel", bias="bias")
     return [
-        LayerRecord(
-            plain_form("conv", (_depthwise_kernel("depthwise_kernel", first),), **depthwise), first, "depthwise"
-        ),
+        LayerRecord(plain_form("conv", form.rules, **depthwise), first, "depthwise"),
         LayerRecord(plain_form("conv", rules, **pointwise), second, "pointwise"),
     ]
 
 
-def _transposed_convolution(layer: Any) -> list[LayerRecord]:
-    arrays = own_variables(layer)
-    rank = layer.rank
+def _transposed_convolution(shapes: Mapping[str, Shape]) -> Form:
+    rank = len(shapes["kernel"]) - 2
     kernel = Rule(("kernel",), ("kernel",), (Transpose((*range(rank), rank + 1, rank)),))
-    attributes = _convolution_attributes(layer, padding=output_crop(layer), groups=1)
-    return [
-        LayerRecord(
-            plain_form("conv_transpose", (kernel, *available_rules(same("bias"), arrays)), **attributes), arrays
-        )
-    ]
+    return Form("conv_transpose", (kernel, *array_rules(shapes, bias="bias")))
 
 
 def output_crop(layer: Any) -> list[list[int]]:
@@ -185,13 +161,30 @@ def _pool_form(operation: str, **attributes: Any) -> Form:
 
 
 _MAX_POOLINGS: Final = (keras.layers.MaxPooling1D, keras.layers.MaxPooling2D, keras.layers.MaxPooling3D)
-READERS: Final[Mapping[str, LayerReader]] = {
-    **dict.fromkeys(("Conv1D", "Conv2D", "Conv3D"), _convolution),
-    **dict.fromkeys(("DepthwiseConv1D", "DepthwiseConv2D"), _depthwise_convolution),
-    **dict.fromkeys(("SeparableConv1D", "SeparableConv2D"), _separable_convolution),
-    **dict.fromkeys(("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose"), _transposed_convolution),
-    **{f"{word}Pooling{rank}D": _pooling for word in ("Max", "Average") for rank in (1, 2, 3)},
-    **{f"Global{word}Pooling{rank}D": _global_pooling for word in ("Max", "Average") for rank in (1, 2, 3)},
-    **{f"Adaptive{word}Pooling{rank}D": _adaptive_pooling for word in ("Max", "Average") for rank in (1, 2, 3)},
+_KERNEL_AND_BIAS: Final = ("kernel bias", "kernel")
+ROWS: Final[Mapping[str, LayerRow]] = {
+    **dict.fromkeys(
+        ("Conv1D", "Conv2D", "Conv3D"), weight_layer(_convolution, _convolution_attributes, *_KERNEL_AND_BIAS)
+    ),
+    **dict.fromkeys(
+        ("DepthwiseConv1D", "DepthwiseConv2D"),
+        weight_layer(_depthwise_convolution, _convolution_attributes, *_KERNEL_AND_BIAS),
+    ),
+    **dict.fromkeys(("SeparableConv1D", "SeparableConv2D"), LayerRow(_read_separable_convolution)),
+    **dict.fromkeys(
+        ("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose"),
+        weight_layer(
+            _transposed_convolution,
+            lambda layer: _convolution_attributes(layer, padding=output_crop(layer), groups=1),
+            *_KERNEL_AND_BIAS,
+        ),
+    ),
+    **{f"{word}Pooling{rank}D": LayerRow(_pooling) for word in ("Max", "Average") for rank in (1, 2, 3)},
+    **{f"Global{word}Pooling{rank}D": LayerRow(_global_pooling) for word in ("Max", "Average") for rank in (1, 2, 3)},
+    **{
+        f"Adaptive{word}Pooling{rank}D": LayerRow(_adaptive_pooling)
+        for word in ("Max", "Average")
+        for rank in (1, 2, 3)
+    },
 }
-"""Name in `keras.layers` -> its reader."""
+"""Name in `keras.layers` -> its row."""

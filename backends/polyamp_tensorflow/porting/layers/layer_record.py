@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.layer_kinds import to_json_value
 from polyamp.porting.layouts.layer_layout import Form, Rule
+from polyamp.porting.layouts.operations import Shape
 from polyamp_tensorflow.compat import own_non_trainable_variables, own_trainable_variables
 from polyamp_tensorflow.models.layers import list_layers
-
-LayerReader = Callable[[Any], "list[LayerRecord]"]
-"""Function from a layer to its canonical layers."""
 
 
 class LayerRecord(NamedTuple):
@@ -33,6 +31,57 @@ class LayerRecord(NamedTuple):
     suffix: str = ""
     owner: Any = None
     inside: tuple[Any, ...] = ()
+
+
+LayerReader = Callable[[Any], list[LayerRecord]]
+"""Function from a layer to its canonical layers."""
+FormMaker = Callable[[Mapping[str, Shape]], Form]
+"""Function from the shapes of a layer's variables by name to its form. Raises ValueError if they do not fit."""
+
+
+class LayerRow(NamedTuple):
+    """Table row of a class of Keras layers.
+
+    Attributes:
+        read: function from a layer to its canonical layers.
+        variables: possible names of its variables in the order of creation, likeliest first; empty if a weights file
+            has no group of such a layer.
+        file_forms: function from the shapes of variables in a weights file to possible forms, likeliest first.
+    """
+
+    read: LayerReader
+    variables: tuple[tuple[str, ...], ...] = ()
+    file_forms: Callable[[Mapping[str, Shape]], Iterable[Form]] = lambda shapes: ()
+
+
+def weight_layer(make_form: FormMaker, attributes: Callable[[Any], Mapping[str, Any]], *variables: str) -> LayerRow:
+    """Return the row of a class whose variables are one canonical layer.
+
+    Args:
+        make_form: function that returns its form.
+        attributes: function from a layer to the attributes that its variables do not show.
+        variables: possible names of its variables, separated by spaces.
+    """
+    return LayerRow(
+        lambda layer: read_variables(layer, make_form, attributes(layer)),
+        tuple(tuple(names.split()) for names in variables),
+        lambda shapes: [make_form(shapes)],
+    )
+
+
+def read_variables(
+    layer: Any, make_form: FormMaker, attributes: Mapping[str, Any], kind: str = ""
+) -> list[LayerRecord]:
+    """Read the variables of a layer as one canonical layer, of another `kind` than the form's if that is given."""
+    variables = own_variables(layer)
+    form = make_form({name: tuple(variable.shape) for name, variable in variables.items()})
+    whole = plain_form(kind or form.kind, form.rules, **{**attributes, **form.attributes})
+    return [LayerRecord(whole, {name: variables[name] for rule in form.rules for name in rule.native})]
+
+
+def array_rules(shapes: Mapping[str, Shape], **canonical_names: str) -> tuple[Rule, ...]:
+    """Return the rules of those variables that exist, native name = canonical name."""
+    return tuple(Rule((native,), (name,)) for native, name in canonical_names.items() if native in shapes)
 
 
 def own_variables(layer: Any) -> dict[str, Any]:
@@ -115,8 +164,3 @@ def refuse_modified_kernel(layer: Any, path: str) -> None:
             "which no other framework's layer has. Keras merges them into the kernel when it saves: "
             "model.save_weights, then load_weights into the same model built without LoRA, and move that one."
         )
-
-
-def available_rules(rules: tuple[Rule, ...], arrays: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """Return the rules whose native arrays exist; a layer without a bias has no rule for it."""
-    return tuple(rule for rule in rules if all(name in arrays for name in rule.native))

@@ -1,25 +1,28 @@
-"""Readers of Keras's dense layers, embeddings, normalisations and layers without arrays.
+"""Table of Keras's layers, with the forms of dense layers, embeddings, norms and layers without arrays.
 
-`read_layer` also covers the tables of `convolutions`, `recurrent` and `attention`.
+`convolutions`, `recurrent`, `attention` and `einsum_dense` have the other rows.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from polyamp.porting.layouts.layer_layout import Rule, same
-from polyamp.porting.layouts.operations import Reshape, Transpose
+from polyamp.porting.layouts.layer_layout import Form, Rule, same
+from polyamp.porting.layouts.operations import Reshape, Shape, Transpose
 from polyamp_tensorflow.compat import build_shapes, layer_classes
 from polyamp_tensorflow.porting.layers import activations, attention, convolutions, einsum_dense, recurrent
 from polyamp_tensorflow.porting.layers.layer_record import (
-    LayerReader,
     LayerRecord,
-    available_rules,
+    LayerRow,
+    array_rules,
     opaque_kind,
     own_variables,
     plain_form,
+    read_variables,
+    weight_layer,
 )
 
 
@@ -35,57 +38,69 @@ def read_layer(layer: Any) -> list[LayerRecord] | None:
     return None
 
 
-def _dense(layer: Any) -> list[LayerRecord]:
-    arrays = own_variables(layer)
-    rules = available_rules(same("kernel", "bias"), arrays)
-    return [LayerRecord(plain_form("dense", rules, **activations.activation_attributes(layer.activation)), arrays)]
+def file_row(word: str) -> LayerRow | None:
+    """Return the row of the class after which Keras named a group in a weights file; None if it has no such row.
+
+    >>> file_row("p_re_lu").variables
+    (('alpha',),)
+    """
+    return _FILE_ROWS.get(word)
 
 
-def _embedding(layer: Any) -> list[LayerRecord]:
-    arrays = own_variables(layer)
-    table = LayerRecord(plain_form("embedding", (Rule(("embeddings",), ("table",)),), padding_index=None), arrays)
-    if not isinstance(layer, _REVERSIBLE):
-        return [table]
+def _dense(shapes: Mapping[str, Shape]) -> Form:
+    return Form("dense", array_rules(shapes, kernel="kernel", bias="bias"))
+
+
+def _dense_attributes(layer: Any) -> dict[str, Any]:
+    return activations.activation_attributes(layer.activation)
+
+
+def _embedding(shapes: Mapping[str, Shape]) -> Form:
+    return Form("embedding", (Rule(("embeddings",), ("table",)),))
+
+
+def _embedding_attributes(layer: Any) -> dict[str, Any]:
+    return {"padding_index": None}
+
+
+def _read_reversible_embedding(layer: Any) -> list[LayerRecord]:
+    (table,) = read_variables(layer, _embedding, _embedding_attributes(layer))
     cap = layer.logit_soft_cap
     activation = "linear" if cap is None else f"soft_cap({cap:g})"
     if layer.tie_weights:  # one array in two places: the head is the transposed table
+        variable = {"reverse": table.arrays["embeddings"]}
         rule = Rule(("reverse",), ("kernel",), (Transpose((1, 0)),))
-        return [
-            table,
-            LayerRecord(
-                plain_form("dense", (rule,), activation=activation), {"reverse": arrays["embeddings"]}, "reverse"
-            ),
-        ]
-    names = {name: variable for name, variable in arrays.items() if name != "reverse_embeddings"}
-    head = Rule(("reverse_embeddings",), ("kernel",))
-    reverse = {"reverse_embeddings": arrays["reverse_embeddings"]}
-    return [
-        table._replace(arrays=names),
-        LayerRecord(plain_form("dense", (head,), activation=activation), reverse, "reverse"),
-    ]
+    else:
+        variable = {"reverse_embeddings": own_variables(layer)["reverse_embeddings"]}
+        rule = Rule(("reverse_embeddings",), ("kernel",))
+    return [table, LayerRecord(plain_form("dense", (rule,), activation=activation), variable, "reverse")]
 
 
-def _layer_norm(layer: Any) -> list[LayerRecord]:
-    arrays = own_variables(layer)
-    rules = available_rules((Rule(("gamma",), ("scale",)), Rule(("beta",), ("bias",))), arrays)
-    axes = _last_axes(layer)
+def _layer_norm(shapes: Mapping[str, Shape]) -> Form:
+    return Form("layer_norm", array_rules(shapes, gamma="scale", beta="bias"))
+
+
+def _read_layer_norm(layer: Any) -> list[LayerRecord]:
+    axes, attributes = _last_axes(layer), _epsilon(layer)
     if layer.rms_scaling:
         kind = opaque_kind(layer, "rms_scaling: it divides by the deviation from the mean, and takes no mean away")
-        return [LayerRecord(plain_form(kind, rules, epsilon=float(layer.epsilon)), arrays)]
+        return read_variables(layer, _layer_norm, attributes, kind)
     if axes is None:
-        return [
-            LayerRecord(
-                plain_form(opaque_kind(layer, f"over axes {layer.axis}"), rules, epsilon=float(layer.epsilon)), arrays
-            )
-        ]
-    return [LayerRecord(plain_form("layer_norm", rules, epsilon=float(layer.epsilon), axes=axes), arrays)]
+        return read_variables(layer, _layer_norm, attributes, opaque_kind(layer, f"over axes {layer.axis}"))
+    return read_variables(layer, _layer_norm, {**attributes, "axes": axes})
 
 
-def _rms_norm(layer: Any) -> list[LayerRecord]:
-    arrays = own_variables(layer)
-    axes = _last_axes(layer)
-    kind = "rms_norm" if axes is not None else opaque_kind(layer, f"over axes {layer.axis}")
-    return [LayerRecord(plain_form(kind, same("scale"), epsilon=float(layer.epsilon)), arrays)]
+def _rms_norm(shapes: Mapping[str, Shape]) -> Form:
+    return Form("rms_norm", array_rules(shapes, scale="scale"))
+
+
+def _read_rms_norm(layer: Any) -> list[LayerRecord]:
+    kind = opaque_kind(layer, f"over axes {layer.axis}") if _last_axes(layer) is None else ""
+    return read_variables(layer, _rms_norm, _epsilon(layer), kind)
+
+
+def _epsilon(layer: Any) -> dict[str, Any]:
+    return {"epsilon": float(layer.epsilon)}
 
 
 def _last_axes(layer: Any) -> int | None:
@@ -102,31 +117,29 @@ def _last_axes(layer: Any) -> int | None:
     return len(axes) if sorted(axis % rank for axis in axes) == list(range(rank - len(axes), rank)) else None
 
 
-def _group_norm(layer: Any) -> list[LayerRecord]:
-    arrays = own_variables(layer)
-    rules = available_rules((Rule(("gamma",), ("scale",)), Rule(("beta",), ("bias",))), arrays)
-    return [
-        LayerRecord(plain_form("group_norm", rules, epsilon=float(layer.epsilon), groups=int(layer.groups)), arrays)
-    ]
+def _group_norm(shapes: Mapping[str, Shape]) -> Form:
+    return Form("group_norm", array_rules(shapes, gamma="scale", beta="bias"))
 
 
-def _batch_norm(layer: Any) -> list[LayerRecord]:
-    arrays = own_variables(layer)
+def _batch_norm(shapes: Mapping[str, Shape]) -> Form:
     names = {"gamma": "scale", "beta": "bias", "moving_mean": "mean", "moving_variance": "variance"}
-    rules = available_rules(tuple(Rule((native,), (canonical,)) for native, canonical in names.items()), arrays)
-    said = {"epsilon": float(layer.epsilon), "momentum": float(layer.momentum), "unbiased": False}
-    return [
-        LayerRecord(plain_form("batch_norm", rules, **said), {name: arrays[name] for name in names if name in arrays})
-    ]
+    return Form("batch_norm", array_rules(shapes, **names))
 
 
-def _prelu(layer: Any) -> list[LayerRecord]:
-    arrays = own_variables(layer)
-    shape = tuple(arrays["alpha"].shape)
+def _prelu(shapes: Mapping[str, Shape]) -> Form:
+    shape = shapes["alpha"]
     if sum(length > 1 for length in shape) > 1:
-        return [LayerRecord(plain_form(opaque_kind(layer, f"slopes of shape {list(shape)}"), same("alpha")), arrays)]
+        raise ValueError(f"slopes of shape {list(shape)}")
     operations = () if len(shape) == 1 else (Reshape(shape, (math.prod(shape),)),)
-    return [LayerRecord(plain_form("prelu", (Rule(("alpha",), ("slope",), operations),)), arrays)]
+    return Form("prelu", (Rule(("alpha",), ("slope",), operations),))
+
+
+def _read_prelu(layer: Any) -> list[LayerRecord]:
+    try:
+        return read_variables(layer, _prelu, {})
+    except ValueError as error:
+        arrays = own_variables(layer)
+        return [LayerRecord(plain_form(opaque_kind(layer, str(error)), same("alpha")), arrays)]
 
 
 def _dropout(layer: Any) -> list[LayerRecord]:
@@ -155,26 +168,46 @@ def _resize(layer: Any) -> list[LayerRecord]:
     ]
 
 
-_REVERSIBLE: Final = layer_classes("ReversibleEmbedding")
-_TABLE: Final[Mapping[str, LayerReader]] = {
-    "Dense": _dense,
-    "EinsumDense": einsum_dense.read_einsum_dense,
-    "Embedding": _embedding,
-    "LayerNormalization": _layer_norm,
-    "RMSNormalization": _rms_norm,
-    "GroupNormalization": _group_norm,
-    "BatchNormalization": _batch_norm,
-    "PReLU": _prelu,
-    **dict.fromkeys(("Activation", "ReLU", "LeakyReLU", "ELU", "Softmax"), activations.read_activation),
-    **dict.fromkeys(("Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D"), _dropout),
-    **dict.fromkeys(("AlphaDropout", "GaussianDropout"), _other_dropout),
-    "Flatten": _flatten,
-    "Reshape": _reshape,
-    **dict.fromkeys(("UpSampling1D", "UpSampling2D", "UpSampling3D"), _resize),
-    **convolutions.READERS,
-    **recurrent.READERS,
-    **attention.READERS,
+_ROWS: Final[Mapping[str, LayerRow]] = {
+    "Dense": weight_layer(_dense, _dense_attributes, "kernel bias", "kernel"),
+    "EinsumDense": LayerRow(einsum_dense.read_einsum_dense, (("kernel", "bias"), ("kernel",)), einsum_dense.file_forms),
+    "Embedding": weight_layer(_embedding, _embedding_attributes, "embeddings"),
+    "ReversibleEmbedding": LayerRow(
+        _read_reversible_embedding, (("embeddings",),), lambda shapes: [_embedding(shapes)]
+    ),
+    "LayerNormalization": LayerRow(
+        _read_layer_norm, (("gamma", "beta"), ("gamma",), ("beta",)), lambda shapes: [_layer_norm(shapes)]
+    ),
+    "RMSNormalization": LayerRow(_read_rms_norm, (("scale",),), lambda shapes: [_rms_norm(shapes)]),
+    "GroupNormalization": weight_layer(
+        _group_norm, lambda layer: {**_epsilon(layer), "groups": int(layer.groups)}, "gamma beta", "gamma", "beta"
+    ),
+    "BatchNormalization": weight_layer(
+        _batch_norm,
+        lambda layer: {**_epsilon(layer), "momentum": float(layer.momentum), "unbiased": False},
+        "gamma beta moving_mean moving_variance",
+        "beta moving_mean moving_variance",
+        "gamma moving_mean moving_variance",
+        "moving_mean moving_variance",
+    ),
+    "PReLU": LayerRow(_read_prelu, (("alpha",),), lambda shapes: [_prelu(shapes)]),
+    **dict.fromkeys(("Activation", "ReLU", "LeakyReLU", "ELU", "Softmax"), LayerRow(activations.read_activation)),
+    **dict.fromkeys(("Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D"), LayerRow(_dropout)),
+    **dict.fromkeys(("AlphaDropout", "GaussianDropout"), LayerRow(_other_dropout)),
+    "Flatten": LayerRow(_flatten),
+    "Reshape": LayerRow(_reshape),
+    **dict.fromkeys(("UpSampling1D", "UpSampling2D", "UpSampling3D"), LayerRow(_resize)),
+    **convolutions.ROWS,
+    **recurrent.ROWS,
+    **attention.ROWS,
 }
-_READERS: Final[dict[type, LayerReader]] = {
-    kind: reader for name, reader in _TABLE.items() for kind in layer_classes(name)
-}
+"""Name in `keras.layers` -> its row."""
+_READERS: Final = {kind: row.read for name, row in _ROWS.items() for kind in layer_classes(name)}
+
+
+def _group_name(name: str) -> str:
+    """Return the name that Keras gives to a layer of a class, without a number: "conv2d" for "Conv2D"."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)).lower()
+
+
+_FILE_ROWS: Final = {_group_name(name): row for name, row in _ROWS.items() if row.variables}

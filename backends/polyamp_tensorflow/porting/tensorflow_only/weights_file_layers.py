@@ -7,22 +7,21 @@ class; otherwise those that its shapes allow, likeliest first.
 
 from __future__ import annotations
 
-import math
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
+from polyamp.porting.layouts.layer_kinds import KINDS
 from polyamp.porting.layouts.layer_layout import Form, Rule, same
-from polyamp.porting.layouts.operations import Blocks, Merge, Operation, Reshape, Shape, Split, Transpose
+from polyamp.porting.layouts.operations import Shape
+from polyamp_tensorflow.porting.layers.weight_layers import file_row
 from polyamp_tensorflow.porting.tensorflow_only.h5_archive import StoredArray
 
-_NORM_ARRAYS: Final = ("scale", "bias")
 _STATISTIC_ARRAYS: Final = ("mean", "variance")
-_CELL_ARRAYS: Final = ("input_kernel", "recurrent_kernel")
 _INNER_LAYERS: Final = ("cell", "forward_layer", "backward_layer")
 """Attribute names of the layers inside Keras's recurrent layers. Those layers have automatic, numbered names."""
-_GRU_GATE_ORDER: Final = Blocks((1, 0, 2))
 
 
 def read_file_layers(
@@ -86,13 +85,11 @@ def _layer_name(group: str, names: Mapping[str, str]) -> tuple[str, str]:
         layer = names.get("/".join(segments[: number + 1]), "")
         told, automatic = _class_word(segment), _class_word(layer)
         listed_by_class = automatic == told or (number > 0 and segments[number - 1] in ("layers", "cells"))
-        word = told if listed_by_class else automatic if automatic in _KNOWN_CLASSES else ""
+        is_known = file_row(automatic) is not None
+        word = told if listed_by_class else automatic if is_known else ""
         if segment != "layers":
-            path.append(
-                layer
-                if layer and automatic not in (told, *_KNOWN_CLASSES) and segment not in _INNER_LAYERS
-                else segment
-            )
+            named = layer and automatic != told and not is_known and segment not in _INNER_LAYERS
+            path.append(layer if named else segment)
     return "/".join(path), word
 
 
@@ -101,119 +98,66 @@ def _class_word(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
 
 
-def _bias_rules(names: Sequence[str]) -> tuple[Rule, ...]:
-    return tuple(Rule((str(number),), (name,)) for number, name in enumerate(names))
-
-
 def _forms_of_class(word: str, shapes: list[Shape]) -> Iterator[Form]:
     """Yield the forms of a layer of a known class; none if the shapes do not fit the class."""
-    first, count = shapes[0], len(shapes)
-    rank = len(first)
-    kernel = ("kernel", "bias")[:count]
-    if word == "dense" and rank == 2 and count <= 2:
-        yield Form("dense", _bias_rules(kernel))
-    elif word in ("conv1d", "conv2d", "conv3d") and count <= 2:
-        yield Form("conv", _bias_rules(kernel))
-    elif word in ("conv1d_transpose", "conv2d_transpose", "conv3d_transpose") and count <= 2:
-        yield _transposed_convolution_form(first, kernel)
-    elif word in ("depthwise_conv1d", "depthwise_conv2d") and count <= 2:
-        yield _depthwise_form(first, kernel)
-    elif word == "einsum_dense" and count <= 2:
-        yield from _einsum_forms(shapes)
-    elif word in ("embedding", "reversible_embedding") and count == 1:
-        yield Form("embedding", _bias_rules(("table",)))
-    elif word in ("layer_normalization", "group_normalization") and count <= 2:
-        kind = word.replace("normalization", "norm")
-        yield from (
-            Form(kind, _bias_rules(names)) for names in ([_NORM_ARRAYS] if count == 2 else [("scale",), ("bias",)])
-        )
-    elif word == "rms_normalization" and count == 1:
-        yield Form("rms_norm", _bias_rules(("scale",)))
-    elif word == "batch_normalization" and 2 <= count <= 4:
-        beside: dict[int, list[tuple[str, ...]]] = {2: [()], 3: [("bias",), ("scale",)], 4: [_NORM_ARRAYS]}
-        yield from (Form("batch_norm", _bias_rules((*names, *_STATISTIC_ARRAYS))) for names in beside[count])
-    elif word == "p_re_lu" and count == 1 and sum(length > 1 for length in first) <= 1:
-        flat = () if rank == 1 else (Reshape(first, (math.prod(first),)),)
-        yield Form("prelu", (Rule(("0",), ("slope",), flat),))
-    elif word in ("lstm_cell", "gru_cell", "simple_rnn_cell") and count in (2, 3):
-        yield _cell_form(word.rpartition("_")[0], shapes)
+    row = file_row(word)
+    if row is None:
+        return
+    for names in row.variables:
+        if len(names) == len(shapes):
+            numbers = {name: str(number) for number, name in enumerate(names)}
+            by_name = dict(zip(names, shapes, strict=True))
+            with contextlib.suppress(ValueError):
+                yield from (form.with_native_names(numbers) for form in row.file_forms(by_name) if _fits(form, by_name))
+
+
+def _fits(form: Form, shapes: Mapping[str, Shape]) -> bool:
+    """Return whether the canonical arrays have as many axes as those of their kind."""
+    axes = KINDS[form.kind].arrays
+    found = form.canonical_shapes(shapes)
+    return all("..." in axes[name] or len(shape) == len(axes[name]) for name, shape in found.items())
+
+
+def _possible_classes(shapes: list[Shape]) -> Iterator[str]:
+    """Yield the classes of which a layer with these shapes may be, likeliest first; "" for a parameter of no layer."""
+    ranks = [len(shape) for shape in shapes]
+    first = shapes[0]
+    if ranks in ([2], [2, 1]) and shapes[-1][-1] == first[-1]:
+        yield "dense"
+        if ranks == [2]:
+            yield from ("embedding", "")
+    elif ranks[0] in (3, 4, 5) and ranks[1:] in ([], [1]):
+        features = None if ranks[1:] == [] else shapes[1][0]
+        if features in (None, first[-1]):
+            yield "conv2d"
+        if features in (None, first[-2]):
+            yield "conv2d_transpose"
+        if features is not None and first[-1] * first[-2] == features != first[-1]:
+            yield "depthwise_conv2d"
+        if ranks[0] == 3:
+            yield "einsum_dense"
+        if features is None:
+            yield ""
+    elif len({*shapes}) == 1 and ranks[0] == 1 and len(shapes) in (1, 2, 4):
+        yield from {
+            1: ("rms_normalization", ""),
+            2: ("layer_normalization", "group_normalization"),
+            4: ("batch_normalization",),
+        }[len(shapes)]
+    elif ranks == [3, 2]:
+        yield "einsum_dense"
+    elif ranks[:2] == [2, 2] and len(shapes) in (2, 3) and first[1] == shapes[1][1]:
+        word = {4.0: "lstm_cell", 3.0: "gru_cell", 1.0: "simple_rnn_cell"}.get(first[1] / shapes[1][0])
+        yield from () if word is None else (word,)
 
 
 def _forms_of_shapes(shapes: list[Shape]) -> Iterator[Form]:
     """Yield possible forms of arrays with these shapes, likeliest first."""
-    ranks = [len(shape) for shape in shapes]
-    first = shapes[0]
-    kernel = ("kernel", "bias")[: len(shapes)]
-    if ranks in ([2], [2, 1]) and shapes[-1][-1] == first[-1]:
-        yield Form("dense", _bias_rules(kernel))
-        if ranks == [2]:
-            yield Form("embedding", _bias_rules(("table",)))
-            yield Form("parameter", _bias_rules(("value",)))
-    elif ranks[0] in (3, 4, 5) and ranks[1:] in ([], [1]):
-        if ranks[1:] == [] or first[-1] == shapes[1][0]:
-            yield Form("conv", _bias_rules(kernel))
-        if ranks[1:] == [] or first[-2] == shapes[1][0]:
-            yield _transposed_convolution_form(first, kernel)
-        if ranks[1:] == [1] and first[-1] * first[-2] == shapes[1][0] != first[-1]:
-            yield _depthwise_form(first, kernel)
-        if ranks[0] == 3:
-            yield from _einsum_forms(shapes)
-        if ranks[1:] == []:
-            yield Form("parameter", _bias_rules(("value",)))
-    elif len({*shapes}) == 1 and ranks[0] == 1 and len(shapes) in (1, 2, 4):
-        if len(shapes) == 4:
-            yield Form("batch_norm", _bias_rules((*_NORM_ARRAYS, *_STATISTIC_ARRAYS)))
-        elif len(shapes) == 2:
-            yield from (Form(kind, _bias_rules(_NORM_ARRAYS)) for kind in ("layer_norm", "group_norm"))
+    for word in _possible_classes(shapes):
+        if word:
+            yield from _forms_of_class(word, shapes)
         else:
-            yield from (Form("rms_norm", _bias_rules(("scale",))), Form("parameter", _bias_rules(("value",))))
-    elif ranks == [3, 2]:
-        yield from _einsum_forms(shapes)
-    elif ranks[:2] == [2, 2] and len(shapes) in (2, 3) and first[1] == shapes[1][1]:
-        gates = first[1] / shapes[1][0]
-        kind = {4.0: "lstm", 3.0: "gru", 1.0: "simple_rnn"}.get(gates)
-        yield from [] if kind is None else [_cell_form(kind, shapes)]
-
-
-def _transposed_convolution_form(kernel: Shape, names: Sequence[str]) -> Form:
-    rank = len(kernel)
-    turned = Rule(("0",), ("kernel",), (Transpose((*range(rank - 2), rank - 1, rank - 2)),))
-    return Form("conv_transpose", (turned, *_bias_rules(names)[1:]))
-
-
-def _depthwise_form(kernel: Shape, names: Sequence[str]) -> Form:
-    shape = (*kernel[:-2], 1, kernel[-2] * kernel[-1])
-    apart = Rule(("0",), ("kernel",), (Reshape(kernel, shape),))
-    return Form("conv", (apart, *_bias_rules(names)[1:]), {"groups": kernel[-2]})
-
-
-def _einsum_forms(shapes: list[Shape]) -> Iterator[Form]:
-    """Yield dense layers over several axes. The bias determines the output axes; without it, every split is
-    possible."""
-    kernel = shapes[0]
-    for inputs in range(1, len(kernel)):
-        given, result = kernel[:inputs], kernel[inputs:]
-        if shapes[1:] and shapes[1] != result:
-            continue
-        features = math.prod(result)
-        rules = [Rule(("0",), ("kernel",), (Reshape(kernel, (math.prod(given), features)),))]
-        if shapes[1:]:
-            rules.append(Rule(("1",), ("bias",), () if len(result) == 1 else (Reshape(result, (features,)),)))
-        yield Form("dense", tuple(rules))
-
-
-def _cell_form(kind: str, shapes: list[Shape]) -> Form:
-    gates: tuple[Operation, ...] = (_GRU_GATE_ORDER,) if kind == "gru" else ()
-    rules = [Rule((str(number),), (name,), gates) for number, name in enumerate(_CELL_ARRAYS)]
-    if shapes[2:]:
-        bias = shapes[2]
-        both: tuple[Operation, ...] = (Split((1, 1), 0), Reshape((1, *bias[1:]), bias[1:]))
-        apart = both if len(bias) == 2 else (Merge(),)
-        rules.append(Rule(("2",), ("bias", "recurrent_bias"), (*apart, *gates)))
-    said: dict[str, Any] = {}
-    if kind == "gru" and shapes[2:]:
-        said["reset"] = "after" if len(shapes[2]) == 2 else "before"
-    return Form(kind, tuple(rules), said)
+            yield Form("parameter", (Rule(("0",), ("value",)),))
 
 
 def _join_layers(layers: list[NativeLayer]) -> Iterator[NativeLayer]:
@@ -258,15 +202,3 @@ def _attention_layer(path: str, parts: Mapping[str, NativeLayer]) -> NativeLayer
                 leaves[f"{name}/{array}"] = part.leaves[key]
                 rules.append(Rule((f"{name}/{array}",), (f"{name.removeprefix('attention_')}_{array}",)))
     return NativeLayer(path, leaves, (Form("attention", tuple(rules), {"mask": "keep"}),), "")
-
-
-_KNOWN_CLASSES: Final = frozenset(
-    (
-        *(f"conv{rank}d" for rank in (1, 2, 3)),
-        *(f"conv{rank}d_transpose" for rank in (1, 2, 3)),
-        *("depthwise_conv1d", "depthwise_conv2d", "dense", "einsum_dense", "embedding", "reversible_embedding"),
-        *("layer_normalization", "group_normalization", "rms_normalization", "batch_normalization"),
-        *("p_re_lu", "lstm_cell", "gru_cell", "simple_rnn_cell"),
-    )
-)
-"""Names of the classes that `_forms_of_class` knows."""

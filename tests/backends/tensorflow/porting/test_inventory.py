@@ -278,6 +278,20 @@ def _wrong(layer: Any) -> porting.Form:
     return porting.Form("dense", porting.same("weight"))
 
 
+def test_a_weight_that_a_subclass_of_a_layer_adds_is_a_parameter() -> None:
+    class Scaled(layers.Dense):  # type: ignore[misc]  # Keras is untyped
+        def build(self, shape: Any) -> None:
+            super().build(shape)
+            self.factor = self.add_weight(shape=(4,), name="factor")
+
+        def call(self, x: Any) -> Any:
+            return super().call(x) * self.factor
+
+    model = functional(Scaled(4, name="head"))
+    assert [(path, kind) for path, kind, _ in rows(model)] == [("head", "dense"), ("head/factor", "parameter")]
+    is_whole(model)
+
+
 def test_a_third_party_s_form_comes_before_the_table() -> None:
     model = functional(Scaled())
     assert rows(model) == [("scaled", "dense", ["scaled/dense/kernel", "scaled/factor"])]
