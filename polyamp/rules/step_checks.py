@@ -6,28 +6,17 @@ They work on names, shapes and canonical dtype names, and know no framework.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from polyamp.errors import GradientError, LossError, ModelError, UnsupportedError, describe_value, did_you_mean
 from polyamp.float_formats import COMPLEX_DTYPES, FLOAT_DTYPES
+from polyamp.recipe.recipe import Recipe
 
 Shape = tuple[int, ...]
 
 
-class RecipeRequirements(Protocol):
-    """Fields of a recipe that decide which parameters are accepted."""
-
-    @property
-    def policy(self) -> Any:
-        """Its `param` is the dtype of the master weights."""
-
-    @property
-    def loss_scaler(self) -> Any:
-        """Its `scales` requires float32 master weights."""
-
-
 def check_parameters(
-    parameters: Sequence[tuple[str, str]], recipe: RecipeRequirements, *, complex_numbers: bool = False
+    parameters: Sequence[tuple[str, str]], recipe: Recipe, *, complex_numbers: bool = False
 ) -> None:
     """Raise if a model cannot be trained under the recipe.
 
