@@ -152,15 +152,15 @@ def softmax_cross_entropy(
             check_class_weights(weights, logits)
         if soft:
             return _reduce_values(losses, _soft_rows(losses, logits, labels, label_smoothing, weights), reduction)
-        seen = losses.on_host(labels)
-        if seen is not None:
-            check_label_range(seen, losses.classes(logits), ignore_index)
+        on_host = losses.on_host(labels)
+        if on_host is not None:
+            check_label_range(on_host, losses.classes(logits), ignore_index)
             if ignore_index is None and weights is None and not label_smoothing:
                 loss = losses.softmax_cross_entropy(logits, losses.indices(labels, logits), reduction)
                 if reduction == "mean":
                     loss_weights.record_mean(loss, None, rows_shape)
                 return loss
-        rows, shares = _hard_rows(losses, logits, labels, seen is None, ignore_index, label_smoothing, weights)
+        rows, shares = _hard_rows(losses, logits, labels, on_host is None, ignore_index, label_smoothing, weights)
         if reduction == "mean" and shares is not None:
             line = _COUNT_LINES["labels" if weights is None else "classes"]
             return _quotient(losses, losses.sum(rows), losses.sum(shares), rows_shape, line)
@@ -301,20 +301,20 @@ def _hard_rows(
     losses: LossFunctions,
     logits: Any,
     labels: Any,
-    unseen: bool,
+    unchecked: bool,
     ignore_index: int | None,
     smoothing: float,
     weights: Any,
 ) -> tuple[Any, Any]:
     """Return (loss of each row, weight of each row in the mean); the latter is None if each weighs 1.
 
-    `unseen`: the labels have not been checked against the classes.
+    `unchecked`: the labels have not been checked against the classes.
 
     A backend's functions receive only labels within the classes. Ignored rows are masked twice, before and after,
     because the derivative of a masked NaN is NaN.
     """
     own = given = losses.indices(labels, logits)
-    inside = (given >= 0) & (given < losses.classes(logits)) if unseen else None
+    inside = (given >= 0) & (given < losses.classes(logits)) if unchecked else None
     counted = None if ignore_index is None else given != ignore_index
     if inside is not None:
         own = losses.where(inside, own, 0)

@@ -215,7 +215,7 @@ class JaxBackend:
     def setting_of(self, state: Any, name: str) -> str | None:
         return optimizer_metadata.optimizer_setting(state.recipe.optimizer, name)
 
-    def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
+    def explain_error(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return error_hints.explain_error(error, batch, casts=any(state.setup.plan.cast for state in states))
 
     @property
@@ -224,14 +224,14 @@ class JaxBackend:
 
         return STATE_CONVERTER
 
-    def described(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
+    def describe_state(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
         from polyamp.porting.states.metadata import state_metadata_json
 
         return state_metadata_json(state, arrays, self.porting, self.porting_states)
 
-    def refresh(self, state: Any, model: Any, growth: RefreshPlan) -> states_.JaxState:
+    def refresh(self, state: Any, model: Any, plan: RefreshPlan) -> states_.JaxState:
         try:
-            return refresh_state(state, model, growth)
+            return refresh_state(state, model, plan)
         except Exception as error:
             steps.refuse_deleted_states([state], error)
             raise

@@ -183,7 +183,7 @@ class TensorFlowBackend:
     def setting_of(self, state: Any, name: str) -> str | None:
         return optimizer_metadata.optimizer_setting(state.optimizer, name)
 
-    def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
+    def explain_error(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return error_hints.explain_error(error, states)
 
     @property
@@ -192,13 +192,13 @@ class TensorFlowBackend:
 
         return STATE_CONVERTER
 
-    def described(self, state: Any, arrays: Mapping[str, Array]) -> str:
+    def describe_state(self, state: Any, arrays: Mapping[str, Array]) -> str:
         from polyamp.porting.states.metadata import state_metadata_json
 
         return state_metadata_json(state, arrays, self.porting, self.porting_states)
 
-    def refresh(self, state: Any, model: Any, growth: RefreshPlan) -> TensorFlowState:
-        return refresh_state(state, model, growth)
+    def refresh(self, state: Any, model: Any, plan: RefreshPlan) -> TensorFlowState:
+        return refresh_state(state, model, plan)
 
     @property
     def porting(self) -> Converter:

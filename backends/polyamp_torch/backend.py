@@ -196,7 +196,7 @@ class TorchBackend:
     def check_arrays(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> list[str]:
         return optimizer_metadata.list_load_problems(state, arrays)
 
-    def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
+    def explain_error(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return error_hints.explain_error(error)
 
     @property
@@ -205,13 +205,13 @@ class TorchBackend:
 
         return STATE_CONVERTER
 
-    def described(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
+    def describe_state(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
         from polyamp.porting.states.metadata import state_metadata_json
 
         return state_metadata_json(state, arrays, self.porting, self.porting_states)
 
-    def refresh(self, state: Any, model: Any, growth: RefreshPlan) -> TorchState:
-        return refresh_state(state, model, growth)
+    def refresh(self, state: Any, model: Any, plan: RefreshPlan) -> TorchState:
+        return refresh_state(state, model, plan)
 
     def testing(self) -> Harness:
         from polyamp_torch.harness import TorchHarness

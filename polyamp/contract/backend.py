@@ -191,7 +191,7 @@ class ChecksArrays(Protocol):
 class DescribesStates(Protocol):
     """Optional protocol: a backend that describes its checkpoints, so `polyamp.port` reads them in other frameworks."""
 
-    def described(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
+    def describe_state(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
         """Return a JSON description of `arrays`, the result of `export_state` for this state. Raises nothing."""
 
 
@@ -199,7 +199,7 @@ class DescribesStates(Protocol):
 class ExplainsFailures(Protocol):
     """Optional protocol: a backend that explains certain errors of its framework in a step."""
 
-    def explained(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
+    def explain_error(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         """Return the error to raise in place of the framework's, with the received value and a fix; None if unknown.
 
         Args:
@@ -282,9 +282,9 @@ class Backend(Protocol):
         """Return `state` with its arrays replaced. The caller has checked that names, shapes and dtypes equal those of
         `export_state(state)`, that counters are not negative, and that `check_arrays`, if any, reports nothing."""
 
-    def refresh(self, state: Any, model: Any, growth: RefreshPlan) -> State:
+    def refresh(self, state: Any, model: Any, plan: RefreshPlan) -> State:
         """Return the state that continues after a change of the model (S28): that of `init`, with scale, counters and
-        steps, and with optimizer state and count of the parameters in `growth.surviving_parameters`.
+        steps, and with optimizer state and count of the parameters in `plan.surviving_parameters`.
 
         `model` is None if the user passed none. An old state that shares arrays with the new one then refuses to step.
         """

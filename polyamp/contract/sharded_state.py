@@ -118,7 +118,7 @@ class ShardedState(Protocol):
             CheckpointError: the files do not match `forms`.
         """
 
-    def drawn(self, name: str, seed: int) -> Array:
+    def new_stream(self, name: str, seed: int) -> Array:
         """Return a new stream in place of `own[name]`, determined by a seed of 64 bits."""
 
 

@@ -251,19 +251,19 @@ class ReferenceBackend:
             step=arrays["step"],
         )
 
-    def refresh(self, state: Any, model: Any, growth: RefreshPlan) -> ReferenceState:
+    def refresh(self, state: Any, model: Any, plan: RefreshPlan) -> ReferenceState:
         if model is None:
             raise missing_model_error("a reference state holds arrays of its own")
         made = self.init(model, state.recipe)
         before, now = state.model.parameters, made.model.parameters
         given = model.parameters  # the arrays of `state.model`, unless they were replaced
-        stayed = growth.surviving_parameters(
+        survivors = plan.surviving_parameters(
             {name: KnownParameter(id(array), array.shape) for name, array in before.items()},
             {name: KnownParameter(id(given[name]), array.shape) for name, array in now.items()},
             lambda old, new: np.array_equal(before[old], now[new]),
         )
         slots, counts = dict(made.slots), dict(made.counts)
-        for name, old in stayed.items():
+        for name, old in survivors.items():
             slots[name] = {slot: state.slots[old].get(slot, array) for slot, array in made.slots[name].items()}
             counts[name] = state.counts[old]
         kept = {"scale_state": state.scale_state, "step": state.step, "watch": state.watch}
@@ -290,7 +290,7 @@ class ReferenceBackend:
 
         return ReferenceObserver()
 
-    def described(self, state: Any, arrays: Mapping[str, Array]) -> str:
+    def describe_state(self, state: Any, arrays: Mapping[str, Array]) -> str:
         """Return metadata of a checkpoint's arrays, for other frameworks."""
         from polyamp.porting.states.metadata import state_metadata_json
 

@@ -15,9 +15,7 @@ from polyamp.recipe.recipe import Recipe
 Shape = tuple[int, ...]
 
 
-def check_parameters(
-    parameters: Sequence[tuple[str, str]], recipe: Recipe, *, complex_numbers: bool = False
-) -> None:
+def check_parameters(parameters: Sequence[tuple[str, str]], recipe: Recipe, *, complex_numbers: bool = False) -> None:
     """Raise if a model cannot be trained under the recipe.
 
     Args:

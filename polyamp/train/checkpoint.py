@@ -144,7 +144,7 @@ def _encode_file(state: Any, exported: Arrays) -> bytes:
     arrays = _contiguous_arrays(exported)
     meta = {"format": FORMAT, **_metadata(state)}
     if isinstance(state.backend, DescribesStates):
-        meta["porting"] = state.backend.described(state, arrays)  # for polyamp.port into another framework
+        meta["porting"] = state.backend.describe_state(state, arrays)  # for polyamp.port into another framework
     arrays, complex128 = encode_complex128(arrays)
     if complex128:
         meta[_COMPLEX128] = json.dumps(complex128)
@@ -306,7 +306,7 @@ class _PendingRestore(Generic[_State]):
             )
         warning = _changes_warning(self.name, saved is None, changed, on_change)
         if recipe_changes.has_change_in(changed, "scaler"):
-            checkpoint_checks.fit_loss_scale(arrays, scaler, anew=recipe_changes.has_change_in(changed, "scaler.kind"))
+            checkpoint_checks.fit_loss_scale(arrays, scaler, reset=recipe_changes.has_change_in(changed, "scaler.kind"))
         return warning
 
 

@@ -89,21 +89,21 @@ def saved_scaler(saved: Mapping[str, Any] | None, given: LossScaler) -> LossScal
         return given
 
 
-def fit_loss_scale(arrays: dict[str, Array], scaler: LossScaler, *, anew: bool) -> None:
-    """Clamp the loss scale of a file to the bounds of the code's scaler, or reset it with `anew`.
+def fit_loss_scale(arrays: dict[str, Array], scaler: LossScaler, *, reset: bool) -> None:
+    """Clamp the loss scale of a file to the bounds of the code's scaler, or start anew with `reset`.
 
     The count of skipped steps stays, because random streams depend on it (S12).
     """
     import numpy as np
 
     fresh = {"scale": scaler.init_scale, "good_steps": 0, "hysteresis": scaler.hysteresis, "stuck": 0}
-    held = {"scale": (scaler.min_scale, scaler.max_scale), "hysteresis": (-1, scaler.hysteresis)}
+    bounds = {"scale": (scaler.min_scale, scaler.max_scale), "hysteresis": (-1, scaler.hysteresis)}
     for name, value in fresh.items():
         old = arrays.get(f"loss_scale/{name}")
-        if old is not None and anew:
+        if old is not None and reset:
             arrays[f"loss_scale/{name}"] = np.asarray(value, old.dtype)
-        elif old is not None and name in held:
-            arrays[f"loss_scale/{name}"] = np.asarray(np.clip(old, *held[name]), old.dtype)
+        elif old is not None and name in bounds:
+            arrays[f"loss_scale/{name}"] = np.asarray(np.clip(old, *bounds[name]), old.dtype)
 
 
 def join_problems(problems: list[str]) -> str:

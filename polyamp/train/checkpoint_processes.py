@@ -81,7 +81,7 @@ class UnshardedState:
     def read(self, folder: Path, forms: Mapping[str, ArrayForm]) -> dict[str, Array]:
         return read_safetensors(folder / STATE_FILE, forms)
 
-    def drawn(self, name: str, seed: int) -> Array:
+    def new_stream(self, name: str, seed: int) -> Array:
         raise NotImplementedError("one process has no stream of its own beside the others'")
 
 

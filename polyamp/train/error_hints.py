@@ -48,7 +48,7 @@ def _add_error_hints(error: Exception, loss_fn: LossFunction, states: Sequence[A
         _check_loss_fn(loss_fn, error)
     backend = states[0].backend
     if isinstance(backend, ExplainsFailures):
-        clearer = backend.explained(error, states, batch)
+        clearer = backend.explain_error(error, states, batch)
         if clearer is not None:
             try:
                 raise clearer from error

@@ -119,10 +119,10 @@ def read_manifest(path: Path) -> Manifest:
     where = path / MANIFEST
     try:
         found = json.loads(content)
-        held = str(found.pop("digest"))
-        intact = held == content_digest(content, held)
+        digest = str(found.pop("digest"))
+        intact = digest == content_digest(content, digest)
         known = found.get("format") == FORMAT
-        manifest = _parse_manifest(found, held) if intact and known else None
+        manifest = _parse_manifest(found, digest) if intact and known else None
     except PARSE_ERRORS as error:
         raise CheckpointError(f"{where} is not a manifest of polyamp ({type(error).__name__}: {error}).") from error
     if not known:
@@ -174,7 +174,7 @@ def streams_of_this_rank(parts: ShardedState, saved: Mapping[str, Array]) -> dic
         if len(every) == parts.processes.count:
             result[name] = every[parts.processes.rank].copy()
         else:
-            result[name] = parts.drawn(
+            result[name] = parts.new_stream(
                 name, random_streams.stream_seed([each.tobytes() for each in every], *parts.replica)
             )
     return result
@@ -199,7 +199,7 @@ def _new_data_folder(path: Path) -> Iterator[str]:
     try:
         with exclusive_writer(path) as is_locked:
             if is_locked:
-                _remove_old_data(path, kept=_current_data_name(path))
+                _remove_old_data(path, keep=_current_data_name(path))
             data = path / f"data-{os.urandom(8).hex()}"
             try:
                 data.mkdir()
@@ -254,12 +254,12 @@ def _current_data_name(path: Path) -> str | None:
     return name if isinstance(name, str) and _DATA_NAME.fullmatch(name) else None
 
 
-def _remove_old_data(path: Path, kept: str | None) -> None:
+def _remove_old_data(path: Path, keep: str | None) -> None:
     """Remove data that the manifest does not name: that of killed saves, and of the previous checkpoint."""
-    if kept is None and (path / MANIFEST).exists():
+    if keep is None and (path / MANIFEST).exists():
         return  # damaged: keep the data for inspection
     for each in path.iterdir():
-        if _DATA_NAME.fullmatch(each.name) and each.name != kept:
+        if _DATA_NAME.fullmatch(each.name) and each.name != keep:
             shutil.rmtree(each, ignore_errors=True)
 
 
@@ -313,7 +313,7 @@ def _commit(path: Path, data: Path, text: bytes) -> None:
     sync_to_disk(data)
     sync_to_disk(path)
     write_atomically(path / MANIFEST, text)
-    _remove_old_data(path, kept=data.name)
+    _remove_old_data(path, keep=data.name)
 
 
 def _encode_manifest(
@@ -337,7 +337,7 @@ def _encode_manifest(
     return seal_content(json.dumps(manifest, indent=1).encode())
 
 
-def _parse_manifest(found: Mapping[str, Any], held: str) -> Manifest:
+def _parse_manifest(found: Mapping[str, Any], digest: str) -> Manifest:
     texts = {name: found[name] for name in _TEXT_FIELDS}
     if not all(isinstance(text, str) for text in texts.values()) or not _DATA_NAME.fullmatch(texts["data"]):
         raise ValueError("a field is no text, or names no folder of data")
@@ -352,4 +352,4 @@ def _parse_manifest(found: Mapping[str, Any], held: str) -> Manifest:
     processes = int(found["processes"])
     if processes < 1 or any(name not in arrays or arrays[name].shape[:1] != (processes,) for name in own):
         raise ValueError("not every process has its own arrays")
-    return Manifest(texts, processes, texts["data"], own, arrays, files, held)
+    return Manifest(texts, processes, texts["data"], own, arrays, files, digest)

@@ -155,7 +155,7 @@ class JaxShardedState:
             raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
         return {**read, **empty}
 
-    def drawn(self, name: str, seed: int) -> Array:
+    def new_stream(self, name: str, seed: int) -> Array:
         raise NotImplementedError("JAX's keys are the same for all processes")
 
     def _written(self, leaf: Any) -> Any:

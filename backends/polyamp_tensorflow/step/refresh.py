@@ -32,7 +32,7 @@ from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import optimizer_m
 NamedVariables = Mapping[str, Any]
 
 
-def refresh_state(state: TensorFlowState, model: Any, growth: RefreshPlan) -> TensorFlowState:
+def refresh_state(state: TensorFlowState, model: Any, plan: RefreshPlan) -> TensorFlowState:
     """Return a new state; the old one then raises at each step. If this fails, nothing has changed.
 
     Raises:
@@ -49,17 +49,17 @@ def refresh_state(state: TensorFlowState, model: Any, growth: RefreshPlan) -> Te
     with state.exclusive_access(), state.strategy.scope():
         state.check_alive()
         before, now = state.variables.parameters, model_variables(model).parameters
-        stayed = growth.surviving_parameters(_known_parameters(before), _known_parameters(now))
+        survivors = plan.surviving_parameters(_known_parameters(before), _known_parameters(now))
         if is_spec(state.recipe.optimizer):
             new = TensorFlowState(model, state.recipe, state.backend)
-            _carry_spec_optimizer(state.optimizer, new.optimizer, before, now, stayed)
+            _carry_spec_optimizer(state.optimizer, new.optimizer, before, now, survivors)
         else:
             with _reset_native_optimizer(state.optimizer) as (old, built_for):
                 new = TensorFlowState(model, state.recipe, state.backend)
                 places = {id(native_variable(variable)): number for number, variable in enumerate(built_for)}
                 pairs = [
                     (variable_index(new.optimizer, now[n]), places[id(native_variable(before[was]))])
-                    for n, was in stayed.items()
+                    for n, was in survivors.items()
                 ]
                 _carry_native_optimizer(old, vars(new.optimizer), len(places), pairs)
                 _start_averages(new.optimizer, {number for number, _ in pairs})
@@ -75,18 +75,18 @@ def _known_parameters(named: NamedVariables) -> dict[str, KnownParameter]:
 
 
 def _carry_spec_optimizer(
-    old: SpecOptimizer, new: SpecOptimizer, before: NamedVariables, now: NamedVariables, stayed: Mapping[str, str]
+    old: SpecOptimizer, new: SpecOptimizer, before: NamedVariables, now: NamedVariables, survivors: Mapping[str, str]
 ) -> None:
     """Copy slots, rate and counts. A new parameter counts as having missed all updates so far (S23)."""
     slots = old.named_slots(list(before))
     for name, slot in new.named_slots(list(now)).items():
         path, _, word = name.rpartition("/")
-        found = slots.get(f"{stayed[path]}/{word}") if path in stayed else None
+        found = slots.get(f"{survivors[path]}/{word}") if path in survivors else None
         if found is not None:
             native_variable(slot).assign(native_variable(found))
     missed, count = native_variable(old.missed_updates).numpy(), int(native_variable(old.iterations))
     places = {name: number for number, name in enumerate(before)}
-    kept = [missed[places[stayed[name]]] if name in stayed else count for name in now]
+    kept = [missed[places[survivors[name]]] if name in survivors else count for name in now]
     native_variable(new.missed_updates).assign(np.array(kept, np.int32))
     native_variable(new.iterations).assign(native_variable(old.iterations))
     if not callable(new.spec.learning_rate) and not callable(old.spec.learning_rate):

@@ -22,7 +22,7 @@ from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
 
 
-def refresh_state(state: TorchState, model: Any, growth: RefreshPlan) -> TorchState:
+def refresh_state(state: TorchState, model: Any, plan: RefreshPlan) -> TorchState:
     """Return a new state; the old one then refuses to step. If this fails, nothing changes.
 
     Raises:
@@ -33,16 +33,18 @@ def refresh_state(state: TorchState, model: Any, growth: RefreshPlan) -> TorchSt
         if state.rates is not None:
             state.rates.multiples()  # convert, or refuse, rates set by the user before anything changes
         model = state.model if model is None else model
-        stayed = growth.surviving_parameters(
+        survivors = plan.surviving_parameters(
             _known_parameters(state.shapes()), _known_parameters(_trained_parameters(model))
         )
         native = not is_spec(state.recipe.optimizer)
         new = (
-            _carry_native_optimizer(state, model, stayed) if native else TorchState(model, state.recipe, state.backend)
+            _carry_native_optimizer(state, model, survivors)
+            if native
+            else TorchState(model, state.recipe, state.backend)
         )
         check_replicas(new)
         if not native:
-            _carry_spec_optimizer(state, new, stayed)
+            _carry_spec_optimizer(state, new, survivors)
         new.scale_state = LossScaleState(*(field.to(new.device) for field in state.scale_state))
         new.step = state.step.to(new.device)
         new.watch = state.watch
@@ -70,7 +72,7 @@ def _known_parameters(found: dict[str, tuple[int, tuple[int, ...]]]) -> dict[str
 
 
 @torch.no_grad()
-def _carry_spec_optimizer(state: TorchState, new: TorchState, stayed: dict[str, str]) -> None:
+def _carry_spec_optimizer(state: TorchState, new: TorchState, survivors: dict[str, str]) -> None:
     """Copy the arrays of surviving parameters, and options that the user wrote into groups, to the new optimizer."""
     old, made = state.optimizer, new.optimizer
     if len(old.param_groups) > len(state.groups.distinct) and not new.groups.is_uniform:
@@ -78,7 +80,7 @@ def _carry_spec_optimizer(state: TorchState, new: TorchState, stayed: dict[str, 
             "the optimizer's parameter groups were divided by hand, and the recipe's groups now divide the parameters "
             "of the changed model too. Say the division in the recipe's groups, and call polyamp.init."
         )
-    for now, before in stayed.items():
+    for now, before in survivors.items():
         slots = made.state[new.parameters[now]]
         for slot, value in old.state[state.parameters[before]].items():
             if slot in slots:
@@ -87,7 +89,7 @@ def _carry_spec_optimizer(state: TorchState, new: TorchState, stayed: dict[str, 
     for member, group in zip(new.groups.distinct, made.param_groups, strict=True):
         if member in members:
             group.update(_merge_group_options(old.param_groups[members.index(member)], group))
-    moved = {id(new.parameters[now]): id(state.parameters[before]) for now, before in stayed.items()}
+    moved = {id(new.parameters[now]): id(state.parameters[before]) for now, before in survivors.items()}
     for divided in old.param_groups[len(members) :]:  # the user's groups, after those of the recipe
         own = {id(p) for p in divided["params"]}
         taken = []
@@ -110,13 +112,13 @@ def _merge_group_options(group: dict[str, Any], made: dict[str, Any]) -> dict[st
 # An optimizer of torch's own.
 
 
-def _carry_native_optimizer(state: TorchState, model: torch.nn.Module, stayed: dict[str, str]) -> TorchState:
+def _carry_native_optimizer(state: TorchState, model: torch.nn.Module, survivors: dict[str, str]) -> TorchState:
     """Return the state over the edited groups; restore the groups if it cannot be created."""
     optimizer = state.optimizer
     groups = [list(group["params"]) for group in optimizer.param_groups]
     slots = dict(optimizer.state)
     try:
-        _edit_native_groups(state, model, stayed)
+        _edit_native_groups(state, model, survivors)
         new = TorchState(model, state.recipe, state.backend)
         check_replicas(new)
         return new
@@ -128,12 +130,12 @@ def _carry_native_optimizer(state: TorchState, model: torch.nn.Module, stayed: d
         raise
 
 
-def _edit_native_groups(state: TorchState, model: torch.nn.Module, stayed: dict[str, str]) -> None:
+def _edit_native_groups(state: TorchState, model: torch.nn.Module, survivors: dict[str, str]) -> None:
     """Remove departed parameters and their slots from the groups; add new parameters to the only group."""
     optimizer = state.optimizer
     path = path_function(model)
     now = {path(name): p for name, p in tree_parameters(model) if p.requires_grad}
-    kept = {id(state.parameters[before]): now[name] for name, before in stayed.items()}
+    kept = {id(state.parameters[before]): now[name] for name, before in survivors.items()}
     trained = {id(p) for p in now.values()}
     for group in optimizer.param_groups:  # the replacement of a surviving parameter takes its place
         group["params"] = [kept.get(id(p), p) for p in group["params"] if id(p) in kept or id(p) in trained]

@@ -78,7 +78,7 @@ class TorchShardedState:
         checkpoint_io.read_tensors(folder, forms, targets, self._group)
         return {name: self._read(name, target) for name, target in targets.items()}
 
-    def drawn(self, name: str, seed: int) -> Array:
+    def new_stream(self, name: str, seed: int) -> Array:
         device = "cpu" if name == "rng/cpu" else self._state.device
         return to_numpy(torch.Generator(device).manual_seed(seed).get_state())
 

@@ -193,18 +193,18 @@ class MLXBackend:
         )
         return restored
 
-    def refresh(self, state: Any, model: Any, growth: RefreshPlan) -> MLXState:
+    def refresh(self, state: Any, model: Any, plan: RefreshPlan) -> MLXState:
         if model is None:
             raise missing_model_error("an MLX state holds arrays of its own")
         made = self.init(model, state.recipe, seed=state.seed)
         before, now = state.parameters, made.parameters
-        stayed = growth.surviving_parameters(
+        survivors = plan.surviving_parameters(
             {path: KnownParameter(id(array), array.shape) for path, array in before.items()},
             {path: KnownParameter(id(array), array.shape) for path, array in now.items()},
             lambda old, new: bool(mx.array_equal(before[old], now[new])),
         )
-        kept = {path: {**group, **state.slots.get(stayed.get(path, ""), {})} for path, group in made.slots.items()}
-        counts = {path: state.counts.get(stayed.get(path, ""), count) for path, count in made.counts.items()}
+        kept = {path: {**group, **state.slots.get(survivors.get(path, ""), {})} for path, group in made.slots.items()}
+        counts = {path: state.counts.get(survivors.get(path, ""), count) for path, count in made.counts.items()}
         goes_on = {"scale_state": state.scale_state, "step": state.step, "watch": state.watch, "draws": state.draws}
         return dataclasses.replace(made, slots=kept, counts=counts, **goes_on)
 

@@ -215,7 +215,7 @@ def _write_loss_scale(
         if old is not None:
             new[f"loss_scale/{name}"] = np.asarray(given.get(name, start.get(name, 0)), old.dtype)
     before = dict(new)
-    checkpoint_checks.fit_loss_scale(new, scaler, anew=anew)
+    checkpoint_checks.fit_loss_scale(new, scaler, reset=anew)
     changed = [name for name in new if name.startswith("loss_scale/") and new[name] != before[name]]
     if anew:
         return ["the loss scale begins anew: the source has none, or one of another kind"] if scaler.scales else []

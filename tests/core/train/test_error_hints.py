@@ -120,7 +120,7 @@ def test_s20_a_loss_that_is_a_module_is_no_model() -> None:
 def test_s20_a_clearer_error_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that goes on after it has the memory of the failed step back, without a collection of garbage."""
     backend = type(state().backend)
-    monkeypatch.setattr(backend, "explained", lambda *_: LossError("clearer"), raising=False)
+    monkeypatch.setattr(backend, "explain_error", lambda *_: LossError("clearer"), raising=False)
     kept: list[weakref.ref[Any]] = []
 
     def loss_fn(model: Any, batch: Any) -> Any:
