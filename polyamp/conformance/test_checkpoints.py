@@ -1,4 +1,4 @@
-"""Rule S33: the folder form of a checkpoint, which several processes write together, in one process.
+"""Rules S33 and S22: the folder form of a checkpoint, in one process, and a save while another thread steps.
 
 What several processes do with it is for each backend's own tests: how they are started is the framework's.
 """
@@ -6,13 +6,16 @@ What several processes do with it is for each backend's own tests: how they are 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import polyamp
 from polyamp.conformance import resume
-from polyamp.conformance.problems import changed_arrays, layers, recipe
+from polyamp.conformance.problems import batch, changed_arrays, layers, loss_fn, recipe
 from polyamp.contract.backend import Backend
 from polyamp.contract.harness import Harness
 from polyamp.errors import CheckpointError
@@ -71,3 +74,46 @@ def test_s33_a_folder_that_is_refused_changes_nothing(backend: Backend, harness:
         file.write_bytes(content)
     assert changed_arrays(before, backend.export_state(state)) == []
     assert changed_arrays(before, backend.export_state(polyamp.restore(state, path))) != []
+
+
+def test_s22_a_save_while_another_thread_steps_holds_one_step(
+    backend: Backend, harness: Harness, tmp_path: Path
+) -> None:
+    """Every array of a checkpoint is of one and the same step, or, where a step consumed the state, it says so."""
+    made = recipe(
+        optimizer=polyamp.adam(0.01),
+        scaler=polyamp.LossScaler(init_scale=16.0, growth_interval=2),
+    )
+    steps = 20
+
+    def fresh() -> Any:
+        return polyamp.init(harness.mlp(layers((4, 64, 64, 3))), made)
+
+    def kept(arrays: dict[str, Any]) -> dict[str, bytes]:
+        return {name: array.tobytes() for name, array in arrays.items() if not name.startswith("rng/")}
+
+    step = polyamp.train_step(loss_fn, made)
+    state, alone = fresh(), []
+    for seed in range(steps):
+        alone.append(kept(backend.export_state(state)))
+        state, _ = step(state, batch(seed))
+    alone.append(kept(backend.export_state(state)))
+    present, saved = [fresh()], 0
+
+    def run() -> None:
+        for seed in range(steps):
+            present[0], _ = step(present[0], batch(seed))
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while thread.is_alive() or not saved:
+        try:
+            polyamp.save(present[0], tmp_path / "checkpoint")
+        except CheckpointError as error:
+            assert "was donated to a step" in str(error)  # noqa: PT017  # which save it meets is chance
+            continue
+        arrays = polyamp.train.checkpoint.read(tmp_path / "checkpoint")[1]
+        assert kept(arrays) == alone[int(arrays["step"]) + int(arrays["loss_scale/skipped"])]
+        saved += 1
+    thread.join()
