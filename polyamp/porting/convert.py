@@ -19,8 +19,9 @@ from polyamp.files import as_path
 from polyamp.porting.files import canonical_file, file_formats
 from polyamp.porting.layouts.canonical_model import to_canonical
 from polyamp.porting.model_side import ModelSide, export, make_model_side
-from polyamp.porting.port import transfer_model
+from polyamp.porting.port import plan_values, transfer_model
 from polyamp.porting.port_report import PortedLayer, PortReport
+from polyamp.porting.progress import track_reads
 
 
 def save(canonical_or_model: Any, path: str | os.PathLike[str], batch: Any = None) -> None:
@@ -98,10 +99,12 @@ def convert(
         )
     found = file_formats.file_inventory(source, source_format)
     if like is not None:
-        goes = file_formats.FileTarget(None if dry_run else goal, Path(like), target_format)
-        return transfer_model(
-            ModelSide(found, None, source), ModelSide(goes.inventory(), goes, like), names, strict, None
-        )[1]
+        layout = file_formats.file_inventory(like, target_format)
+        _, leaves, report = plan_values(found, layout, names, strict=strict)
+        if not dry_run:
+            with track_reads("filling the target", leaves) as shown:
+                file_formats.write_like(goal, shown, Path(like), target_format)
+        return report
     if into is None:
         if unknown := [layer.path for layer in found.layers if len(layer.forms) > 1]:
             raise PortError(
@@ -122,8 +125,7 @@ def convert(
             "Choose a target with the suffix of its files, or .safetensors for the canonical layout."
         )
     if dry_run:
-        tried = side._replace(converter=file_formats.DryRunConverter(side.inventory))
-        return transfer_model(ModelSide(found, None, source), tried, names, strict, None)[1]
+        return plan_values(found, side.inventory, names, strict=strict)[2]
     ported, report = transfer_model(ModelSide(found, None, source), side, names, strict, None)
     if chosen == file_formats.CANONICAL:
         save(ported, goal)

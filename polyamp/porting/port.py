@@ -137,25 +137,30 @@ def transfer_model(
         strict: see `port`.
         given: the batches of a check; None without a check.
     """
-    way = make_transfer_plan(source.inventory, target.inventory, names, strict=strict)
-    leaves, merges = new_leaf_values(way, target.inventory, strict=strict)
-    notes = [
-        *way.kept.check(leaves),
-        *_describe_orders(way.turned),
-        *way.compared.conventions,
-        *_describe_left_arrays(source.inventory),
-    ]
+    way, leaves, report = plan_values(source.inventory, target.inventory, names, strict=strict)
     assert target.converter is not None
     if given is None:
         with track_reads("filling the target", leaves) as shown:
-            filled, measured = target.converter.fill(target.model, shown), None
-    else:
-        differences = way.compared.differences
-        filled, measured = fill_and_check(source, target, leaves, way.pairs, way.turned, given, differences)
+            return target.converter.fill(target.model, shown), report
+    filled, measured = fill_and_check(source, target, leaves, way.pairs, way.turned, given, way.compared.differences)
+    return filled, dataclasses.replace(report, checked=measured)
+
+
+def plan_values(
+    source: Inventory, target: Inventory, names: Mapping[str, str] | None, *, strict: bool
+) -> tuple[TransferPlan, dict[str, Lazy], PortReport]:
+    """Return the plan of a transfer, the new value of every leaf of the target by name, and the report."""
+    way = make_transfer_plan(source, target, names, strict=strict)
+    leaves, merges = new_leaf_values(way, target, strict=strict)
     compared = way.compared
-    return filled, PortReport(
-        way.moved, compared.differences, merges, notes, way.missing, way.unused, compared.unseen, measured
-    )
+    notes = [
+        *way.kept.check(leaves),
+        *_describe_orders(way.turned),
+        *compared.conventions,
+        *_describe_left_arrays(source),
+    ]
+    report = PortReport(way.moved, compared.differences, merges, notes, way.missing, way.unused, compared.unseen)
+    return way, leaves, report
 
 
 def new_leaf_values(way: TransferPlan, target: Inventory, *, strict: bool) -> tuple[dict[str, Lazy], list[str]]:

@@ -1,4 +1,4 @@
-"""`Rollback`, a store of values that a `fill` overwrites, for restoring them if a later array cannot be read.
+"""`read_ahead` and `write_all`, with which a `fill` writes all arrays or none, and `Rollback`, the replaced values.
 
 It is used for models that are filled in place. Small models are kept in memory. Values of large models that do not fit
 are written to an unnamed temporary file, so that filling needs little more memory than the model.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -25,28 +25,70 @@ _BUDGET_SHARE: Final = 0.05
 """Share of all arrays that may be kept of arrays that every read creates again; at least `_MIN_BUDGET` bytes."""
 
 
-def read_ahead(arrays: Mapping[str, Lazy]) -> dict[str, Array | None]:
+class PendingWrite(NamedTuple):
+    """An array that was read once and is to be written.
+
+    Attributes:
+        name: its name in the model.
+        array: the array.
+        values: its values; None if they must be read again.
+        is_view: whether the values are a view of permanent memory (a tensor, a mapped file).
+    """
+
+    name: str
+    array: Lazy
+    values: Array | None
+    is_view: bool
+
+
+def read_ahead(arrays: Mapping[str, Lazy]) -> list[PendingWrite]:
     """Read every array once before the first write, so that unreadable arrays are found in time.
 
-    An array that is a view of permanent memory (a tensor, a mapped file) costs nothing and is kept. A few small arrays
-    that every read creates again are kept too; the others are released.
+    A view of permanent memory costs nothing and is kept. A few small arrays that every read creates again are kept too;
+    the others are released. Memory use is therefore little more than the two models.
 
     Returns:
-        name -> the values, or None if they must be read again; the latter come first.
+        The writes; those that must be read again come first, because they can fail.
     """
     budget = max(_MIN_BUDGET, int(_BUDGET_SHARE * sum(array.nbytes for array in arrays.values())))
-    found: dict[str, Array | None] = {}
+    found: list[PendingWrite] = []
     for name, array in arrays.items():
         values = array.read()
-        if is_stable_view(values, array):
-            found[name] = values
-            continue
-        budget -= array.nbytes
-        found[name] = values if budget >= 0 else None
-    return dict(sorted(found.items(), key=lambda item: item[1] is not None))
+        is_view = _is_stable_view(values, array)
+        size = 0 if is_view else array.nbytes
+        is_kept = size <= budget
+        budget -= size if is_kept else 0
+        found.append(PendingWrite(name, array, values if is_kept else None, is_view))
+    return sorted(found, key=lambda each: each.values is not None)
 
 
-def is_stable_view(values: Array, array: Lazy) -> bool:
+def write_all(
+    writes: list[PendingWrite], old_values: Callable[[str], Array], write: Callable[[str, Array], None]
+) -> None:
+    """Write every array, or restore those that were written if one cannot be read.
+
+    Args:
+        writes: result of `read_ahead`; empty afterwards, so that each is released once it is written.
+        old_values: function that returns the current values of a name.
+        write: function that writes values to a name.
+    """
+    with Rollback() as undo:
+        try:
+            while writes:
+                name, array, values, is_view = writes.pop(0)
+                if values is None:
+                    values = array.read()
+                    undo.keep(name, old_values(name))
+                elif is_view:
+                    array.read()  # a mapped file releases the pages of the array before
+                write(name, values)
+        except BaseException:
+            for name, old in undo:
+                write(name, old)
+            raise
+
+
+def _is_stable_view(values: Array, array: Lazy) -> bool:
     """Return whether another read of `array` returns the memory of `values`, because they are a view of permanent
     memory."""
     root: Any = values

@@ -1,8 +1,4 @@
-"""In-place assignment of values to a model's variables. Either all variables are written, or the model is unchanged.
-
-Every array is read before the first is written (`rollback.read_ahead`). Later, only arrays that must be read again can
-fail. They are written first, and the values that they overwrite are kept.
-"""
+"""In-place assignment of values to a model's variables. Either all variables are written, or the model is unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ import tensorflow as tf
 
 from polyamp.errors import PortError, did_you_mean
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp.porting.rollback import Rollback, read_ahead
+from polyamp.porting.rollback import read_ahead, write_all
 from polyamp_tensorflow.arrays import native_variable
 from polyamp_tensorflow.models.layers import list_layers
 from polyamp_tensorflow.porting.inventory import read_keras_model, to_lazy, variable_values
@@ -45,21 +41,16 @@ def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:
             raise PortError(
                 f"variable {name!r} is {there.dtype}{list(there.shape)}. Received: {given.dtype}{list(given.shape)}."
             )
-    held = read_ahead(leaves)
-    with defer_interrupts(), Rollback() as undo:
+    writes = read_ahead(leaves)
+    with defer_interrupts():
         try:
-            for name in list(held):
-                values = held.pop(name)  # pages of a mapped file are released one array after another
-                if values is None:
-                    values = leaves[name].read()
-                    undo.keep(name, variable_values(found.variables[name]))
-                assign(found.variables[name], values)
+            write_all(
+                writes,
+                lambda name: variable_values(found.variables[name]),
+                lambda name, values: assign(found.variables[name], values),
+            )
+        finally:
             _refresh_copies(native)
-        except BaseException:
-            for name, values in undo:
-                assign(found.variables[name], values)
-            _refresh_copies(native)
-            raise
     return model
 
 

@@ -1,43 +1,18 @@
-"""In-place assignment of values to a model's tensors. Either all tensors are written, or the model stays unchanged.
-
-Every array is read once before the first tensor is written, so that unreadable arrays are found in time. There are
-three cases:
-
-- An array that is a view of permanent memory (a tensor, a mapped file) is read again for writing. That costs nothing,
-  and lets the pages of a mapped file be released one array after another.
-- An array that every read creates again is kept while all such arrays are small.
-- Other arrays are read again. The values that they replace are kept by a `Rollback`, which stores large ones in a file.
-
-Memory use is therefore little more than the two models.
-"""
+"""In-place assignment of values to a model's tensors. Either all tensors are written, or the model stays unchanged."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.lazy_array import Lazy
-from polyamp.porting.rollback import Rollback, is_stable_view
+from polyamp.porting.rollback import read_ahead, write_all
 from polyamp_torch.porting.inventory import named_tensors, unwrap_module
 from polyamp_torch.porting.torch_only.tensor_io import as_array, numpy_dtype, storage_key, write_tensor
 from polyamp_torch.step.torch_only.interrupts import DeferInterrupts
-
-Array = np.ndarray[Any, Any]
-_MIN_BUDGET: Final = 1 << 24
-_BUDGET_SHARE: Final = 0.05
-"""Share of the model that may be kept of arrays that every read creates again; at least `_MIN_BUDGET` bytes."""
-
-
-class _TensorWrite(NamedTuple):
-    name: str
-    tensor: torch.Tensor
-    array: Lazy
-    held: Array | None
-    stays: bool = False
 
 
 def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:
@@ -47,29 +22,20 @@ def fill(model: Any, leaves: Mapping[str, Lazy]) -> Any:
         PortError: the model has no such name, a shape or dtype differs, or a tensor cannot be written to.
         Exception: reading an array failed; the model is then unchanged.
     """
-    targets = _plan_writes(named_tensors(unwrap_module(model)), leaves)
-    writes = _read_ahead(targets)
-    writes.sort(key=lambda each: each.stays or each.held is not None)  # arrays to be read again first: they can fail
-    tensors = {each.name: each.tensor for each in writes}
-    with DeferInterrupts(), Rollback() as undo:
-        try:
-            for each in writes:
-                array = each.held
-                if array is None:
-                    array = each.array.read()
-                    if not each.stays:
-                        undo.keep(each.name, as_array(each.tensor))
-                write_tensor(each.tensor, array)
-        except BaseException:
-            for name, old in undo:
-                write_tensor(tensors[name], old)
-            raise
+    tensors = named_tensors(unwrap_module(model))
+    writes = read_ahead(_check_writes(tensors, leaves))
+    with DeferInterrupts():
+        write_all(
+            writes,
+            lambda name: as_array(tensors[name]),
+            lambda name, values: write_tensor(tensors[name], values),
+        )
     return model
 
 
-def _plan_writes(tensors: Mapping[str, torch.Tensor], leaves: Mapping[str, Lazy]) -> list[_TensorWrite]:
-    """Return the writes, one for each memory."""
-    found: dict[tuple[Any, ...], _TensorWrite] = {}
+def _check_writes(tensors: Mapping[str, torch.Tensor], leaves: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    """Return the arrays to be written, one for each memory."""
+    found: dict[tuple[Any, ...], str] = {}
     for name, array in leaves.items():
         tensor = tensors.get(name)
         if tensor is None:
@@ -86,22 +52,5 @@ def _plan_writes(tensors: Mapping[str, torch.Tensor], leaves: Mapping[str, Lazy]
             )
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             raise PortError(f"{name!r} is an expanded tensor: several of its elements are one. Store a copy of it.")
-        found.setdefault(storage_key(tensor), _TensorWrite(name, tensor, array, None))
-    return list(found.values())
-
-
-def _read_ahead(targets: list[_TensorWrite]) -> list[_TensorWrite]:
-    """Return the same writes, with the arrays that fit the budget."""
-    budget = max(_MIN_BUDGET, int(_BUDGET_SHARE * sum(each.array.nbytes for each in targets)))
-    found = []
-    for each in targets:
-        array = each.array.read()
-        if is_stable_view(array, each.array):
-            found.append(each._replace(stays=True))
-            continue
-        budget -= array.nbytes
-        if budget < 0:
-            budget += array.nbytes
-            array = None  # type: ignore[assignment]  # read again when it is written
-        found.append(each._replace(held=array))
-    return found
+        found.setdefault(storage_key(tensor), name)
+    return {name: leaves[name] for name in found.values()}

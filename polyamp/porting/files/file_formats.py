@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from polyamp.contract import registry
 from polyamp.errors import PortError, UnsupportedError, did_you_mean
 from polyamp.files import as_path, missing_file_error
 from polyamp.porting.files import canonical_file, safetensors_file
 from polyamp.porting.layouts.canonical_model import Canonical, Layer
-from polyamp.porting.layouts.converter import Evaluation, FileConverter, HasConverter
+from polyamp.porting.layouts.converter import FileConverter, HasConverter
 from polyamp.porting.layouts.inventory import Inventory
-from polyamp.porting.layouts.lazy_array import Array, Lazy
+from polyamp.porting.layouts.lazy_array import Lazy
 
 CANONICAL: Final = "canonical"
 """Format name of files that `porting.save` writes, used in place of a framework's name."""
@@ -112,64 +112,20 @@ def file_inventory(path: str | os.PathLike[str], framework: str | None = None) -
     return file_converter(chosen, file).open_file(file)
 
 
-class FileTarget:
-    """Converter for a file to be written, with the layout of an existing file.
+def write_like(path: Path, leaves: Mapping[str, Lazy], like: Path, framework: str | None = None) -> None:
+    """Write a file with the layout of an existing one.
 
     Args:
-        path: the file to be written; None for a dry run.
+        path: the file to be written.
+        leaves: name of each leaf of the existing file -> its new values.
         like: an existing file of the target model.
         framework: framework of `like`, if the file does not identify it.
     """
-
-    in_place: Final = False
-
-    def __init__(self, path: Path | None, like: Path, framework: str | None = None) -> None:
-        self._path = path
-        self._like = like
-        self._framework = framework or detect_framework(like)
-
-    def inventory(self, model: Any = None, batch: Any = None) -> Inventory:
-        """Return the layers of the existing file."""
-        return file_inventory(self._like, self._framework)
-
-    def fill(self, model: Any, leaves: Mapping[str, Lazy]) -> Path | None:
-        """Write the file."""
-        if self._path is None:
-            return None
-        if self._framework == CANONICAL:
-            canonical_file.write(_with_leaves(canonical_file.open(self._like), leaves), self._path)
-        else:
-            file_converter(self._framework, self._like).write_file(self._path, leaves, self._like)
-        return self._path
-
-    def evaluate(self, model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]]) -> Evaluation:
-        """Raise, because a file computes nothing."""
-        raise UnsupportedError("a file holds no function, so that nothing can be checked with a batch.")
-
-
-class DryRunConverter:
-    """Converter that writes nothing, which shows the effect of a port.
-
-    Args:
-        found: the model's layers.
-    """
-
-    in_place: Final = False
-
-    def __init__(self, found: Inventory) -> None:
-        self._found = found
-
-    def inventory(self, model: Any, batch: Any = None) -> Inventory:
-        """Return the layers."""
-        return self._found
-
-    def fill(self, model: Any, leaves: Mapping[str, Lazy]) -> Any:
-        """Return the model unchanged."""
-        return model
-
-    def evaluate(self, model: Any, batch: Any, cotangents: Callable[[Sequence[Array]], Sequence[Array]]) -> Evaluation:
-        """Raise, because the model was not filled."""
-        raise UnsupportedError("a port that is only tried cannot be checked with a batch.")
+    chosen = framework or detect_framework(like)
+    if chosen == CANONICAL:
+        canonical_file.write(_with_leaves(canonical_file.open(like), leaves), path)
+    else:
+        file_converter(chosen, like).write_file(path, leaves, like)
 
 
 def is_same_backend(framework: str, name: str) -> bool:

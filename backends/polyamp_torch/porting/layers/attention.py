@@ -6,48 +6,63 @@ adjacent along its feature axis.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from torch import nn
 
 from polyamp.porting.layouts.layer_kinds import default_attention_scale
-from polyamp.porting.layouts.layer_layout import Form, Rule
-from polyamp.porting.layouts.operations import Operation, Reshape, Split, Transpose
-from polyamp_torch.porting.layers.layer_record import LayerReader, LayerRecord, assignment_line
+from polyamp.porting.layouts.layer_layout import Rule
+from polyamp.porting.layouts.operations import Operation, Reshape, Shape, Split, Transpose
+from polyamp_torch.porting.layers.layer_record import LayerReader, LayerRecord, assignment_line, one_layer
 
-_SEPARATE_WEIGHTS: Final = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-_KERNELS: Final = ("query_kernel", "key_kernel", "value_kernel")
+_WEIGHTS: Final = {"q_proj_weight": "query_kernel", "k_proj_weight": "key_kernel", "v_proj_weight": "value_kernel"}
 _BIASES: Final = ("query_bias", "key_bias", "value_bias")
 
 
-def attention(module: Any) -> list[LayerRecord]:
-    """Read an attention: (features, inputs) -> (inputs, heads, head size); the output's (features, heads * size) ->
-    (heads, size, features)."""
-    width, heads, size = module.embed_dim, module.num_heads, module.head_dim
+def has_attention(arrays: Collection[str]) -> bool:
+    """Return whether these arrays of a module are the projections of an attention."""
+    return "in_proj_weight" in arrays or set(_WEIGHTS) <= set(arrays)
+
+
+def attention_rules(shapes: Mapping[str, Shape], heads: int) -> list[Rule]:
+    """Return the rules of an attention: (features, inputs) -> (inputs, heads, head size); the output's (features,
+    heads * size) -> (heads, size, features).
+
+    Args:
+        shapes: shapes of its arrays by their names in the module.
+        heads: number of heads.
+    """
+    width = shapes["out_proj.weight"][0]
+    size = width // heads
 
     def projected(inputs: int) -> tuple[Operation, ...]:
         return Transpose((1, 0)), Reshape((inputs, width), (inputs, heads, size))
 
-    if module.in_proj_weight is not None:
-        rules = [Rule(("in_proj_weight",), _KERNELS, (Split((width,) * 3, 0), *projected(width)))]
+    if "in_proj_weight" in shapes:
+        rules = [Rule(("in_proj_weight",), tuple(_WEIGHTS.values()), (Split((width,) * 3, 0), *projected(width)))]
     else:
-        apart = zip(_SEPARATE_WEIGHTS, _KERNELS, (width, module.kdim, module.vdim), strict=True)
-        rules = [Rule((name,), (kernel,), projected(inputs)) for name, kernel, inputs in apart]
-    if module.in_proj_bias is not None:
-        split = (Split((width,) * 3), Reshape((width,), (heads, size)))
-        rules.append(Rule(("in_proj_bias",), _BIASES, split))
-    out = (Transpose((1, 0)), Reshape((width, width), (heads, size, width)))
-    rules.append(Rule(("out_proj.weight",), ("output_kernel",), out))
-    if module.out_proj.bias is not None:
+        rules = [Rule((name,), (kernel,), projected(shapes[name][1])) for name, kernel in _WEIGHTS.items()]
+    if "in_proj_bias" in shapes:
+        rules.append(Rule(("in_proj_bias",), _BIASES, (Split((width,) * 3), Reshape((width,), (heads, size)))))
+    joined = (Transpose((1, 0)), Reshape((width, width), (heads, size, width)))
+    rules.append(Rule(("out_proj.weight",), ("output_kernel",), joined))
+    if "out_proj.bias" in shapes:
         rules.append(Rule(("out_proj.bias",), ("output_bias",)))
+    return rules
+
+
+def attention(module: Any) -> list[LayerRecord]:
+    """Read an attention."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     attributes: dict[str, Any] = {
-        "scale": default_attention_scale(size),
+        "scale": default_attention_scale(module.head_dim),
         "dropout": float(module.dropout),
         "mask": "drop",
     }
     kind = "attention with a key of zeros" if module.add_zero_attn else "attention"  # no other framework has it
-    names = {name: name for rule in rules for name in rule.native}
-    return [LayerRecord((Form(kind, tuple(rules), attributes),), names, lines={"dropout": assignment_line("dropout")})]
+    lines = {"dropout": assignment_line("dropout")}
+    return one_layer(kind, attention_rules(shapes, module.num_heads), attributes, lines)
 
 
 READERS: Final[dict[type, LayerReader]] = {nn.MultiheadAttention: attention}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from polyamp.porting.layouts.layer_layout import Form
+from polyamp.porting.layouts.layer_layout import Form, Rule
 
 AttributeLine = Callable[[str, Any], str]
 """(expression of the module, canonical value) -> the line of code that gives it that value."""
@@ -39,6 +39,23 @@ class LayerRecord:
 
 LayerReader = Callable[[Any], list[LayerRecord]]
 """Function from a module to its layers."""
+
+
+def one_layer(
+    kind: str,
+    rules: Sequence[Rule] = (),
+    attributes: Mapping[str, Any] | None = None,
+    lines: Mapping[str, AttributeLine] | None = None,
+) -> list[LayerRecord]:
+    """Return the reading of a module that is one layer of a known kind."""
+    return [LayerRecord((Form(kind, tuple(rules), attributes or {}),), lines=lines or {})]
+
+
+def array_rules(owner: Any, /, **canonical_names: str) -> tuple[Rule, ...]:
+    """Return the rules of those arrays that a module, or a mapping of a file's arrays, has: native name = canonical
+    name."""
+    arrays = owner if isinstance(owner, Mapping) else {name: getattr(owner, name, None) for name in canonical_names}
+    return tuple(Rule((native,), (name,)) for native, name in canonical_names.items() if arrays.get(native) is not None)
 
 
 def assignment_line(attribute: str, native: Callable[[Any], Any] = lambda value: value) -> AttributeLine:

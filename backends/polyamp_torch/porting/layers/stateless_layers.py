@@ -5,13 +5,19 @@ They are listed so that their attributes can be compared.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from torch import nn
 from torch.nn import functional
 
-from polyamp.porting.layouts.layer_layout import Form
-from polyamp_torch.porting.layers.layer_record import AttributeLine, LayerReader, LayerRecord, assignment_line
+from polyamp_torch.porting.layers.layer_record import (
+    AttributeLine,
+    LayerReader,
+    LayerRecord,
+    assignment_line,
+    one_layer,
+)
 from polyamp_torch.porting.layers.padding_rules import canonical_padding
 
 _NAME_BY_CLASS: Final[dict[type, str]] = {
@@ -53,48 +59,46 @@ _NAME_BY_FUNCTION: Final = {
 }
 
 
-def _activation_reading(
-    name: str, attributes: dict[str, Any], lines: dict[str, AttributeLine] | None = None
+def _activation(
+    name: str, attributes: Mapping[str, Any] | None = None, lines: Mapping[str, AttributeLine] | None = None
 ) -> list[LayerRecord]:
-    return [LayerRecord((Form("activation", (), {"activation": name, **attributes}),), lines=lines or {})]
+    return one_layer("activation", (), {"activation": name, **(attributes or {})}, lines)
 
 
 def activation(module: Any) -> list[LayerRecord]:
     """Read an activation without attributes."""
-    return _activation_reading(
-        next(_NAME_BY_CLASS[kind] for kind in type(module).__mro__ if kind in _NAME_BY_CLASS), {}
-    )
+    return _activation(next(_NAME_BY_CLASS[kind] for kind in type(module).__mro__ if kind in _NAME_BY_CLASS))
 
 
 def _gelu(module: Any) -> list[LayerRecord]:
     approximate = {"gelu": "none", "gelu_tanh": "tanh"}
     line = assignment_line("approximate", lambda name: approximate.get(name, name))
-    return _activation_reading("gelu_tanh" if module.approximate == "tanh" else "gelu", {}, {"activation": line})
+    return _activation("gelu_tanh" if module.approximate == "tanh" else "gelu", None, {"activation": line})
 
 
 def _leaky_relu(module: Any) -> list[LayerRecord]:
     lines = {"negative_slope": assignment_line("negative_slope")}
-    return _activation_reading("leaky_relu", {"negative_slope": module.negative_slope}, lines)
+    return _activation("leaky_relu", {"negative_slope": module.negative_slope}, lines)
 
 
 def _elu(module: Any) -> list[LayerRecord]:
     name = "celu" if isinstance(module, nn.CELU) else "elu"
-    return _activation_reading(name, {"alpha": module.alpha}, {"alpha": assignment_line("alpha")})
+    return _activation(name, {"alpha": module.alpha}, {"alpha": assignment_line("alpha")})
 
 
 def _softmax(module: Any) -> list[LayerRecord]:
     name = "log_softmax" if isinstance(module, nn.LogSoftmax) else "softmax"
     lines = {"axis": assignment_line("dim")}
-    return _activation_reading(name, {} if module.dim is None else {"axis": module.dim}, lines)
+    return _activation(name, {} if module.dim is None else {"axis": module.dim}, lines)
 
 
 def _softplus(module: Any) -> list[LayerRecord]:
-    return _activation_reading("softplus" if module.beta == 1 else f"softplus of beta {module.beta:g}", {})
+    return _activation("softplus" if module.beta == 1 else f"softplus of beta {module.beta:g}")
 
 
 def _hardtanh(module: Any) -> list[LayerRecord]:
     usual = (module.min_val, module.max_val) == (-1.0, 1.0)
-    return _activation_reading("hard_tanh" if usual else f"clip to [{module.min_val:g}, {module.max_val:g}]", {})
+    return _activation("hard_tanh" if usual else f"clip to [{module.min_val:g}, {module.max_val:g}]")
 
 
 def activation_by_name(module: nn.Module) -> list[LayerRecord]:
@@ -103,7 +107,7 @@ def activation_by_name(module: nn.Module) -> list[LayerRecord]:
     name = _NAME_BY_CLASS_NAME.get(kind.__name__)
     if kind.__module__.startswith("timm.layers.activations"):
         name = _TIMM_NAMES.get(kind.__name__, name)
-    return [] if name is None else _activation_reading(name, {})
+    return [] if name is None else _activation(name)
 
 
 def activation_name(function: Any) -> str | None:
@@ -113,7 +117,7 @@ def activation_name(function: Any) -> str | None:
 
 def dropout(module: Any) -> list[LayerRecord]:
     """Read a dropout of values, or of whole channels."""
-    return [LayerRecord((Form("dropout", (), {"rate": module.p}),), lines={"rate": assignment_line("p")})]
+    return one_layer("dropout", (), {"rate": module.p}, {"rate": assignment_line("p")})
 
 
 def _per_axis(value: Any, rank: int) -> list[int]:
@@ -148,7 +152,7 @@ def pooling(module: Any) -> list[LayerRecord]:
     }
     if average:
         lines["counts_padding"] = assignment_line("count_include_pad")
-    return [LayerRecord((Form("pooling", (), attributes),), lines=lines)]
+    return one_layer("pooling", (), attributes, lines)
 
 
 def adaptive_pooling(module: Any) -> list[LayerRecord]:
@@ -156,12 +160,12 @@ def adaptive_pooling(module: Any) -> list[LayerRecord]:
     attributes: dict[str, Any] = {"operation": "average" if "Avg" in type(module).__name__ else "max"}
     if set(_per_axis(module.output_size, 1)) == {1}:
         attributes["window"] = []
-    return [LayerRecord((Form("pooling", (), attributes),))]
+    return one_layer("pooling", (), attributes)
 
 
 def flatten(module: Any) -> list[LayerRecord]:
     """Read a flatten of inputs with channels first."""
-    return [LayerRecord((Form("flatten", (), {"channels": "first"}),))]
+    return one_layer("flatten", (), {"channels": "first"})
 
 
 _METHODS: Final = {
@@ -188,7 +192,7 @@ def resize(module: Any) -> list[LayerRecord]:
         attributes["size"] = [_int_if_integral(number) for number in _per_axis(factor, rank)]
     elif factor is not None:
         attributes["size"] = _int_if_integral(factor)  # `inventory` knows the number of axes
-    return [LayerRecord((Form("resize", (), attributes),), lines={"align_corners": assignment_line("align_corners")})]
+    return one_layer("resize", (), attributes, {"align_corners": assignment_line("align_corners")})
 
 
 def _int_if_integral(factor: float) -> int | float:

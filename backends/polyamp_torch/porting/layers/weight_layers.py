@@ -21,59 +21,63 @@ from polyamp_torch.porting.layers.layer_record import (
     AttributeLine,
     LayerReader,
     LayerRecord,
+    array_rules,
     assignment_line,
     has_own_forward,
+    one_layer,
 )
 from polyamp_torch.porting.layers.padding_rules import canonical_padding, convolution_padding, padding_line
 
 EPSILON_LINE: Final[Mapping[str, AttributeLine]] = {"epsilon": assignment_line("eps")}
 
 
-def array_rules(module: nn.Module, /, **canonical_names: str) -> tuple[Rule, ...]:
-    """Return the rules of those arrays that the module has, native name = canonical name."""
-    return tuple(
-        Rule((native,), (name,))
-        for native, name in canonical_names.items()
-        if getattr(module, native, None) is not None
-    )
-
-
 def dense(module: Any) -> list[LayerRecord]:
-    """Read a dense layer: (features, inputs) -> (inputs, features)."""
-    kernel = Rule(("weight",), ("kernel",), (Transpose((1, 0)),))
-    return [LayerRecord((Form("dense", (kernel, *array_rules(module, bias="bias"))),))]
+    """Read a dense layer."""
+    return one_layer("dense", dense_rules(module))
+
+
+def dense_rules(owner: Any) -> tuple[Rule, ...]:
+    """Return the rules of a dense layer: (features, inputs) -> (inputs, features)."""
+    return Rule(("weight",), ("kernel",), (Transpose((1, 0)),)), *array_rules(owner, bias="bias")
 
 
 def untransposed_dense(module: Any) -> list[LayerRecord]:
     """Read the dense layer of GPT-2 in transformers, whose weight is (inputs, features)."""
-    return [LayerRecord((Form("dense", array_rules(module, weight="kernel", bias="bias")),))]
+    return one_layer("dense", untransposed_dense_rules(module))
+
+
+def untransposed_dense_rules(owner: Any) -> tuple[Rule, ...]:
+    """Return the rules of a dense layer whose weight is (inputs, features)."""
+    return array_rules(owner, weight="kernel", bias="bias")
 
 
 def convolution(module: Any) -> list[LayerRecord]:
-    """Read a convolution: (features, inputs / groups, *spatial) -> (*spatial, inputs / groups, features)."""
-    rank = len(module.kernel_size)
-    kernel = Rule(("weight",), ("kernel",), (Transpose((*range(2, rank + 2), 1, 0)),))
+    """Read a convolution."""
     attributes = _convolution_attributes(module)
     if not has_own_forward(module, _base_class(module)):  # a custom forward may pad differently from `padding`
         attributes["padding"] = canonical_padding(
             convolution_padding(module), module.kernel_size, module.stride, module.dilation
         )
-    return [_convolution("conv", module, kernel, attributes)]
+    return _convolution("conv", module, attributes, padding_line)
 
 
 def same_convolution(module: Any) -> list[LayerRecord]:
     """Read timm's convolutions that pad as TensorFlow does, depending on the input's size."""
-    (found,) = convolution(module)
-    (form,) = found.forms
-    return [LayerRecord((Form(form.kind, form.rules, {**form.attributes, "padding": "same"}),), lines=found.lines)]
+    return _convolution("conv", module, {**_convolution_attributes(module), "padding": "same"}, padding_line)
 
 
 def transposed_convolution(module: Any) -> list[LayerRecord]:
-    """Read one: (inputs, features / groups, *spatial) -> (*spatial, inputs, features / groups); nothing is flipped."""
-    rank = len(module.kernel_size)
-    kernel = Rule(("weight",), ("kernel",), (Transpose((*range(2, rank + 2), 0, 1)),))
+    """Read a transposed convolution."""
     cut = [[pad, pad - more] for pad, more in zip(module.padding, module.output_padding, strict=True)]
-    return [_convolution("conv_transpose", module, kernel, {**_convolution_attributes(module), "padding": cut})]
+    return _convolution("conv_transpose", module, {**_convolution_attributes(module), "padding": cut}, _crop_line)
+
+
+def convolution_rules(kind: str, rank: int, owner: Any) -> tuple[Rule, ...]:
+    """Return the rules of a convolution with `rank` spatial axes, (features, inputs / groups, *spatial) -> (*spatial,
+    inputs / groups, features), or of a transposed one, (inputs, features / groups, *spatial) -> (*spatial, inputs,
+    features / groups). Nothing is flipped."""
+    axes = (*range(2, rank + 2), *((1, 0) if kind == "conv" else (0, 1)))
+    return Rule(("weight",), ("kernel",), (Transpose(axes),)), *array_rules(owner, bias="bias")
 
 
 def _convolution_attributes(module: Any) -> dict[str, Any]:
@@ -86,10 +90,9 @@ def _convolution_attributes(module: Any) -> dict[str, Any]:
     }
 
 
-def _convolution(kind: str, module: Any, kernel: Rule, attributes: dict[str, Any]) -> LayerRecord:
-    lines: dict[str, AttributeLine] = {"strides": assignment_line("stride", tuple)}
-    lines["padding"] = padding_line if kind == "conv" else _crop_line
-    return LayerRecord((Form(kind, (kernel, *array_rules(module, bias="bias")), attributes),), lines=lines)
+def _convolution(kind: str, module: Any, attributes: dict[str, Any], write_padding: AttributeLine) -> list[LayerRecord]:
+    lines = {"strides": assignment_line("stride", tuple), "padding": write_padding}
+    return one_layer(kind, convolution_rules(kind, len(module.kernel_size), module), attributes, lines)
 
 
 def _crop_line(module: str, value: Any) -> str:
@@ -107,61 +110,47 @@ def embedding(module: Any) -> list[LayerRecord]:
         attributes["scale"] = 1.0
     elif isinstance(scale := getattr(module, "embed_scale", None), int | float):  # scaled embeddings of transformers
         attributes["scale"] = float(scale)
-    return [_embedding_table(module, attributes)]
+    return _embedding_table(module, attributes)
 
 
 def embedding_bag(module: Any) -> list[LayerRecord]:
     """Read a table whose rows are summed or averaged; other frameworks do that without a layer."""
-    return [_embedding_table(module, {"padding_index": module.padding_idx})]
+    return _embedding_table(module, {"padding_index": module.padding_idx})
 
 
-def _embedding_table(module: Any, attributes: dict[str, Any]) -> LayerRecord:
+def _embedding_table(module: Any, attributes: dict[str, Any]) -> list[LayerRecord]:
     kind = "embedding"
     if module.max_norm is not None:
         kind, attributes = "embedding of rows no longer than max_norm", {"max_norm": float(module.max_norm)}
-    return LayerRecord((Form(kind, array_rules(module, weight="table"), attributes),), lines=_EMBEDDING_LINES)
-
-
-_EMBEDDING_LINES: Final[Mapping[str, AttributeLine]] = {"padding_index": assignment_line("padding_idx")}
+    lines = {"padding_index": assignment_line("padding_idx")}
+    return one_layer(kind, array_rules(module, weight="table"), attributes, lines)
 
 
 def layer_norm(module: Any) -> list[LayerRecord]:
     """Read a layer norm over as many last axes as its arrays have."""
     attributes = {"epsilon": module.eps, "axes": len(module.normalized_shape)}
-    return [
-        LayerRecord(
-            (Form("layer_norm", array_rules(module, weight="scale", bias="bias"), attributes),), lines=EPSILON_LINE
-        )
-    ]
+    return one_layer("layer_norm", array_rules(module, weight="scale", bias="bias"), attributes, EPSILON_LINE)
 
 
 def rms_norm(module: Any) -> list[LayerRecord]:
     """Read an RMS norm. Its default epsilon is the machine epsilon of the computation's dtype, which is float32's."""
     epsilon = torch.finfo(torch.float32).eps if module.eps is None else module.eps
-    return [
-        LayerRecord((Form("rms_norm", array_rules(module, weight="scale"), {"epsilon": epsilon}),), lines=EPSILON_LINE)
-    ]
+    return one_layer("rms_norm", array_rules(module, weight="scale"), {"epsilon": epsilon}, EPSILON_LINE)
 
 
 def group_norm(module: Any) -> list[LayerRecord]:
     """Read a group norm, which is canonical as it is."""
     attributes = {"epsilon": module.eps, "groups": module.num_groups}
-    return [
-        LayerRecord(
-            (Form("group_norm", array_rules(module, weight="scale", bias="bias"), attributes),), lines=EPSILON_LINE
-        )
-    ]
+    return one_layer("group_norm", array_rules(module, weight="scale", bias="bias"), attributes, EPSILON_LINE)
 
 
-_BATCH_NORM_ARRAYS: Final = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "variance"}
+BATCH_NORM_ARRAYS: Final = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "variance"}
 
 
 def instance_norm(module: Any) -> list[LayerRecord]:
     """Read an instance norm: a group norm with as many groups as channels."""
     attributes = {"epsilon": module.eps, "groups": module.num_features}
-    return [
-        LayerRecord((Form("group_norm", array_rules(module, **_BATCH_NORM_ARRAYS), attributes),), lines=EPSILON_LINE)
-    ]
+    return one_layer("group_norm", array_rules(module, **BATCH_NORM_ARRAYS), attributes, EPSILON_LINE)
 
 
 def batch_norm(module: Any) -> list[LayerRecord]:
@@ -173,13 +162,13 @@ def batch_norm(module: Any) -> list[LayerRecord]:
         if module.momentum is not None:
             attributes["momentum"] = _complement(module.momentum)
     lines = {**EPSILON_LINE, "momentum": assignment_line("momentum", _complement)}
-    return [LayerRecord((Form("batch_norm", array_rules(module, **_BATCH_NORM_ARRAYS), attributes),), lines=lines)]
+    return one_layer("batch_norm", array_rules(module, **BATCH_NORM_ARRAYS), attributes, lines)
 
 
 def frozen_batch_norm(module: Any) -> list[LayerRecord]:
     """Read a frozen batch norm, such as torchvision's, whose arrays are all buffers."""
     known, lines = _find_epsilon(module)
-    return [LayerRecord((Form("batch_norm", array_rules(module, **_BATCH_NORM_ARRAYS), known),), lines=lines)]
+    return one_layer("batch_norm", array_rules(module, **BATCH_NORM_ARRAYS), known, lines)
 
 
 def _complement(share: float) -> float:
@@ -188,7 +177,7 @@ def _complement(share: float) -> float:
 
 def prelu(module: Any) -> list[LayerRecord]:
     """Read a PReLU with one slope for each channel, or one slope."""
-    return [LayerRecord((Form("prelu", array_rules(module, weight="slope")),))]
+    return one_layer("prelu", array_rules(module, weight="slope"))
 
 
 def opaque_parameters(module: Any) -> list[LayerRecord]:

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form, Rule
-from polyamp.porting.layouts.operations import Reshape, Split, Transpose
+from polyamp.porting.layouts.operations import Shape
+from polyamp_torch.porting.layers.attention import attention_rules, has_attention
+from polyamp_torch.porting.layers.layer_record import array_rules
 from polyamp_torch.porting.layers.recurrent import cell_form
+from polyamp_torch.porting.layers.weight_layers import (
+    BATCH_NORM_ARRAYS,
+    convolution_rules,
+    dense_rules,
+    untransposed_dense_rules,
+)
 
 LayerLeaves = Mapping[str, InventoryLeaf]
 _EMBEDDING_NAMES: Final = re.compile(r"emb|wte|wpe|token|position|shared|table|vocab|lookup|codebook")
@@ -25,7 +33,6 @@ _KIND_BY_GATES: Final = {4: "lstm", 3: "gru", 1: "simple_rnn"}
 """Number of blocks of a recurrent kernel -> kind."""
 _HEAD_SIZES: Final = (64, 128, 32, 80, 96, 16)
 """Usual head sizes, which an attention's arrays do not determine."""
-_TRANSPOSED: Final = (Transpose((1, 0)),)
 
 
 def read_file_layers(leaves: LayerLeaves) -> list[NativeLayer]:
@@ -43,13 +50,13 @@ def read_file_layers(leaves: LayerLeaves) -> list[NativeLayer]:
                 "no other framework has them. Save the model after torch.nn.utils.parametrize.remove_parametrizations."
             )
         modules.setdefault(module, {})[name] = leaf
-    outs = {f"{path}/out_proj".lstrip("/"): path for path, own in modules.items() if _is_attention(own)}
+    outs = {f"{path}/out_proj".lstrip("/"): path for path, own in modules.items() if has_attention(own)}
     votes = _orientation_votes(modules)
     found: list[NativeLayer] = []
     for path, own in modules.items():
         if path in outs:
             continue  # part of the enclosing attention
-        if _is_attention(own):
+        if has_attention(own):
             output = modules.get(f"{path}/out_proj".lstrip("/"), {})
             own = {**own, **{f"out_proj.{name}": leaf for name, leaf in output.items()}}
         found += _module_layers(path, own, votes)
@@ -65,7 +72,7 @@ def _module_layers(path: str, own: LayerLeaves, votes: Mapping[str, set[bool]]) 
         leaves = {name: rest.pop(stored) for name, stored in names.items()}
         found.append(NativeLayer("/".join(part for part in (path, suffix) if part), leaves, tuple(forms)))
 
-    if _is_attention(rest) and "out_proj.weight" in rest:
+    if has_attention(rest) and "out_proj.weight" in rest:
         forms = _attention_forms(rest)
         take(forms, {name: name for rule in forms[0].rules for name in rule.native})
     for name in list(rest):
@@ -73,10 +80,8 @@ def _module_layers(path: str, own: LayerLeaves, votes: Mapping[str, set[bool]]) 
             form, names, suffix = _recurrent_cell(name, rest)
             take([form], names, suffix)
     if "running_mean" in rest and "running_var" in rest:
-        known = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "variance"}
-        names = {native: native for native in known if native in rest}
-        rules = tuple(Rule((native,), (known[native],)) for native in names)
-        take([Form("batch_norm", rules, {"unbiased": True})], names)
+        rules = array_rules(rest, **BATCH_NORM_ARRAYS)
+        take([Form("batch_norm", rules, {"unbiased": True})], {rule.native[0]: rule.native[0] for rule in rules})
     for scale, bias in (("weight", "bias"), ("gamma", "beta"), ("scale", "bias")):
         if scale in rest and len(rest[scale].array.shape) > 0:
             names = {name: name for name in (scale, bias) if name in rest}
@@ -99,13 +104,13 @@ def _weight_forms(path: str, scale: str, bias: str, own: LayerLeaves, votes: Map
     if scale != "weight" or (bias and len(length) != 1):
         return []
     if len(shape) == 2:
-        return _matrix_forms(path, shape, length, biases, votes)
+        return _matrix_forms(path, shape, length, own, votes)
     if len(shape) > 5:
         return []
-    spatial = tuple(range(2, len(shape)))
-    conv = Form("conv", (Rule((scale,), ("kernel",), (Transpose((*spatial, 1, 0)),)), *biases), {"channels": "first"})
-    rules = (Rule((scale,), ("kernel",), (Transpose((*spatial, 0, 1)),)), *biases)
-    transposed = Form("conv_transpose", rules, {"channels": "first"})
+    conv, transposed = (
+        Form(kind, convolution_rules(kind, len(shape) - 2, own), {"channels": "first"})
+        for kind in ("conv", "conv_transpose")
+    )
     if not bias:
         return [conv, transposed]
     kept = [conv] if length[0] == shape[0] else []
@@ -124,11 +129,10 @@ def _norm_forms(path: str, scale: str, biases: tuple[Rule, ...]) -> list[Form]:
 
 
 def _matrix_forms(
-    path: str, shape: tuple[int, ...], length: tuple[int, ...], biases: tuple[Rule, ...], votes: Mapping[str, set[bool]]
+    path: str, shape: Shape, length: Shape, own: LayerLeaves, votes: Mapping[str, set[bool]]
 ) -> list[Form]:
-    usual = Form("dense", (Rule(("weight",), ("kernel",), _TRANSPOSED), *biases))
-    as_it_is = Form("dense", (Rule(("weight",), ("kernel",)), *biases))
-    if not biases:
+    usual, as_it_is = Form("dense", dense_rules(own)), Form("dense", untransposed_dense_rules(own))
+    if not length:
         table = Form("embedding", (Rule(("weight",), ("table",)),))
         named = _EMBEDDING_NAMES.search("/".join(path.lower().split("/")[-2:]))
         return [table, usual] if named else [usual, table]
@@ -179,37 +183,10 @@ def _recurrent_cell(name: str, own: LayerLeaves) -> tuple[Form, dict[str, str], 
     return Form(form.kind, form.rules, attributes), names, "/".join(parts)
 
 
-def _is_attention(own: LayerLeaves) -> bool:
-    return "in_proj_weight" in own or {"q_proj_weight", "k_proj_weight", "v_proj_weight"} <= set(own)
-
-
 def _attention_forms(own: LayerLeaves) -> list[Form]:
     """Return one form for each number of heads, the usual head sizes first."""
-    width = own["out_proj.weight"].array.shape[0]
+    shapes = {name: leaf.array.shape for name, leaf in own.items()}
+    width = shapes["out_proj.weight"][0]
     sizes = [size for size in range(1, width + 1) if width % size == 0]
     sizes.sort(key=lambda size: _HEAD_SIZES.index(size) if size in _HEAD_SIZES else len(_HEAD_SIZES))
-    return [Form("attention", tuple(_projection_rules(own, width, width // size)), {"mask": "drop"}) for size in sizes]
-
-
-def _projection_rules(own: LayerLeaves, width: int, heads: int) -> list[Rule]:
-    size = width // heads
-    kernels, biases = ("query_kernel", "key_kernel", "value_kernel"), ("query_bias", "key_bias", "value_bias")
-
-    def apart(inputs: int) -> tuple[Any, ...]:
-        return Transpose((1, 0)), Reshape((inputs, width), (inputs, heads, size))
-
-    if "in_proj_weight" in own:
-        rules = [Rule(("in_proj_weight",), kernels, (Split((width,) * 3, 0), *apart(width)))]
-    else:
-        names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-        rules = [
-            Rule((name,), (kernel,), apart(own[name].array.shape[1]))
-            for name, kernel in zip(names, kernels, strict=True)
-        ]
-    if "in_proj_bias" in own:
-        rules.append(Rule(("in_proj_bias",), biases, (Split((width,) * 3), Reshape((width,), (heads, size)))))
-    out = (Transpose((1, 0)), Reshape((width, width), (heads, size, width)))
-    rules.append(Rule(("out_proj.weight",), ("output_kernel",), out))
-    if "out_proj.bias" in own:
-        rules.append(Rule(("out_proj.bias",), ("output_bias",)))
-    return rules
+    return [Form("attention", tuple(attention_rules(shapes, width // size)), {"mask": "drop"}) for size in sizes]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from polyamp.errors import PortError
-from polyamp.porting import Lazy
+from polyamp.porting import Lazy, rollback
 from polyamp_torch.porting import fill as fill_room
 from polyamp_torch.porting.converter import CONVERTER
 from polyamp_torch.porting.torch_only import tensor_io
@@ -73,8 +73,8 @@ def test_everything_is_written_in_place() -> None:
 @pytest.mark.parametrize("small", [True, False], ids=["kept", "read again"])
 def test_a_read_that_fails_leaves_the_model_as_it_was(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not small:
-        monkeypatch.setattr(fill_room, "_MIN_BUDGET", 0)
-        monkeypatch.setattr(fill_room, "_BUDGET_SHARE", 0.0)
+        monkeypatch.setattr(rollback, "_MIN_BUDGET", 0)
+        monkeypatch.setattr(rollback, "_BUDGET_SHARE", 0.0)
     made = model()
     before, new = bits(made), values(made)
     for fails_at in range(1, 3):
