@@ -95,16 +95,16 @@ class Worker:
         python: the interpreter.
         module: the module, as for `python -m`. The current folder is not on its path (`-P`).
         log: file for its standard error.
-        heard: queue for the lines of its standard output.
-        guard: ends it if this process cannot.
+        output: queue for the lines of its standard output.
+        reaper: ends it if this process cannot.
 
     Raises:
         OSError: the interpreter cannot be started.
     """
 
-    def __init__(self, name: str, python: str, module: str, *, log: Path, heard: OutputQueue, guard: Reaper) -> None:
+    def __init__(self, name: str, python: str, module: str, *, log: Path, output: OutputQueue, reaper: Reaper) -> None:
         self.name = name
-        self._log, self._guard = log, guard
+        self._log, self._reaper = log, reaper
         self._mark = os.urandom(8).hex()
         environment: Mapping[str, str] = {**_ENVIRONMENT, **os.environ, program.MARK_VARIABLE: self._mark}
         with log.open("wb") as errors:
@@ -116,10 +116,10 @@ class Worker:
                 env=environment,
                 start_new_session=True,
             )
-        guard.watch_group(self._process.pid, self._mark)
+        reaper.watch_group(self._process.pid, self._mark)
         self._threads = [
             threading.Thread(target=each, args=arguments, daemon=True)
-            for each, arguments in ((self._read_output, (heard,)), (self._wait, ()))
+            for each, arguments in ((self._read_output, (output,)), (self._wait, ()))
         ]
         for thread in self._threads:
             thread.start()
@@ -192,11 +192,11 @@ class Worker:
         elif any(thread.is_alive() for thread in self._threads):  # else the id may already belong to another process
             program.kill_group(self._process.pid, self._mark)
 
-    def _read_output(self, heard: OutputQueue) -> None:
+    def _read_output(self, output: OutputQueue) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            heard.put((self, line))
-        heard.put((self, None))
+            output.put((self, line))
+        output.put((self, None))
 
     def _wait(self) -> None:
         """Wait for its end, then end its remaining descendants, which would keep its output open."""
@@ -207,7 +207,7 @@ class Worker:
             else:
                 self._process.wait()
             program.kill_group(self._process.pid, self._mark)
-            self._guard.unwatch_group(self._process.pid, self._mark)
+            self._reaper.unwatch_group(self._process.pid, self._mark)
         self._process.wait()
 
     def __enter__(self) -> Self:

@@ -23,6 +23,7 @@ import polyamp
 from polyamp.cli import port, tables
 from polyamp.cli.progress import show_progress
 from polyamp.demo import runner
+from polyamp.demo.report import DemoReport
 from polyamp.errors import PolyampError
 from polyamp.files import write_atomically
 from polyamp.recipe.recipe import Recipe
@@ -247,7 +248,7 @@ def _check_writable(out: Path) -> None:
         _exit_with_error(f"--out must be a folder that can be written to. Received: {out}: {error.strerror}.")
 
 
-def _write_results(report: runner.DemoReport, out: Path) -> list[Path]:
+def _write_results(report: DemoReport, out: Path) -> list[Path]:
     """Write the report as JSON and, if anything ran, the picture and the table."""
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / "report.json"]

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 import typer
 from rich.console import Console
 
-from polyamp.cli.parity_progress import show_progress
 from polyamp.cli.port import exit_on_sigterm
+from polyamp.cli.progress import show_progress
 from polyamp.errors import ArgumentError, PolyampError, did_you_mean
 from polyamp.parity.execution.function_ref import MAIN_MODULE, load_module_file
 from polyamp.parity.execution.runner import run

@@ -83,6 +83,16 @@ def batches(data: DigitsData, *, size: int, steps: int, seed: int = 0) -> Iterat
             done += 1
 
 
+def problem(*, size: int, steps: int, seed: int = 0) -> dict[str, Any]:
+    """Return all arrays of a training: "weights", the batches "x" and "y" (steps, size, ...), "test_x", "test_y"."""
+    import numpy as np
+
+    data = load(seed)
+    found = list(batches(data, size=size, steps=steps, seed=seed))
+    stacked = {name: np.stack([batch[name] for batch in found]) for name in ("x", "y")}
+    return {"weights": initial_weights(seed), **stacked, "test_x": data.test_x, "test_y": data.test_y}
+
+
 def initial_weights(seed: int = 0) -> dict[str, Array]:
     """Return the initial weights: kernels uniform in +-sqrt(3 / inputs) (variance 1 / inputs), biases 0, scales 1."""
     import numpy as np

@@ -15,62 +15,24 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from polyamp._version import __version__
 from polyamp.contract import registry
-from polyamp.demo.report import (
-    DemoReport,
-    FrameworkFailure,
-    FrameworkPair,
-    FrameworkRun,
-    PolicyComparison,
-    compare,
-    distance,
-)
-from polyamp.demo.worker import (
-    DemoEvent,
-    DigitsJob,
-    FrameworkFailureEvent,
-    FrameworkLaunchEvent,
-    FrameworkMissingEvent,
-    FrameworkStartEvent,
-    PolicyProgressEvent,
-    PolicyResultEvent,
-)
+from polyamp.demo import digits
+from polyamp.demo.report import DemoReport, FrameworkFailure, FrameworkRun, compare
+from polyamp.demo.worker import DemoEvent, DemoMessage, DigitsJob, PolicyResultEvent
 from polyamp.errors import BackendError, PolicyError, RecipeError, did_you_mean
+from polyamp.parity.execution.array_store import ArrayStore
+from polyamp.parity.execution.messages import ParityEvent, SideFailureEvent
+from polyamp.parity.execution.worker_pool import SideSpec, WorkerPool
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
-from polyamp.worker_processes import OutputQueue, Reaper, Worker
-
-__all__ = [
-    "POLICIES",
-    "STEPS",
-    "DemoEvent",
-    "DemoReport",
-    "FrameworkFailure",
-    "FrameworkFailureEvent",
-    "FrameworkLaunchEvent",
-    "FrameworkMissingEvent",
-    "FrameworkPair",
-    "FrameworkRun",
-    "FrameworkStartEvent",
-    "PolicyComparison",
-    "PolicyProgressEvent",
-    "PolicyResultEvent",
-    "available_backends",
-    "compare",
-    "demo_recipe",
-    "distance",
-    "recipe_for",
-    "run",
-]  # fmt: skip
 
 POLICIES: Final = ("float32", "mixed_bfloat16", "mixed_float16")
 STEPS: Final = 200
@@ -78,9 +40,7 @@ BATCH_SIZE: Final = 64
 TIMEOUT: Final = 900.0
 """Seconds a framework may take for all its policies before its process is ended."""
 
-_EVENT_DECODER: Final = msgspec.json.Decoder(DemoEvent)
-
-OnEvent = Callable[[DemoEvent], None]
+OnEvent = Callable[[ParityEvent], None]
 
 
 def run(
@@ -118,30 +78,43 @@ def run(
     runs: list[FrameworkRun] = []
     missing: dict[str, str] = {}
     failures: list[FrameworkFailure] = []
-    with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as folder:
-        problem = Path(folder) / "problem.npz"
-        _write_problem(problem, steps=steps, batch_size=batch_size, seed=seed)
-        for backend in chosen:
+
+    def collect(event: DemoEvent) -> None:
+        if isinstance(event, PolicyResultEvent):
+            runs.extend([event.run] if event.run is not None else [])
+            if event.failure is None:
+                return
+            event = SideFailureEvent(failure=event.failure)
+        if isinstance(event, SideFailureEvent):
+            side, policy, message = event.failure.side, event.failure.phase or None, event.failure.message
+            if event.failure.reason == "missing":
+                missing[side] = message
+            else:
+                failures.append(FrameworkFailure(backend=side, policy=policy, message=message))
+        if on_event is not None:
+            on_event(event)
+
+    with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as scratch:
+        folder = Path(scratch)
+        with ArrayStore(folder / "problem.bin") as store:
+            problem = store.put_tree(digits.problem(size=batch_size, steps=steps, seed=seed), "problem")
+        sides = []
+        for number, backend in enumerate(chosen):
             job = DigitsJob(
-                backend=backend,
-                problem=str(problem),
-                recipes={policy: settled.to_json() for policy, settled in recipes.items()},
+                side=backend,
+                arrays=str(folder / "problem.bin"),
+                problem=problem,
+                recipes={policy: each.to_json() for policy, each in recipes.items()},
                 baseline=baseline,
-                report_every=max(1, steps // 40),
             )
-            for event in _worker_events(job, str((interpreters or {}).get(backend, sys.executable)), timeout):
-                if on_event is not None:
-                    on_event(event)
-                if isinstance(event, PolicyResultEvent):
-                    runs.append(event.run)
-                elif isinstance(event, FrameworkMissingEvent):
-                    missing[event.backend] = event.message
-                elif isinstance(event, FrameworkFailureEvent):
-                    failures.append(event.failure)
+            python = str((interpreters or {}).get(backend, sys.executable))
+            sides.append(SideSpec(job, python, folder / f"{number}.log"))
+        pool = WorkerPool(sides, folder, timeout, collect, module="polyamp.demo.worker", message_type=DemoMessage)
+        pool.run(aligned=False)
     comparisons = compare(runs, baseline)
     return DemoReport(
         polyamp=__version__,
-        recipes={policy: msgspec.json.decode(settled.to_json()) for policy, settled in recipes.items()},
+        recipes={policy: msgspec.json.decode(each.to_json()) for policy, each in recipes.items()},
         baseline=baseline,
         steps=steps,
         batch_size=batch_size,
@@ -230,67 +203,3 @@ def _check_sizes(steps: int, batch_size: int, recipe: Recipe) -> None:
             f"batch_size must be 1 to 1437 and a multiple of accumulate_steps={recipe.accumulate_steps}. Received: "
             f"batch_size={batch_size}."
         )
-
-
-def _write_problem(path: Path, *, steps: int, batch_size: int, seed: int) -> None:
-    """Write everything that the frameworks share, as arrays in one file."""
-    import numpy as np
-
-    from polyamp.demo import digits
-
-    data = digits.load(seed)
-    batches = list(digits.batches(data, size=batch_size, steps=steps, seed=seed))
-    arrays: dict[str, Any] = {f"weights/{name}": value for name, value in digits.initial_weights(seed).items()}
-    arrays |= {f"batches_{key}": np.stack([batch[key] for batch in batches]) for key in ("x", "y")}
-    np.savez(path, test_x=data.test_x, test_y=data.test_y, **arrays)
-
-
-def _worker_events(job: DigitsJob, python: str, timeout: float) -> Iterator[DemoEvent]:
-    """Start one worker and yield its events; if it dies, yield a `FrameworkFailureEvent` with the end of its stderr."""
-    yield FrameworkLaunchEvent(backend=job.backend)
-    heard: OutputQueue = SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="polyamp-parity-") as folder, Reaper(Path(folder)) as guard:
-        log = Path(folder) / "log.txt"
-        try:
-            worker = Worker(job.backend, python, "polyamp.demo.worker", log=log, heard=heard, guard=guard)
-        except OSError as error:
-            yield _failure_event(job, f"cannot start {python}: {error.strerror or error}")
-            return
-        with worker:
-            worker.send(msgspec.json.encode(job))
-            worker.close_stdin()
-            try:
-                for line in _read_lines(heard, timeout):
-                    yield _EVENT_DECODER.decode(line)
-            except msgspec.DecodeError:
-                yield _failure_event(
-                    job, f"{python} sent what polyamp {__version__} cannot read. Install this version there."
-                )
-                return
-            except TimeoutError:
-                yield _failure_event(job, f"ended after the time limit of {timeout:g} s")
-                return
-            if status := worker.status():
-                said = worker.tail() or "it wrote nothing to standard error"
-                yield _failure_event(job, f"the process ended with status {status}: {said}")
-
-
-def _read_lines(heard: OutputQueue, timeout: float) -> Iterator[bytes]:
-    """Yield a worker's lines until it closes its output.
-
-    Raises:
-        TimeoutError: it exceeds the time limit.
-    """
-    limit = time.perf_counter() + timeout
-    while True:
-        try:
-            _, line = heard.get(timeout=max(0.0, limit - time.perf_counter()))
-        except Empty as error:
-            raise TimeoutError from error
-        if line is None:
-            return
-        yield line
-
-
-def _failure_event(job: DigitsJob, message: str) -> FrameworkFailureEvent:
-    return FrameworkFailureEvent(failure=FrameworkFailure(backend=job.backend, policy=None, message=message))

@@ -1,143 +1,162 @@
 """Main program of the process that trains the digits in one framework.
 
-It reads a `DigitsJob` as JSON from standard input and writes one JSON event per line to standard output. It uses only
-polyamp's public functions and the digits model of the backend's harness.
+It uses only polyamp's public functions and the digits model of the backend's harness.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 import polyamp
 from polyamp import losses
 from polyamp.contract import registry
-from polyamp.contract.backend import Backend
-from polyamp.demo.report import FrameworkFailure, FrameworkRun
-from polyamp.errors import BackendNotInstalledError, PolyampError
+from polyamp.demo.report import FrameworkRun
+from polyamp.errors import PolyampError
+from polyamp.parity.execution.array_store import BatchTree, load_batch
+from polyamp.parity.execution.messages import (
+    ParityEvent,
+    SideBuildEvent,
+    SideFinishEvent,
+    SideProgressEvent,
+    WorkerJob,
+    WorkerMessage,
+)
+from polyamp.parity.execution.side_worker import SideWorker
+from polyamp.parity.findings import Environment, Failure
+from polyamp.parity.own_loop import RecipeTrainer
 from polyamp.recipe.recipe import Recipe
-from polyamp.worker_processes import claim_stdio
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Arrays = dict[str, np.ndarray[Any, Any]]
 
 
-class DigitsJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Job of a worker.
+class DigitsJob(WorkerJob, frozen=True, kw_only=True):
+    """Job of a worker. Its side is the name of a backend.
 
     Attributes:
-        backend: name of the backend.
-        problem: path of the `.npz` file with batches, held-out digits and initial weights.
+        arrays: path of the file of the problem's arrays.
+        problem: `digits.problem`, stored in that file.
         recipes: policy -> recipe as JSON text, in the order to run them.
         baseline: the policy from which distances are measured.
-        report_every: steps between two progress events.
     """
 
-    backend: str
-    problem: str
+    arrays: str
+    problem: BatchTree
     recipes: dict[str, str]
     baseline: str
-    report_every: int
 
 
-class FrameworkLaunchEvent(msgspec.Struct, frozen=True, kw_only=True, tag="starting"):
-    """The process is about to start and import its framework. The only event that the worker does not send."""
+class PolicyResultEvent(msgspec.Struct, frozen=True, kw_only=True, tag="policy"):
+    """The training under one policy has ended: with `run`, or with `failure`."""
 
-    backend: str
-
-
-class FrameworkStartEvent(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
-    """The framework is imported."""
-
-    backend: str
-    version: str
-    device: str
+    run: FrameworkRun | None = None
+    failure: Failure | None = None
 
 
-class PolicyProgressEvent(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """Steps are done: `step` of `steps` under this policy."""
-
-    backend: str
-    policy: str
-    step: int
-    steps: int
-    loss: float | None
-    scale: float
-    skipped: int
+DemoEvent = ParityEvent | PolicyResultEvent
+DemoMessage = WorkerMessage | PolicyResultEvent
 
 
-class PolicyResultEvent(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
-    """One policy is done."""
+class DigitsWorker(SideWorker[DigitsJob]):
+    """Worker that trains the digits under each of the job's policies. If a policy is refused, the others go on."""
 
-    run: FrameworkRun
+    def run_job(self) -> None:
+        """Train under every policy."""
+        job, self.activity = self.job, ""
+        self._backend = registry.get(job.side)
+        self._problem = load_batch(Path(job.arrays), job.problem)
+        self.emit(SideBuildEvent(side=job.side, environment=self._environment(), recipe=None))
+        for policy in job.recipes:
+            self.phase, self.step = policy, 0
+            try:
+                self.emit(PolicyResultEvent(run=self._train(policy)))
+            except PolyampError as error:
+                self.emit(PolicyResultEvent(failure=self.failure("error", str(error))))
+        self.emit(SideFinishEvent(side=job.side))
 
+    def _environment(self) -> Environment:
+        info = self._backend.info()
+        return Environment(
+            side=self.job.side,
+            backend=self._backend.name,
+            versions={info.framework: str(info.version)},
+            device=info.devices[0],
+            model="digits transformer",
+            parameters=sum(array.size for array in self._problem["weights"].values()),
+        )
 
-class FrameworkMissingEvent(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
-    """The framework is not installed; the message has the install command."""
-
-    backend: str
-    message: str
-
-
-class FrameworkFailureEvent(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """The framework failed, or one policy of it."""
-
-    failure: FrameworkFailure
-
-
-DemoEvent = (
-    FrameworkLaunchEvent
-    | FrameworkStartEvent
-    | PolicyProgressEvent
-    | PolicyResultEvent
-    | FrameworkMissingEvent
-    | FrameworkFailureEvent
-)
-EmitEvent = Callable[[DemoEvent], None]
-
-
-def main() -> None:
-    """Run the job from standard input."""
-    import numpy as np
-
-    channel = claim_stdio()
-
-    def emit(event: DemoEvent) -> None:
-        channel.lines.write(msgspec.json.encode(event).decode() + "\n")
-        channel.lines.flush()
-
-    job = msgspec.json.decode(channel.commands.read(), type=DigitsJob)
-    with np.load(job.problem) as file:
-        problem = {name: file[name] for name in file.files}
-    run_job(job, problem, emit)
-
-
-def run_job(job: DigitsJob, problem: Arrays, emit: EmitEvent) -> None:
-    """Train under each of the job's policies. A `PolyampError` becomes a `FrameworkFailureEvent`; the others go on."""
-    try:
-        backend = registry.get(job.backend)
-    except BackendNotInstalledError as error:
-        emit(FrameworkMissingEvent(backend=job.backend, message=str(error)))
-        return
-    except PolyampError as error:
-        emit(FrameworkFailureEvent(failure=FrameworkFailure(backend=job.backend, policy=None, message=str(error))))
-        return
-    info = backend.info()
-    emit(FrameworkStartEvent(backend=job.backend, version=str(info.version), device=info.devices[0]))
-    for policy in job.recipes:
-        try:
-            emit(PolicyResultEvent(run=train(job, policy, backend, problem, emit)))
-        except PolyampError as error:
-            emit(
-                FrameworkFailureEvent(failure=FrameworkFailure(backend=job.backend, policy=policy, message=str(error)))
+    def _train(self, policy: str) -> FrameworkRun:
+        """Train under one policy and measure it."""
+        trainer = self._trainer(policy)
+        results: list[Mapping[str, float]] = []
+        times: list[float] = []
+        skipped = 0
+        for number in range(self._steps):
+            self.step = number + 1
+            result = trainer.step(self._batch(number))
+            results.append(result)
+            times.append(trainer.seconds)
+            skipped += not result["finite"]
+            event = SideProgressEvent(
+                side=self.job.side,
+                phase=policy,
+                step=self.step,
+                steps=self._steps,
+                loss=_none_if_nonfinite(result["loss"]),
+                scale=result["scale"],
+                skipped=skipped,
             )
+            self.emit(event)
+        skips = [not result["finite"] for result in results]
+        environment = self._environment()
+        return FrameworkRun(
+            backend=self.job.side,
+            policy=policy,
+            version=next(iter(environment.versions.values())),
+            device=environment.device,
+            losses=[_none_if_nonfinite(result["loss"]) for result in results],
+            grad_norms=[_none_if_nonfinite(result["grad_norm"]) for result in results],
+            scales=[result["scale"] for result in results],
+            skips=skips,
+            accuracy=self._accuracy(trainer),
+            applied=int(results[-1]["applied"]),
+            ms_per_step=1000.0 * statistics.median(times[1:] or times),
+            twin_losses=self._float32_twin_losses(skips) if any(skips) else None,
+        )
+
+    def _float32_twin_losses(self, skips: Sequence[bool]) -> list[float | None]:
+        """Return the float32 losses of a run without the updates of the steps in `skips`."""
+        trainer, look = self._trainer(self.job.baseline), polyamp.value_and_grad(loss_fn)
+        curve = []
+        for number, is_skipped in enumerate(skips):
+            batch = self._batch(number)
+            if is_skipped:
+                loss = float(self._backend.to_numpy(look(trainer.state, batch)[0]))
+            else:
+                loss = trainer.step(batch)["loss"]
+            curve.append(_none_if_nonfinite(loss))
+        return curve
+
+    def _trainer(self, policy: str) -> RecipeTrainer:
+        recipe = Recipe.from_json(self.job.recipes[policy])
+        model = self._backend.testing().digits(self._problem["weights"])
+        return RecipeTrainer(model, recipe, loss_fn, {"init": {"backend": self._backend.name}, "step": {}})
+
+    @property
+    def _steps(self) -> int:
+        return len(self._problem["x"])
+
+    def _batch(self, number: int) -> dict[str, Any]:
+        return {name: self._problem[name][number] for name in ("x", "y")}
+
+    def _accuracy(self, trainer: RecipeTrainer) -> float:
+        state = trainer.state
+        predict = state.recipe.policy.autocast(state.model, backend=self._backend.name)
+        logits = self._backend.to_numpy(predict(self._backend.testing().array(self._problem["test_x"])))
+        return float((logits.astype("float32").argmax(axis=-1) == self._problem["test_y"]).mean())
 
 
 def loss_fn(model: Any, batch: Any) -> Any:
@@ -145,84 +164,9 @@ def loss_fn(model: Any, batch: Any) -> Any:
     return losses.softmax_cross_entropy(model(batch["x"]), batch["y"])
 
 
-def train(job: DigitsJob, policy: str, backend: Backend, problem: Arrays, emit: EmitEvent) -> FrameworkRun:
-    """Train under one policy and measure it."""
-    recipe = Recipe.from_json(job.recipes[policy])
-    state = _initial_state(backend, recipe, problem)
-    step = polyamp.train_step(loss_fn, recipe)
-    steps = len(problem["batches_x"])
-    curve: list[float | None] = []
-    norms: list[float | None] = []
-    scales: list[float] = []
-    skips: list[bool] = []
-    times: list[float] = []
-    applied = 0
-    for number in range(steps):
-        batch = _batch(problem, number)
-        began = time.perf_counter()
-        state, result = step(state, batch)
-        curve.append(_host_number(backend, result.loss))
-        times.append(time.perf_counter() - began)
-        norms.append(_host_number(backend, result.grad_norm))
-        scales.append(float(backend.to_numpy(result.scale)))
-        skips.append(bool(backend.to_numpy(result.skipped)))
-        applied = int(backend.to_numpy(result.step))
-        if (number + 1) % job.report_every == 0 or number + 1 == steps:
-            emit(PolicyProgressEvent(backend=job.backend, policy=policy, step=number + 1, steps=steps, loss=curve[-1],
-                          scale=scales[-1], skipped=sum(skips)))  # fmt: skip
-    info = backend.info()
-    return FrameworkRun(
-        backend=job.backend,
-        policy=policy,
-        version=str(info.version),
-        device=info.devices[0],
-        losses=curve,
-        grad_norms=norms,
-        scales=scales,
-        skips=skips,
-        accuracy=_accuracy(backend, recipe, state, problem),
-        applied=applied,
-        ms_per_step=1000.0 * statistics.median(times[1:] or times),
-        twin_losses=_float32_twin_losses(job, backend, problem, skips) if any(skips) else None,
-    )
-
-
-def _float32_twin_losses(job: DigitsJob, backend: Backend, problem: Arrays, skips: list[bool]) -> list[float | None]:
-    """Return the float32 losses of a run without the updates of the steps in `skips`."""
-    recipe = Recipe.from_json(job.recipes[job.baseline])
-    state = _initial_state(backend, recipe, problem)
-    step, look = polyamp.train_step(loss_fn, recipe), polyamp.value_and_grad(loss_fn)
-    curve = []
-    for number, skipped in enumerate(skips):
-        batch = _batch(problem, number)
-        if skipped:
-            loss, _ = look(state, batch)
-        else:
-            state, result = step(state, batch)
-            loss = result.loss
-        curve.append(_host_number(backend, loss))
-    return curve
-
-
-def _initial_state(backend: Backend, recipe: Recipe, problem: Arrays) -> Any:
-    weights = {name.removeprefix("weights/"): value for name, value in problem.items() if name.startswith("weights/")}
-    return polyamp.init(backend.testing().digits(weights), recipe, backend=backend.name)
-
-
-def _batch(problem: Arrays, number: int) -> Arrays:
-    return {"x": problem["batches_x"][number], "y": problem["batches_y"][number]}
-
-
-def _accuracy(backend: Backend, recipe: Recipe, state: Any, problem: Arrays) -> float:
-    predict = recipe.policy.autocast(state.model, backend=backend.name)
-    logits = backend.to_numpy(predict(backend.testing().array(problem["test_x"])))
-    return float((logits.astype("float32").argmax(axis=-1) == problem["test_y"]).mean())
-
-
-def _host_number(backend: Backend, scalar: Any) -> float | None:
-    value = float(backend.to_numpy(scalar))
-    return value if math.isfinite(value) else None
+def _none_if_nonfinite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
 
 
 if __name__ == "__main__":
-    main()
+    DigitsWorker.main(DigitsJob)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -78,7 +79,12 @@ class RecipeTrainer:
         recipe: the recipe of the phase.
         loss_fn: the loss.
         options: `{"init": {...}, "step": {...}}`.
+
+    Attributes:
+        seconds: wall time of the last step, including reading its loss.
     """
+
+    seconds = 0.0
 
     def __init__(
         self, model: Any, recipe: Recipe, loss_fn: LossFunction, options: Mapping[str, Mapping[str, Any]]
@@ -91,13 +97,18 @@ class RecipeTrainer:
         return self.state
 
     def step(self, batch: Any) -> Mapping[str, float]:
+        to_numpy = self.state.backend.to_numpy
+        began = time.perf_counter()
         self.state, result = self._step(self.state, batch)
-        backend = self.state.backend
-        numbers = {
-            name: float(backend.to_numpy(getattr(result, name))) for name in ("loss", "grad_norm", "scale", "skipped")
+        loss = float(to_numpy(result.loss))
+        self.seconds = time.perf_counter() - began
+        return {
+            "loss": loss,
+            "grad_norm": float(to_numpy(result.grad_norm)),
+            "scale": float(to_numpy(result.scale)),
+            "finite": 1.0 - float(to_numpy(result.skipped)),
+            "applied": float(to_numpy(result.step)),
         }
-        skipped = numbers.pop("skipped")
-        return {**numbers, "finite": 1.0 - skipped, "applied": float(backend.to_numpy(result.step))}
 
 
 class LoopTrainer:

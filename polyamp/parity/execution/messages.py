@@ -33,11 +33,16 @@ class OwnLoopSpec(msgspec.Struct, frozen=True, kw_only=True, tag="loop"):
     looked_at: str
 
 
-class SideJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Job of a worker.
+class WorkerJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Job of a worker, with the label of its side. Subclasses add what it does."""
+
+    side: str
+
+
+class SideJob(WorkerJob, frozen=True, kw_only=True):
+    """Job of a worker that takes part in a comparison.
 
     Attributes:
-        side: label.
         number: 0 for the first side.
         folder: for files that sides exchange, and for stored arrays.
         traces: folder for its traces.
@@ -53,7 +58,6 @@ class SideJob(msgspec.Struct, frozen=True, kw_only=True):
         options: `{"init": {...}, "step": {...}}`.
     """
 
-    side: str
     number: int
     folder: str
     traces: str
@@ -135,13 +139,24 @@ class BatchDigestEvent(msgspec.Struct, frozen=True, kw_only=True, tag="given"):
 
 
 class SideProgressEvent(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """A step begins: `step` of `steps` in this phase. `loss` is that of the step before."""
+    """Progress of a phase.
+
+    Attributes:
+        side: label.
+        phase: the phase.
+        step: the step that begins, of `steps`; in the demo the one that has ended.
+        loss: the last known loss.
+        scale: loss scale, if known.
+        skipped: number of skipped steps so far, if known.
+    """
 
     side: str
     phase: str
     step: int
     steps: int
     loss: float | None = None
+    scale: float | None = None
+    skipped: int = 0
 
 
 class PhaseEndEvent(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
@@ -170,16 +185,9 @@ class SideFailureEvent(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     failure: Failure
 
 
-WorkerMessage = (
-    HandshakeEvent
-    | SideBuildEvent
-    | SideReadyEvent
-    | BatchDigestEvent
-    | SideProgressEvent
-    | PhaseEndEvent
-    | SideFinishEvent
-    | SideFailureEvent
-)
-"""Messages that a worker sends."""
+InternalMessage = HandshakeEvent | SideReadyEvent | BatchDigestEvent | PhaseEndEvent
+"""Messages for the pool of workers alone."""
 ParityEvent = SideLaunchEvent | SideBuildEvent | SideProgressEvent | SideFinishEvent | SideFailureEvent
 """Events passed to `on_event`."""
+WorkerMessage = InternalMessage | ParityEvent
+"""Messages that a worker sends."""

@@ -116,16 +116,16 @@ def run(
         )  # fmt: skip
         pythons = _interpreters_by_label(interpreters or {}, list(build))
         sides = [SideSpec(job, pythons[job.side], Path(job.traces) / "log.txt") for job in jobs]
-        processes = WorkerPool(sides, timeout, at_once, on_event or _ignore_event)
+        pool = WorkerPool(sides, Path(scratch), timeout, on_event or _ignore_event, at_once=at_once)
 
         def report() -> Report:
-            found = build_report(sides, processes.phases, steps, randomness, time.perf_counter() - began)
+            found = build_report(sides, pool.phases, steps, randomness, time.perf_counter() - began)
             if kept is not None:
                 (kept / "report.json").write_bytes(encode_report(found))
             return found
 
         try:
-            processes.run()
+            pool.run()
         except BaseException as error:
             try:
                 report()

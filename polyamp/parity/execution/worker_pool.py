@@ -10,7 +10,7 @@ import dataclasses
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -20,7 +20,7 @@ import msgspec
 
 from polyamp._version import __version__
 from polyamp.parity.execution import messages
-from polyamp.parity.execution.messages import FailureReason, ParityEvent, SideJob, TrainCommand, WorkerMessage
+from polyamp.parity.execution.messages import FailureReason, InternalMessage, TrainCommand, WorkerJob, WorkerMessage
 from polyamp.parity.findings import Environment, Failure
 from polyamp.parity.precisions import Phase, comparison_phases
 from polyamp.parity.trace.trace import Trace
@@ -29,7 +29,6 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.worker_processes import OutputQueue, Reaper, Worker
 
 WORKER_MODULE: Final = "polyamp.parity.execution.worker"
-_MESSAGE_DECODER: Final = msgspec.json.Decoder(WorkerMessage)
 _EXTERNAL_SIGNALS: Final = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")
 
 SideStage = Literal["new", "busy", "ready", "done", "failed"]
@@ -42,7 +41,7 @@ class SideSpec:
     Attributes:
         job: its job.
         python: its interpreter.
-        log: its standard error.
+        log: file of its standard error, in the folder of its traces.
         stage: "busy" while it works, "ready" while it waits for the others.
         phase, step: its current phase and step.
         environment, recipe, optimizer, agreed: as its messages report them.
@@ -54,7 +53,7 @@ class SideSpec:
         since: time of the last command to continue.
     """
 
-    job: SideJob
+    job: WorkerJob
     python: str
     log: Path
     stage: SideStage = "new"
@@ -78,7 +77,7 @@ class SideSpec:
 
     def trace_file(self, phase: str) -> Path:
         """Return the path of the trace file of a phase, which need not exist."""
-        return Path(self.job.traces) / f"{phase}.trace"
+        return self.log.with_name(f"{phase}.trace")
 
 
 class WorkerPool:
@@ -86,46 +85,69 @@ class WorkerPool:
 
     Args:
         sides: the first one first.
+        folder: folder of the run, which the caller removes.
         timeout: time limit of a side's work in seconds; waiting for others does not count.
+        on_event: called with every event.
         at_once: number of sides that may work at a time.
-        tell: called with every event.
+        module: main program of the workers.
+        message_type: union of the messages that they send.
     """
 
     def __init__(
-        self, sides: Sequence[SideSpec], timeout: float, at_once: int, tell: Callable[[ParityEvent], None]
+        self,
+        sides: Sequence[SideSpec],
+        folder: Path,
+        timeout: float,
+        on_event: Callable[[Any], None],
+        *,
+        at_once: int = 1,
+        module: str = WORKER_MODULE,
+        message_type: Any = WorkerMessage,
     ) -> None:
-        self._sides, self._timeout, self._at_once, self._notify = sides, timeout, at_once, tell
+        self._sides, self._folder, self._timeout, self._at_once = sides, folder, timeout, at_once
+        self._notify, self._module = on_event, module
+        self._decoder = msgspec.json.Decoder(message_type)
         self._worker_output: OutputQueue = SimpleQueue()
         self._batch_digests: dict[int, tuple[str, str]] = {}
         self.phases: list[Phase] = []
 
-    def run(self) -> None:
-        """Run all sides to their end. An interruption ends all workers and marks unfinished sides as interrupted."""
-        first, *others = self._sides
+    def run(self, *, aligned: bool = True) -> None:
+        """Run all sides to their end. An interruption ends all workers and marks unfinished sides as interrupted.
+
+        Args:
+            aligned: whether the sides align with the first one before they train; else each works for itself.
+        """
         with ExitStack() as stack:
-            guard = stack.enter_context(Reaper(Path(first.job.folder)))
+            reaper = stack.enter_context(Reaper(self._folder))
 
             def start(side: SideSpec) -> None:
-                self._start(side, guard, stack)
+                self._start(side, reaper, stack)
 
             try:
-                self._run_until_idle([first], start)
-                if first.stage == "ready":
-                    self._run_until_idle(others, start)
-                met = [side for side in others if side.stage == "ready"]
-                if first.stage == "ready" and met:
-                    self._run_until_idle([first, *met], self._send_train_command(met))
+                if aligned:
+                    self._run_aligned(start)
+                else:
+                    self._run_until_idle(self._sides, start)
             except BaseException:
                 for side in self._sides:
                     if side.stage not in ("done", "failed"):
                         self._fail(side, "interrupted", "the run was interrupted before this side was done")
                 raise
 
-    def _start(self, side: SideSpec, guard: Reaper, stack: ExitStack) -> None:
+    def _run_aligned(self, start: Callable[[SideSpec], None]) -> None:
+        first, *others = self._sides
+        self._run_until_idle([first], start)
+        if first.stage == "ready":
+            self._run_until_idle(others, start)
+        aligned = [side for side in self._sides if side.stage == "ready"]
+        if first.stage == "ready" and len(aligned) > 1:
+            self._run_until_idle(aligned, self._send_train_command(aligned))
+
+    def _start(self, side: SideSpec, reaper: Reaper, stack: ExitStack) -> None:
         self._notify(messages.SideLaunchEvent(side=side.label))
         try:
             side.worker = Worker(
-                side.label, side.python, WORKER_MODULE, log=side.log, heard=self._worker_output, guard=guard
+                side.label, side.python, self._module, log=side.log, output=self._worker_output, reaper=reaper
             )
         except OSError as error:
             self._fail(
@@ -137,18 +159,18 @@ class WorkerPool:
             return
         stack.callback(side.worker.end)
 
-    def _send_train_command(self, met: Iterable[SideSpec]) -> Callable[[SideSpec], None]:
+    def _send_train_command(self, sides: Sequence[SideSpec]) -> Callable[[SideSpec], None]:
         """Return a function that sends a side the command to train."""
-        sides = [self._sides[0], *met]
         most = max(side.environment.parameters for side in sides if side.environment is not None)
         self.phases = comparison_phases(tuple(side.recipe for side in sides), most)
-        train = TrainCommand(phases=self.phases, others=[side.job.number for side in sides[1:]])
+        numbers = [number for number, side in enumerate(self._sides) if side.stage == "ready"]
+        train = TrainCommand(phases=self.phases, others=numbers[1:])
 
-        def tell(side: SideSpec) -> None:
+        def send(side: SideSpec) -> None:
             if side.worker is not None:
                 side.worker.send(msgspec.json.encode(train) + b"\n")
 
-        return tell
+        return send
 
     def _run_until_idle(self, sides: Sequence[SideSpec], begin: Callable[[SideSpec], None]) -> None:
         """Let sides work, `at_once` at a time, until each is idle or has failed."""
@@ -168,9 +190,9 @@ class WorkerPool:
                     if self._seconds_left(side) <= 0.0:
                         self._handle_timeout(side)
                 continue
-            heard = next(side for side in self._sides if side.worker is worker)
-            if heard.stage not in ("done", "failed"):
-                self._handle_line(heard, line)
+            sender = next(side for side in self._sides if side.worker is worker)
+            if sender.stage not in ("done", "failed"):
+                self._handle_line(sender, line)
 
     def _seconds_left(self, side: SideSpec) -> float:
         return self._timeout - side.spent - (time.perf_counter() - side.since)
@@ -185,14 +207,14 @@ class WorkerPool:
             self._handle_exit(side)
             return
         try:
-            event = _MESSAGE_DECODER.decode(line)
+            event = self._decoder.decode(line)
         except msgspec.DecodeError:
             self._fail(
                 side, "error", f"{side.python} sent what polyamp {__version__} cannot read{self._stderr_tail(side)}"
             )
             return
         self._handle_message(side, event)
-        if isinstance(event, ParityEvent):
+        if not isinstance(event, InternalMessage):
             self._notify(event)
 
     def _handle_message(self, side: SideSpec, event: Any) -> None:
@@ -251,9 +273,9 @@ class WorkerPool:
             name = _signal_name(-status)
             killed = name in _EXTERNAL_SIGNALS
             memory = ": the system does so when memory runs out" if name == "SIGKILL" else ""
-            said = f"the process was killed by {name}{memory}" if killed else f"the process crashed with {name}"
-            self._fail(side, "killed" if killed else "crashed", f"{said}{tail}")
-        elif side.environment is None and f"No module named {WORKER_MODULE.partition('.')[0]}" in tail.replace("'", ""):
+            cause = f"was killed by {name}{memory}" if killed else f"crashed with {name}"
+            self._fail(side, "killed" if killed else "crashed", f"the process {cause}{tail}")
+        elif side.environment is None and "No module named polyamp" in tail.replace("'", ""):
             self._fail(
                 side,
                 "error",
@@ -283,8 +305,8 @@ class WorkerPool:
     def _stderr_tail(self, side: SideSpec) -> str:
         """Return the end of a side's standard error, to append to a message."""
         assert side.worker is not None
-        said = side.worker.tail()
-        return f". The end of its standard error:\n{said}" if said else ". It wrote nothing to standard error."
+        tail = side.worker.tail()
+        return f". The end of its standard error:\n{tail}" if tail else ". It wrote nothing to standard error."
 
 
 def _signal_name(number: int) -> str:

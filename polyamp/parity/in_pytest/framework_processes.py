@@ -47,12 +47,12 @@ class FrameworkProcess:
         failed: why it cannot run tests, or ended; "" while it can.
     """
 
-    def __init__(self, backend: str, folder: Path, guard: Reaper, order: Mapping[str, Any]) -> None:
+    def __init__(self, backend: str, folder: Path, reaper: Reaper, order: Mapping[str, Any]) -> None:
         self.failed = ""
         self._lines: worker_processes.OutputQueue = SimpleQueue()
         self._log = folder / f"{backend}-{order['number']}.log"
         self._read_bytes = 0
-        self._worker = Worker(backend, sys.executable, CHILD_MODULE, log=self._log, heard=self._lines, guard=guard)
+        self._worker = Worker(backend, sys.executable, CHILD_MODULE, log=self._log, output=self._lines, reaper=reaper)
         self.send(order)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -195,7 +195,7 @@ class FrameworkProcesses:
         if self._exit_stack is None:
             self._exit_stack = contextlib.ExitStack()
             self._folder = Path(self._exit_stack.enter_context(tempfile.TemporaryDirectory(prefix="polyamp-pytest-")))
-            self._guard = self._exit_stack.enter_context(Reaper(self._folder))
+            self._reaper = self._exit_stack.enter_context(Reaper(self._folder))
         worker = getattr(self._config, "workerinput", None)
         arguments = self._config.invocation_params.args if worker is None else worker["polyamp_args"]
         config: Any = self._config  # as in pytest-xdist: outside a fixture the session's folder is private to pytest
@@ -204,7 +204,7 @@ class FrameworkProcesses:
         process = FrameworkProcess(
             backend,
             self._folder,
-            self._guard,
+            self._reaper,
             {
                 "number": self._started,
                 "args": [*map(str, arguments), *(["--no-cov"] if self._config.pluginmanager.hasplugin("_cov") else [])],

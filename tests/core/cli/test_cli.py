@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,6 @@ import polyamp
 from polyamp import BackendStatus
 from polyamp.cli import tables
 from polyamp.cli.app import app
-from polyamp.cli.progress import show_progress
 from polyamp.demo import runner
 from polyamp.demo.report import DemoReport, FrameworkFailure, FrameworkRun, compare
 
@@ -294,46 +292,3 @@ def test_the_left_panel_of_a_row_names_what_the_row_shares(monkeypatch: pytest.M
     assert [axes.get_ylabel() for axes in drawn[0].axes] == names
     numbered = [any(label.get_visible() for label in axes.get_yticklabels()) for axes in drawn[0].axes]
     assert numbered == [True, False, True, False, True]
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_progress_tells_what_happens(terminal: bool) -> None:
-    console = Console(file=io.StringIO(), width=110, force_terminal=terminal, color_system=None)
-    with show_progress(console) as on_event:
-        on_event(runner.FrameworkLaunchEvent(backend="torch"))
-        on_event(runner.FrameworkStartEvent(backend="torch", version="2.13.0", device="cpu"))
-        for step in range(10, 41, 10):
-            on_event(runner.PolicyProgressEvent(backend="torch", policy="mixed_float16", step=step, steps=40, loss=0.5,
-                                     scale=2.0**13, skipped=2))  # fmt: skip
-        on_event(runner.FrameworkLaunchEvent(backend="jax"))
-        on_event(runner.FrameworkMissingEvent(backend="jax", message="long"))
-        on_event(runner.FrameworkFailureEvent(failure=FrameworkFailure(backend="keras", policy="fp16", message="long")))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
-    assert "torch 2.13.0 on cpu" in shown
-    assert "loss 0.5000   scale 2^13   skipped 2" in shown
-    assert "jax left out: not installed" in shown
-    assert "keras fp16 failed" in shown
-    if not terminal:
-        assert shown.count("mixed_float16") == 4
-
-
-def test_the_lines_of_a_framework_do_not_depend_on_where_the_one_before_failed() -> None:
-    console = Console(file=io.StringIO(), width=110)
-    with show_progress(console) as on_event:
-        for backend, last in (("torch", 21), ("jax", 40)):
-            on_event(runner.FrameworkStartEvent(backend=backend, version="1.0", device="cpu"))
-            for step in range(1, last + 1):
-                on_event(runner.PolicyProgressEvent(backend=backend, policy="float32", step=step, steps=40, loss=0.5,
-                                                    scale=1.0, skipped=0))  # fmt: skip
-            if last < 40:
-                on_event(
-                    runner.FrameworkFailureEvent(
-                        failure=FrameworkFailure(backend=backend, policy="float32", message="long")
-                    )
-                )
-    shown = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
-    assert re.findall(r"step +(\d+) of 40|(\w+) float32 failed", shown) == [
-        *[(step, "") for step in ("10", "20")],
-        ("", "torch"),
-        *[(step, "") for step in ("10", "20", "30", "40")],
-    ]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from polyamp.cli import parity
 from polyamp.cli.app import app
-from polyamp.cli.parity_progress import show_progress
+from polyamp.cli.progress import show_progress
 from polyamp.parity.execution import messages
 from polyamp.parity.findings import Environment, Failure
 from polyamp.parity.report.report import Report
@@ -148,16 +148,38 @@ def test_bars_on_a_terminal_show_the_loss_and_what_failed() -> None:
         for event in (
             *(messages.SideLaunchEvent(side=side) for side in ("[a]", "b")),
             messages.SideBuildEvent(side="[a]", environment=place, recipe=None),
-            messages.SideProgressEvent(side="[a]", phase="mixed_float16", step=2, steps=2, loss=0.25),
+            messages.SideProgressEvent(
+                side="[a]", phase="mixed_float16", step=2, steps=2, loss=0.25, scale=2.0**13, skipped=3
+            ),
             messages.SideFinishEvent(side="[a]"),
             messages.SideFailureEvent(failure=failure),
         ):
             on_event(event)
     assert isinstance(console.file, io.StringIO)
     said = console.file.getvalue()
-    for text in ("[a]: m.Net, jax 0.7 on cpu, 1,234 parameters", "[a] mixed_float16", "loss 0.25"):
+    for text in (
+        "[a]: m.Net, jax 0.7 on cpu, 1,234 parameters",
+        "[a] mixed_float16",
+        "loss 0.25   scale 2^13   skipped 3",
+    ):
         assert text in said
     assert "b failed in step 3 under float32: crashed" in said
+
+
+def test_lines_tell_of_each_quarter_and_of_what_is_not_installed() -> None:
+    console = Console(file=io.StringIO(), width=110)
+    missing = Failure(side="jax", phase="", step=0, reason="missing", message="long")
+    with show_progress(console) as on_event:
+        for side, last in (("torch", 21), ("keras", 40)):
+            for step in range(1, last + 1):
+                on_event(messages.SideProgressEvent(side=side, phase="fp16", step=step, steps=40, loss=0.5, scale=1.0))
+        on_event(messages.SideFailureEvent(failure=missing))
+    assert isinstance(console.file, io.StringIO)
+    expected = [(side, step) for side, last in (("torch", 20), ("keras", 40)) for step in (1, *range(10, last + 1, 10))]
+    assert console.file.getvalue().splitlines() == [
+        *(f"{side}, fp16: step {step} of 40   loss 0.5" for side, step in expected),
+        "jax left out: not installed",
+    ]
 
 
 def numpy_version() -> str:

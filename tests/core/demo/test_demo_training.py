@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import stat
 import sys
@@ -12,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyamp import BackendError, LossScaler, PolicyError, Recipe, RecipeError, adam, sgd
+from polyamp import BackendError, LossScaler, PolicyError, Recipe, RecipeError, __version__, adam, sgd
 from polyamp.demo import runner, worker
 from polyamp.demo.report import DemoReport, FrameworkRun, compare, distance
+from polyamp.parity.execution.array_store import ArrayStore
+from polyamp.parity.execution.messages import ParityEvent, SideBuildEvent, SideFinishEvent, SideProgressEvent
 from polyamp.reference import MLP
 from polyamp.reference.harness import ReferenceHarness
 
@@ -190,9 +193,13 @@ def test_impossible_sizes_are_refused(settings: dict[str, int]) -> None:
 
 
 def interpreter(folder: Path, name: str, body: str) -> Path:
-    """A program that stands in for a Python interpreter with a framework: it gets the job on standard input."""
+    """A program that stands in for a Python interpreter with a framework: it says hello and gets the job."""
     path = folder / name
-    path.write_text(f"#!{sys.executable}\nimport json, sys, time\njob = json.load(sys.stdin)\n{body}\n")
+    hello = json.dumps({"type": "hello", "polyamp": __version__, "python": "3"})
+    path.write_text(
+        f"#!{sys.executable}\nimport json, sys, time\nprint({hello!r}, flush=True)\n"
+        f"job = json.loads(sys.stdin.readline())\n{body}\n"
+    )
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
 
@@ -200,10 +207,12 @@ def interpreter(folder: Path, name: str, body: str) -> Path:
 HONEST = """
 for policy in job["recipes"]:
     steps = 30
-    run = dict(backend=job["backend"], policy=policy, version="9.9", device="cpu", losses=[1.0] * steps,
+    run = dict(backend=job["side"], policy=policy, version="9.9", device="cpu", losses=[1.0] * steps,
                grad_norms=[1.0] * steps, scales=[1.0] * steps, skips=[False] * steps, accuracy=0.5, applied=steps,
                ms_per_step=1.0)
-    print(json.dumps({"type": "finished", "run": run}))
+    print(json.dumps({"type": "policy", "run": run}))
+print(json.dumps({"type": "finished", "side": job["side"]}), flush=True)
+sys.stdin.read()
 """
 
 
@@ -213,7 +222,7 @@ def quick(interpreters: dict[str, Path], **settings: Any) -> DemoReport:
 
 def test_two_frameworks_that_agree(tmp_path: Path) -> None:
     honest = interpreter(tmp_path, "honest", HONEST)
-    events: list[runner.DemoEvent] = []
+    events: list[ParityEvent] = []
     report = quick({"torch": honest, "jax": honest}, policies=["mixed_bfloat16"], on_event=events.append)
     assert report.ok
     assert [(run.backend, run.policy) for run in report.runs] == [
@@ -222,11 +231,7 @@ def test_two_frameworks_that_agree(tmp_path: Path) -> None:
         ("jax", "float32"),
         ("jax", "mixed_bfloat16"),
     ]
-    assert [type(event).__name__ for event in events] == [
-        "FrameworkLaunchEvent",
-        "PolicyResultEvent",
-        "PolicyResultEvent",
-    ] * 2
+    assert [type(event).__name__ for event in events] == ["SideLaunchEvent", "SideFinishEvent"] * 2
     assert report.baseline == "float32"
     assert report.recipes["mixed_bfloat16"]["policy"]["compute"] == "bfloat16"
 
@@ -242,32 +247,46 @@ def test_a_dying_worker_is_reported_with_the_end_of_its_stderr_and_the_others_ru
     report = quick({"torch": dying, "jax": interpreter(tmp_path, "honest", HONEST)})
     (failure,) = report.failures
     assert failure.backend == "torch"
-    assert failure.message == "the process ended with status 3: line 1\nBoom: out of luck"
+    assert failure.message == (
+        "the process ended itself with exit status 3. The end of its standard error:\nline 1\nBoom: out of luck"
+    )
     assert {run.backend for run in report.runs} == {"jax"}
     assert not report.ok
 
 
 def test_a_worker_that_hangs_is_ended_at_the_time_limit(tmp_path: Path) -> None:
     report = quick({"torch": interpreter(tmp_path, "hanging", "time.sleep(60)")}, timeout=0.3)
-    assert report.failures[0].message == "ended after the time limit of 0.3 s"
+    assert report.failures[0].message == (
+        "ended after the time limit of 0.3 s (timeout=). It wrote nothing to standard error."
+    )
     assert report.seconds < 10.0
 
 
 def test_a_worker_of_another_version_is_reported(tmp_path: Path) -> None:
+    other = interpreter(tmp_path, "other", "")
+    other.write_text(other.read_text().replace(__version__, "0.0.1"))
+    (failure,) = quick({"torch": other}).failures
+    assert failure.message == (
+        f"{other} has polyamp 0.0.1, and the run was started by polyamp {__version__}. Install the same there: {other} "
+        f"-m pip install polyamp=={__version__}"
+    )
+
+
+def test_a_worker_that_says_what_cannot_be_read_is_reported(tmp_path: Path) -> None:
     report = quick({"torch": interpreter(tmp_path, "other", "print('hello', flush=True); time.sleep(60)")})
-    assert "cannot read. Install this version there." in report.failures[0].message
+    assert f"sent what polyamp {__version__} cannot read" in report.failures[0].message
     assert len(report.failures) == 1
 
 
 def test_an_interpreter_that_is_not_there_is_reported(tmp_path: Path) -> None:
     report = quick({"torch": tmp_path / "nowhere"})
-    assert report.failures[0].message == f"cannot start {tmp_path / 'nowhere'}: No such file or directory"
+    said = f"the interpreter {tmp_path / 'nowhere'} cannot be started: No such file or directory. interpreters="
+    assert report.failures[0].message.startswith(said)
 
 
 def test_a_framework_that_is_not_installed_is_no_failure_but_nothing_ran(tmp_path: Path) -> None:
-    absent = interpreter(
-        tmp_path, "absent", 'print(json.dumps({"type": "missing", "backend": "torch", "message": "Run: pip"}))'
-    )
+    failure = {"side": "torch", "phase": "", "step": 0, "reason": "missing", "message": "Run: pip"}
+    absent = interpreter(tmp_path, "absent", f'print(json.dumps({{"type": "failed", "failure": {failure}}}))')
     report = quick({"torch": absent})
     assert report.missing == {"torch": "Run: pip"}
     assert report.failures == []
@@ -288,30 +307,36 @@ def test_a_real_worker_reports_what_the_backend_refuses() -> None:
 
 
 @pytest.fixture
-def flat_digits(monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray[Any, Any]]:
+def flat_digits(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A problem that the reference backend can train: 4 numbers in, 3 classes."""
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(3, 4)).astype(np.float32)
     labels = rng.integers(0, 3, (31, 16)).astype(np.int32)
     points = centres[labels] + 0.1 * rng.normal(size=(31, 16, 4)).astype(np.float32)
     monkeypatch.setattr(ReferenceHarness, "digits", lambda self, weights: MLP.random([4, 8, 3], seed=0))
-    return {"batches_x": points[:30], "batches_y": labels[:30], "test_x": points[30], "test_y": labels[30]}
+    return {"weights": {}, "x": points[:30], "y": labels[:30], "test_x": points[30], "test_y": labels[30]}
 
 
-def test_the_worker_trains_skips_and_retraces_in_float32(flat_digits: dict[str, np.ndarray[Any, Any]]) -> None:
+def test_the_worker_trains_skips_and_retraces_in_float32(flat_digits: dict[str, Any], tmp_path: Path) -> None:
     recipe = Recipe(scaler=LossScaler(init_scale=2.0**22, growth_interval=8), optimizer=adam(0.05), clip_norm=1.0)
+    with ArrayStore(tmp_path / "arrays") as store:
+        problem = store.put_tree(flat_digits, "problem")
     job = worker.DigitsJob(
-        backend="reference",
-        problem="",
+        side="reference",
+        arrays=str(tmp_path / "arrays"),
+        problem=problem,
         recipes={name: runner.recipe_for(recipe, name).to_json() for name in ("float32", "mixed_float16")},
         baseline="float32",
-        report_every=10,
     )
-    events: list[runner.DemoEvent] = []
-    worker.run_job(job, flat_digits, events.append)
-    plain, half = (event.run for event in events if isinstance(event, runner.PolicyResultEvent))
-    assert isinstance(events[0], runner.FrameworkStartEvent)
-    assert [event.step for event in events if isinstance(event, runner.PolicyProgressEvent)] == [10, 20, 30, 10, 20, 30]
+    events: list[Any] = []
+    worker.DigitsWorker(job, events.append, io.BytesIO()).run_to_end()
+    plain, half = (event.run for event in events if isinstance(event, worker.PolicyResultEvent))
+    assert isinstance(events[0], SideBuildEvent)
+    assert events[-1] == SideFinishEvent(side="reference")
+    steps = [(each.phase, each.step) for each in events if isinstance(each, SideProgressEvent)]
+    assert steps == [(policy, step) for policy in ("float32", "mixed_float16") for step in range(1, 31)]
+    last = events[-3]
+    assert (last.loss, last.scale, last.skipped) == (half.losses[-1], half.scales[-1], half.skipped)
 
     assert plain.skipped == 0
     assert plain.twin_losses is None
