@@ -18,7 +18,7 @@ import numpy as np
 from polyamp.errors import ModelError
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, is_key
-from polyamp_jax.models.library_detection import adapt
+from polyamp_jax.models.library import adapt
 from polyamp_jax.observe.jax_only.inference_mode import inference_model
 
 _DTYPE_ATTRIBUTES: Final = ("dtype", "param_dtype")

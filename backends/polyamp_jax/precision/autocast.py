@@ -12,7 +12,7 @@ from polyamp.contract.casting_report import CastingReport
 from polyamp.errors import ModelError, PolicyError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp_jax.arrays import cast_arguments, matmul_precision
-from polyamp_jax.models.library_detection import ACCEPTED_MODELS, is_model
+from polyamp_jax.models.library import ACCEPTED_MODELS, is_model
 from polyamp_jax.precision.cast_mode import cast_function
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
 from polyamp_jax.precision.interpreter.recorder import Recorder
@@ -98,7 +98,7 @@ def _wrap_target(target: Any, policy: Policy, *, strict: bool, recorder: Recorde
     if isinstance(target, PolicyModule):  # belongs to a step with another policy
         return target._polyamp_with_policy(policy)
     if is_policy_module(target):
-        engine_and_path(target)[0].with_policy(policy)  # raises for overrides that match nothing
+        engine_and_path(target)[0].resolve_policy(policy)  # raises for overrides that match nothing
         return NestedPolicyModule(target, policy)
     if is_model(target):
         bound: Callable[..., Any] = autocast_model(target, policy, strict=strict, recorder=recorder)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax.arrays import cast_arguments, matmul_precision, named_leaves, path_name
-from polyamp_jax.models.model_parts import ModelAdapter
+from polyamp_jax.models.adapter import ModelAdapter
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
 from polyamp_jax.precision.interpreter.staging import innermost_policy_scope
 

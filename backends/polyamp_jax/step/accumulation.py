@@ -18,7 +18,7 @@ from polyamp.rules import batches, loss_weights
 from polyamp.rules.accumulation import Accumulation, is_concatenated
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp_jax.arrays import named_leaves
-from polyamp_jax.models.model_parts import RunningState
+from polyamp_jax.models.running_state import RunningState
 from polyamp_jax.step.forward_backward import (
     PassResult,
     active_loss_scale,

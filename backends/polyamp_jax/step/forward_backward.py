@@ -15,8 +15,8 @@ from polyamp.rules import loss_weights, step_checks
 from polyamp.rules.batches import check_has_rows
 from polyamp_jax import compat
 from polyamp_jax.arrays import XP, dtype_name, is_array, matmul_precision
-from polyamp_jax.models.model_parts import RandomKeys, RunningState
 from polyamp_jax.models.parameter_writes import conform_writes, overlay_writes
+from polyamp_jax.models.running_state import RandomKeys, RunningState
 from polyamp_jax.precision.cast_mode import compute_params
 from polyamp_jax.precision.jax_only.policy_engine import PolicyEngine
 from polyamp_jax.precision.policy_module import make_policy_module

@@ -24,7 +24,7 @@ from polyamp.errors import ArgumentError, UnsupportedError
 from polyamp.rules.loss_weights import TermTotals
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_key, path_name
-from polyamp_jax.models.model_parts import RandomKeys, RunningState
+from polyamp_jax.models.running_state import RandomKeys, RunningState
 
 AxisName = str | tuple[str, ...] | None
 """Type of the argument `axis_name=`."""

@@ -1,4 +1,4 @@
-"""`Library` (see `library`) for equinox models, based on `equinox_walk` and `equinox_layers`."""
+"""`PortingLibrary` for equinox models, based on `equinox_walk` and `equinox_layers`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from polyamp.errors import ModelError, PortError, describe_value
+from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form, same
 from polyamp.porting.layouts.registration import qualified_name, registered_form
 from polyamp_jax import compat
-from polyamp_jax.models.equinox import walk_modules
+from polyamp_jax.models.libraries.equinox import split_model, walk_modules
 from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.libraries.equinox_layers import attribute_lines, find_layer_spec
 from polyamp_jax.porting.libraries.equinox_walk import EquinoxLayer, EquinoxWalk
@@ -29,18 +29,18 @@ _CLASS_CACHE_SIZE: Final = 4096
 
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
     """Return the layers of a module, or of `(module, eqx.nn.State)`, with every array; the batch is not needed."""
-    walk = EquinoxWalk(_check_model(model))
+    walk = _walk(model)
     return Inventory([_native_layer(part) for part in walk.parts], "equinox", left=walk.left)
 
 
 def arrays(model: Any) -> Mapping[str, Any]:
     """Return name of a leaf -> its array."""
-    return {name: weight.array for name, weight in EquinoxWalk(_check_model(model)).weights().items()}
+    return {name: weight.array for name, weight in _walk(model).weights().items()}
 
 
 def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
     """Return a new model with other arrays in the leaves of these names."""
-    return array_places.replace_leaves(model, EquinoxWalk(_check_model(model)).weights(), arrays)
+    return array_places.replace_leaves(model, _walk(model).weights(), arrays)
 
 
 def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
@@ -71,14 +71,9 @@ def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
     return jax.vmap(sample)(*inputs, jax.random.split(key, size), jnp.arange(size))
 
 
-def _check_model(model: Any) -> Any:
-    module, state = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
-    if not isinstance(module, eqx.Module) or (state is not None and not isinstance(state, eqx.nn.State)):
-        raise ModelError(
-            "pass an equinox model as the module, or as (module, state) with the eqx.nn.State that "
-            f"eqx.nn.make_with_state(...) returned. Received: {describe_value(model)}."
-        )
-    return model
+def _walk(model: Any) -> EquinoxWalk:
+    split_model(model)  # raises if it is no equinox model
+    return EquinoxWalk(model)
 
 
 def _native_layer(part: EquinoxLayer) -> NativeLayer:

@@ -1,4 +1,4 @@
-"""`Library` for plain functions, `(apply_fn, params)`, with any pytree of arrays.
+"""`PortingLibrary` for plain functions, `(apply_fn, params)`, with any pytree of arrays.
 
 Layers are recognised only by names and shapes (`function_names`): `{"w": ..., "b": ...}`, a tuple of a kernel and a
 bias as in JAX's own examples, or `w1` with `b1`. There are no modules, so a batch adds no information.
@@ -26,7 +26,7 @@ _KEYS: Final = ("key", "rng")
 
 
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
-    """Return the layers; see `Library.inventory`."""
+    """Return the layers; see `PortingLibrary.inventory`."""
     _, params = _split_model(model)
     left: dict[str, str] = {}
     layers = list(_walk_layers(array_places.number_leaves(params), "", left))
@@ -34,18 +34,18 @@ def inventory(model: Any, batch: CallInputs | None) -> Inventory:
 
 
 def arrays(model: Any) -> Mapping[str, Any]:
-    """Return the arrays by name; see `Library.arrays`."""
+    """Return the arrays by name; see `PortingLibrary.arrays`."""
     return {name: weight.array for name, weight in _named_weights(_split_model(model)[1]).items()}
 
 
 def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
-    """Return a new model with other arrays; see `Library.replace_arrays`."""
+    """Return a new model with other arrays; see `PortingLibrary.replace_arrays`."""
     apply, params = _split_model(model)
     return apply, array_places.replace_leaves(params, _named_weights(params), arrays)
 
 
 def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
-    """Return the outputs on a batch; see `Library.run`."""
+    """Return the outputs on a batch; see `PortingLibrary.run`."""
     apply, params = _split_model(model)
     args, kwargs = set_inference_arguments(apply, (params, *batch.args), batch.kwargs, add=True)
     bound = inspect.signature(apply).bind_partial(*args, **kwargs).arguments

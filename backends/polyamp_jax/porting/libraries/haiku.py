@@ -1,4 +1,4 @@
-"""`Library` for haiku models: `(hk.Transformed, params)` and `(hk.TransformedWithState, (params, state))`.
+"""`PortingLibrary` for haiku models: `(hk.Transformed, params)` and `(hk.TransformedWithState, (params, state))`.
 
 Their arrays are mappings of names. With a batch, `haiku_modules` finds the modules of these names. Without a batch, a
 layer's possible forms are inferred from names and shapes (`haiku_names`).
@@ -16,7 +16,7 @@ from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLa
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.registration import qualified_name, registered_form
 from polyamp_jax import compat
-from polyamp_jax.models.haiku import adapt_haiku
+from polyamp_jax.models.libraries.haiku import split_model
 from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.jax_only.array_places import LARGE_COUNT, ArrayPlace, Weight
 from polyamp_jax.porting.libraries import haiku_layers as forms
@@ -33,7 +33,7 @@ _HIDDEN_REASON: Final = "the moving average before it is corrected for its start
 
 
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
-    """Return the layers; see `Library.inventory`."""
+    """Return the layers; see `PortingLibrary.inventory`."""
     found = _HaikuArrays(model)
     seen = {} if batch is None else haiku_modules.record_calls(model, batch)
     layers = list(found.layers(seen))
@@ -48,17 +48,17 @@ def inventory(model: Any, batch: CallInputs | None) -> Inventory:
 
 
 def arrays(model: Any) -> Mapping[str, Any]:
-    """Return the arrays by name; see `Library.arrays`."""
+    """Return the arrays by name; see `PortingLibrary.arrays`."""
     return {name: weight.array for name, weight in _HaikuArrays(model).weights().items()}
 
 
 def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
-    """Return a new model with other arrays; see `Library.replace_arrays`."""
+    """Return a new model with other arrays; see `PortingLibrary.replace_arrays`."""
     return array_places.replace_leaves(model, _HaikuArrays(model).weights(), arrays)
 
 
 def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
-    """Return the outputs on a batch; see `Library.run`."""
+    """Return the outputs on a batch; see `PortingLibrary.run`."""
     return haiku_modules.run(model, batch, record)
 
 
@@ -71,7 +71,7 @@ class _HaikuArrays:
     """
 
     def __init__(self, model: Any) -> None:
-        adapt_haiku(model)  # raises if it is no haiku model
+        split_model(model)  # raises if it is no haiku model
         tree = array_places.number_leaves(model)
         held = tree[1:] if len(tree) == 3 else tree[1]
         params, state = held if isinstance(held, tuple) else (held, {})

@@ -1,4 +1,4 @@
-"""`Library`, the protocol of a JAX library's models. Each library has its own module in this package."""
+"""`PortingLibrary`, the protocol of a JAX library's models. Each library has its own module in this package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CallInputs(NamedTuple):
     kwargs: Mapping[str, Any]
 
 
-class Library(Protocol):
+class PortingLibrary(Protocol):
     """Protocol for one library's models. The library's module in this package has these functions."""
 
     def inventory(self, model: Any, batch: CallInputs | None) -> Inventory:

@@ -1,4 +1,4 @@
-"""`Library` for flax.linen models, `(module, variables)`.
+"""`PortingLibrary` for flax.linen models, `(module, variables)`.
 
 A linen model's arrays are nested mappings without classes. Layers of visible modules are read from these
 (`linen_modules`). The others are inferred from the names and shapes of their arrays (`linen_names`).
@@ -12,10 +12,9 @@ from typing import Any, Final
 import jax
 from flax import core, linen
 
-from polyamp.errors import ModelError
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp_jax.arrays import path_name
-from polyamp_jax.models.flax import adapt_linen
+from polyamp_jax.models.libraries.linen import split_model
 from polyamp_jax.porting.jax_only.inference_flags import set_inference_arguments, set_inference_settings
 from polyamp_jax.porting.jax_only.lazy_leaves import is_movable
 from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
@@ -28,8 +27,8 @@ IGNORED_COLLECTIONS: Final = ("cache", "intermediates", "losses", "perturbations
 
 
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
-    """Return the layers; see `Library.inventory`."""
-    module, variables = _split_model(model)
+    """Return the layers; see `PortingLibrary.inventory`."""
+    module, variables = _check_model(model)
     found = inspect_modules(module, variables, batch)
     calls = {path: number for number, path in enumerate(found.modules)}
     tree, left, weights = LinenTree(found), {}, []
@@ -50,20 +49,20 @@ def inventory(model: Any, batch: CallInputs | None) -> Inventory:
 
 
 def arrays(model: Any) -> Mapping[str, Any]:
-    """Return the arrays by name; see `Library.arrays`."""
-    return {array.name: array.leaf for array in _flat_arrays(_split_model(model)[1]) if is_movable(array.leaf)}
+    """Return the arrays by name; see `PortingLibrary.arrays`."""
+    return {array.name: array.leaf for array in _flat_arrays(_check_model(model)[1]) if is_movable(array.leaf)}
 
 
 def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
-    """Return a new model with other arrays; see `Library.replace_arrays`."""
-    module, variables = _split_model(model)
+    """Return a new model with other arrays; see `PortingLibrary.replace_arrays`."""
+    module, variables = _check_model(model)
     names = iter([array.name for array in _flat_arrays(variables)])
     return module, jax.tree.map(lambda leaf: arrays.get(next(names), leaf), variables)
 
 
 def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
-    """Return the outputs on a batch; see `Library.run`."""
-    module, variables = _split_model(model)
+    """Return the outputs on a batch; see `PortingLibrary.run`."""
+    module, variables = _check_model(model)
 
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         current = context.module
@@ -85,12 +84,9 @@ def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
         return module.apply(variables, *args, mutable=mutable, **kwargs)[0]
 
 
-def _split_model(model: Any) -> tuple[Any, Any]:
-    if not isinstance(model, tuple) or len(model) != 2:
-        raise ModelError("pass the model as (linen_module, variables): variables is what module.init(...) returned.")
-    module, variables = model
-    adapt_linen(module, variables)  # checks the model
-    return module, variables
+def _check_model(model: Any) -> Any:
+    split_model(model)  # raises if it is no linen model
+    return model
 
 
 def _flat_arrays(variables: Any) -> Iterator[LinenArray]:

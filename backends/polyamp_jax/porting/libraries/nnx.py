@@ -1,4 +1,4 @@
-"""`Library` for flax.nnx modules, whose classes and settings can be read.
+"""`PortingLibrary` for flax.nnx modules, whose classes and settings can be read.
 
 A parameter's name is its path in `nnx.split`, as in a polyamp state. Layers are in the order of the attributes.
 """
@@ -13,14 +13,13 @@ from typing import Any, Final
 import jax
 from flax import nnx
 
-from polyamp.errors import ModelError
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.registration import qualified_name, registered_form
 from polyamp_jax import compat
 from polyamp_jax.arrays import named_leaves, path_name
-from polyamp_jax.models.flax import adapt_nnx
-from polyamp_jax.models.model_parts import RunningState
+from polyamp_jax.models.libraries.nnx import split_model
+from polyamp_jax.models.running_state import RunningState
 from polyamp_jax.porting.jax_only.inference_flags import set_inference_arguments, set_inference_settings
 from polyamp_jax.porting.jax_only.lazy_leaves import is_movable, to_lazy
 from polyamp_jax.porting.layers.activations import activation_form
@@ -44,22 +43,20 @@ _active_record: ContextVar[RecordOutput | None] = ContextVar("polyamp_recording"
 
 
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
-    """Return the layers; see `Library.inventory`."""
-    _check_model(model)
+    """Return the layers; see `PortingLibrary.inventory`."""
     return _NnxWalk(model).inventory()
 
 
 def arrays(model: Any) -> Mapping[str, Any]:
-    """Return the arrays by name; see `Library.arrays`."""
-    _check_model(model)
-    parts = adapt_nnx(model)
+    """Return the arrays by name; see `PortingLibrary.arrays`."""
+    parts = split_model(model)
     held = {**named_leaves(parts.params), **named_leaves(parts.running.statistics)}
     return {name: leaf for name, leaf in held.items() if is_movable(leaf)}
 
 
 def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
-    """Return a new model with other arrays; see `Library.replace_arrays`."""
-    parts = adapt_nnx(model)
+    """Return a new model with other arrays; see `PortingLibrary.replace_arrays`."""
+    parts = split_model(model)
 
     def put(tree: Any) -> Any:
         return jax.tree_util.tree_map_with_path(lambda keys, leaf: arrays.get(path_name(keys), leaf), tree)
@@ -68,7 +65,7 @@ def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
-    """Return the outputs on a batch; see `Library.run`."""
+    """Return the outputs on a batch; see `PortingLibrary.run`."""
     model.eval()
     for keys, module in list(compat.walk_nnx_modules(model)):
         set_inference_settings(module, dict(vars(module)))
@@ -81,11 +78,6 @@ def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
         return model(*args, **kwargs)
     finally:
         _active_record.reset(token)
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nnx.Module):
-        raise ModelError("pass an nnx model as the module itself; it holds its own variables.")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,7 +105,7 @@ class _NnxWalk:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._there = arrays(model)
-        self._streams = named_leaves(adapt_nnx(model).running.streams)
+        self._streams = named_leaves(split_model(model).running.streams)
         self._paths: dict[int, list[str]] = {}
         self._listed: dict[int, str] = {}
         self._modules: set[int] = set()

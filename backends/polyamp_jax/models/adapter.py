@@ -1,110 +1,95 @@
-"""Parts of a model (parameters, running state, adapter) and the protocol of the adapters.
+"""Base class of the adapters, which call a model and rebuild it from its parts.
 
-An adapter calls the model and rebuilds it from its parts. Each library's adapter is in a separate file of this
-package; `adapt` selects one.
+Each library's adapter is in its file in `libraries`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import jax
-import numpy as np
 
 from polyamp_jax.arrays import path_name
 from polyamp_jax.models.call_casts import CallCasts
-from polyamp_jax.models.submodule_path import ModulePath
-
-RandomKeys = Mapping[str, Any]
-"""Stream name -> PRNG key."""
-
-
-class RunningState(NamedTuple):
-    """Values of a model that a forward pass changes.
-
-    Attributes:
-        statistics: running statistics and other buffers; dropped when a step is skipped (S12).
-        streams: the random-number state stored in the model (nnx). It advances at skipped steps too; otherwise a
-            dropout mask that overflows would be drawn again at every step.
-        draws: number of passes since the last attempted update, int32 scalar. The keys given to `init` are folded with
-            it, so that every micro-batch and every call of `value_and_grad` draws different masks (S12).
-        written: the parameters written by passes since the last update, path -> array, or None if there are none.
-            Always None in a state, whose parameters already include the writes (S12).
-    """
-
-    statistics: Any
-    streams: Any
-    draws: Any = np.int32(0)
-    written: Mapping[str, Any] | None = None
+from polyamp_jax.models.model_pass import ModelPass
+from polyamp_jax.models.module_path import ModulePath
+from polyamp_jax.models.running_state import ModelInputs, RunningState
 
 
-class CollectedState(NamedTuple):
-    """Result of a call of an immutable model, in place of `RunningState.statistics`.
+class ModelAdapter:
+    """Adapter that calls the models of one library. Static and hashable, without arrays.
+
+    This class has the defaults: models without module objects or states of their own.
 
     Attributes:
-        kept: the statistics, which are part of the running state.
-        more: values that the call collected (linen's `sow`), for `loss_fn` to read until the next call.
+        stream: name of the random stream if `rngs` is a bare seed or key; None if the streams must be named.
+        module: module class or classes of the library; empty if its models have no modules.
+        mutable: whether the library's models change in place.
     """
 
-    kept: Any
-    more: Any
-
-
-class ModelAdapter(Protocol):
-    """Adapter that calls the models of one library. Static and hashable, without arrays."""
-
-    @property
-    def stream(self) -> str | None:
-        """Name of the random stream if `rngs` is a bare seed or key; None if the streams must be named."""
+    stream: ClassVar[str | None] = None
+    module: ClassVar[type | tuple[type, ...]] = ()
+    mutable: ClassVar[bool] = False
 
     @property
     def pinned(self) -> frozenset[str]:
         """Paths of modules that the library can run only in the dtype of their master parameters."""
+        return frozenset()
 
-    @property
-    def module(self) -> type | tuple[type, ...]:
-        """Module class or classes of the library; empty if its models have no modules."""
-
-    @property
-    def mutable(self) -> bool:
-        """Whether the library's models change in place."""
-
-    def call(
-        self,
-        params: Any,
-        running: RunningState,
-        keys: RandomKeys,
-        casts: CallCasts,
-        route: ModulePath,
-        args: Any,
-        kwargs: Any,
-    ) -> tuple[Any, RunningState]:
+    def call(self, inputs: ModelInputs, casts: CallCasts, route: ModulePath) -> tuple[Any, RunningState]:
         """Call the model or the part at `route`, and return its output and the changed running state.
 
-        `written` contains the parameters that the call wrote, in the dtypes of `params`.
+        `written` contains the parameters that the call wrote, in the dtypes of `inputs.params`.
         """
+        raise NotImplementedError
+
+    def draws(self, route: ModulePath, view: Any, names: Collection[str], args: Any, kwargs: Any) -> bool:
+        """Return whether a call of the part at `route` of `view` would use the keys of the streams `names`."""
+        return True
+
+    def start(self, params: Any, masters: Any, running: RunningState, model: Any = None) -> ModelPass:
+        """Return the model's state for a pass, at its beginning.
+
+        Args:
+            params: the parameters that the model computes with.
+            masters: the master weights, which may be the same object.
+            running: the running state.
+            model: for a mutable model, the user's own model if the pass is to change it.
+        """
+        return ModelPass(self, params, masters, running)
 
     def view(self, params: Any, running: RunningState) -> Any:
         """Return the object that attributes are read from, with the given parameters and running state."""
+        return self.join(params, running)
 
-    def bound(self, engine: Any) -> Any:
+    def bind(self, engine: Any) -> Any:
         """Return the model for `loss_fn` if it is a module of the library, else None."""
+        return None
 
     def params_of(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
         """Return the parameters of `part`, the view's module at `route`, selected from all parameters."""
+        return params
 
     def state_of(self, running: RunningState) -> Any:
         """Return the model's state as the library defines it, or None if the library has no such state."""
+        return None
 
     def tree(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
         """Return the parameters of `part` as the pytree that the library's own functions traverse."""
+        return self.params_of(part, route, params, running)
 
-    def modules(self, params: Any, running: RunningState) -> Iterable[str]:
-        """Return the paths of the modules known before the model runs. For linen and haiku: those with parameters."""
+    def modules(self, params: Any, running: RunningState) -> Mapping[str, Any]:
+        """Return the model's module objects by path; empty if they exist in calls only."""
+        return {}
+
+    def parameter_paths(self, modules: Mapping[str, Any]) -> Mapping[str, tuple[str, ...]]:
+        """Return path -> all paths of parameters that several of the `modules` may own."""
+        return {}
 
     def join(self, params: Any, running: RunningState) -> Any:
         """Return the model in its native form."""
+        raise NotImplementedError
 
     def check_streams(self, names: Collection[str]) -> None:
         """Reject random streams that the library cannot use. Raises `UnsupportedError`."""
@@ -143,7 +128,8 @@ class OpaqueValue:
 
 def module_paths(parts: ModelParts) -> frozenset[str]:
     """Return the path of every module of a model, including all parent paths and the root path ""."""
-    segments = [path.split("/") for path in parts.adapter.modules(parts.params, parts.running)]
+    owners = [*parameter_owners(parts.params), *parts.adapter.modules(parts.params, parts.running)]
+    segments = [path.split("/") for path in owners]
     return frozenset({"", *("/".join(some[: n + 1]) for some in segments for n in range(len(some)))})
 
 
@@ -157,3 +143,10 @@ def subtree_at(params: Any, keys: Iterable[Any]) -> Any:
     for key in keys:
         params = params.get(key, {})
     return params
+
+
+def describe_kind(value: Any) -> str:
+    """Return the class of a value by its full name; of a tuple the classes of its items."""
+    if type(value) is tuple:
+        return f"({', '.join(describe_kind(item) for item in value)})"
+    return f"{type(value).__module__}.{type(value).__qualname__}"

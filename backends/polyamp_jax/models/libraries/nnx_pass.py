@@ -17,12 +17,13 @@ from flax import nnx
 
 from polyamp.errors import TraceError
 from polyamp_jax.arrays import conform_tree
-from polyamp_jax.models.bound_nnx import native_classes
+from polyamp_jax.models.adapter import OpaqueValue
 from polyamp_jax.models.compat import drop_stale_nnx_attributes
-from polyamp_jax.models.model_parts import OpaqueValue, RunningState
-from polyamp_jax.models.model_pass import RUNNING_STATE_NAME, OutputCast
+from polyamp_jax.models.libraries.nnx_binding import native_classes
+from polyamp_jax.models.model_pass import RUNNING_STATE_NAME, ModelPass, OutputCast
+from polyamp_jax.models.module_path import ModulePath
 from polyamp_jax.models.parameter_writes import NamedLeaves, conform_writes, find_writes, nest_writes, writes_on_masters
-from polyamp_jax.models.submodule_path import ModulePath
+from polyamp_jax.models.running_state import RunningState
 
 VariablePath = tuple[Any, ...]
 PARAMETER_VARIABLES: Final = "parameters"
@@ -98,8 +99,8 @@ def without_intermediates(model: Any) -> Any:
     return copy
 
 
-class NnxPass:
-    """`ModelPass` of an nnx module, which changes in place.
+class NnxPass(ModelPass):
+    """Pass of an nnx module, which changes in place.
 
     Args:
         adapter: the nnx adapter.
@@ -110,12 +111,10 @@ class NnxPass:
     """
 
     def __init__(self, adapter: Any, model: Any, params: Any, masters: Any, running: RunningState) -> None:
-        self._adapter = adapter
+        super().__init__(adapter, params, masters, running)
         self._graph = NnxGraph(adapter.graphdef.value)
         self._known: Mapping[VariablePath, str] = adapter.known
         self._model = model
-        self._params = params
-        self._masters = masters
         self._start = running
         self._casts: Any = None
         self._cast_params: Any = None
