@@ -9,6 +9,7 @@ class.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -22,31 +23,29 @@ CallHook = Callable[..., Any]
 """`hook(call, module, args, kwargs, *key)`: returns the output of the module, whose own call is `call`."""
 
 
-def hook_calls(module: Any, hook: CallHook, *key: Any) -> None:
+def hook_calls(module: Any, hook: CallHook, *key: Any, is_native: bool = False) -> None:
     """Run the calls of a module through a hook, in place. A module that is not callable is left unchanged.
 
     Args:
         module: a copy that polyamp made, never the user's own module.
         hook: a function of a Python module: one object for all calls.
         *key: hashable arguments of the hook, such as the module's path.
+        is_native: whether `native_class` of the new class is that class itself, so that the hook stays.
     """
     kind: Any = type(module)
     if callable(module):
-        object.__setattr__(module, "__class__", _hooked_class(kind, hook, *key))
+        object.__setattr__(module, "__class__", _hooked_class(kind, hook, key, is_native))
 
 
 @functools.lru_cache(maxsize=_CACHE_SIZE)
-def _hooked_class(kind: Any, hook: CallHook, *key: Any) -> type:
+def _hooked_class(kind: Any, hook: CallHook, key: tuple[Any, ...], is_native: bool) -> type:
     @functools.wraps(kind.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return hook(functools.partial(kind.__call__, self), self, args, kwargs, *key)
+        return hook(types.MethodType(kind.__call__, self), self, args, kwargs, *key)
 
-    names = {
-        "__call__": call,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        NATIVE_CLASS_ATTRIBUTE: native_class(kind),
-    }
+    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    if not is_native:
+        names[NATIVE_CLASS_ATTRIBUTE] = native_class(kind)
     made: type = type(kind)(kind.__name__, (kind,), names)
     return made
 

@@ -19,7 +19,7 @@ from polyamp.errors import ModelError
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, is_key
 from polyamp_jax.models.library import adapt
-from polyamp_jax.observe.jax_only.inference_mode import inference_model
+from polyamp_jax.porting.jax_only.library_lookup import find_library
 
 _DTYPE_ATTRIBUTES: Final = ("dtype", "param_dtype")
 """Attributes of flax layers: the compute dtype and the parameter dtype."""
@@ -36,7 +36,7 @@ def model_copy(model: Any, *, wide: bool, inference: bool) -> Iterator[Any]:
             if linen is not None:
                 stack.enter_context(linen.intercept_methods(_linen_interceptor))
         made = _float64_copy(model) if wide else _clone_model(model)
-        yield inference_model(made, stack) if inference else made
+        yield find_library(made).inference_model(made, stack) if inference else made
 
 
 def _float64_copy(model: Any) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,14 +18,12 @@ from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLa
 from polyamp.porting.layouts.layer_layout import Form, same
 from polyamp.porting.layouts.registration import qualified_name, registered_form
 from polyamp_jax import compat
+from polyamp_jax.models.call_hook import hook_calls
 from polyamp_jax.models.libraries.equinox import split_model, walk_modules
 from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.libraries.equinox_layers import attribute_lines, find_layer_spec
 from polyamp_jax.porting.libraries.equinox_walk import EquinoxLayer, EquinoxWalk
 from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
-
-_CLASS_CACHE_SIZE: Final = 4096
-"""Maximum number of cached subclasses of modules. JAX never releases a class that it has seen."""
 
 
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
@@ -43,13 +42,21 @@ def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
     return array_places.replace_leaves(model, _walk(model).weights(), arrays)
 
 
+def inference_model(model: Any, stack: contextlib.ExitStack) -> Any:
+    """Return a copy of the model in inference mode; see `PortingLibrary.inference_model`."""
+    if isinstance(model, tuple):
+        return eqx.nn.inference_mode(model[0]), *model[1:]
+    return eqx.nn.inference_mode(model)
+
+
 def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
     """Return the outputs on a batch, one sample at a time: the module is mapped over axis 0 of all its inputs.
 
     A module that cannot be called with one sample, because it maps its batch itself, gets the whole batch.
     """
+    with contextlib.ExitStack() as stack:
+        model = inference_model(model, stack)
     module, state = model if isinstance(model, tuple) else (model, None)
-    module = eqx.nn.inference_mode(module)
     drawn = _has_required_key(module)
 
     def one(module: Any, args: Any, kwargs: Any, key: Any) -> Any:
@@ -146,9 +153,8 @@ class _OutputRecorder:
         leaves, structure = jax.tree.flatten(module)
         self.module = jax.tree.unflatten(structure, leaves)
         for path, node in walk_modules(self.module):
-            kind: Any = type(node)
-            if path and callable(node):
-                object.__setattr__(node, "__class__", _recording_subclass(kind, path))
+            if path:
+                hook_calls(node, _record_call, path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         token = _active_recorder.set(self)
@@ -182,17 +188,10 @@ class _OutputRecorder:
 _active_recorder: ContextVar[_OutputRecorder | None] = ContextVar("polyamp_watching", default=None)
 
 
-@functools.lru_cache(maxsize=_CLASS_CACHE_SIZE)
-def _recording_subclass(kind: Any, path: str) -> type:
-    @functools.wraps(kind.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = kind.__call__(self, *args, **kwargs)
-        with_state = isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], eqx.nn.State)
-        watching = _active_recorder.get()
-        if watching is not None:
-            watching.report(path, output[0] if with_state else output, watching.sample)
-        return output
-
-    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    made: type = type(kind)(kind.__name__, (kind,), names)
-    return made
+def _record_call(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, path: str) -> Any:
+    output = call(*args, **kwargs)
+    with_state = isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], eqx.nn.State)
+    recorder = _active_recorder.get()
+    if recorder is not None:
+        recorder.report(path, output[0] if with_state else output, recorder.sample)
+    return output

@@ -6,6 +6,8 @@ bias as in JAX's own examples, or `w1` with `b1`. There are no modules, so a bat
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -44,15 +46,27 @@ def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
     return apply, array_places.replace_leaves(params, _named_weights(params), arrays)
 
 
+def inference_model(model: Any, stack: contextlib.ExitStack) -> Any:
+    """Return the function in inference mode, with its parameters; see `PortingLibrary.inference_model`."""
+    apply, params = model
+
+    @functools.wraps(apply)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = set_inference_arguments(apply, args, kwargs, add=True)
+        bound = inspect.signature(apply).bind_partial(*args, **kwargs).arguments
+        for name, parameter in inspect.signature(apply).parameters.items():
+            if name in _KEYS and name not in bound and parameter.default is parameter.empty:
+                kwargs[name] = jax.random.key(0)
+        return apply(*args, **kwargs)
+
+    return call, params
+
+
 def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
     """Return the outputs on a batch; see `PortingLibrary.run`."""
-    apply, params = _split_model(model)
-    args, kwargs = set_inference_arguments(apply, (params, *batch.args), batch.kwargs, add=True)
-    bound = inspect.signature(apply).bind_partial(*args, **kwargs).arguments
-    for name, parameter in inspect.signature(apply).parameters.items():
-        if name in _KEYS and name not in bound and parameter.default is parameter.empty:
-            kwargs[name] = jax.random.key(0)
-    return apply(*args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        apply, params = inference_model(_split_model(model), stack)
+    return apply(params, *batch.args, **batch.kwargs)
 
 
 def _split_model(model: Any) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ from polyamp_jax.porting.libraries import haiku_modules
 from polyamp_jax.porting.libraries.flax_layers import RefusedError
 from polyamp_jax.porting.libraries.haiku_layers import HaikuCall, Shapes
 from polyamp_jax.porting.libraries.haiku_names import composite_forms, forms_by_name, parameter_forms
-from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
+from polyamp_jax.porting.libraries.library import CallInputs
 
 _COUNTER_REASON: Final = (
     "counts the batches behind a moving average; a port sets it so that nothing is corrected any more"
@@ -57,9 +57,8 @@ def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
     return array_places.replace_leaves(model, _HaikuArrays(model).weights(), arrays)
 
 
-def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
-    """Return the outputs on a batch; see `PortingLibrary.run`."""
-    return haiku_modules.run(model, batch, record)
+inference_model = haiku_modules.inference_model
+run = haiku_modules.run
 
 
 class _HaikuArrays:

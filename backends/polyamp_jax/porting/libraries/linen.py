@@ -6,6 +6,7 @@ A linen model's arrays are nested mappings without classes. Layers of visible mo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -15,11 +16,11 @@ from flax import core, linen
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp_jax.arrays import path_name
 from polyamp_jax.models.libraries.linen import split_model
-from polyamp_jax.porting.jax_only.inference_flags import set_inference_arguments, set_inference_settings
+from polyamp_jax.porting.jax_only.inference_flags import set_float32, set_inference_arguments, set_inference_flags
 from polyamp_jax.porting.jax_only.lazy_leaves import is_movable
 from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
 from polyamp_jax.porting.libraries.linen_modules import inspect_modules
-from polyamp_jax.porting.libraries.linen_tree import LinenArray, LinenTree, module_settings
+from polyamp_jax.porting.libraries.linen_tree import LinenArray, LinenTree
 from polyamp_jax.porting.libraries.stacked_layers import unstack_arrays
 
 IGNORED_COLLECTIONS: Final = ("cache", "intermediates", "losses", "perturbations")
@@ -60,6 +61,12 @@ def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
     return module, jax.tree.map(lambda leaf: arrays.get(next(names), leaf), variables)
 
 
+def inference_model(model: Any, stack: contextlib.ExitStack) -> Any:
+    """Return the model, which is in inference mode until `stack` closes; see `PortingLibrary.inference_model`."""
+    stack.enter_context(linen.intercept_methods(_call_in_inference))
+    return model
+
+
 def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
     """Return the outputs on a batch; see `PortingLibrary.run`."""
     module, variables = _check_model(model)
@@ -68,9 +75,7 @@ def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
         current = context.module
         if current.scope is None or context.method_name == "setup":
             return call(*args, **kwargs)
-        set_inference_settings(current, module_settings(current))
-        if context.method_name == "__call__":
-            args, kwargs = set_inference_arguments(call, args, kwargs, add=False)
+        set_float32(current, vars(current))
         output = call(*args, **kwargs)
         if context.method_name == "__call__":
             if isinstance(current, linen.RNN):  # the cell, which is the layer, runs in a scan
@@ -78,10 +83,21 @@ def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
             record("/".join(current.path), output)
         return output
 
-    args, kwargs = set_inference_arguments(module.__call__, batch.args, batch.kwargs, add=True)
     mutable = sorted(name for name in variables if name != "params")
-    with linen.intercept_methods(intercept):
-        return module.apply(variables, *args, mutable=mutable, **kwargs)[0]
+    with contextlib.ExitStack() as stack:
+        inference_model(model, stack)
+        stack.enter_context(linen.intercept_methods(intercept))
+        return module.apply(variables, *batch.args, mutable=mutable, **batch.kwargs)[0]
+
+
+def _call_in_inference(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    module = context.module
+    if module.scope is None or context.method_name == "setup":
+        return call(*args, **kwargs)
+    set_inference_flags(module, vars(module))
+    if context.method_name == "__call__":
+        args, kwargs = set_inference_arguments(module.__call__, args, kwargs, add=not module.path)
+    return call(*args, **kwargs)
 
 
 def _check_model(model: Any) -> Any:

@@ -5,8 +5,8 @@ A parameter's name is its path in `nnx.split`, as in a polyamp state. Layers are
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -18,9 +18,10 @@ from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.registration import qualified_name, registered_form
 from polyamp_jax import compat
 from polyamp_jax.arrays import named_leaves, path_name
-from polyamp_jax.models.libraries.nnx import split_model
+from polyamp_jax.models.call_hook import hook_calls
+from polyamp_jax.models.libraries.nnx import split_model, walk_modules
 from polyamp_jax.models.running_state import RunningState
-from polyamp_jax.porting.jax_only.inference_flags import set_inference_arguments, set_inference_settings
+from polyamp_jax.porting.jax_only.inference_flags import set_float32, set_inference_arguments, set_inference_flags
 from polyamp_jax.porting.jax_only.lazy_leaves import is_movable, to_lazy
 from polyamp_jax.porting.layers.activations import activation_form
 from polyamp_jax.porting.libraries.flax_layers import parameter_form
@@ -64,39 +65,41 @@ def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
     return parts.adapter.join(put(parts.params), RunningState(put(parts.running.statistics), parts.running.streams))
 
 
+def inference_model(model: Any, stack: contextlib.ExitStack) -> Any:
+    """Return the model itself in inference mode; see `PortingLibrary.inference_model`."""
+    model.eval()
+    for path, module in walk_modules(model):
+        set_inference_flags(module, vars(module))
+        hook_calls(module, _call_in_inference, path == "", is_native=True)
+    return model
+
+
 def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
     """Return the outputs on a batch; see `PortingLibrary.run`."""
-    model.eval()
-    for keys, module in list(compat.walk_nnx_modules(model)):
-        set_inference_settings(module, dict(vars(module)))
-        kind: Any = type(module)
-        if callable(module):
-            object.__setattr__(module, "__class__", _recording_subclass(kind, "/".join(map(str, keys))))
-    args, kwargs = set_inference_arguments(model.__call__, batch.args, batch.kwargs, add=True)
+    with contextlib.ExitStack() as stack:
+        inference_model(model, stack)
+    for path, module in walk_modules(model):
+        set_float32(module, vars(module))
+        hook_calls(module, _record_call, path)
     token = _active_record.set(record)
     try:
-        return model(*args, **kwargs)
+        return model(*batch.args, **batch.kwargs)
     finally:
         _active_record.reset(token)
 
 
-@functools.lru_cache(maxsize=4096)
-def _recording_subclass(kind: Any, path: str) -> type:
-    """Return a subclass that reports its calls, cached by class and path: JAX never releases nnx's classes."""
+def _call_in_inference(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, is_root: bool) -> Any:
+    args, kwargs = set_inference_arguments(call, args, kwargs, add=is_root)
+    return call(*args, **kwargs)
 
-    @functools.wraps(kind.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = set_inference_arguments(functools.partial(kind.__call__, self), args, kwargs, add=False)
-        output = kind.__call__(self, *args, **kwargs)
-        if (record := _active_record.get()) is not None:
-            if isinstance(self, nnx.RNN):  # the cell, which is the layer, runs in a scan
-                record(f"{path}/cell", output[1] if isinstance(output, tuple) else output)
-            record(path, output)
-        return output
 
-    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    made: type = type(kind)(kind.__name__, (kind,), names)
-    return made
+def _record_call(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, path: str) -> Any:
+    output = call(*args, **kwargs)
+    if (record := _active_record.get()) is not None:
+        if isinstance(module, nnx.RNN):  # the cell, which is the layer, runs in a scan
+            record(f"{path}/cell", output[1] if isinstance(output, tuple) else output)
+        record(path, output)
+    return output
 
 
 class _NnxWalk:
