@@ -5,7 +5,7 @@ Each library's adapter is in its file in `libraries`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -136,13 +136,6 @@ def module_paths(parts: ModelParts) -> frozenset[str]:
 def parameter_owners(params: Any) -> list[str]:
     """Return the paths of the modules that own parameters."""
     return [path_name(keys).rpartition("/")[0] for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
-
-
-def subtree_at(params: Any, keys: Iterable[Any]) -> Any:
-    """Return the subtree of nested mappings at `keys`; empty if the module has no parameters."""
-    for key in keys:
-        params = params.get(key, {})
-    return params
 
 
 def describe_kind(value: Any) -> str:

@@ -46,13 +46,13 @@ class Binding:
         owner: returns the module's engine, or None if the engine no longer exists.
         route: path from the root.
         native: the user's own module, if the bound module shares its attributes (nnx); else None.
-        alive: weak reference to the module itself (nnx), or None.
+        module_ref: weak reference to the module itself (nnx), or None.
     """
 
     owner: Callable[[], ModuleOwner | None]
     route: ModulePath
     native: Any = None
-    alive: Any = None
+    module_ref: Any = None
 
     @property
     def engine(self) -> ModuleOwner:

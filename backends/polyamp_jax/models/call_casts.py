@@ -75,7 +75,7 @@ class CallCasts:
         with self.scope(path):
             yield args, kwargs
 
-    def hook_module(self, module: Any, path: str, *, pinned: bool = False, kept: tuple[type, ...] = ()) -> None:
+    def hook_module(self, module: Any, path: str, *, pinned: bool = False, uncast: tuple[type, ...] = ()) -> None:
         """Cast the arguments of a module's calls, or open its scope, from now on.
 
         Args:
@@ -83,7 +83,7 @@ class CallCasts:
             path: its path.
             pinned: cast mode: whether the module runs in the dtype of its master parameters unless an override names
                 it.
-            kept: cast mode: types of arguments that are never cast, such as running statistics. An override of a
+            uncast: cast mode: types of arguments that are never cast, such as running statistics. An override of a
                 pinned module casts them too: the dtypes must agree.
 
         Raises:
@@ -95,14 +95,14 @@ class CallCasts:
         if not callable(module):
             return
         if not self.scoped and pinned and plan.at(path).named is None and plan.compute != plan.param:
-            hook_calls(module, _cast_call, plan.param, plan.compute, plan.float64, kept)
+            hook_calls(module, _cast_call, plan.param, plan.compute, plan.float64, uncast)
             return
         if self.scoped or path in self.dtypes:
             self._check(path, getattr(module, "dtype", None))
         if self.scoped:
             hook_calls(module, _open_scope, path)
         elif path in self.dtypes:
-            hook_calls(module, _cast_call, self.dtypes[path], None, plan.float64, () if pinned else kept)
+            hook_calls(module, _cast_call, self.dtypes[path], None, plan.float64, () if pinned else uncast)
 
     @contextlib.contextmanager
     def call_of_part(self, route: ModulePath, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -178,17 +178,17 @@ def _cast_call(
     inputs: str,
     outputs: str | None,
     float64: bool,
-    kept: tuple[type, ...],
+    uncast: tuple[type, ...],
 ) -> Any:
     """Call a module with its arguments in the dtype `inputs`, and return its output in the dtype `outputs` if given."""
 
     def cast(tree: Any, dtype: str) -> Any:
-        if not kept:
+        if not uncast:
             return cast_arguments(tree, dtype, float64=float64)
-        parts, structure = jax.tree.flatten(tree, is_leaf=lambda part: isinstance(part, kept))
+        parts, structure = jax.tree.flatten(tree, is_leaf=lambda part: isinstance(part, uncast))
         return jax.tree.unflatten(
             structure,
-            [part if isinstance(part, kept) else cast_arguments(part, dtype, float64=float64) for part in parts],
+            [part if isinstance(part, uncast) else cast_arguments(part, dtype, float64=float64) for part in parts],
         )
 
     args, kwargs = cast((args, kwargs), inputs)

@@ -1,8 +1,8 @@
 """Registration table of the JAX libraries whose models are accepted, and the lookup of a model's library.
 
-The code of a library is in the file of its name in the folder `libraries` of each room: `models` (its adapter) and
-`porting`. Such a file imports the library. It is loaded only for a model of the library, so that polyamp itself imports
-none.
+The code of a library is in the file of its name in the folder `libraries` of each room: `models` (its adapter),
+`porting` and `observe`. Such a file imports the library. It is loaded only if the user's program has imported the
+library, so that polyamp itself imports none.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class ModelPass:
         self._params = params
         self._masters = masters
         self._running = running
-        self._more: Any = None
+        self._collected: Any = None
         self._view: Any = None
 
     @property
@@ -54,8 +54,8 @@ class ModelPass:
         """Return the object that the model's attributes are read from."""
         if self._view is None:
             running = self._running
-            if self._more:
-                running = running._replace(statistics={**running.statistics, **self._more})
+            if self._collected:
+                running = running._replace(statistics={**running.statistics, **self._collected})
             self._view = (self._adapter.view(self._params, running),)
         return self._view[0]
 
@@ -63,24 +63,28 @@ class ModelPass:
         """Return the parameters and the running state for the next call."""
         return self._params, self._running
 
-    def moved(self, after: RunningState, before: RunningState, outward: OutputCast) -> tuple[RunningState, bool]:
+    def conform_state(
+        self, after: RunningState, before: RunningState, cast_output: OutputCast
+    ) -> tuple[RunningState, bool]:
         """Return the running state after a call, in its own dtypes, and whether it changed.
 
-        Collected values are cast with `outward`, as the output is.
+        Collected values are cast with `cast_output`, as the output is.
         """
-        more = None
+        collected = None
         if isinstance(after.statistics, CollectedState):
-            more = outward(after.statistics.more)
-            after = after._replace(statistics=after.statistics.kept)
+            collected = cast_output(after.statistics.collected)
+            after = after._replace(statistics=after.statistics.state)
         after = conform_tree(after, before, what=RUNNING_STATE_NAME)
         leaves = zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
-        return after._replace(statistics=CollectedState(after.statistics, more)), any(a is not b for a, b in leaves)
+        return after._replace(statistics=CollectedState(after.statistics, collected)), any(
+            a is not b for a, b in leaves
+        )
 
-    def take(self, after: RunningState, route: ModulePath, written: NamedLeaves | None = None) -> None:
-        """Store the result of `moved` and the call's parameter writes, given as masters, for the next call."""
+    def advance(self, after: RunningState, route: ModulePath, written: NamedLeaves | None = None) -> None:
+        """Store the result of `conform_state` and the call's parameter writes, given as masters, for the next call."""
         assert not written  # an immutable model cannot write to parameters
-        self._more = after.statistics.more
-        self._running = after._replace(statistics=after.statistics.kept)
+        self._collected = after.statistics.collected
+        self._running = after._replace(statistics=after.statistics.state)
         self._view = None
 
     def computed(self, route: ModulePath) -> Any:

@@ -34,12 +34,12 @@ class CollectedState(NamedTuple):
     """Result of a call of an immutable model, in place of `RunningState.statistics`.
 
     Attributes:
-        kept: the statistics, which are part of the running state.
-        more: values that the call collected (linen's `sow`), for `loss_fn` to read until the next call.
+        state: the statistics, which are part of the running state.
+        collected: values that the call collected (linen's `sow`), for `loss_fn` to read until the next call.
     """
 
-    kept: Any
-    more: Any
+    state: Any
+    collected: Any
 
 
 class ModelInputs(NamedTuple):

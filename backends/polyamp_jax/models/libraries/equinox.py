@@ -131,7 +131,7 @@ class EquinoxAdapter(ModelAdapter):
         return made, params, running._replace(statistics=(buffers, running.statistics[1]))
 
     def bind(self, engine: Any) -> Any:
-        owner = weakref.ref(engine) if engine.shared is None else lambda: engine
+        owner = weakref.ref(engine) if engine.native is None else lambda: engine
         engine.root = bind_module(self.view(engine.masters, engine.start), owner)
         return engine.root
 
@@ -161,7 +161,7 @@ class EquinoxAdapter(ModelAdapter):
             made = jax.tree.unflatten(structure, [copied(child, keys + key) for key, child in children])
             if isinstance(node, eqx.Module):
                 path = path_name(keys)
-                casts.hook_module(made, path, pinned=path in self.pinned_paths, kept=(eqx.nn.State,))
+                casts.hook_module(made, path, pinned=path in self.pinned_paths, uncast=(eqx.nn.State,))
             return made
 
         return copied(module, ())

@@ -50,21 +50,21 @@ def _binding_of(module: Any) -> Any:
 
 def is_module_copy(module: Any) -> bool:
     """Return whether a bound module is a copy of the model's module rather than that module itself."""
-    place = _binding_of(module)
-    owner = place.owner()
-    return owner is None or place.route.resolve(owner.root) is not module
+    binding = _binding_of(module)
+    owner = binding.owner()
+    return owner is None or binding.route.resolve(owner.root) is not module
 
 
 def _rebuild_module(
-    node: Any, kind: Any, route: ModulePath, change: Callable[[Any, ModulePath], Any], place: Binding | None
+    node: Any, kind: Any, route: ModulePath, change: Callable[[Any, ModulePath], Any], binding: Binding | None
 ) -> Any:
     """Return a module of class `kind` with the same fields, with `change` applied to the modules in them."""
     made = object.__new__(kind)
     for name, value in vars(node).items():
         if name != _BINDING_ATTRIBUTE:
             object.__setattr__(made, name, _map_modules(value, route.to(PathStep(name, True), "module"), change))
-    if place is not None:
-        object.__setattr__(made, _BINDING_ATTRIBUTE, place)
+    if binding is not None:
+        object.__setattr__(made, _BINDING_ATTRIBUTE, binding)
     return made
 
 
@@ -142,11 +142,11 @@ def _missing_attribute(own: Any, module: Any, name: str) -> Any:
             pass
     if name.startswith("__") or _BINDING_ATTRIBUTE not in vars(module):
         raise AttributeError(name)
-    place = _binding_of(module)
+    binding = _binding_of(module)
     if name == "params":
         if is_module_copy(module):
             return eqx.filter(native_module(module), eqx.is_inexact_array)
-        return _binding_of(module).engine.params_of(native_module(module), place.route)
-    if name == "state" and place.route == ROOT_PATH and (state := _binding_of(module).engine.state()) is not None:
+        return _binding_of(module).engine.params_of(native_module(module), binding.route)
+    if name == "state" and binding.route == ROOT_PATH and (state := _binding_of(module).engine.state()) is not None:
         return state
-    raise AttributeError(attribute_access.missing_attribute_message(module, place.route, name))
+    raise AttributeError(attribute_access.missing_attribute_message(module, binding.route, name))

@@ -18,7 +18,6 @@ from polyamp_jax.models.adapter import (
     OpaqueValue,
     describe_kind,
     parameter_owners,
-    subtree_at,
 )
 from polyamp_jax.models.call_casts import CallCasts
 from polyamp_jax.models.module_path import ModulePath
@@ -38,13 +37,13 @@ class LinenAdapter(ModelAdapter):
     def call(self, inputs: ModelInputs, casts: CallCasts, route: ModulePath) -> tuple[Any, RunningState]:
         params, statistics, kwargs = inputs.params, inputs.running.statistics, dict(inputs.kwargs)
         rngs = {**inputs.keys, **kwargs.pop("rngs", {})}
-        asked = False if route.steps else kwargs.pop("mutable", False)
+        requested = False if route.steps else kwargs.pop("mutable", False)
         module: Any = self.static.value
         if route.steps:  # a method's keyword arguments, even if `apply` has some of the same name
             named_arguments = kwargs
             kwargs = {"method": lambda root, *args: route.function(root)(*args, **named_arguments)}
         casts.expect(parameter_owners(params))
-        mutable = scope.union_filters(sorted(statistics), _requested_collections(asked))
+        mutable = scope.union_filters(sorted(statistics), _requested_collections(requested))
         # linen's own scopes begin with the class name of the root; polyamp's scopes are the paths used in overrides
         named = linen.override_named_call(False) if casts.scoped else contextlib.nullcontext()
         with named, linen.intercept_methods(_linen_interceptor(casts)):
@@ -52,19 +51,21 @@ class LinenAdapter(ModelAdapter):
                 {"params": params, **statistics}, *inputs.args, rngs=rngs or None, mutable=mutable, **kwargs
             )
         changed = dict(core.unfreeze(changed))
-        kept, collected = split_collections(changed, statistics)
-        if asked is not False:
+        state, collected = split_collections(changed, statistics)
+        if requested is not False:
             output = (
                 output,
-                {name: collected.get(name, changed[name]) for name in changed if scope.in_filter(asked, name)},
+                {name: collected.get(name, changed[name]) for name in changed if scope.in_filter(requested, name)},
             )
-        return output, inputs.running._replace(statistics=CollectedState({**statistics, **kept}, collected))
+        return output, inputs.running._replace(statistics=CollectedState({**statistics, **state}, collected))
 
     def view(self, params: Any, running: RunningState) -> Any:
         return self.static.value.bind({"params": params, **running.statistics})
 
     def params_of(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
-        return subtree_at(params, part.path)
+        for name in part.path:
+            params = params.get(name, {})  # a module without parameters has no entry
+        return params
 
     def join(self, params: Any, running: RunningState) -> Any:
         return self.static.value, {"params": params, **running.statistics}
@@ -88,18 +89,18 @@ def split_model(model: Any) -> ModelParts:
     return ModelParts(LinenAdapter(OpaqueValue(module)), params, RunningState(collections, ()))
 
 
-def _requested_collections(asked: Any) -> Any:
+def _requested_collections(requested: Any) -> Any:
     """Return the collections in `mutable=` of a call, without the parameters.
 
     Raises:
         TraceError: `mutable=` names the parameters.
     """
-    if asked is not True and scope.in_filter(asked, "params") and not isinstance(asked, core.DenyList):
+    if requested is not True and scope.in_filter(requested, "params") and not isinstance(requested, core.DenyList):
         raise TraceError(
             "mutable= names 'params': the optimizer changes parameters, and what the forward pass writes there would "
-            f"be lost. Name the other collections. Received: mutable={asked!r}."
+            f"be lost. Name the other collections. Received: mutable={requested!r}."
         )
-    return scope.subtract_filters(asked, "params")
+    return scope.subtract_filters(requested, "params")
 
 
 def split_collections(changed: dict[str, Any], before: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -107,16 +108,16 @@ def split_collections(changed: dict[str, Any], before: Mapping[str, Any]) -> tup
 
     `sow` appends to a tuple. The new items at its end belong to this call; the earlier items stay in the state.
     """
-    kept: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     collected: dict[str, Any] = {}
     for name, values in changed.items():
         if name not in before:
             collected[name] = values
             continue
-        kept[name], fresh = _split_sown(values, before[name])
+        state[name], fresh = _split_sown(values, before[name])
         if fresh is not values:
             collected[name] = fresh
-    return kept, collected
+    return state, collected
 
 
 def _split_sown(after: Any, before: Any) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ from flax import nnx
 
 from polyamp.errors import ModelError, UnsupportedError
 from polyamp_jax import compat
+from polyamp_jax.arrays import join_path
 from polyamp_jax.models.adapter import ModelAdapter, ModelParts, OpaqueValue
 from polyamp_jax.models.call_casts import CallCasts
 from polyamp_jax.models.call_hook import native_class
@@ -72,9 +73,9 @@ class NnxAdapter(ModelAdapter):
         return NnxPass(self, self.join(masters, running) if model is None else model, params, masters, running)
 
     def bind(self, engine: Any) -> Any:
-        if engine.shared is None:
+        if engine.native is None:
             return bind_module(engine.view(), engine)
-        return bind_shared_module(engine.shared, engine)
+        return bind_shared_module(engine.native, engine)
 
     def params_of(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
         """Return the parameters that nnx finds in a part. In all parameters a shared one has only one of its paths."""
@@ -91,7 +92,7 @@ class NnxAdapter(ModelAdapter):
         for path, module in modules.items():
             for name, value in vars(module).items():
                 if isinstance(value, nnx.Variable):
-                    places.setdefault(id(value), []).append(f"{path}/{name}" if path else name)
+                    places.setdefault(id(value), []).append(join_path(path, name))
         return {path: (path, *(p for p in paths if p != path)) for paths in places.values() for path in paths}
 
     def join(self, params: Any, running: RunningState) -> Any:

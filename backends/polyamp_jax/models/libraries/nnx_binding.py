@@ -68,8 +68,8 @@ def bind_shared_module(native: Any, owner: ModuleOwner, route: ModulePath = ROOT
 
 def _binding_of(module: Any) -> Binding:
     """Return the binding of a bound module. A copy has the empty binding."""
-    place = _bindings.get(id(module))
-    return place if place is not None and place.alive() is module else NO_BINDING
+    binding = _bindings.get(id(module))
+    return binding if binding is not None and binding.module_ref() is module else NO_BINDING
 
 
 @contextlib.contextmanager
@@ -137,13 +137,13 @@ def _run_method(module: Any, route: ModulePath, args: Any, kwargs: Any) -> Any:
 
 def _read_attribute(own: Any, module: Any, name: str) -> Any:
     """Return an attribute of a bound module."""
-    place = _binding_of(module)
+    binding = _binding_of(module)
     step = PathStep(name, True)
     is_property = name not in vars(module) and _is_property(own, name)
     if not is_property:
         value = own.__getattribute__(module, name)
-    elif place.native is not None:
-        value = getattr(place.native, name)
+    elif binding.native is not None:
+        value = getattr(binding.native, name)
     else:
         with native_classes(module):
             value = getattr(module, name)
@@ -154,15 +154,15 @@ def _read_attribute(own: Any, module: Any, name: str) -> Any:
     kind = path_kind(module, step, value, nnx.Module)
     if kind == "method":
         return types.MethodType(dispatch_method(getattr(own, name), step, _binding_of, _run_method), module)
-    route = place.route.to(step, kind)
+    route = binding.route.to(step, kind)
     if kind == "base":
-        attribute_access.refuse_base_method(module, place.route.to(step, kind))
+        attribute_access.refuse_base_method(module, binding.route.to(step, kind))
     if kind == "property" and attribute_access.has_computed_arrays(value):
-        return place.engine.call(route, (), {})
+        return binding.engine.call(route, (), {})
     if kind in ("module", "container"):
-        return value if place.native is None else _bind_shared_value(value, place.engine, place.route, step)
-    if place is not NO_BINDING and _has_parameters(value):
-        return place.engine.computed(route, value)
+        return value if binding.native is None else _bind_shared_value(value, binding.engine, binding.route, step)
+    if binding is not NO_BINDING and _has_parameters(value):
+        return binding.engine.computed(route, value)
     return value
 
 
@@ -200,7 +200,7 @@ def _missing_attribute(own: Any, module: Any, name: str) -> Any:
             return users(module, name)
     if name.startswith(NNX_INTERNAL):
         raise AttributeError(name)
-    place = _binding_of(module)
+    binding = _binding_of(module)
     if name == "params":
-        return place.engine.params_of(module, place.route)
-    raise AttributeError(attribute_access.missing_attribute_message(module, place.route, name))
+        return binding.engine.params_of(module, binding.route)
+    raise AttributeError(attribute_access.missing_attribute_message(module, binding.route, name))

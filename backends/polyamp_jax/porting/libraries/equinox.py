@@ -29,7 +29,7 @@ from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
     """Return the layers of a module, or of `(module, eqx.nn.State)`, with every array; the batch is not needed."""
     walk = _walk(model)
-    return Inventory([_native_layer(part) for part in walk.parts], "equinox", left=walk.left)
+    return Inventory([_native_layer(part) for part in walk.parts], "equinox", left=walk.other_arrays)
 
 
 def arrays(model: Any) -> Mapping[str, Any]:
@@ -90,18 +90,18 @@ def _native_layer(part: EquinoxLayer) -> NativeLayer:
     }
     if part.layer is None:
         return NativeLayer(part.path, leaves, part.forms or (Form("parameter", same("value")),))
-    form, row, said = registered_form(part.layer), find_layer_spec(part.layer), {}
+    form, row, lines = registered_form(part.layer), find_layer_spec(part.layer), {}
     if form is None and row is not None:
         form = row.form(part.layer)
-        form = Form(form.kind, form.rules, {**form.attributes, **part.said})
-        said = attribute_lines(part.layer, part.path, row)
+        form = Form(form.kind, form.rules, {**form.attributes, **part.attributes})
+        lines = attribute_lines(part.layer, part.path, row)
     if form is None:
         raise AssertionError(f"{part.path!r} is no layer")
     module = f"eqx.nn.{type(part.layer).__name__}"
     if not type(part.layer).__module__.startswith("equinox."):
         module = qualified_name(type(part.layer))
     _check_names(form, leaves, part, module)
-    return NativeLayer(part.path, leaves, (form,), module, said)
+    return NativeLayer(part.path, leaves, (form,), module, lines)
 
 
 def _check_names(form: Form, leaves: Iterable[str], part: EquinoxLayer, module: str) -> None:

@@ -16,7 +16,7 @@ import jax
 
 from polyamp.errors import ModelError, describe_value
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
-from polyamp_jax.arrays import named_leaves, path_name
+from polyamp_jax.arrays import join_path, named_leaves, path_name
 from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.jax_only.array_places import ArrayPlace, Weight
 from polyamp_jax.porting.jax_only.inference_flags import set_inference_arguments
@@ -97,7 +97,7 @@ def _walk_layers(node: Any, path: str, left: dict[str, str]) -> Iterator[NativeL
     here = {name: child for name, child in children.items() if isinstance(child, ArrayPlace)}
     for name, place in here.items():
         if not place.is_weight:
-            left[_join_path(path, name)] = "no array of floating numbers"
+            left[join_path(path, name)] = "no array of floating numbers"
     shapes = {name: place.shape for name, place in here.items() if place.is_weight}
     begun = {next(iter(group.names)): group for group in group_arrays(path, shapes, others=len(children) > len(shapes))}
     for name, child in children.items():
@@ -105,12 +105,8 @@ def _walk_layers(node: Any, path: str, left: dict[str, str]) -> Iterator[NativeL
             group = begun[name]
             leaves = {}
             for native, local in group.names.items():
-                full = _join_path(path, native)
+                full = join_path(path, native)
                 leaves[local] = InventoryLeaf(full, Weight(here[native]).lazy(full))
-            yield NativeLayer(_join_path(path, group.path), leaves, group.forms)
+            yield NativeLayer(join_path(path, group.path), leaves, group.forms)
         elif name not in here:
-            yield from _walk_layers(child, _join_path(path, name), left)
-
-
-def _join_path(path: str, name: str) -> str:
-    return f"{path}/{name}" if path and name else path or name
+            yield from _walk_layers(child, join_path(path, name), left)

@@ -81,11 +81,11 @@ class PolicyEngine:
     Attributes:
         adapter, plan, params, masters: as passed.
         start: the running state before the pass.
-        shared: outside of a step, the user's own model.
+        native: outside of a step, the user's own model.
         root: for an equinox model, the bound module that `loss_fn` receives.
     """
 
-    shared: Any = None
+    native: Any = None
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class PolicyEngine:
             raise TraceError(MAPPED_CALL_ERROR.format(route=route))
         args, kwargs, taken = extract_objects(args, kwargs)
         objects = None if taken is None else taken.arrays
-        outward = functools.partial(cast_arguments, dtype=plan.output, float64=plan.float64)
+        cast_output = functools.partial(cast_arguments, dtype=plan.output, float64=plan.float64)
         interpreted = has_interpreted_operations(plan)
         with matmul_precision(plan), innermost_policy_scope():
             if not plan.root.mixes or not interpreted:
@@ -207,7 +207,7 @@ class PolicyEngine:
             after = after._replace(written=None)
             if part is not None:
                 after = after._replace(statistics=(own.statistics[0], after.statistics[1]))
-            after, moved = current.moved(after, own, outward)
+            after, moved = current.conform_state(after, own, cast_output)
             moved = moved or bool(written)
             self._refuse_lost_writes()
             if part is not None and moved and self._made_in != compat.trace_state():
@@ -217,9 +217,9 @@ class PolicyEngine:
             if moved and self._made_in != compat.trace_state() and len(open_regions()) > len(self._around):
                 raise TraceError(ENCLOSED_CALL_ERROR.format(route=route))
             if not mapped:
-                current.take(after, route, None if written is None else writes_on_masters(written, params, masters))
+                current.advance(after, route, None if written is None else writes_on_masters(written, params, masters))
             self._check_output(route, output)
-            output = outward(output)
+            output = cast_output(output)
         if taken is not None:
             taken.put_back(changed)
         return output
@@ -311,8 +311,8 @@ class PolicyEngine:
             traced=programs.append,
         )
         if after.written is not None:
-            _, came, _ = programs[0].result(output_origins(programs[0].jaxpr))
-            after = after._replace(written=drop_unchanged_writes(after.written, came.written, params))
+            _, origins, _ = programs[0].result(output_origins(programs[0].jaxpr))
+            after = after._replace(written=drop_unchanged_writes(after.written, origins.written, params))
         return output, after, changed
 
 
@@ -324,8 +324,8 @@ def _call_directly(call: ModelCall, inputs: ModelInputs) -> CallResult:
     output, after, changed = call(inputs)
     if after.written is not None:
         program = jax.make_jaxpr(lambda params: call(inputs._replace(params=params))[1].written)(inputs.params)
-        came = dict(zip(sorted(after.written), output_origins(program.jaxpr), strict=True))
-        after = after._replace(written=drop_unchanged_writes(after.written, came, inputs.params))
+        origins = dict(zip(sorted(after.written), output_origins(program.jaxpr), strict=True))
+        after = after._replace(written=drop_unchanged_writes(after.written, origins, inputs.params))
     return output, after, changed
 
 
@@ -349,15 +349,15 @@ class NativePolicyEngine(PolicyEngine):
     """
 
     def __init__(self, model: Any, plan: ResolvedPolicy, *, recorder: Recorder | None, strict: bool) -> None:
-        self.shared = model
+        self.native = model
         adapter, params, running = adapt(model)
         super().__init__(adapter, plan, params, running, {}, recorder=recorder, strict=strict)
 
     def _current_pass(self) -> ModelPass:
         """Begin a pass with the model's current values. Writes to the variables of an nnx model stay in it."""
-        self.adapter, self.masters, self.start = adapt(self.shared)
+        self.adapter, self.masters, self.start = adapt(self.native)
         self.params = compute_params(self.masters, self.adapter, self.plan)
-        self._pass = self.adapter.start(self.params, self.masters, self.start, self.shared)
+        self._pass = self.adapter.start(self.params, self.masters, self.start, self.native)
         self._leaves = self._parameters()
         return self._pass
 
