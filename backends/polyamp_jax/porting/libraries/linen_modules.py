@@ -75,14 +75,14 @@ def _inspect_calls(module: Any, batch: CallInputs, structure: LinenStructure) ->
         return output
 
     def make(arrays: Any) -> None:
-        args, kwargs = jax.tree.unflatten(structure, [_argument_value(leaf, arrays) for leaf in flat])
+        args, kwargs = jax.tree.unflatten(treedef, [_argument_value(leaf, arrays) for leaf in flat])
         args, kwargs = set_inference_arguments(module.__call__, args, kwargs, add=True)
         with linen.intercept_methods(intercept):
             variables = module.init(jax.random.key(0), *args, **kwargs)
         for collection, tree in variables.items():
             structure.order += [(collection, *path) for path in _leaf_paths(tree)]
 
-    flat, structure = jax.tree.flatten((batch.args, dict(batch.kwargs)))
+    flat, treedef = jax.tree.flatten((batch.args, dict(batch.kwargs)))
     arrays = {number: leaf for number, leaf in enumerate(flat) if isinstance(leaf, np.ndarray | jax.Array)}
     flat = [number if number in arrays else (leaf,) for number, leaf in enumerate(flat)]
     jax.eval_shape(make, arrays)
