@@ -106,6 +106,11 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def join_path(path: str, name: str) -> str:
+    """Return a path with a name appended. Either may be empty."""
+    return f"{path}/{name}" if path and name else path or name
+
+
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Return a dict from path to leaf of a pytree.
 

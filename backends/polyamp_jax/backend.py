@@ -27,7 +27,7 @@ from polyamp.rules.refresh import RefreshPlan
 from polyamp.rules.update_decision import Skip
 from polyamp_jax.arrays import XP, cast, dtype_name, named_leaves, to_numpy
 from polyamp_jax.losses import JaxLosses
-from polyamp_jax.models.library_detection import adapt
+from polyamp_jax.models.library import adapt
 from polyamp_jax.models.random_keys import random_keys
 from polyamp_jax.own_loop.scaled_value_and_grad import scaled_value_and_grad
 from polyamp_jax.precision.autocast import autocast, explain
@@ -140,7 +140,7 @@ class JaxBackend:
         """Create a new training state.
 
         Args:
-            model: see `polyamp_jax.models.library_detection.ACCEPTED_MODELS`. Its arrays are copied.
+            model: see `polyamp_jax.models.library.ACCEPTED_MODELS`. Its arrays are copied.
             recipe: the recipe.
             **options:
                 `rngs`: the seeds or keys of the model's random streams: by name for linen and for functions (as

@@ -1,1 +1,1 @@
-"""Adapters that split, call and rebuild the models of each JAX library."""
+"""Models of each JAX library, split into parts, called under casts and rebuilt. `library` selects the library."""

@@ -10,8 +10,10 @@ import jax
 from polyamp.errors import RecipeError, TraceError, UnsupportedError
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array
-from polyamp_jax.models.function import NO_ATTRIBUTE
-from polyamp_jax.models.submodule_path import ModulePath
+from polyamp_jax.models.module_path import ModulePath
+
+NO_ATTRIBUTE: Final = object()
+"""Object that attributes of a plain function are read from: it has none."""
 
 TRANSFORMED_LOSS_ERROR: Final = (
     "loss_fn must be the loss function itself: its model is no array, so jax.jit, jax.grad and jax.value_and_grad "
@@ -24,15 +26,22 @@ TRANSFORMED_LOSS_ERROR: Final = (
 
 
 class UnboundOwner:
-    """Owner of a copy that is not bound to any model. Every call raises."""
+    """Engine of a copy that belongs to no model, made by `jax.tree.map` or a transformation. Every call raises.
+
+    Attributes:
+        params: the parameters of the copy, if it is no module of its library.
+    """
 
     root: Any = None
 
+    def __init__(self, params: Any = None) -> None:
+        self.params = params
+
     def call(self, *_: Any) -> Any:
-        """Raise `RecipeError`."""
+        """Raise `RecipeError`: the call could not pass on the running state and the random streams."""
         raise RecipeError(TRANSFORMED_LOSS_ERROR)
 
-    computed = params_of = narrowed = state = call
+    computed = params_of = state = view = call
 
 
 def has_computed_arrays(value: Any) -> bool:

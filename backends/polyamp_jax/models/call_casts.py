@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 from polyamp.errors import PolicyError
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax.arrays import cast_arguments
+from polyamp_jax.models.call_hook import hook_calls
+from polyamp_jax.models.module_path import ModulePath
 
 
 class CallCasts:
@@ -20,6 +23,9 @@ class CallCasts:
     In cast mode every module's floating arguments are cast to its own dtype, so that the layer after a float32 one is
     16-bit again. In autocast mode every module opens a scope named after its path. The interpreter assigns each
     operation to a module by these scopes (S5).
+
+    linen and haiku, which intercept the calls of modules, use `module`. nnx and equinox use `hook_module` before a call
+    of the model, and `call_of_part` around it.
 
     Attributes:
         plan: the policy, resolved for the model.
@@ -62,15 +68,56 @@ class CallCasts:
         Raises:
             PolicyError: an override contradicts the module's own dtype.
         """
-        self.check(path, explicit)
+        self._check(path, explicit)
         if not self.scoped:
-            dtype = self.dtypes.get(path)
-            if dtype is not None:
-                args, kwargs = cast_arguments((args, kwargs), dtype, float64=self.plan.float64)
-            yield args, kwargs
+            yield self._cast(path, args, kwargs)
             return
         with self.scope(path):
             yield args, kwargs
+
+    def hook_module(self, module: Any, path: str, *, pinned: bool = False, uncast: tuple[type, ...] = ()) -> None:
+        """Cast the arguments of a module's calls, or open its scope, from now on.
+
+        Args:
+            module: a copy that polyamp made, never the user's own module. It is changed in place.
+            path: its path.
+            pinned: cast mode: whether the module runs in the dtype of its master parameters unless an override names
+                it.
+            uncast: cast mode: types of arguments that are never cast, such as running statistics. An override of a
+                pinned module casts them too: the dtypes must agree.
+
+        Raises:
+            PolicyError: an override contradicts the dtype that the module was built with.
+        """
+        plan = self.plan
+        if self.scoped:
+            self.expect([path])
+        if not callable(module):
+            return
+        if not self.scoped and pinned and plan.at(path).named is None and plan.compute != plan.param:
+            hook_calls(module, _cast_call, plan.param, plan.compute, plan.float64, uncast)
+            return
+        if self.scoped or path in self.dtypes:
+            self._check(path, getattr(module, "dtype", None))
+        if self.scoped:
+            hook_calls(module, _open_scope, path)
+        elif path in self.dtypes:
+            hook_calls(module, _cast_call, self.dtypes[path], None, plan.float64, () if pinned else uncast)
+
+    @contextlib.contextmanager
+    def call_of_part(self, route: ModulePath, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+        """Wrap a call of a model, or of a part of it, whose modules `hook_module` changed. Yield its arguments.
+
+        A method or property, which the hooks do not cover, is wrapped like a call of its module.
+        """
+        if route.is_method and not self.scoped:
+            args, kwargs = self._cast(route.path, args, kwargs)
+        token = _active_casts.set(self)
+        try:
+            with self.scope(route.path if route.is_method and self.scoped else ""):
+                yield args, kwargs
+        finally:
+            _active_casts.reset(token)
 
     @contextlib.contextmanager
     def scope(self, path: str) -> Iterator[None]:
@@ -94,7 +141,15 @@ class CallCasts:
         finally:
             self._open.pop()
 
-    def check(self, path: str, explicit: Any) -> None:
+    def _cast(self, path: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return a call's arguments in the dtype of the module at `path`; unchanged if it owns no parameters."""
+        dtype = self.dtypes.get(path)
+        if dtype is None:
+            return args, kwargs
+        made: tuple[Any, Any] = cast_arguments((args, kwargs), dtype, float64=self.plan.float64)
+        return made
+
+    def _check(self, path: str, explicit: Any) -> None:
         """Reject an override that contradicts the dtype that a module was built with. Raises `PolicyError`."""
         override = self.plan.at(path).named
         if explicit is not None and override is not None and jnp.dtype(explicit) != jnp.dtype(override):
@@ -102,3 +157,40 @@ class CallCasts:
                 f"overrides give the module {path!r} the dtype {override}, but it was built with "
                 f"dtype={jnp.dtype(explicit)}. Build it with dtype=None, or drop the override."
             )
+
+
+_active_casts: ContextVar[CallCasts | None] = ContextVar("polyamp_casts", default=None)
+
+
+def _open_scope(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, path: str) -> Any:
+    """Call a module in its named scope."""
+    casts = _active_casts.get()
+    # Outside the model's call, in a backward rule that is traced later, the scope is the full path from the root.
+    with jax.named_scope(f"/{path}") if casts is None else casts.scope(path):
+        return call(*args, **kwargs)
+
+
+def _cast_call(
+    call: Callable[..., Any],
+    module: Any,
+    args: Any,
+    kwargs: Any,
+    inputs: str,
+    outputs: str | None,
+    float64: bool,
+    uncast: tuple[type, ...],
+) -> Any:
+    """Call a module with its arguments in the dtype `inputs`, and return its output in the dtype `outputs` if given."""
+
+    def cast(tree: Any, dtype: str) -> Any:
+        if not uncast:
+            return cast_arguments(tree, dtype, float64=float64)
+        parts, structure = jax.tree.flatten(tree, is_leaf=lambda part: isinstance(part, uncast))
+        return jax.tree.unflatten(
+            structure,
+            [part if isinstance(part, uncast) else cast_arguments(part, dtype, float64=float64) for part in parts],
+        )
+
+    args, kwargs = cast((args, kwargs), inputs)
+    result = call(*args, **kwargs)
+    return result if outputs is None else cast(result, outputs)

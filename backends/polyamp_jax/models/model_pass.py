@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import jax
 
 from polyamp_jax.arrays import conform_tree
-from polyamp_jax.models.model_parts import CollectedState, ModelAdapter, RunningState
+from polyamp_jax.models.module_path import ModulePath
 from polyamp_jax.models.parameter_writes import NamedLeaves
-from polyamp_jax.models.submodule_path import ModulePath
+from polyamp_jax.models.running_state import CollectedState, RunningState
 
 RUNNING_STATE_NAME: Final = "the model's running state"
 
@@ -18,42 +18,8 @@ OutputCast = Callable[[Any], Any]
 """Casts the floating leaves of a pytree to the policy's output dtype."""
 
 
-class ModelPass(Protocol):
-    """Model state during one pass."""
-
-    @property
-    def masters(self) -> Any:
-        """Master weights after the calls so far."""
-
-    @property
-    def running(self) -> RunningState:
-        """Running state at the end of the pass, with the same structure as before it.
-
-        Raises:
-            TraceError: the pass made a change that the state cannot carry.
-        """
-
-    def view(self) -> Any:
-        """Return the object that the model's attributes are read from."""
-
-    def inputs(self) -> tuple[Any, RunningState]:
-        """Return the parameters and the running state for the next call."""
-
-    def moved(self, after: RunningState, before: RunningState, outward: OutputCast) -> tuple[RunningState, bool]:
-        """Return the running state after a call, in its own dtypes, and whether it changed.
-
-        Collected values are cast with `outward`, as the output is.
-        """
-
-    def take(self, after: RunningState, route: ModulePath, written: NamedLeaves | None = None) -> None:
-        """Store the result of `moved` and the call's parameter writes, given as masters, for the next call."""
-
-    def computed(self, route: ModulePath) -> Any:
-        """Return the object at `route`, with the parameters that the model computes with."""
-
-
-class ValueModelPass:
-    """Pass of an immutable model: every call returns the next running state.
+class ModelPass:
+    """State of a model during one pass through `loss_fn`. Every call of an immutable model returns the next one.
 
     Args:
         adapter: the adapter of the model's library.
@@ -62,43 +28,65 @@ class ValueModelPass:
         running: the model's running state.
     """
 
-    def __init__(self, adapter: ModelAdapter, params: Any, masters: Any, running: RunningState) -> None:
+    def __init__(self, adapter: Any, params: Any, masters: Any, running: RunningState) -> None:
         self._adapter = adapter
         self._params = params
-        self.masters = masters
+        self._masters = masters
         self._running = running
-        self._more: Any = None
+        self._collected: Any = None
         self._view: Any = None
 
     @property
+    def masters(self) -> Any:
+        """Master weights after the calls so far."""
+        return self._masters
+
+    @property
     def running(self) -> RunningState:
+        """Running state at the end of the pass, with the same structure as before it.
+
+        Raises:
+            TraceError: the pass made a change that the state cannot carry.
+        """
         return self._running
 
     def view(self) -> Any:
+        """Return the object that the model's attributes are read from."""
         if self._view is None:
             running = self._running
-            if self._more:
-                running = running._replace(statistics={**running.statistics, **self._more})
+            if self._collected:
+                running = running._replace(statistics={**running.statistics, **self._collected})
             self._view = (self._adapter.view(self._params, running),)
         return self._view[0]
 
     def inputs(self) -> tuple[Any, RunningState]:
+        """Return the parameters and the running state for the next call."""
         return self._params, self._running
 
-    def moved(self, after: RunningState, before: RunningState, outward: OutputCast) -> tuple[RunningState, bool]:
-        more = None
+    def conform_state(
+        self, after: RunningState, before: RunningState, cast_output: OutputCast
+    ) -> tuple[RunningState, bool]:
+        """Return the running state after a call, in its own dtypes, and whether it changed.
+
+        Collected values are cast with `cast_output`, as the output is.
+        """
+        collected = None
         if isinstance(after.statistics, CollectedState):
-            more = outward(after.statistics.more)
-            after = after._replace(statistics=after.statistics.kept)
+            collected = cast_output(after.statistics.collected)
+            after = after._replace(statistics=after.statistics.state)
         after = conform_tree(after, before, what=RUNNING_STATE_NAME)
         leaves = zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
-        return after._replace(statistics=CollectedState(after.statistics, more)), any(a is not b for a, b in leaves)
+        return after._replace(statistics=CollectedState(after.statistics, collected)), any(
+            a is not b for a, b in leaves
+        )
 
-    def take(self, after: RunningState, route: ModulePath, written: NamedLeaves | None = None) -> None:
+    def advance(self, after: RunningState, route: ModulePath, written: NamedLeaves | None = None) -> None:
+        """Store the result of `conform_state` and the call's parameter writes, given as masters, for the next call."""
         assert not written  # an immutable model cannot write to parameters
-        self._more = after.statistics.more
-        self._running = after._replace(statistics=after.statistics.kept)
+        self._collected = after.statistics.collected
+        self._running = after._replace(statistics=after.statistics.state)
         self._view = None
 
     def computed(self, route: ModulePath) -> Any:
-        return route.resolve(self.view())
+        """Return the object at `route`, with the parameters that a mutable model computes with."""
+        raise NotImplementedError

@@ -75,26 +75,33 @@ def overlay_writes(params: Any, written: NamedLeaves | None) -> Any:
 
 def nest_writes(params: Any, written: NamedLeaves) -> dict[Any, Any]:
     """Return the written arrays as nested dicts, with the same keys as in the nested dicts `params`."""
-    found: dict[Any, Any] = {}
-    for path, _ in jax.tree_util.tree_leaves_with_path(params):
-        if (name := path_name(path)) in written:
-            inner = found
-            for entry in path[:-1]:
-                inner = inner.setdefault(entry.key, {})
-            inner[path[-1].key] = written[name]
-    return found
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return nest_values(
+        {tuple(entry.key for entry in path): written[path_name(path)] for path in paths if path_name(path) in written}
+    )
 
 
-def drop_unchanged_writes(written: NamedLeaves, came: Mapping[str, int | None], params: Any) -> NamedLeaves | None:
+def nest_values(values: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
+    """Return values by path as nested dicts."""
+    tree: dict[Any, Any] = {}
+    for path, value in values.items():
+        inner = tree
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = value
+    return tree
+
+
+def drop_unchanged_writes(written: NamedLeaves, origins: Mapping[str, int | None], params: Any) -> NamedLeaves | None:
     """Return the written parameters without those that a pass returned unchanged; None if none is left.
 
     Args:
         written: the candidates.
-        came: for each candidate the index of the program input that it equals, as `output_origins` returns it.
+        origins: for each candidate the index of the program input that it equals, as `output_origins` returns it.
         params: the parameters, which are the first inputs of the program.
     """
     numbers = {path: number for number, path in enumerate(named_leaves(params))}
-    found = {path: leaf for path, leaf in written.items() if came[path] != numbers[path]}
+    found = {path: leaf for path, leaf in written.items() if origins[path] != numbers[path]}
     return found or None
 
 
@@ -117,10 +124,10 @@ def output_origins(program: compat.Jaxpr) -> list[int | None]:
                 or compat.primitive_name(eqn) not in _CALL_PRIMITIVES
             ):
                 return None
-            came = output_origins(inner[0])[number]
-            if came is None:
+            origin = output_origins(inner[0])[number]
+            if origin is None:
                 return None
-            atom = eqn.invars[came]
+            atom = eqn.invars[origin]
         return None
 
     return [of(atom) for atom in program.outvars]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from polyamp.errors import UnsupportedError
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_array, is_key
-from polyamp_jax.models.model_parts import ModelAdapter
+from polyamp_jax.models.adapter import ModelAdapter
 
 
 def random_keys(rngs: Any, adapter: ModelAdapter) -> dict[str, jax.Array]:

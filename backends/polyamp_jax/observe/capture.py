@@ -8,7 +8,7 @@ input of zeros, whose gradient is the output's cotangent.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,14 +17,14 @@ import numpy as np
 
 from polyamp.contract.casting_report import OperationCount
 from polyamp.parity.trace.observer import CaptureKind
+from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.results import LossFunction
 from polyamp.rules import step_checks
 from polyamp.rules.batches import check_has_rows
 from polyamp_jax.arrays import matmul_precision, prepare_batch
-from polyamp_jax.models.function import FunctionAdapter
-from polyamp_jax.models.submodule_path import ModulePath
+from polyamp_jax.models.module_path import ModulePath
 from polyamp_jax.observe.jax_only import tagged_program
-from polyamp_jax.observe.jax_only.output_tags import tag_module_outputs, tagging_adapter
+from polyamp_jax.observe.jax_only.output_tags import TaggingCasts, tag_module_outputs
 from polyamp_jax.observe.jax_only.tagged_calls import call_with_tags, enable_name_scopes
 from polyamp_jax.observe.op_dtypes import record_op_dtypes
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
@@ -92,7 +92,7 @@ class PassCapture:
         check_has_rows(np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf))
         params, scale = forward_backward.compute_parameters(state), forward_backward.active_loss_scale(state)
         keys = forward_backward.pass_keys(state, state.running.draws)
-        adapter, plan = tagging_adapter(state.setup.adapter), state.setup.plan
+        adapter, plan = state.setup.adapter, state.setup.plan
         recorder, interpreted = Recorder(), has_interpreted_operations(plan)
 
         def loss_of(params: Any, masters: Any) -> tuple[Any, Any]:
@@ -147,13 +147,16 @@ class PassCapture:
 
 
 class _TagEngine(PolicyEngine):
-    """Policy engine that tags the model's own output as `loss_fn` receives it."""
+    """Policy engine whose modules tag their outputs; the model's own output as `loss_fn` receives it."""
 
     def call(self, route: ModulePath, args: Any, kwargs: Any, part: Any = None) -> Any:
         own = super().call
         if route.steps:
             return own(route, args, kwargs, part)
         return call_with_tags(lambda *args, **kwargs: own(route, args, kwargs, part), args, kwargs, "")
+
+    def _make_casts(self, plan: ResolvedPolicy, dtypes: Mapping[str, str], scoped: bool) -> TaggingCasts:
+        return TaggingCasts(plan, dtypes, scoped=scoped)
 
 
 def _inputs_before_outputs(
@@ -182,7 +185,7 @@ def _trace_info(
 
 
 def _hidden_modules_reason(state: JaxState, jaxpr: Any) -> str:
-    if isinstance(state.setup.adapter, FunctionAdapter):
+    if not state.setup.adapter.module:
         return "the model is a function: what it is made of has no modules that could be seen"
     hidden = sorted(tagged_program.hidden_modules(jaxpr))
     if hidden:

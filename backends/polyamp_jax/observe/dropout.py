@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import jax
@@ -18,9 +17,8 @@ import numpy as np
 
 from polyamp.parity.trace.observer import UniformSource
 from polyamp_jax import compat
+from polyamp_jax.observe.jax_only.library_observer import loaded_observers, replace_attribute
 
-_ATTENTION: Final = ("flax.linen", "flax.linen.attention", "flax.nnx", "flax.nnx.nn.attention")
-"""Modules that define flax's attention functions."""
 _block_numbers: Final = itertools.count(1)
 
 
@@ -30,63 +28,12 @@ def disable_dropout(draws: UniformSource | None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(compat.separate_trace_cache("still" if draws is None else f"draws {next(_block_numbers)}"))
         if draws is None:
-            _replace_dropout(stack)
+            for observer in loaded_observers():
+                observer.disable_dropout(stack)
         else:
-            _replace_attribute(stack, jax.random, "bernoulli", functools.partial(_bernoulli, draws))
-            _replace_attribute(stack, jax.random, "uniform", functools.partial(_uniform, draws))
+            replace_attribute(stack, jax.random, "bernoulli", functools.partial(_bernoulli, draws))
+            replace_attribute(stack, jax.random, "uniform", functools.partial(_uniform, draws))
         yield
-
-
-def _replace_dropout(stack: contextlib.ExitStack) -> None:
-    if (linen := compat.loaded_module("flax.linen")) is not None:
-        stack.enter_context(linen.intercept_methods(_linen_interceptor))
-    if (nnx := compat.loaded_module("flax.nnx")) is not None:
-        _replace_attribute(stack, nnx.Dropout, "__call__", _identity_call)
-        _replace_attribute(
-            stack, nnx.MultiHeadAttention, "__call__", _force_deterministic(nnx.MultiHeadAttention.__call__)
-        )
-    for name in _ATTENTION:
-        for function in ("dot_product_attention", "dot_product_attention_weights"):
-            module = compat.loaded_module(name)
-            if hasattr(module, function):
-                _replace_attribute(stack, module, function, _force_deterministic(getattr(module, function)))
-    if (equinox := compat.loaded_module("equinox")) is not None:
-        _replace_attribute(stack, equinox.nn.Dropout, "__call__", _identity_call)
-    for owner, name in compat.haiku_dropout():
-        _replace_attribute(stack, owner, name, lambda rng, rate, x, *_, **__: x)
-
-
-def _replace_attribute(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until the stack closes."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    stack.callback(setattr, owner, name, before)
-
-
-def _linen_interceptor(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Set the dropout rate of a linen module to 0; the module is a copy that lives for one call."""
-    module = context.module
-    names = ("rate", "dropout_rate") if compat.is_a(module, "flax.linen", "Dropout") else ("dropout_rate",)
-    for name in names:
-        if isinstance(getattr(module, name, None), float | int):
-            object.__setattr__(module, name, 0.0)
-    return call(*args, **kwargs)
-
-
-def _identity_call(self: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-    return inputs
-
-
-def _force_deterministic(function: Callable[..., Any]) -> Callable[..., Any]:
-    names = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if "deterministic" in names and list(names).index("deterministic") < len(args):
-            return function(*args, **kwargs)  # passed by position, which flax itself never does
-        return function(*args, **{**kwargs, "deterministic": True})
-
-    return call
 
 
 def _bernoulli(draws: UniformSource, key: Any, p: Any = 0.5, shape: Any = None, **_: Any) -> Any:

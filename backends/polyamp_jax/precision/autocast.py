@@ -12,8 +12,7 @@ from polyamp.contract.casting_report import CastingReport
 from polyamp.errors import ModelError, PolicyError, UnsupportedError
 from polyamp.recipe.policy import Policy
 from polyamp_jax.arrays import cast_arguments, matmul_precision
-from polyamp_jax.models.library_detection import ACCEPTED_MODELS, is_model
-from polyamp_jax.precision.cast_mode import cast_function
+from polyamp_jax.models.library import ACCEPTED_MODELS, is_model
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
 from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.run import evaluate
@@ -98,7 +97,7 @@ def _wrap_target(target: Any, policy: Policy, *, strict: bool, recorder: Recorde
     if isinstance(target, PolicyModule):  # belongs to a step with another policy
         return target._polyamp_with_policy(policy)
     if is_policy_module(target):
-        engine_and_path(target)[0].with_policy(policy)  # raises for overrides that match nothing
+        engine_and_path(target)[0].resolve_policy(policy)  # raises for overrides that match nothing
         return NestedPolicyModule(target, policy)
     if is_model(target):
         bound: Callable[..., Any] = autocast_model(target, policy, strict=strict, recorder=recorder)
@@ -107,21 +106,23 @@ def _wrap_target(target: Any, policy: Policy, *, strict: bool, recorder: Recorde
         raise ModelError(
             f"autocast takes a function of arrays, or a model: {ACCEPTED_MODELS}. Received: {type(target).__name__}."
         )
-    plan = policy.plan()
-    if not _needs_interpreter(policy):
-        if policy.overrides:
-            raise PolicyError(
-                "in mode='cast' overrides name modules, and a plain function has none. Pass the model to "
-                f"policy.autocast, or leave the mode out. Received: overrides={dict(policy.overrides)}."
-            )
-        return cast_function(_wrap_function(target, policy), plan)
+    plan, interpreted = policy.plan(), _needs_interpreter(policy)
+    if not interpreted and policy.overrides:
+        raise PolicyError(
+            "in mode='cast' overrides name modules, and a plain function has none. Pass the model to "
+            f"policy.autocast, or leave the mode out. Received: overrides={dict(policy.overrides)}."
+        )
+    run = _wrap_function(target, policy)
 
     @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
         with matmul_precision(plan), innermost_policy_scope():
-            if not plan.root.mixes:
+            if not interpreted or not plan.root.mixes:
                 args, kwargs = cast_arguments((args, kwargs), plan.compute, float64=plan.float64)
-            out = evaluate(plan, _wrap_function(target, policy), args, kwargs, strict=strict, recorder=recorder)
+            if interpreted:
+                out = evaluate(plan, run, args, kwargs, strict=strict, recorder=recorder)
+            else:
+                out = run(*args, **kwargs)
             return cast_arguments(out, plan.output, float64=plan.float64)
 
     return call

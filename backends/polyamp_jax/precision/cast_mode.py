@@ -1,19 +1,17 @@
-"""Mode "cast": each module's dtype, parameter casts, and casts of a function's arguments and results (S3, S5)."""
+"""Mode "cast": each module's dtype and the casts of parameters (S3, S5)."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from polyamp.recipe.resolved_policy import ResolvedPolicy
-from polyamp_jax.arrays import cast_arguments, matmul_precision, named_leaves, path_name
-from polyamp_jax.models.model_parts import ModelAdapter
+from polyamp_jax.arrays import named_leaves, path_name
+from polyamp_jax.models.adapter import ModelAdapter
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
-from polyamp_jax.precision.interpreter.staging import innermost_policy_scope
 
 
 def compute_params(params: Any, adapter: ModelAdapter, plan: ResolvedPolicy) -> Any:
@@ -43,18 +41,6 @@ def module_dtypes(params: Any, adapter: ModelAdapter, plan: ResolvedPolicy) -> M
     if not plan.overridden and plan.compute == plan.param:
         return {}
     return {path: module_dtype(path, adapter, plan) for path in map(_owner_module, named_leaves(params))}
-
-
-def cast_function(function: Callable[..., Any], plan: ResolvedPolicy) -> Callable[..., Any]:
-    """Wrap a function: cast its floating array arguments to `compute` and its floating results to `output` dtype."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with matmul_precision(plan), innermost_policy_scope():
-            args, kwargs = cast_arguments((args, kwargs), plan.compute, float64=plan.float64)
-            return cast_arguments(function(*args, **kwargs), plan.output, float64=plan.float64)
-
-    return call
 
 
 def module_dtype(module: str, adapter: ModelAdapter, plan: ResolvedPolicy) -> str:

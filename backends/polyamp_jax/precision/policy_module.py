@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,13 +15,14 @@ import jax
 
 from polyamp.errors import ModelError, RecipeError
 from polyamp.recipe.policy import Policy
-from polyamp_jax import compat
 from polyamp_jax.arrays import named_leaves
 from polyamp_jax.models import attribute_access
-from polyamp_jax.models.library_detection import adapt
-from polyamp_jax.models.model_parts import module_paths
-from polyamp_jax.models.submodule_path import ROOT_PATH, ModulePath, PathStep, path_kind
+from polyamp_jax.models.adapter import module_paths
+from polyamp_jax.models.binding import binding_of, is_bound
+from polyamp_jax.models.library import adapt
+from polyamp_jax.models.module_path import ROOT_PATH, ModulePath, PathStep, path_kind
 from polyamp_jax.precision.interpreter.recorder import Recorder
+from polyamp_jax.precision.jax_only.autocast_regions import open_region
 from polyamp_jax.precision.jax_only.policy_engine import NativePolicyEngine, PolicyEngine
 
 
@@ -33,18 +35,23 @@ class PolicyModule:
     - `state` is the state of haiku and equinox models after the calls so far.
     """
 
-    __slots__ = ("__weakref__", "_polyamp_engine", "_polyamp_route")
+    __slots__ = ("__weakref__", "_polyamp_engine", "_polyamp_policy", "_polyamp_route")
 
     _polyamp_engine: PolicyEngine
     _polyamp_route: ModulePath
+    _polyamp_policy: Policy | None
+    """Another policy for this model's calls than the engine's, or None (S3)."""
 
-    def __init__(self, engine: PolicyEngine, route: ModulePath = ROOT_PATH) -> None:
+    def __init__(self, engine: PolicyEngine, route: ModulePath = ROOT_PATH, policy: Policy | None = None) -> None:
         object.__setattr__(self, "_polyamp_engine", engine)
         object.__setattr__(self, "_polyamp_route", route)
+        object.__setattr__(self, "_polyamp_policy", policy)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output, with floating leaves in the policy's output dtype."""
-        return self._polyamp_engine.call(self._polyamp_route, args, kwargs)
+        policy = self._polyamp_policy
+        with contextlib.nullcontext() if policy is None else open_region(policy):
+            return self._polyamp_engine.call(self._polyamp_route, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
@@ -100,9 +107,11 @@ class PolicyModule:
         return f"PolicyModule({self._polyamp_native_part()!r}, {self._polyamp_engine.plan.policy!r})"
 
     def _polyamp_with_policy(self, policy: Policy) -> PolicyModule:
-        """Return the same model or part under another policy (S3)."""
-        engine: Any = self._polyamp_engine.with_policy(policy)
-        return PolicyModule(engine, self._polyamp_route)
+        """Return the same model or part under another policy (S3); itself if it is under another one already."""
+        if self._polyamp_policy is not None:
+            return self
+        self._polyamp_engine.resolve_policy(policy)
+        return PolicyModule(self._polyamp_engine, self._polyamp_route, policy)
 
     def _polyamp_native_part(self) -> Any:
         """Return the native part from the engine's view."""
@@ -117,29 +126,13 @@ class PolicyModule:
         route = self._polyamp_route.to(step, kind)
         if kind == "base":
             attribute_access.refuse_base_method(owner, route)
-        part = PolicyModule(engine, route)
+        part = PolicyModule(engine, route, self._polyamp_policy)
         return part() if kind == "property" else part
-
-
-class _TransformedEngine:
-    """Engine of a bound model after `jax.tree.map` or a transformation: it has parameters but no model.
-
-    A call there could not pass on the running state and the random streams, so it raises.
-    """
-
-    def __init__(self, params: Any) -> None:
-        self.params = params
-
-    def call(self, *_: Any) -> Any:
-        """Raise `RecipeError`."""
-        raise RecipeError(attribute_access.TRANSFORMED_LOSS_ERROR)
-
-    view = call
 
 
 def _flatten_module(model: PolicyModule) -> Any:
     engine, route = model._polyamp_engine, model._polyamp_route
-    if isinstance(engine, _TransformedEngine):
+    if isinstance(engine, attribute_access.UnboundOwner):
         params = engine.params
     elif route.kind == "container":
         here = model._polyamp_native_part()
@@ -152,7 +145,7 @@ def _flatten_module(model: PolicyModule) -> Any:
 
 
 def _unflatten_module(route: ModulePath, children: Any) -> PolicyModule:
-    engine: Any = _TransformedEngine(*children)
+    engine: Any = attribute_access.UnboundOwner(*children)
     return PolicyModule(engine, route)
 
 
@@ -163,7 +156,7 @@ jax.tree_util.register_pytree_with_keys(PolicyModule, _flatten_module, _unflatte
 
 def make_policy_module(engine: PolicyEngine) -> Any:
     """Return the model for `loss_fn`: a bound nnx or equinox module, or a `PolicyModule` for other libraries."""
-    found = engine.adapter.bound(engine)
+    found = engine.adapter.bind(engine)
     return PolicyModule(engine) if found is None else found
 
 
@@ -175,20 +168,7 @@ def autocast_model(model: Any, policy: Policy, *, recorder: Recorder | None = No
 
 def is_policy_module(value: Any) -> bool:
     """Return whether a value is a model, or a part of one, under a policy."""
-    return isinstance(value, PolicyModule) or _binding_module(value) is not None
-
-
-def _binding_module(value: Any) -> Any:
-    """Return the polyamp module that bound this nnx or equinox module, or None if it is not bound."""
-    if compat.is_a(value, "flax.nnx", "Module"):
-        from polyamp_jax.models import bound_nnx
-
-        return bound_nnx if bound_nnx.is_bound(value) else None
-    if compat.is_a(value, "equinox", "Module"):
-        from polyamp_jax.models import bound_equinox
-
-        return bound_equinox if bound_equinox.is_bound(value) else None
-    return None
+    return isinstance(value, PolicyModule) or is_bound(value)
 
 
 def master_weights(model: Any) -> dict[str, Any]:
@@ -204,7 +184,6 @@ def master_weights(model: Any) -> dict[str, Any]:
             f"polyamp.parameters takes the model that loss_fn is given, and {route} is a part of it. Take the model's "
             f"and choose by their paths: if path.startswith({route.path + '/'!r})."
         )
-    engine.view()  # outside of a step, this reads the masters from the user's model
     return named_leaves(engine.parameters)
 
 
@@ -212,8 +191,8 @@ def engine_and_path(model: Any) -> tuple[Any, ModulePath]:
     """Return the engine of a bound model, or of a part of one, and its path."""
     if isinstance(model, PolicyModule):
         return model._polyamp_engine, model._polyamp_route
-    place = _binding_module(model).binding_of(model)
-    engine = place.owner()
+    binding: Any = binding_of(model)
+    engine = binding.owner()
     if not isinstance(engine, PolicyEngine):
         raise RecipeError(attribute_access.TRANSFORMED_LOSS_ERROR)
-    return engine, place.route
+    return engine, binding.route

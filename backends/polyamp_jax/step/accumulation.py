@@ -18,7 +18,7 @@ from polyamp.rules import batches, loss_weights
 from polyamp.rules.accumulation import Accumulation, is_concatenated
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp_jax.arrays import named_leaves
-from polyamp_jax.models.model_parts import RunningState
+from polyamp_jax.models.running_state import RunningState
 from polyamp_jax.step.forward_backward import (
     PassResult,
     active_loss_scale,
@@ -42,19 +42,19 @@ def loss_and_gradients(
     weight: WeightFunction | None = None,
 ) -> tuple[Any, list[Gradients]]:
     """Return the output of `loss_fn` and the unscaled gradients, for one or several states (S6, S7)."""
-    around = find_replicas(what, axis_name, batch, [state.params for state in states])
+    replicas = find_replicas(what, axis_name, batch, [state.params for state in states])
     before, params = [state.running for state in states], [compute_parameters(s) for s in states]
     weighing = LossWeighting(weight)
-    done = run_pass(loss_fn, states, params, before, batch, around, weighing)
-    if around is not None and done.counts:
-        weighing = LossWeighting(totals=around.totals(loss_weights.term_totals([done.counts])))
-        done = run_pass(loss_fn, states, params, before, batch, around, weighing)
+    done = run_pass(loss_fn, states, params, before, batch, replicas, weighing)
+    if replicas is not None and done.counts:
+        weighing = LossWeighting(totals=replicas.totals(loss_weights.term_totals([done.counts])))
+        done = run_pass(loss_fn, states, params, before, batch, replicas, weighing)
     own, values, by = done.loss, done.values, done.weight
-    apart = around is not None and bool(around.later)  # the gradients are not reduced over the replicas yet
+    apart = replicas is not None and bool(replicas.local_axes)  # the gradients are not reduced over the replicas yet
     if by is not None:
         own = own * by
         values = jax.tree.map(lambda g: multiply_by_weight(g, by), widen_parameters(values)) if apart else values
-    loss, values, running, whole = _reduce_over_replicas(around, states, own, values, done.running, by)
+    loss, values, running, whole = _reduce_over_replicas(replicas, states, own, values, done.running, by)
     if whole is not None:
         loss = loss / weight_divisor(whole)
         values = _divide(values, weight_divisor(whole)) if apart else values
@@ -69,7 +69,7 @@ def loss_and_gradients(
 
 
 def _reduce_over_replicas(
-    around: ShardMapReplicas | None,
+    replicas: ShardMapReplicas | None,
     states: Sequence[JaxState],
     loss: Any,
     values: list[Any],
@@ -80,19 +80,19 @@ def _reduce_over_replicas(
 
     All are means, except that a loss and gradients already multiplied by their weight are summed.
     """
-    if around is None:
+    if replicas is None:
         return loss, values, running, weight
-    loss, values, weight = around.reduce_gradients(loss, values, [state.params for state in states], weight)
+    loss, values, weight = replicas.reduce_gradients(loss, values, [state.params for state in states], weight)
     pairs = zip(running, states, strict=True)
-    return loss, values, [_average_running_state(around, own, state) for own, state in pairs], weight
+    return loss, values, [_average_running_state(replicas, own, state) for own, state in pairs], weight
 
 
-def _average_running_state(around: ShardMapReplicas, running: RunningState, state: JaxState) -> RunningState:
+def _average_running_state(replicas: ShardMapReplicas, running: RunningState, state: JaxState) -> RunningState:
     """Average the running statistics and the parameters that a pass wrote over the replicas."""
-    statistics, written = around.statistics(running.statistics, state.running.statistics), running.written
+    statistics, written = replicas.statistics(running.statistics, state.running.statistics), running.written
     if written is not None:
         params = named_leaves(state.params)
-        written = around.statistics(dict(written), {path: params[path] for path in written})
+        written = replicas.statistics(dict(written), {path: params[path] for path in written})
     return running._replace(statistics=statistics, written=written)
 
 
@@ -124,7 +124,7 @@ def accumulate_gradients(
     if count == 1:
         value, (gradients,) = loss_and_gradients(loss_fn, [state], batch, axis_name, "train_step", weight)
         return *(value if isinstance(value, tuple) else (value, None)), gradients
-    around = find_replicas("train_step", axis_name, batch, state.params, window=True)
+    replicas = find_replicas("train_step", axis_name, batch, state.params, window=True)
     params = compute_parameters(state)
     window, parts = batches.micro_batch_runs(
         batch,
@@ -134,14 +134,14 @@ def accumulate_gradients(
         stack=jnp.stack,
         reshape=functools.partial(_fold_rows, shards={} if shards is None else _shards_by_array(batch, shards)),
     )
-    done = _run_micro_batches(loss_fn, state, params, window, parts, around, LossWeighting(weight))
+    done = _run_micro_batches(loss_fn, state, params, window, parts, replicas, LossWeighting(weight))
     totals = None
-    if done.counts and (len(window.sizes) > 1 or around is not None):
+    if done.counts and (len(window.sizes) > 1 or replicas is not None):
         totals = loss_weights.term_totals(done.counts)
-        totals = totals if around is None else around.totals(totals)
-        done = _run_micro_batches(loss_fn, state, params, window, parts, around, LossWeighting(weight, totals=totals))
+        totals = totals if replicas is None else replicas.totals(totals)
+        done = _run_micro_batches(loss_fn, state, params, window, parts, replicas, LossWeighting(weight, totals=totals))
     loss, (mean,), (running,), whole = _reduce_over_replicas(
-        around, [state], done.loss, done.values, done.running, done.weight
+        replicas, [state], done.loss, done.values, done.running, done.weight
     )
     if whole is not None:
         loss, mean = loss / weight_divisor(whole), _divide(mean, weight_divisor(whole))
@@ -157,7 +157,7 @@ def _run_micro_batches(
     params: Any,
     window: Accumulation,
     parts: Sequence[tuple[range, Any]],
-    around: ShardMapReplicas | None,
+    replicas: ShardMapReplicas | None,
     weighing: LossWeighting,
 ) -> PassResult:
     """Run all micro-batches of a window and combine their losses and scaled gradients.
@@ -165,13 +165,13 @@ def _run_micro_batches(
     Without weights these are means weighted by rows; with weights, weighted sums. The counts of a sum of means are one
     list per micro-batch.
     """
-    own: Callable[[Any], Any] = around.own if around is not None else lambda tree: tree
+    own: Callable[[Any], Any] = replicas.mark_varying if replicas is not None else lambda tree: tree
     idle: list[Any] = []  # per run, the unused parameters: its micro-batches are one program
     still: list[Any] = []  # per run, the running statistics that it does not change
 
     def one(how: LossWeighting, carry: tuple[RunningState, Any], part: Any) -> tuple[tuple[RunningState, Any], Any]:
         running, total = carry
-        done = run_pass(loss_fn, [state], [params], [running], part, around, how)
+        done = run_pass(loss_fn, [state], [params], [running], part, replicas, how)
         check_carry(done.running[0].written, running.written)
         idle[-1:] = [jax.tree.map(lambda _, g: g is None, total, done.values[0])]
         by = done.weight
@@ -210,7 +210,7 @@ def _run_micro_batches(
         weight = sum(jnp.sum(by) for by in given)
         total = jax.tree.map(lambda t, *none: None if all(none) else t, total, *idle)
     aux = auxes[0] if len(parts) == 1 else jax.tree.map(_join_runs, *auxes)
-    if around is not None:  # unchanged statistics are the state's own arrays again and are not averaged
+    if replicas is not None:  # unchanged statistics are the state's own arrays again and are not averaged
         kept = jax.tree.map(
             lambda old, new, *alone: old if all(alone) else new, state.running.statistics, running.statistics, *still
         )

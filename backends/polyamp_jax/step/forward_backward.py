@@ -15,8 +15,8 @@ from polyamp.rules import loss_weights, step_checks
 from polyamp.rules.batches import check_has_rows
 from polyamp_jax import compat
 from polyamp_jax.arrays import XP, dtype_name, is_array, matmul_precision
-from polyamp_jax.models.model_parts import RandomKeys, RunningState
 from polyamp_jax.models.parameter_writes import conform_writes, overlay_writes
+from polyamp_jax.models.running_state import RandomKeys, RunningState
 from polyamp_jax.precision.cast_mode import compute_params
 from polyamp_jax.precision.jax_only.policy_engine import PolicyEngine
 from polyamp_jax.precision.policy_module import make_policy_module
@@ -66,7 +66,7 @@ def run_pass(
     params: Sequence[Any],
     running: Sequence[RunningState],
     batch: Any,
-    around: ShardMapReplicas | None,
+    replicas: ShardMapReplicas | None,
     weighing: LossWeighting,
 ) -> PassResult:
     """Run one forward and backward pass.
@@ -79,9 +79,9 @@ def run_pass(
     keys = [pass_keys(state, own.draws) for state, own in zip(states, running, strict=True)]
     scale = active_loss_scale(states[0])
     before, given = running, loss_weights.batch_loss_weight(weighing.function, batch)
-    several = around is not None or weighing.rows is not None
-    if around is not None:
-        keys, running = [around.keys(own) for own in keys], [around.enter_pass(own) for own in running]
+    several = replicas is not None or weighing.rows is not None
+    if replicas is not None:
+        keys, running = [replicas.keys(own) for own in keys], [replicas.enter_pass(own) for own in running]
 
     # in cast mode loss_fn may use both a parameter's cast and, by model.params, the master itself
     wrote = [item.written or {} for item in running]  # by earlier micro-batches of the window
@@ -111,8 +111,8 @@ def run_pass(
         weight = None if loss.weight is None else to_weight(loss.weight)
         if weight is not None:
             wide = jnp.where(weight > 0.0, wide, 0.0)
-        if around is not None:
-            wide, weight = around.loss(wide, weight)
+        if replicas is not None:
+            wide, weight = replicas.loss(wide, weight)
         scaled = wide if scale is None else wide * scale
         if weighing.share != 1.0 and weight is None:
             scaled = scaled * weighing.share
@@ -120,10 +120,10 @@ def run_pass(
         wide = wide.astype(jnp.float32)
         return scaled, (wide, loss.aux, [engine.running for engine in engines], weight, counts if several else [])
 
-    trees = (params, masters) if around is None else (around.own(list(params)), around.own(masters))
+    trees = (params, masters) if replicas is None else replicas.mark_varying((list(params), masters))
     values, _, (loss, aux, after, weight, counts) = take_gradients(loss_of, *trees)
-    if around is not None:
-        after = [around.leave_pass(*own) for own in zip(after, running, before, strict=True)]
+    if replicas is not None:
+        after = [replicas.leave_pass(*own) for own in zip(after, running, before, strict=True)]
     made = [jax.tree.unflatten(jax.tree.structure(own), flat) for own, flat in zip(params, values, strict=True)]
     moved = [own._replace(draws=own.draws + 1) for own in after]
     return PassResult(loss, aux, made, moved, weight, counts)

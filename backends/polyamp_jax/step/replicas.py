@@ -24,7 +24,7 @@ from polyamp.errors import ArgumentError, UnsupportedError
 from polyamp.rules.loss_weights import TermTotals
 from polyamp_jax import compat
 from polyamp_jax.arrays import is_key, path_name
-from polyamp_jax.models.model_parts import RandomKeys, RunningState
+from polyamp_jax.models.running_state import RandomKeys, RunningState
 
 AxisName = str | tuple[str, ...] | None
 """Type of the argument `axis_name=`."""
@@ -36,35 +36,36 @@ class ShardMapReplicas:
     """Replicas of the current trace.
 
     Attributes:
-        checked: whether JAX tracks how values vary over the replicas.
-        rows: axes over which the batch is divided; the replicas along them draw different random masks.
-        later: axes over which gradients stay per replica until `reduce_gradients`; over all others JAX has summed them.
+        has_check: whether JAX tracks how values vary over the replicas.
+        batch_axes: axes over which the batch is divided; the replicas along them draw different random masks.
+        local_axes: axes over which gradients stay per replica until `reduce_gradients`; over all others JAX has summed
+            them.
     """
 
-    checked: bool
-    rows: tuple[Any, ...]
-    later: tuple[Any, ...]
+    has_check: bool
+    batch_axes: tuple[Any, ...]
+    local_axes: tuple[Any, ...]
 
-    def own(self, tree: Any) -> Any:
+    def mark_varying(self, tree: Any) -> Any:
         """Mark arrays as varying per replica, so that JAX does not sum the gradients with respect to them."""
-        return jax.tree.map(self._own, tree)
+        return jax.tree.map(self._mark_leaf, tree)
 
-    def _own(self, leaf: Any) -> Any:
-        if not self.checked or is_key(leaf):
+    def _mark_leaf(self, leaf: Any) -> Any:
+        if not self.has_check or is_key(leaf):
             return leaf
-        missing = [axis for axis in self.later if axis not in compat.varying_axes(leaf)]
+        missing = [axis for axis in self.local_axes if axis not in compat.varying_axes(leaf)]
         return compat.vary_over_axes(leaf, missing) if missing else leaf
 
     def loss(self, loss: Any, weight: Any = None) -> tuple[Any, Any]:
         """Return the loss to differentiate and the summed weight of the replicas, or None (S9).
 
-        The loss is the mean over the axes on which it varies, except those of `later`. The weights are summed in the
-        same reduction.
+        The loss is the mean over the axes on which it varies, except those of `local_axes`. The weights are summed in
+        the same reduction.
         """
-        axes = compat.varying_axes(loss) - set(self.later)
+        axes = compat.varying_axes(loss) - set(self.local_axes)
         if weight is None:
-            return self._own(average_over_axes(loss, axes)), None
-        axes |= compat.varying_axes(weight) - set(self.later)
+            return self._mark_leaf(average_over_axes(loss, axes)), None
+        axes |= compat.varying_axes(weight) - set(self.local_axes)
         if axes:
             pair = [
                 compat.vary_over_axes(part, sorted(axes - compat.varying_axes(part)))
@@ -72,12 +73,12 @@ class ShardMapReplicas:
             ]
             total, weight = _LAX.psum(pair, tuple(sorted(axes)))
             loss = total / jnp.where(weight > 0.0, weight, 1.0)
-        return self._own(loss), self._own(weight)
+        return self._mark_leaf(loss), self._mark_leaf(weight)
 
     def reduce_gradients(
         self, loss: Any, gradients: Sequence[Any], params: Sequence[Any], weight: Any = None
     ) -> tuple[Any, list[Any], Any]:
-        """Reduce loss, gradients and weight over the axes of `later`, in one reduction.
+        """Reduce loss, gradients and weight over the axes of `local_axes`, in one reduction.
 
         These are means; if the loss and gradients are already multiplied by the replicas' weights, sums.
 
@@ -87,33 +88,33 @@ class ShardMapReplicas:
             params: the parameters; one that varies over an axis is a shard, whose gradient is already complete.
             weight: the weight of this replica, float32 scalar, or None.
         """
-        if not self.later:
+        if not self.local_axes:
             return loss, list(gradients), weight
-        count = math.prod(_axis_size(axis) for axis in self.later) if weight is None else 1
+        count = math.prod(_axis_size(axis) for axis in self.local_axes) if weight is None else 1
         structure: Any = jax.tree.structure(list(params))
         flat = structure.flatten_up_to(list(gradients))
         varied = [compat.varying_axes(leaf) for leaf in jax.tree.leaves(list(params))]
-        over = frozenset(self.later)
+        over = frozenset(self.local_axes)
         shares = [_widen_leaf(loss) / count, weight, *(None if g is None else _widen_leaf(g) / count for g in flat)]
         summed = _sum_over_axes(shares, [over, over, *(over - own for own in varied)])
         return summed[0], list(jax.tree.unflatten(structure, summed[2:])), summed[1]
 
     def totals(self, totals: TermTotals) -> TermTotals:
         """Return the totals of all replicas from those of this replica."""
-        count = math.prod(_axis_size(axis) for axis in self.rows)
-        axes = tuple(self.rows)
+        count = math.prod(_axis_size(axis) for axis in self.batch_axes)
+        axes = tuple(self.batch_axes)
         own = [jnp.asarray(c, jnp.float32) for c in totals.counts]
-        if self.checked:
+        if self.has_check:
             own = [compat.vary_over_axes(c, [axis for axis in axes if axis not in compat.varying_axes(c)]) for c in own]
         return TermTotals(_LAX.psum(own, axes) if axes else own, totals.parts * count)
 
     def keys(self, keys: RandomKeys) -> RandomKeys:
         """Return random keys with the index of the replica folded in."""
-        return keys if not self.rows else {name: self._key(key) for name, key in keys.items()}
+        return keys if not self.batch_axes else {name: self._key(key) for name, key in keys.items()}
 
     def enter_pass(self, running: RunningState) -> RunningState:
         """Return the running state for a pass, with the model's own random streams specific to this replica."""
-        if not self.rows:
+        if not self.batch_axes:
             return running
         return running._replace(streams=jax.tree.map(lambda x: self._key(x) if is_key(x) else x, running.streams))
 
@@ -123,7 +124,7 @@ class ShardMapReplicas:
         Raises:
             UnsupportedError: the pass replaced the key of a stream.
         """
-        if not self.rows:
+        if not self.batch_axes:
             return after
 
         def one(new: Any, own: Any, old: Any) -> Any:
@@ -163,12 +164,12 @@ class ShardMapReplicas:
         """Return the axes over which an array has come to differ between replicas."""
         if after is before or is_key(after):
             return frozenset()
-        if self.checked:
+        if self.has_check:
             return compat.varying_axes(after) - compat.varying_axes(before)
-        return frozenset(self.later)
+        return frozenset(self.local_axes)
 
     def _key(self, key: Any) -> Any:
-        return jax.random.fold_in(key, jax.lax.axis_index(self.rows))
+        return jax.random.fold_in(key, jax.lax.axis_index(self.batch_axes))
 
 
 def find_replicas(
@@ -208,8 +209,8 @@ def find_replicas(
             )
         return ShardMapReplicas(False, named, named)
     rows = _varying_axis_names(batch)
-    later = _sort_axes(mapped, {*rows, *_varying_axis_names(params)}) if window else ()
-    return ShardMapReplicas(True, _sort_axes(mapped, rows), later)
+    local_axes = _sort_axes(mapped, {*rows, *_varying_axis_names(params)}) if window else ()
+    return ShardMapReplicas(True, _sort_axes(mapped, rows), local_axes)
 
 
 def check_axis_name(axis_name: Any) -> None:

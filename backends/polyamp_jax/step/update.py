@@ -16,8 +16,8 @@ from polyamp.results import Gradients, StepResult
 from polyamp.rules import clip
 from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision, decide
 from polyamp_jax.arrays import XP, select_if_finite
-from polyamp_jax.models.model_parts import RunningState
 from polyamp_jax.models.parameter_writes import overlay_writes
+from polyamp_jax.models.running_state import RunningState
 from polyamp_jax.step.grad_stats import fit_gradients, sharded_norm_and_finite
 from polyamp_jax.step.jax_only.optax_extra_arguments import OptaxExtraArguments
 from polyamp_jax.step.optimizers import leaves_like, update_parameters

@@ -1,1 +1,1 @@
-"""JAX-specific parts of `observe`: output tags, named gradients and inference mode."""
+"""JAX-specific parts of `observe`: output tags and named gradients."""

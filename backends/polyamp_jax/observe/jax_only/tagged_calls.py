@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -12,8 +11,6 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from polyamp_jax import compat
-from polyamp_jax.models.call_hook import NATIVE_CLASS_ATTRIBUTE, native_class
 from polyamp_jax.precision.interpreter.tags import tag
 
 _call_numbers: Final = itertools.count(1)
@@ -73,22 +70,3 @@ def _tag_output(output: Any, path: str, number: int) -> Any:
         name = next((name for name, item in output.items() if isinstance(item, jax.Array)), None)
         return {key: tag(item, path, number) if key == name else item for key, item in output.items()}
     return output
-
-
-@functools.lru_cache(maxsize=4096)
-def tagging_class(kind: Any, path: str) -> type:
-    """Return a subclass whose calls are tagged. Cached per class and path: JAX never frees registered classes."""
-
-    @functools.wraps(kind.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cell = f"{path}/cell" if compat.is_a(self, "flax.nnx", "RNN") else None
-        return call_with_tags(functools.partial(kind.__call__, self), args, kwargs, path, cell=cell)
-
-    names = {
-        "__call__": call,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        NATIVE_CLASS_ATTRIBUTE: native_class(kind),
-    }
-    made: type = type(kind)(kind.__name__, (kind,), names)
-    return made

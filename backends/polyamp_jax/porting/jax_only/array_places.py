@@ -27,40 +27,40 @@ class ArrayPlace:
 
     Attributes:
         number: number of the leaf, in the order of `jax.tree.leaves`.
-        held: the leaf: an array, a `jax.ShapeDtypeStruct`, or another value in a module (a function, a rate).
+        leaf: the leaf: an array, a `jax.ShapeDtypeStruct`, or another value in a module (a function, a rate).
         index: index of the slice along the first axes; empty for the whole leaf.
     """
 
     number: int
-    held: Any
+    leaf: Any
     index: tuple[int, ...] = ()
 
     @property
     def is_array(self) -> bool:
         """Whether the leaf is an array or the shape of one."""
-        return isinstance(self.held, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+        return isinstance(self.leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
     @property
     def is_weight(self) -> bool:
         """Whether the leaf is an array of floating or complex numbers, so no counter or random key."""
-        return self.is_array and bool(jnp.issubdtype(self.held.dtype, jnp.inexact))
+        return self.is_array and bool(jnp.issubdtype(self.leaf.dtype, jnp.inexact))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the leaf or slice."""
-        return tuple(self.held.shape[len(self.index) :])
+        return tuple(self.leaf.shape[len(self.index) :])
 
     @property
     def value(self) -> Any:
         """The leaf, for a module that is inspected; for a slice only its shape."""
-        return _shape_struct(self.shape, self.held.dtype) if self.index else self.held
+        return _shape_struct(self.shape, self.leaf.dtype) if self.index else self.leaf
 
     @property
     def array(self) -> Any:
         """The array or slice; a `jax.ShapeDtypeStruct` if the leaf is one."""
         if not self.index:
-            return self.held
-        return self.value if isinstance(self.held, jax.ShapeDtypeStruct) else self.held[self.index]
+            return self.leaf
+        return self.value if isinstance(self.leaf, jax.ShapeDtypeStruct) else self.leaf[self.index]
 
     def slice_at(self, number: int) -> ArrayPlace:
         """Return the place of one slice along the first remaining axis."""
@@ -75,8 +75,8 @@ class Weight:
         place: its place in the model.
         trainable: False for running statistics.
         read: returns its value if that differs from the leaf, as for a bias-corrected moving average.
-        same: leaves that get the same value; haiku's moving averages store it twice.
-        settled: number of another leaf -> the value that it gets, such as a counter.
+        copies: leaves that get the same value; haiku's moving averages store it twice.
+        counters: number of another leaf -> the value that it gets, such as a counter.
         tied: name of the weight that it is tied to; None for an independent one.
         origin: place of that weight; `place` then only has the shape here.
     """
@@ -84,26 +84,26 @@ class Weight:
     place: ArrayPlace
     trainable: bool = True
     read: Callable[[], Any] | None = None
-    same: tuple[int, ...] = ()
-    settled: Mapping[int, int | bool] = dataclasses.field(default_factory=dict)
+    copies: tuple[int, ...] = ()
+    counters: Mapping[int, int | bool] = dataclasses.field(default_factory=dict)
     tied: str | None = None
     origin: ArrayPlace | None = None
 
     @property
     def array(self) -> Any:
         """Its value; a `jax.ShapeDtypeStruct` if there is none."""
-        if self.read is None or isinstance((self.origin or self.place).held, jax.ShapeDtypeStruct):
+        if self.read is None or isinstance((self.origin or self.place).leaf, jax.ShapeDtypeStruct):
             return self.place.array
         return self.read()
 
     def lazy(self, name: str) -> Lazy:
         """Return its value as a lazy array."""
-        held = to_lazy(name, self.place.held)
-        if isinstance((self.origin or self.place).held, jax.ShapeDtypeStruct):
-            return Lazy(self.place.shape, held.dtype, held.read)
+        leaf = to_lazy(name, self.place.leaf)
+        if isinstance((self.origin or self.place).leaf, jax.ShapeDtypeStruct):
+            return Lazy(self.place.shape, leaf.dtype, leaf.read)
         if self.read is not None:
-            return Lazy(self.place.shape, held.dtype, lambda: np.asarray(self.array, held.dtype))
-        return Lazy(self.place.shape, held.dtype, lambda: held.read()[self.place.index]) if self.place.index else held
+            return Lazy(self.place.shape, leaf.dtype, lambda: np.asarray(self.array, leaf.dtype))
+        return Lazy(self.place.shape, leaf.dtype, lambda: leaf.read()[self.place.index]) if self.place.index else leaf
 
 
 def number_leaves(tree: Any) -> Any:
@@ -122,36 +122,36 @@ def replace_leaves(tree: Any, weights: Mapping[str, Weight], values: Mapping[str
     """
     leaves, structure = jax.tree.flatten(tree)
     parts: dict[int, dict[tuple[int, ...], Any]] = {}
-    settled: dict[int, int | bool] = {}
+    counters: dict[int, int | bool] = {}
     for name, value in values.items():
         weight = weights[name]
-        settled.update(weight.settled)
-        for number in (weight.place.number, *weight.same):
+        counters.update(weight.counters)
+        for number in (weight.place.number, *weight.copies):
             parts.setdefault(number, {})[weight.place.index] = value
     for number, by_index in parts.items():
         leaves[number] = by_index[()] if () in by_index else _stack_slices(leaves[number], by_index)
-    for number, value in settled.items():
-        held = leaves[number]
-        leaves[number] = _array_like(held, np.full(held.shape, value, held.dtype))
+    for number, value in counters.items():
+        leaf = leaves[number]
+        leaves[number] = _array_like(leaf, np.full(leaf.shape, value, leaf.dtype))
     return jax.tree.unflatten(structure, leaves)
 
 
-def _stack_slices(held: Any, parts: Mapping[tuple[int, ...], Any]) -> Any:
+def _stack_slices(leaf: Any, parts: Mapping[tuple[int, ...], Any]) -> Any:
     """Return a leaf with some slices replaced; the others are unchanged."""
-    lead = held.shape[: len(next(iter(parts)))]
-    rows = [parts[index] if index in parts else held[index] for index in np.ndindex(*lead)]
+    lead = leaf.shape[: len(next(iter(parts)))]
+    rows = [parts[index] if index in parts else leaf[index] for index in np.ndindex(*lead)]
     if any(isinstance(row, jax.core.Tracer) for row in rows):
-        return jnp.stack(rows).reshape(held.shape)
-    made = np.empty(held.shape, rows[0].dtype)
+        return jnp.stack(rows).reshape(leaf.shape)
+    made = np.empty(leaf.shape, rows[0].dtype)
     for index, row in zip(np.ndindex(*lead), rows, strict=True):
         made[index] = row
-    return _array_like(held, made)
+    return _array_like(leaf, made)
 
 
-def _array_like(held: Any, values: Any) -> Any:
-    if isinstance(held, np.ndarray):
+def _array_like(leaf: Any, values: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
         return values
-    sharding = held.sharding if getattr(held, "committed", True) else None
+    sharding = leaf.sharding if getattr(leaf, "committed", True) else None
     return jax.device_put(values, sharding if isinstance(sharding, jax.sharding.Sharding) else None)
 
 

@@ -48,20 +48,20 @@ def set_inference_arguments(
     return bound.args, bound.kwargs
 
 
-def set_inference_settings(module: Any, names: Mapping[str, Any]) -> None:
-    """Set a module's settings for inference and float32, in place.
+def set_inference_flags(module: Any, settings: Mapping[str, Any]) -> None:
+    """Set a module's flags for inference, in place.
 
     Args:
         module: the module, a copy that exists for one call.
-        names: its settings.
+        settings: its settings by name.
     """
-    for name, value in names.items():
+    for name, value in list(settings.items()):
         if name in INFERENCE_FLAGS and isinstance(value, bool):
             object.__setattr__(module, name, INFERENCE_FLAGS[name])
-        if (
-            name == "dtype"
-            and value is not None
-            and jnp.issubdtype(value, jnp.floating)
-            and jnp.dtype(value).itemsize < 4
-        ):
-            object.__setattr__(module, name, jnp.float32)
+
+
+def set_float32(module: Any, settings: Mapping[str, Any]) -> None:
+    """Set a module's `dtype` to float32 if it has fewer bits, in place."""
+    dtype = settings.get("dtype")
+    if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
+        object.__setattr__(module, "dtype", jnp.float32)

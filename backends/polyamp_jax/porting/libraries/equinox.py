@@ -1,46 +1,52 @@
-"""`Library` (see `library`) for equinox models, based on `equinox_walk` and `equinox_layers`."""
+"""`PortingLibrary` for equinox models, based on `equinox_walk` and `equinox_layers`."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from polyamp.errors import ModelError, PortError, describe_value
+from polyamp.errors import PortError
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form, same
 from polyamp.porting.layouts.registration import qualified_name, registered_form
 from polyamp_jax import compat
-from polyamp_jax.models.equinox import walk_modules
+from polyamp_jax.models.call_hook import hook_calls
+from polyamp_jax.models.libraries.equinox import split_model, walk_modules
 from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.libraries.equinox_layers import attribute_lines, find_layer_spec
 from polyamp_jax.porting.libraries.equinox_walk import EquinoxLayer, EquinoxWalk
 from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
 
-_CLASS_CACHE_SIZE: Final = 4096
-"""Maximum number of cached subclasses of modules. JAX never releases a class that it has seen."""
-
 
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
     """Return the layers of a module, or of `(module, eqx.nn.State)`, with every array; the batch is not needed."""
-    walk = EquinoxWalk(_check_model(model))
-    return Inventory([_native_layer(part) for part in walk.parts], "equinox", left=walk.left)
+    walk = _walk(model)
+    return Inventory([_native_layer(part) for part in walk.parts], "equinox", left=walk.other_arrays)
 
 
 def arrays(model: Any) -> Mapping[str, Any]:
     """Return name of a leaf -> its array."""
-    return {name: weight.array for name, weight in EquinoxWalk(_check_model(model)).weights().items()}
+    return {name: weight.array for name, weight in _walk(model).weights().items()}
 
 
 def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
     """Return a new model with other arrays in the leaves of these names."""
-    return array_places.replace_leaves(model, EquinoxWalk(_check_model(model)).weights(), arrays)
+    return array_places.replace_leaves(model, _walk(model).weights(), arrays)
+
+
+def inference_model(model: Any, stack: contextlib.ExitStack) -> Any:
+    """Return a copy of the model in inference mode; see `PortingLibrary.inference_model`."""
+    if isinstance(model, tuple):
+        return eqx.nn.inference_mode(model[0]), *model[1:]
+    return eqx.nn.inference_mode(model)
 
 
 def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
@@ -48,8 +54,9 @@ def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
 
     A module that cannot be called with one sample, because it maps its batch itself, gets the whole batch.
     """
+    with contextlib.ExitStack() as stack:
+        model = inference_model(model, stack)
     module, state = model if isinstance(model, tuple) else (model, None)
-    module = eqx.nn.inference_mode(module)
     drawn = _has_required_key(module)
 
     def one(module: Any, args: Any, kwargs: Any, key: Any) -> Any:
@@ -71,14 +78,9 @@ def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
     return jax.vmap(sample)(*inputs, jax.random.split(key, size), jnp.arange(size))
 
 
-def _check_model(model: Any) -> Any:
-    module, state = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
-    if not isinstance(module, eqx.Module) or (state is not None and not isinstance(state, eqx.nn.State)):
-        raise ModelError(
-            "pass an equinox model as the module, or as (module, state) with the eqx.nn.State that "
-            f"eqx.nn.make_with_state(...) returned. Received: {describe_value(model)}."
-        )
-    return model
+def _walk(model: Any) -> EquinoxWalk:
+    split_model(model)  # raises if it is no equinox model
+    return EquinoxWalk(model)
 
 
 def _native_layer(part: EquinoxLayer) -> NativeLayer:
@@ -88,18 +90,18 @@ def _native_layer(part: EquinoxLayer) -> NativeLayer:
     }
     if part.layer is None:
         return NativeLayer(part.path, leaves, part.forms or (Form("parameter", same("value")),))
-    form, row, said = registered_form(part.layer), find_layer_spec(part.layer), {}
+    form, row, lines = registered_form(part.layer), find_layer_spec(part.layer), {}
     if form is None and row is not None:
         form = row.form(part.layer)
-        form = Form(form.kind, form.rules, {**form.attributes, **part.said})
-        said = attribute_lines(part.layer, part.path, row)
+        form = Form(form.kind, form.rules, {**form.attributes, **part.attributes})
+        lines = attribute_lines(part.layer, part.path, row)
     if form is None:
         raise AssertionError(f"{part.path!r} is no layer")
     module = f"eqx.nn.{type(part.layer).__name__}"
     if not type(part.layer).__module__.startswith("equinox."):
         module = qualified_name(type(part.layer))
     _check_names(form, leaves, part, module)
-    return NativeLayer(part.path, leaves, (form,), module, said)
+    return NativeLayer(part.path, leaves, (form,), module, lines)
 
 
 def _check_names(form: Form, leaves: Iterable[str], part: EquinoxLayer, module: str) -> None:
@@ -151,9 +153,8 @@ class _OutputRecorder:
         leaves, structure = jax.tree.flatten(module)
         self.module = jax.tree.unflatten(structure, leaves)
         for path, node in walk_modules(self.module):
-            kind: Any = type(node)
-            if path and callable(node):
-                object.__setattr__(node, "__class__", _recording_subclass(kind, path))
+            if path:
+                hook_calls(node, _record_call, path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         token = _active_recorder.set(self)
@@ -187,17 +188,10 @@ class _OutputRecorder:
 _active_recorder: ContextVar[_OutputRecorder | None] = ContextVar("polyamp_watching", default=None)
 
 
-@functools.lru_cache(maxsize=_CLASS_CACHE_SIZE)
-def _recording_subclass(kind: Any, path: str) -> type:
-    @functools.wraps(kind.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = kind.__call__(self, *args, **kwargs)
-        with_state = isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], eqx.nn.State)
-        watching = _active_recorder.get()
-        if watching is not None:
-            watching.report(path, output[0] if with_state else output, watching.sample)
-        return output
-
-    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    made: type = type(kind)(kind.__name__, (kind,), names)
-    return made
+def _record_call(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, path: str) -> Any:
+    output = call(*args, **kwargs)
+    with_state = isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], eqx.nn.State)
+    recorder = _active_recorder.get()
+    if recorder is not None:
+        recorder.report(path, output[0] if with_state else output, recorder.sample)
+    return output

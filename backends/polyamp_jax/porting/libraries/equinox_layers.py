@@ -146,8 +146,8 @@ def _embedding(layer: Any) -> Form:
 def _norm(kind: str, **attributes: Callable[[Any], Any]) -> Callable[[Any], Form]:
     def form(layer: Any) -> Form:
         rules = [Rule((name,), (role,)) for name, role in _SCALE_AND_BIAS if getattr(layer, name) is not None]
-        said = {name: read(layer) for name, read in attributes.items()}
-        return Form(kind, tuple(rules), {"epsilon": layer.eps, **said})
+        values = {name: read(layer) for name, read in attributes.items()}
+        return Form(kind, tuple(rules), {"epsilon": layer.eps, **values})
 
     return form
 
@@ -188,18 +188,18 @@ def _attention(layer: Any) -> Form:
         (layer.key_proj, "key_proj", "key_kernel", "key_bias", layer.key_size, layer.qk_size),
         (layer.value_proj, "value_proj", "value_kernel", "value_bias", layer.value_size, layer.vo_size),
     ):
-        apart = Reshape((inputs, heads * size), (inputs, heads, size))
-        rules.append(Rule((f"{name}/weight",), (kernel,), (Transpose((1, 0)), apart)))
+        split = Reshape((inputs, heads * size), (inputs, heads, size))
+        rules.append(Rule((f"{name}/weight",), (kernel,), (Transpose((1, 0)), split)))
         if linear.bias is not None:
             rules.append(Rule((f"{name}/bias",), (bias,), (Reshape((heads * size,), (heads, size)),)))
     size, features = layer.vo_size, layer.output_size
-    apart = Reshape((heads * size, features), (heads, size, features))
-    rules.append(Rule(("output_proj/weight",), ("output_kernel",), (Transpose((1, 0)), apart)))
+    split = Reshape((heads * size, features), (heads, size, features))
+    rules.append(Rule(("output_proj/weight",), ("output_kernel",), (Transpose((1, 0)), split)))
     if layer.output_proj.bias is not None:
         rules.append(Rule(("output_proj/bias",), ("output_bias",)))
     rate = layer.dropout.p
-    said = {"scale": default_attention_scale(layer.qk_size), "mask": "keep"}
-    return Form("attention", tuple(rules), {**said, **({} if _is_array(rate) else {"dropout": float(rate)})})
+    attributes = {"scale": default_attention_scale(layer.qk_size), "mask": "keep"}
+    return Form("attention", tuple(rules), {**attributes, **({} if _is_array(rate) else {"dropout": float(rate)})})
 
 
 def _prelu(layer: Any) -> Form:
@@ -215,20 +215,20 @@ def _dropout(layer: Any) -> Form:
 
 
 def _pool(layer: Any) -> Form:
-    said: dict[str, Any] = {"window": list(layer.kernel_size), "strides": list(layer.stride)}
+    attributes: dict[str, Any] = {"window": list(layer.kernel_size), "strides": list(layer.stride)}
     if not layer.use_ceil:
-        said["padding"] = [list(pair) for pair in layer.padding] if any(map(any, layer.padding)) else "valid"
+        attributes["padding"] = [list(pair) for pair in layer.padding] if any(map(any, layer.padding)) else "valid"
     if layer.operation is lax.max:
-        said["operation"] = "max"
+        attributes["operation"] = "max"
     elif isinstance(layer, nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d):
-        said |= {"operation": "average", "counts_padding": True}
-    return Form("pooling", (), said)
+        attributes |= {"operation": "average", "counts_padding": True}
+    return Form("pooling", (), attributes)
 
 
 def _adaptive_pool(layer: Any) -> Form:
     names = {jnp.mean: "average", jnp.max: "max"}
-    said: dict[str, Any] = {"operation": names[layer.operation]} if layer.operation in names else {}
-    return Form("pooling", (), {**said, **({"window": []} if math.prod(layer.target_shape) == 1 else {})})
+    attributes: dict[str, Any] = {"operation": names[layer.operation]} if layer.operation in names else {}
+    return Form("pooling", (), {**attributes, **({"window": []} if math.prod(layer.target_shape) == 1 else {})})
 
 
 def _lambda(layer: Any) -> Form:

@@ -19,7 +19,7 @@ from polyamp.errors import ModelError, PortError
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.registration import registered_form
 from polyamp_jax import compat
-from polyamp_jax.arrays import path_name
+from polyamp_jax.arrays import join_path, path_name
 from polyamp_jax.porting.jax_only.array_places import LARGE_COUNT, ArrayPlace, Weight, number_leaves
 from polyamp_jax.porting.layers import activation_probe
 from polyamp_jax.porting.libraries.equinox_layers import find_layer_spec
@@ -39,14 +39,14 @@ class EquinoxLayer:
         path: path of the module or parameter.
         layer: the module; a slice of a stack has shapes in place of arrays. None for a parameter.
         weights: its arrays by their names in the layer; "value" for a parameter.
-        said: attributes set by the enclosing module.
+        attributes: attributes set by the enclosing module.
         forms: possible forms, for a custom class whose arrays are named as those of a layer.
     """
 
     path: str
     layer: Any
     weights: Mapping[str, Weight]
-    said: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     forms: tuple[Form, ...] = ()
 
     def name(self, local: str) -> str:
@@ -62,12 +62,12 @@ class EquinoxWalk:
 
     Attributes:
         parts: the layers and parameters.
-        left: name of an array that is no weight -> why.
+        other_arrays: name of an array that is no weight -> why.
     """
 
     def __init__(self, model: Any) -> None:
         self.parts: list[EquinoxLayer] = []
-        self.left: dict[str, str] = {}
+        self.other_arrays: dict[str, str] = {}
         tree = number_leaves(model)
         module, state = tree if isinstance(model, tuple) else (tree, None)
         self._state: Any = state
@@ -82,7 +82,7 @@ class EquinoxWalk:
             if weight.tied is None
         }
 
-    def _visit(self, node: Any, path: str, said: Mapping[str, Any]) -> None:
+    def _visit(self, node: Any, path: str, attributes: Mapping[str, Any]) -> None:
         if isinstance(node, ArrayPlace | _SharedArray):
             self._leaf(node, path)
         elif isinstance(node, nn.StateIndex):
@@ -95,10 +95,10 @@ class EquinoxWalk:
             )
         elif (length := _stack_size(node)) is not None and not _has_inner_stack(node):
             for number in range(length):
-                self._visit(_slice_places(node, number), join_path(path, str(number)), said)
+                self._visit(_slice_places(node, number), join_path(path, str(number)), attributes)
         elif isinstance(node, nn.Shared):
             for name, child in named_children(_expand_shared(node, path)):
-                self._visit(child, join_path(path, join_path("pytree", name)), said)
+                self._visit(child, join_path(path, join_path("pytree", name)), attributes)
         elif isinstance(node, nn.MLP):
             self._mlp(node, path)
         elif not self._is_layer(node):
@@ -109,13 +109,13 @@ class EquinoxWalk:
                 if isinstance(place, _SharedArray) or place.is_weight:
                     weights[name] = _make_weight(place)
                 elif place.is_array:
-                    self.left[join_path(path, name)] = "no floating numbers"
+                    self.other_arrays[join_path(path, name)] = "no floating numbers"
             if isinstance(node, nn.BatchNorm):
                 weights |= self._statistics(node, path)
             if isinstance(node, nn.Dropout) and weights:
-                self.left |= {join_path(path, name): "the rate of a dropout" for name in weights}
+                self.other_arrays |= {join_path(path, name): "the rate of a dropout" for name in weights}
                 weights = {}
-            self.parts.append(EquinoxLayer(path, _with_values(node), weights, said))
+            self.parts.append(EquinoxLayer(path, _with_values(node), weights, attributes))
 
     def _is_layer(self, node: Any) -> bool:
         if isinstance(node, nn.Lambda) and _has_weights(node):
@@ -149,7 +149,7 @@ class EquinoxWalk:
         elif place.is_weight:
             self.parts.append(EquinoxLayer(path, None, {"value": Weight(place)}))
         elif place.is_array:
-            self.left[path] = "no floating numbers"
+            self.other_arrays[path] = "no floating numbers"
 
     def _mlp(self, node: Any, path: str) -> None:
         layers = node.layers
@@ -160,8 +160,8 @@ class EquinoxWalk:
         inner = {} if learnt else activation_probe.activation_attributes(_with_values(node.activation))
         final = {} if learnt_last else activation_probe.activation_attributes(_with_values(node.final_activation))
         for number, layer in enumerate(layers):
-            said = final if number == len(layers) - 1 else inner
-            self._visit(layer, join_path(path, f"layers/{number}"), said)
+            attributes = final if number == len(layers) - 1 else inner
+            self._visit(layer, join_path(path, f"layers/{number}"), attributes)
         if learnt:
             for number in range(node.depth):
                 self._visit(_slice_places(node.activation, number), join_path(path, f"activation/{number}"), {})
@@ -186,29 +186,29 @@ class EquinoxWalk:
             if place.is_weight:
                 self.parts.append(EquinoxLayer(name, None, {"value": Weight(place, trainable=False)}))
             else:
-                self.left[name] = "no floating numbers"
+                self.other_arrays[name] = "no floating numbers"
 
     def _statistics(self, node: Any, path: str) -> dict[str, Weight]:
         if node.mode == "ema":
             mean, variance = self._at(node.ema_state_index, path)
             first = self._at(node.ema_first_time_index, path)
-            self.left[join_path(path, "ema_first_time")] = (
+            self.other_arrays[join_path(path, "ema_first_time")] = (
                 "tells whether there are statistics; a port says that there are"
             )
             return {
-                name: Weight(place, trainable=False, settled={first.number: False})
+                name: Weight(place, trainable=False, counters={first.number: False})
                 for name, place in (("mean", mean), ("variance", variance))
             }
         hidden = self._at(node.batch_state_index, path)
         counter = self._at(node.batch_counter, path)
-        self.left[join_path(path, "batch_counter")] = COUNTER_REASON
+        self.other_arrays[join_path(path, "batch_counter")] = COUNTER_REASON
 
         def average(place: ArrayPlace) -> Any:
-            count = counter.held
-            return place.held / jnp.where(count == 0, 1, 1 - node.momentum**count)
+            count = counter.leaf
+            return place.leaf / jnp.where(count == 0, 1, 1 - node.momentum**count)
 
         return {
-            name: Weight(place, False, functools.partial(average, place), settled={counter.number: LARGE_COUNT})
+            name: Weight(place, False, functools.partial(average, place), counters={counter.number: LARGE_COUNT})
             for name, place in zip(("mean", "variance"), hidden, strict=True)
         }
 
@@ -244,11 +244,6 @@ def _rename_native(form: Form, names: Mapping[str, str]) -> Form:
     """Return a form with other names of the native arrays."""
     rules = (dataclasses.replace(rule, native=tuple(names[name] for name in rule.native)) for rule in form.rules)
     return dataclasses.replace(form, rules=tuple(rules))
-
-
-def join_path(path: str, name: str) -> str:
-    """Return a path with a name appended."""
-    return f"{path}/{name}" if path and name else path or name
 
 
 def named_children(node: Any) -> Iterator[tuple[str, Any]]:
@@ -334,10 +329,10 @@ def _expand_shared(node: Any, path: str) -> Any:
     def shared(arrays: list[Any]) -> Any:
         given = iter(arrays)
         leaves = [next(given) if place.is_array else place.value for place in jax.tree.leaves(node.pytree)]
-        return eqx.filter(node.get.held(jax.tree.unflatten(structure, leaves)), _is_array)
+        return eqx.filter(node.get.leaf(jax.tree.unflatten(structure, leaves)), _is_array)
 
     struct: Any = jax.ShapeDtypeStruct  # JAX does not annotate it
-    shapes = [struct(place.shape, place.held.dtype) for place in places]
+    shapes = [struct(place.shape, place.leaf.dtype) for place in places]
     program, made = jax.make_jaxpr(shared, return_shape=True)(shapes)
     sources = compat.output_sources(program)
     outputs, inner = jax.tree.flatten(made)
@@ -353,7 +348,7 @@ def _expand_shared(node: Any, path: str) -> Any:
             return jax.tree.leaves(shared([each.array for each in places]))[number]
 
         found.append(_SharedArray(place, names[place.number], output, read))
-    return eqx.tree_at(node.where.held, node.pytree, jax.tree.unflatten(inner, found))
+    return eqx.tree_at(node.where.leaf, node.pytree, jax.tree.unflatten(inner, found))
 
 
 def _is_array(value: Any) -> bool:

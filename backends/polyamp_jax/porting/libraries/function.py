@@ -1,4 +1,4 @@
-"""`Library` for plain functions, `(apply_fn, params)`, with any pytree of arrays.
+"""`PortingLibrary` for plain functions, `(apply_fn, params)`, with any pytree of arrays.
 
 Layers are recognised only by names and shapes (`function_names`): `{"w": ..., "b": ...}`, a tuple of a kernel and a
 bias as in JAX's own examples, or `w1` with `b1`. There are no modules, so a batch adds no information.
@@ -6,6 +6,8 @@ bias as in JAX's own examples, or `w1` with `b1`. There are no modules, so a bat
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -14,7 +16,7 @@ import jax
 
 from polyamp.errors import ModelError, describe_value
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
-from polyamp_jax.arrays import named_leaves, path_name
+from polyamp_jax.arrays import join_path, named_leaves, path_name
 from polyamp_jax.porting.jax_only import array_places
 from polyamp_jax.porting.jax_only.array_places import ArrayPlace, Weight
 from polyamp_jax.porting.jax_only.inference_flags import set_inference_arguments
@@ -26,7 +28,7 @@ _KEYS: Final = ("key", "rng")
 
 
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
-    """Return the layers; see `Library.inventory`."""
+    """Return the layers; see `PortingLibrary.inventory`."""
     _, params = _split_model(model)
     left: dict[str, str] = {}
     layers = list(_walk_layers(array_places.number_leaves(params), "", left))
@@ -34,25 +36,37 @@ def inventory(model: Any, batch: CallInputs | None) -> Inventory:
 
 
 def arrays(model: Any) -> Mapping[str, Any]:
-    """Return the arrays by name; see `Library.arrays`."""
+    """Return the arrays by name; see `PortingLibrary.arrays`."""
     return {name: weight.array for name, weight in _named_weights(_split_model(model)[1]).items()}
 
 
 def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
-    """Return a new model with other arrays; see `Library.replace_arrays`."""
+    """Return a new model with other arrays; see `PortingLibrary.replace_arrays`."""
     apply, params = _split_model(model)
     return apply, array_places.replace_leaves(params, _named_weights(params), arrays)
 
 
+def inference_model(model: Any, stack: contextlib.ExitStack) -> Any:
+    """Return the function in inference mode, with its parameters; see `PortingLibrary.inference_model`."""
+    apply, params = model
+
+    @functools.wraps(apply)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = set_inference_arguments(apply, args, kwargs, add=True)
+        bound = inspect.signature(apply).bind_partial(*args, **kwargs).arguments
+        for name, parameter in inspect.signature(apply).parameters.items():
+            if name in _KEYS and name not in bound and parameter.default is parameter.empty:
+                kwargs[name] = jax.random.key(0)
+        return apply(*args, **kwargs)
+
+    return call, params
+
+
 def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
-    """Return the outputs on a batch; see `Library.run`."""
-    apply, params = _split_model(model)
-    args, kwargs = set_inference_arguments(apply, (params, *batch.args), batch.kwargs, add=True)
-    bound = inspect.signature(apply).bind_partial(*args, **kwargs).arguments
-    for name, parameter in inspect.signature(apply).parameters.items():
-        if name in _KEYS and name not in bound and parameter.default is parameter.empty:
-            kwargs[name] = jax.random.key(0)
-    return apply(*args, **kwargs)
+    """Return the outputs on a batch; see `PortingLibrary.run`."""
+    with contextlib.ExitStack() as stack:
+        apply, params = inference_model(_split_model(model), stack)
+    return apply(params, *batch.args, **batch.kwargs)
 
 
 def _split_model(model: Any) -> tuple[Any, Any]:
@@ -83,7 +97,7 @@ def _walk_layers(node: Any, path: str, left: dict[str, str]) -> Iterator[NativeL
     here = {name: child for name, child in children.items() if isinstance(child, ArrayPlace)}
     for name, place in here.items():
         if not place.is_weight:
-            left[_join_path(path, name)] = "no array of floating numbers"
+            left[join_path(path, name)] = "no array of floating numbers"
     shapes = {name: place.shape for name, place in here.items() if place.is_weight}
     begun = {next(iter(group.names)): group for group in group_arrays(path, shapes, others=len(children) > len(shapes))}
     for name, child in children.items():
@@ -91,12 +105,8 @@ def _walk_layers(node: Any, path: str, left: dict[str, str]) -> Iterator[NativeL
             group = begun[name]
             leaves = {}
             for native, local in group.names.items():
-                full = _join_path(path, native)
+                full = join_path(path, native)
                 leaves[local] = InventoryLeaf(full, Weight(here[native]).lazy(full))
-            yield NativeLayer(_join_path(path, group.path), leaves, group.forms)
+            yield NativeLayer(join_path(path, group.path), leaves, group.forms)
         elif name not in here:
-            yield from _walk_layers(child, _join_path(path, name), left)
-
-
-def _join_path(path: str, name: str) -> str:
-    return f"{path}/{name}" if path and name else path or name
+            yield from _walk_layers(child, join_path(path, name), left)

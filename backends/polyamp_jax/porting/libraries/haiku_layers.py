@@ -47,25 +47,25 @@ def _bias_rules(shapes: Shapes) -> tuple[Rule, ...]:
     return (flat_array_rule("b", "bias", shapes["b"]),) if "b" in shapes else ()
 
 
-def dense(shapes: Shapes, seen: HaikuCall | None) -> Form:
+def dense(shapes: Shapes, call: HaikuCall | None) -> Form:
     """Return the form of `hk.Linear`, which has the canonical layout."""
     return Form(
-        "dense", (Rule(("w",), ("kernel",)), *_bias_rules(shapes)), {} if seen is None else {"activation": "linear"}
+        "dense", (Rule(("w",), ("kernel",)), *_bias_rules(shapes)), {} if call is None else {"activation": "linear"}
     )
 
 
-def conv(shapes: Shapes, seen: HaikuCall | None) -> Form:
+def conv(shapes: Shapes, call: HaikuCall | None) -> Form:
     """Return the form of `hk.ConvND` and `hk.DepthwiseConvND`, which have the canonical layout."""
     rules = (Rule(("w",), ("kernel",)), *_bias_rules(shapes))
-    if seen is None:
+    if call is None:
         return Form("conv", rules)
-    module, rank = seen.module, len(shapes["w"]) - 2
+    module, rank = call.module, len(shapes["w"]) - 2
     _check_unmasked(module)
     depthwise = hasattr(module, "channel_multiplier")
     padding = module.padding
     if not isinstance(padding, str):
         padding = [list(pair) for pair in padding] if any(map(any, padding)) else "valid"
-    said = {
+    attributes = {
         "activation": "linear",
         "strides": _per_axis(module.stride, rank),
         "dilation": _per_axis(module.rhs_dilation if depthwise else module.kernel_dilation, rank),
@@ -74,29 +74,29 @@ def conv(shapes: Shapes, seen: HaikuCall | None) -> Form:
         "groups": shapes["w"][-1] // module.channel_multiplier if depthwise else module.feature_group_count,
         "channels": _channel_position(module),
     }
-    return Form("conv", rules, said)
+    return Form("conv", rules, attributes)
 
 
-def conv_transpose(shapes: Shapes, seen: HaikuCall | None) -> Form:
+def conv_transpose(shapes: Shapes, call: HaikuCall | None) -> Form:
     """Return the form of `hk.ConvNDTranspose`. Its kernel (features before inputs) slides over the dilated input."""
     rank = len(shapes["w"]) - 2
     turn = (Transpose((*range(rank), rank + 1, rank)), Flip(tuple(range(rank))))
     rules = (Rule(("w",), ("kernel",), turn), *_bias_rules(shapes))
-    if seen is None:
+    if call is None:
         return Form("conv_transpose", rules, {"groups": 1})
-    module = seen.module
+    module = call.module
     _check_unmasked(module)
     strides = _per_axis(module.stride, rank)
-    said = {
+    attributes = {
         "activation": "linear",
         "strides": strides,
         "dilation": [1] * rank,
-        "padding": _output_crop(module, shapes["w"][:rank], strides, seen.inputs),
+        "padding": _output_crop(module, shapes["w"][:rank], strides, call.inputs),
         "padding_mode": "zeros",
         "groups": 1,
         "channels": _channel_position(module),
     }
-    return Form("conv_transpose", rules, said)
+    return Form("conv_transpose", rules, attributes)
 
 
 def _output_crop(module: Any, kernel: Shape, strides: Sequence[int], inputs: Shape) -> list[list[int]]:
@@ -121,7 +121,7 @@ def _output_crop(module: Any, kernel: Shape, strides: Sequence[int], inputs: Sha
     return found
 
 
-def embedding(shapes: Shapes, seen: HaikuCall | None) -> Form:
+def embedding(shapes: Shapes, call: HaikuCall | None) -> Form:
     """Return the form of `hk.Embed`."""
     return Form("embedding", (Rule(("embeddings",), ("table",)),))
 
@@ -133,54 +133,54 @@ def _scale_and_offset_rules(shapes: Shapes) -> tuple[Rule, ...]:
 _ROLES: Final = {"scale": "scale", "offset": "bias", "mean": "mean", "variance": "variance"}
 
 
-def norm(shapes: Shapes, seen: HaikuCall | None, kind: str = "layer_norm") -> Form:
+def norm(shapes: Shapes, call: HaikuCall | None, kind: str = "layer_norm") -> Form:
     """Return the form of `hk.LayerNorm`, `hk.InstanceNorm` and `hk.RMSNorm`, according to their axes.
 
     - A layer norm over all axes but the batch's, with a scale for each channel, is a group norm with one group.
     - A layer norm over all axes but those of the batch and the channels is an instance norm.
     """
     rules = _scale_and_offset_rules(shapes)
-    if seen is None:
+    if call is None:
         return Form(kind, rules)
-    module, rank = seen.module, len(seen.inputs)
+    module, rank = call.module, len(call.inputs)
     axis = module.axis
     axes = tuple(range(rank)[axis]) if isinstance(axis, slice) else tuple(sorted({each % rank for each in axis}))
-    said: dict[str, Any] = {"epsilon": float(module.eps)}
+    attributes: dict[str, Any] = {"epsilon": float(module.eps)}
     channel = rank - 1
     if any(channel_first := [rule for rule in rules if len(shapes[rule.native[0]]) > 1]):
         shape = shapes[channel_first[0].native[0]]
         channel = next((number for number, length in enumerate(shape) if length != 1), rank - 1)
     if axes == (rank - 1,) and channel == rank - 1:
-        return Form(kind, rules, {**said, **({"axes": 1} if kind == "layer_norm" else {})})
+        return Form(kind, rules, {**attributes, **({"axes": 1} if kind == "layer_norm" else {})})
     if kind == "layer_norm" and axes == tuple(range(1, rank)):
-        return Form("group_norm", rules, {**said, "groups": 1})
+        return Form("group_norm", rules, {**attributes, "groups": 1})
     if kind == "layer_norm" and axes == tuple(each for each in range(1, rank) if each != channel):
-        return Form("group_norm", rules, {**said, "groups": seen.inputs[channel]})
+        return Form("group_norm", rules, {**attributes, "groups": call.inputs[channel]})
     raise RefusedError(f"its axis={axis} of {rank} axes is neither the last one, nor all but the batch's")
 
 
-def rms_norm(shapes: Shapes, seen: HaikuCall | None) -> Form:
+def rms_norm(shapes: Shapes, call: HaikuCall | None) -> Form:
     """Return the form of `hk.RMSNorm`."""
-    return norm(shapes, seen, "rms_norm")
+    return norm(shapes, call, "rms_norm")
 
 
-def group_norm(shapes: Shapes, seen: HaikuCall | None) -> Form:
+def group_norm(shapes: Shapes, call: HaikuCall | None) -> Form:
     """Return the form of `hk.GroupNorm`."""
-    said = {} if seen is None else {"epsilon": float(seen.module.eps), "groups": seen.module.groups}
-    return Form("group_norm", _scale_and_offset_rules(shapes), said)
+    attributes = {} if call is None else {"epsilon": float(call.module.eps), "groups": call.module.groups}
+    return Form("group_norm", _scale_and_offset_rules(shapes), attributes)
 
 
-def instance_norm(shapes: Shapes, seen: HaikuCall | None) -> Form:
+def instance_norm(shapes: Shapes, call: HaikuCall | None) -> Form:
     """Return the form of `hk.InstanceNorm`, if only its name is known."""
     return Form("group_norm", _scale_and_offset_rules(shapes), {"groups": math.prod(next(iter(shapes.values()), (0,)))})
 
 
-def batch_norm(shapes: Shapes, seen: HaikuCall | None) -> Form:
+def batch_norm(shapes: Shapes, call: HaikuCall | None) -> Form:
     """Return the form of `hk.BatchNorm`, with its averages under the names "mean" and "variance"."""
-    said: dict[str, Any] = {"unbiased": False}
-    if seen is not None:
-        said |= {"epsilon": float(seen.module.eps), "momentum": float(seen.module.mean_ema.decay)}
-    return Form("batch_norm", _scale_and_offset_rules(shapes), said)
+    attributes: dict[str, Any] = {"unbiased": False}
+    if call is not None:
+        attributes |= {"epsilon": float(call.module.eps), "momentum": float(call.module.mean_ema.decay)}
+    return Form("batch_norm", _scale_and_offset_rules(shapes), attributes)
 
 
 _CELL_ACTIVATIONS: Final = {"activation": "tanh", "recurrent_activation": "sigmoid"}
@@ -188,7 +188,7 @@ _LSTM_GATE_ORDER: Final = Blocks((0, 2, 1, 3))
 """Order of haiku's gates: input, candidate, forget, output."""
 
 
-def lstm(shapes: Shapes, seen: HaikuCall | None) -> Form:
+def lstm(shapes: Shapes, call: HaikuCall | None) -> Form:
     """Return the form of `hk.LSTM`. It has one kernel for inputs and state, and adds 1 to the forget gate."""
     rows, columns = shapes["w"]
     units = columns // 4
@@ -203,7 +203,7 @@ def lstm(shapes: Shapes, seen: HaikuCall | None) -> Form:
 _BIASES: Final = ("bias", "recurrent_bias")
 
 
-def gru(shapes: Shapes, seen: HaikuCall | None) -> Form:
+def gru(shapes: Shapes, call: HaikuCall | None) -> Form:
     """Return the form of `hk.GRU`. Its gates are update, reset, candidate; its update gate is the complement of other
     frameworks'."""
     order: tuple[Operation, ...] = (Blocks((1, 0, 2)), Negate((1,), 3))
@@ -215,7 +215,7 @@ def gru(shapes: Shapes, seen: HaikuCall | None) -> Form:
     return Form("gru", rules, {**_CELL_ACTIVATIONS, "reset": "before"})
 
 
-def simple_rnn(shapes: Shapes, seen: HaikuCall | None) -> Form:
+def simple_rnn(shapes: Shapes, call: HaikuCall | None) -> Form:
     """Return the form of `hk.VanillaRNN`: two dense layers, the second without a bias if `double_bias=False`."""
     rules = [Rule(("linear/w",), ("input_kernel",)), Rule(("linear_1/w",), ("recurrent_kernel",))]
     if "linear_1/b" in shapes:
@@ -225,25 +225,25 @@ def simple_rnn(shapes: Shapes, seen: HaikuCall | None) -> Form:
     return Form("simple_rnn", tuple(rules), {"activation": "relu"})
 
 
-def attention(shapes: Shapes, seen: HaikuCall | None, heads: int = 0) -> Form:
+def attention(shapes: Shapes, call: HaikuCall | None, heads: int = 0) -> Form:
     """Return the form of `hk.MultiHeadAttention`: four dense layers, whose shapes do not determine the number of
     heads."""
-    heads = heads if seen is None else seen.module.num_heads
+    heads = heads if call is None else call.module.num_heads
     rules = []
     for role, kernel, bias in _PROJECTIONS:
         inputs, columns = shapes[f"{role}/w"]
         size = columns // heads
-        apart = Reshape((inputs, columns), (inputs, heads, size))
-        rules.append(Rule((f"{role}/w",), (kernel,), (apart,)))
+        split = Reshape((inputs, columns), (inputs, heads, size))
+        rules.append(Rule((f"{role}/w",), (kernel,), (split,)))
         if f"{role}/b" in shapes:
             rules.append(Rule((f"{role}/b",), (bias,), (Reshape((columns,), (heads, size)),)))
     rows, features = shapes["linear/w"]
-    apart = Reshape((rows, features), (heads, rows // heads, features))
-    rules.append(Rule(("linear/w",), ("output_kernel",), (apart,)))
+    split = Reshape((rows, features), (heads, rows // heads, features))
+    rules.append(Rule(("linear/w",), ("output_kernel",), (split,)))
     if "linear/b" in shapes:
         rules.append(Rule(("linear/b",), ("output_bias",)))
-    said = {"scale": default_attention_scale(shapes["query/w"][1] // heads), "mask": "keep"}
-    return Form("attention", tuple(rules), said)
+    attributes = {"scale": default_attention_scale(shapes["query/w"][1] // heads), "mask": "keep"}
+    return Form("attention", tuple(rules), attributes)
 
 
 _PROJECTIONS: Final = (
@@ -265,20 +265,20 @@ def attention_forms(shapes: Shapes) -> tuple[Form, ...]:
 def pooling(operation: str) -> FormMaker:
     """Return the form maker of `hk.MaxPool` or `hk.AvgPool`."""
 
-    def form(shapes: Shapes, seen: HaikuCall | None) -> Form:
-        if seen is None or not seen.inputs:
+    def form(shapes: Shapes, call: HaikuCall | None) -> Form:
+        if call is None or not call.inputs:
             return Form("pooling", (), {"operation": operation})
-        module, rank = seen.module, len(seen.inputs)
+        module, rank = call.module, len(call.inputs)
         channel = None if module.channel_axis is None else module.channel_axis % rank
         window, strides = (_window(value, rank, channel) for value in (module.window_shape, module.strides))
         chosen = [axis for axis in range(1, rank) if axis != (channel or rank - 1)]
-        said = {
+        attributes = {
             "operation": operation,
             "window": [window[axis] for axis in chosen],
             "strides": [strides[axis] for axis in chosen],
             "padding": module.padding.lower(),
         }
-        return Form("pooling", (), {**said, **({"counts_padding": False} if operation == "average" else {})})
+        return Form("pooling", (), {**attributes, **({"counts_padding": False} if operation == "average" else {})})
 
     return form
 
@@ -289,7 +289,7 @@ def _window(value: Any, rank: int, channel: int | None) -> list[int]:
     return [*(1,) * (rank - len(value)), *value]
 
 
-def flatten(shapes: Shapes, seen: HaikuCall | None) -> Form:
+def flatten(shapes: Shapes, call: HaikuCall | None) -> Form:
     """Return the form of `hk.Flatten`."""
     return Form("flatten", (), {"channels": "last"})
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ import haiku as hk
 import jax
 
 from polyamp.errors import ModelError
+from polyamp_jax.models.libraries.haiku import takes_rng
 from polyamp_jax.porting.jax_only.inference_flags import INFERENCE_FLAGS, set_inference_arguments
 from polyamp_jax.porting.libraries.haiku_layers import HaikuCall
 from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
@@ -37,18 +38,38 @@ def record_calls(model: Any, batch: CallInputs) -> dict[str, HaikuCall]:
     return found
 
 
+def inference_model(model: Any, stack: contextlib.ExitStack) -> Any:
+    """Return the model in inference mode, until `stack` closes; unchanged if it has several functions."""
+    apply = model[0].apply
+    if not callable(apply):
+        return model
+    stateful = isinstance(model[0], hk.TransformedWithState)
+    first = 1 + stateful + takes_rng(apply, stateful)
+
+    @functools.wraps(apply)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return apply(*args, **{**inference_flags(apply, args[:first], CallInputs(args[first:], kwargs)), **kwargs})
+
+    stack.enter_context(hk.intercept_methods(_call_in_inference))
+    return model[0]._replace(apply=call), *model[1:]
+
+
 def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
     """Return the outputs of a model on a batch in inference mode."""
 
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        if context.method_name != "__call__":
-            return call(*args, **kwargs)
-        args, kwargs = set_inference_arguments(context.orig_method, args, kwargs, add=False)
-        output = call(*args, **kwargs)
-        record(context.module.module_name, output)
+        output = _call_in_inference(call, args, kwargs, context)
+        if context.method_name == "__call__":
+            record(context.module.module_name, output)
         return output
 
     return call_with_interceptor(model, batch, intercept)
+
+
+def _call_in_inference(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    if context.method_name == "__call__":
+        args, kwargs = set_inference_arguments(context.orig_method, args, kwargs, add=False)
+    return call(*args, **kwargs)
 
 
 def call_with_interceptor(model: Any, batch: CallInputs, intercept: Callable[..., Any]) -> Any:
@@ -64,8 +85,7 @@ def call_with_interceptor(model: Any, batch: CallInputs, intercept: Callable[...
             "a model made by hk.multi_transform has several functions: make one of it with hk.transform to call it."
         )
     stateful = isinstance(held, tuple)
-    drawn = list(inspect.signature(apply).parameters)[1 + stateful :][:1] == ["rng"]
-    first = (*(held if stateful else (held,)), *((jax.random.key(0),) if drawn else ()))
+    first = (*(held if stateful else (held,)), *((jax.random.key(0),) if takes_rng(apply, stateful) else ()))
 
     def call(flags: Mapping[str, bool], held: Any) -> Any:
         with hk.intercept_methods(intercept):

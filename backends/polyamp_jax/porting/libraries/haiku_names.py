@@ -23,12 +23,12 @@ _SLOPE: Final = re.compile(r"slope|alpha|prelu")
 _RECURRENT: Final = re.compile(r"lstm|rnn|cell|core|recurrent|forward|backward|fwd|bwd")
 
 
-def composite_forms(path: str, seen: HaikuCall | None, children: Mapping[str, Shapes]) -> CompositeForms | None:
+def composite_forms(path: str, call: HaikuCall | None, children: Mapping[str, Shapes]) -> CompositeForms | None:
     """Return the forms of a layer made of several modules: haiku's attention and recurrent cores use dense layers.
 
     Args:
         path: path of the enclosing module.
-        seen: recorded call of it.
+        call: recorded call of it.
         children: name of each module in it -> shapes of its arrays.
     """
     names = set(children)
@@ -36,16 +36,16 @@ def composite_forms(path: str, seen: HaikuCall | None, children: Mapping[str, Sh
     if not dense:
         return None
     name = path.rpartition("/")[2].lower()
-    module = None if seen is None else seen.module
+    module = None if call is None else call.module
     if names == {"query", "key", "value", "linear"} and (module is None or isinstance(module, hk.MultiHeadAttention)):
-        return forms.attention_forms if seen is None else lambda shapes: (forms.attention(shapes, seen),)
+        return forms.attention_forms if call is None else lambda shapes: (forms.attention(shapes, call),)
     if names == {"linear", "linear_1"} and (
         isinstance(module, hk.VanillaRNN) or (module is None and re.fullmatch(r"vanilla_rnn(_\d+)?", name))
     ):
-        return lambda shapes: (forms.simple_rnn(shapes, seen),)
+        return lambda shapes: (forms.simple_rnn(shapes, call),)
     if names == {"linear"} and (isinstance(module, hk.LSTM) or (module is None and _RECURRENT.search(name))):
         if isinstance(module, hk.LSTM):
-            return lambda shapes: (forms.lstm(shapes, seen),)
+            return lambda shapes: (forms.lstm(shapes, call),)
         return (lambda shapes: _fitting_forms((forms.lstm, forms.dense), shapes)) if _can_be_lstm(children) else None
     return None
 

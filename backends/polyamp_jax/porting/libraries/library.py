@@ -1,7 +1,8 @@
-"""`Library`, the protocol of a JAX library's models. Each library has its own module in this package."""
+"""`PortingLibrary`, the protocol of a JAX library's models. Each library has its own module in this package."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +24,7 @@ class CallInputs(NamedTuple):
     kwargs: Mapping[str, Any]
 
 
-class Library(Protocol):
+class PortingLibrary(Protocol):
     """Protocol for one library's models. The library's module in this package has these functions."""
 
     def inventory(self, model: Any, batch: CallInputs | None) -> Inventory:
@@ -34,6 +35,12 @@ class Library(Protocol):
 
     def replace_arrays(self, model: Any, arrays: Mapping[str, Any]) -> Any:
         """Return a new model of the same structure with other arrays in the leaves of these names."""
+
+    def inference_model(self, model: Any, stack: contextlib.ExitStack) -> Any:
+        """Return a model in inference mode, set by the flags that libraries and users define on modules.
+
+        An nnx model is changed itself. linen and haiku models are in inference mode until `stack` closes.
+        """
 
     def run(self, model: Any, batch: CallInputs, record: RecordOutput) -> Any:
         """Return the outputs of a model on a batch, in inference mode and in float32; may be traced. The model is the

@@ -1,4 +1,4 @@
-"""`Library` for flax.linen models, `(module, variables)`.
+"""`PortingLibrary` for flax.linen models, `(module, variables)`.
 
 A linen model's arrays are nested mappings without classes. Layers of visible modules are read from these
 (`linen_modules`). The others are inferred from the names and shapes of their arrays (`linen_names`).
@@ -6,21 +6,21 @@ A linen model's arrays are nested mappings without classes. Layers of visible mo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import jax
 from flax import core, linen
 
-from polyamp.errors import ModelError
 from polyamp.porting.layouts.inventory import Inventory
 from polyamp_jax.arrays import path_name
-from polyamp_jax.models.flax import adapt_linen
-from polyamp_jax.porting.jax_only.inference_flags import set_inference_arguments, set_inference_settings
+from polyamp_jax.models.libraries.linen import split_model
+from polyamp_jax.porting.jax_only.inference_flags import set_float32, set_inference_arguments, set_inference_flags
 from polyamp_jax.porting.jax_only.lazy_leaves import is_movable
 from polyamp_jax.porting.libraries.library import CallInputs, RecordOutput
 from polyamp_jax.porting.libraries.linen_modules import inspect_modules
-from polyamp_jax.porting.libraries.linen_tree import LinenArray, LinenTree, module_settings
+from polyamp_jax.porting.libraries.linen_tree import LinenArray, LinenTree
 from polyamp_jax.porting.libraries.stacked_layers import unstack_arrays
 
 IGNORED_COLLECTIONS: Final = ("cache", "intermediates", "losses", "perturbations")
@@ -28,8 +28,8 @@ IGNORED_COLLECTIONS: Final = ("cache", "intermediates", "losses", "perturbations
 
 
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
-    """Return the layers; see `Library.inventory`."""
-    module, variables = _split_model(model)
+    """Return the layers; see `PortingLibrary.inventory`."""
+    module, variables = _check_model(model)
     found = inspect_modules(module, variables, batch)
     calls = {path: number for number, path in enumerate(found.modules)}
     tree, left, weights = LinenTree(found), {}, []
@@ -50,28 +50,32 @@ def inventory(model: Any, batch: CallInputs | None) -> Inventory:
 
 
 def arrays(model: Any) -> Mapping[str, Any]:
-    """Return the arrays by name; see `Library.arrays`."""
-    return {array.name: array.leaf for array in _flat_arrays(_split_model(model)[1]) if is_movable(array.leaf)}
+    """Return the arrays by name; see `PortingLibrary.arrays`."""
+    return {array.name: array.leaf for array in _flat_arrays(_check_model(model)[1]) if is_movable(array.leaf)}
 
 
 def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
-    """Return a new model with other arrays; see `Library.replace_arrays`."""
-    module, variables = _split_model(model)
+    """Return a new model with other arrays; see `PortingLibrary.replace_arrays`."""
+    module, variables = _check_model(model)
     names = iter([array.name for array in _flat_arrays(variables)])
     return module, jax.tree.map(lambda leaf: arrays.get(next(names), leaf), variables)
 
 
+def inference_model(model: Any, stack: contextlib.ExitStack) -> Any:
+    """Return the model, which is in inference mode until `stack` closes; see `PortingLibrary.inference_model`."""
+    stack.enter_context(linen.intercept_methods(_call_in_inference))
+    return model
+
+
 def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
-    """Return the outputs on a batch; see `Library.run`."""
-    module, variables = _split_model(model)
+    """Return the outputs on a batch; see `PortingLibrary.run`."""
+    module, variables = _check_model(model)
 
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         current = context.module
         if current.scope is None or context.method_name == "setup":
             return call(*args, **kwargs)
-        set_inference_settings(current, module_settings(current))
-        if context.method_name == "__call__":
-            args, kwargs = set_inference_arguments(call, args, kwargs, add=False)
+        set_float32(current, vars(current))
         output = call(*args, **kwargs)
         if context.method_name == "__call__":
             if isinstance(current, linen.RNN):  # the cell, which is the layer, runs in a scan
@@ -79,18 +83,26 @@ def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
             record("/".join(current.path), output)
         return output
 
-    args, kwargs = set_inference_arguments(module.__call__, batch.args, batch.kwargs, add=True)
     mutable = sorted(name for name in variables if name != "params")
-    with linen.intercept_methods(intercept):
-        return module.apply(variables, *args, mutable=mutable, **kwargs)[0]
+    with contextlib.ExitStack() as stack:
+        inference_model(model, stack)
+        stack.enter_context(linen.intercept_methods(intercept))
+        return module.apply(variables, *batch.args, mutable=mutable, **batch.kwargs)[0]
 
 
-def _split_model(model: Any) -> tuple[Any, Any]:
-    if not isinstance(model, tuple) or len(model) != 2:
-        raise ModelError("pass the model as (linen_module, variables): variables is what module.init(...) returned.")
-    module, variables = model
-    adapt_linen(module, variables)  # checks the model
-    return module, variables
+def _call_in_inference(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    module = context.module
+    if module.scope is None or context.method_name == "setup":
+        return call(*args, **kwargs)
+    set_inference_flags(module, vars(module))
+    if context.method_name == "__call__":
+        args, kwargs = set_inference_arguments(module.__call__, args, kwargs, add=not module.path)
+    return call(*args, **kwargs)
+
+
+def _check_model(model: Any) -> Any:
+    split_model(model)  # raises if it is no linen model
+    return model
 
 
 def _flat_arrays(variables: Any) -> Iterator[LinenArray]:

@@ -111,9 +111,9 @@ class _LinenNode:
 class LinenTree:
     """Tree of the modules with arrays, and their layers."""
 
-    def __init__(self, found: LinenStructure) -> None:
+    def __init__(self, structure: LinenStructure) -> None:
         self._root = _LinenNode()
-        self._seen = found
+        self._structure = structure
         self._arrays: dict[str, LinenArray] = {}
 
     def add(self, array: LinenArray) -> None:
@@ -139,13 +139,13 @@ class LinenTree:
         found = list(self._under(self._root, ()))
         yield from found
         listed = {layer.path for layer in found}
-        for path, module in self._seen.modules.items():
+        for path, module in self._structure.modules.items():
             kind = flax_class(module)
             if kind is not None and kind.__name__ in ARRAYLESS_CLASSES and "/".join(path) not in listed:
                 yield self._layer(path, {}, module)
 
     def _under(self, node: _LinenNode, path: LinenPath) -> Iterator[NativeLayer]:
-        module = self._seen.modules.get(path)
+        module = self._structure.modules.get(path)
         kind = None if module is None else flax_class(module)
         if module is not None and (form := registered_form(module)) is not None:
             yield _native_layer(path, node.arrays_by_path(), (form,), qualified_name(type(module)))
@@ -157,8 +157,8 @@ class LinenTree:
             yield self._layer(path, {name: array for name, array in node.arrays.items() if name in ARRAY_NAMES}, module)
             node.arrays = {name: array for name, array in node.arrays.items() if name not in ARRAY_NAMES}
         elif (maker := self._composite(node, path, module)) is not None:
-            held = node.arrays_by_path(linen_names.NORM_SUBMODULES)
-            yield _native_layer(path, held, (maker(_array_shapes(held), {}),))
+            arrays = node.arrays_by_path(linen_names.NORM_SUBMODULES)
+            yield _native_layer(path, arrays, (maker(_array_shapes(arrays), {}),))
             node = node.select_submodules(linen_names.NORM_SUBMODULES)
         yield from self._by_names(node, path)
         for name, child in node.children.items():
@@ -177,35 +177,36 @@ class LinenTree:
 
     def _by_names(self, node: _LinenNode, path: LinenPath) -> Iterator[NativeLayer]:
         for names in linen_names.group_arrays(node.arrays):
-            held = {name: node.arrays[name] for name in names}
+            arrays = {name: node.arrays[name] for name in names}
             try:
-                forms = linen_names.forms_by_name(path[-1] if path else "", _array_shapes(held))
+                forms = linen_names.forms_by_name(path[-1] if path else "", _array_shapes(arrays))
             except RefusedError as error:
                 raise refusal_error("/".join(path), f"flax.linen: {error}") from None
-            if len(held) > 1 and forms:
-                yield _native_layer(path, held, forms)
+            if len(arrays) > 1 and forms:
+                yield _native_layer(path, arrays, forms)
                 continue
-            for name, array in held.items():
+            for name, array in arrays.items():
                 single = forms or (parameter_form(name),)
                 whole = single[0].kind != "parameter"
                 yield _native_layer(path if whole else (*path, name), {name: array}, single)
 
-    def _layer(self, path: LinenPath, held: Mapping[str, LinenArray], module: Any) -> NativeLayer:
-        form = make_form(module, _array_shapes(held), module_settings(module), "/".join(path))
-        if form.kind in CELL_KINDS and path in self._seen.reverse:
-            form = Form(form.kind, form.rules, {**form.attributes, "reverse": self._seen.reverse[path]})
-        return _native_layer(path, held, (form,), f"flax.linen.{type(module).__name__}", module)
+    def _layer(self, path: LinenPath, arrays: Mapping[str, LinenArray], module: Any) -> NativeLayer:
+        form = make_form(module, _array_shapes(arrays), module_settings(module), "/".join(path))
+        if form.kind in CELL_KINDS and path in self._structure.reverse:
+            form = Form(form.kind, form.rules, {**form.attributes, "reverse": self._structure.reverse[path]})
+        return _native_layer(path, arrays, (form,), f"flax.linen.{type(module).__name__}", module)
 
 
 def _native_layer(
-    path: LinenPath, held: Mapping[str, LinenArray], forms: tuple[Form, ...], name: str = "", module: Any = None
+    path: LinenPath, arrays: Mapping[str, LinenArray], forms: tuple[Form, ...], name: str = "", module: Any = None
 ) -> NativeLayer:
     where = "/".join(path)
     leaves = {
-        own: InventoryLeaf(array.name, to_lazy(array.name, array.leaf), array.trainable) for own, array in held.items()
+        own: InventoryLeaf(array.name, to_lazy(array.name, array.leaf), array.trainable)
+        for own, array in arrays.items()
     }
     return NativeLayer(where, leaves, forms, name, attribute_lines(module, forms[0], where))
 
 
-def _array_shapes(held: Mapping[str, LinenArray]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(array.leaf.shape) for name, array in held.items()}
+def _array_shapes(arrays: Mapping[str, LinenArray]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.leaf.shape) for name, array in arrays.items()}

@@ -1,27 +1,27 @@
-"""`Library` for flax.nnx modules, whose classes and settings can be read.
+"""`PortingLibrary` for flax.nnx modules, whose classes and settings can be read.
 
 A parameter's name is its path in `nnx.split`, as in a polyamp state. Layers are in the order of the attributes.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Final
 
 import jax
 from flax import nnx
 
-from polyamp.errors import ModelError
 from polyamp.porting.layouts.inventory import Inventory, InventoryLeaf, NativeLayer
 from polyamp.porting.layouts.layer_layout import Form
 from polyamp.porting.layouts.registration import qualified_name, registered_form
 from polyamp_jax import compat
-from polyamp_jax.arrays import named_leaves, path_name
-from polyamp_jax.models.flax import adapt_nnx
-from polyamp_jax.models.model_parts import RunningState
-from polyamp_jax.porting.jax_only.inference_flags import set_inference_arguments, set_inference_settings
+from polyamp_jax.arrays import join_path, named_leaves, path_name
+from polyamp_jax.models.call_hook import hook_calls
+from polyamp_jax.models.libraries.nnx import split_model, walk_modules
+from polyamp_jax.models.running_state import RunningState
+from polyamp_jax.porting.jax_only.inference_flags import set_float32, set_inference_arguments, set_inference_flags
 from polyamp_jax.porting.jax_only.lazy_leaves import is_movable, to_lazy
 from polyamp_jax.porting.layers.activations import activation_form
 from polyamp_jax.porting.libraries.flax_layers import parameter_form
@@ -44,22 +44,20 @@ _active_record: ContextVar[RecordOutput | None] = ContextVar("polyamp_recording"
 
 
 def inventory(model: Any, batch: CallInputs | None) -> Inventory:
-    """Return the layers; see `Library.inventory`."""
-    _check_model(model)
+    """Return the layers; see `PortingLibrary.inventory`."""
     return _NnxWalk(model).inventory()
 
 
 def arrays(model: Any) -> Mapping[str, Any]:
-    """Return the arrays by name; see `Library.arrays`."""
-    _check_model(model)
-    parts = adapt_nnx(model)
-    held = {**named_leaves(parts.params), **named_leaves(parts.running.statistics)}
-    return {name: leaf for name, leaf in held.items() if is_movable(leaf)}
+    """Return the arrays by name; see `PortingLibrary.arrays`."""
+    parts = split_model(model)
+    variables = {**named_leaves(parts.params), **named_leaves(parts.running.statistics)}
+    return {name: leaf for name, leaf in variables.items() if is_movable(leaf)}
 
 
 def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
-    """Return a new model with other arrays; see `Library.replace_arrays`."""
-    parts = adapt_nnx(model)
+    """Return a new model with other arrays; see `PortingLibrary.replace_arrays`."""
+    parts = split_model(model)
 
     def put(tree: Any) -> Any:
         return jax.tree_util.tree_map_with_path(lambda keys, leaf: arrays.get(path_name(keys), leaf), tree)
@@ -67,44 +65,41 @@ def replace_arrays(model: Any, arrays: Mapping[str, Any]) -> Any:
     return parts.adapter.join(put(parts.params), RunningState(put(parts.running.statistics), parts.running.streams))
 
 
-def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
-    """Return the outputs on a batch; see `Library.run`."""
+def inference_model(model: Any, stack: contextlib.ExitStack) -> Any:
+    """Return the model itself in inference mode; see `PortingLibrary.inference_model`."""
     model.eval()
-    for keys, module in list(compat.walk_nnx_modules(model)):
-        set_inference_settings(module, dict(vars(module)))
-        kind: Any = type(module)
-        if callable(module):
-            object.__setattr__(module, "__class__", _recording_subclass(kind, "/".join(map(str, keys))))
-    args, kwargs = set_inference_arguments(model.__call__, batch.args, batch.kwargs, add=True)
+    for path, module in walk_modules(model):
+        set_inference_flags(module, vars(module))
+        hook_calls(module, _call_in_inference, path == "", is_native=True)
+    return model
+
+
+def run(model: Any, batch: CallInputs, record: RecordOutput) -> Any:
+    """Return the outputs on a batch; see `PortingLibrary.run`."""
+    with contextlib.ExitStack() as stack:
+        inference_model(model, stack)
+    for path, module in walk_modules(model):
+        set_float32(module, vars(module))
+        hook_calls(module, _record_call, path)
     token = _active_record.set(record)
     try:
-        return model(*args, **kwargs)
+        return model(*batch.args, **batch.kwargs)
     finally:
         _active_record.reset(token)
 
 
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nnx.Module):
-        raise ModelError("pass an nnx model as the module itself; it holds its own variables.")
+def _call_in_inference(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, is_root: bool) -> Any:
+    args, kwargs = set_inference_arguments(call, args, kwargs, add=is_root)
+    return call(*args, **kwargs)
 
 
-@functools.lru_cache(maxsize=4096)
-def _recording_subclass(kind: Any, path: str) -> type:
-    """Return a subclass that reports its calls, cached by class and path: JAX never releases nnx's classes."""
-
-    @functools.wraps(kind.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = set_inference_arguments(functools.partial(kind.__call__, self), args, kwargs, add=False)
-        output = kind.__call__(self, *args, **kwargs)
-        if (record := _active_record.get()) is not None:
-            if isinstance(self, nnx.RNN):  # the cell, which is the layer, runs in a scan
-                record(f"{path}/cell", output[1] if isinstance(output, tuple) else output)
-            record(path, output)
-        return output
-
-    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    made: type = type(kind)(kind.__name__, (kind,), names)
-    return made
+def _record_call(call: Callable[..., Any], module: Any, args: Any, kwargs: Any, path: str) -> Any:
+    output = call(*args, **kwargs)
+    if (record := _active_record.get()) is not None:
+        if isinstance(module, nnx.RNN):  # the cell, which is the layer, runs in a scan
+            record(f"{path}/cell", output[1] if isinstance(output, tuple) else output)
+        record(path, output)
+    return output
 
 
 class _NnxWalk:
@@ -112,24 +107,24 @@ class _NnxWalk:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._there = arrays(model)
-        self._streams = named_leaves(adapt_nnx(model).running.streams)
+        self._arrays = arrays(model)
+        self._streams = named_leaves(split_model(model).running.streams)
         self._paths: dict[int, list[str]] = {}
-        self._listed: dict[int, str] = {}
+        self._first_names: dict[int, str] = {}
         self._modules: set[int] = set()
         self._reverse: dict[int, bool] = {}
-        self._ordered = False
-        self._left = dict.fromkeys(self._streams, "a random stream")
+        self._has_order = False
+        self._other_arrays = dict.fromkeys(self._streams, "a random stream")
 
     def inventory(self) -> Inventory:
         """Return all layers."""
         for path, variable in _variable_paths(self._model, "", ()):
             self._paths.setdefault(id(variable), []).append(path)
         layers = list(self._under("", self._model))
-        return Inventory(layers, "flax.nnx", self._ordered, self._left)
+        return Inventory(layers, "flax.nnx", self._has_order, self._other_arrays)
 
     def _under(self, path: str, node: Any) -> Iterator[NativeLayer]:
-        if isinstance(node, nnx.Variable) or (is_movable(node) and path in self._there):
+        if isinstance(node, nnx.Variable) or (is_movable(node) and path in self._arrays):
             yield from self._single(path, node)
             return
         if not isinstance(node, list | tuple | Mapping) and not isinstance(node, compat.nnx_container_classes()):
@@ -140,7 +135,7 @@ class _NnxWalk:
             return
         self._modules.add(id(node))
         children = dict(_named_children(node))
-        self._ordered |= list(children) != sorted(children)
+        self._has_order |= list(children) != sorted(children)
         self._note_directions(node)
         kind = flax_class(node)
         if (form := registered_form(node)) is not None:
@@ -148,51 +143,51 @@ class _NnxWalk:
             return
         if kind is not None:
             several = FORM_MAKERS.get(kind.__name__) in COMPOSITE_MAKERS
-            held = _nested_variables(node, NORM_SUBMODULES) if several else _own_variables(node, ARRAY_NAMES)
-            if held or kind.__name__ in ARRAYLESS_CLASSES or kind.__name__ not in FORM_MAKERS:
-                yield self._known(path, node, held)
+            variables = _nested_variables(node, NORM_SUBMODULES) if several else _own_variables(node, ARRAY_NAMES)
+            if variables or kind.__name__ in ARRAYLESS_CLASSES or kind.__name__ not in FORM_MAKERS:
+                yield self._known(path, node, variables)
             children = {
-                name: child for name, child in children.items() if name not in held and _can_hold_variables(child)
+                name: child for name, child in children.items() if name not in variables and _can_hold_variables(child)
             }
             if several:
                 children = {name: child for name, child in children.items() if name in NORM_SUBMODULES}
         for name, child in children.items():
-            yield from self._under(f"{path}/{name}" if path else name, child)
+            yield from self._under(join_path(path, name), child)
 
-    def _known(self, path: str, node: Any, held: Mapping[str, Any]) -> NativeLayer:
+    def _known(self, path: str, node: Any, variables: Mapping[str, Any]) -> NativeLayer:
         form = make_form(
-            node, {name: tuple(_variable_value(item).shape) for name, item in held.items()}, vars(node), path
+            node, {name: tuple(_variable_value(item).shape) for name, item in variables.items()}, vars(node), path
         )
         if form.kind in CELL_KINDS:
             form = Form(form.kind, form.rules, {**form.attributes, "reverse": self._reverse.get(id(node), False)})
-        return self._layer(path, node, held, form, f"flax.nnx.{type(node).__name__}")
+        return self._layer(path, node, variables, form, f"flax.nnx.{type(node).__name__}")
 
-    def _layer(self, path: str, node: Any, held: Mapping[str, Any], form: Form, name: str) -> NativeLayer:
-        leaves = {own: self._leaf(f"{path}/{own}" if path else own, variable) for own, variable in held.items()}
+    def _layer(self, path: str, node: Any, variables: Mapping[str, Any], form: Form, name: str) -> NativeLayer:
+        leaves = {own: self._leaf(join_path(path, own), variable) for own, variable in variables.items()}
         return NativeLayer(path, leaves, (form,), name, attribute_lines(node, form, path))
 
     def _single(self, path: str, node: Any) -> Iterator[NativeLayer]:
         """Yield a parameter of no layer."""
         name = path.rpartition("/")[2]
         if isinstance(node, IGNORED_VARIABLES):
-            self._left[self._name(path, node)] = f"nnx.{type(node).__name__} holds no weights"
+            self._other_arrays[self._name(path, node)] = f"nnx.{type(node).__name__} holds no weights"
         elif is_movable(_variable_value(node)):
             yield NativeLayer(path, {name: self._leaf(path, node)}, (parameter_form(name),))
         elif not isinstance(node, nnx.RngState):
-            self._left[self._name(path, node)] = "no array of numbers"
+            self._other_arrays[self._name(path, node)] = "no array of numbers"
 
     def _leaf(self, path: str, node: Any) -> InventoryLeaf:
         name = self._name(path, node)
-        first = self._listed.get(id(node))
+        first = self._first_names.get(id(node))
         if first is not None:
             others = [other for other in (path, *self._paths[id(node)]) if other != name]
-            return InventoryLeaf(others[0], to_lazy(name, self._there[name]), isinstance(node, nnx.Param), first)
-        self._listed[id(node)] = name
-        return InventoryLeaf(name, to_lazy(name, self._there[name]), isinstance(node, nnx.Param))
+            return InventoryLeaf(others[0], to_lazy(name, self._arrays[name]), isinstance(node, nnx.Param), first)
+        self._first_names[id(node)] = name
+        return InventoryLeaf(name, to_lazy(name, self._arrays[name]), isinstance(node, nnx.Param))
 
     def _name(self, path: str, node: Any) -> str:
         """Return nnx's path of a variable. For a shared variable it may be that of another place."""
-        return next((name for name in self._paths.get(id(node), ()) if name in self._there), path)
+        return next((name for name in self._paths.get(id(node), ()) if name in self._arrays), path)
 
     def _note_directions(self, node: Any) -> None:
         if isinstance(node, nnx.RNN):
@@ -219,7 +214,7 @@ def _variable_paths(node: Any, path: str, around: tuple[int, ...]) -> Iterator[t
         yield path, node
     elif id(node) not in around:
         for name, child in _named_children(node):
-            yield from _variable_paths(child, f"{path}/{name}" if path else name, (*around, id(node)))
+            yield from _variable_paths(child, join_path(path, name), (*around, id(node)))
 
 
 def _can_hold_variables(value: Any) -> bool:

@@ -18,15 +18,15 @@ from polyamp_jax.porting.libraries.flax_table import flax_class, refusal_error
 from polyamp_jax.porting.libraries.linen_tree import LinenArray, LinenPath, LinenStructure
 
 
-def unstack_arrays(arrays: Sequence[LinenArray], seen: LinenStructure) -> list[LinenArray]:
-    """Return the arrays of a model with stacked arrays as slices. Adds the layers of each index to `seen`.
+def unstack_arrays(arrays: Sequence[LinenArray], structure: LinenStructure) -> list[LinenArray]:
+    """Return the arrays of a model with stacked arrays as slices. Adds the layers of each index to `structure`.
 
     Raises:
         PortError: arrays are stacked along another axis than the first.
     """
     lengths: dict[LinenPath, int] = {}
     for array in arrays:
-        shape, inner = tuple(array.leaf.shape), seen.shapes.get(array.path[:-1], {}).get(array.path[-1])
+        shape, inner = tuple(array.leaf.shape), structure.shapes.get(array.path[:-1], {}).get(array.path[-1])
         if inner is None or inner == shape:
             continue
         if shape[1:] != inner:
@@ -44,29 +44,29 @@ def unstack_arrays(arrays: Sequence[LinenArray], seen: LinenStructure) -> list[L
         if array.path not in lengths:
             found.append(array)
             continue
-        cut = len(_stacked_module(array.path, paths, lengths, seen))
+        cut = len(_stacked_module(array.path, paths, lengths, structure))
         for number in range(lengths[array.path]):
             path = (*array.path[:cut], str(number), *array.path[cut:])
-            gone |= _note_index(seen, array.path, cut, number)
+            gone |= _note_index(structure, array.path, cut, number)
             whole = to_lazy(array.name, array.leaf)
             part = Lazy(whole.shape[1:], whole.dtype, _slice_reader(whole, number))
             found.append(array._replace(name=f"{array.name}[{number}]", path=path, leaf=part, stack=cut))
     for path in gone:
-        del seen.modules[path]
+        del structure.modules[path]
     return found
 
 
-def gather_slices(leaves: Mapping[str, Lazy], there: Mapping[str, Any]) -> dict[str, Lazy]:
+def gather_slices(leaves: Mapping[str, Lazy], arrays: Mapping[str, Any]) -> dict[str, Lazy]:
     """Return values by the names of whole arrays. Slices of an array are joined; missing slices keep their values."""
     found, parts = {}, dict[str, dict[int, Lazy]]()
     for name, values in leaves.items():
-        whole = None if name in there else parse_slice_name(name)
-        if whole is None or whole[0] not in there:
+        whole = None if name in arrays else parse_slice_name(name)
+        if whole is None or whole[0] not in arrays:
             found[name] = values
         else:
             parts.setdefault(whole[0], {})[whole[1]] = values
     for name, slices in parts.items():
-        like = to_lazy(name, there[name])
+        like = to_lazy(name, arrays[name])
         found[name] = Lazy(like.shape, like.dtype, _slice_joiner(like, slices))
     return found
 
@@ -82,7 +82,7 @@ def parse_slice_name(name: str) -> tuple[str, int] | None:
 
 
 def _stacked_module(
-    path: LinenPath, paths: Sequence[LinenPath], lengths: Mapping[LinenPath, int], seen: LinenStructure
+    path: LinenPath, paths: Sequence[LinenPath], lengths: Mapping[LinenPath, int], structure: LinenStructure
 ) -> LinenPath:
     """Return the path of the stacked module: the outermost one whose arrays are all stacked.
 
@@ -94,7 +94,7 @@ def _stacked_module(
         if any(lengths.get(other) != length for other in below):
             continue
         while len({other[cut] for other in below}) == 1 and cut < len(path) - 2:
-            child = seen.modules.get(path[: cut + 1])
+            child = structure.modules.get(path[: cut + 1])
             if child is not None and flax_class(child) is not None:
                 break
             cut += 1
@@ -102,16 +102,16 @@ def _stacked_module(
     return path[:-1]
 
 
-def _note_index(seen: LinenStructure, path: LinenPath, cut: int, number: int) -> set[LinenPath]:
+def _note_index(structure: LinenStructure, path: LinenPath, cut: int, number: int) -> set[LinenPath]:
     """Also record the modules around an array under paths with the index. Returns their paths without it."""
     moved = set()
     for end in range(cut, len(path)):
         old, new = path[:end], (*path[:cut], str(number), *path[cut:end])
-        if old in seen.modules:
-            seen.modules.setdefault(new, seen.modules[old])
-            moved |= {old} if end > cut or flax_class(seen.modules[old]) is not None else set()
-        if old in seen.reverse:
-            seen.reverse.setdefault(new, seen.reverse[old])
+        if old in structure.modules:
+            structure.modules.setdefault(new, structure.modules[old])
+            moved |= {old} if end > cut or flax_class(structure.modules[old]) is not None else set()
+        if old in structure.reverse:
+            structure.reverse.setdefault(new, structure.reverse[old])
     return moved
 
 

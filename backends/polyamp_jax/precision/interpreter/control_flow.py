@@ -37,7 +37,7 @@ def _jit(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramValue]) -
 def _call(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramValue]) -> list[ProgramValue]:
     program = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "fwd_jaxpr"]  # the latter in remat_opt
     jaxpr, consts = (program.jaxpr, program.consts) if isinstance(program, compat.ClosedJaxpr) else (program, ())
-    return run.run(jaxpr, consts, operands, run.wanted)
+    return run.run(jaxpr, consts, operands, run.output_needs)
 
 
 def _remat(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramValue]) -> list[ProgramValue]:
@@ -54,7 +54,8 @@ def _scan(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramValue]) 
     first, split = params["num_consts"], params["num_consts"] + params["num_carry"]
     carried = [v.aval for v in closed.jaxpr.invars[first:split]]
     how = compat.scan_options(eqn)
-    wanted = lookahead.loop_output_needs(closed.jaxpr, run.wanted, first, len(carried), run.settings.logarithms)
+    logarithms = run.settings.logarithms
+    output_needs = lookahead.loop_output_needs(closed.jaxpr, run.output_needs, first, len(carried), logarithms)
     read = [n for n in lookahead.indexed_inputs(closed.jaxpr) if n < first and operands[n].narrow]
 
     def loop(*arrays: Any, read: Sequence[int] = ()) -> list[Any]:
@@ -66,7 +67,7 @@ def _scan(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramValue]) 
             values = [v.widen_inside(wide[n]) if n in wide else v.inside(v.array()) for n, v in enumerate(consts)]
             values += [program_value(array, aval) for array, aval in zip(carry, carried, strict=True)]
             values += [v.part(item) for v, item in zip(xs, items, strict=True)]
-            out = run.run(closed.jaxpr, closed.consts, values, wanted)
+            out = run.run(closed.jaxpr, closed.consts, values, output_needs)
             return _cast_to_declared(out[: len(carried)], carried), [v.array() for v in out[len(carried) :]]
 
         final, stacked = jax.lax.scan(body, _cast_to_declared(carry, carried), [v.array() for v in xs], **how)
@@ -104,23 +105,23 @@ def _while(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramValue])
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     avals = [v.aval for v in step.jaxpr.invars[params["body_nconsts"] :]]
     body_nconsts, logarithms = params["body_nconsts"], run.settings.logarithms
-    wanted = lookahead.loop_output_needs(step.jaxpr, run.wanted, body_nconsts, len(avals), logarithms)
+    output_needs = lookahead.loop_output_needs(step.jaxpr, run.output_needs, body_nconsts, len(avals), logarithms)
 
     def loop(*arrays: Any) -> list[Any]:
         given = [v.inside(array) for v, array in zip(operands, arrays, strict=True)]
 
         def inner(
-            program: Any, consts: list[ProgramValue], carry: Iterable[Any], wanted: Any = ()
+            program: Any, consts: list[ProgramValue], carry: Iterable[Any], output_needs: Any = ()
         ) -> list[ProgramValue]:
             values = [v.inside(v.array()) for v in consts]
             values += [program_value(array, aval) for array, aval in zip(carry, avals, strict=True)]
-            return run.run(program.jaxpr, program.consts, values, wanted)
+            return run.run(program.jaxpr, program.consts, values, output_needs)
 
         def go(carry: Iterable[Any]) -> Any:
             return inner(test, given[:first], carry)[0].array()
 
         def body(carry: Iterable[Any]) -> list[Any]:
-            new = _cast_to_declared(inner(step, given[first:second], carry, wanted), avals)
+            new = _cast_to_declared(inner(step, given[first:second], carry, output_needs), avals)
             on = go(carry) if batched else None
             return new if on is None else [_select_examples(on, *pair) for pair in zip(new, carry, strict=True)]
 
@@ -169,7 +170,7 @@ def _custom_jvp(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramVa
         nonzero = [t for t in tangents if not compat.is_symbolic_zero(t)]
         values = [v.inside(array) for v, array in zip(shells, primals, strict=True)]
         values += [program_value(t, var.aval) for t, var in zip(nonzero, jaxpr.invars[len(values) :], strict=True)]
-        out = run.run(jaxpr, consts, values, run.wanted)
+        out = run.run(jaxpr, consts, values, run.output_needs)
         made = [_array_in_dtype(v, dtype) for v, dtype in zip(out, dtypes, strict=False)]
         rest = iter(out[len(zeros) :])
         return made + [
@@ -187,7 +188,7 @@ def _custom_vjp(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramVa
 
     def primal(*args: Any) -> list[Any]:
         values = [program_value(array, v.aval) for array, v in zip(args, closed.jaxpr.invars, strict=True)]
-        return _cast_to_declared(run.run(closed.jaxpr, closed.consts, values, run.wanted), avals)
+        return _cast_to_declared(run.run(closed.jaxpr, closed.consts, values, run.output_needs), avals)
 
     def forward(*args: Any) -> list[Any]:
         arrays, nonzeros = args[::2], args[1::2]
@@ -213,7 +214,7 @@ def _shard_map(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramVal
 
     def inner(*shards: Any) -> tuple[Any, ...]:
         values = [v.part(shard) for v, shard in zip(operands, shards, strict=True)]
-        return tuple(v.array() for v in run.run(jaxpr, (), values, run.wanted))
+        return tuple(v.array() for v in run.run(jaxpr, (), values, run.output_needs))
 
     out = compat.shard_map(inner, eqn)(*[v.array() for v in operands])
     return [program_value(array, var.aval) for array, var in zip(out, eqn.outvars, strict=True)]
@@ -225,7 +226,7 @@ def _pmap(run: Interpreter, eqn: compat.JaxprEqn, operands: list[ProgramValue]) 
 
     def inner(*arrays: Any) -> list[Any]:
         values = [v.part(array) for v, array in zip(operands, arrays, strict=True)]
-        return [v.array() for v in run.run(jaxpr, (), values, run.wanted)]
+        return [v.array() for v in run.run(jaxpr, (), values, run.output_needs)]
 
     traced = jax.make_jaxpr(inner, axis_env=compat.map_axes(eqn))(*shards)
     out = compat.bind_equation(
@@ -269,7 +270,7 @@ def _rewrite_program(
 
     def inner(*args: Any) -> list[Any]:
         values = [v.inside(a) for v, a in zip(operands, args, strict=True)]
-        out = run.run(closed.jaxpr, closed.consts, values, run.wanted)
+        out = run.run(closed.jaxpr, closed.consts, values, run.output_needs)
         traits.extend(v.traits._replace(leaf=False) for v in out)
         return [v.array() for v in out]
 

@@ -81,7 +81,7 @@ class Interpreter:
         recorder: records every operation, or None.
         scopes: names of the scopes around the program.
         default: precision of products that specify none.
-        wanted: precision needs of the results of the equation that contains the program. See `lookahead`.
+        output_needs: precision needs of the results of the equation that contains the program. See `lookahead`.
     """
 
     def __init__(
@@ -91,32 +91,32 @@ class Interpreter:
         recorder: Recorder | None = None,
         scopes: tuple[str, ...] = (),
         default: Any = None,
-        wanted: tuple[PrecisionNeed, ...] = (),
+        output_needs: tuple[PrecisionNeed, ...] = (),
     ) -> None:
         self.settings = settings
         self.modules = modules
         self.recorder = recorder
         self.scopes = scopes
         self.default = default
-        self.wanted = wanted
+        self.output_needs = output_needs
 
-    def inner_interpreter(self, eqn: compat.JaxprEqn, wanted: tuple[PrecisionNeed, ...]) -> Interpreter:
-        """Return the interpreter of a program inside an equation, whose results have the needs `wanted`."""
+    def inner_interpreter(self, eqn: compat.JaxprEqn, output_needs: tuple[PrecisionNeed, ...]) -> Interpreter:
+        """Return the interpreter of a program inside an equation, whose results have the needs `output_needs`."""
         scopes = self.scopes + compat.named_scopes(eqn)
-        return Interpreter(self.settings, self.modules, self.recorder, scopes, self.default, wanted)
+        return Interpreter(self.settings, self.modules, self.recorder, scopes, self.default, output_needs)
 
     @property
     def key(self) -> Any:
         """Cache key of a rewritten inner jaxpr, in addition to its arguments."""
         place = (self.scopes, self.modules) if self.settings.plan.overridden else ()
-        return (*place, self.default, self.wanted)
+        return (*place, self.default, self.output_needs)
 
     def run(
         self,
         jaxpr: compat.Jaxpr,
         consts: Sequence[Any],
         values: Sequence[ProgramValue],
-        wanted: Sequence[PrecisionNeed] = (),
+        output_needs: Sequence[PrecisionNeed] = (),
     ) -> list[ProgramValue]:
         """Return the values of a jaxpr's outputs.
 
@@ -124,15 +124,15 @@ class Interpreter:
             jaxpr: the program.
             consts: arrays for its constants.
             values: values of its inputs.
-            wanted: precision needs of its first outputs.
+            output_needs: precision needs of its first outputs.
         """
         jaxpr, marked, marked_last = tags.strip_tags(jaxpr)
         known: dict[compat.Var, ProgramValue] = {}
         for var, array in zip(jaxpr.constvars, consts, strict=True):
             known[var] = program_value(array, var.aval, ValueTraits(leaf=True, rank=np.ndim(array)))
         known.update(zip(jaxpr.invars, values, strict=True))
-        wanted = (*wanted, *lookahead.no_needs(len(jaxpr.outvars) - len(wanted)))
-        plan = lookahead.analyze_program(jaxpr, wanted, self.settings.logarithms)
+        output_needs = (*output_needs, *lookahead.no_needs(len(jaxpr.outvars) - len(output_needs)))
+        plan = lookahead.analyze_program(jaxpr, output_needs, self.settings.logarithms)
 
         def read(atom: Any) -> ProgramValue:
             if not isinstance(atom, compat.Literal):
@@ -150,10 +150,10 @@ class Interpreter:
         for index, eqn in enumerate(jaxpr.eqns):
             operands = [read(atom) for atom in eqn.invars]
             with compat.equation_context(eqn):
-                results = self._equation(eqn, operands, plan.needs[index], sole=index in plan.soles)
+                results = self._equation(eqn, operands, plan.needs[index], is_single_use=index in plan.single_uses)
             known.update(zip(eqn.outvars, results, strict=True))
             show(index)
-            for var in plan.last[index]:
+            for var in plan.last_uses[index]:
                 if marked_last.get(var, -1) <= index:
                     known.pop(var, None)
         return [read(atom) for atom in jaxpr.outvars]
@@ -173,7 +173,12 @@ class Interpreter:
         return path
 
     def _equation(
-        self, eqn: compat.JaxprEqn, operands: list[ProgramValue], needs: tuple[PrecisionNeed, ...], *, sole: bool
+        self,
+        eqn: compat.JaxprEqn,
+        operands: list[ProgramValue],
+        needs: tuple[PrecisionNeed, ...],
+        *,
+        is_single_use: bool,
     ) -> list[ProgramValue]:
         name, scopes = compat.primitive_name(eqn), self.scopes + compat.named_scopes(eqn)
         rule = self.settings.rules.get(name)
@@ -184,7 +189,7 @@ class Interpreter:
             if whole is not None:  # its products too: expm multiplies numbers outside float16's range
                 return self._operate(eqn, whole, operands, "opaque", "float32 (linear algebra)", scopes)
             if name == "convert_element_type":
-                return [self._convert(eqn, operands[0], sole=sole)]
+                return [self._convert(eqn, operands[0], is_single_use=is_single_use)]
             return self.settings.structures[name](self.inner_interpreter(eqn, needs), eqn, operands)
         if rule is None:
             if self.settings.strict:
@@ -288,12 +293,12 @@ class Interpreter:
             return [_read_indexed(eqn, operands[0], arrays)]
         return compat.bind_equation(eqn, arrays, products.equation_parameters(eqn, chosen, arrays, self.default))
 
-    def _convert(self, eqn: compat.JaxprEqn, value: ProgramValue, *, sole: bool) -> ProgramValue:
+    def _convert(self, eqn: compat.JaxprEqn, value: ProgramValue, *, is_single_use: bool) -> ProgramValue:
         """Evaluate `convert_element_type`. The program's own casts between float dtypes are kept, with two exceptions.
 
         - A cast that only makes a weakly typed value strong keeps the value's current dtype.
         - JAX's own cast back to 16 bits after a float32 sum is dropped, since it would round the sum again (S4).
-          `sole` is True if nothing else uses the sum, as in this pattern.
+          `is_single_use` is True if nothing else uses the sum, as in this pattern.
         """
         new, old = np.dtype(eqn.params["new_dtype"]) if not _is_extended(eqn) else None, value.declared
         if value.constant is not None and new in CASTABLE_DTYPES:
@@ -305,10 +310,10 @@ class Interpreter:
             # in x64 mode a Python float is a float64
             weak = value.traits.weak and scalar and bool(jnp.issubdtype(old, np.floating))
             return program_value(array, eqn.outvars[0].aval, ValueTraits(weak=weak))
-        if new == old or (value.traits.sensitive and sole and new != FLOAT32):
+        if new == old or (value.traits.sensitive and is_single_use and new != FLOAT32):
             return ProgramValue(value.array(), new, value.traits)
         note = self.recorder.cast if self.recorder is not None else None
-        traits = value.traits._replace(raised=new == FLOAT32, sensitive=False, product=False, layer=None)
+        traits = value.traits._replace(is_upcast=new == FLOAT32, sensitive=False, product=False, layer=None)
         return ProgramValue(value.array(new, note), new, traits)
 
 
@@ -397,12 +402,12 @@ def _result_traits(eqn: compat.JaxprEqn, name: str, operands: list[ProgramValue]
         return first._replace(leaf=leaf, rank=rank)
     scalar = compat.atom_shape(eqn.outvars[0]) == ()  # a scalar next to an array, such as a count, is ignored
     tensors = [v.traits for v in floats if v.constant is None and not v.traits.weak and (scalar or v.array().ndim)]
-    raised = bool(tensors) and all(traits.raised for traits in tensors)
+    is_upcast = bool(tensors) and all(traits.is_upcast for traits in tensors)
     sensitive = bool(tensors) and all(traits.sensitive for traits in tensors)
     return ValueTraits(
         weak=not tensors and len(floats) == len(operands) and scalar,
-        raised=raised,
-        sensitive=sensitive or (raised and name in REDUCTIONS),
+        is_upcast=is_upcast,
+        sensitive=sensitive or (is_upcast and name in REDUCTIONS),
     )
 
 

@@ -40,14 +40,14 @@ class ProgramAnalysis(NamedTuple):
     Attributes:
         needs: for each equation, the needs of its results.
         inputs: the needs of the program's inputs.
-        soles: indices of the casts that are the only use of their operand.
-        last: for each equation, the variables last used there.
+        single_uses: indices of the casts that are the only use of their operand.
+        last_uses: for each equation, the variables last used there.
     """
 
     needs: Sequence[tuple[PrecisionNeed, ...]]
     inputs: tuple[PrecisionNeed, ...]
-    soles: frozenset[int]
-    last: Sequence[Sequence[Any]]
+    single_uses: frozenset[int]
+    last_uses: Sequence[Sequence[Any]]
 
 
 _analyses: weakref.WeakKeyDictionary[Any, dict[Any, ProgramAnalysis]] = weakref.WeakKeyDictionary()
@@ -55,23 +55,23 @@ _read_inputs: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDi
 
 
 def analyze_program(
-    jaxpr: compat.Jaxpr, wanted: Sequence[PrecisionNeed], logarithms: frozenset[str]
+    jaxpr: compat.Jaxpr, output_needs: Sequence[PrecisionNeed], logarithms: frozenset[str]
 ) -> ProgramAnalysis:
     """Analyse a program. The result is cached.
 
     Args:
         jaxpr: the program.
-        wanted: the needs of its outputs.
+        output_needs: the needs of its outputs.
         logarithms: names of the primitives that need a float32 operand.
     """
     jaxpr = tags.strip_tags(jaxpr).jaxpr
     kept = _analyses.setdefault(jaxpr, {})
-    key = (tuple(wanted), logarithms)
+    key = (tuple(output_needs), logarithms)
     found = kept.get(key)
     if found is None:
         other = next(iter(kept.values()), None)
-        soles, last = (other.soles, other.last) if other is not None else (_sole_casts(jaxpr), _last_uses(jaxpr))
-        found = kept[key] = ProgramAnalysis(*_needs(jaxpr, wanted, logarithms), soles, last)
+        uses = (_single_use_casts(jaxpr), _last_uses(jaxpr)) if other is None else (other.single_uses, other.last_uses)
+        found = kept[key] = ProgramAnalysis(*_needs(jaxpr, output_needs, logarithms), *uses)
     return found
 
 
@@ -93,18 +93,18 @@ def no_needs(count: int) -> tuple[PrecisionNeed, ...]:
 
 
 def loop_output_needs(
-    jaxpr: compat.Jaxpr, wanted: Sequence[PrecisionNeed], first: int, count: int, logarithms: frozenset[str]
+    jaxpr: compat.Jaxpr, output_needs: Sequence[PrecisionNeed], first: int, count: int, logarithms: frozenset[str]
 ) -> tuple[PrecisionNeed, ...]:
     """Return the needs of the outputs of a loop's body. Those of the carry include the needs of the next iteration.
 
     Args:
         jaxpr: the body. The carry comes first among its outputs.
-        wanted: the needs of the loop's results.
+        output_needs: the needs of the loop's results.
         first: index of the carry among the body's inputs.
         count: length of the carry.
         logarithms: as for `analyze_program`.
     """
-    now = tuple(wanted)
+    now = tuple(output_needs)
     while True:
         inputs = analyze_program(jaxpr, now, logarithms).inputs
         after = (*_merge_needs(now[:count], inputs[first : first + count]), *now[count:])
@@ -136,7 +136,7 @@ def is_indexed_read(eqn: compat.JaxprEqn) -> bool:
 
 
 def _needs(
-    jaxpr: compat.Jaxpr, wanted: Sequence[PrecisionNeed], logarithms: frozenset[str]
+    jaxpr: compat.Jaxpr, output_needs: Sequence[PrecisionNeed], logarithms: frozenset[str]
 ) -> tuple[list[tuple[PrecisionNeed, ...]], tuple[PrecisionNeed, ...]]:
     """Return the needs of each equation's results, and of the inputs."""
     found: dict[Any, PrecisionNeed] = {}
@@ -147,7 +147,7 @@ def _needs(
             if need and not isinstance(atom, compat.Literal):
                 found[atom] = _strongest_need((need, found.get(atom, "")))
 
-    ask(jaxpr.outvars, wanted)
+    ask(jaxpr.outvars, output_needs)
     needs: list[tuple[PrecisionNeed, ...]] = []
     for eqn in reversed(jaxpr.eqns):
         outs = tuple(found.get(var, "") for var in eqn.outvars)
@@ -235,7 +235,7 @@ def _merge_needs(one: Sequence[PrecisionNeed], other: Sequence[PrecisionNeed]) -
     return tuple(_strongest_need(pair) for pair in zip(one, other, strict=True))
 
 
-def _sole_casts(jaxpr: compat.Jaxpr) -> frozenset[int]:
+def _single_use_casts(jaxpr: compat.Jaxpr) -> frozenset[int]:
     atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
     uses: Counter[Any] = Counter(atom for atom in atoms if not isinstance(atom, compat.Literal))
     casts = [n for n, eqn in enumerate(jaxpr.eqns) if compat.primitive_name(eqn) == "convert_element_type"]

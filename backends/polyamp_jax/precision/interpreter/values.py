@@ -29,8 +29,8 @@ class ValueTraits(NamedTuple):
         leaf: an input or constant of the program, possibly moved.
         rank: for a leaf, the smallest number of axes that it had while it was moved.
         owner: path of the module whose parameter it is.
-        raised: the program itself cast it up from 16 bits, as JAX's own sum and mean do.
-        sensitive: raised, and then an operand of a sensitive operation. Casting it down again would undo S4.
+        is_upcast: the program itself cast it up from 16 bits, as JAX's own sum and mean do.
+        sensitive: such a value, and then an operand of a sensitive operation. Casting it down again would undo S4.
     """
 
     weak: bool = False
@@ -39,7 +39,7 @@ class ValueTraits(NamedTuple):
     leaf: bool = False
     rank: int = 0
     owner: str | None = None
-    raised: bool = False
+    is_upcast: bool = False
     sensitive: bool = False
 
 

@@ -8,6 +8,7 @@ delegates to the engine.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import jax
@@ -17,21 +18,21 @@ from polyamp.recipe.policy import Policy
 from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_jax import compat
 from polyamp_jax.arrays import cast, cast_arguments, is_array, matmul_precision, named_leaves
+from polyamp_jax.models.adapter import ModelAdapter, ModelParts, module_paths
 from polyamp_jax.models.attribute_access import TRANSFORMED_LOSS_ERROR
 from polyamp_jax.models.call_casts import CallCasts
-from polyamp_jax.models.function import FunctionAdapter
-from polyamp_jax.models.library_detection import adapt
-from polyamp_jax.models.model_parts import ModelAdapter, ModelParts, RandomKeys, RunningState, module_paths
-from polyamp_jax.models.model_pass import ModelPass, ValueModelPass
+from polyamp_jax.models.library import adapt
+from polyamp_jax.models.model_pass import ModelPass
+from polyamp_jax.models.module_path import ModulePath
 from polyamp_jax.models.nnx_arguments import ArgumentObjects, extract_objects, insert_objects
 from polyamp_jax.models.parameter_writes import conform_writes, drop_unchanged_writes, output_origins, writes_on_masters
-from polyamp_jax.models.submodule_path import ModulePath, has_argument, is_argument_given
+from polyamp_jax.models.running_state import ModelInputs, RandomKeys, RunningState
 from polyamp_jax.precision.cast_mode import compute_params, module_dtype, module_dtypes
 from polyamp_jax.precision.interpreter.interpreter import has_interpreted_operations
 from polyamp_jax.precision.interpreter.recorder import Recorder
 from polyamp_jax.precision.interpreter.run import evaluate
 from polyamp_jax.precision.interpreter.staging import FunctionTrace, innermost_policy_scope
-from polyamp_jax.precision.jax_only.autocast_regions import open_region, open_regions, region_plan
+from polyamp_jax.precision.jax_only.autocast_regions import open_regions, region_plan
 
 MAPPED_CALL_ERROR: Final = (
     "{route} is called under jax.vmap, and it draws random numbers or has running statistics: all rows would have one "
@@ -56,6 +57,10 @@ LOST_WRITE_ERROR: Final = (
 )
 """Error message for a pass that writes to parameters that are not nnx variables."""
 
+CallResult = tuple[Any, RunningState, Any]
+"""Output, running state after a call, and changed arrays of the nnx objects among the arguments, or None."""
+ModelCall = Callable[[ModelInputs], CallResult]
+
 
 class PolicyEngine:
     """A model under a plan, with bound parameters and a running state that is tracked from call to call.
@@ -76,11 +81,11 @@ class PolicyEngine:
     Attributes:
         adapter, plan, params, masters: as passed.
         start: the running state before the pass.
-        shared: outside of a step, the user's own model.
+        native: outside of a step, the user's own model.
         root: for an equinox model, the bound module that `loss_fn` receives.
     """
 
-    shared: Any = None
+    native: Any = None
 
     def __init__(
         self,
@@ -100,7 +105,7 @@ class PolicyEngine:
         self.masters = params if masters is None else masters
         self.root: Any = None
         self.start = running
-        self._pass = self._begin()
+        self._pass = adapter.start(self.params, self.masters, running)
         self._keys = keys
         self._recorder = recorder
         self._strict = strict
@@ -109,13 +114,6 @@ class PolicyEngine:
         self._around = open_regions()  # regions around a step do not affect it
         self._plans: dict[Policy | None, ResolvedPolicy] = {}
         self._leaves = self._parameters()
-
-    def _begin(self, model: Any = None) -> ModelPass:
-        adapter: Any = self.adapter
-        if adapter.mutable:
-            begun: ModelPass = adapter.start(self.params, self.masters, self.start, model)
-            return begun
-        return ValueModelPass(adapter, self.params, self.masters, self.start)
 
     @property
     def running(self) -> RunningState:
@@ -130,27 +128,31 @@ class PolicyEngine:
 
     def view(self) -> Any:
         """Return the model from which attributes are read, after the calls so far."""
-        return self._pass.view()
+        return self._current_pass().view()
 
     @property
     def parameters(self) -> Any:
         """The masters, with the writes of this pass."""
-        return self._pass.masters
+        return self._current_pass().masters
 
     def params_of(self, part: Any, route: ModulePath) -> Any:
         """Return the masters of a part."""
-        return self.adapter.params_of(part, route, self.parameters, self.start)
+        masters = self.parameters
+        return self.adapter.params_of(part, route, masters, self.start)
 
     def tree(self, part: Any, route: ModulePath) -> Any:
         """Return the masters of a part as the pytree that the library's own functions traverse."""
-        return self.adapter.tree(part, route, self.parameters, self.start)
+        masters = self.parameters
+        return self.adapter.tree(part, route, masters, self.start)
 
-    def computed(self, route: ModulePath) -> Any:
-        """Return the value at a path, with the parameters that the model computes with."""
-        return self._pass.computed(route)
+    def computed(self, route: ModulePath, value: Any) -> Any:
+        """Return `value`, found at `route`, with the parameters that the model computes with.
 
-    def narrowed(self, route: ModulePath, value: Any) -> Any:
-        """Return a value of the module at a path, with the parameters that the model computes with (equinox)."""
+        For an equinox module this is a value that the module at `route` has.
+        """
+        current = self._current_pass()
+        if self.adapter.mutable:
+            return current.computed(route)
         if self.params is self.masters:
             return value
         dtype = module_dtype(route.path, self.adapter, self.plan)
@@ -162,40 +164,50 @@ class PolicyEngine:
         """Return what the library calls the model's state, after the calls so far."""
         return self.adapter.state_of(self.running)
 
+    def _current_pass(self) -> ModelPass:
+        """Return the state of the pass for a read or a call."""
+        return self._pass
+
     def call(self, route: ModulePath, args: Any, kwargs: Any, part: Any = None) -> Any:
         """Return the output of the model, or of the part at `route`, floating leaves in the policy's output dtype.
 
         A copy of an equinox module, `part`, replaces that module in the model. A part may also return numbers and
         strings. For the model itself the interpreter rejects them.
         """
-        plan = self._active_plan()
+        current, plan = self._current_pass(), self._active_plan()
         keys = {name: jax.random.fold_in(key, self._calls) for name, key in self._keys.items()}
         self._calls += 1
         mapped = self._is_mapped(args, kwargs)
         if mapped and self._draws(route, args, kwargs):
             raise TraceError(MAPPED_CALL_ERROR.format(route=route))
         args, kwargs, taken = extract_objects(args, kwargs)
-        arrays = None if taken is None else taken.arrays
-        outward = functools.partial(cast_arguments, dtype=plan.output, float64=plan.float64)
+        objects = None if taken is None else taken.arrays
+        cast_output = functools.partial(cast_arguments, dtype=plan.output, float64=plan.float64)
+        interpreted = has_interpreted_operations(plan)
         with matmul_precision(plan), innermost_policy_scope():
-            if not plan.root.mixes or not has_interpreted_operations(plan):
+            if not plan.root.mixes or not interpreted:
                 dtype = module_dtype(route.path, self.adapter, plan) if route.steps and plan.cast else plan.compute
-                args, kwargs, arrays = cast_arguments((args, kwargs, arrays), dtype, float64=plan.float64)
+                args, kwargs, objects = cast_arguments((args, kwargs, objects), dtype, float64=plan.float64)
             adapter: Any = self.adapter
-            params, own = self._pass.inputs()
-            masters, before = self._pass.masters, own
+            params, own = current.inputs()
+            masters, before = current.masters, own
             if plan is not self.plan:
                 params = compute_params(masters, adapter, plan)
             if part is not None:
                 adapter, params, before = adapter.with_part(route, part, self.masters, own)
                 params = compute_params(params, adapter, plan)
-            run = self._autocast if has_interpreted_operations(plan) else self._call_without_interpreter
-            output, after, changed = run(plan, adapter, route, taken, params, before, keys, args, kwargs, arrays)
+            casts = self._make_casts(plan, {} if interpreted else module_dtypes(params, adapter, plan), interpreted)
+            call = functools.partial(_call_model, adapter, casts, route, taken)
+            inputs = ModelInputs(params, before, keys, args, kwargs, objects)
+            if interpreted:
+                output, after, changed = self._interpret(call, inputs, casts, is_part=bool(route.steps))
+            else:
+                output, after, changed = _call_directly(call, inputs)
             written = None if after.written is None else conform_writes(after.written, params)
             after = after._replace(written=None)
             if part is not None:
                 after = after._replace(statistics=(own.statistics[0], after.statistics[1]))
-            after, moved = self._pass.moved(after, own, outward)
+            after, moved = current.conform_state(after, own, cast_output)
             moved = moved or bool(written)
             self._refuse_lost_writes()
             if part is not None and moved and self._made_in != compat.trace_state():
@@ -205,12 +217,16 @@ class PolicyEngine:
             if moved and self._made_in != compat.trace_state() and len(open_regions()) > len(self._around):
                 raise TraceError(ENCLOSED_CALL_ERROR.format(route=route))
             if not mapped:
-                self._pass.take(after, route, None if written is None else writes_on_masters(written, params, masters))
+                current.advance(after, route, None if written is None else writes_on_masters(written, params, masters))
             self._check_output(route, output)
-            output = outward(output)
+            output = cast_output(output)
         if taken is not None:
             taken.put_back(changed)
         return output
+
+    def _make_casts(self, plan: ResolvedPolicy, dtypes: Mapping[str, str], scoped: bool) -> CallCasts:
+        """Return what wraps the calls of the model's modules."""
+        return CallCasts(plan, dtypes, scoped=scoped)
 
     def _active_plan(self) -> ResolvedPolicy:
         """Return the plan of a call: that of the innermost policy around it."""
@@ -222,14 +238,13 @@ class PolicyEngine:
             self._plans[policy] = region_plan(policy, self.plan, self._paths())
         return self._plans[policy]
 
-    def with_policy(self, policy: Policy) -> NestedPolicyEngine:
-        """Return this engine under another policy.
+    def resolve_policy(self, policy: Policy) -> None:
+        """Resolve another policy for later calls under it.
 
         Raises:
             PolicyError: an override matches no module.
         """
         self._plans[policy] = policy.plan(self._paths(), backend="jax")
-        return NestedPolicyEngine(self, policy)
 
     def _paths(self) -> frozenset[str]:
         return module_paths(ModelParts(self.adapter, self.masters, self.start._replace(written=None)))
@@ -277,119 +292,53 @@ class PolicyEngine:
         names = [name for name in self._keys if name not in kwargs]
         if not names or "rngs" in kwargs:
             return False
-        if self.adapter.stream == "default":
-            function = route.function(self.view())
-            return has_argument(function, "rngs") and not is_argument_given(function, "rngs", args, kwargs)
-        if self.adapter.stream == "key" and route.steps:
-            function = route.function(self.view())
-            return any(has_argument(function, name) for name in names)
-        return True
+        return self.adapter.draws(route, self.view(), names, args, kwargs)
 
-    def _call_model(
-        self,
-        adapter: Any,
-        casts: CallCasts,
-        route: ModulePath,
-        taken: ArgumentObjects | None,
-        params: Any,
-        running: RunningState,
-        keys: RandomKeys,
-        args: Any,
-        kwargs: Any,
-        arrays: Any,
-    ) -> tuple[Any, RunningState, Any]:
-        """Run the call. Return its output, the running state, and its changes to nnx objects among the arguments."""
-        if taken is None:
-            return *adapter.call(params, running, keys, casts, route, args, kwargs), None
-        objects = taken.rebuild(arrays)
-        args, kwargs = insert_objects(args, kwargs, objects)
-        output, running = adapter.call(params, running, keys, casts, route, args, kwargs)
-        return output, running, taken.changed(objects, arrays)
-
-    def _call_without_interpreter(
-        self,
-        plan: ResolvedPolicy,
-        adapter: Any,
-        route: ModulePath,
-        taken: ArgumentObjects | None,
-        params: Any,
-        running: RunningState,
-        keys: RandomKeys,
-        args: Any,
-        kwargs: Any,
-        arrays: Any,
-    ) -> tuple[Any, RunningState, Any]:
-        """Run the call without the interpreter.
-
-        If parameters look written, a trace of the call decides: a nested `nnx.jit` returns all of them as other arrays.
-        """
-        casts = CallCasts(plan, module_dtypes(params, adapter, plan))
-
-        def call(params: Any) -> tuple[Any, RunningState, Any]:
-            return self._call_model(adapter, casts, route, taken, params, running, keys, args, dict(kwargs), arrays)
-
-        output, after, changed = call(params)
-        if after.written is not None:
-            program = jax.make_jaxpr(lambda params: call(params)[1].written)(params)
-            came = dict(zip(sorted(after.written), output_origins(program.jaxpr), strict=True))
-            after = after._replace(written=drop_unchanged_writes(after.written, came, params))
-        return output, after, changed
-
-    def _autocast(
-        self,
-        plan: ResolvedPolicy,
-        adapter: Any,
-        route: ModulePath,
-        taken: ArgumentObjects | None,
-        params: Any,
-        running: RunningState,
-        keys: RandomKeys,
-        args: Any,
-        kwargs: Any,
-        arrays: Any,
-    ) -> tuple[Any, RunningState, Any]:
-        casts = CallCasts(plan, scoped=True)
-
-        def run(params: Any, running: RunningState, keys: RandomKeys, args: Any, kwargs: Any, arrays: Any) -> Any:
-            return self._call_model(adapter, casts, route, taken, params, running, keys, args, dict(kwargs), arrays)
-
+    def _interpret(self, call: ModelCall, inputs: ModelInputs, casts: CallCasts, *, is_part: bool) -> CallResult:
+        """Run the call under the interpreter."""
+        params = inputs.params
         programs: list[FunctionTrace] = []
         output, after, changed = evaluate(
-            plan,
-            run,
-            (params, running, keys, args, kwargs, arrays),
+            casts.plan,
+            lambda *traced: call(ModelInputs(*traced)),
+            inputs,
             {},
-            modules=None if isinstance(adapter, FunctionAdapter) else lambda: casts.paths,
+            modules=(lambda: casts.paths) if self.adapter.module else None,
             parameters=params,
             strict=self._strict,
             recorder=self._recorder,
-            numbers=bool(route.steps),
+            numbers=is_part,
             traced=programs.append,
         )
         if after.written is not None:
-            _, came, _ = programs[0].result(output_origins(programs[0].jaxpr))
-            after = after._replace(written=drop_unchanged_writes(after.written, came.written, params))
+            _, origins, _ = programs[0].result(output_origins(programs[0].jaxpr))
+            after = after._replace(written=drop_unchanged_writes(after.written, origins.written, params))
         return output, after, changed
 
 
-class NestedPolicyEngine:
-    """Engine whose calls run under another policy. Everything else is delegated to the original engine."""
+def _call_directly(call: ModelCall, inputs: ModelInputs) -> CallResult:
+    """Run the call without the interpreter.
 
-    def __init__(self, engine: PolicyEngine, policy: Policy) -> None:
-        self._engine = engine
-        self._policy = policy
+    If parameters look written, a trace of the call decides: a nested `nnx.jit` returns all of them as other arrays.
+    """
+    output, after, changed = call(inputs)
+    if after.written is not None:
+        program = jax.make_jaxpr(lambda params: call(inputs._replace(params=params))[1].written)(inputs.params)
+        origins = dict(zip(sorted(after.written), output_origins(program.jaxpr), strict=True))
+        after = after._replace(written=drop_unchanged_writes(after.written, origins, inputs.params))
+    return output, after, changed
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
-    def with_policy(self, policy: Policy) -> NestedPolicyEngine:
-        """Return itself: its policy is the innermost one."""
-        return self
-
-    def call(self, route: ModulePath, args: Any, kwargs: Any, part: Any = None) -> Any:
-        """Return the output of the model, or of a part of it."""
-        with open_region(self._policy):
-            return self._engine.call(route, args, kwargs, part)
+def _call_model(
+    adapter: ModelAdapter, casts: CallCasts, route: ModulePath, taken: ArgumentObjects | None, inputs: ModelInputs
+) -> CallResult:
+    """Run the call. Return its output, the running state, and its changes to nnx objects among the arguments."""
+    if taken is None:
+        return *adapter.call(inputs, casts, route), None
+    objects = taken.rebuild(inputs.objects)
+    args, kwargs = insert_objects(inputs.args, inputs.kwargs, objects)
+    output, running = adapter.call(inputs._replace(args=args, kwargs=kwargs), casts, route)
+    return output, running, taken.changed(objects, inputs.objects)
 
 
 class NativePolicyEngine(PolicyEngine):
@@ -400,26 +349,17 @@ class NativePolicyEngine(PolicyEngine):
     """
 
     def __init__(self, model: Any, plan: ResolvedPolicy, *, recorder: Recorder | None, strict: bool) -> None:
-        self.shared = model
+        self.native = model
         adapter, params, running = adapt(model)
         super().__init__(adapter, plan, params, running, {}, recorder=recorder, strict=strict)
 
-    def view(self) -> Any:
-        """Return the model itself (nnx), so that writes to its variables stay, or a rebuilt one (other libraries)."""
-        self._refresh()
-        return super().view()
-
-    def call(self, route: ModulePath, args: Any, kwargs: Any, part: Any = None) -> Any:
-        self._refresh()
-        return super().call(route, args, kwargs, part)
-
-    def params_of(self, part: Any, route: ModulePath) -> Any:
-        self._refresh()
-        return super().params_of(part, route)
-
-    def computed(self, route: ModulePath) -> Any:
-        self._refresh()
-        return super().computed(route)
+    def _current_pass(self) -> ModelPass:
+        """Begin a pass with the model's current values. Writes to the variables of an nnx model stay in it."""
+        self.adapter, self.masters, self.start = adapt(self.native)
+        self.params = compute_params(self.masters, self.adapter, self.plan)
+        self._pass = self.adapter.start(self.params, self.masters, self.start, self.native)
+        self._leaves = self._parameters()
+        return self._pass
 
     def _active_plan(self) -> ResolvedPolicy:
         """Return its own plan: the policy of the model itself is the innermost one."""
@@ -428,9 +368,3 @@ class NativePolicyEngine(PolicyEngine):
     def _is_mapped(self, args: Any, kwargs: Any) -> bool:
         """Return False: the user's own loop has no state streams, and flax rejects changes that would be lost."""
         return False
-
-    def _refresh(self) -> None:
-        self.adapter, self.masters, self.start = adapt(self.shared)
-        self.params = compute_params(self.masters, self.adapter, self.plan)
-        self._pass = self._begin(self.shared if self.adapter.mutable else None)
-        self._leaves = self._parameters()

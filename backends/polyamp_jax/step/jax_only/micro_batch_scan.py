@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from polyamp_jax.arrays import named_leaves
-from polyamp_jax.models.model_parts import RunningState
 from polyamp_jax.models.parameter_writes import NamedLeaves
+from polyamp_jax.models.running_state import RunningState
 
 ScanCarry = tuple[RunningState, Any]
 

@@ -11,9 +11,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
-from polyamp_jax.arrays import cast_arguments
-from polyamp_jax.models.call_casts import CallCasts
-
 PathKind = Literal["module", "method", "property", "container", "base", "value"]
 """Kind of the object at the end of a path.
 
@@ -127,15 +124,6 @@ def has_argument(function: Callable[..., Any], name: str) -> bool:
 def is_argument_given(function: Callable[..., Any], name: str, args: Any, kwargs: Any) -> bool:
     """Return whether the caller passes the argument of this name, by keyword or by position."""
     return name in kwargs or name in inspect.signature(function).bind_partial(*args, **kwargs).arguments
-
-
-def cast_method_arguments(route: ModulePath, casts: CallCasts, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """In cast mode, cast a method's arguments to the dtype of its module, like those of a call."""
-    dtype = casts.dtypes.get(route.path) if route.is_method and not casts.scoped else None
-    if dtype is None:
-        return args, kwargs
-    made: tuple[Any, Any] = cast_arguments((args, kwargs), dtype, float64=casts.plan.float64)
-    return made
 
 
 def _base_classes(kind: type, module: type | tuple[type, ...]) -> list[type]:

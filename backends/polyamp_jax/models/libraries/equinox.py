@@ -1,11 +1,11 @@
-"""Adapters for equinox modules, with or without `eqx.nn.State`."""
+"""Adapter of equinox modules, with or without `eqx.nn.State`."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -13,17 +13,17 @@ import jax
 
 from polyamp.errors import ModelError, PolyampError, TraceError
 from polyamp_jax.arrays import named_leaves, path_name
-from polyamp_jax.models.bound_equinox import bind_module
+from polyamp_jax.models.adapter import ModelAdapter, ModelParts, OpaqueValue
 from polyamp_jax.models.call_casts import CallCasts
-from polyamp_jax.models.call_hook import activate_casts, set_class
-from polyamp_jax.models.model_parts import ModelParts, OpaqueValue, RandomKeys, RunningState, parameter_owners
+from polyamp_jax.models.libraries.equinox_binding import bind_module
+from polyamp_jax.models.module_path import ModulePath, has_argument
 from polyamp_jax.models.parameter_writes import find_writes
-from polyamp_jax.models.submodule_path import ModulePath, cast_method_arguments, has_argument
+from polyamp_jax.models.running_state import ModelInputs, RandomKeys, RunningState
 
 
 @dataclasses.dataclass(frozen=True)
-class EquinoxAdapter:
-    """Adapter for an equinox module. Trains inexact arrays; other arrays and the `State` are running state.
+class EquinoxAdapter(ModelAdapter):
+    """Adapter of an equinox module. Trains inexact arrays; other arrays and the `State` are running state.
 
     Without `axis_name` the bound model has the call signature of the module itself, without its state. With it,
     positional arguments are mapped over axis 0 (equinox modules take one example). Every example then has a separate
@@ -33,48 +33,43 @@ class EquinoxAdapter:
     static: OpaqueValue
     stateful: bool
     axis_name: str | None
-    pinned: frozenset[str]
-    stream: str | None = "key"
-    mutable: ClassVar[bool] = False
+    pinned_paths: frozenset[str]
+    stream: ClassVar[str | None] = "key"
     module: ClassVar[type | tuple[type, ...]] = eqx.Module
 
-    def call(
-        self,
-        params: Any,
-        running: RunningState,
-        keys: RandomKeys,
-        casts: CallCasts,
-        route: ModulePath,
-        args: Any,
-        kwargs: Any,
-    ) -> tuple[Any, RunningState]:
-        buffers, state = running.statistics
-        module = self._cast(eqx.combine(params, buffers, self.static.value), casts)
+    @property
+    def pinned(self) -> frozenset[str]:
+        return self.pinned_paths
+
+    def call(self, inputs: ModelInputs, casts: CallCasts, route: ModulePath) -> tuple[Any, RunningState]:
+        buffers, state = inputs.running.statistics
+        kwargs = inputs.kwargs
+        module = self._hook_modules(self.view(inputs.params, inputs.running), casts)
         own = named_leaves(eqx.filter(module, eqx.is_inexact_array))
         function = route.function(module)
-        keys = {name: key for name, key in keys.items() if name not in kwargs}
+        keys = {name: key for name, key in inputs.keys.items() if name not in kwargs}
         stateful = self.stateful
         if route.steps:  # a part receives only the arguments in its signature
             keys = {name: key for name, key in keys.items() if has_argument(function, name)}
             stateful = stateful and "state" not in kwargs and has_argument(function, "state")
-        args, kwargs = cast_method_arguments(route, casts, args, kwargs)
 
-        def run(axis_name: str | None, keys: Any) -> tuple[Any, Any]:
-            own = jax.tree.map(lambda leaf: leaf, state)  # using a State invalidates it, so use a copy
+        with casts.call_of_part(route, inputs.args, kwargs) as (args, kwargs):
 
-            def one(args: Any, keys: Any) -> tuple[Any, Any]:
-                if not stateful:
-                    return function(*args, **keys, **kwargs), own
-                output, changed = function(*args, own, **keys, **kwargs)
-                return output, changed
+            def run(axis_name: str | None, keys: Any) -> tuple[Any, Any]:
+                own = jax.tree.map(lambda leaf: leaf, state)  # using a State invalidates it, so use a copy
 
-            if axis_name is not None and jax.tree.leaves(args):
-                size = jax.tree.leaves(args)[0].shape[0]
-                keys = {name: jax.random.split(key, size) for name, key in keys.items()}
-                one = jax.vmap(one, in_axes=(0, 0), out_axes=(0, None), axis_name=axis_name)
-            return one(args, keys)
+                def one(args: Any, keys: Any) -> tuple[Any, Any]:
+                    if not stateful:
+                        return function(*args, **keys, **kwargs), own
+                    output, changed = function(*args, own, **keys, **kwargs)
+                    return output, changed
 
-        with activate_casts(casts), casts.scope(route.path if route.is_method and casts.scoped else ""):
+                if axis_name is not None and jax.tree.leaves(args):
+                    size = jax.tree.leaves(args)[0].shape[0]
+                    keys = {name: jax.random.split(key, size) for name, key in keys.items()}
+                    one = jax.vmap(one, in_axes=(0, 0), out_axes=(0, None), axis_name=axis_name)
+                return one(args, keys)
+
             try:
                 output, changed = run(self.axis_name, keys)
             except Exception as error:
@@ -86,7 +81,10 @@ class EquinoxAdapter:
                 "modules are immutable, and the write would be lost. Compute the new value where it is needed, or keep "
                 "it in an eqx.nn.State."
             )
-        return output, running._replace(statistics=(buffers, changed))
+        return output, inputs.running._replace(statistics=(buffers, changed))
+
+    def draws(self, route: ModulePath, view: Any, names: Collection[str], args: Any, kwargs: Any) -> bool:
+        return not route.steps or any(has_argument(route.function(view), name) for name in names)
 
     def _refuse_unpaired(self, run: Callable[..., Any], args: Any, keys: RandomKeys, error: Exception) -> None:
         """Check whether a failed call succeeds with other values of `axis_name=` and `rngs=`, and raise if it does.
@@ -132,8 +130,8 @@ class EquinoxAdapter:
         made = dataclasses.replace(self, static=OpaqueValue(static))
         return made, params, running._replace(statistics=(buffers, running.statistics[1]))
 
-    def bound(self, engine: Any) -> Any:
-        owner = weakref.ref(engine) if engine.shared is None else lambda: engine
+    def bind(self, engine: Any) -> Any:
+        owner = weakref.ref(engine) if engine.native is None else lambda: engine
         engine.root = bind_module(self.view(engine.masters, engine.start), owner)
         return engine.root
 
@@ -144,26 +142,17 @@ class EquinoxAdapter:
         state = running.statistics[1]
         return jax.tree.map(lambda leaf: leaf, state) if self.stateful else None
 
-    def tree(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
-        return self.params_of(part, route, params, running)
-
-    def modules(self, params: Any, running: RunningState) -> Iterable[str]:
-        module = eqx.combine(params, running.statistics[0], self.static.value)
-        return [*parameter_owners(params), *(path for path, _ in walk_modules(module))]
+    def modules(self, params: Any, running: RunningState) -> Mapping[str, Any]:
+        return dict(walk_modules(self.view(params, running)))
 
     def join(self, params: Any, running: RunningState) -> Any:
-        buffers, state = running.statistics
-        module = eqx.combine(params, buffers, self.static.value)
-        return (module, jax.tree.map(lambda leaf: leaf, state)) if self.stateful else module
+        module = self.view(params, running)
+        return (module, self.state_of(running)) if self.stateful else module
 
-    def check_streams(self, names: Collection[str]) -> None:
-        """Accept any name, because every stream is passed as a keyword argument."""
-
-    def _cast(self, module: Any, casts: CallCasts) -> Any:
+    def _hook_modules(self, module: Any, casts: CallCasts) -> Any:
         """Return the module with the submodules that cast inputs or open scopes replaced by wrapped copies."""
-        if not casts.scoped and not casts.dtypes and not self.pinned:
+        if not casts.active and not self.pinned_paths:
             return module
-        plan = casts.plan
 
         def copied(node: Any, keys: tuple[Any, ...]) -> Any:
             children, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda item: item is not node)
@@ -172,13 +161,7 @@ class EquinoxAdapter:
             made = jax.tree.unflatten(structure, [copied(child, keys + key) for key, child in children])
             if isinstance(node, eqx.Module):
                 path = path_name(keys)
-                if casts.scoped:
-                    casts.expect([path])
-                    set_class(made, path, casts)
-                elif path in self.pinned and plan.at(path).named is None and plan.compute != plan.param:
-                    set_class(made, path, casts, inputs=plan.param, outputs=plan.compute, kept=(eqx.nn.State,))
-                elif path in casts.dtypes:  # an override casts the state too: the dtypes must agree
-                    set_class(made, path, casts, kept=() if path in self.pinned else (eqx.nn.State,))
+                casts.hook_module(made, path, pinned=path in self.pinned_paths, uncast=(eqx.nn.State,))
             return made
 
         return copied(module, ())
@@ -203,7 +186,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def adapt_equinox(model: Any, axis_name: str | None) -> ModelParts:
+def split_model(model: Any, axis_name: str | None = None) -> ModelParts:
     """Split an equinox module, or `(module, eqx.nn.State)`, into its parts."""
     module, state = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
     if not isinstance(module, eqx.Module) or (state is not None and not isinstance(state, eqx.nn.State)):

@@ -8,54 +8,28 @@ that path.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import equinox as eqx
 import jax
 
 from polyamp_jax.models import attribute_access
+from polyamp_jax.models.binding import Binding, ModuleOwner, bound_class_attributes, dispatch_method
 from polyamp_jax.models.call_hook import NATIVE_CLASS_ATTRIBUTE, native_class
-from polyamp_jax.models.submodule_path import ROOT_PATH, ModulePath, PathStep, path_kind
+from polyamp_jax.models.module_path import ROOT_PATH, ModulePath, PathStep, path_kind
 
 _BINDING_ATTRIBUTE = "_polyamp_place"
 
 
-class EquinoxOwner(Protocol):
-    """Engine interface of a bound model: runs its calls and returns its parameters."""
-
-    root: Any
-
-    def call(self, route: ModulePath, args: Any, kwargs: Any, part: Any = None) -> Any:
-        """Return the output of the part at `route`. A copy, `part`, replaces the module there."""
-
-    def narrowed(self, route: ModulePath, value: Any) -> Any:
-        """Return a value that contains parameters in the dtype that the model computes with."""
-
-    def params_of(self, part: Any, route: ModulePath) -> Any:
-        """Return the master parameters of a part."""
-
-    def state(self) -> Any:
-        """Return the model's state after the calls so far, or None if it has none."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class EquinoxBinding:
-    """Owner and path of a bound module. Compares by identity."""
-
-    owner: Callable[[], EquinoxOwner | None]
-    route: ModulePath
-
-
-def bind_module(model: Any, owner: Callable[[], EquinoxOwner | None]) -> Any:
+def bind_module(model: Any, owner: Callable[[], ModuleOwner | None]) -> Any:
     """Return a copy of a native module in which every module is bound."""
 
     def bound(node: Any, route: ModulePath) -> Any:
         kind: Any = type(node)
-        return _rebuild_module(node, _bound_class(kind), route, bound, EquinoxBinding(owner, route))
+        return _rebuild_module(node, _bound_class(kind), route, bound, Binding(owner, route))
 
     return bound(model, ROOT_PATH)
 
@@ -69,38 +43,28 @@ def native_module(model: Any) -> Any:
     return plain(model, ROOT_PATH)
 
 
-def is_bound(value: Any) -> bool:
-    """Return whether a value is a bound equinox module, or a copy of one."""
-    return (
-        isinstance(value, eqx.Module)
-        and NATIVE_CLASS_ATTRIBUTE in vars(type(value))
-        and _BINDING_ATTRIBUTE in vars(value)
-    )
-
-
-def binding_of(module: Any) -> EquinoxBinding:
-    """Return the binding of a bound module."""
-    place: EquinoxBinding = vars(module)[_BINDING_ATTRIBUTE]
-    return place
+def _binding_of(module: Any) -> Any:
+    """Return the binding of a bound module, which its copies keep."""
+    return vars(module).get(_BINDING_ATTRIBUTE)
 
 
 def is_module_copy(module: Any) -> bool:
     """Return whether a bound module is a copy of the model's module rather than that module itself."""
-    place = binding_of(module)
-    owner = place.owner()
-    return owner is None or place.route.resolve(owner.root) is not module
+    binding = _binding_of(module)
+    owner = binding.owner()
+    return owner is None or binding.route.resolve(owner.root) is not module
 
 
 def _rebuild_module(
-    node: Any, kind: Any, route: ModulePath, change: Callable[[Any, ModulePath], Any], place: EquinoxBinding | None
+    node: Any, kind: Any, route: ModulePath, change: Callable[[Any, ModulePath], Any], binding: Binding | None
 ) -> Any:
     """Return a module of class `kind` with the same fields, with `change` applied to the modules in them."""
     made = object.__new__(kind)
     for name, value in vars(node).items():
         if name != _BINDING_ATTRIBUTE:
             object.__setattr__(made, name, _map_modules(value, route.to(PathStep(name, True), "module"), change))
-    if place is not None:
-        object.__setattr__(made, _BINDING_ATTRIBUTE, place)
+    if binding is not None:
+        object.__setattr__(made, _BINDING_ATTRIBUTE, binding)
     return made
 
 
@@ -138,52 +102,34 @@ def _bound_class(kind: Any) -> type:
     def missing(self: Any, name: str) -> Any:
         return _missing_attribute(own, self, name)
 
-    names: dict[str, Any] = {
-        "__module__": own.__module__,
-        "__qualname__": own.__qualname__,
+    names = bound_class_attributes(own, _binding_of, _run_method) | {
         "__annotations__": {_BINDING_ATTRIBUTE: Any},
         "__getattribute__": get,
         "__getattr__": missing,
         _BINDING_ATTRIBUTE: eqx.field(static=True, default=None, repr=False),
-        NATIVE_CLASS_ATTRIBUTE: own,
     }
-    if any("__call__" in vars(base) for base in own.__mro__):
-        names["__call__"] = _dispatch_method(own.__call__, None)
     made: type = type(own)(own.__name__, (own,), names)
     return made
 
 
-def _dispatch_method(function: Callable[..., Any], step: PathStep | None) -> Callable[..., Any]:
-    """Return a bound module's method, which the engine runs under the policy on a copy of the model."""
-
-    @functools.wraps(function)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        route = binding_of(self).route
-        return _run_method(self, route if step is None else route.to(step, "method"), args, kwargs)
-
-    return call
-
-
 def _run_method(module: Any, route: ModulePath, args: Any, kwargs: Any) -> Any:
-    return _binding_owner(module).call(route, args, kwargs, native_module(module) if is_module_copy(module) else None)
-
-
-def _binding_owner(module: Any) -> EquinoxOwner:
-    return binding_of(module).owner() or attribute_access.UnboundOwner()
+    return _binding_of(module).engine.call(
+        route, args, kwargs, native_module(module) if is_module_copy(module) else None
+    )
 
 
 def _read_attribute(own: Any, module: Any, name: str) -> Any:
     """Return an attribute of a bound module."""
-    route, step = binding_of(module).route, PathStep(name, True)
+    route, step = _binding_of(module).route, PathStep(name, True)
     definition = inspect.getattr_static(own, name, None)
     is_property = name not in vars(module) and isinstance(definition, property | functools.cached_property)
     value = getattr(native_module(module), name) if is_property else own.__getattribute__(module, name)
     kind = path_kind(module, step, value, eqx.Module)
     if kind == "method":
-        return functools.partial(_dispatch_method(getattr(own, name), step), module)
+        return functools.partial(dispatch_method(getattr(own, name), step, _binding_of, _run_method), module)
     if kind == "property" and attribute_access.has_computed_arrays(value):
         return _run_method(module, route.to(step, kind), (), {})
-    return _binding_owner(module).narrowed(route, value) if kind in ("value", "property") else value
+    return _binding_of(module).engine.computed(route, value) if kind in ("value", "property") else value
 
 
 def _missing_attribute(own: Any, module: Any, name: str) -> Any:
@@ -196,11 +142,11 @@ def _missing_attribute(own: Any, module: Any, name: str) -> Any:
             pass
     if name.startswith("__") or _BINDING_ATTRIBUTE not in vars(module):
         raise AttributeError(name)
-    place = binding_of(module)
+    binding = _binding_of(module)
     if name == "params":
         if is_module_copy(module):
             return eqx.filter(native_module(module), eqx.is_inexact_array)
-        return _binding_owner(module).params_of(native_module(module), place.route)
-    if name == "state" and place.route == ROOT_PATH and (state := _binding_owner(module).state()) is not None:
+        return _binding_of(module).engine.params_of(native_module(module), binding.route)
+    if name == "state" and binding.route == ROOT_PATH and (state := _binding_of(module).engine.state()) is not None:
         return state
-    raise AttributeError(attribute_access.missing_attribute_message(module, place.route, name))
+    raise AttributeError(attribute_access.missing_attribute_message(module, binding.route, name))

@@ -17,15 +17,23 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final
 
 from flax import nnx
 
 from polyamp_jax import compat
 from polyamp_jax.models import attribute_access
-from polyamp_jax.models.call_hook import NATIVE_CLASS_ATTRIBUTE, native_class
+from polyamp_jax.models.binding import (
+    NO_BINDING,
+    Binding,
+    ModuleOwner,
+    bound_class_attributes,
+    dispatch_method,
+    is_bound,
+)
+from polyamp_jax.models.call_hook import native_class
 from polyamp_jax.models.compat import NNX_INTERNAL, nnx_class_options
-from polyamp_jax.models.submodule_path import ROOT_PATH, ModulePath, PathStep, has_modules, path_kind
+from polyamp_jax.models.module_path import ROOT_PATH, ModulePath, PathStep, has_modules, path_kind
 
 _CONTAINER_CLASSES: Final = tuple(getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name))
 """Flax modules that only contain other modules and compute nothing."""
@@ -33,43 +41,11 @@ _READ_METHODS: Final = ("iter_modules", "iter_children")
 """Read-only methods of the base class. Until flax 0.11 they are not plain functions."""
 
 
-class NnxOwner(Protocol):
-    """Engine interface of a bound model: runs its calls and returns its parameters."""
-
-    def call(self, route: ModulePath, args: Any, kwargs: Any) -> Any:
-        """Return the output of the model, or of the part at `route`."""
-
-    def params_of(self, part: Any, route: ModulePath) -> Any:
-        """Return the master parameters of a part."""
-
-    def computed(self, route: ModulePath) -> Any:
-        """Return the value at `route` that the model computes with. In mode "cast" this is the cast parameter."""
-
-
-class NnxBinding(NamedTuple):
-    """Owner and path of a bound module.
-
-    Attributes:
-        alive: weak reference to the module itself.
-        owner: returns the module's engine, or None if the engine no longer exists.
-        route: path from the root.
-        native: the user's own module, if the bound module shares its attributes; else None.
-    """
-
-    alive: weakref.ref[Any]
-    owner: Callable[[], NnxOwner | None]
-    route: ModulePath
-    native: Any = None
-
-
-_bindings: Final[dict[int, NnxBinding]] = {}
+_bindings: Final[dict[int, Binding]] = {}
 """Bindings by `id` of the module. They are stored outside the module so that flax's copies do not inherit them."""
 
 
-_NO_BINDING: Final = NnxBinding(weakref.ref(attribute_access.UnboundOwner), attribute_access.UnboundOwner, ROOT_PATH)
-
-
-def bind_module(model: Any, owner: NnxOwner) -> Any:
+def bind_module(model: Any, owner: ModuleOwner) -> Any:
     """Bind all modules of `model`, a view that belongs to one pass, and return `model` itself."""
     found = weakref.ref(owner)
     for module, route in [
@@ -81,7 +57,7 @@ def bind_module(model: Any, owner: NnxOwner) -> Any:
     return model
 
 
-def bind_shared_module(native: Any, owner: NnxOwner, route: ModulePath = ROOT_PATH) -> Any:
+def bind_shared_module(native: Any, owner: ModuleOwner, route: ModulePath = ROOT_PATH) -> Any:
     """Return a bound module that shares the attributes of the user's module. A write to one changes both."""
     own: Any = type(native)
     module: Any = object.__new__(_bound_class(own))
@@ -90,19 +66,10 @@ def bind_shared_module(native: Any, owner: NnxOwner, route: ModulePath = ROOT_PA
     return module
 
 
-def is_bound(value: Any) -> bool:
-    """Return whether a value is a bound nnx module, or a copy of one."""
-    return (
-        isinstance(value, nnx.Module)
-        and NATIVE_CLASS_ATTRIBUTE in vars(type(value))
-        and "_polyamp_bound" in vars(type(value))
-    )
-
-
-def binding_of(module: Any) -> NnxBinding:
+def _binding_of(module: Any) -> Binding:
     """Return the binding of a bound module. A copy has the empty binding."""
-    place = _bindings.get(id(module))
-    return place if place is not None and place.alive() is module else _NO_BINDING
+    binding = _bindings.get(id(module))
+    return binding if binding is not None and binding.module_ref() is module else NO_BINDING
 
 
 @contextlib.contextmanager
@@ -118,9 +85,9 @@ def native_classes(model: Any) -> Iterator[None]:
             object.__setattr__(module, "__class__", kind)
 
 
-def _set_binding(module: Any, owner: Callable[[], NnxOwner | None], route: ModulePath, native: Any = None) -> None:
+def _set_binding(module: Any, owner: Callable[[], ModuleOwner | None], route: ModulePath, native: Any = None) -> None:
     number = id(module)
-    _bindings[number] = NnxBinding(weakref.ref(module, lambda _: _bindings.pop(number, None)), owner, route, native)
+    _bindings[number] = Binding(owner, route, native, weakref.ref(module, lambda _: _bindings.pop(number, None)))
 
 
 def _path_steps(root: Any, keys: Sequence[Any]) -> tuple[PathStep, ...]:
@@ -146,55 +113,37 @@ def _bound_class(kind: Any) -> type:
 
     def put(self: Any, name: str, value: Any) -> None:
         if not (name.startswith(NNX_INTERNAL) or isinstance(value, nnx.Variable)):
-            attribute_access.refuse_set_attribute(binding_of(self).route, name)
+            attribute_access.refuse_set_attribute(_binding_of(self).route, name)
         own.__setattr__(self, name, value)
 
     def delete(self: Any, name: str) -> None:
         if not (name.startswith(NNX_INTERNAL) or isinstance(vars(self).get(name), nnx.Variable)):
-            attribute_access.refuse_delete_attribute(binding_of(self).route, name)
+            attribute_access.refuse_delete_attribute(_binding_of(self).route, name)
         own.__delattr__(self, name)
 
-    names = {
-        "__module__": own.__module__,
-        "__qualname__": own.__qualname__,
+    names = bound_class_attributes(own, _binding_of, _run_method) | {
         "__getattribute__": get,
         "__getattr__": missing,
         "__setattr__": put,
         "__delattr__": delete,
-        NATIVE_CLASS_ATTRIBUTE: own,
-        "_polyamp_bound": True,
     }
-    if any("__call__" in vars(base) for base in own.__mro__):
-        names["__call__"] = _dispatch_method(own.__call__, None)
     made: type = type(own)(own.__name__, (own,), names, **nnx_class_options(own))
     return made
 
 
-def _dispatch_method(function: Callable[..., Any], step: PathStep | None) -> Callable[..., Any]:
-    """Return a bound module's method, which the engine runs under the policy on a copy of the model."""
-
-    @functools.wraps(function)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        place = binding_of(self)
-        route = place.route if step is None else place.route.to(step, "method")
-        return _binding_owner(place).call(route, args, kwargs)
-
-    return call
-
-
-def _binding_owner(place: NnxBinding) -> NnxOwner:
-    return place.owner() or attribute_access.UnboundOwner()
+def _run_method(module: Any, route: ModulePath, args: Any, kwargs: Any) -> Any:
+    return _binding_of(module).engine.call(route, args, kwargs)
 
 
 def _read_attribute(own: Any, module: Any, name: str) -> Any:
     """Return an attribute of a bound module."""
-    place = binding_of(module)
+    binding = _binding_of(module)
     step = PathStep(name, True)
     is_property = name not in vars(module) and _is_property(own, name)
     if not is_property:
         value = own.__getattribute__(module, name)
-    elif place.native is not None:
-        value = getattr(place.native, name)
+    elif binding.native is not None:
+        value = getattr(binding.native, name)
     else:
         with native_classes(module):
             value = getattr(module, name)
@@ -204,16 +153,16 @@ def _read_attribute(own: Any, module: Any, name: str) -> Any:
         return value  # a method of the module list or dict itself
     kind = path_kind(module, step, value, nnx.Module)
     if kind == "method":
-        return types.MethodType(_dispatch_method(getattr(own, name), step), module)
-    route = place.route.to(step, kind)
+        return types.MethodType(dispatch_method(getattr(own, name), step, _binding_of, _run_method), module)
+    route = binding.route.to(step, kind)
     if kind == "base":
-        attribute_access.refuse_base_method(module, place.route.to(step, kind))
+        attribute_access.refuse_base_method(module, binding.route.to(step, kind))
     if kind == "property" and attribute_access.has_computed_arrays(value):
-        return _binding_owner(place).call(route, (), {})
+        return binding.engine.call(route, (), {})
     if kind in ("module", "container"):
-        return value if place.native is None else _bind_shared_value(value, _binding_owner(place), place.route, step)
-    if place is not _NO_BINDING and _has_parameters(value):
-        return _binding_owner(place).computed(route)
+        return value if binding.native is None else _bind_shared_value(value, binding.engine, binding.route, step)
+    if binding is not NO_BINDING and _has_parameters(value):
+        return binding.engine.computed(route, value)
     return value
 
 
@@ -231,7 +180,7 @@ def _has_parameters(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(map(_has_parameters, value))
 
 
-def _bind_shared_value(value: Any, owner: NnxOwner, outer: ModulePath, step: PathStep) -> Any:
+def _bind_shared_value(value: Any, owner: ModuleOwner, outer: ModulePath, step: PathStep) -> Any:
     """Return a value of the user's model with its modules bound, inside the same containers."""
     if isinstance(value, nnx.Module):
         return value if is_bound(value) else bind_shared_module(value, owner, outer.to(step, "module"))
@@ -251,7 +200,7 @@ def _missing_attribute(own: Any, module: Any, name: str) -> Any:
             return users(module, name)
     if name.startswith(NNX_INTERNAL):
         raise AttributeError(name)
-    place = binding_of(module)
+    binding = _binding_of(module)
     if name == "params":
-        return _binding_owner(place).params_of(module, place.route)
-    raise AttributeError(attribute_access.missing_attribute_message(module, place.route, name))
+        return binding.engine.params_of(module, binding.route)
+    raise AttributeError(attribute_access.missing_attribute_message(module, binding.route, name))

@@ -17,12 +17,20 @@ from flax import nnx
 
 from polyamp.errors import TraceError
 from polyamp_jax.arrays import conform_tree
-from polyamp_jax.models.bound_nnx import native_classes
+from polyamp_jax.models.adapter import OpaqueValue
 from polyamp_jax.models.compat import drop_stale_nnx_attributes
-from polyamp_jax.models.model_parts import OpaqueValue, RunningState
-from polyamp_jax.models.model_pass import RUNNING_STATE_NAME, OutputCast
-from polyamp_jax.models.parameter_writes import NamedLeaves, conform_writes, find_writes, nest_writes, writes_on_masters
-from polyamp_jax.models.submodule_path import ModulePath
+from polyamp_jax.models.libraries.nnx_binding import native_classes
+from polyamp_jax.models.model_pass import RUNNING_STATE_NAME, ModelPass, OutputCast
+from polyamp_jax.models.module_path import ModulePath
+from polyamp_jax.models.parameter_writes import (
+    NamedLeaves,
+    conform_writes,
+    find_writes,
+    nest_values,
+    nest_writes,
+    writes_on_masters,
+)
+from polyamp_jax.models.running_state import RunningState
 
 VariablePath = tuple[Any, ...]
 PARAMETER_VARIABLES: Final = "parameters"
@@ -31,34 +39,21 @@ STEP_VARIABLES: Final = "kept"
 
 
 @jax.tree_util.register_static
-class NnxGraph:
+class NnxGraph(OpaqueValue):
     """Graph definition of a model as a static pytree node."""
-
-    def __init__(self, graphdef: Any) -> None:
-        self.opaque = OpaqueValue(graphdef)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, NnxGraph) and self.opaque == other.opaque
-
-    def __hash__(self) -> int:
-        return hash(self.opaque)
-
-    @property
-    def graphdef(self) -> Any:
-        return self.opaque.value
 
 
 class NnxPassVariables(NamedTuple):
     """Variables of a model within a pass, in place of `RunningState.statistics`.
 
     Attributes:
-        kept: the variables of the running state, as nested dicts of values.
-        more: the variables that the pass created, an `nnx.State`.
+        state: the variables of the running state, as nested dicts of values.
+        collected: the variables that the pass created, an `nnx.State`.
         graph: the graph definition of the model.
     """
 
-    kept: Any
-    more: Any
+    state: Any
+    collected: Any
     graph: NnxGraph
 
 
@@ -75,18 +70,18 @@ def split_nnx_model(model: Any, known: Mapping[VariablePath, str], draws: Any) -
     def of(group: str) -> Any:
         return lambda path, _: known.get(tuple(path)) == group
 
-    graphdef, params, streams, kept, more = nnx.split(
+    graphdef, params, streams, state, collected = nnx.split(
         model, of(PARAMETER_VARIABLES), of(STREAM_VARIABLES), of(STEP_VARIABLES), ...
     )
-    inside = NnxPassVariables(nnx.to_pure_dict(kept), more, NnxGraph(graphdef))
+    inside = NnxPassVariables(nnx.to_pure_dict(state), collected, NnxGraph(graphdef))
     return nnx.to_pure_dict(params), RunningState(inside, nnx.to_pure_dict(streams), draws)
 
 
 def merge_nnx_model(params: Any, running: RunningState) -> Any:
     """Build a new model from the arrays: the inverse of `split_nnx_model`."""
-    kept, more, graph = running.statistics
-    more = jax.tree.map(lambda leaf: leaf, more)  # copies the variables
-    return nnx.merge(graph.graphdef, params, running.streams, kept, more)
+    state, collected, graph = running.statistics
+    collected = jax.tree.map(lambda leaf: leaf, collected)  # copies the variables
+    return nnx.merge(graph.value, params, running.streams, state, collected)
 
 
 def without_intermediates(model: Any) -> Any:
@@ -98,8 +93,8 @@ def without_intermediates(model: Any) -> Any:
     return copy
 
 
-class NnxPass:
-    """`ModelPass` of an nnx module, which changes in place.
+class NnxPass(ModelPass):
+    """Pass of an nnx module, which changes in place.
 
     Args:
         adapter: the nnx adapter.
@@ -110,12 +105,10 @@ class NnxPass:
     """
 
     def __init__(self, adapter: Any, model: Any, params: Any, masters: Any, running: RunningState) -> None:
-        self._adapter = adapter
+        super().__init__(adapter, params, masters, running)
         self._graph = NnxGraph(adapter.graphdef.value)
         self._known: Mapping[VariablePath, str] = adapter.known
         self._model = model
-        self._params = params
-        self._masters = masters
         self._start = running
         self._casts: Any = None
         self._cast_params: Any = None
@@ -131,7 +124,7 @@ class NnxPass:
         self._check(params, now)
         earlier = self._start._replace(written=None)
         found: RunningState = conform_tree(
-            RunningState(now.statistics.kept, now.streams, now.draws), earlier, what=RUNNING_STATE_NAME
+            RunningState(now.statistics.state, now.streams, now.draws), earlier, what=RUNNING_STATE_NAME
         )
         new = conform_writes(find_writes(self._masters, params) or {}, self._masters)
         written = {**(self._start.written or {}), **new}
@@ -144,20 +137,22 @@ class NnxPass:
         params, running = self._split()
         return self._computed(params), running
 
-    def moved(self, after: RunningState, before: RunningState, outward: OutputCast) -> tuple[RunningState, bool]:
-        (kept, more, graph), (kept_before, more_before, graph_before) = after.statistics, before.statistics
-        if _has_same_values((kept, after.streams), (self._start.statistics, self._start.streams)):
+    def conform_state(
+        self, after: RunningState, before: RunningState, cast_output: OutputCast
+    ) -> tuple[RunningState, bool]:
+        (state, collected, graph), (state_before, collected_before, graph_before) = after.statistics, before.statistics
+        if _has_same_values((state, after.streams), (self._start.statistics, self._start.streams)):
             own = (self._start.statistics, self._start.streams)
-            kept, streams = conform_tree((kept, after.streams), own, what=RUNNING_STATE_NAME)
+            state, streams = conform_tree((state, after.streams), own, what=RUNNING_STATE_NAME)
             after = after._replace(streams=streams)
-        more = outward(more)
-        pairs = ((kept, kept_before), (after.streams, before.streams), (more, more_before))
+        collected = cast_output(collected)
+        pairs = ((state, state_before), (after.streams, before.streams), (collected, collected_before))
         self._moved = graph != graph_before or not all(
             _has_same_values(a, b) and _has_same_arrays(a, b) for a, b in pairs
         )
-        return after._replace(statistics=NnxPassVariables(kept, more, graph)), self._moved
+        return after._replace(statistics=NnxPassVariables(state, collected, graph)), self._moved
 
-    def take(self, after: RunningState, route: ModulePath, written: NamedLeaves | None = None) -> None:
+    def advance(self, after: RunningState, route: ModulePath, written: NamedLeaves | None = None) -> None:
         if written:
             with native_classes(self._model):
                 nnx.update(self._model, nest_writes(self._masters, written))
@@ -179,7 +174,7 @@ class NnxPass:
                 path: value for path, value in now.items() if path in then and not _has_same_arrays(value, then[path])
             }
             if changed:
-                nnx.update(self._model, _nest_values(changed))
+                nnx.update(self._model, nest_values(changed))
 
     def computed(self, route: ModulePath) -> Any:
         if self._params is self._masters:
@@ -214,9 +209,9 @@ class NnxPass:
 
     def _values(self, running: RunningState) -> dict[VariablePath, Any]:
         """Return path -> value for every variable except parameters. If the pass created it, the variable itself."""
-        kept, more, _ = running.statistics
-        found = dict(nnx.to_flat_state(more))
-        for tree, group in ((kept, STEP_VARIABLES), (running.streams, STREAM_VARIABLES)):
+        state, collected, _ = running.statistics
+        found = dict(nnx.to_flat_state(collected))
+        for tree, group in ((state, STEP_VARIABLES), (running.streams, STREAM_VARIABLES)):
             for path, own in self._known.items():
                 if own == group and (place := _value_at_path(tree, path)) is not None:
                     found[path] = place[0]
@@ -255,7 +250,7 @@ class NnxPass:
 
     def _check(self, params: Any, now: RunningState) -> None:
         """Raise `TraceError` for changes that the state cannot carry to the next step."""
-        for path, variable in nnx.to_flat_state(now.statistics.more):
+        for path, variable in nnx.to_flat_state(now.statistics.collected):
             kind = type(variable).__name__
             if not isinstance(variable, nnx.Intermediate):
                 raise TraceError(
@@ -265,7 +260,7 @@ class NnxPass:
                     "polyamp.init."
                 )
         for path, group in self._known.items():
-            tree = now.streams if group == STREAM_VARIABLES else now.statistics.kept
+            tree = now.streams if group == STREAM_VARIABLES else now.statistics.state
             if group != PARAMETER_VARIABLES and _value_at_path(tree, path) is None:
                 raise TraceError(
                     f"loss_fn takes {_format_path(path)!r} out of the model, which had it at polyamp.init: a "
@@ -320,22 +315,12 @@ def _value_at_path(tree: Any, path: VariablePath) -> tuple[Any] | None:
     return (tree,)
 
 
-def _nest_values(values: Mapping[VariablePath, Any]) -> dict[Any, Any]:
-    tree: dict[Any, Any] = {}
-    for path, value in values.items():
-        inner = tree
-        for key in path[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[path[-1]] = value
-    return tree
-
-
 def _variable_owner(model: Any, path: VariablePath) -> Any:
     """Return the object that owns the variable at a path, or None if the model has no such part."""
     for key in path[:-1]:
-        held = vars(model) if isinstance(key, str) and hasattr(model, "__dict__") else model
+        attributes = vars(model) if isinstance(key, str) and hasattr(model, "__dict__") else model
         try:
-            model = held[key]
+            model = attributes[key]
         except (KeyError, IndexError, TypeError):
             return None
     return model

@@ -6,24 +6,25 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Final
 
 import haiku as hk
 
 from polyamp.errors import ModelError, UnsupportedError
+from polyamp_jax.models.adapter import ModelAdapter, ModelParts, OpaqueValue, parameter_owners
+from polyamp_jax.models.attribute_access import NO_ATTRIBUTE
 from polyamp_jax.models.call_casts import CallCasts
-from polyamp_jax.models.function import NO_ATTRIBUTE
-from polyamp_jax.models.model_parts import ModelParts, OpaqueValue, RandomKeys, RunningState, parameter_owners
-from polyamp_jax.models.submodule_path import ModulePath
+from polyamp_jax.models.module_path import ModulePath
+from polyamp_jax.models.running_state import ModelInputs, RunningState
 
 _STATELESS_CLASSES: Final = (hk.Transformed, hk.MultiTransformed)
 _STATEFUL_CLASSES: Final = (hk.TransformedWithState, hk.MultiTransformedWithState)
 
 
 @dataclasses.dataclass(frozen=True)
-class HaikuAdapter:
-    """Adapter for `(hk.Transformed, params)` or `(hk.TransformedWithState, (params, state))`.
+class HaikuAdapter(ModelAdapter):
+    """Adapter of `(hk.Transformed, params)` and `(hk.TransformedWithState, (params, state))`.
 
     `apply` receives a single random key. `flat` is true if the model was passed as three items; it is then returned
     as three.
@@ -32,55 +33,31 @@ class HaikuAdapter:
     transformed: OpaqueValue
     stateful: bool
     flat: bool
-    stream: str | None = "rng"
-    pinned: frozenset[str] = frozenset()
-    mutable: ClassVar[bool] = False
+    stream: ClassVar[str | None] = "rng"
     module: ClassVar[type | tuple[type, ...]] = (types.FunctionType, functools.partial)
 
-    def call(
-        self,
-        params: Any,
-        running: RunningState,
-        keys: RandomKeys,
-        casts: CallCasts,
-        route: ModulePath,
-        args: Any,
-        kwargs: Any,
-    ) -> tuple[Any, RunningState]:
+    def call(self, inputs: ModelInputs, casts: CallCasts, route: ModulePath) -> tuple[Any, RunningState]:
+        params, running = inputs.params, inputs.running
         apply = route.function(self.transformed.value.apply)
         if not callable(apply):
             raise ModelError(
                 f"a model made by hk.multi_transform is called by its functions: {_function_names(apply)}. Received: "
                 f"{route}(...)."
             )
-        # hk.without_apply_rng removes the rng argument
-        names = list(inspect.signature(apply).parameters)[1 + self.stateful :]
-        key = (next(iter(keys.values()), None),) if names[:1] == ["rng"] else ()
+        key = (next(iter(inputs.keys.values()), None),) if takes_rng(apply, self.stateful) else ()
         casts.expect(parameter_owners(params))
         with hk.intercept_methods(_haiku_interceptor(casts)):
             if not self.stateful:
-                return apply(params, *key, *args, **kwargs), running
-            output, changed = apply(params, running.statistics, *key, *args, **kwargs)
+                return apply(params, *key, *inputs.args, **inputs.kwargs), running
+            output, changed = apply(params, running.statistics, *key, *inputs.args, **inputs.kwargs)
         return output, running._replace(statistics=changed)
 
     def view(self, params: Any, running: RunningState) -> Any:
         apply = self.transformed.value.apply
         return NO_ATTRIBUTE if callable(apply) else apply
 
-    def bound(self, engine: Any) -> Any:
-        return None
-
-    def params_of(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
-        return params
-
     def state_of(self, running: RunningState) -> Any:
         return running.statistics if self.stateful else None
-
-    def tree(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
-        return self.params_of(part, route, params, running)
-
-    def modules(self, params: Any, running: RunningState) -> Iterable[str]:
-        return parameter_owners(params)
 
     def join(self, params: Any, running: RunningState) -> Any:
         if not self.stateful:
@@ -93,7 +70,12 @@ class HaikuAdapter:
             raise UnsupportedError(f"haiku's apply takes one random key. Received: rngs for {sorted(names)}.")
 
 
-def adapt_haiku(model: Any) -> ModelParts:
+def takes_rng(apply: Callable[..., Any], stateful: bool) -> bool:
+    """Return whether a transformed function takes a random key, which `hk.without_apply_rng` removes."""
+    return list(inspect.signature(apply).parameters)[1 + stateful :][:1] == ["rng"]
+
+
+def split_model(model: Any) -> ModelParts:
     """Split a transformed function with its parameters into parts."""
     stateful = isinstance(model, tuple) and isinstance(model[0], _STATEFUL_CLASSES)
     both = model[1:] if len(model) == 3 else model[-1]

@@ -1,0 +1,145 @@
+"""Base class of the adapters, which call a model and rebuild it from its parts.
+
+Each library's adapter is in its file in `libraries`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+
+from polyamp_jax.arrays import path_name
+from polyamp_jax.models.call_casts import CallCasts
+from polyamp_jax.models.model_pass import ModelPass
+from polyamp_jax.models.module_path import ModulePath
+from polyamp_jax.models.running_state import ModelInputs, RunningState
+
+
+class ModelAdapter:
+    """Adapter that calls the models of one library. Static and hashable, without arrays.
+
+    This class has the defaults: models without module objects or states of their own.
+
+    Attributes:
+        stream: name of the random stream if `rngs` is a bare seed or key; None if the streams must be named.
+        module: module class or classes of the library; empty if its models have no modules.
+        mutable: whether the library's models change in place.
+    """
+
+    stream: ClassVar[str | None] = None
+    module: ClassVar[type | tuple[type, ...]] = ()
+    mutable: ClassVar[bool] = False
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """Paths of modules that the library can run only in the dtype of their master parameters."""
+        return frozenset()
+
+    def call(self, inputs: ModelInputs, casts: CallCasts, route: ModulePath) -> tuple[Any, RunningState]:
+        """Call the model or the part at `route`, and return its output and the changed running state.
+
+        `written` contains the parameters that the call wrote, in the dtypes of `inputs.params`.
+        """
+        raise NotImplementedError
+
+    def draws(self, route: ModulePath, view: Any, names: Collection[str], args: Any, kwargs: Any) -> bool:
+        """Return whether a call of the part at `route` of `view` would use the keys of the streams `names`."""
+        return True
+
+    def start(self, params: Any, masters: Any, running: RunningState, model: Any = None) -> ModelPass:
+        """Return the model's state for a pass, at its beginning.
+
+        Args:
+            params: the parameters that the model computes with.
+            masters: the master weights, which may be the same object.
+            running: the running state.
+            model: for a mutable model, the user's own model if the pass is to change it.
+        """
+        return ModelPass(self, params, masters, running)
+
+    def view(self, params: Any, running: RunningState) -> Any:
+        """Return the object that attributes are read from, with the given parameters and running state."""
+        return self.join(params, running)
+
+    def bind(self, engine: Any) -> Any:
+        """Return the model for `loss_fn` if it is a module of the library, else None."""
+        return None
+
+    def params_of(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
+        """Return the parameters of `part`, the view's module at `route`, selected from all parameters."""
+        return params
+
+    def state_of(self, running: RunningState) -> Any:
+        """Return the model's state as the library defines it, or None if the library has no such state."""
+        return None
+
+    def tree(self, part: Any, route: ModulePath, params: Any, running: RunningState) -> Any:
+        """Return the parameters of `part` as the pytree that the library's own functions traverse."""
+        return self.params_of(part, route, params, running)
+
+    def modules(self, params: Any, running: RunningState) -> Mapping[str, Any]:
+        """Return the model's module objects by path; empty if they exist in calls only."""
+        return {}
+
+    def parameter_paths(self, modules: Mapping[str, Any]) -> Mapping[str, tuple[str, ...]]:
+        """Return path -> all paths of parameters that several of the `modules` may own."""
+        return {}
+
+    def join(self, params: Any, running: RunningState) -> Any:
+        """Return the model in its native form."""
+        raise NotImplementedError
+
+    def check_streams(self, names: Collection[str]) -> None:
+        """Reject random streams that the library cannot use. Raises `UnsupportedError`."""
+
+
+class ModelParts(NamedTuple):
+    """Adapter, parameters and running state of a model."""
+
+    adapter: ModelAdapter
+    params: Any
+    running: RunningState
+
+
+class OpaqueValue:
+    """Static value that compares by equality if it is hashable, and by identity otherwise."""
+
+    __slots__ = ("_hash", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        try:
+            self._hash: int | None = hash(value)
+        except TypeError:
+            self._hash = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, OpaqueValue):
+            return NotImplemented
+        if self.value is other.value:
+            return True
+        return self._hash is not None and self._hash == other._hash and bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return id(self.value) if self._hash is None else self._hash
+
+
+def module_paths(parts: ModelParts) -> frozenset[str]:
+    """Return the path of every module of a model, including all parent paths and the root path ""."""
+    owners = [*parameter_owners(parts.params), *parts.adapter.modules(parts.params, parts.running)]
+    segments = [path.split("/") for path in owners]
+    return frozenset({"", *("/".join(some[: n + 1]) for some in segments for n in range(len(some)))})
+
+
+def parameter_owners(params: Any) -> list[str]:
+    """Return the paths of the modules that own parameters."""
+    return [path_name(keys).rpartition("/")[0] for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+
+def describe_kind(value: Any) -> str:
+    """Return the class of a value by its full name; of a tuple the classes of its items."""
+    if type(value) is tuple:
+        return f"({', '.join(describe_kind(item) for item in value)})"
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,1 @@
+"""Adapters of the JAX libraries: equinox, flax linen, flax nnx, haiku and plain functions."""

@@ -1,0 +1,1 @@
+"""Observers of the JAX libraries: equinox, flax linen, flax nnx, haiku and plain functions."""
