@@ -402,11 +402,8 @@ def fsdp_meshes(module: Any) -> list[Any]:
 
 def fsdp_parameter_groups(module: Any) -> list[Any]:
     """Return the record of `fully_shard` for each group of a module's parameters gathered together; may be empty."""
-    if not hasattr(module, "_get_fsdp_state"):
-        return []
-    state = module._get_fsdp_state()
-    found = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    return [group for group in found if group is not None]
+    state = fsdp2_state(module)
+    return [] if state is None else _fsdp_groups(state)
 
 
 def flattened_mesh_group(mesh: Any) -> Any:

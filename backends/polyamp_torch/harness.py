@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import multiprocessing
 import os
-import pickle
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
@@ -248,7 +246,9 @@ class TorchHarness:
             (rank, len(batches), store.port, layers, recipe, loss_fn, list(own)) for rank, own in enumerate(batches)
         ]
         found = []
-        for arrays, result in _run_in_processes(asked):
+        with multiprocessing.get_context("spawn").Pool(len(asked)) as pool:
+            trained = pool.starmap_async(_train_replica, asked, chunksize=1).get(_TIMEOUT.total_seconds())
+        for arrays, result in trained:
             state: Any = polyamp.init(TorchMLP(layers, None), recipe)
             state.load(arrays)
             found.append((state, result))
@@ -269,35 +269,6 @@ class TorchHarness:
         return torch.optim.SGD(model.parameters(), lr=learning_rate)
 
 
-def _run_in_processes(asked: Sequence[Any]) -> list[Any]:
-    """Run `_train_replica` with each tuple of arguments, each in its own process, and return the results."""
-    code = (
-        f"import pickle, sys; from {__name__} import {_train_replica.__name__} as run; "
-        "run(*pickle.load(sys.stdin.buffer))"
-    )
-    begun = [
-        subprocess.Popen(  # this interpreter, with polyamp's own code
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for _ in asked
-    ]
-    try:
-        for process, arguments in zip(begun, asked, strict=True):
-            assert process.stdin is not None
-            process.stdin.write(pickle.dumps(arguments))
-            process.stdin.close()
-            process.stdin = None
-        said = [process.communicate(timeout=_TIMEOUT.total_seconds()) for process in begun]
-    finally:
-        for process in begun:
-            process.kill()
-            process.wait()
-    for process, (_, errors) in zip(begun, said, strict=True):
-        if process.returncode:
-            raise RuntimeError(f"a replica ended with {process.returncode}: {errors.decode()}")
-    return [pickle.loads(out) for out, _ in said]  # noqa: S301  # output of this program's own processes
-
-
 def _tcp_store(port: int, *, leads: bool) -> Any:
     kind: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, and not typed
     return kind("127.0.0.1", port, is_master=leads, wait_for_workers=False, timeout=_TIMEOUT)
@@ -311,8 +282,8 @@ def _train_replica(
     recipe: Recipe,
     loss_fn: LossFunction,
     batches: Sequence[Any],
-) -> None:
-    """Train one replica in its own process, and write the arrays of its state and its last result to stdout."""
+) -> tuple[dict[str, Array], StepResult]:
+    """Train one replica in its own process, and return the arrays of its state and its last result."""
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -325,7 +296,7 @@ def _train_replica(
     plain = StepResult(*(None if value is None else to_numpy(value) for value in result))
     arrays = state.export()
     dist.destroy_process_group()
-    sys.stdout.buffer.write(pickle.dumps((arrays, plain)))
+    return arrays, plain
 
 
 def linear_layer(kernel: Array, bias: Array) -> nn.Linear:

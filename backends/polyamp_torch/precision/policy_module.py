@@ -196,7 +196,7 @@ class PolicyModule:
     @contextlib.contextmanager
     def _traced(self, *, kept: bool) -> Iterator[None]:
         """`installed` for a function that a compiler traces."""
-        with self._installation.held(), islands(self._device.type) if kept else contextlib.nullcontext():
+        with self._installation.active(), islands(self._device.type) if kept else contextlib.nullcontext():
             bound, placed = OPEN_BLOCKS.bound, OPEN_BLOCKS.placed
             bound.append(self)
             placed.append(self._installation)

@@ -48,10 +48,7 @@ def carry_into_checkpoint(key: Any, opened: ContextFactory, *, everywhere: bool 
     Raises:
         UnsupportedError: this version of torch stores its checkpoints in another way.
     """
-    if everywhere and not torch.is_grad_enabled():
-        _attach_all(key, opened)
-        return
-    if top_saved_tensor_hooks is None:
+    if top_saved_tensor_hooks is None or (everywhere and not torch.is_grad_enabled()):
         _attach_all(key, opened)
         return
     hooks = top_saved_tensor_hooks(True)

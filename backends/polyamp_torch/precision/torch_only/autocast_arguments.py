@@ -5,7 +5,6 @@ The first argument distinguishes the forms: torch's device types and the spellin
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import Any, Final, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from polyamp.errors import PolicyError, UnsupportedError, did_you_mean
 from polyamp.recipe.dialects import DIALECTS
 from polyamp.recipe.policy import Policy
-from polyamp.recipe.resolved_policy import ModulePrecision, module_precision
+from polyamp.recipe.resolved_policy import module_precision
 from polyamp_torch.arrays import DTYPES
 from polyamp_torch.compat import is_cuda_autocast_unavailable
 from polyamp_torch.precision.torch_only.autocast_regions import OPEN_BLOCKS
@@ -91,7 +90,7 @@ def _policy_arguments(policy: Policy, device_type: str | None, *, enabled: bool)
     if not OPEN_BLOCKS.bound and (len(policy.overrides) or policy.mode == "cast"):
         what = "overrides name module paths" if len(policy.overrides) else "mode='cast' casts a model's parameters"
         raise UnsupportedError(f"{what}, and a region knows no model. Use policy.autocast(model).")
-    place = _root_precision(policy)
+    place = module_precision(policy, None)
     dtype = DTYPES[place.dtype] if place.mixes else torch.get_autocast_dtype(device_type)
     return RegionArguments(policy, device_type, dtype, place.mixes and enabled, place.kept)
 
@@ -163,14 +162,3 @@ def _argument_hint(given: Any) -> str:
         return " As a decorator it is @autocast('cuda'), or @autocast(policy)."
     slip = _SUGGESTIONS.get(given) if isinstance(given, str) else None
     return "" if slip is None else f" Did you mean {slip!r}?"
-
-
-def _root_precision(policy: Policy) -> ModulePrecision:
-    """Return the precision of a policy outside its overrides. A compiler traces the rule, also for a policy that is
-    created in compiled code; otherwise the result is cached."""
-    return module_precision(policy, None) if torch.compiler.is_compiling() else _cached_root_precision(policy)
-
-
-@functools.lru_cache(maxsize=64)
-def _cached_root_precision(policy: Policy) -> ModulePrecision:
-    return module_precision(policy, None)

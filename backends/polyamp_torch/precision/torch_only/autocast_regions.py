@@ -152,7 +152,7 @@ class AutocastRegion(RegionBlock):
 
     Args:
         setting: its settings.
-        precision: the context manager of the float32 matmul precision, or `NULL_CONTEXT`.
+        outer: a context manager around the region, such as the float32 matmul precision, or `NULL_CONTEXT`.
 
     Attributes:
         before: the previous state: whether autocast was on, its dtype, whether the cache was on, the nesting depth.
@@ -161,9 +161,9 @@ class AutocastRegion(RegionBlock):
 
     before: tuple[bool, torch.dtype, bool, int]
 
-    def __init__(self, setting: RegionSettings, precision: contextlib.AbstractContextManager[None]) -> None:
+    def __init__(self, setting: RegionSettings, outer: contextlib.AbstractContextManager[None]) -> None:
         self.setting = setting
-        self.precision = precision
+        self.outer = outer
         self.islands: Islands | None = None
         self._is_pushed = False
         self._settings: list[contextlib.AbstractContextManager[None]] = []
@@ -173,9 +173,9 @@ class AutocastRegion(RegionBlock):
         enabled, fast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self.before = (enabled, fast, torch.is_autocast_cache_enabled(), autocast_nesting())
         OPEN_BLOCKS.regions.append(self)
-        if self.precision is not NULL_CONTEXT:
-            self._settings.append(self.precision)
-            self.precision.__enter__()
+        if self.outer is not NULL_CONTEXT:
+            self._settings.append(self.outer)
+            self.outer.__enter__()
         if not on:
             TorchAutocast(kind, dtype=dtype, enabled=False).__enter__()  # type: ignore[no-untyped-call]  # torch's
             return

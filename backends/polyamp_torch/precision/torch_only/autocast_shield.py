@@ -11,7 +11,7 @@ import contextlib
 import torch
 
 from polyamp_torch.compat import NULL_CONTEXT
-from polyamp_torch.precision.torch_only.autocast_regions import AutocastRegion, RegionBlock, RegionSettings
+from polyamp_torch.precision.torch_only.autocast_regions import AutocastRegion, RegionSettings
 from polyamp_torch.precision.torch_only.float32_islands import DEVICE_TYPES
 
 
@@ -26,24 +26,8 @@ def shield() -> contextlib.AbstractContextManager[None]:
         ...     (x @ x).dtype
         torch.float32
     """
-    return AutocastShield() if any(map(torch.is_autocast_enabled, DEVICE_TYPES)) else NULL_CONTEXT
-
-
-class AutocastShield(RegionBlock):
-    """Block of `shield`: a region with autocast off for each device type that has it on."""
-
-    def __init__(self) -> None:
-        self._regions: list[AutocastRegion] = []
-
-    def open(self) -> None:
-        for kind in filter(torch.is_autocast_enabled, DEVICE_TYPES):
-            off = RegionSettings(kind, torch.get_autocast_dtype(kind), enabled=False, acting=False)
-            region = AutocastRegion(off, NULL_CONTEXT)
-            region.frame, region.instruction = self.frame, self.instruction  # read by `close_stale_blocks`
-            self._regions.append(region)
-            region.open()
-
-    def close(self, *, interrupted: bool) -> None:
-        for region in reversed(self._regions):
-            region.close(interrupted=interrupted)
-        self.frame = None
+    region: contextlib.AbstractContextManager[None] = NULL_CONTEXT
+    for kind in filter(torch.is_autocast_enabled, DEVICE_TYPES):
+        off = RegionSettings(kind, torch.get_autocast_dtype(kind), enabled=False, acting=False)
+        region = AutocastRegion(off, region)
+    return region

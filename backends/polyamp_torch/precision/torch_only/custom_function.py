@@ -15,6 +15,8 @@ import torch
 from torch.autograd.function import Function, FunctionCtx
 
 from polyamp.errors import UnsupportedError
+from polyamp.trees import map_tree
+from polyamp_torch.arrays import is_castable
 from polyamp_torch.compat import TorchAutocast, assume_constant_result, get_custom_fwd_state, set_custom_fwd_state
 from polyamp_torch.precision.torch_only.float32_islands import (
     DEVICE_TYPES,
@@ -155,19 +157,12 @@ class _InputCasting:
             off = (region._replace(enabled=False) for region in state.regions)
             self.inside = state._replace(regions=tuple(off))
 
-    def cast(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            narrowed = value.is_floating_point() and value.dtype != torch.float64 and value.device.type in self.enabled
-            return self._cast_tensor(value) if narrowed else value
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(self.cast, value))
-        if isinstance(value, list | tuple):
-            return type(value)([self.cast(item) for item in value])
-        if isinstance(value, dict):
-            return {name: self.cast(item) for name, item in value.items()}
-        return value
+    def cast(self, values: Any) -> Any:
+        return map_tree(self._cast_leaf, values)
 
-    def _cast_tensor(self, value: torch.Tensor) -> torch.Tensor:
+    def _cast_leaf(self, value: Any) -> Any:
+        if not is_castable(value, float64=False) or value.device.type not in self.enabled:
+            return value
         wanted = value.to(self.dtype)
         self.originals[id(wanted)] = (wanted, value)
         return wanted

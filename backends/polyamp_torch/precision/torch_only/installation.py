@@ -47,15 +47,15 @@ class PolicyInstallation:
         self.own_casts = ParameterCasts(module, overrides, plan) if plan.cast and plan.policy.is_mixed else None
         self.casts = self.own_casts
         self.ends = {id(self._part(path)) for path in overrides if self._is_followed_by_another(path, overrides)}
-        self.replaced = [(self._part(path), "forward", self._overridden(path, overrides)) for path in overrides]
-        self.replaced.reverse()  # if a module has several names, the last one wins: it becomes the innermost wrapper
-        self.replaced += [
+        self.wrappers = [(self._part(path), "forward", self._overridden(path, overrides)) for path in overrides]
+        self.wrappers.reverse()  # if a module has several names, the last one wins: it becomes the innermost wrapper
+        self.wrappers += [
             (part, "parallel_apply", _carry_region) for part in module.modules() if isinstance(part, nn.DataParallel)
         ]
-        self.made: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self.replacements: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self.lock = threading.RLock()  # not Lock: an interrupt's handler may come while this thread holds it
         self.holders: list[Any] = []
-        self.placed: list[tuple[nn.Module, str, Any]] = []
+        self.methods: list[tuple[nn.Module, str, Any]] = []
         self.hooks: list[Any] = []
 
     def is_overruled(self, part: nn.Module | None = None) -> bool:
@@ -101,23 +101,27 @@ class PolicyInstallation:
         return {} if self.casts is None else {id(place.copy): place.master for place in self.casts.places}
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Context manager in which everything is installed."""
-        if self.own_casts is None and torch.compiler.is_compiling():
-            with self._traced():
+        if self.own_casts is None and torch.compiler.is_compiling():  # a compiler cannot trace locks
+            methods: list[tuple[nn.Module, str, Any]] = []
+            self._replace_methods(methods)
+            try:
                 yield
+            finally:
+                _restore_methods(methods)
             return
-        token = object()
+        holder = object()
         try:
-            self.hold(token)
+            self.acquire(holder)
             yield
         finally:
-            self.release(token)
+            self.release(holder)
 
-    def hold(self, holder: Any) -> None:
+    def acquire(self, holder: Any) -> None:
         """Keep everything installed until `holder` is released."""
         outer = self._outer_masters()
-        if self.own_casts is None and not self.replaced and not outer:
+        if self.own_casts is None and not self.wrappers and not outer:
             return
         with self.lock:
             if not self.holders:
@@ -129,29 +133,12 @@ class PolicyInstallation:
 
     def release(self, holder: Any) -> None:
         """Release `holder`. A second call, or an unknown holder, has no effect."""
-        if self.casts is None and not self.replaced:
+        if self.casts is None and not self.wrappers:
             return
         with self.lock:
             self.holders = [other for other in self.holders if other is not holder]
             if not self.holders:
                 self._take_out()
-
-    @contextlib.contextmanager
-    def _traced(self) -> Iterator[None]:
-        """`held` for a compiler, which cannot trace locks; it sees the installation and the removal."""
-        placed = []
-        for part, name, replace in self.replaced:
-            before = part.__dict__.get(name, part)
-            part.__dict__[name] = replace(getattr(part, name))
-            placed.append((part, name, before))
-        try:
-            yield
-        finally:
-            for part, name, before in reversed(placed):
-                if before is part:
-                    del part.__dict__[name]
-                else:
-                    part.__dict__[name] = before
 
     def _outer_masters(self) -> dict[int, torch.Tensor]:
         """Return the masters of the parameters that enclosing policies have replaced by casts."""
@@ -187,10 +174,8 @@ class PolicyInstallation:
             self.casts = ParameterCasts(self.module, {}, self.plan)
         if self.casts is not None:
             self.casts.outer = outer
-        for number, (part, name, replace) in enumerate(self.replaced):
-            value = self._replacement(number, getattr(part, name), replace)
-            self.placed.append((part, name, part.__dict__.get(name, part)))
-            part.__dict__[name] = value
+        self._replace_methods(self.methods)
+        for part, name, _ in self.wrappers:
             if name == "forward" and (self.casts is not None or id(part) in self.ends):  # runs after the user's hooks
                 self.hooks.append(part.register_forward_hook(self._cast_back))
         if self.casts is not None:
@@ -199,21 +184,23 @@ class PolicyInstallation:
     def _take_out(self) -> None:
         if self.casts is not None and self.casts.places:
             self.casts.__exit__()
-        for part, name, before in reversed(self.placed):
-            if before is part:
-                part.__dict__.pop(name, None)
-            else:
-                part.__dict__[name] = before
+        _restore_methods(self.methods)
         for hook in self.hooks:
             hook.remove()
-        self.placed, self.hooks = [], []
+        self.methods, self.hooks = [], []
 
-    def _replacement(self, number: int, method: Callable[..., Any], replace: MethodWrapper) -> Callable[..., Any]:
-        """Return the replacement: the same object each time, or torch.compile would recompile."""
-        known = self.made.get(number)
-        if known is None or known[0] != method:
-            known = self.made[number] = (method, replace(method))
-        return known[1]
+    def _replace_methods(self, previous: list[tuple[nn.Module, str, Any]]) -> None:
+        """Replace the methods, and append each one's module, name and previous entry to `previous`.
+
+        In eager code a replacement is the same object each time, or torch.compile would recompile."""
+        for number, (part, name, wrap) in enumerate(self.wrappers):
+            method = getattr(part, name)
+            known = None if torch.compiler.is_compiling() else self.replacements.get(number)
+            value = known[1] if known is not None and known[0] == method else wrap(method)
+            if not torch.compiler.is_compiling():
+                self.replacements[number] = (method, value)
+            previous.append((part, name, part.__dict__.get(name, part)))
+            part.__dict__[name] = value
 
     def _cast_back(self, part: nn.Module, args: Any, output: Any) -> Any:
         """Cast the output of an overridden module to the dtype around it, unless autocast casts in what follows."""
@@ -265,7 +252,15 @@ class PolicyInstallation:
     def _note(self, path: str) -> None:
         _note_called(self.called, path)
         if not torch.compiler.is_compiling():
-            activation_checkpointing.carry_into_checkpoint(id(self), self.held, everywhere=True)
+            activation_checkpointing.carry_into_checkpoint(id(self), self.active, everywhere=True)
+
+
+def _restore_methods(previous: list[tuple[nn.Module, str, Any]]) -> None:
+    for part, name, before in reversed(previous):
+        if before is part:
+            part.__dict__.pop(name, None)
+        else:
+            part.__dict__[name] = before
 
 
 @assume_constant_result
@@ -304,7 +299,7 @@ class InstallationBlock(RegionBlock):
         self.depths = len(OPEN_BLOCKS.regions), len(OPEN_BLOCKS.overrides)
         self.depth = autocast_nesting()
         OPEN_BLOCKS.installed.append(self)
-        self.installation.hold(self)
+        self.installation.acquire(self)
         OPEN_BLOCKS.bound.append(self.model)
 
     def close(self, *, interrupted: bool) -> None:
