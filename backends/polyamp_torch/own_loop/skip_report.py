@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from polyamp_torch.arrays import dtype_name
-from polyamp_torch.own_loop.scaler_gradients import optimizer_parameters
+from polyamp_torch.own_loop.gradients import optimizer_parameters
 
 
 class NonFinite(NamedTuple):
@@ -67,6 +67,11 @@ class SkipReport:
             head += "some gradients are gone. Call report() before zero_grad() and before the next scale(). "
         head += f"{len(self.rows)} of {self.gradients} gradients are not finite."
         return "\n".join([head, *_format_table(self.rows)]) if self.rows else head
+
+
+def non_finite_names(report: SkipReport) -> list[str]:
+    """Return the names of the parameters with gradients that are not finite, for the error about a stuck scale."""
+    return [row.name for row in report] or ["unknown, as the gradients are gone"]
 
 
 def _format_table(rows: tuple[NonFinite, ...]) -> list[str]:
@@ -189,9 +194,9 @@ def count_non_finite(
 
     One quotient exists at a time, and all counts are read at once.
     """
-    held = [(p, p.grad) for p in optimizer_parameters(optimizer)]
+    pairs = [(p, p.grad) for p in optimizer_parameters(optimizer)]
     counts = [
-        (i, _inf_and_nan(_unscaled_values(grad, divisor))) for i, (_, grad) in enumerate(held) if grad is not None
+        (i, _inf_and_nan(_unscaled_values(grad, divisor))) for i, (_, grad) in enumerate(pairs) if grad is not None
     ]
     home = counts[0][1].device
     numbers = torch.stack([count.to(home) for _, count in counts]).tolist()
@@ -199,7 +204,7 @@ def count_non_finite(
     called = names.of(optimizer) if bad else []
     rows = []
     for i, inf, nan in bad:
-        p, grad = held[i]
+        p, grad = pairs[i]
         assert grad is not None
         rows.append(NonFinite(called[i], tuple(p.shape), dtype_name(grad.dtype), inf, nan))
     return rows, len(counts)

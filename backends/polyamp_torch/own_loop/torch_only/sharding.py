@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from polyamp.errors import UnsupportedError
 from polyamp_torch.compat import flattened_mesh_group, is_flattened_by_fsdp1
-from polyamp_torch.own_loop.scaler_state import GradScalerError
+from polyamp_torch.own_loop.torch_only.scaler_checks import GradScalerError
 
 
 def _is_distributed() -> bool:

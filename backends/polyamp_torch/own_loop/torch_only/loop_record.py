@@ -1,4 +1,4 @@
-"""Record of the training loop of a `GradScaler`, which is never saved, and checks for unsupported use."""
+"""Record of the training loop of a `GradScaler`, which is never saved, and checks of its backward passes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polyamp.errors import UnsupportedError
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_torch.compat import call_after_backward, gathered_fsdp2_parameters, tensor_version
-from polyamp_torch.own_loop.scaler_gradients import GradientBuckets, optimizer_parameters, reachable_parameters
-from polyamp_torch.own_loop.scaler_state import GradScalerError
-from polyamp_torch.own_loop.shards import local_gradient
+from polyamp_torch.own_loop.gradients import optimizer_parameters, reachable_parameters
 from polyamp_torch.own_loop.skip_report import ParameterNames, SkipEvidence
+from polyamp_torch.own_loop.torch_only.scaler_checks import GradScalerError
+from polyamp_torch.own_loop.torch_only.sharding import local_gradient
 
 
 class OptimizerRecord:
@@ -164,11 +163,11 @@ class _GradBeforeBackward(NamedTuple):
     version: int
 
 
-def watch_scaled_backward(run: LoopRecord, unscaled: Sequence[tuple[Any, OptimizerRecord]], device_type: str) -> None:
+def watch_scaled_backward(loop: LoopRecord, unscaled: Sequence[tuple[Any, OptimizerRecord]], device_type: str) -> None:
     """Watch these optimizers' gradients when a backward pass enters a scaled tensor. Warn once if it runs inside an
     autocast region (S3), which autograd captured when `backward` was called."""
-    if not run.warned and torch.is_autocast_enabled(device_type):
-        run.warned = True
+    if not loop.warned and torch.is_autocast_enabled(device_type):
+        loop.warned = True
         warnings.warn(
             "backward() runs inside an autocast region: torch computes its products in "
             f"{torch.get_autocast_dtype(device_type)} too, those of float32 parts of the model included, and "
@@ -176,7 +175,7 @@ def watch_scaled_backward(run: LoopRecord, unscaled: Sequence[tuple[Any, Optimiz
             stacklevel=6,
         )
     if unscaled:
-        _watch_unscaled_gradients(unscaled, run.names)
+        _watch_unscaled_gradients(unscaled, loop.names)
 
 
 def _watch_unscaled_gradients(unscaled: Sequence[tuple[Any, OptimizerRecord]], names: ParameterNames) -> None:
@@ -198,34 +197,3 @@ def _note_changed_gradients(before: list[_GradBeforeBackward]) -> None:
         changed = p.grad is not grad or (grad is not None and tensor_version(local_gradient(grad)) != version)
         if changed and name not in known.mixed:
             known.mixed.append(name)
-
-
-def refuse_lbfgs(optimizer: Any) -> None:
-    """Reject torch's LBFGS."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "LBFGS evaluates the loss several times a step through a closure, which one finite flag and one scale "
-            "cannot cover. Use another optimizer, or GradScaler(enabled=False)."
-        )
-
-
-def refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Reject a closure among the arguments of `step`; None is accepted."""
-    if callable(kwargs.get("closure", args[0] if args else None)):
-        raise UnsupportedError(
-            "step() takes no closure, by position or by name: it would run backward after the gradients were unscaled "
-            "and checked. Call scaler.scale(loss).backward() before step()."
-        )
-
-
-class Float16GradientError(UnsupportedError, ValueError):
-    """Gradients in float16 cannot be unscaled. Also a ValueError, as in torch."""
-
-
-def refuse_float16(grads: GradientBuckets) -> None:
-    """Reject gradients in float16. The message begins with torch's text, which users search for."""
-    if any(dtype is torch.float16 for _, dtype in grads):
-        raise Float16GradientError(
-            "Attempting to unscale FP16 gradients. Gradients must not be float16: they overflow and vanish before they "
-            "can be unscaled. Keep the parameters in float32, and let autocast compute in float16."
-        )
