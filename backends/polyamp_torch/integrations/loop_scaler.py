@@ -215,7 +215,7 @@ class LoopScaler(GradScaler):
         """
         parameters = optimizer_parameters(optimizer)
         here = any(p.grad is not None for p in parameters)
-        if here or self._shards.group(parameters) is not None:  # other ranks may have some
+        if here or self._ranks.group(parameters) is not None:  # other ranks may have some
             result = super().step(optimizer, *args, **kwargs)
             here = bool(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
         if not here:  # fused optimizers too: their update would find no flag
@@ -230,7 +230,7 @@ class LoopScaler(GradScaler):
 
     def awaits(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a loss was scaled since this optimizer's last step."""
-        return self._loop.of(optimizer).consumed < self._loop.calls
+        return self._loop.record_of(optimizer).last_call < self._loop.calls
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the last step of this optimizer was skipped; waits for the device."""

@@ -110,7 +110,7 @@ class GradScaler(ScalerState):
                      "growth_interval": growth_interval}  # fmt: skip
         super().__init__(*scaler_from_arguments(scaler, device, constants), enabled=enabled)
         self.skip = skip
-        self._shards = RankAgreement(process_group)
+        self._ranks = RankAgreement(process_group)
 
     def watch(self, module: torch.nn.Module) -> GradScaler:
         """Name parameters in reports as `module.named_parameters()` does, and return the scaler. The reference is weak.
@@ -149,15 +149,15 @@ class GradScaler(ScalerState):
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
         loop, state = self._loop, self._state or self._start(tensor.device)
-        loop.scale_called(state.scale)
+        loop.record_scale_call(state.scale)
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            loop.share()  # a CUDA graph replays the kernels, not this method
+            loop.mark_shared()  # a CUDA graph replays the kernels, not this method
         wide = tensor.float() if tensor.dtype in HALF_TENSOR_DTYPES else tensor
         scaled: torch.Tensor = wide * state.scale.to(tensor.device, non_blocking=True)
         if scaled.requires_grad:
             scaled.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]  # torch does not annotate it
             if self.skip == "all":
-                loop.reach(scaled)
+                loop.record_reachable(scaled)
         return scaled
 
     def _backward_begins(self, gradient: torch.Tensor) -> None:
@@ -173,7 +173,7 @@ class GradScaler(ScalerState):
             UnsupportedError: LBFGS, or gradients in float16.
         """
         if self._enabled:
-            record, _ = self._record(optimizer, "unscale_")
+            record, _ = self._records(optimizer, "unscale_")
             if record["stage"] is OptState.UNSCALED:
                 raise GradScalerError("unscale_() was already called for this optimizer since the last update().")
             with shield():
@@ -186,14 +186,15 @@ class GradScaler(ScalerState):
         record["found_inf_per_device"] = self._unscale_grads_(optimizer, self._loop.inverse, zero, False)
         record["stage"] = OptState.UNSCALED
 
-    def _agreed(self, flags: DeviceFlags, parameters: list[torch.Tensor], like: torch.Tensor) -> DeviceFlags:
+    def _join_flags(self, flags: DeviceFlags, parameters: list[torch.Tensor], like: torch.Tensor) -> DeviceFlags:
         """Return the joint flags of all ranks that share these parameters; none if no rank has a gradient."""
-        group = None if self._shards.put_off else self._shards.group(parameters)
+        group = None if self._ranks.is_postponed else self._ranks.group(parameters)
         if group is None:
             return flags
         local = max_flag(list(flags.values()), torch.zeros_like(like))
-        found = self._shards.agreed(local, group, has_gradients=bool(flags))
-        return {device: found.to(device) for device in flags or ([like.device] if self._shards.anyone else [])}
+        found = self._ranks.all_reduce_flag(local, group, has_gradients=bool(flags))
+        devices = flags or ([like.device] if self._ranks.any_has_gradients else [])
+        return {device: found.to(device) for device in devices}
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
@@ -205,33 +206,16 @@ class GradScaler(ScalerState):
             refuse_float16(grads)
         foreign = inv_scale is not self._loop.inverse
         grows = inv_scale.item() > 1.0 if can_read_without_sync(inv_scale.device) else foreign or self._may_grow()
-        return self._agreed(unscale_gradients(grads, inv_scale, found_inf, grows=grows), parameters, found_inf)
+        return self._join_flags(unscale_gradients(grads, inv_scale, found_inf, grows=grows), parameters, found_inf)
 
-    def _scale_of_gradients(self) -> torch.Tensor:
-        loop = self._loop
-        return self._require_state("step").scale if loop.shared or loop.scaled is None else loop.scaled
-
-    def _may_grow(self) -> bool:
-        """Return whether dividing by the scale may make gradients larger; False only if known without waiting."""
-        scale = self._scale_of_gradients()
-        return (
-            scale.item() < 1.0
-            if can_read_without_sync(scale.device)
-            else self._loop.shared or self._loop.scaled_least < 1.0
-        )
-
-    def _is_unscaled(self, optimizer: Any) -> bool:
-        record = self._per_optimizer_states.get(id(optimizer))
-        return record is not None and record["stage"] is OptState.UNSCALED
-
-    def _record(self, optimizer: Any, method: str) -> tuple[dict[str, Any], OptimizerRecord]:
+    def _records(self, optimizer: Any, method: str) -> tuple[dict[str, Any], OptimizerRecord]:
         """Return torch's and polyamp's records of an optimizer, after the checks that `unscale_` and `step` share."""
         refuse_lbfgs(optimizer)
         self._require_state(method)
-        known, record = self._loop.of(optimizer), self._per_optimizer_states[id(optimizer)]
+        known, record = self._loop.record_of(optimizer), self._per_optimizer_states[id(optimizer)]
         if record["stage"] is OptState.STEPPED:
             raise GradScalerError(f"{method}() was called after step() of this optimizer. Call update() first.")
-        if known.consumed == self._loop.calls:
+        if known.last_call == self._loop.calls:
             raise GradScalerError(
                 f"{method}() was called, but scale() was not since the last step of this optimizer: dividing by the "
                 "scale would shrink correct gradients. Write scaler.scale(loss).backward()."
@@ -257,7 +241,7 @@ class GradScaler(ScalerState):
         if not self._enabled:
             with shield():
                 return optimizer.step(*args, **kwargs)
-        record, known = self._record(optimizer, "step")
+        record, known = self._records(optimizer, "step")
         refuse_closure(args, kwargs)
         known.refuse_mixed()
         step = self._step_without_gradients
@@ -269,21 +253,21 @@ class GradScaler(ScalerState):
         with shield():
             result = step(optimizer, record, args, kwargs)
         record["stage"] = OptState.STEPPED
-        known.consumed = self._loop.calls
+        known.last_call = self._loop.calls
         return result
 
     def _step_unfused(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
         ready = record["stage"] is OptState.READY
         if ready:
-            with self._shards.later():
+            with self._ranks.postpone():
                 self._unscale(optimizer, record)
-        found, evidence = self._decision(optimizer, record, None, agrees=ready)
+        found, evidence = self._decide(optimizer, record, None, agrees=ready)
         if can_read_without_sync(found.device):
             skipped = bool(found.item() > 0.0)
         else:
             flag, self._loop.least = torch.stack((found, self._require_state("step").scale)).tolist()
             skipped = flag > 0.0
-        evidence.decided(skipped)
+        evidence.record_decision(skipped)
         if not self._hooked:
             return None if skipped else optimizer.step(*args, **kwargs)
         return maybe_optimizer_step(self)(optimizer, record, *args, **kwargs)
@@ -304,11 +288,11 @@ class GradScaler(ScalerState):
             refuse_float16(grads)
             found = overflow_flag(grads, divisor, grows=self._may_grow() or divisor is not scale)
             record["found_inf_per_device"] = {found.device: found}
-        found, evidence = self._decision(optimizer, record, divisor, agrees=ready)
+        found, evidence = self._decide(optimizer, record, divisor, agrees=ready)
         if (
-            can_read_without_sync(found.device) or self._loop.of(optimizer).lacks_momentum(optimizer)
+            can_read_without_sync(found.device) or self._loop.record_of(optimizer).lacks_momentum(optimizer)
         ) and found.item() > 0.0:
-            evidence.decided(True)
+            evidence.record_decision(True)
             return None
         optimizer.grad_scale, optimizer.found_inf = divisor, found
         try:
@@ -322,11 +306,11 @@ class GradScaler(ScalerState):
     def _step_without_gradients(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """Step without local gradients: if no rank has any, nothing changes or counts; else decide with the others."""
         ready, others = record["stage"] is OptState.READY, bool(record["found_inf_per_device"])
-        if others or (ready and self._shards.group(optimizer_parameters(optimizer)) is not None):
-            found, evidence = self._decision(optimizer, record, None, agrees=ready)
-            others = others or self._shards.anyone
+        if others or (ready and self._ranks.group(optimizer_parameters(optimizer)) is not None):
+            found, evidence = self._decide(optimizer, record, None, agrees=ready)
+            others = others or self._ranks.any_has_gradients
         if others and found.item() > 0.0:
-            return evidence.decided(True)
+            return evidence.record_decision(True)
         if not others:
             record["found_inf_per_device"] = {}
             if not has_found_inf_support(optimizer):
@@ -336,54 +320,55 @@ class GradScaler(ScalerState):
     def _step_by_scaler(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """Step by the older contract: the optimizer takes the scaler and does the rest itself."""
         result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        self._decision(optimizer, record, self._scale_of_gradients())
+        self._decide(optimizer, record, self._scale_of_gradients())
         return result
 
-    def _decision(
+    def _decide(
         self, optimizer: Any, record: dict[str, Any], divisor: torch.Tensor | None, *, agrees: bool = False
     ) -> tuple[torch.Tensor, SkipEvidence]:
         """Return the flag that decides this step, and record it for `update` and the report. With `agrees`, the
         optimizer's flag is this rank's own: if there are several ranks, their flags are joined."""
         loop, scale = self._loop, self._scale_of_gradients()
         flags = list(record["found_inf_per_device"].values())
-        parameters = optimizer_parameters(optimizer) if agrees and self._shards.several() else []
+        parameters = optimizer_parameters(optimizer) if agrees and self._ranks.may_be_several() else []
         if self.skip == "all":
             flags += self._other_flags(optimizer, parameters)
         found = max_flag(flags, scale) if flags else torch.zeros_like(scale)
-        group = self._shards.group(parameters) if parameters else None
+        group = self._ranks.group(parameters) if parameters else None
         if group is not None:
             own = any(p.grad is not None for p in optimizer_parameters(optimizer))
-            found = self._shards.agreed(found, group, has_gradients=own)
+            found = self._ranks.all_reduce_flag(found, group, has_gradients=own)
         record["found_inf_per_device"] = {found.device: found}
-        loop.stepped.append(loop.of(optimizer))
+        loop.stepped.append(loop.record_of(optimizer))
         loop.found = found
-        evidence = SkipEvidence(loop.of(optimizer).optimizer, found, scale, divisor, loop.calls, loop.names)
+        evidence = SkipEvidence(loop.record_of(optimizer).optimizer, found, scale, divisor, loop.calls, loop.names)
         loop.evidence.append(evidence)
         return found, evidence
 
-    def _other_flags(self, optimizer: Any, looked_at: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _other_flags(self, optimizer: Any, local_parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the flags of the optimizers that step with this one and have gradients: those that stepped since the
         last `scale()`, are unscaled already, or stepped with it the last time. Before the first update, every other
-        `nn.Parameter` in the scaled losses' graphs counts. Add the parameters with rank-local flags to `looked_at`."""
+        `nn.Parameter` in the scaled losses' graphs counts. Add the parameters with rank-local flags to
+        `local_parameters`."""
         loop, scale = self._loop, self._scale_of_gradients()
         flags = [] if loop.found is None else [loop.found]
         seen: set[int] = set()
-        partners = loop.of(optimizer).partners
+        partners = loop.record_of(optimizer).partners
         for other, known in loop.optimizers():
-            if loop.reached is not None:
+            if loop.reachable is not None:
                 seen.update(map(id, optimizer_parameters(other)))
             if other is optimizer:
                 continue
             if self._is_unscaled(other):
                 flags += self._per_optimizer_states[id(other)]["found_inf_per_device"].values()
-            elif known in partners and known.consumed < loop.calls:
-                looked_at += optimizer_parameters(other)
+            elif known in partners and known.last_call < loop.calls:
+                local_parameters += optimizer_parameters(other)
                 flags.append(
                     overflow_flag(bucket_gradients(optimizer_parameters(other)), scale, grows=self._may_grow())
                 )
-        if loop.reached is not None:
-            unseen = [p for key, p in loop.reached.items() if key not in seen]
-            looked_at += unseen
+        if loop.reachable is not None:
+            unseen = [p for key, p in loop.reachable.items() if key not in seen]
+            local_parameters += unseen
             rest = bucket_gradients(unseen)
             flags += [overflow_flag(rest, scale, grows=self._may_grow())] if rest else []
         return flags
@@ -403,7 +388,7 @@ class GradScaler(ScalerState):
         loop, state = self._loop, self._require_state("update")
         if new_scale is not None:
             given = self._checked_scale(new_scale, state.scale)
-            loop.scale_changes(state.scale)
+            loop.preserve_scale(state.scale)
             state.scale.copy_(given)
             loop.least = self._scaler.min_scale
         else:
@@ -416,7 +401,7 @@ class GradScaler(ScalerState):
             if loop.ended:
                 loop.evidence = []
         self._per_optimizer_states = defaultdict(new_optimizer_record)
-        loop.updated(state.scale)
+        loop.end_iteration(state.scale)
         if loop.watch.is_due(self._scaler):
             self._check_if_stuck()
 
@@ -430,7 +415,7 @@ class GradScaler(ScalerState):
     def step_was_skipped(self) -> bool:
         """Whether a step of the last iteration was skipped, before and after `update()`; may wait for the device. Then
         learning-rate schedules should not advance: `if not scaler.step_was_skipped: scheduler.step()`."""
-        return any(evidence.skipped() for evidence in self._loop.evidence)
+        return any(evidence.was_skipped() for evidence in self._loop.evidence)
 
     def report(self) -> SkipReport:
         """Return the non-finite gradients of the last iteration, with counts; empty if all were finite. Steps that the

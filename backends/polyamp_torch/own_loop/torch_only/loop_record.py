@@ -24,7 +24,7 @@ class OptimizerRecord:
 
     Attributes:
         optimizer: returns it, or None once it is deleted.
-        consumed: the value of `LoopRecord.calls` at its last step.
+        last_call: the value of `LoopRecord.calls` at its last step.
         partners: records of the optimizers, itself included, that stepped together with it the last time, on gradients
             of the same `scale()` calls.
         mixed: the parameters to which a backward pass added scaled gradients after `unscale_`.
@@ -37,7 +37,7 @@ class OptimizerRecord:
             self.optimizer = weakref.ref(optimizer)
         except TypeError:  # a class with __slots__
             self.optimizer = lambda: optimizer
-        self.consumed = 0
+        self.last_call = 0
         self.partners: list[OptimizerRecord] = []
         self.mixed: list[str] = []
         self.takes_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
@@ -81,7 +81,7 @@ class LoopRecord:
         stepped: records of the optimizers of these steps.
         watch: decides when the host checks whether the scale is stuck (S17).
         warned: whether the warning about a backward pass inside an autocast region was issued.
-        reached: until the first update, the parameters that scaled losses depend on, by id; then None.
+        reachable: until the first update, the parameters that scaled losses depend on, by id; then None.
     """
 
     def __init__(self, least: float) -> None:
@@ -92,14 +92,14 @@ class LoopRecord:
         self.least = self.scaled_least = least
         self.found: torch.Tensor | None = None
         self.stepped: list[OptimizerRecord] = []
-        self.reached: dict[int, torch.Tensor] | None = {}
+        self.reachable: dict[int, torch.Tensor] | None = {}
         self._known: dict[int, OptimizerRecord] = {}
         self.evidence: list[SkipEvidence] = []
         self.ended = self.warned = False
         self.watch = StuckScaleMonitor()
         self.names = ParameterNames()
 
-    def of(self, optimizer: Any) -> OptimizerRecord:
+    def record_of(self, optimizer: Any) -> OptimizerRecord:
         """Return the record of an optimizer. Keyed by id, as in torch: not every optimizer is hashable."""
         known = self._known.get(id(optimizer))
         if known is None or known.optimizer() is not optimizer:
@@ -111,13 +111,13 @@ class LoopRecord:
         pairs = [(known.optimizer(), known) for known in self._known.values()]
         return [(optimizer, known) for optimizer, known in pairs if optimizer is not None]
 
-    def share(self) -> None:
+    def mark_shared(self) -> None:
         """Record that losses may be scaled without a call of `scale()` from now on."""
         if not self.shared:
             self.shared = True
             self.calls += 1
 
-    def scale_called(self, scale: torch.Tensor) -> None:
+    def record_scale_call(self, scale: torch.Tensor) -> None:
         """Record a call of `scale()` with this scale. The optimizers stepped since the last call stepped together."""
         for known in self.stepped:
             known.partners = self.stepped
@@ -125,31 +125,31 @@ class LoopRecord:
         self.scaled, self.scaled_least = scale, self.least
         self.found, self.stepped = None, []
 
-    def scale_changes(self, scale: torch.Tensor) -> None:
+    def preserve_scale(self, scale: torch.Tensor) -> None:
         """Prepare for a write to the scale: gradients and reports of this iteration keep the old value."""
         old = scale.clone()
         if self.scaled is scale:
             self.scaled = old
         for evidence in self.evidence:
-            evidence.keep(scale, old)
+            evidence.preserve_scale(scale, old)
 
-    def reach(self, scaled: torch.Tensor) -> None:
+    def record_reachable(self, scaled: torch.Tensor) -> None:
         """Record the parameters that a scaled loss depends on, in the first iteration."""
-        if self.reached is not None:
+        if self.reachable is not None:
             behind = list(reachable_parameters(scaled))
             sharded = {
                 id(each.whole): each.sharded for each in gathered_fsdp2_parameters()
             }  # the optimizer owns the shards
-            self.reached.update((id(p), p) for p in (sharded.get(id(p), p) for p in behind))
+            self.reachable.update((id(p), p) for p in (sharded.get(id(p), p) for p in behind))
 
-    def updated(self, scale: torch.Tensor) -> None:
+    def end_iteration(self, scale: torch.Tensor) -> None:
         """Record the end of an iteration; `scale` is the next one's."""
         if self.shared:
-            self.scale_called(scale)
+            self.record_scale_call(scale)
         self._known = {id(optimizer): known for optimizer, known in self.optimizers()}
         for known in self._known.values():
             known.mixed = []
-        self.reached = None
+        self.reachable = None
         self.ended = True
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.amp.grad_scaler import OptState
 
 from polyamp.array_namespace import PYTHON, ArrayNamespace, array_namespace
 from polyamp.errors import UnsupportedError
@@ -101,8 +102,25 @@ class ScalerState(torch.cuda.amp.GradScaler):
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
         state = self._require_state(funcname)
-        self._loop.share()  # subclasses write to it
+        self._loop.mark_shared()  # subclasses write to it
         return state.scale, state.good_steps
+
+    def _scale_of_gradients(self) -> torch.Tensor:
+        loop = self._loop
+        return self._require_state("step").scale if loop.shared or loop.scaled is None else loop.scaled
+
+    def _may_grow(self) -> bool:
+        """Return whether dividing by the scale may make gradients larger; False only if known without waiting."""
+        scale = self._scale_of_gradients()
+        return (
+            scale.item() < 1.0
+            if can_read_without_sync(scale.device)
+            else self._loop.shared or self._loop.scaled_least < 1.0
+        )
+
+    def _is_unscaled(self, optimizer: Any) -> bool:
+        record = self._per_optimizer_states.get(id(optimizer))
+        return record is not None and record["stage"] is OptState.UNSCALED
 
     def _next_state(self, state: LossScaleState, found: torch.Tensor) -> LossScaleState:
         """Return the state after rule S15; `found` is above 0 if a gradient was not finite.
@@ -111,12 +129,12 @@ class ScalerState(torch.cuda.amp.GradScaler):
         """
         if not can_read_without_sync(state.scale.device):
             after = self._scaler.next_state(state, found == 0.0, self._xp)
-            self._loop.scale_changes(state.scale)
+            self._loop.preserve_scale(state.scale)
             return after._replace(scale=state.scale.copy_(after.scale))
         numbers = LossScaleState(np.float32(state.scale.item()), *[value.item() for value in state[1:]])
         after = self._scaler.next_state(numbers, found.item() == 0.0, PYTHON)
         if after.scale != numbers.scale:
-            self._loop.scale_changes(state.scale)
+            self._loop.preserve_scale(state.scale)
         for tensor, old, new in zip(state, numbers, after, strict=True):
             if new != old:
                 tensor.fill_(float(new))
@@ -150,14 +168,14 @@ class ScalerState(torch.cuda.amp.GradScaler):
     def _scale(self) -> torch.Tensor | None:
         if self._state is None:
             return None
-        self._loop.share()
+        self._loop.mark_shared()
         scale: torch.Tensor = self._state.scale
         return scale
 
     @_scale.setter
     def _scale(self, value: torch.Tensor | None) -> None:
         self._state = None if value is None else (self._state or self._start(value.device))._replace(scale=value)
-        self._loop.share()
+        self._loop.mark_shared()
 
     @property
     def _growth_tracker(self) -> torch.Tensor | None:
@@ -296,7 +314,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
             stuck=int(own.get("stuck", 0)),
         )
         if self._state is not None:
-            self._loop.scale_changes(self._state.scale)
+            self._loop.preserve_scale(self._state.scale)
             for tensor, value in zip(self._state, self._begin, strict=True):
                 tensor.fill_(value)
         self._loop.least = self._begin.scale

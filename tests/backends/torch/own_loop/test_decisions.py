@@ -331,10 +331,10 @@ def test_nothing_is_remembered_of_optimizers_that_are_gone() -> None:
 
 def test_what_is_known_of_an_optimizer_is_not_taken_for_anothers() -> None:
     """Python gives the id of an object that is gone to a new one."""
-    run, p = LoopRecord(1.0), nn.Parameter(torch.zeros(1))
+    loop, p = LoopRecord(1.0), nn.Parameter(torch.zeros(1))
     first, second = torch.optim.SGD([p], 1.0), torch.optim.SGD([p], 1.0)
-    run.of(first).consumed = 7
-    run._known[id(second)] = run._known.pop(id(first))
-    assert run.of(second).consumed == 0
-    assert run.of(second) is run.of(second)
-    assert [optimizer for optimizer, _ in run.optimizers()] == [second]
+    loop.record_of(first).last_call = 7
+    loop._known[id(second)] = loop._known.pop(id(first))
+    assert loop.record_of(second).last_call == 0
+    assert loop.record_of(second) is loop.record_of(second)
+    assert [optimizer for optimizer, _ in loop.optimizers()] == [second]
