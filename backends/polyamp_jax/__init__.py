@@ -18,8 +18,8 @@ Example:
 """
 
 from polyamp_jax.backend import BACKEND, JaxBackend
-from polyamp_jax.own_loop.scaled_value_and_grad import scaled_value_and_grad
-from polyamp_jax.own_loop.select import select
+from polyamp_jax.own_loop.jax_only.select import select
+from polyamp_jax.own_loop.native_scaler import scaled_value_and_grad
 from polyamp_jax.precision.autocast import autocast, explain, keep_precision
 from polyamp_jax.precision.op_list import register_rule
 from polyamp_jax.step.state import JaxState, continue_streams

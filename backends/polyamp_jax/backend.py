@@ -29,7 +29,7 @@ from polyamp_jax.arrays import XP, cast, dtype_name, named_leaves, to_numpy
 from polyamp_jax.losses import JaxLosses
 from polyamp_jax.models.library import adapt
 from polyamp_jax.models.random_keys import random_keys
-from polyamp_jax.own_loop.scaled_value_and_grad import scaled_value_and_grad
+from polyamp_jax.own_loop.native_scaler import native_scaler
 from polyamp_jax.precision.autocast import autocast, explain
 from polyamp_jax.precision.op_list import check_policy
 from polyamp_jax.precision.policy_module import is_policy_module, master_weights
@@ -109,8 +109,7 @@ class JaxBackend:
         """Return a function transform: `scaler.native("jax")(fun)` is
         `polyamp_jax.scaled_value_and_grad(fun, scaler)`.
         """
-        step_checks.check_options(options, ("argnums", "has_aux"), function="native", backend=self.name)
-        return functools.partial(scaled_value_and_grad, scaler=scaler, **options)
+        return native_scaler(scaler, **options)
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
         return autocast(target, policy)

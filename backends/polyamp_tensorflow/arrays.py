@@ -127,14 +127,14 @@ def _leaf_error(batch: Any, leaf: Any) -> BatchError:
     """Return the error for a leaf that TensorFlow cannot convert."""
     paths = [path for path, other in leaves_with_paths(batch) if other is leaf]
     where = f"batch{paths[0] if paths else ''}"
-    said, advice = describe_value(leaf), f"Take it out of the batch, or convert it to numbers ({where})."
+    kind, advice = describe_value(leaf), f"Take it out of the batch, or convert it to numbers ({where})."
     if isinstance(leaf, np.ndarray):
-        said = "a NumPy array of Python objects, as it is made of rows of different length or of None"
+        kind = "a NumPy array of Python objects, as it is made of rows of different length or of None"
         advice = "Pad the rows to one length, and give a mask; or use a tf.RaggedTensor."
     elif hasattr(type(leaf), "__dataclass_fields__"):
-        said, advice = f"{said}, a dataclass", "Use a dict, a tuple or a NamedTuple: dataclasses.asdict(batch)."
+        kind, advice = f"{kind}, a dataclass", "Use a dict, a tuple or a NamedTuple: dataclasses.asdict(batch)."
     return BatchError(
-        f"batch must be a tree of tensors, NumPy arrays, numbers or strings. Received: {where} is {said}. {advice}"
+        f"batch must be a tree of tensors, NumPy arrays, numbers or strings. Received: {where} is {kind}. {advice}"
     )
 
 

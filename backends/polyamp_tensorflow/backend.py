@@ -12,7 +12,7 @@ from polyamp.array_namespace import ArrayNamespace
 from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
 from polyamp.contract.harness import Harness
 from polyamp.contract.sharded_state import ShardedState
-from polyamp.errors import PolyampError, RecipeError
+from polyamp.errors import PolyampError
 from polyamp.porting.layouts.converter import Converter
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
@@ -25,7 +25,7 @@ from polyamp_tensorflow import arrays as conversions
 from polyamp_tensorflow.arrays import Array
 from polyamp_tensorflow.losses import TensorFlowLosses
 from polyamp_tensorflow.models.layers import check_is_model
-from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
+from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer, native_scaler
 from polyamp_tensorflow.precision import autocast as policies
 from polyamp_tensorflow.precision.policy_module import module_parameters
 from polyamp_tensorflow.step import error_hints, optimizer_metadata, step
@@ -80,18 +80,7 @@ class TensorFlowBackend:
         return policies.dtype_policy(policy)
 
     def native_scaler(self, scaler: LossScaler, **options: Any) -> LossScaleOptimizer:
-        """Return a Keras optimizer. `options` are those of `polyamp_tensorflow.LossScaleOptimizer`, with `optimizer=`.
-
-        Raises:
-            RecipeError: no optimizer to wrap.
-        """
-        check_options(options, ("optimizer", "clip_norm", "accumulate_steps"), function="native", backend=self.name)
-        if "optimizer" not in options:
-            raise RecipeError(
-                "native('tensorflow') wraps a Keras optimizer or one of polyamp's specs. Received: no optimizer. Call "
-                "scaler.native('tensorflow', optimizer=keras.optimizers.Adam(1e-3))."
-            )
-        return LossScaleOptimizer(options.pop("optimizer"), scaler, **options)
+        return native_scaler(scaler, **options)
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
         return policies.autocast(target, policy)

@@ -118,12 +118,12 @@ def replace_variable(variable: Any, value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def report_operations(told: Callable[[str, Any, Any], None]) -> Iterator[None]:
-    """Context manager that calls `told(name, inputs, outputs)` for each operation that this thread runs."""
+def report_operations(report: Callable[[str, Any, Any], None]) -> Iterator[None]:
+    """Context manager that calls `report(name, inputs, outputs)` for each operation that this thread runs."""
     from tensorflow.python.framework import op_callbacks
 
     def callback(name: str, inputs: Any, attributes: Any, outputs: Any, *more: Any, **options: Any) -> None:
-        told(name, inputs, outputs)
+        report(name, inputs, outputs)
 
     op_callbacks.add_op_callback(callback)
     try:
@@ -322,8 +322,8 @@ def moving_averages(optimizer: Any) -> Iterator[tuple[Any, Any]]:
 def slot_lists(optimizer: Any) -> dict[str, list[Any]]:
     """Map the name of each slot to its variables, one per parameter, of a built Keras optimizer."""
     words = ("momentums", "velocities", "average_gradients", "accumulators")
-    held = vars(optimizer)
-    return {word: list(held.get(f"_{word}") or held.get(word) or ()) for word in words}
+    attributes = vars(optimizer)
+    return {word: list(attributes.get(f"_{word}") or attributes.get(word) or ()) for word in words}
 
 
 NON_SLOT_ATTRIBUTES: Final = ("_trainable_variables", "_variables")
@@ -352,9 +352,9 @@ def reset_optimizer(optimizer: Any) -> None:
                 f"refresh builds {type(optimizer).__qualname__} again from its get_config(), which leaves out {name}: "
                 f"{value!r} became {again!r}. Let get_config() return it."
             )
-    spared = {name: value for name, value in vars(optimizer).items() if name in _WEIGHT_DECAY_EXCLUSIONS}
+    exclusions = {name: value for name, value in vars(optimizer).items() if name in _WEIGHT_DECAY_EXCLUSIONS}
     vars(optimizer).clear()
-    vars(optimizer).update(vars(made) | spared)
+    vars(optimizer).update(vars(made) | exclusions)
 
 
 def rate_variable(optimizer: Any) -> Any:

@@ -27,7 +27,7 @@ from polyamp_torch.arrays import XP, cast_tree, dtype_name, to_numpy
 from polyamp_torch.compat import foreach_mul
 from polyamp_torch.distributed.fsdp_mixed_precision import check_fsdp_precision
 from polyamp_torch.losses import TorchLosses
-from polyamp_torch.own_loop.grad_scaler import GradScaler
+from polyamp_torch.own_loop.native_scaler import GradScaler, native_scaler
 from polyamp_torch.precision.autocast import autocast, wrap_function
 from polyamp_torch.precision.policy_module import PolicyModule, module_device, wrapped_module
 from polyamp_torch.precision.torch_only.module_paths import path_function, resolve_policy
@@ -93,8 +93,7 @@ class TorchBackend:
 
     def native_scaler(self, scaler: LossScaler, **options: Any) -> GradScaler:
         """Return a `torch.amp.GradScaler`; `options` are those of `polyamp_torch.GradScaler`."""
-        step_checks.check_options(options, ("device", "enabled", "skip"), function="native", backend=self.name)
-        return GradScaler(scaler, **options)
+        return native_scaler(scaler, **options)
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
         if isinstance(target, PolicyModule):  # the model in `loss_fn`: this policy replaces its own inside

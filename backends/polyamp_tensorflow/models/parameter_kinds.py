@@ -29,6 +29,6 @@ def parameter_leaves(model: Any, parameters: Mapping[str, Any]) -> list[Paramete
     found = []
     for path, variable in parameters.items():
         key, own = id(native_variable(variable)), path.rpartition("/")[2]
-        called = {f"{place}/{own}".lstrip("/"): None for places in owners.get(key, []) for place in places}
-        found.append(ParameterLeaf(path, len(variable.shape), classes.get(key), tuple(called)))
+        paths = {f"{layer}/{own}".lstrip("/"): None for layers in owners.get(key, []) for layer in layers}
+        found.append(ParameterLeaf(path, len(variable.shape), classes.get(key), tuple(paths)))
     return found

@@ -24,16 +24,16 @@ class WeightLocations:
         self._modules = list_layers(model)
         self._layers = [module.layer for module in self._modules]
         self._members = list(self._now())
-        self._held = [(list(tracked_layers(layer)), list(own_trainable_variables(layer))) for layer in self._layers]
+        self._before = [(list(tracked_layers(layer)), list(own_trainable_variables(layer))) for layer in self._layers]
 
     def changed(self) -> str | None:
         """Return the start of a sentence that names the first changed layer; None if nothing changed."""
         if all(map(operator.is_, self._now(), self._members)):  # by identity; the end mark detects another length
             return None
-        for module, before in zip(self._modules, self._held, strict=True):
+        for module, before in zip(self._modules, self._before, strict=True):
             now = (tracked_layers(module.layer), own_trainable_variables(module.layer))
-            for word, held, old in zip(("layers", "weights"), now, before, strict=True):
-                if len(held) != len(old) or not all(map(operator.is_, held, old)):
+            for word, current, old in zip(("layers", "weights"), now, before, strict=True):
+                if len(current) != len(old) or not all(map(operator.is_, current, old)):
                     return f"layer {module.path!r} has other {word}" if module.path else f"the model has other {word}"
         return None
 

@@ -14,7 +14,7 @@ from polyamp.porting.states.optimizer_layout import OptimizerLayout
 from polyamp.recipe.scaler import PRESETS, LossScaleState
 from polyamp_tensorflow.arrays import Array, native_variable, to_numpy
 from polyamp_tensorflow.models.variables import model_variables
-from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
+from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer
 from polyamp_tensorflow.porting.optimizer_layout import read_optimizer_layout
 from polyamp_tensorflow.step.optimizers import optimizer_variables
 

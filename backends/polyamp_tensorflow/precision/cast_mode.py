@@ -19,7 +19,7 @@ from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_tensorflow.arrays import dtype_name, is_floating, native_variable
 from polyamp_tensorflow.interrupts import EnsureUndo
 from polyamp_tensorflow.precision.op_list import has_probability_output
-from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import choose_layer_dtypes
+from polyamp_tensorflow.precision.tensorflow_only.layer_dtypes import choose_layer_dtypes, flatten_value
 from polyamp_tensorflow.precision.tensorflow_only.policy_application import PolicyApplication
 
 
@@ -44,9 +44,9 @@ def check_castable(model: Any, plan: ResolvedPolicy) -> None:
     _check_layers(model)
     if not has_cast_variables(model, plan):
         return
-    held = {id(native_variable(variable)) for variable in _variables(model)}
+    reachable = {id(native_variable(variable)) for variable in _variables(model)}
     for variable in model.trainable_variables:
-        if is_floating(native_variable(variable)) and id(native_variable(variable)) not in held:
+        if is_floating(native_variable(variable)) and id(native_variable(variable)) not in reachable:
             raise UnsupportedError(
                 f"mode='cast' casts the variables that a model's attributes, lists and dicts hold. Received: "
                 f"{type(model).__qualname__}, which keeps {variable.name!r} elsewhere. Make it an attribute."
@@ -76,8 +76,8 @@ def cast_variables(model: Any, plan: ResolvedPolicy) -> Iterator[None]:
 
     def narrow(value: Any) -> Any:
         if isinstance(value, tf.Variable):
-            kept = id(value) not in trainable or not _is_cast_variable(value, plan)
-            return value if kept else tf.cast(value, plan.compute)
+            keeps = id(value) not in trainable or not _is_cast_variable(value, plan)
+            return value if keeps else tf.cast(value, plan.compute)
         if isinstance(value, list | tuple):
             items = [narrow(item) for item in value]
             changed = any(one is not other for one, other in zip(items, value, strict=True))
@@ -134,9 +134,7 @@ def _variables(model: Any) -> Iterator[Any]:
         if isinstance(holder, keras.Layer):
             yield from (native_variable(variable) for variable in holder.variables)
         else:
-            yield from (
-                leaf for value in vars(holder).values() for leaf in _leaves(value) if isinstance(leaf, tf.Variable)
-            )
+            yield from (leaf for leaf in flatten_value(vars(holder)) if isinstance(leaf, tf.Variable))
 
 
 def _variable_owners(model: Any) -> list[Any]:
@@ -150,21 +148,6 @@ def _variable_owners(model: Any) -> list[Any]:
             continue
         found.append(holder)
         if not isinstance(holder, keras.Layer):
-            leaves = (leaf for value in vars(holder).values() for leaf in _leaves(value))
-            waiting += [leaf for leaf in leaves if isinstance(leaf, tf.Module | keras.Layer) and not _is_variable(leaf)]
+            leaves = [leaf for leaf in flatten_value(vars(holder)) if isinstance(leaf, tf.Module | keras.Layer)]
+            waiting += [leaf for leaf in leaves if not isinstance(leaf, tf.Variable | keras.Variable)]
     return found
-
-
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, tf.Variable | keras.Variable)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    else:
-        yield value

@@ -66,9 +66,9 @@ class PolicyModule:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._model, name)
-        asked = LOSSES_READ.get() if name == "losses" else None
-        if asked is not None:
-            asked.append(self._model)
+        layers_read = LOSSES_READ.get() if name == "losses" else None
+        if layers_read is not None:
+            layers_read.append(self._model)
         if is_layer(value):
             return PolicyModule(value, self._plan, whole=self._whole)
         if not inspect.ismethod(value):
@@ -84,8 +84,8 @@ class PolicyModule:
     def _under_policy(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function under the innermost policy, and cast its results to that policy's output dtype."""
         whole = self._whole
-        inside = POLICY_REGIONS.get()[whole._around :]
-        with inside[-1](whole._model, self._plan) if inside else contextlib.nullcontext(self._plan) as plan:
+        regions = POLICY_REGIONS.get()[whole._around :]
+        with regions[-1](whole._model, self._plan) if regions else contextlib.nullcontext(self._plan) as plan:
             if not is_layer(self._model):
                 args, kwargs = cast((args, kwargs), plan.compute, float64=plan.float64)
             return cast_output(function(*args, **kwargs), plan.output, float64=plan.float64)

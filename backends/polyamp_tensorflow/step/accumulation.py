@@ -5,7 +5,7 @@ loss * scale -> gradients, summed over micro-batches and replicas -> / (scale * 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +15,6 @@ from polyamp.rules import batches, loss_weights
 from polyamp.rules.accumulation import is_concatenated
 from polyamp.rules.loss_weights import WeightFunction
 from polyamp_tensorflow.arrays import at_least_float32, leaves_with_paths
-from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.distributed_step import (
     all_reduce_sums_and_means,
     all_reduce_totals,
@@ -24,10 +23,19 @@ from polyamp_tensorflow.step.distributed_step import (
     has_several_replicas,
     stack_over_replicas,
 )
-from polyamp_tensorflow.step.forward_backward import PassResult, check_rows, map_present, present_leaves, run_pass
+from polyamp_tensorflow.step.forward_backward import (
+    ParameterKey,
+    PassResult,
+    StateGradients,
+    check_rows,
+    map_present,
+    present_leaves,
+    run_pass,
+    state_parameters,
+)
 from polyamp_tensorflow.step.loss_weights import LossWeighting, batch_rows
-from polyamp_tensorflow.step.parameter_writes import ForwardWriteTracker, ParameterWrite
-from polyamp_tensorflow.step.state import States, TensorFlowState
+from polyamp_tensorflow.step.state import States
+from polyamp_tensorflow.step.tensorflow_only.running_state import RunningState, restore_running_states
 
 
 def accumulate_gradients(
@@ -39,58 +47,48 @@ def accumulate_gradients(
     error restores these too, unless it occurs while a graph runs.
     """
     check_rows(batch)
-    streams = [state.read_rng() for state in states]
-    statistics = [state.read_statistics() for state in states]
-    writes = [ForwardWriteTracker(state.variables, state.eager_reads, state.computes_in) for state in states]
-    written: list[dict[str, ParameterWrite]] = [{} for _ in states]
-
-    def put_back(*, failed: bool) -> None:
-        values = [{**own, **more} for own, more in zip(statistics, streams, strict=True)] if failed else statistics
-        values = [
-            {**own, **{name: each.before for name, each in more.items()}}
-            for own, more in zip(values, written, strict=True)
-        ]
-        replicas.merge_replica_calls(lambda _, values: _restore_running_state(states, values), values)
-
+    running = [RunningState(state) for state in states]
+    averages = count > 1 or has_several_replicas(states[0].strategy)
     weighing = LossWeighting(weight)
     try:
-        scaled = _accumulate(states, loss_fn, batch, count, weighing)
-        if scaled.counts and (count > 1 or has_several_replicas(states[0].strategy)):
-            put_back(failed=True)  # that pass computed the divisors of a sum of means
-            weighing = weighing._replace(totals=all_reduce_totals(scaled.counts, count))
-            scaled = _accumulate(states, loss_fn, batch, count, weighing)
-        after = [state.read_statistics() for state in states]
-        written[:] = [own.found() for own in writes]
-        for own, more in zip(after, written, strict=True):
-            own.update({name: each.after for name, each in more.items()})
+        own = _accumulate(states, loss_fn, batch, count, weighing)
+        if own.counts and averages:
+            restore_running_states(running, with_rng=True)  # that pass computed the divisors of a sum of means
+            weighing = weighing._replace(totals=all_reduce_totals(own.counts, count))
+            own = _accumulate(states, loss_fn, batch, count, weighing)
+        after = [each.values_after() for each in running]
     except BaseException:
         if tf.executing_eagerly():
-            written[:] = [own.found() for own in writes]
-        put_back(failed=True)
+            for each in running:
+                each.find_writes()
+        restore_running_states(running, with_rng=True)
         raise
-    put_back(failed=False)
-    loss, sums, after, whole = _reduce_over_replicas(states, scaled, after, batch)
-    if whole is not None and (count > 1 or has_several_replicas(states[0].strategy)):
-        by = tf.where(whole > 0.0, whole, 1.0)
+    restore_running_states(running, with_rng=False)
+    loss, sums, after, total = _reduce_over_replicas(states, own, after, batch)
+    if total is not None and averages:
+        by = tf.where(total > 0.0, total, 1.0)
         loss = loss / by
-        sums = [{name: value / tf.cast(by, value.dtype) for name, value in own.items()} for own in sums]
-    if scaled.weight is None:  # rows, which every batch has
-        whole = None if weighing.totals is None else sum(weighing.totals.counts)
-    scaler = states[0].recipe.loss_scaler
-    scale = states[0].scale_state.scale if scaler.scales else None
-    found = []
-    for state, values, running in zip(states, sums, after, strict=True):
-        unscaled: dict[str, Any] = dict.fromkeys(state.variables.parameters)
-        for name, value in values.items():
-            divided = value if scale is None else value / tf.cast(scale, value.dtype)
-            unscaled[name] = tf.cast(divided, state.variables.parameters[name].dtype)
-        found.append(Gradients(unscaled, running, loss, whole))
-    return loss, stack_over_replicas(scaled.aux), found
+        sums = {key: value / tf.cast(by, value.dtype) for key, value in sums.items()}
+    if own.weight is None:  # rows, which every batch has
+        total = None if weighing.totals is None else sum(weighing.totals.counts)
+    unscaled = _unscale(states, sums)
+    found = [Gradients(values, more, loss, total) for values, more in zip(unscaled, after, strict=True)]
+    return loss, stack_over_replicas(own.aux), found
+
+
+def _unscale(states: States, sums: StateGradients) -> list[dict[str, Any]]:
+    """Return the gradients of each state in the parameters' dtypes, divided by the scale; None without one."""
+    scale = states[0].scale_state.scale if states[0].recipe.loss_scaler.scales else None
+    unscaled: list[dict[str, Any]] = [dict.fromkeys(state.variables.parameters) for state in states]
+    for (number, name), value in sums.items():
+        divided = value if scale is None else value / tf.cast(scale, value.dtype)
+        unscaled[number][name] = tf.cast(divided, states[number].variables.parameters[name].dtype)
+    return unscaled
 
 
 def _reduce_over_replicas(
     states: States, own: PassResult, after: list[dict[str, Any]], batch: Any
-) -> tuple[Any, list[dict[str, Any]], Any, Any]:
+) -> tuple[Any, StateGradients, list[dict[str, Any]], Any]:
     """Reduce loss, scaled gradients, running statistics and weight over the replicas in one reduction (S9).
 
     Statistics are averaged, weighted values summed. The weight is None if nothing is weighted. Gradients are those of
@@ -98,25 +96,18 @@ def _reduce_over_replicas(
     """
     if not has_several_replicas(states[0].strategy):
         return own.loss, own.gradients, after, own.weight
-    every = [list(state.variables.parameters) for state in states]
-    taken = find_used_parameters(every, own.gradients)
-    whole = [_fill_with_zeros(values, state) for values, state in zip(own.gradients, states, strict=True)]
-    sent = [{n: values[n] for n in names} for values, names in zip(whole, taken.reduced_names, strict=True)]
+    parameters = state_parameters(states)
+    used = find_used_parameters(list(parameters), own.gradients)
+    sent = _fill_with_zeros(own.gradients, {key: parameters[key] for key in used.reduced})
     loss, weight = own.loss, own.weight
     if weight is None:
         rows = sum(map(batch_rows, batch)) if isinstance(batch, list) else batch_rows(batch)
         weight = tf.cast(own.size or rows, tf.float32)
         loss = loss * weight
-        sent = [{name: value * tf.cast(weight, value.dtype) for name, value in values.items()} for values in sent]
-    (loss, weight, sums), (after, flags) = all_reduce_sums_and_means([loss, weight, sent], [after, taken.flags])
-    check_used_parameters(every, flags)
-    sums = [{n: values[n] for n in names} for values, names in zip(sums, taken.local_names, strict=True)]
-    return loss, sums, after, weight
-
-
-def _restore_running_state(states: States, values: Sequence[Any]) -> None:
-    for state, own in zip(states, values, strict=True):
-        state.put_back(own)
+        sent = {key: value * tf.cast(weight, value.dtype) for key, value in sent.items()}
+    (loss, weight, sums), (after, flags) = all_reduce_sums_and_means([loss, weight, sent], [after, used.flags])
+    check_used_parameters(list(parameters), flags)
+    return loss, {key: sums[key] for key in used.local}, after, weight
 
 
 def _accumulate(states: States, loss_fn: LossFunction, batch: Any, count: int, weighing: LossWeighting) -> PassResult:
@@ -138,10 +129,10 @@ def _accumulate(states: States, loss_fn: LossFunction, batch: Any, count: int, w
         for share, (run, parts) in zip(shares, runs, strict=True)
     ]
     loss_weights.check_consistent_weights([own.weight is not None for own in done])
-    gradients: list[dict[str, Any]] = [{} for _ in states]
+    gradients: StateGradients = {}
     for own in done:
-        for total, more in zip(gradients, own.gradients, strict=True):
-            total.update({name: total[name] + value if name in total else value for name, value in more.items()})
+        for key, value in own.gradients.items():
+            gradients[key] = gradients[key] + value if key in gradients else value
     aux = done[0].aux
     if len(done) > 1:
         columns = iter(zip(*(present_leaves(own.aux) for own in done), strict=True))
@@ -152,7 +143,7 @@ def _accumulate(states: States, loss_fn: LossFunction, batch: Any, count: int, w
         return PassResult(sum(own.loss for own in done), aux, gradients, total, None, counts)
     whole = sum(share * len(run) for share, (run, _) in zip(shares, runs, strict=True))
     loss = sum(own.loss * share for share, own in zip(shares, done, strict=True)) / whole
-    mean = [{name: value / tf.constant(whole, value.dtype) for name, value in own.items()} for own in gradients]
+    mean = {key: value / tf.constant(whole, value.dtype) for key, value in gradients.items()}
     sizes = [own.size * len(run) for own, (run, _) in zip(done, runs, strict=True) if own.size is not None]
     size = sum(sizes) if len(sizes) == len(done) else None
     return PassResult(loss, aux, mean, None, size, counts)
@@ -165,7 +156,7 @@ def _multiply_by_weight(own: PassResult) -> PassResult:
     def times(value: Any) -> Any:
         return tf.where(weight > 0.0, value * tf.cast(weight, value.dtype), tf.zeros_like(value))
 
-    gradients = [{name: times(value) for name, value in values.items()} for values in own.gradients]
+    gradients = {key: times(value) for key, value in own.gradients.items()}
     return own._replace(loss=times(own.loss), gradients=gradients)
 
 
@@ -185,10 +176,9 @@ def _sum_micro_batches(
     first = part(0)
     if count == 1:
         return first._replace(aux=map_present(lambda leaf: leaf[tf.newaxis], first.aux))
-    used = [set(own) for own in first.gradients]
+    used = set(first.gradients)
     extra = [*first.counts] if first.weight is None else [first.weight, *first.counts]
-    gradients = [_fill_with_zeros(own, state) for own, state in zip(first.gradients, states, strict=True)]
-    sums = [first.loss, gradients, extra]
+    sums = [first.loss, _fill_with_zeros(first.gradients, state_parameters(states)), extra]
     stacks = [
         tf.TensorArray(leaf.dtype, count, element_shape=leaf.shape, clear_after_read=False).write(0, leaf)
         for leaf in present_leaves(first.aux)
@@ -199,14 +189,12 @@ def _sum_micro_batches(
         loss, totals, extra = sums
         loss_weights.check_consistent_weights([first.weight is not None, other.weight is not None])
         more_extra = [*other.counts] if other.weight is None else [other.weight, *other.counts]
+        used.update(other.gradients)
         added = [
             loss + other.loss,
-            [dict(own) for own in totals],
+            {**totals, **{key: totals[key] + value for key, value in other.gradients.items()}},
             [total + more for total, more in zip(extra, more_extra, strict=True)],
         ]
-        for names, own, more in zip(used, added[1], other.gradients, strict=True):
-            names.update(more)
-            own.update({name: own[name] + value for name, value in more.items()})
         written = [s.write(index, leaf) for s, leaf in zip(stacks, present_leaves(other.aux), strict=True)]
         return index + 1, added, written
 
@@ -215,7 +203,7 @@ def _sum_micro_batches(
     )
     loss, totals, extra = sums
     weight = None if first.weight is None else extra.pop(0)
-    gradients = [{n: value for n, value in own.items() if n in names} for own, names in zip(totals, used, strict=True)]
+    gradients = {key: value for key, value in totals.items() if key in used}
     aux = iter([stack.stack() for stack in stacks])
     return PassResult(loss, map_present(lambda _: next(aux), first.aux), gradients, weight, first.size, extra)
 
@@ -227,11 +215,11 @@ def _join_runs(runs: Sequence[Any]) -> Any:
     return tf.concat(runs, axis=0)
 
 
-def _fill_with_zeros(gradients: dict[str, Any], state: TensorFlowState) -> dict[str, Any]:
-    """Return a gradient for every parameter, zeros for those without one."""
+def _fill_with_zeros(gradients: StateGradients, parameters: Mapping[ParameterKey, Any]) -> StateGradients:
+    """Return a gradient for each of these parameters, zeros for those without one."""
     return {
-        name: gradients[name] if name in gradients else tf.zeros(variable.shape, at_least_float32(variable.dtype))
-        for name, variable in state.variables.parameters.items()
+        key: gradients[key] if key in gradients else tf.zeros(variable.shape, at_least_float32(variable.dtype))
+        for key, variable in parameters.items()
     }
 
 

@@ -110,50 +110,49 @@ def stack_over_replicas(tree: Any) -> Any:
 
 
 class UsedParameters(NamedTuple):
-    """Parameters on which the replicas' losses depend (S23).
+    """Parameters on which the replicas' losses depend (S23), by state number and name.
 
     Attributes:
-        local_names: by state, the parameters that any replica of this process uses.
-        reduced_names: by state, those whose gradients are reduced: all with several processes, as each compiles alone.
-        flags: by state, 1 or 0 for every parameter, to be averaged with the gradients; empty with a single process.
+        local: those that any replica of this process uses.
+        reduced: those whose gradients are reduced: all with several processes, as each compiles alone.
+        flags: one vector, 1 or 0 for every parameter, to be averaged with the gradients; empty with a single process.
     """
 
-    local_names: list[list[str]]
-    reduced_names: list[list[str]]
+    local: list[tuple[int, str]]
+    reduced: list[tuple[int, str]]
     flags: list[Any]
 
 
-def find_used_parameters(every: Sequence[Sequence[str]], own: Sequence[Collection[str]]) -> UsedParameters:
+def find_used_parameters(every: Sequence[tuple[int, str]], own: Collection[tuple[int, str]]) -> UsedParameters:
     """Return the used parameters of all replicas of this process. Call it in a replica.
 
     Args:
-        every: by state, its parameters.
-        own: by state, those on which this replica's loss depends.
+        every: all parameters.
+        own: those on which this replica's loss depends.
     """
     strategy = tf.distribute.get_strategy()
-    parts = _merge_over_replicas(lambda parts: parts, [set(names) for names in own])
-    union = [set[str]().union(*names) for names in zip(*parts, strict=True)]
-    here = [[name for name in names if name in taken] for names, taken in zip(every, union, strict=True)]
+    union = _merge_over_replicas(lambda parts: set().union(*parts), set(own))
+    local = [key for key in every if key in union]
     if strategy.num_replicas_in_sync == _local_replica_count(strategy):
-        return UsedParameters(here, here, [])
-    flags = [[float(name in taken) for name in names] for names, taken in zip(every, union, strict=True)]
-    return UsedParameters(here, [list(names) for names in every], [tf.constant(own, tf.float32) for own in flags])
+        return UsedParameters(local, local, [])
+    return UsedParameters(local, list(every), [tf.constant([float(key in union) for key in every], tf.float32)])
 
 
-def check_used_parameters(every: Sequence[Sequence[str]], means: Sequence[Any]) -> None:
+def check_used_parameters(every: Sequence[tuple[int, str]], means: Sequence[Any]) -> None:
     """Raise on all processes if one uses a parameter and another does not. Call it in a replica.
 
     Args:
-        every: by state, its parameters.
+        every: all parameters.
         means: the averaged flags of `find_used_parameters`; empty with a single process.
 
     Raises (when the graph runs):
         tf.errors.InvalidArgumentError: names the parameters; `error_hints` converts it to an `UnsupportedError`.
     """
-    for names, flags in zip(every, means, strict=False):
+    for flags in means:
         apart = (flags > 0.0) & (flags < 1.0)
-        named = tf.strings.reduce_join(tf.boolean_mask(tf.constant(list(names)), apart), separator=", ")
-        tf.debugging.Assert(tf.logical_not(tf.reduce_any(apart)), [USED_PARAMETERS_DIFFER, named], summarize=8)
+        names = tf.boolean_mask(tf.constant([name for _, name in every]), apart)
+        listed = tf.strings.reduce_join(names, separator=", ")
+        tf.debugging.Assert(tf.logical_not(tf.reduce_any(apart)), [USED_PARAMETERS_DIFFER, listed], summarize=8)
 
 
 USED_PARAMETERS_DIFFER: Final = (

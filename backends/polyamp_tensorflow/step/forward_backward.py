@@ -19,18 +19,20 @@ from polyamp_tensorflow.arrays import XP, leaves_with_paths, native_variable, to
 from polyamp_tensorflow.interrupts import EnsureUndo
 from polyamp_tensorflow.precision.autocast import apply_layer_policies
 from polyamp_tensorflow.precision.policy_module import PolicyModule
-from polyamp_tensorflow.step.distributed_step import (
-    has_several_replicas,
-)
+from polyamp_tensorflow.step.distributed_step import has_several_replicas
 from polyamp_tensorflow.step.grad_stats import scale_loss
 from polyamp_tensorflow.step.loss_weights import LossWeighting, batch_rows, to_weight
 from polyamp_tensorflow.step.state import States
 from polyamp_tensorflow.step.tensorflow_only.model_losses import warn_missing_regularization
 
+ParameterKey = tuple[int, str]
+"""Number of a state among those of a step, and name of one of its parameters."""
+StateGradients = dict[ParameterKey, Any]
+"""Gradients of several states; without parameters on which the loss does not depend (S23)."""
+
 
 class PassResult(NamedTuple):
-    """Float32 loss, aux, and float32 gradients of the scaled loss by state and parameter, without parameters on which
-    the loss does not depend (S23).
+    """Float32 loss, aux, and float32 gradients of the scaled loss.
 
     Attributes:
         weight: divisor of the loss, float32 scalar (S8); None if it is weighted by its rows. Loss and gradients of one
@@ -41,7 +43,7 @@ class PassResult(NamedTuple):
 
     loss: Any
     aux: Any
-    gradients: list[dict[str, Any]]
+    gradients: StateGradients
     weight: Any = None
     size: Any = None
     counts: Sequence[Any] = ()
@@ -56,8 +58,8 @@ def run_pass(states: States, loss_fn: LossFunction, batch: Any, weighing: LossWe
     """
     scaler = states[0].recipe.loss_scaler
     given = loss_weights.batch_loss_weight(weighing.function, batch)
-    parameters = [state.variables.parameters for state in states]
-    watched = [native_variable(variable) for own in parameters for variable in own.values()]
+    parameters = state_parameters(states)
+    watched = [native_variable(variable) for variable in parameters.values()]
     with contextlib.ExitStack() as stack:
         tape = tf.GradientTape(watch_accessed_variables=False)
         stack.enter_context(EnsureUndo(functools.partial(tape.__exit__, None, None, None)))
@@ -86,10 +88,10 @@ def run_pass(states: States, loss_fn: LossFunction, batch: Any, weighing: LossWe
     selects = weighing.rows is not None and own.own is None and any(tf.is_tensor(item.size) for item in found)
     if among_others and (selects or loss_weights.has_unclear_count(own, found)):
         loss_weights.warn_unclear_count(loss_fn, loss_weights.count_line(found))
-    flat = iter(tape.gradient(scaled, watched))  # a parameter shared by states gets its full gradient in each
-    made = [{n: (v, g) for n, v in own.items() if (g := next(flat)) is not None} for own in parameters]
-    step_checks.check_loss_dependence(any(made))
-    gradients = [{name: to_dense_float32(value, variable) for name, (variable, value) in own.items()} for own in made]
+    found_gradients = tape.gradient(scaled, watched)  # a parameter shared by states gets its full gradient in each
+    pairs = zip(parameters, found_gradients, strict=True)
+    gradients = {key: to_dense_float32(value, parameters[key]) for key, value in pairs if value is not None}
+    step_checks.check_loss_dependence(bool(gradients))
     counts = [to_weight(count) for count in loss_weights.term_counts(own, rows)] if among_others else []
     weight = None if own.weight is None else to_weight(own.weight)
     return PassResult(loss, map_present(_aux_tensor, own.aux), gradients, weight, own.size, counts)
@@ -133,6 +135,11 @@ def map_present(function: Callable[..., Any], *trees: Any) -> Any:
 def present_leaves(tree: Any) -> list[Any]:
     """Return the leaves of a tree that are not None."""
     return [leaf for leaf in keras.tree.flatten(tree) if leaf is not None]
+
+
+def state_parameters(states: States) -> dict[ParameterKey, Any]:
+    """Return the parameters of all states."""
+    return {(n, name): v for n, state in enumerate(states) for name, v in state.variables.parameters.items()}
 
 
 def policy_modules(states: States) -> Any:

@@ -77,12 +77,12 @@ class ForwardWriteTracker:
     Args:
         variables: the model's variables by role.
         read: reader of variables in eager steps; reused from step to step.
-        computes_in: returns the compute dtype of the layer that owns a variable, by its `id`; called only in an eager
-            step, after a write was found. In a graph the written value has its dtype.
+        compute_dtypes: returns the compute dtype of the layer that owns a variable, by its `id`; called only in an
+            eager step, after a write was found. In a graph the written value has its dtype.
     """
 
     def __init__(
-        self, variables: ModelVariables, read: EagerReader, computes_in: Callable[[], Mapping[int, str | None]]
+        self, variables: ModelVariables, read: EagerReader, compute_dtypes: Callable[[], Mapping[int, str | None]]
     ) -> None:
         known = {id(native_variable(variable)) for variable in variables.rewritten.values()}
         found = {
@@ -96,7 +96,7 @@ class ForwardWriteTracker:
         self._eager = tf.executing_eagerly()
         self._start = 0 if self._eager else len(_current_graph().get_operations())
         self._addresses = {n: _data_address(value) for n, value in self._before.items()} if self._eager else {}
-        self._computes_in = computes_in
+        self._computes_in = compute_dtypes
 
     def found(self, among: Collection[int] | None = None) -> dict[str, ParameterWrite]:
         """Return the writes of the pass, by `WRITE_PREFIX` and name.

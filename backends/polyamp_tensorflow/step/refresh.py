@@ -56,15 +56,15 @@ def refresh_state(state: TensorFlowState, model: Any, plan: RefreshPlan) -> Tens
         else:
             with _reset_native_optimizer(state.optimizer) as (old, built_for):
                 new = TensorFlowState(model, state.recipe, state.backend)
-                places = {id(native_variable(variable)): number for number, variable in enumerate(built_for)}
+                indices = {id(native_variable(variable)): number for number, variable in enumerate(built_for)}
                 pairs = [
-                    (variable_index(new.optimizer, now[n]), places[id(native_variable(before[was]))])
+                    (variable_index(new.optimizer, now[n]), indices[id(native_variable(before[was]))])
                     for n, was in survivors.items()
                 ]
-                _carry_native_optimizer(old, vars(new.optimizer), len(places), pairs)
+                _carry_native_optimizer(old, vars(new.optimizer), len(indices), pairs)
                 _start_averages(new.optimizer, {number for number, _ in pairs})
             new.optimizer_settings = state.optimizer_settings  # as they were at init, for checkpoints
-        new.go_on(state)
+        new.take_over(state)
         return new
 
 
@@ -85,8 +85,8 @@ def _carry_spec_optimizer(
         if found is not None:
             native_variable(slot).assign(native_variable(found))
     missed, count = native_variable(old.missed_updates).numpy(), int(native_variable(old.iterations))
-    places = {name: number for number, name in enumerate(before)}
-    kept = [missed[places[survivors[name]]] if name in survivors else count for name in now]
+    indices = {name: number for number, name in enumerate(before)}
+    kept = [missed[indices[survivors[name]]] if name in survivors else count for name in now]
     native_variable(new.missed_updates).assign(np.array(kept, np.int32))
     native_variable(new.iterations).assign(native_variable(old.iterations))
     if not callable(new.spec.learning_rate) and not callable(old.spec.learning_rate):
@@ -125,10 +125,10 @@ def _start_averages(optimizer: Any, kept: Collection[int]) -> None:
             average.assign(variable)
 
 
-def _check_slots(optimizer: Any, held: NamedVariables) -> None:
+def _check_slots(optimizer: Any, attributes: NamedVariables) -> None:
     """Raise for an optimizer with variables that are neither scalars nor slots in a list as long as the parameters."""
     count = len(own_trainable_variables(optimizer))
-    known = {id(v) for name, value in held.items() for v in _attribute_variables(name, value, count)}
+    known = {id(v) for name, value in attributes.items() for v in _attribute_variables(name, value, count)}
     for variable in optimizer.variables:
         if id(variable) not in known:
             raise UnsupportedError(

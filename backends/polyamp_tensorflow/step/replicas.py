@@ -1,7 +1,7 @@
 """Functions over `tf.distribute` for loss scaling: one reduction of the gradients, one decision for all replicas.
 
     sum_over_replicas(gradients)         in each replica: sum over the replicas (S9: before unscaling)
-    merge_replica_calls(body, *values)   `body` once for the replicas of this process; writes may be under a condition
+    merge_replica_calls(body, values)    `body` once for the replicas of this process; writes may be under a condition
 
 A `tf.cond` in a replica context cannot contain the update of a Keras optimizer, which merges the replicas and, in
 `apply`, reduces the gradients. So the condition is in the cross-replica context, and the gradients are reduced before
@@ -12,16 +12,16 @@ so none can wait for another that decided differently.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
 
 from polyamp.errors import LossScaleError, UnsupportedError
 from polyamp_tensorflow.arrays import native_variable
-from polyamp_tensorflow.compat import ALL_REDUCE_GRADIENTS, check_methods, is_merge_call_unavailable
-from polyamp_tensorflow.interrupts import EnsureUndo
+from polyamp_tensorflow.compat import ALL_REDUCE_GRADIENTS, is_merge_call_unavailable
 from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import optimizer_members
+from polyamp_tensorflow.step.tensorflow_only.optimizer_methods import replace_methods
 
 ReplicaRun = Callable[..., Any]
 """`run(function, *args)`: runs the function in every replica of this process, each with its part of the arguments."""
@@ -97,26 +97,26 @@ def sum_over_replicas(gradients: Sequence[Any]) -> list[Any]:
         return list(gradients)
     sums: dict[int, Any] = {}
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        places = [place for place, gradient in enumerate(gradients) if gradient.dtype == dtype]
-        parts = [gradients[place] for place in places]
-        sums.update(zip(places, context.all_reduce(tf.distribute.ReduceOp.SUM, parts), strict=True))
-    return [sums[place] for place in range(len(gradients))]
+        indices = [index for index, gradient in enumerate(gradients) if gradient.dtype == dtype]
+        parts = [gradients[index] for index in indices]
+        sums.update(zip(indices, context.all_reduce(tf.distribute.ReduceOp.SUM, parts), strict=True))
+    return [sums[index] for index in range(len(gradients))]
 
 
-def merge_replica_calls(body: Callable[..., None], *values: Any) -> None:
-    """Call `body(run, *values)` once for all replicas of this process.
+def merge_replica_calls(body: Callable[[ReplicaRun, Any], None], values: Any) -> None:
+    """Call `body(run, values)` once for all replicas of this process, with a tree of values: tuples, lists, dicts.
 
-    In `body` each value contains those of all replicas. `run` and `assign` of a variable distribute them, `read_shared`
+    In `body` each leaf contains those of all replicas. `run` and `assign` of a variable distribute them, `read_shared`
     reads a value that is equal on all replicas. Writes in `body` may be under a condition.
     """
     if is_merge_call_unavailable():
-        body(lambda function, *args: function(*args), *values)
+        body(lambda function, *args: function(*args), values)
         return
 
-    def merged(strategy: Any, *values: Any) -> None:
-        body(lambda function, *args: strategy.extended.call_for_each_replica(function, args=args), *values)
+    def merged(strategy: Any, values: Any) -> None:
+        body(lambda function, *args: strategy.extended.call_for_each_replica(function, args=args), values)
 
-    tf.distribute.get_replica_context().merge_call(merged, args=values)
+    tf.distribute.get_replica_context().merge_call(merged, args=(values,))
 
 
 def read_shared(value: Any) -> Any:
@@ -124,22 +124,12 @@ def read_shared(value: Any) -> Any:
     return tf.distribute.get_strategy().experimental_local_results(value)[0]
 
 
-@contextlib.contextmanager
-def skip_gradient_reduction(optimizer: Any) -> Iterator[None]:
-    """Context manager that disables a Keras optimizer's reduction of gradients, which `sum_over_replicas` has summed.
+def skip_gradient_reduction(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager that disables a Keras optimizer's reduction of gradients, which `sum_over_replicas` has
+    summed.
 
     Raises:
         UnsupportedError: this version of Keras lacks the method.
     """
-    parts = optimizer_members(optimizer)
-    purpose = "from adding up gradients over the replicas twice"
-    check_methods(optimizer, parts, [ALL_REDUCE_GRADIENTS], purpose=purpose, instead="train on one replica")
-
-    def put_back() -> None:
-        for part in parts:
-            vars(part).pop(ALL_REDUCE_GRADIENTS, None)
-
-    with EnsureUndo(put_back):
-        for part in parts:
-            object.__setattr__(part, ALL_REDUCE_GRADIENTS, lambda pairs: pairs)
-        yield
+    purpose, methods = "from adding up gradients over the replicas twice", {ALL_REDUCE_GRADIENTS: lambda pairs: pairs}
+    return replace_methods(optimizer, lambda _: methods, purpose=purpose, instead="train on one replica")

@@ -21,7 +21,7 @@ from polyamp.display import StateDisplayMixin
 from polyamp.errors import ModelError
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.resolved_policy import ResolvedPolicy
-from polyamp.recipe.scaler import LossScaler, LossScaleState
+from polyamp.recipe.scaler import LossScaleState
 from polyamp.rules import refresh, step_checks
 from polyamp.rules.group_members import GroupMembers
 from polyamp.rules.stuck_scale import StuckScaleMonitor
@@ -52,7 +52,7 @@ class _TrainingVariables(NamedTuple):
     variables: ModelVariables
     optimizer: Any
     flags: list[bool]
-    places: WeightLocations
+    locations: WeightLocations
 
 
 class TensorFlowState(StateDisplayMixin):
@@ -71,10 +71,10 @@ class TensorFlowState(StateDisplayMixin):
         optimizer_settings: the optimizer's configuration at its creation, for checkpoints.
         programs: the graph functions traced for this state, by the object that runs them.
         warned_of_additions: whether the warning was given that `loss_fn` omits the model's own losses (S25).
-        turn: lock of a step, and of an export, which reads one variable after the other.
+        lock: lock of a step, and of an export, which reads one variable after the other.
         watch: schedule of the host's check for a stuck scale (S17).
         eager_reads: reader of all parameters, for steps that are not compiled.
-        waiting: number of threads that wait for `turn` to read or replace everything.
+        waiting: number of threads that wait for `lock` to read or replace everything.
     """
 
     def __init__(self, model: Any, recipe: Recipe, backend: Backend) -> None:
@@ -83,17 +83,14 @@ class TensorFlowState(StateDisplayMixin):
         self.programs: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
         self.strategy = tf.distribute.get_strategy()
         self.warned_of_additions = False
-        self.turn = threading.RLock()
+        self.lock = threading.RLock()
         self.watch = StuckScaleMonitor()
         self.waiting = 0
         self.eager_reads = EagerReader()
         self._backend = backend
-        self._scale = LossScaleState(
-            *(
-                tf.Variable(value, trainable=False, name=name)
-                for name, value in _initial_scale_variables(recipe.loss_scaler)
-            )
-        )
+        scaler = recipe.loss_scaler
+        start = LossScaleState(np.float32(scaler.init_scale), *map(np.int32, (0, scaler.hysteresis, 0, 0)))
+        self._scale = LossScaleState(*(tf.Variable(v, trainable=False, name=n) for n, v in start._asdict().items()))
         self._step = tf.Variable(0, dtype=tf.int32, trainable=False, name="step")
         self._training: _TrainingVariables | None = None
         self._retired = False
@@ -171,9 +168,9 @@ class TensorFlowState(StateDisplayMixin):
             ModelError: names the first parameter that was frozen or unfrozen, or the first changed layer.
             StateError: `refresh` replaced this state.
         """
-        variables, _, before, places = self._ready()
+        variables, _, before, locations = self._ready()
         self.check_alive()
-        changed = places.changed()
+        changed = locations.changed()
         if changed is not None:
             raise ModelError(
                 f"{changed} than at init, of which the traced step does not know. Go on with state = "
@@ -223,18 +220,13 @@ class TensorFlowState(StateDisplayMixin):
         written = {n: every[n.removeprefix(WRITE_PREFIX)] for n in values if n.startswith(WRITE_PREFIX)}
         return {**self.variables.pass_updated_variables, **written}
 
-    def computes_in(self) -> dict[int, str | None]:
+    def compute_dtypes(self) -> dict[int, str | None]:
         """Map the `id` of each variable to the compute dtype of its layer in a step."""
         return (
             variable_compute_dtypes(self.model, choose_layer_dtypes(self.model, self.plan))
             if is_layer(self.model)
             else {}
         )
-
-    def commit(self, gradients: Mapping[str, Any]) -> None:
-        """Apply the gradients to their parameters and to the optimizer, in a replica."""
-        parameters = self.variables.parameters
-        self.optimizer.apply([gradients.get(name) for name in parameters], list(parameters.values()))
 
     def write_counters(self, step: Any, scale: Sequence[Any] | None) -> None:
         """Write the step counter, and the loss-scale state unless it is None."""
@@ -254,7 +246,7 @@ class TensorFlowState(StateDisplayMixin):
             for name, variable in self._everything().items():
                 native_variable(variable).assign(tf.convert_to_tensor(arrays[name]))
 
-    def go_on(self, before: TensorFlowState) -> None:
+    def take_over(self, before: TensorFlowState) -> None:
         """Take over scale, counters and steps of the state that this one replaces. That state then refuses to step."""
         assign_values(self._scale, before.scale_state)
         self._step.assign(before.step)
@@ -267,10 +259,10 @@ class TensorFlowState(StateDisplayMixin):
 
     @contextlib.contextmanager
     def exclusive_access(self) -> Iterator[None]:
-        """Context manager that holds `turn`; a thread that steps continuously lets it in first (see `acquire_all`)."""
+        """Context manager that holds `lock`; a thread that steps continuously lets it in first (see `acquire_all`)."""
         self.waiting += 1
         try:
-            with self.turn:
+            with self.lock:
                 yield
         finally:
             self.waiting -= 1
@@ -307,14 +299,14 @@ def acquire_all(states: States) -> contextlib.AbstractContextManager[Any]:
     """
     if any(state.waiting for state in states):
         time.sleep(_PAUSE_SECONDS)
-    return states[0].turn if len(states) == 1 else _acquire_in_order(states)
+    return states[0].lock if len(states) == 1 else _acquire_in_order(states)
 
 
 @contextlib.contextmanager
 def _acquire_in_order(states: States) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for state in sorted(states, key=id):
-            stack.enter_context(state.turn)
+            stack.enter_context(state.lock)
         yield
 
 
@@ -324,8 +316,3 @@ def _read_values(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_values(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     assign_values(variables.values(), [values[name] for name in variables])
-
-
-def _initial_scale_variables(scaler: LossScaler) -> list[tuple[str, Any]]:
-    start = LossScaleState(np.float32(scaler.init_scale), 0, scaler.hysteresis, 0, 0)
-    return [(name, v if name == "scale" else np.int32(v)) for name, v in start._asdict().items()]

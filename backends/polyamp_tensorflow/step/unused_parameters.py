@@ -13,8 +13,9 @@ exceptions:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import keras
 
@@ -23,13 +24,9 @@ from polyamp_tensorflow.compat import (
     FILTER_GRADIENTS,
     OVERWRITE_WITH_AVERAGES,
     UPDATE_AVERAGES,
-    check_methods,
     moving_averages,
 )
-from polyamp_tensorflow.interrupts import EnsureUndo
-from polyamp_tensorflow.step.tensorflow_only.optimizer_checks import optimizer_members
-
-_APPLY_METHODS: Final = (FILTER_GRADIENTS, UPDATE_AVERAGES, OVERWRITE_WITH_AVERAGES)
+from polyamp_tensorflow.step.tensorflow_only.optimizer_methods import replace_methods
 
 
 @contextlib.contextmanager
@@ -48,29 +45,17 @@ def skip_unused_parameters(optimizer: Any, unused: Sequence[Any], *, warn: bool 
         yield
         return
     ids = {id(native_variable(variable)) for variable in unused}
-    parts = optimizer_members(optimizer)
     purpose = "from parameters that the loss does not depend on"
-    check_methods(optimizer, parts, _APPLY_METHODS, purpose=purpose, instead="freeze them")
-
-    def put_back() -> None:
-        for part in parts:
-            for name in _APPLY_METHODS:
-                vars(part).pop(name, None)
-
-    with EnsureUndo(put_back):
-        for part in parts:
-            for name, method in _replacement_methods(part, ids, warn).items():
-                object.__setattr__(part, name, method)
+    methods = functools.partial(_replacement_methods, unused=ids, warn=warn)
+    with replace_methods(optimizer, methods, purpose=purpose, instead="freeze them"):
         yield
 
 
 def _replacement_methods(part: Any, unused: set[int], warn: bool) -> dict[str, Callable[..., Any]]:
-    own_filter = getattr(type(part), FILTER_GRADIENTS).__get__(part)
-
     def present(gradients: Any, variables: Any) -> Any:
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         if warn and pairs:
-            return own_filter(gradients, variables)
+            return getattr(type(part), FILTER_GRADIENTS)(part, gradients, variables)
         return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
 
     def averages() -> Iterator[tuple[Any, Any, bool]]:
@@ -82,8 +67,8 @@ def _replacement_methods(part: Any, unused: set[int], warn: bool) -> dict[str, C
         if not part.use_ema:
             return
         first = keras.ops.equal(part.iterations, 0)
-        for variable, average, left in averages():
-            if left:
+        for variable, average, is_unused in averages():
+            if is_unused:
                 average.assign(keras.ops.where(first, variable, average))
                 continue
             momentum = keras.ops.where(first, 0.0, part.ema_momentum)
@@ -91,8 +76,8 @@ def _replacement_methods(part: Any, unused: set[int], warn: bool) -> dict[str, C
             average.assign(momentum * average + (1 - momentum) * variable)
 
     def overwrite(_: Any) -> None:
-        for variable, average, left in averages():
-            if not left:
+        for variable, average, is_unused in averages():
+            if not is_unused:
                 variable.assign(average)
 
     return {FILTER_GRADIENTS: present, UPDATE_AVERAGES: move, OVERWRITE_WITH_AVERAGES: overwrite}

@@ -8,12 +8,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from polyamp.errors import GradientError
+from polyamp.recipe.scaler import LossScaleState
 from polyamp.results import Gradients, StepResult
 from polyamp.rules import clip, step_checks
 from polyamp.rules.update_decision import GradStats, Skip, UpdateDecision, decide
@@ -38,32 +40,80 @@ def update_states(states: States, gradients: Sequence[Gradients], skip: Skip) ->
     return results
 
 
+class _StateUpdate(NamedTuple):
+    """Update of one state, as one replica computed it.
+
+    Attributes:
+        gradients: by parameter, unscaled; without unused parameters.
+        norm: their norm before clipping.
+        running: the running state of the forward pass.
+        finite: whether the update is applied; None if it always is.
+        scale_state, step: the loss-scale state and the number of updates after it.
+    """
+
+    gradients: dict[str, Any]
+    norm: Any
+    running: Mapping[str, Any]
+    finite: Any
+    scale_state: LossScaleState
+    step: Any
+
+
 def _commit_update(
-    state: TensorFlowState, named: dict[str, Any], running: Any, norm: Any, decision: UpdateDecision
+    state: TensorFlowState, gradients: dict[str, Any], running: Any, norm: Any, decision: UpdateDecision
 ) -> None:
     """Clip and update on every replica where the decision says so; write the scale and the counters."""
-    unused = [variable for name, variable in state.variables.parameters.items() if name not in named]
-    checks = decision.finite is not None
+    update = _StateUpdate(gradients, norm, running, decision.finite, decision.scale_state, decision.step)
+    replicas.merge_replica_calls(functools.partial(_write_update, state), update)
 
-    def step(values: list[Any], norm: Any) -> None:
-        state.commit(dict(zip(named, clip_gradients(values, norm, state.recipe.clip_norm), strict=True)))
 
-    def write(run: replicas.ReplicaRun, values: Any, running: Any, norm: Any, flags: Any, decided: Any) -> None:
-        def apply() -> None:
-            state.adopt_running(running)
-            with replicas.skip_gradient_reduction(state.optimizer), skip_unused_parameters(state.optimizer, unused):
-                run(step, values, norm)
+def _write_update(state: TensorFlowState, run: replicas.ReplicaRun, update: _StateUpdate) -> None:
+    """Write an update to the state, in the body of `merge_replica_calls`."""
+    apply = functools.partial(_apply_update, state, run, update)
+    if update.finite is None:
+        apply()
+    else:
+        tf.cond(replicas.read_shared(update.finite), apply, lambda: None)
+    scale_state = None if update.finite is None else [replicas.read_shared(value) for value in update.scale_state]
+    state.write_counters(replicas.read_shared(update.step), scale_state)
 
-        if checks:
-            tf.cond(replicas.read_shared(flags[0]), apply, lambda: None)
-        else:
-            apply()
-        *scale, count = [replicas.read_shared(value) for value in decided]
-        state.write_counters(count, scale if checks else None)
 
-    flags = [decision.finite] if checks else []
-    decided = [*decision.scale_state, decision.step]
-    replicas.merge_replica_calls(write, list(named.values()), running, norm, flags, decided)
+def _apply_update(state: TensorFlowState, run: replicas.ReplicaRun, update: _StateUpdate) -> None:
+    """Write the running state and the clipped gradients."""
+    state.adopt_running(update.running)
+    parameters, clip_norm = state.variables.parameters, state.recipe.clip_norm
+    pairs = [(variable, update.gradients.get(name)) for name, variable in parameters.items()]
+    run_optimizer(state.optimizer, run, pairs, update.norm, clip_norm)
+
+
+def run_optimizer(
+    optimizer: Any,
+    run: replicas.ReplicaRun,
+    pairs: Sequence[tuple[Any, Any]],
+    norm: Any,
+    clip_norm: float | None,
+    *,
+    warn: bool = False,
+) -> None:
+    """Clip gradients and run a Keras optimizer in every replica, in the body of `merge_replica_calls`.
+
+    Args:
+        optimizer: the optimizer.
+        run: runs a function in every replica.
+        pairs: every variable with its gradient, or None if it is unused.
+        norm: the gradients' norm.
+        clip_norm: largest norm; None for no clipping.
+        warn: whether Keras warns about unused variables.
+    """
+    variables, present = [variable for variable, _ in pairs], [gradient is not None for _, gradient in pairs]
+
+    def update(gradients: list[Any], norm: Any) -> None:
+        clipped = iter(clip_gradients(gradients, norm, clip_norm))
+        optimizer.apply([next(clipped) if own else None for own in present], variables)
+
+    unused = [variable for variable, gradient in pairs if gradient is None]
+    with replicas.skip_gradient_reduction(optimizer), skip_unused_parameters(optimizer, unused, warn=warn):
+        run(update, [gradient for _, gradient in pairs if gradient is not None], norm)
 
 
 def clip_gradients(values: Sequence[Any], norm: Any, max_norm: float | None) -> list[Any]:

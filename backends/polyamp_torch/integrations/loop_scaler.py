@@ -22,8 +22,8 @@ from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp.recipe.scaler import LossScaler
 from polyamp_torch.compat import skip_compilation
 from polyamp_torch.distributed.fsdp_mixed_precision import check_fsdp_precision
-from polyamp_torch.own_loop.grad_scaler import GradScaler
-from polyamp_torch.own_loop.scaler_gradients import optimizer_parameters
+from polyamp_torch.own_loop.gradients import optimizer_parameters
+from polyamp_torch.own_loop.native_scaler import GradScaler
 from polyamp_torch.precision.autocast import autocast, matmul_precision
 from polyamp_torch.precision.policy_module import PolicyModule, module_device
 from polyamp_torch.precision.torch_only.module_paths import resolve_policy
@@ -215,7 +215,7 @@ class LoopScaler(GradScaler):
         """
         parameters = optimizer_parameters(optimizer)
         here = any(p.grad is not None for p in parameters)
-        if here or self._shards.group(parameters) is not None:  # other ranks may have some
+        if here or self._ranks.group(parameters) is not None:  # other ranks may have some
             result = super().step(optimizer, *args, **kwargs)
             here = bool(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
         if not here:  # fused optimizers too: their update would find no flag
@@ -230,7 +230,7 @@ class LoopScaler(GradScaler):
 
     def awaits(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a loss was scaled since this optimizer's last step."""
-        return self._run.of(optimizer).consumed < self._run.calls
+        return self._loop.record_of(optimizer).last_call < self._loop.calls
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the last step of this optimizer was skipped; waits for the device."""

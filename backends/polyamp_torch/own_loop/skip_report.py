@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from polyamp_torch.arrays import dtype_name
-from polyamp_torch.own_loop.scaler_gradients import optimizer_parameters
+from polyamp_torch.own_loop.gradients import optimizer_parameters
 
 
 class NonFinite(NamedTuple):
@@ -69,6 +69,11 @@ class SkipReport:
         return "\n".join([head, *_format_table(self.rows)]) if self.rows else head
 
 
+def non_finite_names(report: SkipReport) -> list[str]:
+    """Return the names of the parameters with gradients that are not finite, for the error about a stuck scale."""
+    return [row.name for row in report] or ["unknown, as the gradients are gone"]
+
+
 def _format_table(rows: tuple[NonFinite, ...]) -> list[str]:
     cells = [("parameter", "shape", "dtype", "inf", "nan")]
     cells += [(row.name, str(row.shape), row.dtype, str(row.inf), str(row.nan)) for row in rows]
@@ -78,10 +83,11 @@ def _format_table(rows: tuple[NonFinite, ...]) -> list[str]:
     return [f"{a}  {b}" for a, b in zip(left, right, strict=True)]
 
 
+@dataclasses.dataclass(eq=False)
 class SkipEvidence:
     """Record of one optimizer step and its flag: whether it was skipped, and because of which gradients.
 
-    Args:
+    Attributes:
         optimizer: returns the optimizer of the step; None once it is deleted.
         found: its flag, a float scalar on the device that is above 0 if the step was skipped.
         scale: the loss scale of its gradients, float32 scalar.
@@ -90,50 +96,41 @@ class SkipEvidence:
         names: the names of the parameters.
     """
 
-    def __init__(
-        self,
-        optimizer: Callable[[], Any],
-        found: torch.Tensor,
-        scale: torch.Tensor,
-        divisor: torch.Tensor | None,
-        calls: int,
-        names: ParameterNames,
-    ) -> None:
-        self._optimizer = optimizer
-        self._found = found
-        self._scale = scale
-        self._divisor = divisor
-        self._calls = calls
-        self._names = names
-        self._skipped: bool | None = None
-        self._report: SkipReport | None = None
+    optimizer: Callable[[], Any]
+    found: torch.Tensor
+    scale: torch.Tensor
+    divisor: torch.Tensor | None
+    calls: int
+    names: ParameterNames
+    _skipped: bool | None = None
+    _report: SkipReport | None = None
 
-    def keep(self, scale: torch.Tensor, old: torch.Tensor) -> None:
+    def preserve_scale(self, scale: torch.Tensor, old: torch.Tensor) -> None:
         """Replace this tensor of the scale by its old value, if the step used it."""
-        self._scale = old if self._scale is scale else self._scale
-        self._divisor = old if self._divisor is scale else self._divisor
+        self.scale = old if self.scale is scale else self.scale
+        self.divisor = old if self.divisor is scale else self.divisor
 
-    def decided(self, skipped: bool) -> None:
+    def record_decision(self, skipped: bool) -> None:
         """Record the host's decision, and count now, while the gradients exist."""
         self._skipped = skipped
-        self.report(self._calls)
+        self.report(self.calls)
 
-    def skipped(self) -> bool:
+    def was_skipped(self) -> bool:
         """Return whether the step was skipped; waits for the device the first time."""
         if self._skipped is None:
-            self._skipped = bool(self._found.item() > 0.0)
+            self._skipped = bool(self.found.item() > 0.0)
         return self._skipped
 
     def report(self, calls: int) -> SkipReport:
         """Return the counts; `gone` if `calls` shows that `scale()` ran since, as the gradients may be others then."""
-        if not self.skipped():
+        if not self.was_skipped():
             return SkipReport()
         if self._report is None:
-            optimizer = self._optimizer()
-            scale = self._scale.item()
-            if optimizer is None or calls != self._calls or not _has_gradients(optimizer):
+            optimizer = self.optimizer()
+            scale = self.scale.item()
+            if optimizer is None or calls != self.calls or not _has_gradients(optimizer):
                 return SkipReport(scale=scale, gone=True)
-            found, total = count_non_finite(optimizer, self._divisor, self._names)
+            found, total = count_non_finite(optimizer, self.divisor, self.names)
             self._report = SkipReport(tuple(found), total, scale)
         return self._report
 
@@ -189,9 +186,9 @@ def count_non_finite(
 
     One quotient exists at a time, and all counts are read at once.
     """
-    held = [(p, p.grad) for p in optimizer_parameters(optimizer)]
+    pairs = [(p, p.grad) for p in optimizer_parameters(optimizer)]
     counts = [
-        (i, _inf_and_nan(_unscaled_values(grad, divisor))) for i, (_, grad) in enumerate(held) if grad is not None
+        (i, _inf_and_nan(_unscaled_values(grad, divisor))) for i, (_, grad) in enumerate(pairs) if grad is not None
     ]
     home = counts[0][1].device
     numbers = torch.stack([count.to(home) for _, count in counts]).tolist()
@@ -199,7 +196,7 @@ def count_non_finite(
     called = names.of(optimizer) if bad else []
     rows = []
     for i, inf, nan in bad:
-        p, grad = held[i]
+        p, grad = pairs[i]
         assert grad is not None
         rows.append(NonFinite(called[i], tuple(p.shape), dtype_name(grad.dtype), inf, nan))
     return rows, len(counts)

@@ -16,7 +16,7 @@ from polyamp.errors import ArgumentError, describe_value
 from polyamp.porting.states.optimizer_layout import OptimizerLayout
 from polyamp.recipe.scaler import PRESETS, LossScaleState
 from polyamp_torch.arrays import from_numpy, to_numpy
-from polyamp_torch.own_loop.scaler_state import STATE_DICT_KEYS
+from polyamp_torch.own_loop.torch_only.scaler_state import STATE_DICT_KEYS
 from polyamp_torch.porting.optimizer_layout import read_optimizer_layout
 from polyamp_torch.precision.torch_only.module_paths import path_function
 from polyamp_torch.step.torch_only import optimizer_state

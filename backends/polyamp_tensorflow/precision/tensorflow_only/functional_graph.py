@@ -72,11 +72,11 @@ def logarithm_sources(container: Any) -> set[int]:
 
 
 def _collect_sources(tensor: Any, found: set[int]) -> None:
-    operation, number, place = keras_history(tensor)
+    operation, node_index, output_index = keras_history(tensor)
     if isinstance(operation, keras.layers.InputLayer):
         return
     if is_container(operation):
-        _collect_sources(keras.tree.flatten(operation.outputs)[place], found)
+        _collect_sources(keras.tree.flatten(operation.outputs)[output_index], found)
         return
     name = function_name(operation)
     saturating = name in _SATURATING_FUNCTIONS
@@ -87,7 +87,7 @@ def _collect_sources(tensor: Any, found: set[int]) -> None:
     if isinstance(operation, keras.layers.Wrapper):
         found.add(id(operation.layer))
     if not saturating:
-        for source in inbound_nodes(operation)[number].input_tensors:
+        for source in inbound_nodes(operation)[node_index].input_tensors:
             _collect_sources(source, found)
 
 

@@ -49,14 +49,14 @@ def mark_integer_inputs(function: Any) -> dict[str, Callable[..., Any]]:
     """Return replacements of a functional model's methods that mark floating inputs cast from integers."""
     convert, adjust = (getattr(type(function), name).__get__(function) for name in (CONVERT_INPUTS, ADJUST_RANK))
 
-    def converting(flat_inputs: Any) -> Any:
+    def convert_and_mark(flat_inputs: Any) -> Any:
         flat_inputs = list(flat_inputs)
         return _mark_tensors(convert(flat_inputs), [_is_integers(leaf) for leaf in flat_inputs])
 
-    def adjusting(flat_inputs: Any) -> Any:
+    def adjust_and_mark(flat_inputs: Any) -> Any:
         return _mark_tensors(adjust(flat_inputs), [hasattr(leaf, _INTEGER_MARK) for leaf in flat_inputs])
 
-    return {CONVERT_INPUTS: converting, ADJUST_RANK: adjusting}
+    return {CONVERT_INPUTS: convert_and_mark, ADJUST_RANK: adjust_and_mark}
 
 
 def integer_input_policy(policy: Any, layer: Any) -> Any:
@@ -89,14 +89,14 @@ def refuse_narrow_ids(call: Callable[..., Any], layer: Any, path: str) -> Callab
     if is_container(layer) or (is_keras_code(type(layer)) and not isinstance(layer, keras.layers.Lambda)):
         return None
 
-    def watching(*args: Any, **kwargs: Any) -> Any:
+    def checked_call(*args: Any, **kwargs: Any) -> Any:
         given = [leaf for leaf in keras.tree.flatten((args, kwargs)) if _is_rounded(leaf)]
         if not given:
             return call(*args, **kwargs)
         with _forbid_integer_casts(given, name, path):
             return call(*args, **kwargs)
 
-    return copy_signature(call, watching)
+    return copy_signature(call, checked_call)
 
 
 def _mark_tensors(tensors: Any, of_integers: list[bool]) -> Any:
@@ -139,7 +139,7 @@ def _forbid_integer_casts(given: list[Any], name: str, path: str) -> Iterator[No
     known = {tensor.ref() for tensor in given}
     found: list[str] = []
 
-    def told(operation: str, inputs: Any, outputs: Any) -> None:
+    def record(operation: str, inputs: Any, outputs: Any) -> None:
         if operation not in _ID_PRESERVING_OPERATIONS or not any(
             tf.is_tensor(one) and one.ref() in known for one in inputs
         ):
@@ -150,7 +150,7 @@ def _forbid_integer_casts(given: list[Any], name: str, path: str) -> Iterator[No
             elif operation == "Cast" and output.dtype.is_integer:
                 found.append(output.dtype.name)
 
-    with report_operations(told):
+    with report_operations(record):
         yield
     if found:
         narrow = dtype_name(given[0])

@@ -63,8 +63,8 @@ def policy_map(policy: Policy) -> Any:
     ranked = sorted(policy.overrides, key=glob_precedence, reverse=True)
     patterns = {glob: rf"(?:[^/]*/)?{_glob_regex(glob)}(?:/.*)?" for glob in ranked}
     found = keras.dtype_policies.DTypePolicyMap(default_policy=keras_policy(policy.param, policy.compute))
-    for place, glob in enumerate(ranked):
-        longer = "".join(f"(?!{patterns[other]}$)" for other in ranked[:place])
+    for rank, glob in enumerate(ranked):
+        longer = "".join(f"(?!{patterns[other]}$)" for other in ranked[:rank])
         found[f"^(?:{longer}{patterns[glob]})$"] = keras_policy(policy.param, policy.overrides[glob])
     return found
 

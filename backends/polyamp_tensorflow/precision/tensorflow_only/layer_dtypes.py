@@ -72,13 +72,13 @@ def resolve_layer_policy(model: Any, policy: Policy) -> ResolvedPolicy:
         return policy.plan()
     found = list_layers(model)
     names = layer_path_aliases(found)
-    places = [names[module.path] for module in found]
-    places += [(path,) for module in found for _, path in functional_operations(module)]
+    paths = [names[module.path] for module in found]
+    paths += [(path,) for module in found for _, path in functional_operations(module)]
     called = module_aliases.expand_aliases(
-        policy.aliases, "tensorflow", [[path for path in place if path] for place in places]
+        policy.aliases, "tensorflow", [[path for path in own if path] for own in paths]
     )
     overrides.check_all_match(policy.overrides, (name for own in called for name in own))
-    named = {place[0]: overrides.dtype_at(policy.overrides, *own) for place, own in zip(places, called, strict=True)}
+    named = {path[0]: overrides.dtype_at(policy.overrides, *own) for path, own in zip(paths, called, strict=True)}
     return ResolvedPolicy(policy, {path: dtype for path, dtype in named.items() if dtype is not None})
 
 
@@ -181,7 +181,7 @@ def _holds_constants(layer: Any) -> bool:
         return False
     else:
         own = [value for name, value in vars(layer).items() if name not in _keras_layer_attributes()]
-    return any(isinstance(leaf, _TENSORS) and leaf.dtype == tf.float32 for leaf in _flatten_value(own))
+    return any(isinstance(leaf, _TENSORS) and leaf.dtype == tf.float32 for leaf in flatten_value(own))
 
 
 @functools.cache
@@ -190,10 +190,11 @@ def _keras_layer_attributes() -> frozenset[str]:
     return frozenset(vars(keras.layers.Layer(name="none")))
 
 
-def _flatten_value(value: Any) -> Iterator[Any]:
+def flatten_value(value: Any) -> Iterator[Any]:
+    """Yield what a value contains in nested dicts, lists and tuples; any other value itself."""
     if isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _flatten_value(item)
+            yield from flatten_value(item)
     else:
         yield value
 

@@ -39,7 +39,7 @@ def refuse_narrow_losses(add_loss: Callable[..., Any], layer: Any, path: str) ->
         LossError: names the layer and the remedy.
     """
 
-    def adding(loss: Any) -> Any:
+    def checked_add_loss(loss: Any) -> Any:
         for leaf in keras.tree.flatten(loss):
             if tf.is_tensor(leaf) and dtype_name(leaf) in HALF_DTYPES and not has_own_regularizer(layer):
                 raise LossError(
@@ -50,7 +50,7 @@ def refuse_narrow_losses(add_loss: Callable[..., Any], layer: Any, path: str) ->
                 )
         return add_loss(cast(loss, "float32"))
 
-    return copy_signature(add_loss, adding)
+    return copy_signature(add_loss, checked_add_loss)
 
 
 def check_scalar_results(layer: Any, path: str, results: Any) -> None:

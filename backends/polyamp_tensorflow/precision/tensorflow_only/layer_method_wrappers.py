@@ -38,40 +38,39 @@ def cast_inputs(call: Callable[..., Any], dtype: str) -> Callable[..., Any]:
 
 
 def cast_result_to_output(
-    call: Callable[..., Any], plan: ResolvedPolicy, check: Callable[[Any], None]
+    call: Callable[..., Any],
+    plan: ResolvedPolicy,
+    check: Callable[[Any], None] | None,
+    applies: Callable[[], bool] = lambda: True,
 ) -> Callable[..., Any]:
-    """Return `call` with its result passed to `check` and cast to the policy's output dtype (S1)."""
-
-    def giving(*args: Any, **kwargs: Any) -> Any:
-        results = call(*args, **kwargs)
-        check(results)
-        return cast_output(results, plan.output, float64=plan.float64)
-
-    return copy_signature(call, giving)
-
-
-def cast_result_for_losses(
-    call: Callable[..., Any], layer: Any, plan: ResolvedPolicy, check: Callable[[Any], None], *, always: bool
-) -> Callable[..., Any]:
-    """Return `call` of a layer inside the model. Its result is cast to the policy's output dtype where the user's code
-    calls the layer directly, to compute a loss from its result (S29).
+    """Return `call` with its result cast to the policy's output dtype (S1).
 
     Args:
-        call: the layer's `call`.
-        layer: the layer.
+        call: the `call` of the model or a layer.
         plan: the policy.
-        check: called with such a result before the cast.
-        always: True for every outermost call; False for outermost calls in `loss_fn`.
+        check: called with the result before the cast; or None.
+        applies: returns whether the result of the current call is cast.
     """
 
-    def giving(*args: Any, **kwargs: Any) -> Any:
+    def call_and_cast(*args: Any, **kwargs: Any) -> Any:
         results = call(*args, **kwargs)
-        if not ((always or LOSSES_READ.get() is not None) and is_outermost(layer)):
+        if not applies():
             return results
-        check(results)
+        if check is not None:
+            check(results)
         return cast_output(results, plan.output, float64=plan.float64)
 
-    return copy_signature(call, giving)
+    return copy_signature(call, call_and_cast)
+
+
+def is_call_for_loss(layer: Any, *, in_fit: bool) -> bool:
+    """Return whether the user's code calls a layer of the model directly, to compute a loss from its result (S29).
+
+    Args:
+        layer: the layer.
+        in_fit: True for every outermost call; False for outermost calls in `loss_fn`.
+    """
+    return (in_fit or LOSSES_READ.get() is not None) and is_outermost(layer)
 
 
 def apply_scores(layer: Any, scores: Any, value: Any, scores_mask: Any = None, training: bool = False) -> Any:
@@ -89,12 +88,12 @@ def apply_scores(layer: Any, scores: Any, value: Any, scores_mask: Any = None, t
 def sum_gather_gradient_in_float32(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a gather of 16-bit numbers whose gradient is summed in float32 and rounded once."""
 
-    def gathering(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def gather_or_call(x: Any, *args: Any, **kwargs: Any) -> Any:
         if not tf.is_tensor(x) or x.dtype.name not in HALF_DTYPES:
             return call(x, *args, **kwargs)
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]  # TensorFlow is untyped
-        def gathered(x: Any) -> Any:
+        def gather(x: Any) -> Any:
             def gradient(upstream: Any) -> Any:
                 with tf.GradientTape(watch_accessed_variables=False) as tape:
                     wide = tf.zeros(tf.shape(x), tf.float32)  # a gather's gradient needs only its shape
@@ -106,6 +105,6 @@ def sum_gather_gradient_in_float32(call: Callable[..., Any]) -> Callable[..., An
 
             return call(x, *args, **kwargs), gradient
 
-        return gathered(x)
+        return gather(x)
 
-    return copy_signature(call, gathering)
+    return copy_signature(call, gather_or_call)

@@ -30,12 +30,12 @@ def mixed_dtype_error(error: Exception, layer: Any, path: str) -> ModelError | N
     """
     if not isinstance(error, _ERROR_TYPES) or isinstance(error, PolyampError):
         return None
-    said = next(iter(re.findall(_MESSAGE_PATTERN, str(error))), "")
-    found = list(dict.fromkeys(_CANONICAL_DTYPES.get(name, name) for name in re.findall(_DTYPE_PATTERN, said)))
-    if len(found) < 2:
+    message = next(iter(re.findall(_MESSAGE_PATTERN, str(error))), "")
+    dtypes = list(dict.fromkeys(_CANONICAL_DTYPES.get(name, name) for name in re.findall(_DTYPE_PATTERN, message)))
+    if len(dtypes) < 2:
         return None
-    narrow = min(found, key=lambda name: tf.as_dtype(name).size)
-    wide = max(found, key=lambda name: tf.as_dtype(name).size)
+    narrow = min(dtypes, key=lambda name: tf.as_dtype(name).size)
+    wide = max(dtypes, key=lambda name: tf.as_dtype(name).size)
     keep = (
         f"Keep the layer in {wide}: Policy(..., overrides={{{path!r}: {wide!r}}}). Or"
         if path
@@ -53,13 +53,13 @@ def mixed_dtype_error(error: Exception, layer: Any, path: str) -> ModelError | N
 def raise_mixed_dtype_errors(call: Callable[..., Any], layer: Any, path: str) -> Callable[..., Any]:
     """Return `call` of a layer with the user's code, wrapped to raise that error."""
 
-    def naming(*args: Any, **kwargs: Any) -> Any:
+    def call_and_explain(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
         except _ERROR_TYPES as error:
-            named = mixed_dtype_error(error, layer, path)
-            if named is None:
+            explained = mixed_dtype_error(error, layer, path)
+            if explained is None:
                 raise
-            raise named from error
+            raise explained from error
 
-    return copy_signature(call, naming)
+    return copy_signature(call, call_and_explain)

@@ -51,13 +51,13 @@ def _output_sources(container: Any) -> list[Any]:
 
 
 def _upstream_operations(tensor: Any) -> Iterator[Any]:
-    operation, node, place = keras_history(tensor)
+    operation, node_index, output_index = keras_history(tensor)
     if isinstance(operation, keras.layers.InputLayer):
         return
     if is_container(operation):
-        yield from _upstream_operations(keras.tree.flatten(operation.outputs)[place])
+        yield from _upstream_operations(keras.tree.flatten(operation.outputs)[output_index])
         return
     yield operation
-    inputs = inbound_nodes(operation)[node].input_tensors
+    inputs = inbound_nodes(operation)[node_index].input_tensors
     if not getattr(operation, "weights", None) and len(inputs) == 1:
         yield from _upstream_operations(inputs[0])

@@ -52,9 +52,9 @@ from polyamp_tensorflow.precision.tensorflow_only.layer_losses import check_scal
 from polyamp_tensorflow.precision.tensorflow_only.layer_method_wrappers import (
     apply_scores,
     cast_inputs,
-    cast_result_for_losses,
     cast_result_to_output,
     copy_signature,
+    is_call_for_loss,
     round_result,
     sum_gather_gradient_in_float32,
 )
@@ -192,9 +192,8 @@ class PolicyApplication:
     ) -> dict[str, Callable[..., Any]]:
         """Return the replacement of `call` that returns its results in the dtype that its caller expects."""
         target, dtype = choice.target, choice.dtype
-        check: Callable[[Any], None] = functools.partial(check_scalar_results, target, choice.path)
-        if not refuses or is_container(target):
-            check = _skip_check
+        checks = refuses and not is_container(target)
+        check = functools.partial(check_scalar_results, target, choice.path) if checks else None
         if target is self._model and _is_rounding(plan):
             return {"call": cast_result_to_output(call, plan, check)}
         if choice.parent is not None and dtype is not None:
@@ -205,7 +204,8 @@ class PolicyApplication:
             call, changed = round_result(call, plan.compute), True
         if not _is_rounding(plan) or not (changed or dtype != plan.output):
             return {"call": call} if changed else {}
-        return {"call": cast_result_for_losses(call, target, plan, check, always=_has_own_train_step(self._model))}
+        applies = functools.partial(is_call_for_loss, target, in_fit=_has_own_train_step(self._model))
+        return {"call": cast_result_to_output(call, plan, check, applies)}
 
 
 @contextlib.contextmanager
@@ -236,10 +236,6 @@ def _float32_add_loss(choice: LayerDtype, *, refuses: bool) -> Callable[..., Any
     if refuses:
         return refuse_narrow_losses(add_loss, choice.target, choice.path)
     return cast_inputs(add_loss, "float32")
-
-
-def _skip_check(results: Any) -> None:
-    """Do not check a layer's results."""
 
 
 def _has_own_train_step(model: Any) -> bool:

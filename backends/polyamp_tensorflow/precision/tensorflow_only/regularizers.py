@@ -22,10 +22,10 @@ class Float32Regularizer:
     saves and clones a layer with the user's regularizer.
     """
 
-    __slots__ = ("__weakref__", "_inside")
+    __slots__ = ("__weakref__", "_wrapped")
 
-    def __init__(self, inside: Any) -> None:
-        object.__setattr__(self, "_inside", inside)
+    def __init__(self, regularizer: Any) -> None:
+        object.__setattr__(self, "_wrapped", regularizer)
 
     def __call__(self, x: Any) -> Any:
         return _wrapped_regularizer(self)(cast_output(x, "float32", float64=False))
@@ -73,7 +73,7 @@ def has_own_regularizer(layer: Any) -> bool:
 
 
 def _wrapped_regularizer(regularizer: Any) -> Any:
-    return object.__getattribute__(regularizer, "_inside")
+    return object.__getattribute__(regularizer, "_wrapped")
 
 
 def _return_regularizer(regularizer: Any) -> Any:

@@ -55,8 +55,8 @@ def layer_dtypes_from_rows(model: Any, rows: Sequence[Sequence[Any]]) -> list[La
     named = all((row.path, row.number) in by_path for row in saved)
     choices = []
     for row in saved:
-        place = by_path.get((row.path, row.number)) if named else by_stable_path.get((row.stable_path, row.number))
-        if place is None or place[2].kind != row.kind:
+        entry = by_path.get((row.path, row.number)) if named else by_stable_path.get((row.stable_path, row.number))
+        if entry is None or entry[2].kind != row.kind:
             known = ", ".join(sorted({other.path for _, _, other in found if other.path}))
             raise ModelError(
                 f"load_model: the file's policy names {row.path or 'the model itself'!r} ({row.kind}), which the model "
@@ -64,7 +64,7 @@ def layer_dtypes_from_rows(model: Any, rows: Sequence[Sequence[Any]]) -> list[La
                 "that saved it, or build the model by hand, load its weights and call polyamp_tensorflow.compile or "
                 "apply_policy again."
             )
-        target, module, _ = place
+        target, module, _ = entry
         parent = module.parent
         if row.number >= 0:
             choices.append(LayerDtype(target, f"{module.path}/{target.name}".lstrip("/"), row.dtype, row.why))

@@ -26,9 +26,9 @@ def regularization(model: Any) -> Any:
         model: a `PolicyModule`, a Keras model or layer. Any other model adds nothing.
     """
     model = native_model(model)
-    asked = LOSSES_READ.get()
-    if asked is not None:
-        asked.append(model)
+    layers_read = LOSSES_READ.get()
+    if layers_read is not None:
+        layers_read.append(model)
     total = tf.zeros((), tf.float32)
     if is_layer(model):
         for term in _loss_terms(model):
@@ -57,17 +57,17 @@ def warn_missing_regularization(states: Sequence[Any]) -> Iterator[None]:
     token = LOSSES_READ.set([])
     try:
         yield
-        asked = LOSSES_READ.get() or []
+        layers_read = LOSSES_READ.get() or []
     finally:
         LOSSES_READ.reset(token)
     for state in states:
         if not state.warned_of_additions and is_layer(state.model):
-            _warn_missing_losses(state, asked)
+            _warn_missing_losses(state, layers_read)
 
 
-def _warn_missing_losses(state: Any, asked: list[Any]) -> None:
+def _warn_missing_losses(state: Any, layers_read: list[Any]) -> None:
     parts = list_layers(state.model)
-    if any(part.layer is layer for part in parts for layer in asked):
+    if any(part.layer is layer for part in parts for layer in layers_read):
         return
     names = [part.path or state.model.name for part in parts if _has_losses(part.layer)]
     if not names:

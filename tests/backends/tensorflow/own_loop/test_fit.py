@@ -14,7 +14,7 @@ import polyamp
 from polyamp.errors import LossError, LossScaleError, LossScaleStuckError, ModelError, PolyampError, RecipeError
 from polyamp_tensorflow import LossScaleOptimizer, SpecOptimizer
 from polyamp_tensorflow import compile as compile_model
-from polyamp_tensorflow.own_loop.fit import guard
+from polyamp_tensorflow.own_loop.tensorflow_only.fit import guard
 from polyamp_tensorflow.step.tensorflow_only import xla
 
 pytestmark = pytest.mark.filterwarnings("ignore:use_ema with accumulate_steps")  # said by test_own_clip

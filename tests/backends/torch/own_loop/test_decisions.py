@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import polyamp
-from polyamp_torch.own_loop import grad_scaler
-from polyamp_torch.own_loop.grad_scaler import GradScaler
-from polyamp_torch.own_loop.loop_memory import LoopRecord, OptimizerRecord
-from polyamp_torch.own_loop.scaler_gradients import max_flag, overflow_flag, unscale_buckets_
-from polyamp_torch.own_loop.scaler_state import GradScalerError
+from polyamp_torch.own_loop import native_scaler
+from polyamp_torch.own_loop.gradients import max_flag, overflow_flag, unscale_gradients
+from polyamp_torch.own_loop.native_scaler import GradScaler
+from polyamp_torch.own_loop.torch_only.loop_record import LoopRecord, OptimizerRecord
+from polyamp_torch.own_loop.torch_only.scaler_checks import GradScalerError
 
 INF = float("inf")
 TINY = 2.0**-10
@@ -186,7 +186,7 @@ def test_every_device_has_a_flag_of_its_own() -> None:
     devices = torch.device("cpu"), torch.device("cpu", 0)
     grads = [torch.tensor([8.0]), torch.tensor([INF])]
     kinds = {(device, torch.float32): [grad] for device, grad in zip(devices, grads, strict=True)}
-    flags = unscale_buckets_(kinds, torch.tensor(0.125), torch.tensor(0.0), grows=False)
+    flags = unscale_gradients(kinds, torch.tensor(0.125), torch.tensor(0.0), grows=False)
     assert {device: flag.item() for device, flag in flags.items()} == {devices[0]: 0.0, devices[1]: 1.0}
     assert grads[0].item() == 1.0
     assert max_flag(list(flags.values()), torch.tensor(0.0)).item() == 1.0
@@ -244,7 +244,7 @@ def divides_twice(monkeypatch: pytest.MonkeyPatch, loop: Loop) -> bool:
         return overflow_flag(*args, grows=grows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(grad_scaler, "overflow_flag", counting)
+        patch.setattr(native_scaler, "overflow_flag", counting)
         loop.backward(1.0)
         loop.steps()
     (grows,) = seen
@@ -285,13 +285,13 @@ def test_an_unfused_step_tells_the_host_the_scale(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_host_looks_for_a_stuck_scale_every_patience_updates(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    original = GradScaler._look_if_stuck
+    original = GradScaler._check_if_stuck
 
     def counting(self: GradScaler) -> None:
-        looked.append(self._run.watch.steps)
+        looked.append(self._loop.watch.steps)
         original(self)
 
-    monkeypatch.setattr(GradScaler, "_look_if_stuck", counting)
+    monkeypatch.setattr(GradScaler, "_check_if_stuck", counting)
     loop = Loop(1, fused=fused, patience=3)
     for _ in range(7):
         loop.backward(1.0)
@@ -331,10 +331,10 @@ def test_nothing_is_remembered_of_optimizers_that_are_gone() -> None:
 
 def test_what_is_known_of_an_optimizer_is_not_taken_for_anothers() -> None:
     """Python gives the id of an object that is gone to a new one."""
-    run, p = LoopRecord(1.0), nn.Parameter(torch.zeros(1))
+    loop, p = LoopRecord(1.0), nn.Parameter(torch.zeros(1))
     first, second = torch.optim.SGD([p], 1.0), torch.optim.SGD([p], 1.0)
-    run.of(first).consumed = 7
-    run._known[id(second)] = run._known.pop(id(first))
-    assert run.of(second).consumed == 0
-    assert run.of(second) is run.of(second)
-    assert [optimizer for optimizer, _ in run.optimizers()] == [second]
+    loop.record_of(first).last_call = 7
+    loop._known[id(second)] = loop._known.pop(id(first))
+    assert loop.record_of(second).last_call == 0
+    assert loop.record_of(second) is loop.record_of(second)
+    assert [optimizer for optimizer, _ in loop.optimizers()] == [second]

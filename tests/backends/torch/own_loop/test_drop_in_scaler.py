@@ -11,7 +11,7 @@ from torch import nn
 
 import polyamp
 from polyamp_torch import GradScaler, autocast
-from polyamp_torch.own_loop.scaler_state import GradScalerError
+from polyamp_torch.own_loop.torch_only.scaler_checks import GradScalerError
 
 VALUES = {"device": "cpu", "init_scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3,
           "enabled": True}  # fmt: skip

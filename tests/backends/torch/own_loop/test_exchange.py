@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import polyamp
 from polyamp.errors import LossScaleStuckError
-from polyamp_torch.own_loop import grad_scaler, scaler_state
-from polyamp_torch.own_loop.grad_scaler import GradScaler
-from polyamp_torch.own_loop.scaler_state import GradScalerError
+from polyamp_torch.own_loop import native_scaler
+from polyamp_torch.own_loop.native_scaler import GradScaler
+from polyamp_torch.own_loop.torch_only import scaler_state
+from polyamp_torch.own_loop.torch_only.scaler_checks import GradScalerError
 from polyamp_torch.precision.autocast import autocast
 
 INF = float("inf")
@@ -76,7 +77,7 @@ def test_a_loop_for_torch_gives_the_same_bits(
 ) -> None:
     """Only the two constructors are replaced. The scale grows, by a factor that is exact or one that is not."""
     if reading == "waits":
-        monkeypatch.setattr(grad_scaler, "can_read_without_sync", lambda device: False)
+        monkeypatch.setattr(native_scaler, "can_read_without_sync", lambda device: False)
         monkeypatch.setattr(scaler_state, "can_read_without_sync", lambda device: False)
     settings: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 5, "growth_factor": growth_factor}
     policy = polyamp.Policy("mixed_float16", op_list="native")

@@ -11,8 +11,8 @@ from torch import nn
 
 import polyamp
 from polyamp.errors import GradientError, LossScaleStuckError, UnsupportedError
-from polyamp_torch.own_loop.grad_scaler import GradScaler
-from polyamp_torch.own_loop.scaler_state import GradScalerError
+from polyamp_torch.own_loop.native_scaler import GradScaler
+from polyamp_torch.own_loop.torch_only.scaler_checks import GradScalerError
 
 INF, NAN = float("inf"), float("nan")
 

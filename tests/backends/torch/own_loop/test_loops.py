@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import polyamp
-from polyamp_torch.own_loop.grad_scaler import GradScaler
-from polyamp_torch.own_loop.scaler_state import GradScalerError
+from polyamp_torch.own_loop.native_scaler import GradScaler
+from polyamp_torch.own_loop.torch_only.scaler_checks import GradScalerError
 
 INF = float("inf")
 

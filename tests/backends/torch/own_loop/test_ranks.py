@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from polyamp_torch.own_loop import grad_scaler, scaler_state
+from polyamp_torch.own_loop import native_scaler
+from polyamp_torch.own_loop.torch_only import scaler_state
 from polyamp_torch.step import grad_stats
 from tests import ranks
 
@@ -27,12 +28,12 @@ def iterations(wrap: Any, *, fused: bool, init_scale: float, waits: bool) -> lis
 
     Of a sharded weight, the second process alone holds that row.
     """
-    for module in (grad_scaler, scaler_state):
-        vars(module)["looks"] = (lambda device: False) if waits else grad_stats.can_read_without_sync
+    for module in (native_scaler, scaler_state):
+        vars(module)["can_read_without_sync"] = (lambda device: False) if waits else grad_stats.can_read_without_sync
     torch.manual_seed(0)
     model = wrap(nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=fused)
-    scaler = grad_scaler.GradScaler("cpu", init_scale=init_scale)
+    scaler = native_scaler.GradScaler("cpu", init_scale=init_scale)
     found = []
     for gain in (1.0, INF, 1.0):
         optimizer.zero_grad()

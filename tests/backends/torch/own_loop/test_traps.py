@@ -12,9 +12,10 @@ from torch import nn
 
 import polyamp
 from polyamp.errors import UnsupportedError
-from polyamp_torch.own_loop import grad_scaler, scaler_state
-from polyamp_torch.own_loop.grad_scaler import GradScaler
-from polyamp_torch.own_loop.scaler_state import GradScalerError
+from polyamp_torch.own_loop import native_scaler
+from polyamp_torch.own_loop.native_scaler import GradScaler
+from polyamp_torch.own_loop.torch_only import scaler_state
+from polyamp_torch.own_loop.torch_only.scaler_checks import GradScalerError
 
 INF, NAN = float("inf"), float("nan")
 
@@ -476,7 +477,7 @@ def test_what_an_iteration_reads_where_reading_waits(
 
         return read
 
-    monkeypatch.setattr(grad_scaler, "can_read_without_sync", lambda device: False)
+    monkeypatch.setattr(native_scaler, "can_read_without_sync", lambda device: False)
     monkeypatch.setattr(scaler_state, "can_read_without_sync", lambda device: False)
     p = parameter(1.0)
     optimizer = torch.optim.AdamW([p], 0.1, fused=fused)

@@ -1,4 +1,4 @@
-"""`scaled_value_and_grad`: loss scaling for custom JAX training loops."""
+"""`scaled_value_and_grad`, the native scaler: loss scaling for custom JAX training loops."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from polyamp.errors import LossScaleError
 from polyamp.recipe.scaler import LossScaler, LossScaleState
-from polyamp.rules import stuck_scale
-from polyamp.rules.stuck_scale import StuckScaleMonitor
-from polyamp_jax.arrays import named_leaves, to_numpy
-from polyamp_jax.own_loop.non_array_gradients import argument_gradients
-from polyamp_jax.step.grad_stats import unscale_leaf
+from polyamp.rules.step_checks import check_options
+from polyamp.rules.stuck_scale import StuckScaleMonitor, check_stuck
+from polyamp_jax.own_loop.gradients import argument_gradients, unscale_gradients
+from polyamp_jax.own_loop.skip_report import non_finite_names
 from polyamp_jax.step.replicas import AxisName, check_axis_name, find_replicas
+
+
+def native_scaler(scaler: LossScaler, **options: Any) -> Callable[..., Any]:
+    """Return `scaled_value_and_grad` of a scaler as a function transform, as `scaler.native("jax")`."""
+    check_options(options, ("argnums", "has_aux"), function="native", backend="jax")
+    return functools.partial(scaled_value_and_grad, scaler=scaler, **options)
 
 
 def scaled_value_and_grad(
@@ -109,18 +112,9 @@ def scaled_value_and_grad(
         grads, (loss, aux) = argument_gradients(scaled, argnums, args, kwargs)
         if around is not None:
             loss, (grads,), _ = around.reduce_gradients(loss, [grads], [grads])
-        if scaler.checks:
-            grads, finite = scaler.unscale(grads, scale_state)
-        else:  # S19: no division, no finite check
-            grads, finite = jax.tree.map(lambda grad: unscale_leaf(grad, None), grads), jnp.asarray(True)
+        grads, finite = unscale_gradients(scaler, grads, scale_state)
         if not isinstance(scale_state.stuck, jax.core.Tracer) and watch.is_due(scaler):
-            named = named_leaves(grads)
-            stuck_scale.check_stuck(
-                int(scale_state.stuck),
-                scaler,
-                lambda: [name for name, grad in named.items() if not np.isfinite(to_numpy(grad)).all()],
-                where="the loss",
-            )
+            check_stuck(int(scale_state.stuck), scaler, lambda: non_finite_names(grads), where="the loss")
         return ((loss, aux) if has_aux else loss), grads, finite
 
     shown: Any = call

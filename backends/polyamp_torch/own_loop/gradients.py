@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import torch
 
+from polyamp.errors import UnsupportedError
 from polyamp_torch.compat import check_and_unscale_, coalesced_values, group_by_device_and_dtype
-from polyamp_torch.own_loop.shards import dtensor_class, local_gradient, reduce_partial_gradients
+from polyamp_torch.own_loop.torch_only.sharding import dtensor_class, local_gradient, reduce_partial_gradients
 from polyamp_torch.step.grad_stats import global_norm_and_finite
 
 DeviceFlags = dict[torch.device, torch.Tensor]
@@ -64,7 +65,22 @@ def _strided_gradient(parameter: torch.Tensor) -> torch.Tensor:
     return coalesced_values(grad)
 
 
-def unscale_buckets_(grads: GradientBuckets, inverse: torch.Tensor, found: torch.Tensor, *, grows: bool) -> DeviceFlags:
+class Float16GradientError(UnsupportedError, ValueError):
+    """Gradients in float16 cannot be unscaled. Also a ValueError, as in torch."""
+
+
+def refuse_float16(grads: GradientBuckets) -> None:
+    """Reject gradients in float16. The message begins with torch's text, which users search for."""
+    if any(dtype is torch.float16 for _, dtype in grads):
+        raise Float16GradientError(
+            "Attempting to unscale FP16 gradients. Gradients must not be float16: they overflow and vanish before they "
+            "can be unscaled. Keep the parameters in float32, and let autocast compute in float16."
+        )
+
+
+def unscale_gradients(
+    grads: GradientBuckets, inverse: torch.Tensor, found: torch.Tensor, *, grows: bool
+) -> DeviceFlags:
     """Multiply gradients in place by `inverse` and check that they are finite.
 
     Args:
@@ -98,7 +114,7 @@ def overflow_flag(grads: GradientBuckets, scale: torch.Tensor, *, grows: bool) -
     """
     zero = torch.zeros_like(scale, dtype=torch.float32)
     if not grows:
-        return max_flag(list(unscale_buckets_(grads, torch.ones_like(zero), zero, grows=False).values()), zero)
+        return max_flag(list(unscale_gradients(grads, torch.ones_like(zero), zero, grows=False).values()), zero)
     filled = [grad.detach() for group in grads.values() for grad in group if grad.numel()]
     if not filled:
         return zero

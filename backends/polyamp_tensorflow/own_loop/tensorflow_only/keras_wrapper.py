@@ -1,4 +1,4 @@
-"""Compatibility with Keras's own `LossScaleOptimizer`: its arguments, its messages and its state in files."""
+"""Keras's own `LossScaleOptimizer`: its arguments, its messages and its state in files."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ from polyamp_tensorflow.compat import build_symbolically, set_build_function
 from polyamp_tensorflow.models.layers import is_built, own_class
 from polyamp_tensorflow.models.saved_settings import add_setting, model_settings, remove_setting
 from polyamp_tensorflow.models.variables import model_variables, seed_variables
-from polyamp_tensorflow.own_loop.loss_scale_optimizer import LossScaleOptimizer
-from polyamp_tensorflow.own_loop.loss_weights import install_loss_counting, report_loss_divisors
-from polyamp_tensorflow.own_loop.own_compile import check_compile_arguments, compile_model
+from polyamp_tensorflow.own_loop.native_scaler import LossScaleOptimizer
+from polyamp_tensorflow.own_loop.tensorflow_only.compile_arguments import check_compile_arguments, compile_model
+from polyamp_tensorflow.own_loop.tensorflow_only.loss_divisors import install_loss_counting, report_loss_divisors
 from polyamp_tensorflow.precision.autocast import APPLIED_BY_COMPILE, AppliedPolicy, matmul_precision, resolve_policy
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.optimizers import make_optimizer, resolve_groups
@@ -307,15 +307,15 @@ def _check_losses(loss: Any) -> None:
             )
 
 
-def _jit_compile(model: Any, plan: ResolvedPolicy, asked: bool | str | None, run_eagerly: bool) -> bool | str:
+def _jit_compile(model: Any, plan: ResolvedPolicy, jit_compile: bool | str | None, run_eagerly: bool) -> bool | str:
     count = model.distribute_strategy.num_replicas_in_sync
-    if asked is True and count > 1:
+    if jit_compile is True and count > 1:
         raise UnsupportedError(
             f"jit_compile=True compiles the step of one replica. Received: a model on a strategy with {count} "
             "replicas. Drop it."
         )
-    if asked is not None:
-        return asked
+    if jit_compile is not None:
+        return jit_compile
     if run_eagerly or count > 1:
         return "auto"
     return True if needs_xla([plan], model.trainable_variables, stacklevel=3) else "auto"

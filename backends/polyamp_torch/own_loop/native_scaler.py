@@ -19,31 +19,41 @@ from torch.amp.grad_scaler import OptState
 
 from polyamp.errors import GradientError
 from polyamp.recipe.scaler import LossScaler
-from polyamp.rules import stuck_scale
+from polyamp.rules.step_checks import check_options
+from polyamp.rules.stuck_scale import check_stuck
 from polyamp.trees import map_tree
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES
 from polyamp_torch.compat import disable_compile, has_found_inf_support, maybe_optimizer_step, new_optimizer_record
-from polyamp_torch.own_loop.loop_memory import (
-    LoopRecord,
-    OptimizerRecord,
-    refuse_closure,
-    refuse_float16,
-    refuse_lbfgs,
-    watch_scaled_backward,
-)
-from polyamp_torch.own_loop.scaler_gradients import (
+from polyamp_torch.own_loop.gradients import (
     DeviceFlags,
     bucket_gradients,
     max_flag,
     optimizer_parameters,
     overflow_flag,
-    unscale_buckets_,
+    refuse_float16,
+    unscale_gradients,
 )
-from polyamp_torch.own_loop.scaler_state import GradScalerError, ScalerState, scaler_from_arguments
-from polyamp_torch.own_loop.shards import RankAgreement, refuse_sharded
-from polyamp_torch.own_loop.skip_report import SkipEvidence, SkipReport, merge_reports
+from polyamp_torch.own_loop.skip_report import SkipEvidence, SkipReport, merge_reports, non_finite_names
+from polyamp_torch.own_loop.torch_only.loop_record import (
+    OptimizerRecord,
+    watch_scaled_backward,
+)
+from polyamp_torch.own_loop.torch_only.scaler_checks import (
+    GradScalerError,
+    refuse_closure,
+    refuse_lbfgs,
+    scaler_from_arguments,
+)
+from polyamp_torch.own_loop.torch_only.scaler_state import ScalerState
+from polyamp_torch.own_loop.torch_only.sharding import RankAgreement, refuse_sharded
 from polyamp_torch.precision.torch_only.autocast_shield import shield
 from polyamp_torch.step.grad_stats import can_read_without_sync, scale_reciprocal
+
+
+def native_scaler(scaler: LossScaler, **options: Any) -> GradScaler:
+    """Return the `GradScaler` of a scaler, as `scaler.native("torch")`. `options` are some of its arguments."""
+    check_options(options, ("device", "enabled", "skip"), function="native", backend="torch")
+    return GradScaler(scaler, **options)
 
 
 class GradScaler(ScalerState):
@@ -81,8 +91,6 @@ class GradScaler(ScalerState):
         weight     (1, 2)  float32    1    0
     """
 
-    _not_kept = (*ScalerState._not_kept, "_run")
-
     def __init__(
         self,
         scaler: LossScaler | str | torch.device | None = None,
@@ -102,27 +110,12 @@ class GradScaler(ScalerState):
                      "growth_interval": growth_interval}  # fmt: skip
         super().__init__(*scaler_from_arguments(scaler, device, constants), enabled=enabled)
         self.skip = skip
-        self._shards = RankAgreement(process_group)
-        self._refresh()
-
-    def _refresh(self) -> None:
-        self._per_optimizer_states = defaultdict(new_optimizer_record)
-        self._run = LoopRecord(least=self._begin.scale)
-
-    def _loaded(self) -> None:
-        self._run.least = self._begin.scale
-
-    def _scale_changes(self) -> None:
-        if self._state is not None:
-            self._run.scale_changes(self._state.scale)
-
-    def _scale_is_shared(self) -> None:
-        self._run.share()
+        self._ranks = RankAgreement(process_group)
 
     def watch(self, module: torch.nn.Module) -> GradScaler:
         """Name parameters in reports as `module.named_parameters()` does, and return the scaler. The reference is weak.
         Optimizers built from `named_parameters()` have names without this call."""
-        self._run.names.add(module)
+        self._loop.names.add(module)
         return self
 
     @disable_compile  # a graph break under torch.compile, as with torch's: the hook would be retraced at every step
@@ -155,22 +148,22 @@ class GradScaler(ScalerState):
     def _scaled(self, tensor: torch.Tensor) -> torch.Tensor:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
-        run, state = self._run, self._state or self._start(tensor.device)
-        run.scale_called(state.scale)
+        loop, state = self._loop, self._state or self._start(tensor.device)
+        loop.record_scale_call(state.scale)
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            run.share()  # a CUDA graph replays the kernels, not this method
+            loop.mark_shared()  # a CUDA graph replays the kernels, not this method
         wide = tensor.float() if tensor.dtype in HALF_TENSOR_DTYPES else tensor
         scaled: torch.Tensor = wide * state.scale.to(tensor.device, non_blocking=True)
         if scaled.requires_grad:
             scaled.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]  # torch does not annotate it
             if self.skip == "all":
-                run.reach(scaled)
+                loop.record_reachable(scaled)
         return scaled
 
     def _backward_begins(self, gradient: torch.Tensor) -> None:
         """Check in a backward pass, when it enters a scaled tensor, that it does not change unscaled gradients."""
-        unscaled = [pair for pair in self._run.optimizers() if self._is_unscaled(pair[0])]
-        watch_scaled_backward(self._run, unscaled, gradient.device.type)
+        unscaled = [pair for pair in self._loop.optimizers() if self._is_unscaled(pair[0])]
+        watch_scaled_backward(self._loop, unscaled, gradient.device.type)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients in place by the scale that they were computed with, and set its flag.
@@ -180,7 +173,7 @@ class GradScaler(ScalerState):
             UnsupportedError: LBFGS, or gradients in float16.
         """
         if self._enabled:
-            record, _ = self._record(optimizer, "unscale_")
+            record, _ = self._records(optimizer, "unscale_")
             if record["stage"] is OptState.UNSCALED:
                 raise GradScalerError("unscale_() was already called for this optimizer since the last update().")
             with shield():
@@ -189,18 +182,19 @@ class GradScaler(ScalerState):
     def _unscale(self, optimizer: Any, record: dict[str, Any]) -> None:
         scale = self._scale_of_gradients()
         zero = torch.zeros((), dtype=torch.float32, device=scale.device)
-        self._run.inverse = scale_reciprocal(scale)
-        record["found_inf_per_device"] = self._unscale_grads_(optimizer, self._run.inverse, zero, False)
+        self._loop.inverse = scale_reciprocal(scale)
+        record["found_inf_per_device"] = self._unscale_grads_(optimizer, self._loop.inverse, zero, False)
         record["stage"] = OptState.UNSCALED
 
-    def _agreed(self, flags: DeviceFlags, parameters: list[torch.Tensor], like: torch.Tensor) -> DeviceFlags:
+    def _join_flags(self, flags: DeviceFlags, parameters: list[torch.Tensor], like: torch.Tensor) -> DeviceFlags:
         """Return the joint flags of all ranks that share these parameters; none if no rank has a gradient."""
-        group = None if self._shards.put_off else self._shards.group(parameters)
+        group = None if self._ranks.is_postponed else self._ranks.group(parameters)
         if group is None:
             return flags
         local = max_flag(list(flags.values()), torch.zeros_like(like))
-        found = self._shards.agreed(local, group, has_gradients=bool(flags))
-        return {device: found.to(device) for device in flags or ([like.device] if self._shards.anyone else [])}
+        found = self._ranks.all_reduce_flag(local, group, has_gradients=bool(flags))
+        devices = flags or ([like.device] if self._ranks.any_has_gradients else [])
+        return {device: found.to(device) for device in devices}
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
@@ -210,35 +204,18 @@ class GradScaler(ScalerState):
         grads = bucket_gradients(parameters)
         if not allow_fp16:
             refuse_float16(grads)
-        foreign = inv_scale is not self._run.inverse
+        foreign = inv_scale is not self._loop.inverse
         grows = inv_scale.item() > 1.0 if can_read_without_sync(inv_scale.device) else foreign or self._may_grow()
-        return self._agreed(unscale_buckets_(grads, inv_scale, found_inf, grows=grows), parameters, found_inf)
+        return self._join_flags(unscale_gradients(grads, inv_scale, found_inf, grows=grows), parameters, found_inf)
 
-    def _scale_of_gradients(self) -> torch.Tensor:
-        run = self._run
-        return self._require_state("step").scale if run.shared or run.scaled is None else run.scaled
-
-    def _may_grow(self) -> bool:
-        """Return whether dividing by the scale may make gradients larger; False only if known without waiting."""
-        scale = self._scale_of_gradients()
-        return (
-            scale.item() < 1.0
-            if can_read_without_sync(scale.device)
-            else self._run.shared or self._run.scaled_least < 1.0
-        )
-
-    def _is_unscaled(self, optimizer: Any) -> bool:
-        record = self._per_optimizer_states.get(id(optimizer))
-        return record is not None and record["stage"] is OptState.UNSCALED
-
-    def _record(self, optimizer: Any, method: str) -> tuple[dict[str, Any], OptimizerRecord]:
+    def _records(self, optimizer: Any, method: str) -> tuple[dict[str, Any], OptimizerRecord]:
         """Return torch's and polyamp's records of an optimizer, after the checks that `unscale_` and `step` share."""
         refuse_lbfgs(optimizer)
         self._require_state(method)
-        known, record = self._run.of(optimizer), self._per_optimizer_states[id(optimizer)]
+        known, record = self._loop.record_of(optimizer), self._per_optimizer_states[id(optimizer)]
         if record["stage"] is OptState.STEPPED:
             raise GradScalerError(f"{method}() was called after step() of this optimizer. Call update() first.")
-        if known.consumed == self._run.calls:
+        if known.last_call == self._loop.calls:
             raise GradScalerError(
                 f"{method}() was called, but scale() was not since the last step of this optimizer: dividing by the "
                 "scale would shrink correct gradients. Write scaler.scale(loss).backward()."
@@ -264,33 +241,33 @@ class GradScaler(ScalerState):
         if not self._enabled:
             with shield():
                 return optimizer.step(*args, **kwargs)
-        record, known = self._record(optimizer, "step")
+        record, known = self._records(optimizer, "step")
         refuse_closure(args, kwargs)
         known.refuse_mixed()
         step = self._step_without_gradients
         if any(p.grad is not None for p in optimizer_parameters(optimizer)):
             fused = has_found_inf_support(optimizer)
             step = self._step_unfused if not fused else self._step_by_scaler if known.takes_scaler else self._step_fused
-        if self._run.ended:
-            self._run.evidence, self._run.ended = [], False
+        if self._loop.ended:
+            self._loop.evidence, self._loop.ended = [], False
         with shield():
             result = step(optimizer, record, args, kwargs)
         record["stage"] = OptState.STEPPED
-        known.consumed = self._run.calls
+        known.last_call = self._loop.calls
         return result
 
     def _step_unfused(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
         ready = record["stage"] is OptState.READY
         if ready:
-            with self._shards.later():
+            with self._ranks.postpone():
                 self._unscale(optimizer, record)
-        found, evidence = self._decision(optimizer, record, None, agrees=ready)
+        found, evidence = self._decide(optimizer, record, None, agrees=ready)
         if can_read_without_sync(found.device):
             skipped = bool(found.item() > 0.0)
         else:
-            flag, self._run.least = torch.stack((found, self._require_state("step").scale)).tolist()
+            flag, self._loop.least = torch.stack((found, self._require_state("step").scale)).tolist()
             skipped = flag > 0.0
-        evidence.decided(skipped)
+        evidence.record_decision(skipped)
         if not self._hooked:
             return None if skipped else optimizer.step(*args, **kwargs)
         return maybe_optimizer_step(self)(optimizer, record, *args, **kwargs)
@@ -311,11 +288,11 @@ class GradScaler(ScalerState):
             refuse_float16(grads)
             found = overflow_flag(grads, divisor, grows=self._may_grow() or divisor is not scale)
             record["found_inf_per_device"] = {found.device: found}
-        found, evidence = self._decision(optimizer, record, divisor, agrees=ready)
+        found, evidence = self._decide(optimizer, record, divisor, agrees=ready)
         if (
-            can_read_without_sync(found.device) or self._run.of(optimizer).lacks_momentum(optimizer)
+            can_read_without_sync(found.device) or self._loop.record_of(optimizer).lacks_momentum(optimizer)
         ) and found.item() > 0.0:
-            evidence.decided(True)
+            evidence.record_decision(True)
             return None
         optimizer.grad_scale, optimizer.found_inf = divisor, found
         try:
@@ -329,11 +306,11 @@ class GradScaler(ScalerState):
     def _step_without_gradients(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """Step without local gradients: if no rank has any, nothing changes or counts; else decide with the others."""
         ready, others = record["stage"] is OptState.READY, bool(record["found_inf_per_device"])
-        if others or (ready and self._shards.group(optimizer_parameters(optimizer)) is not None):
-            found, evidence = self._decision(optimizer, record, None, agrees=ready)
-            others = others or self._shards.anyone
+        if others or (ready and self._ranks.group(optimizer_parameters(optimizer)) is not None):
+            found, evidence = self._decide(optimizer, record, None, agrees=ready)
+            others = others or self._ranks.any_has_gradients
         if others and found.item() > 0.0:
-            return evidence.decided(True)
+            return evidence.record_decision(True)
         if not others:
             record["found_inf_per_device"] = {}
             if not has_found_inf_support(optimizer):
@@ -343,54 +320,55 @@ class GradScaler(ScalerState):
     def _step_by_scaler(self, optimizer: Any, record: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """Step by the older contract: the optimizer takes the scaler and does the rest itself."""
         result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        self._decision(optimizer, record, self._scale_of_gradients())
+        self._decide(optimizer, record, self._scale_of_gradients())
         return result
 
-    def _decision(
+    def _decide(
         self, optimizer: Any, record: dict[str, Any], divisor: torch.Tensor | None, *, agrees: bool = False
     ) -> tuple[torch.Tensor, SkipEvidence]:
         """Return the flag that decides this step, and record it for `update` and the report. With `agrees`, the
         optimizer's flag is this rank's own: if there are several ranks, their flags are joined."""
-        run, scale = self._run, self._scale_of_gradients()
+        loop, scale = self._loop, self._scale_of_gradients()
         flags = list(record["found_inf_per_device"].values())
-        parameters = optimizer_parameters(optimizer) if agrees and self._shards.several() else []
+        parameters = optimizer_parameters(optimizer) if agrees and self._ranks.may_be_several() else []
         if self.skip == "all":
             flags += self._other_flags(optimizer, parameters)
         found = max_flag(flags, scale) if flags else torch.zeros_like(scale)
-        group = self._shards.group(parameters) if parameters else None
+        group = self._ranks.group(parameters) if parameters else None
         if group is not None:
             own = any(p.grad is not None for p in optimizer_parameters(optimizer))
-            found = self._shards.agreed(found, group, has_gradients=own)
+            found = self._ranks.all_reduce_flag(found, group, has_gradients=own)
         record["found_inf_per_device"] = {found.device: found}
-        run.stepped.append(run.of(optimizer))
-        run.found = found
-        evidence = SkipEvidence(run.of(optimizer).optimizer, found, scale, divisor, run.calls, run.names)
-        run.evidence.append(evidence)
+        loop.stepped.append(loop.record_of(optimizer))
+        loop.found = found
+        evidence = SkipEvidence(loop.record_of(optimizer).optimizer, found, scale, divisor, loop.calls, loop.names)
+        loop.evidence.append(evidence)
         return found, evidence
 
-    def _other_flags(self, optimizer: Any, looked_at: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _other_flags(self, optimizer: Any, local_parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the flags of the optimizers that step with this one and have gradients: those that stepped since the
         last `scale()`, are unscaled already, or stepped with it the last time. Before the first update, every other
-        `nn.Parameter` in the scaled losses' graphs counts. Add the parameters with rank-local flags to `looked_at`."""
-        run, scale = self._run, self._scale_of_gradients()
-        flags = [] if run.found is None else [run.found]
+        `nn.Parameter` in the scaled losses' graphs counts. Add the parameters with rank-local flags to
+        `local_parameters`."""
+        loop, scale = self._loop, self._scale_of_gradients()
+        flags = [] if loop.found is None else [loop.found]
         seen: set[int] = set()
-        partners = run.of(optimizer).partners
-        for other, known in run.optimizers():
-            if run.reached is not None:
+        partners = loop.record_of(optimizer).partners
+        for other, known in loop.optimizers():
+            if loop.reachable is not None:
                 seen.update(map(id, optimizer_parameters(other)))
             if other is optimizer:
                 continue
             if self._is_unscaled(other):
                 flags += self._per_optimizer_states[id(other)]["found_inf_per_device"].values()
-            elif known in partners and known.consumed < run.calls:
-                looked_at += optimizer_parameters(other)
+            elif known in partners and known.last_call < loop.calls:
+                local_parameters += optimizer_parameters(other)
                 flags.append(
                     overflow_flag(bucket_gradients(optimizer_parameters(other)), scale, grows=self._may_grow())
                 )
-        if run.reached is not None:
-            unseen = [p for key, p in run.reached.items() if key not in seen]
-            looked_at += unseen
+        if loop.reachable is not None:
+            unseen = [p for key, p in loop.reachable.items() if key not in seen]
+            local_parameters += unseen
             rest = bucket_gradients(unseen)
             flags += [overflow_flag(rest, scale, grows=self._may_grow())] if rest else []
         return flags
@@ -407,44 +385,40 @@ class GradScaler(ScalerState):
         """
         if not self._enabled:
             return
-        run, state = self._run, self._require_state("update")
+        loop, state = self._loop, self._require_state("update")
         if new_scale is not None:
-            given = self._given(new_scale, state.scale)
-            self._scale_changes()
+            given = self._checked_scale(new_scale, state.scale)
+            loop.preserve_scale(state.scale)
             state.scale.copy_(given)
-            run.least = self._scaler.min_scale
+            loop.least = self._scaler.min_scale
         else:
             records = self._per_optimizer_states.values()
             flags = [flag for record in records for flag in record["found_inf_per_device"].values()]
             if not flags:
                 raise GradScalerError("update() was called, but no step() with gradients since the last update().")
-            self._state = self._updated(state, max_flag(flags, state.scale))
-            run.least = max(run.least * self._backoff_factor, self._scaler.min_scale)
-            if run.ended:
-                run.evidence = []
+            self._state = self._next_state(state, max_flag(flags, state.scale))
+            loop.least = max(loop.least * self._backoff_factor, self._scaler.min_scale)
+            if loop.ended:
+                loop.evidence = []
         self._per_optimizer_states = defaultdict(new_optimizer_record)
-        run.updated(state.scale)
-        if run.watch.is_due(self._scaler):
-            self._look_if_stuck()
+        loop.end_iteration(state.scale)
+        if loop.watch.is_due(self._scaler):
+            self._check_if_stuck()
 
-    def _look_if_stuck(self) -> None:
+    def _check_if_stuck(self) -> None:
         """Read the state on the host, once every `patience` updates (S17)."""
-        state, scaler = self._require_state("update"), self._scaler
-        self._run.least, skips = state.scale.item(), int(state.stuck.item())
-
-        def names() -> list[str]:
-            return [row.name for row in self.report()] or ["unknown, as the gradients are gone"]
-
-        stuck_scale.check_stuck(skips, scaler, names, where="the model", stacklevel=4)
+        state = self._require_state("update")
+        self._loop.least, skips = state.scale.item(), int(state.stuck.item())
+        check_stuck(skips, self._scaler, lambda: non_finite_names(self.report()), where="the model", stacklevel=4)
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether a step of the last iteration was skipped, before and after `update()`; may wait for the device. Then
         learning-rate schedules should not advance: `if not scaler.step_was_skipped: scheduler.step()`."""
-        return any(evidence.skipped() for evidence in self._run.evidence)
+        return any(evidence.was_skipped() for evidence in self._loop.evidence)
 
     def report(self) -> SkipReport:
         """Return the non-finite gradients of the last iteration, with counts; empty if all were finite. Steps that the
         host decided are counted at once. For a fused optimizer on an accelerator, this call counts: make it before
         `zero_grad()` and the next `scale()`."""
-        return merge_reports([evidence.report(self._run.calls) for evidence in self._run.evidence])
+        return merge_reports([evidence.report(self._loop.calls) for evidence in self._loop.evidence])

@@ -1,4 +1,4 @@
-"""Gradients with respect to arguments that are not pytrees of floating arrays: nnx and equinox modules.
+"""Gradients of a scaled loss with respect to pytrees, nnx modules and equinox modules; their unscaling.
 
 - nnx modules use `nnx.value_and_grad`: random streams and statistics advance in the caller's object, and the gradients
   are the `nnx.State` of its parameters.
@@ -13,8 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from polyamp.recipe.scaler import LossScaler, LossScaleState
 from polyamp_jax import compat
+from polyamp_jax.step.grad_stats import unscale_leaf
 
 
 def argument_gradients(fun: Callable[..., Any], argnums: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, Any]:
@@ -36,6 +39,13 @@ def argument_gradients(fun: Callable[..., Any], argnums: Any, args: Sequence[Any
         return _filtered_gradients(fun, argnums, args, kwargs)
     found: tuple[Any, Any] = jax.grad(fun, argnums, has_aux=True)(*args, **kwargs)
     return found
+
+
+def unscale_gradients(scaler: LossScaler, grads: Any, scale_state: LossScaleState) -> tuple[Any, jax.Array]:
+    """Return float32 gradients divided by the scale, and their finite flag; True if the scaler does no check (S19)."""
+    if scaler.checks:
+        return scaler.unscale(grads, scale_state)
+    return jax.tree.map(lambda grad: unscale_leaf(grad, None), grads), jnp.asarray(True)
 
 
 def _filtered_gradients(fun: Callable[..., Any], argnums: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, Any]:

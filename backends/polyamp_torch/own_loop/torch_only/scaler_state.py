@@ -1,33 +1,30 @@
-"""Saved state of `GradScaler`: the loss scale with its constants, and its exchange with torch's own scaler.
+"""State of `GradScaler` in the form of torch's own scaler: its private attributes, `state_dict`, and pickling.
 
-`GradScaler` adds the state of an iteration. torch's attributes (`_scale`, `_growth_tracker`, `_growth_factor`, ...)
-keep their names, because libraries read and write them.
+torch's attributes (`_scale`, `_growth_tracker`, `_growth_factor`, ...) keep their names, because libraries read and
+write them. polyamp's own are the constants as a `LossScaler`, and the loss-scale state.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.amp.grad_scaler import OptState
 
 from polyamp.array_namespace import PYTHON, ArrayNamespace, array_namespace
-from polyamp.errors import LossScaleError, UnsupportedError, did_you_mean
-from polyamp.recipe.recipe import Recipe
-from polyamp.recipe.scaler import PRESETS, LossScaler, LossScaleState
+from polyamp.errors import UnsupportedError
+from polyamp.recipe.scaler import LossScaler, LossScaleState
 from polyamp_torch.arrays import scalar_like
-from polyamp_torch.precision.torch_only.float32_islands import DEVICE_TYPES
+from polyamp_torch.compat import new_optimizer_record
+from polyamp_torch.own_loop.torch_only.loop_record import LoopRecord
+from polyamp_torch.own_loop.torch_only.scaler_checks import GradScalerError
 from polyamp_torch.step.grad_stats import can_read_without_sync
 
-_SCALER_NAMES: Final = ("dynamic", "off", *PRESETS)
-"""Scaler names that a recipe accepts."""
 STATE_DICT_KEYS: Final = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 """Keys of `torch.amp.GradScaler.state_dict()`."""
-
-
-class GradScalerError(LossScaleError, RuntimeError):
-    """Misuse of a `GradScaler`. Also a RuntimeError, as torch's scaler raises."""
 
 
 def _namespace_with_cache() -> ArrayNamespace:
@@ -43,44 +40,21 @@ def _namespace_with_cache() -> ArrayNamespace:
     return array_namespace(torch, asarray, power=torch.pow)
 
 
-def scaler_from_arguments(scaler: Any, device: Any, constants: dict[str, Any]) -> tuple[LossScaler, str | None]:
-    """Return the `LossScaler` and the device type for arguments of `GradScaler`, in polyamp's or torch's form.
+def _constant(name: str, *, is_factor: bool = True) -> Any:
+    """Create a property for a constant of the scaler. The factors of a fixed scale are 1.0."""
 
-    Raises:
-        GradScalerError: contradictory arguments, or a word that is neither a device type nor a preset.
-    """
-    constants = {name: value for name, value in constants.items() if value is not None}
-    if isinstance(scaler, str) and scaler in _SCALER_NAMES:
-        scaler = Recipe(scaler=scaler).loss_scaler
-    if isinstance(scaler, str | torch.device):
-        if device is not None:
-            raise GradScalerError(f"the device is given twice. Received: {scaler!r} and device={device!r}.")
-        scaler, device = None, scaler
-    if scaler is not None and not isinstance(scaler, LossScaler):
-        raise GradScalerError(
-            "the first argument must be a polyamp.LossScaler or, as in torch.amp, a device type such as 'cuda'. "
-            f"Received: {scaler!r}. An initial scale is given by name: init_scale=..."
-        )
-    if scaler is not None and constants:
-        raise GradScalerError(f"{', '.join(constants)} must be set in the LossScaler that is given as well.")
-    if constants.get("growth_factor", 2.0) < 1.0 < constants.get("backoff_factor", 0.5):
-        raise GradScalerError(
-            "growth_factor comes before backoff_factor, as in torch.amp.GradScaler; torch's ShardedGradScaler has them "
-            f"the other way round. Give them by name. Received: growth_factor={constants['growth_factor']}, "
-            f"backoff_factor={constants['backoff_factor']}."
-        )
-    found = scaler if scaler is not None else LossScaler.like("torch", **constants)
-    return found, None if device is None else _device_type(device)
+    def read(self: ScalerState) -> Any:
+        return 1.0 if is_factor and self._scaler.kind != "dynamic" else getattr(self._scaler, name)
 
+    def write(self: ScalerState, value: Any) -> None:
+        value = float(value) if is_factor else value
+        if self._scaler.kind != "dynamic":
+            raise GradScalerError(
+                f"{name} cannot change: LossScaler(kind={self._scaler.kind!r}) has a fixed scale. Received: {value}."
+            )
+        self._scaler = self._scaler.replace(**{name: value})
 
-def _device_type(device: Any) -> str:
-    try:
-        return torch.device(device).type
-    except (RuntimeError, TypeError) as error:
-        raise GradScalerError(
-            f"a device type such as 'cuda' or 'cpu', or a scaler ({', '.join(_SCALER_NAMES)}), is expected. Received: "
-            f"{device!r}.{did_you_mean(str(device), [*DEVICE_TYPES, *_SCALER_NAMES])}"
-        ) from error
+    return property(read, write)
 
 
 class ScalerState(torch.cuda.amp.GradScaler):
@@ -90,7 +64,6 @@ class ScalerState(torch.cuda.amp.GradScaler):
     """
 
     _per_optimizer_states: dict[int, dict[str, Any]]
-    _not_kept: tuple[str, ...] = ("_state", "_xp", "_per_optimizer_states")
 
     def __init__(self, scaler: LossScaler, device: str | None, *, enabled: bool) -> None:
         # torch's __init__ would disable the scaler without a CUDA device, and set attributes that are properties here
@@ -98,8 +71,14 @@ class ScalerState(torch.cuda.amp.GradScaler):
         self._enabled = enabled and scaler.checks
         self._device_name = device
         self._begin = LossScaleState(scaler.init_scale, 0, scaler.hysteresis, 0, 0)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Create the attributes that are not saved."""
         self._state: LossScaleState | None = None
         self._xp: ArrayNamespace = _namespace_with_cache()
+        self._per_optimizer_states = defaultdict(new_optimizer_record)
+        self._loop = LoopRecord(least=self._begin.scale)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._scaler!r}, enabled={self._enabled})"
@@ -123,22 +102,39 @@ class ScalerState(torch.cuda.amp.GradScaler):
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
         state = self._require_state(funcname)
-        self._scale_is_shared()  # subclasses write to it
+        self._loop.mark_shared()  # subclasses write to it
         return state.scale, state.good_steps
 
-    def _updated(self, state: LossScaleState, found: torch.Tensor) -> LossScaleState:
+    def _scale_of_gradients(self) -> torch.Tensor:
+        loop = self._loop
+        return self._require_state("step").scale if loop.shared or loop.scaled is None else loop.scaled
+
+    def _may_grow(self) -> bool:
+        """Return whether dividing by the scale may make gradients larger; False only if known without waiting."""
+        scale = self._scale_of_gradients()
+        return (
+            scale.item() < 1.0
+            if can_read_without_sync(scale.device)
+            else self._loop.shared or self._loop.scaled_least < 1.0
+        )
+
+    def _is_unscaled(self, optimizer: Any) -> bool:
+        record = self._per_optimizer_states.get(id(optimizer))
+        return record is not None and record["stage"] is OptState.UNSCALED
+
+    def _next_state(self, state: LossScaleState, found: torch.Tensor) -> LossScaleState:
         """Return the state after rule S15; `found` is above 0 if a gradient was not finite.
 
         The scale is written in place, as in torch: a captured CUDA graph multiplies by that tensor.
         """
         if not can_read_without_sync(state.scale.device):
             after = self._scaler.next_state(state, found == 0.0, self._xp)
-            self._scale_changes()
+            self._loop.preserve_scale(state.scale)
             return after._replace(scale=state.scale.copy_(after.scale))
         numbers = LossScaleState(np.float32(state.scale.item()), *[value.item() for value in state[1:]])
         after = self._scaler.next_state(numbers, found.item() == 0.0, PYTHON)
         if after.scale != numbers.scale:
-            self._scale_changes()
+            self._loop.preserve_scale(state.scale)
         for tensor, old, new in zip(state, numbers, after, strict=True):
             if new != old:
                 tensor.fill_(float(new))
@@ -172,14 +168,14 @@ class ScalerState(torch.cuda.amp.GradScaler):
     def _scale(self) -> torch.Tensor | None:
         if self._state is None:
             return None
-        self._scale_is_shared()
+        self._loop.mark_shared()
         scale: torch.Tensor = self._state.scale
         return scale
 
     @_scale.setter
     def _scale(self, value: torch.Tensor | None) -> None:
         self._state = None if value is None else (self._state or self._start(value.device))._replace(scale=value)
-        self._scale_is_shared()
+        self._loop.mark_shared()
 
     @property
     def _growth_tracker(self) -> torch.Tensor | None:
@@ -195,7 +191,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
 
     @_init_scale.setter
     def _init_scale(self, value: float) -> None:
-        self._begin = self._begin._replace(scale=self._within("_init_scale", value))
+        self._begin = self._begin._replace(scale=self._check_bounds("_init_scale", value))
 
     @property
     def _init_growth_tracker(self) -> int:
@@ -205,29 +201,9 @@ class ScalerState(torch.cuda.amp.GradScaler):
     def _init_growth_tracker(self, value: int) -> None:
         self._begin = self._begin._replace(good_steps=int(value))
 
-    @property
-    def _growth_factor(self) -> float:
-        return self._scaler.growth_factor if self._scaler.kind == "dynamic" else 1.0
-
-    @_growth_factor.setter
-    def _growth_factor(self, value: float) -> None:
-        self._change("growth_factor", float(value))
-
-    @property
-    def _backoff_factor(self) -> float:
-        return self._scaler.backoff_factor if self._scaler.kind == "dynamic" else 1.0
-
-    @_backoff_factor.setter
-    def _backoff_factor(self, value: float) -> None:
-        self._change("backoff_factor", float(value))
-
-    @property
-    def _growth_interval(self) -> int:
-        return self._scaler.growth_interval
-
-    @_growth_interval.setter
-    def _growth_interval(self, value: int) -> None:
-        self._change("growth_interval", value)
+    _growth_factor = _constant("growth_factor")
+    _backoff_factor = _constant("backoff_factor")
+    _growth_interval = _constant("growth_interval", is_factor=False)
 
     @property
     def _device(self) -> str:
@@ -239,14 +215,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
     def _device(self, value: str) -> None:
         self._device_name = value
 
-    def _change(self, name: str, value: Any) -> None:
-        if self._scaler.kind != "dynamic":
-            raise GradScalerError(
-                f"{name} cannot change: LossScaler(kind={self._scaler.kind!r}) has a fixed scale. Received: {value}."
-            )
-        self._scaler = self._scaler.replace(**{name: value})
-
-    def _within(self, name: str, value: Any) -> float:
+    def _check_bounds(self, name: str, value: Any) -> float:
         """Return a scale given by the user, if rule S17 allows it."""
         low, high = self._scaler.min_scale, self._scaler.max_scale
         number = float(value)
@@ -258,22 +227,22 @@ class ScalerState(torch.cuda.amp.GradScaler):
             )
         return number
 
-    def _given(self, value: Any, like: torch.Tensor) -> torch.Tensor:
-        """Return a scale given by the user: a number is checked against the bounds, a tensor clamped on its device."""
+    def _checked_scale(self, value: Any, like: torch.Tensor) -> torch.Tensor:
+        """Return a user's scale as a tensor: a number is checked against the bounds, a tensor clamped on its device."""
         if not isinstance(value, torch.Tensor):
-            return torch.full_like(like, self._within("new_scale", value))
+            return torch.full_like(like, self._check_bounds("new_scale", value))
         if value.numel() != 1 or value.requires_grad:
             raise GradScalerError(
                 "new_scale must be a number or a tensor of one element without a gradient. Received: a tensor of "
                 f"shape {tuple(value.shape)}, requires_grad={value.requires_grad}."
             )
         number = value.detach().reshape(()).to(like.device, torch.float32, copy=True)
-        held = number.clamp(self._scaler.min_scale, self._scaler.max_scale)
-        return torch.where(torch.isnan(number), like, held)
+        bounded = number.clamp(self._scaler.min_scale, self._scaler.max_scale)
+        return torch.where(torch.isnan(number), like, bounded)
 
     # Exchange.
 
-    def _read(self) -> LossScaleState:
+    def _host_state(self) -> LossScaleState:
         """Return the state as Python numbers; waits for the device."""
         return self._begin if self._state is None else LossScaleState(*[value.item() for value in self._state])
 
@@ -294,7 +263,7 @@ class ScalerState(torch.cuda.amp.GradScaler):
         """
         if not self._enabled:
             return {}
-        now = self._read()
+        now = self._host_state()
         own = now._asdict()
         del own["scale"]  # stored under torch's key
         return {
@@ -302,13 +271,13 @@ class ScalerState(torch.cuda.amp.GradScaler):
             "growth_factor": self._growth_factor,
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
-            "_growth_tracker": self._told(now.good_steps),
+            "_growth_tracker": self._exported_good_steps(now.good_steps),
             "polyamp": {**own, "scaler": self._scaler.to_dict()},
         }
 
-    def _told(self, good_steps: int) -> int:
+    def _exported_good_steps(self, good_steps: int) -> int:
         """Return the count of good steps that is exported to torch."""
-        return min(good_steps, self._growth_interval - 1)
+        return min(good_steps, int(self._growth_interval) - 1)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict` of this class or of torch's, constants included, as in torch.
@@ -332,47 +301,30 @@ class ScalerState(torch.cuda.amp.GradScaler):
             settings.update({name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")})
         before, self._scaler = self._scaler, LossScaler(**settings)
         try:
-            scale = self._within('state_dict["scale"]', state_dict["scale"])
+            scale = self._check_bounds('state_dict["scale"]', state_dict["scale"])
         except GradScalerError:
             self._scaler = before
             raise
         good, known = int(state_dict["_growth_tracker"]), int(own.get("good_steps", 0))
         self._begin = LossScaleState(
             scale=scale,
-            good_steps=known if self._told(known) == good else good,
+            good_steps=known if self._exported_good_steps(known) == good else good,
             hysteresis=int(own.get("hysteresis", self._scaler.hysteresis)),
             skipped=int(own.get("skipped", 0)),
             stuck=int(own.get("stuck", 0)),
         )
         if self._state is not None:
-            self._scale_changes()
+            self._loop.preserve_scale(self._state.scale)
             for tensor, value in zip(self._state, self._begin, strict=True):
                 tensor.fill_(value)
-        self._loaded()
+        self._loop.least = self._begin.scale
 
     def __getstate__(self) -> dict[str, Any]:
         if self._per_optimizer_states:
             raise GradScalerError("a GradScaler can be copied or pickled only between iterations. Call update() first.")
-        return {**{k: v for k, v in self.__dict__.items() if k not in self._not_kept}, "_begin": self._read()}
+        unsaved = ("_state", "_xp", "_per_optimizer_states", "_loop")
+        return {**{k: v for k, v in self.__dict__.items() if k not in unsaved}, "_begin": self._host_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._state = None
-        self._xp = _namespace_with_cache()
-        self._refresh()
-
-    def _refresh(self) -> None:
-        """Create the attributes that are not saved; runs after unpickling."""
-        raise NotImplementedError  # GradScaler defines it
-
-    def _loaded(self) -> None:
-        """Hook that runs after a state was loaded."""
-        raise NotImplementedError  # GradScaler defines it
-
-    def _scale_changes(self) -> None:
-        """Hook that runs before the scale is written in place."""
-        raise NotImplementedError  # GradScaler defines it
-
-    def _scale_is_shared(self) -> None:
-        """Hook that runs when other code gets or sets the tensor of the scale."""
-        raise NotImplementedError  # GradScaler defines it
+        self._reset()

@@ -1,4 +1,4 @@
-"""Record of the training loop of a `GradScaler`, which is never saved, and checks for unsupported use."""
+"""Record of the training loop of a `GradScaler`, which is never saved, and checks of its backward passes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polyamp.errors import UnsupportedError
 from polyamp.rules.stuck_scale import StuckScaleMonitor
 from polyamp_torch.compat import call_after_backward, gathered_fsdp2_parameters, tensor_version
-from polyamp_torch.own_loop.scaler_gradients import GradientBuckets, optimizer_parameters, reachable_parameters
-from polyamp_torch.own_loop.scaler_state import GradScalerError
-from polyamp_torch.own_loop.shards import local_gradient
+from polyamp_torch.own_loop.gradients import optimizer_parameters, reachable_parameters
 from polyamp_torch.own_loop.skip_report import ParameterNames, SkipEvidence
+from polyamp_torch.own_loop.torch_only.scaler_checks import GradScalerError
+from polyamp_torch.own_loop.torch_only.sharding import local_gradient
 
 
 class OptimizerRecord:
@@ -25,7 +24,7 @@ class OptimizerRecord:
 
     Attributes:
         optimizer: returns it, or None once it is deleted.
-        consumed: the value of `LoopRecord.calls` at its last step.
+        last_call: the value of `LoopRecord.calls` at its last step.
         partners: records of the optimizers, itself included, that stepped together with it the last time, on gradients
             of the same `scale()` calls.
         mixed: the parameters to which a backward pass added scaled gradients after `unscale_`.
@@ -38,7 +37,7 @@ class OptimizerRecord:
             self.optimizer = weakref.ref(optimizer)
         except TypeError:  # a class with __slots__
             self.optimizer = lambda: optimizer
-        self.consumed = 0
+        self.last_call = 0
         self.partners: list[OptimizerRecord] = []
         self.mixed: list[str] = []
         self.takes_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
@@ -82,7 +81,7 @@ class LoopRecord:
         stepped: records of the optimizers of these steps.
         watch: decides when the host checks whether the scale is stuck (S17).
         warned: whether the warning about a backward pass inside an autocast region was issued.
-        reached: until the first update, the parameters that scaled losses depend on, by id; then None.
+        reachable: until the first update, the parameters that scaled losses depend on, by id; then None.
     """
 
     def __init__(self, least: float) -> None:
@@ -93,14 +92,14 @@ class LoopRecord:
         self.least = self.scaled_least = least
         self.found: torch.Tensor | None = None
         self.stepped: list[OptimizerRecord] = []
-        self.reached: dict[int, torch.Tensor] | None = {}
+        self.reachable: dict[int, torch.Tensor] | None = {}
         self._known: dict[int, OptimizerRecord] = {}
         self.evidence: list[SkipEvidence] = []
         self.ended = self.warned = False
         self.watch = StuckScaleMonitor()
         self.names = ParameterNames()
 
-    def of(self, optimizer: Any) -> OptimizerRecord:
+    def record_of(self, optimizer: Any) -> OptimizerRecord:
         """Return the record of an optimizer. Keyed by id, as in torch: not every optimizer is hashable."""
         known = self._known.get(id(optimizer))
         if known is None or known.optimizer() is not optimizer:
@@ -112,13 +111,13 @@ class LoopRecord:
         pairs = [(known.optimizer(), known) for known in self._known.values()]
         return [(optimizer, known) for optimizer, known in pairs if optimizer is not None]
 
-    def share(self) -> None:
+    def mark_shared(self) -> None:
         """Record that losses may be scaled without a call of `scale()` from now on."""
         if not self.shared:
             self.shared = True
             self.calls += 1
 
-    def scale_called(self, scale: torch.Tensor) -> None:
+    def record_scale_call(self, scale: torch.Tensor) -> None:
         """Record a call of `scale()` with this scale. The optimizers stepped since the last call stepped together."""
         for known in self.stepped:
             known.partners = self.stepped
@@ -126,31 +125,31 @@ class LoopRecord:
         self.scaled, self.scaled_least = scale, self.least
         self.found, self.stepped = None, []
 
-    def scale_changes(self, scale: torch.Tensor) -> None:
+    def preserve_scale(self, scale: torch.Tensor) -> None:
         """Prepare for a write to the scale: gradients and reports of this iteration keep the old value."""
         old = scale.clone()
         if self.scaled is scale:
             self.scaled = old
         for evidence in self.evidence:
-            evidence.keep(scale, old)
+            evidence.preserve_scale(scale, old)
 
-    def reach(self, scaled: torch.Tensor) -> None:
+    def record_reachable(self, scaled: torch.Tensor) -> None:
         """Record the parameters that a scaled loss depends on, in the first iteration."""
-        if self.reached is not None:
+        if self.reachable is not None:
             behind = list(reachable_parameters(scaled))
             sharded = {
                 id(each.whole): each.sharded for each in gathered_fsdp2_parameters()
             }  # the optimizer owns the shards
-            self.reached.update((id(p), p) for p in (sharded.get(id(p), p) for p in behind))
+            self.reachable.update((id(p), p) for p in (sharded.get(id(p), p) for p in behind))
 
-    def updated(self, scale: torch.Tensor) -> None:
+    def end_iteration(self, scale: torch.Tensor) -> None:
         """Record the end of an iteration; `scale` is the next one's."""
         if self.shared:
-            self.scale_called(scale)
+            self.record_scale_call(scale)
         self._known = {id(optimizer): known for optimizer, known in self.optimizers()}
         for known in self._known.values():
             known.mixed = []
-        self.reached = None
+        self.reachable = None
         self.ended = True
 
 
@@ -164,11 +163,11 @@ class _GradBeforeBackward(NamedTuple):
     version: int
 
 
-def watch_scaled_backward(run: LoopRecord, unscaled: Sequence[tuple[Any, OptimizerRecord]], device_type: str) -> None:
+def watch_scaled_backward(loop: LoopRecord, unscaled: Sequence[tuple[Any, OptimizerRecord]], device_type: str) -> None:
     """Watch these optimizers' gradients when a backward pass enters a scaled tensor. Warn once if it runs inside an
     autocast region (S3), which autograd captured when `backward` was called."""
-    if not run.warned and torch.is_autocast_enabled(device_type):
-        run.warned = True
+    if not loop.warned and torch.is_autocast_enabled(device_type):
+        loop.warned = True
         warnings.warn(
             "backward() runs inside an autocast region: torch computes its products in "
             f"{torch.get_autocast_dtype(device_type)} too, those of float32 parts of the model included, and "
@@ -176,7 +175,7 @@ def watch_scaled_backward(run: LoopRecord, unscaled: Sequence[tuple[Any, Optimiz
             stacklevel=6,
         )
     if unscaled:
-        _watch_unscaled_gradients(unscaled, run.names)
+        _watch_unscaled_gradients(unscaled, loop.names)
 
 
 def _watch_unscaled_gradients(unscaled: Sequence[tuple[Any, OptimizerRecord]], names: ParameterNames) -> None:
@@ -198,34 +197,3 @@ def _note_changed_gradients(before: list[_GradBeforeBackward]) -> None:
         changed = p.grad is not grad or (grad is not None and tensor_version(local_gradient(grad)) != version)
         if changed and name not in known.mixed:
             known.mixed.append(name)
-
-
-def refuse_lbfgs(optimizer: Any) -> None:
-    """Reject torch's LBFGS."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "LBFGS evaluates the loss several times a step through a closure, which one finite flag and one scale "
-            "cannot cover. Use another optimizer, or GradScaler(enabled=False)."
-        )
-
-
-def refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Reject a closure among the arguments of `step`; None is accepted."""
-    if callable(kwargs.get("closure", args[0] if args else None)):
-        raise UnsupportedError(
-            "step() takes no closure, by position or by name: it would run backward after the gradients were unscaled "
-            "and checked. Call scaler.scale(loss).backward() before step()."
-        )
-
-
-class Float16GradientError(UnsupportedError, ValueError):
-    """Gradients in float16 cannot be unscaled. Also a ValueError, as in torch."""
-
-
-def refuse_float16(grads: GradientBuckets) -> None:
-    """Reject gradients in float16. The message begins with torch's text, which users search for."""
-    if any(dtype is torch.float16 for _, dtype in grads):
-        raise Float16GradientError(
-            "Attempting to unscale FP16 gradients. Gradients must not be float16: they overflow and vanish before they "
-            "can be unscaled. Keep the parameters in float32, and let autocast compute in float16."
-        )

@@ -1,17 +1,17 @@
-"""`LossScaleOptimizer`: a Keras optimizer that scales losses by polyamp's rules, for `fit` and custom loops.
+"""`LossScaleOptimizer`, the native scaler: a Keras optimizer with polyamp's rules, for `fit` and custom loops.
 
     scale_loss(loss)     float32 first, then times the scale (S6)
-    apply(gradients)     sum over replicas -> [window of micro-batches] -> unscale -> norm and finite flag -> clip
+    apply(gradients)     sum over replicas -> [sum over micro-batches] -> unscale -> norm and finite flag -> clip
                          -> the inner optimizer under one condition for all replicas -> scale adjustment  (S8 to S15)
 
-`window` contains the update, `replicas` the code for `tf.distribute`, `loop_memory` the tracking of `scale_loss` calls
-and running statistics.
+`optimizer_update` has the update, `running_statistics` what `keep_statistics` restores.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -22,19 +22,26 @@ from polyamp.errors import GradientError, RecipeError, UnsupportedError
 from polyamp.recipe.optimizers import is_spec
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler, LossScaleState
-from polyamp.rules import stuck_scale
-from polyamp.rules.step_checks import check_any_gradient
-from polyamp_tensorflow.arrays import at_least_float32, native_variable, to_dense_float32, variable_name
-from polyamp_tensorflow.compat import check_optimizer_variables, own_trainable_variables, variable_index
-from polyamp_tensorflow.own_loop import keras_arguments, window
-from polyamp_tensorflow.own_loop.loop_memory import (
-    CURRENT_STATISTICS,
-    AccumulationStartValues,
-    ScaleLossCalls,
-    keep_statistics,
-    running_statistics,
-    sum_gradients_and_statistics,
+from polyamp.rules.step_checks import check_any_gradient, check_options
+from polyamp.rules.stuck_scale import StuckScaleMonitor, check_stuck
+from polyamp_tensorflow.arrays import at_least_float32, native_variable, to_dense_float32
+from polyamp_tensorflow.compat import check_optimizer_variables, own_trainable_variables
+from polyamp_tensorflow.own_loop.skip_report import non_finite_names
+from polyamp_tensorflow.own_loop.tensorflow_only import keras_wrapper
+from polyamp_tensorflow.own_loop.tensorflow_only.accumulation import (
+    ApplyCall,
+    MicroBatchShare,
+    UpdateVariables,
+    micro_batch_share,
 )
+from polyamp_tensorflow.own_loop.tensorflow_only.optimizer_update import apply_or_accumulate
+from polyamp_tensorflow.own_loop.tensorflow_only.running_statistics import (
+    CURRENT_STATISTICS,
+    ForwardPassStatistics,
+    StartValues,
+    prepare_statistics,
+)
+from polyamp_tensorflow.own_loop.tensorflow_only.scale_loss_calls import ScaleLossCalls
 from polyamp_tensorflow.step import replicas
 from polyamp_tensorflow.step.grad_stats import scale_custom_loop_loss
 from polyamp_tensorflow.step.optimizers import SpecOptimizer, build_optimizer, load_older_variables
@@ -53,6 +60,25 @@ def _without_autograph(method: _Method) -> _Method:
     """Disable AutoGraph, which would rewrite the method and its exceptions."""
     unconverted: _Method = tf.autograph.experimental.do_not_convert(method)
     return unconverted
+
+
+def native_scaler(scaler: LossScaler, **options: Any) -> LossScaleOptimizer:
+    """Return the `LossScaleOptimizer` of a scaler, as `scaler.native("tensorflow")`.
+
+    Args:
+        scaler: the scaler.
+        **options: `optimizer`, the optimizer to wrap; and `clip_norm`, `accumulate_steps`.
+
+    Raises:
+        RecipeError: no optimizer to wrap.
+    """
+    check_options(options, ("optimizer", "clip_norm", "accumulate_steps"), function="native", backend="tensorflow")
+    if "optimizer" not in options:
+        raise RecipeError(
+            "native('tensorflow') wraps a Keras optimizer or one of polyamp's specs. Received: no optimizer. Call "
+            "scaler.native('tensorflow', optimizer=keras.optimizers.Adam(1e-3))."
+        )
+    return LossScaleOptimizer(options.pop("optimizer"), scaler, **options)
 
 
 @keras.saving.register_keras_serializable(package="polyamp")
@@ -108,9 +134,9 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         accumulate_steps: int = 1,
         **options: Any,
     ) -> None:
-        given = keras_arguments.pop_inner_optimizer(inner_optimizer, options)
-        keras_arguments.check_options(options)
-        scaler = keras_arguments.scaler_from_arguments(initial_scale, dynamic_growth_steps, scaler)
+        given = keras_wrapper.pop_inner_optimizer(inner_optimizer, options)
+        keras_wrapper.check_options(options)
+        scaler = keras_wrapper.scaler_from_arguments(initial_scale, dynamic_growth_steps, scaler)
         values: Any = {"scaler": scaler, "clip_norm": clip_norm, "accumulate_steps": accumulate_steps}
         Recipe(policy="mixed_float16", **values)  # a recipe checks all three
         inner = SpecOptimizer(given) if is_spec(given) else given
@@ -120,14 +146,14 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         self.clip_norm = clip_norm
         self.accumulate_steps = accumulate_steps
         start = LossScaleState(scaler.init_scale, 0, scaler.hysteresis, 0, 0)
-        self._scale_variables = LossScaleState(*(self._scalar(field, v) for field, v in start._asdict().items()))
-        self.dynamic_scale, self.step_counter = self._scale_variables[:2]  # Keras's names for them
-        self._skipped = self._scalar("last_update_skipped", 0)
-        self._micro_step = self._scalar("micro_step", 0)
+        scale = LossScaleState(*(self._scalar(field, value) for field, value in start._asdict().items()))
+        self.dynamic_scale, self.step_counter = scale[:2]  # Keras's names for them
+        # In files the variables are numbered in the order of their creation.
+        self._owned = UpdateVariables(scale, self._scalar("last_update_skipped", 0), self._scalar("micro_step", 0))
         self._calls = ScaleLossCalls()
-        self._window_starts = AccumulationStartValues()
-        self._share: Any = None
-        self._watch = stuck_scale.StuckScaleMonitor()
+        self._starts: weakref.WeakKeyDictionary[Any, StartValues] = weakref.WeakKeyDictionary()
+        self._share: MicroBatchShare | None = None
+        self._watch = StuckScaleMonitor()
 
     def _scalar(self, name: str, value: float) -> Any:
         dtype = "float32" if name == "scale" else "int32"
@@ -154,12 +180,12 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         )
         warn_about_average(self.inner_optimizer, self.accumulate_steps)
         keras.optimizers.Optimizer.build(self, variables)  # not the parent's, which adds its own scale
-        self._not_finite = self.add_variable((len(variables),), "zeros", "int32", name="not_finite")
-        self._sums = []
+        owned = self._owned
+        owned.not_finite = self.add_variable((len(variables),), "zeros", "int32", name="not_finite")
         if self.accumulate_steps > 1:
-            self._used = self.add_variable((len(variables),), "zeros", "int32", name="used_in_window")
-            self._rows = self.add_variable((2,), "zeros", "float32", name="window_rows")
-            self._sums = [
+            owned.used = self.add_variable((len(variables),), "zeros", "int32", name="used_in_window")
+            owned.rows = self.add_variable((2,), "zeros", "float32", name="window_rows")
+            owned.sums = [
                 self.add_variable(variable.shape, "zeros", at_least_float32(variable.dtype).name, name="gradient_sum")
                 for variable in variables
             ]
@@ -169,22 +195,22 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
     @property
     def scale_state(self) -> LossScaleState:
         """The loss-scale state as tensors: float32 scale, int32 counters."""
-        return LossScaleState(*(tf.convert_to_tensor(native_variable(variable)) for variable in self._scale_variables))
+        return LossScaleState(*(tf.convert_to_tensor(native_variable(variable)) for variable in self._owned.scale))
 
     @property
     def scale_variables(self) -> LossScaleState:
         """The variables of the loss-scale state."""
-        return self._scale_variables
+        return self._owned.scale
 
     @property
     def skipped_steps(self) -> int:
         """Number of skipped updates. Reading it waits for the device."""
-        return int(self._scale_variables.skipped.numpy())
+        return int(self._owned.scale.skipped.numpy())
 
     @property
     def update_was_skipped(self) -> Any:
         """Whether the last call of `apply` skipped its update, boolean scalar."""
-        return tf.not_equal(native_variable(self._skipped), 0)
+        return tf.not_equal(native_variable(self._owned.skipped), 0)
 
     @property
     def iterations(self) -> Any:
@@ -193,11 +219,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
 
     def not_finite(self) -> list[str]:
         """Return the paths of the parameters with non-finite gradients at the last skipped update."""
-        if not self.built:
-            return []
-        counts = self._not_finite.numpy()
-        pairs = zip(own_trainable_variables(self), counts, strict=True)
-        return [variable_name(variable) for variable, count in pairs if count]
+        return non_finite_names(self, self._owned.not_finite) if self.built else []
 
     def raise_if_stuck(self) -> None:
         """Check on the host whether every update is skipped at the minimum scale (S17), and act by `scaler.on_stuck`.
@@ -207,8 +229,8 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         Raises:
             LossScaleStuckError: `patience` consecutive updates were skipped at the minimum scale.
         """
-        skips = int(self._scale_variables.stuck.numpy())
-        stuck_scale.check_stuck(skips, self.scaler, self.not_finite, where="the model or the loss")
+        skips = int(self._owned.scale.stuck.numpy())
+        check_stuck(skips, self.scaler, self.not_finite, where="the model or the loss")
 
     @contextlib.contextmanager
     def keep_statistics(self, model: Any) -> Iterator[None]:
@@ -226,9 +248,11 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         Raises:
             ModelError: the model is not built.
         """
-        micro_step = native_variable(self._micro_step) if self.accumulate_steps > 1 else None
-        with keep_statistics(model, self._window_starts, micro_step, lambda: self.update_was_skipped):
+        micro_step = native_variable(self._owned.micro_step) if self.accumulate_steps > 1 else None
+        statistics = ForwardPassStatistics(model, self._starts.setdefault(model, StartValues()), micro_step)
+        with statistics.record():
             yield
+        statistics.settle(lambda: self.update_was_skipped)
 
     @contextlib.contextmanager
     def micro_batch(self, rows: Any) -> Iterator[None]:
@@ -242,9 +266,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
                 scalar tensor.
         """
         if self.accumulate_steps > 1:
-            self._share = window.micro_batch_share(
-                self._update_fields({}) if self.built else None, tf.cast(rows, tf.float32)
-            )
+            self._share = micro_batch_share(self._owned, tf.cast(rows, tf.float32))
         try:
             yield
         finally:
@@ -257,7 +279,7 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
             weight: divisor of its loss over all replicas, float32 scalar; at least 0.
         """
         if self._share is not None:
-            self._share = window.micro_batch_share(self._update_fields({}) if self.built else None, weight)
+            self._share = micro_batch_share(self._owned, weight)
 
     def prepare_statistics(self, model: Any) -> None:
         """Create the variables that `keep_statistics` needs with `accumulate_steps`. Call it in a strategy's scope.
@@ -265,9 +287,8 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         Raises:
             ModelError: the model is not built.
         """
-        running_statistics(model)
-        if self.accumulate_steps > 1:
-            self._window_starts.of(model)
+        accumulates = self.accumulate_steps > 1
+        prepare_statistics(model, self._starts.setdefault(model, StartValues()) if accumulates else None)
 
     # The two halves of a step.
 
@@ -315,42 +336,20 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         if self.scaler.scales:
             self._calls.consume()
         check_any_gradient(grads, who="apply()", then="The loss depends on none of the trainable variables.")
-        indices = [index for index, gradient in enumerate(grads) if gradient is not None]
         unused = [variable for gradient, variable in zip(grads, variables, strict=True) if gradient is None]
+        pairs = list(zip(grads, variables, strict=True))
         if self.accumulate_steps > 1:  # a variable without a gradient now may have had one earlier
-            grads = [
-                tf.zeros(v.shape, at_least_float32(v.dtype)) if g is None else g
-                for g, v in zip(grads, variables, strict=True)
-            ]
-            indices = list(range(len(grads)))
-        seen = CURRENT_STATISTICS.get()
-        if seen is not None:
-            seen.end_pass(variables)
-        summed = sum_gradients_and_statistics([to_dense_float32(grads[index], variables[index]) for index in indices])
-        held = self._update_fields({id(variable): variable_index(self, variable) for variable in variables})
-        window.apply_or_accumulate(
-            window.ApplyCall(held, [variables[index] for index in indices], variables, unused), summed
-        )
+            pairs = [(tf.zeros(v.shape, at_least_float32(v.dtype)) if g is None else g, v) for g, v in pairs]
+        pairs = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        statistics = CURRENT_STATISTICS.get()
+        if statistics is not None:
+            statistics.end_pass(variables)
+        dense = [to_dense_float32(gradient, variable) for gradient, variable in pairs]
+        summed = replicas.sum_over_replicas(dense) if statistics is None else statistics.sum_with_gradients(dense)
+        used = [variable for _, variable in pairs]
+        apply_or_accumulate(ApplyCall(self, self._owned, self._share, used, variables, unused), summed)
         if tf.executing_eagerly() and self._watch.is_due(self.scaler):
             self.raise_if_stuck()
-
-    def _update_fields(self, owners: dict[int, int]) -> window.LossScaleOptimizerFields:
-        """Return the variables and settings that an update reads and writes."""
-        return window.LossScaleOptimizerFields(
-            inner=self.inner_optimizer,
-            scaler=self.scaler,
-            clip_norm=self.clip_norm,
-            accumulate_steps=self.accumulate_steps,
-            owners=owners,
-            scale=self._scale_variables,
-            skipped=self._skipped,
-            not_finite=self._not_finite,
-            micro_step=self._micro_step,
-            sums=self._sums,
-            used=self._used if self._sums else None,
-            rows=self._rows if self._sums else None,
-            share=self._share,
-        )
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """Call `apply` on pairs, and return the number of applied updates."""
@@ -373,11 +372,11 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         from older files without the record of used parameters.
         """
         inner = self.inner_optimizer
-        if self.built and not isinstance(inner, SpecOptimizer) and keras_arguments.is_keras_wrapper_file(store, inner):
-            keras_arguments.load_from_keras(store, inner, self.scaler, self._scale_variables)
+        if self.built and not isinstance(inner, SpecOptimizer) and keras_wrapper.is_keras_wrapper_file(store, inner):
+            keras_wrapper.load_from_keras(store, inner, self.scaler, self._owned.scale)
             return
-        rows = [(self._rows, 0)] if self.built and self._sums else []
-        later = [(self._used, 1)] if self.built and self._sums else []
+        rows = [(self._owned.rows, 0)] if self._owned.sums else []
+        later = [(self._owned.used, 1)] if self._owned.sums else []
         if self.built and isinstance(self.inner_optimizer, SpecOptimizer):
             later.append((self.inner_optimizer.missed_updates, 0))
         only_rows = bool(rows) and len(store.keys()) == len(self.variables) - 1
@@ -436,5 +435,5 @@ class LossScaleOptimizer(_Base):  # type: ignore[misc]  # Keras is untyped
         if optimizer.built:
             made.build(own_trainable_variables(optimizer))
             scale, good = float(optimizer.dynamic_scale), int(optimizer.step_counter)
-            keras_arguments.adopt_keras_scale(scale, good, made.scaler, made._scale_variables)
+            keras_wrapper.adopt_keras_scale(scale, good, made.scaler, made._owned.scale)
         return made

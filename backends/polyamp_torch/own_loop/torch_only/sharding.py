@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from polyamp.errors import UnsupportedError
 from polyamp_torch.compat import flattened_mesh_group, is_flattened_by_fsdp1
-from polyamp_torch.own_loop.scaler_state import GradScalerError
+from polyamp_torch.own_loop.torch_only.scaler_checks import GradScalerError
 
 
 def _is_distributed() -> bool:
@@ -57,8 +57,8 @@ class RankAgreement:
         given: the `process_group=` of the scaler, or None.
 
     Attributes:
-        anyone: whether any rank had a gradient at the last all-reduce.
-        put_off: True inside of `later`.
+        any_has_gradients: whether any rank had a gradient at the last all-reduce.
+        is_postponed: True inside of `postpone`.
     """
 
     def __init__(self, given: Any) -> None:
@@ -68,8 +68,8 @@ class RankAgreement:
                 f"ranks over which the parameters are sharded. Received: {given!r}."
             )
         self.given = given
-        self.anyone = True
-        self.put_off = False
+        self.any_has_gradients = True
+        self.is_postponed = False
         self._known: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,15 +81,15 @@ class RankAgreement:
         return RankAgreement, (None,)
 
     @contextlib.contextmanager
-    def later(self) -> Iterator[None]:
+    def postpone(self) -> Iterator[None]:
         """Context manager that postpones the all-reduce, so that flags are joined with others first."""
-        self.put_off = True
+        self.is_postponed = True
         try:
             yield
         finally:
-            self.put_off = False
+            self.is_postponed = False
 
-    def several(self) -> bool:
+    def may_be_several(self) -> bool:
         """Return whether there may be several ranks, without reading parameters; False on one device."""
         return self.given is not None or _is_distributed()
 
@@ -116,7 +116,7 @@ class RankAgreement:
             self._known[key] = list(meshes.values()), _group_of_meshes(list(meshes.values()))
         return self._known[key][1]
 
-    def agreed(self, found: torch.Tensor, group: Any, *, has_gradients: bool) -> torch.Tensor:
+    def all_reduce_flag(self, found: torch.Tensor, group: Any, *, has_gradients: bool) -> torch.Tensor:
         """Return the maximum of the ranks' flags, in one all-reduce of two numbers.
 
         Args:
@@ -127,7 +127,7 @@ class RankAgreement:
         device = torch.device("cuda") if dist.get_backend(group) == "nccl" else found.device
         both = torch.stack((found.reshape(()), torch.full_like(found.reshape(()), float(has_gradients)))).to(device)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-        self.anyone = has_gradients or bool(both[1].item() > 0.0)
+        self.any_has_gradients = has_gradients or bool(both[1].item() > 0.0)
         return both[0].to(found.device, non_blocking=True)
 
 

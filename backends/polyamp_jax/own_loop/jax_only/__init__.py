@@ -1,0 +1,1 @@
+"""What only JAX needs of a loop: `select`, the conditional update of a tree."""

@@ -1,0 +1,102 @@
+"""Variables of a `LossScaleOptimizer`, one call of its `apply`, and weights of the micro-batches of an update (S8)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from polyamp.recipe.scaler import LossScaleState
+from polyamp_tensorflow.arrays import native_variable
+from polyamp_tensorflow.compat import variable_index
+
+
+@dataclasses.dataclass
+class UpdateVariables:
+    """Variables of a `LossScaleOptimizer`. Those with a default are created by `build`.
+
+    Attributes:
+        scale: the loss-scale state.
+        skipped: 1 if the last call skipped its update, else 0.
+        micro_step: calls since the start of the accumulation.
+        not_finite: by variable, the number of non-finite gradient elements at the last skipped update.
+        used: by variable, 1 if it had a gradient in this accumulation; None without accumulation.
+        rows: rows of the largest micro-batch so far, and the sum of (weight - 1), float32 vector; None without
+            accumulation.
+        sums: by variable, the accumulated gradients; empty without accumulation.
+    """
+
+    scale: LossScaleState
+    skipped: Any
+    micro_step: Any
+    not_finite: Any = None
+    used: Any = None
+    rows: Any = None
+    sums: Sequence[Any] = ()
+
+
+class MicroBatchShare(NamedTuple):
+    """Weight of a micro-batch relative to the largest of its accumulation so far, float32 scalars.
+
+    Attributes:
+        weight: its weight; at most 1, so that the product cannot overflow.
+        most: rows of the largest micro-batch, including this one.
+        earlier: factor for the sums of the previous micro-batches; 1 unless this one is larger than all of them.
+    """
+
+    weight: Any
+    most: Any
+    earlier: Any
+
+
+class ApplyCall(NamedTuple):
+    """One call of `apply`.
+
+    Attributes:
+        optimizer: the `LossScaleOptimizer`.
+        owned: its variables.
+        share: share of this call's micro-batch; None if its weight is 1.
+        variables: the variables with a gradient in this call; with accumulation, all.
+        every: all variables of the call.
+        unused: those whose gradient is None.
+    """
+
+    optimizer: Any
+    owned: UpdateVariables
+    share: MicroBatchShare | None
+    variables: list[Any]
+    every: list[Any]
+    unused: list[Any]
+
+
+def micro_batch_share(owned: UpdateVariables, rows: Any) -> MicroBatchShare:
+    """Return the share of a micro-batch by its rows or other weight; before `build`, the share of a first one."""
+    one = tf.ones_like(rows)
+    if owned.rows is None:
+        return MicroBatchShare(tf.where(rows > 0.0, one, 0.0), rows, one)
+    before = native_variable(owned.rows)[0]
+    before = tf.where(tf.equal(native_variable(owned.micro_step), 0) | tf.equal(before, 0.0), rows, before)
+    most = tf.maximum(before, rows)
+    by = tf.where(most > 0.0, most, one)  # all weights are 0 so far
+    return MicroBatchShare(rows / by, most, before / by)
+
+
+def next_rows(call: ApplyCall) -> Any:
+    """Return the value of `rows` after a call; None if every micro-batch has weight 1."""
+    if call.share is None:
+        return None
+    weight, most, earlier = call.share
+    count = tf.cast(native_variable(call.owned.micro_step), tf.float32)
+    return tf.stack([most, native_variable(call.owned.rows)[1] * earlier + count * (earlier - 1.0) + weight - 1.0])
+
+
+def is_last_micro_batch(call: ApplyCall) -> Any:
+    """Return whether a call completes the accumulation, boolean scalar."""
+    return tf.equal(native_variable(call.owned.micro_step), call.optimizer.accumulate_steps - 1)
+
+
+def variable_indices(call: ApplyCall, variables: Sequence[Any]) -> list[int]:
+    """Return the index of each variable among those of `build`."""
+    return [variable_index(call.optimizer, variable) for variable in variables]
