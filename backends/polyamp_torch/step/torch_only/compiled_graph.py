@@ -33,11 +33,11 @@ from polyamp_torch.precision.torch_only.compiled_attention import AttentionCastM
 from polyamp_torch.precision.torch_only.module_paths import resolve_policy
 from polyamp_torch.step import optimizers
 from polyamp_torch.step.accumulation import stack_aux, total_scale
+from polyamp_torch.step.error_hints import compile_error
 from polyamp_torch.step.grad_stats import global_norm_and_finite, unscale_and_clip_divisor
 from polyamp_torch.step.loss_weights import weighted_loss_sum
 from polyamp_torch.step.state import TorchState
 from polyamp_torch.step.torch_only import buffers
-from polyamp_torch.step.torch_only.compile_errors import compile_error
 from polyamp_torch.step.torch_only.compiled_loss_weights import has_unclear_selection, weigh_selection
 from polyamp_torch.step.torch_only.complex_parameters import real_view, real_views
 from polyamp_torch.step.torch_only.eager_dry_run import RetraceMonitor, check_retrace, run_trial
