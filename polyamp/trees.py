@@ -8,42 +8,34 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 
-def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply `function` to the leaves and rebuild the containers, (named) tuples and dict subclasses included.
+def map_tree(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Apply `function` to corresponding leaves of one or several trees; the containers are those of the first.
 
     >>> map_tree(lambda leaf: leaf + 1, {"a": [1, (2, 3)]})
     {'a': [2, (3, 4)]}
+    >>> map_tree(max, {"a": 1}, {"a": 2})
+    {'a': 2}
     """
-    return map_trees(lambda leaves: function(leaves[0]), [tree])
-
-
-def map_trees(function: Callable[[list[Any]], Any], trees: Sequence[Any]) -> Any:
-    """Apply `function` to lists of corresponding leaves of several trees; the structure is that of the first.
-
-    >>> map_trees(sum, [{"a": 1}, {"a": 2}])
-    {'a': 3}
-    """
-    first = trees[0]
-    if isinstance(first, Mapping):
-        mapped = {key: map_trees(function, [tree[key] for tree in trees]) for key in first}
-        if type(first) is dict or not isinstance(first, MutableMapping):
+    if isinstance(tree, Mapping):
+        mapped = {key: map_tree(function, tree[key], *[other[key] for other in rest]) for key in tree}
+        if type(tree) is dict or not isinstance(tree, MutableMapping):
             return mapped
-        new = copy.copy(first)  # a subclass's own __init__ may take other arguments
+        new = copy.copy(tree)  # a subclass's own __init__ may take other arguments
         for key, value in mapped.items():
             new[key] = value
         return new
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in dataclasses.fields(first) if field.init]
-        parts = {name: map_trees(function, [getattr(tree, name) for tree in trees]) for name in names}
-        return dataclasses.replace(first, **parts)
-    if isinstance(first, (list, tuple)):
-        items = [map_trees(function, list(row)) for row in zip(*trees, strict=True)]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
-    return function(list(trees))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = [field.name for field in dataclasses.fields(tree) if field.init]
+        parts = {name: map_tree(function, *[getattr(each, name) for each in (tree, *rest)]) for name in names}
+        return dataclasses.replace(tree, **parts)
+    if isinstance(tree, (list, tuple)):
+        items = [map_tree(function, *row) for row in zip(tree, *rest, strict=True)]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return function(tree, *rest)
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

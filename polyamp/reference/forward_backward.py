@@ -19,7 +19,7 @@ from polyamp.rules import loss_weights, step_checks
 from polyamp.rules.accumulation import Accumulation, is_concatenated
 from polyamp.rules.batches import check_has_rows, host_array
 from polyamp.rules.loss_weights import ElementCounts, LossOutput, TermTotals, WeightFunction
-from polyamp.trees import leaves, map_tree, map_trees
+from polyamp.trees import leaves, map_tree
 
 
 class ReferencePass(NamedTuple):
@@ -91,7 +91,7 @@ def accumulate_gradients(
     found = None
     if totals is not None or loss_weights.has_own_weights(losses) or not whole:
         found = _weight_scalar(whole if totals is None else sum(totals.counts))
-    aux = None if auxes[0] is None else map_trees(_stack_leaves, auxes)
+    aux = None if auxes[0] is None else map_tree(_stack_leaves, *auxes)
     return loss, aux, Gradients(_unscale(total, state), passes[-1].running[0], loss, found)
 
 
@@ -186,6 +186,6 @@ def _array_value(leaf: Any) -> Any:
     return leaf.data if isinstance(leaf, Tensor) else leaf
 
 
-def _stack_leaves(leaves: list[Any]) -> Array:
+def _stack_leaves(*leaves: Any) -> Array:
     arrays = [np.asarray(leaf) for leaf in leaves]
     return np.concatenate(arrays) if is_concatenated([array.shape for array in arrays]) else np.stack(arrays)

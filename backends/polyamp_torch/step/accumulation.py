@@ -12,7 +12,7 @@ import torch
 
 from polyamp.errors import BatchError
 from polyamp.rules.accumulation import is_concatenated
-from polyamp.trees import map_trees
+from polyamp.trees import map_tree
 
 
 class GradAccumulator:
@@ -67,10 +67,10 @@ def stack_aux(auxes: list[Any], *, stack: bool) -> Any:
     """
     if not stack or auxes[0] is None:
         return auxes[0]
-    return map_trees(_stack_leaves, auxes)
+    return map_tree(_stack_leaves, *auxes)
 
 
-def _stack_leaves(leaves: list[Any]) -> Any:
+def _stack_leaves(*leaves: Any) -> Any:
     if leaves[0] is None:
         return None
     try:

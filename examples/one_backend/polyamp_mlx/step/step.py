@@ -12,7 +12,7 @@ from polyamp.rules import loss_weights
 from polyamp.rules.accumulation import Accumulation, is_concatenated
 from polyamp.rules.batches import micro_batches
 from polyamp.rules.loss_weights import LossOutput, TermTotals, WeightFunction
-from polyamp.trees import map_trees
+from polyamp.trees import map_tree
 from polyamp_mlx.arrays import evaluate_arrays
 from polyamp_mlx.step.forward_backward import loss_and_gradients, prepare_batch
 from polyamp_mlx.step.grad_stats import unscale_gradients
@@ -62,7 +62,7 @@ def _accumulate(
             part = None if value is None else mx.where(factor > 0.0, value * factor, 0.0)
             total[path] = _add_trees(total.get(path), part)
     loss = mx.sum(mx.stack([one.value * factor for one, factor in zip(losses, factors, strict=True)]))
-    aux = None if losses[0].aux is None else map_trees(_stack_aux, [one.aux for one in losses])
+    aux = None if losses[0].aux is None else map_tree(_stack_aux, *[one.aux for one in losses])
     found = whole if losses[0].weight is not None else None
     if totals is not None:
         found = mx.sum(mx.stack([mx.array(count, mx.float32) for count in totals.counts]))
@@ -93,7 +93,8 @@ def _add_trees(total: Any, value: Any) -> Any:
     return value if total is None else total if value is None else total + value
 
 
-def _stack_aux(values: list[Any]) -> Any:
-    if not isinstance(values[0], mx.array):
-        return values
-    return mx.concatenate(values) if is_concatenated([value.shape for value in values]) else mx.stack(values)
+def _stack_aux(*values: Any) -> Any:
+    arrays = list(values)
+    if not isinstance(arrays[0], mx.array):
+        return arrays
+    return mx.concatenate(arrays) if is_concatenated([array.shape for array in arrays]) else mx.stack(arrays)
