@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     )
     from polyamp.parity.compare import compare
     from polyamp.porting.port import port
+    from polyamp.recipe import optimizers
     from polyamp.recipe.groups import Group, no_decay
-    from polyamp.recipe.optimizers import adagrad, adam, adamw, lion, rmsprop, sgd
+    from polyamp.recipe.optimizers import *  # noqa: F403  # every optimizer
     from polyamp.recipe.policy import Policy
     from polyamp.recipe.recipe import Recipe
     from polyamp.recipe.scaler import LossScaler, LossScaleState
@@ -65,7 +66,6 @@ _EXPORTS = {
     "parity.compare": ("compare",),
     "porting.port": ("port",),
     "recipe.groups": ("Group", "no_decay"),
-    "recipe.optimizers": ("adagrad", "adam", "adamw", "lion", "rmsprop", "sgd"),
     "recipe.policy": ("Policy",),
     "recipe.recipe": ("Recipe",),
     "recipe.scaler": ("LossScaleState", "LossScaler"),
@@ -121,15 +121,11 @@ __all__ = [
     "TraceError",
     "UnsupportedError",
     "__version__",
-    "adagrad",
-    "adam",
-    "adamw",
     "apply_gradients",
     "backends",
     "compare",
     "explain",
     "init",
-    "lion",
     "losses",
     "no_decay",
     "parameters",
@@ -138,30 +134,41 @@ __all__ = [
     "porting",
     "refresh",
     "restore",
-    "rmsprop",
     "save",
     "schedules",
-    "sgd",
     "train_step",
     "value_and_grad",
 ]
+if TYPE_CHECKING:
+    __all__ += optimizers.__all__
+else:
+    _NAMES = __all__
+    del __all__  # `__getattr__` adds the optimizers, whose names stand in `recipe.optimizers` alone
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return __getattr__("__all__")  # type: ignore[no-any-return]
 
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     value: Any
+    home = next((home for home, names in _EXPORTS.items() if name in names), None)
     if name in _MODULES:
         value = import_module(f"{__name__}.{name}")
-    else:
-        home = next((home for home, names in _EXPORTS.items() if name in names), None)
-        if home is None:
-            raise AttributeError(f"module 'polyamp' has no attribute {name!r}.{_suggest_name(name)}")
+    elif home is not None:
         value = getattr(import_module(f"{__name__}.{home}"), name)
+    elif name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module 'polyamp' has no attribute {name!r}.")
+    else:
+        specs = import_module(f"{__name__}.recipe.optimizers")
+        if name == "__all__":
+            value = sorted([*_NAMES, *specs.__all__])  # type: ignore[name-defined]
+        elif name in specs.__all__:
+            value = getattr(specs, name)
+        else:
+            raise AttributeError(f"module 'polyamp' has no attribute {name!r}.{_suggest_name(name)}")
     globals()[name] = value
     return value
 
@@ -169,8 +176,6 @@ def __getattr__(name: str) -> Any:
 def _suggest_name(name: str) -> str:
     from polyamp.errors import did_you_mean
 
-    if name.startswith("__"):
-        return ""
     if name in _OTHER_HINTS:
         return f" It is a framework's own object: {_OTHER_HINTS[name]}"
-    return did_you_mean(name, __all__)
+    return did_you_mean(name, __dir__())

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import operator
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import keras
@@ -319,9 +319,8 @@ def moving_averages(optimizer: Any) -> Iterator[tuple[Any, Any]]:
             yield variable, average
 
 
-def slot_lists(optimizer: Any) -> dict[str, list[Any]]:
+def slot_lists(optimizer: Any, words: Iterable[str]) -> dict[str, list[Any]]:
     """Map the name of each slot to its variables, one per parameter, of a built Keras optimizer."""
-    words = ("momentums", "velocities", "average_gradients", "accumulators")
     attributes = vars(optimizer)
     return {word: list(attributes.get(f"_{word}") or attributes.get(word) or ()) for word in words}
 

@@ -27,6 +27,7 @@ OPTIMIZERS: list[tuple[Any, Any]] = [
     (polyamp.rmsprop(schedules.step(0.03, 7, 0.7), momentum=0.3, centered=True, weight_decay=0.03), True),
     (polyamp.adagrad(schedules.piecewise((0.03, 0.07), (9,)), lr_decay=0.07, weight_decay=0.03), True),
     (polyamp.lion(schedules.constant(0.003), weight_decay=0.3), True),
+    (polyamp.nadam(schedules.linear_warmup(0.03, 7, 0.001), weight_decay=0.03, momentum_decay=0.07), True),
 ]
 """Optimizers, and whether gradients are clipped; no number is one of float32."""
 GROUPS = [
@@ -111,6 +112,15 @@ def update_parameter(spec: Any, w: Any, g: Any, slots: dict[str, Any], rate: flo
             g = g + decay * w
             slots["v"] = slot("v") + g * g
             return w - rate / (1 + (n - 1) * spec.lr_decay) * g / (np.sqrt(slots["v"]) + spec.eps)
+        case polyamp.nadam():
+            g = g + decay * w
+            one, two = spec.betas
+            now, ahead = (one * (1 - 0.5 * 0.96 ** (number * spec.momentum_decay)) for number in (n, n + 1))
+            slots["product"] = product = slots.get("product", 1.0) * now
+            slots["m"] = one * slot("m") + (1 - one) * g
+            slots["v"] = two * slot("v") + (1 - two) * g * g
+            step = (1 - now) / (1 - product) * g + ahead / (1 - product * ahead) * slots["m"]
+            return w - rate * step / (np.sqrt(slots["v"]) / math.sqrt(1 - two**n) + spec.eps)
     one, two = spec.betas
     direction = np.sign(one * slot("m") + (1 - one) * g)
     slots["m"] = two * slots["m"] + (1 - two) * g

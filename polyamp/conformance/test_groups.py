@@ -24,6 +24,7 @@ OPTIMIZERS = [
     polyamp.rmsprop(0.01),
     polyamp.adagrad(0.1, lr_decay=0.1),
     polyamp.lion(0.01),
+    polyamp.nadam(0.01),
 ]
 GROUPS = [
     *no_decay("bias"),

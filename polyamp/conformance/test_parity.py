@@ -26,6 +26,8 @@ OPTIMIZERS = {
     "rmsprop_momentum": polyamp.rmsprop(1e-3, momentum=0.9, centered=True, eps=1e-3),
     "adagrad": polyamp.adagrad(1e-2, lr_decay=1e-2),
     "lion": polyamp.lion(1e-4, weight_decay=0.1),
+    "nadam": polyamp.nadam(1e-3),
+    "nadam_decoupled": polyamp.nadam(1e-3, eps=1e-3, weight_decay=1e-2, decoupled_weight_decay=True),
 }
 
 

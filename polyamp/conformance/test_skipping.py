@@ -20,6 +20,7 @@ OPTIMIZERS = [
     polyamp.rmsprop(polyamp.schedules.step(1e-2, every=2), momentum=0.9, centered=True),
     polyamp.adagrad(1e-2, lr_decay=0.1),
     polyamp.lion(polyamp.schedules.piecewise((1e-3, 1e-4), (2,)), weight_decay=0.1),
+    polyamp.nadam(polyamp.schedules.linear_warmup(1e-2, 5), weight_decay=1e-3),
 ]
 
 
@@ -219,7 +220,7 @@ def test_s14_states_with_different_scalers_are_refused(harness: Harness) -> None
 
 
 @pytest.mark.parametrize(
-    "make", [polyamp.sgd, polyamp.adam, polyamp.adamw, polyamp.rmsprop, polyamp.adagrad, polyamp.lion]
+    "make", [polyamp.sgd, polyamp.adam, polyamp.adamw, polyamp.rmsprop, polyamp.adagrad, polyamp.lion, polyamp.nadam]
 )
 def test_s13_the_first_update_uses_the_rate_of_count_zero(harness: Harness, make: Any) -> None:
     made = recipe(optimizer=make(polyamp.schedules.piecewise((0.1, 0.0), (1,))))

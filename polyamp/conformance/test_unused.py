@@ -21,6 +21,7 @@ OPTIMIZERS = [
     polyamp.rmsprop(0.05, momentum=0.9, weight_decay=0.1),
     polyamp.adagrad(0.1, lr_decay=0.5, weight_decay=0.1),
     polyamp.lion(0.05, weight_decay=0.1),
+    polyamp.nadam(0.05, weight_decay=0.1),
 ]
 
 

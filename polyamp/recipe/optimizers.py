@@ -1,117 +1,32 @@
-"""Optimizer specs: sgd, adam, adamw, rmsprop, adagrad and lion, with PyTorch's defaults and PyTorch's formulas (S21).
+"""Optimizer specs with PyTorch's defaults and formulas (S21): one class each, the only place that knows an optimizer.
 
-A spec is frozen data that a recipe file can store. `spec.update` is its formula, written once over an array namespace.
-The reference and TensorFlow backends run it directly. torch and JAX use `torch.optim` and optax; the conformance suite
-compares their results with it.
+`polyamp.recipe.optimizer_spec` describes what a spec consists of; docs/guides/add_an_optimizer.md adds one.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from polyamp.array_namespace import ArrayNamespace
-from polyamp.errors import RecipeError, plain_number_hint
-from polyamp.recipe.groups import Group, check_groups
-from polyamp.records import Record
-from polyamp.schedules import Schedule, is_schedule
+from polyamp.errors import RecipeError
+from polyamp.recipe.groups import Group
+from polyamp.recipe.optimizer_spec import (
+    NativeOptimizer,
+    NativeOptimizers,
+    Shape,
+    Slots,
+    SlotSelector,
+    Spec,
+    one_minus_power,
+    scalar_shape,
+)
+from polyamp.schedules import Schedule
 
-Slots = dict[str, Any]
-SlotSelector = Callable[[Slots], Slots]
-
-
-def _keep_all_slots(slots: Slots) -> Slots:
-    return slots
-
-
-class _Spec(Record):
-    """Base class of the specs. `slots` names the per-parameter arrays, of the parameter's shape, at least float32.
-
-    `groups`, the last field of each spec, has other hyperparameters for some parameters (S27).
-    `polyamp.rules.group_members` resolves them; `update` ignores them.
-    """
-
-    word: ClassVar[str] = "spec"
-
-    learning_rate: float | Schedule
-
-    def __post_init__(self) -> None:
-        if not is_schedule(self.learning_rate):
-            _check_number("learning_rate", self.learning_rate, low=0.0)
-        for name in self.hyperparameters:
-            value = getattr(self, name)
-            if name in ("nesterov", "centered"):
-                if not isinstance(value, bool):
-                    raise RecipeError(f"{name} must be True or False. Received: {name}={value!r}.")
-            elif name == "betas":
-                if not isinstance(value, tuple) or len(value) != 2:
-                    raise RecipeError(f"betas must be a pair of numbers. Received: betas={value!r}.")
-                for beta in value:
-                    _check_number("betas", beta, low=0.0, below=1.0)
-            else:
-                _check_number(name, value, low=0.0, below=1.0 if name in ("momentum", "alpha") else math.inf)
-        groups: Any = getattr(self, "groups")  # noqa: B009  # the last field, declared in every subclass
-        if groups:
-            groups = check_groups(self, groups)
-        self._set_field("groups", tuple(groups))
-
-    @property
-    def hyperparameters(self) -> tuple[str, ...]:
-        """Names of the fields other than the rate and the groups."""
-        return self.field_names[1:-1]
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        """Names of the per-parameter state arrays."""
-        raise NotImplementedError  # every spec defines its own
-
-    def initial(self, slot: str) -> float:
-        """Return the initial value of a slot."""
-        return 0.0
-
-    def rate(self, count: Any, xp: ArrayNamespace) -> Any:
-        """Return the learning rate of the update after `count` applied ones, as a scalar of `count`'s framework, in its
-        dtype if that is floating."""
-        rate = self.learning_rate
-        return rate(count, xp) if callable(rate) else xp.asarray(rate, count * 1.0)
-
-    def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> dict[str, Any]:
-        """Return the quantities that depend on the update's number, by name: scalars, or vectors if `count` is a vector
-        over parameters. `update` computes them itself; a backend may compute those of all parameters at once."""
-        return {}
-
-    def update(
-        self,
-        xp: ArrayNamespace,
-        param: Any,
-        grad: Any,
-        slots: Slots,
-        rate: Any,
-        count: Any,
-        *,
-        keep: SlotSelector = _keep_all_slots,
-    ) -> tuple[Any, Slots]:
-        """Return the result of one update of one parameter.
-
-        Args:
-            xp: the framework's array namespace.
-            param: the parameter, float32, or float64 if it is stored so (S1).
-            grad: its gradient, of the same dtype and shape.
-            slots: this spec's state arrays for the parameter.
-            rate: learning rate, scalar of this dtype.
-            count: number of this update of this parameter (S23), starting at 1, as a scalar of this dtype; or the
-                `corrections` computed from it.
-            keep: selects the slots before the parameter is computed from them. A compiled step that skips by choosing
-                between old and new slots chooses here, so that no old slot is read after the new one.
-
-        Returns:
-            The new parameter and the new slots.
-        """
-        raise NotImplementedError  # every spec defines its own
+__all__ = ["adagrad", "adam", "adamw", "lion", "nadam", "rmsprop", "sgd"]
 
 
-class SGD(_Spec):
+class SGD(Spec):
     """Stochastic gradient descent (docs.pytorch.org, torch.optim.SGD). `weight_decay` is L2, added to the gradient.
 
     >>> sgd(0.1, momentum=0.9).slots
@@ -119,6 +34,22 @@ class SGD(_Spec):
     """
 
     tag: ClassVar[str] = "sgd"
+    native: ClassVar[NativeOptimizers] = {
+        "torch": (
+            NativeOptimizer(
+                "torch.optim.SGD", {"momentum_buffer": "momentum"}, counts=False, is_fused=True, mark="dampening"
+            ),
+        ),
+        "keras": (
+            NativeOptimizer(
+                "keras.optimizers.SGD",
+                {"momentums": "momentum"},
+                {"momentum": "momentum", "nesterov": "nesterov"},
+                counts=False,
+            ),
+        ),
+        "optax": (NativeOptimizer("optax.TraceState", {"trace": "momentum"}, counts=False),),
+    }
 
     learning_rate: float | Schedule = 1e-3
     momentum: float = 0.0
@@ -135,27 +66,23 @@ class SGD(_Spec):
     def slots(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()
 
-    def update(
-        self,
-        xp: ArrayNamespace,
-        param: Any,
-        grad: Any,
-        slots: Slots,
-        rate: Any,
-        count: Any,
-        *,
-        keep: SlotSelector = _keep_all_slots,
+    def step(
+        self, xp: ArrayNamespace, grad: Any, slots: Slots, numbers: Slots, keep: SlotSelector
     ) -> tuple[Any, Slots]:
-        if self.weight_decay:
-            grad = grad + self.weight_decay * param
         if not self.momentum:
-            return param - rate * grad, {}
+            return numbers["rate"] * grad, {}
         new = keep({"momentum": self.momentum * slots["momentum"] + grad})
         step = grad + self.momentum * new["momentum"] if self.nesterov else new["momentum"]
-        return param - rate * step, new
+        return numbers["rate"] * step, new
 
 
-class _AdamFormula(_Spec):
+_KERAS_ADAM_NOTE = (
+    "Keras's Adam adds epsilon to the root before its bias correction, polyamp's and torch's behind it: at first as a "
+    "larger epsilon would"
+)
+
+
+class _AdamFormula(Spec):
     """Moments shared by Adam and AdamW; epsilon is added to the bias-corrected root."""
 
     learning_rate: float | Schedule = 1e-3
@@ -163,40 +90,29 @@ class _AdamFormula(_Spec):
     eps: float = 1e-8
     weight_decay: float = 0.0
     groups: Sequence[Group] = ()
-    _decoupled: ClassVar[bool]
 
     @property
     def slots(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> dict[str, Any]:
-        beta1, beta2 = self.betas
-        root = xp.sqrt(_one_minus_power(beta2, count, xp))
-        return {"root": root, "rate": rate / _one_minus_power(beta1, count, xp)}
+    @property
+    def counts_updates(self) -> bool:
+        return True
 
-    def update(
-        self,
-        xp: ArrayNamespace,
-        param: Any,
-        grad: Any,
-        slots: Slots,
-        rate: Any,
-        count: Any,
-        *,
-        keep: SlotSelector = _keep_all_slots,
+    def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> Slots:
+        beta1, beta2 = self.betas
+        root = xp.sqrt(one_minus_power(beta2, count, xp))
+        return {"root": root, "rate": rate / one_minus_power(beta1, count, xp)}
+
+    def step(
+        self, xp: ArrayNamespace, grad: Any, slots: Slots, numbers: Slots, keep: SlotSelector
     ) -> tuple[Any, Slots]:
         beta1, beta2 = self.betas
-        if self.weight_decay and self._decoupled:
-            param = param * (1.0 - rate * self.weight_decay)
-        elif self.weight_decay:
-            grad = grad + self.weight_decay * param
         mean = beta1 * slots["exp_avg"] + (1.0 - beta1) * grad
         square = beta2 * slots["exp_avg_sq"] + (1.0 - beta2) * (grad * grad)
         new = keep({"exp_avg": mean, "exp_avg_sq": square})
-        corrected = count if isinstance(count, dict) else self.corrections(xp, rate, count)
-        root = xp.sqrt(new["exp_avg_sq"]) / corrected["root"] + self.eps
-        param = param - corrected["rate"] * (new["exp_avg"] / root)
-        return param, new
+        root = xp.sqrt(new["exp_avg_sq"]) / numbers["root"] + self.eps
+        return numbers["rate"] * (new["exp_avg"] / root), new
 
 
 class Adam(_AdamFormula):
@@ -207,8 +123,18 @@ class Adam(_AdamFormula):
     """
 
     tag: ClassVar[str] = "adam"
-
-    _decoupled: ClassVar[bool] = False
+    native: ClassVar[NativeOptimizers] = {
+        "torch": (NativeOptimizer("torch.optim.Adam", is_fused=True, mark="amsgrad"),),
+        "keras": (
+            NativeOptimizer(
+                "keras.optimizers.Adam",
+                {"momentums": "exp_avg", "velocities": "exp_avg_sq"},
+                {"epsilon": "eps"},
+                note=_KERAS_ADAM_NOTE,
+            ),
+        ),
+        "optax": (NativeOptimizer("optax.ScaleByAdamState", {"mu": "exp_avg", "nu": "exp_avg_sq"}),),
+    }
 
 
 class AdamW(_AdamFormula):
@@ -219,12 +145,16 @@ class AdamW(_AdamFormula):
     """
 
     tag: ClassVar[str] = "adamw"
+    native: ClassVar[NativeOptimizers] = {"torch": (NativeOptimizer("torch.optim.AdamW", is_fused=True),)}
 
     weight_decay: float = 1e-2
-    _decoupled: ClassVar[bool] = True
+
+    @property
+    def decouples_decay(self) -> bool:
+        return True
 
 
-class RMSprop(_Spec):
+class RMSprop(Spec):
     """RMSprop (torch.optim.RMSprop): epsilon outside the root, the learning rate outside the momentum.
 
     >>> rmsprop(centered=True).slots
@@ -232,6 +162,22 @@ class RMSprop(_Spec):
     """
 
     tag: ClassVar[str] = "rmsprop"
+    native: ClassVar[NativeOptimizers] = {
+        "torch": (NativeOptimizer("torch.optim.RMSprop", {"momentum_buffer": "momentum"}, mark="centered"),),
+        "keras": (
+            NativeOptimizer(
+                "keras.optimizers.RMSprop",
+                {"velocities": "square_avg", "momentums": "momentum", "average_gradients": "grad_avg"},
+                {"rho": "alpha", "momentum": "momentum", "centered": "centered", "epsilon": "eps"},
+                counts=False,
+                note="Keras's RMSprop adds epsilon inside the root, polyamp's and torch's outside of it",
+            ),
+        ),
+        "optax": (
+            NativeOptimizer("optax.ScaleByRmsState", {"nu": "square_avg"}, counts=False),
+            NativeOptimizer("optax.ScaleByRStdDevState", {"mu": "grad_avg", "nu": "square_avg"}, counts=False),
+        ),
+    }
 
     learning_rate: float | Schedule = 1e-2
     alpha: float = 0.99
@@ -245,19 +191,9 @@ class RMSprop(_Spec):
     def slots(self) -> tuple[str, ...]:
         return ("square_avg", *(("grad_avg",) if self.centered else ()), *(("momentum",) if self.momentum else ()))
 
-    def update(
-        self,
-        xp: ArrayNamespace,
-        param: Any,
-        grad: Any,
-        slots: Slots,
-        rate: Any,
-        count: Any,
-        *,
-        keep: SlotSelector = _keep_all_slots,
+    def step(
+        self, xp: ArrayNamespace, grad: Any, slots: Slots, numbers: Slots, keep: SlotSelector
     ) -> tuple[Any, Slots]:
-        if self.weight_decay:
-            grad = grad + self.weight_decay * param
         new: Slots = {"square_avg": self.alpha * slots["square_avg"] + (1.0 - self.alpha) * (grad * grad)}
         if self.centered:
             new["grad_avg"] = self.alpha * slots["grad_avg"] + (1.0 - self.alpha) * grad
@@ -269,10 +205,10 @@ class RMSprop(_Spec):
         if self.momentum:
             new |= keep({"momentum": self.momentum * slots["momentum"] + step})
             step = new["momentum"]
-        return param - rate * step, new
+        return numbers["rate"] * step, new
 
 
-class Adagrad(_Spec):
+class Adagrad(Spec):
     """Adagrad (jmlr.org/papers/v12/duchi11a.html; torch.optim.Adagrad): epsilon outside the root.
 
     >>> adagrad().learning_rate
@@ -280,6 +216,32 @@ class Adagrad(_Spec):
     """
 
     tag: ClassVar[str] = "adagrad"
+    native: ClassVar[NativeOptimizers] = {
+        "torch": (
+            NativeOptimizer(
+                "torch.optim.Adagrad",
+                options={name: name for name in ("lr_decay", "weight_decay", "eps")},
+                mark="initial_accumulator_value",
+            ),
+        ),
+        "keras": (
+            NativeOptimizer(
+                "keras.optimizers.Adagrad",
+                {"accumulators": "sum"},
+                {"epsilon": "eps", "initial_accumulator_value": "initial_accumulator_value"},
+                counts=False,
+                note="Keras's Adagrad adds epsilon inside the root, polyamp's and torch's outside of it",
+            ),
+        ),
+        "optax": (
+            NativeOptimizer(
+                "optax.ScaleByRssState",
+                {"sum_of_squares": "sum"},
+                counts=False,
+                note="optax adds Adagrad's epsilon inside the root, polyamp and torch outside of it",
+            ),
+        ),
+    }
 
     learning_rate: float | Schedule = 1e-2
     lr_decay: float = 0.0
@@ -295,28 +257,21 @@ class Adagrad(_Spec):
     def initial(self, slot: str) -> float:
         return self.initial_accumulator_value
 
-    def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> dict[str, Any]:
+    @property
+    def counts_updates(self) -> bool:
+        return self.lr_decay > 0.0
+
+    def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> Slots:
         return {"rate": rate / (1.0 + (count - 1.0) * self.lr_decay)}
 
-    def update(
-        self,
-        xp: ArrayNamespace,
-        param: Any,
-        grad: Any,
-        slots: Slots,
-        rate: Any,
-        count: Any,
-        *,
-        keep: SlotSelector = _keep_all_slots,
+    def step(
+        self, xp: ArrayNamespace, grad: Any, slots: Slots, numbers: Slots, keep: SlotSelector
     ) -> tuple[Any, Slots]:
-        if self.weight_decay:
-            grad = grad + self.weight_decay * param
         new = keep({"sum": slots["sum"] + grad * grad})
-        rate = (count if isinstance(count, dict) else self.corrections(xp, rate, count))["rate"]
-        return param - rate * (grad / (xp.sqrt(new["sum"]) + self.eps)), new
+        return numbers["rate"] * (grad / (xp.sqrt(new["sum"]) + self.eps)), new
 
 
-class Lion(_Spec):
+class Lion(Spec):
     """Lion, the sign of an interpolated momentum, with decoupled decay (arxiv.org/abs/2302.06675).
 
     >>> lion().betas
@@ -324,6 +279,10 @@ class Lion(_Spec):
     """
 
     tag: ClassVar[str] = "lion"
+    native: ClassVar[NativeOptimizers] = {
+        "keras": (NativeOptimizer("keras.optimizers.Lion", {"momentums": "exp_avg"}, counts=False),),
+        "optax": (NativeOptimizer("optax.ScaleByLionState", {"mu": "exp_avg"}, counts=False),),
+    }
 
     learning_rate: float | Schedule = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
@@ -334,27 +293,80 @@ class Lion(_Spec):
     def slots(self) -> tuple[str, ...]:
         return ("exp_avg",)
 
-    def update(
-        self,
-        xp: ArrayNamespace,
-        param: Any,
-        grad: Any,
-        slots: Slots,
-        rate: Any,
-        count: Any,
-        *,
-        keep: SlotSelector = _keep_all_slots,
+    @property
+    def decouples_decay(self) -> bool:
+        return True
+
+    def step(
+        self, xp: ArrayNamespace, grad: Any, slots: Slots, numbers: Slots, keep: SlotSelector
     ) -> tuple[Any, Slots]:
         beta1, beta2 = self.betas
         direction = xp.sign(beta1 * slots["exp_avg"] + (1.0 - beta1) * grad)
-        if self.weight_decay:
-            param = param * (1.0 - rate * self.weight_decay)
-        return param - rate * direction, keep({"exp_avg": beta2 * slots["exp_avg"] + (1.0 - beta2) * grad})
+        return numbers["rate"] * direction, keep({"exp_avg": beta2 * slots["exp_avg"] + (1.0 - beta2) * grad})
 
 
-OptimizerSpec = SGD | Adam | AdamW | RMSprop | Adagrad | Lion
+class NAdam(Spec):
+    """Adam with Nesterov's momentum on a schedule (Dozat 2016; torch.optim.NAdam).
+
+    `momentum_decay` moves the momentum from about half of `betas[0]` to all of it. `weight_decay` is L2, added to the
+    gradient, unless `decoupled_weight_decay`.
+
+    >>> nadam().slots
+    ('exp_avg', 'exp_avg_sq', 'mu_product')
+    """
+
+    tag: ClassVar[str] = "nadam"
+    slot_shapes: ClassVar[Mapping[str, Callable[[Shape], Shape]]] = {"mu_product": scalar_shape}
+    native: ClassVar[NativeOptimizers] = {"torch": (NativeOptimizer("torch.optim.NAdam", mark="momentum_decay"),)}
+
+    learning_rate: float | Schedule = 2e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum_decay: float = 4e-3
+    decoupled_weight_decay: bool = False
+    groups: Sequence[Group] = ()
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "mu_product")
+
+    def initial(self, slot: str) -> float:
+        return 1.0 if slot == "mu_product" else 0.0
+
+    @property
+    def decouples_decay(self) -> bool:
+        return self.decoupled_weight_decay
+
+    @property
+    def counts_updates(self) -> bool:
+        return True
+
+    def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> Slots:
+        def momentum(number: Any) -> Any:
+            return self.betas[0] * (0.5 + 0.5 * one_minus_power(0.96, number * self.momentum_decay, xp))
+
+        root = xp.sqrt(one_minus_power(self.betas[1], count, xp))
+        return {"root": root, "mu": momentum(count), "next_mu": momentum(count + 1.0)}
+
+    def step(
+        self, xp: ArrayNamespace, grad: Any, slots: Slots, numbers: Slots, keep: SlotSelector
+    ) -> tuple[Any, Slots]:
+        beta1, beta2 = self.betas
+        rate, mu, next_mu = numbers["rate"], numbers["mu"], numbers["next_mu"]
+        mean = beta1 * slots["exp_avg"] + (1.0 - beta1) * grad
+        square = beta2 * slots["exp_avg_sq"] + (1.0 - beta2) * (grad * grad)
+        new = keep({"exp_avg": mean, "exp_avg_sq": square, "mu_product": slots["mu_product"] * mu})
+        product = new["mu_product"]
+        root = xp.sqrt(new["exp_avg_sq"]) / numbers["root"] + self.eps
+        now = rate * (1.0 - mu) / (1.0 - product)
+        ahead = rate * next_mu / (1.0 - product * next_mu)
+        return (now * grad + ahead * new["exp_avg"]) / root, new
+
+
+OptimizerSpec = SGD | Adam | AdamW | RMSprop | Adagrad | Lion | NAdam
 """Any optimizer spec; in a recipe file a table with `type = "adamw"` etc."""
-SPECS: tuple[type[OptimizerSpec], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, Lion)
+SPECS: tuple[type[OptimizerSpec], ...] = (SGD, Adam, AdamW, RMSprop, Adagrad, Lion, NAdam)
 
 sgd = SGD
 adam = Adam
@@ -362,30 +374,9 @@ adamw = AdamW
 rmsprop = RMSprop
 adagrad = Adagrad
 lion = Lion
+nadam = NAdam
 
 
 def is_spec(value: Any) -> bool:
     """Return True for a polyamp spec, False for a framework's own optimizer."""
-    return isinstance(value, _Spec)
-
-
-def _one_minus_power(beta: float, count: Any, xp: ArrayNamespace) -> Any:
-    """Return 1 - beta**count without cancellation (the plain form loses 4 digits in float32 at beta=0.999, count=1)."""
-    return -xp.expm1(count * math.log(beta)) if beta > 0.0 else xp.asarray(1.0, count)
-
-
-def _check_number(name: str, value: Any, *, low: float, below: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < below:
-        limit = f"of at least {low:g}" + (f" and below {below:g}" if below < math.inf else "")
-        schedule = " or a polyamp.schedules schedule" if name == "learning_rate" else ""
-        instead = plain_number_hint(value) or (_rate_hint(value) if name == "learning_rate" else "")
-        raise RecipeError(f"{name} must be a finite number {limit}{schedule}. Received: {name}={value!r}.{instead}")
-
-
-def _rate_hint(value: Any) -> str:
-    """Return a hint for a value that is no learning rate: "" or a sentence with a leading space."""
-    if hasattr(value, "__next__") or type(value) in (list, tuple, dict):
-        return " The parameters are the model's: polyamp.init(model, recipe) gives them to the optimizer."
-    if isinstance(value, type):
-        return f" That is the class {getattr(value, 'tag', '') or value.__name__}: call it with its arguments."
-    return " Write one of polyamp.schedules; another library's schedule is no data." if callable(value) else ""
+    return isinstance(value, Spec)

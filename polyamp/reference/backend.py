@@ -163,7 +163,10 @@ class ReferenceBackend:
         leaves = [ParameterLeaf(name, value.ndim) for name, value in model.parameters.items()]
         groups = resolve_group_members(recipe, model.parameters, lambda: leaves, backend=self.name)
         slots = {
-            name: {slot: np.full_like(value, groups.of(name).spec.initial(slot)) for slot in spec.slots}
+            name: {
+                slot: np.full(spec.slot_shape(slot, value.shape), groups.of(name).spec.initial(slot), value.dtype)
+                for slot in spec.slots
+            }
             for name, value in model.parameters.items()
         }
         fresh = model.with_arrays(map_tree(np.array, model.parameters), map_tree(np.array, model.running))

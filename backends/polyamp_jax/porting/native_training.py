@@ -128,8 +128,7 @@ def read_optimizer_layout(state: Any, transformation: Any, parameters: Sequence[
         ]
         if settings["type"] == "adam" and _has_decoupled_decay(said):
             settings["type"] = "adamw"
-    if found.kind == "adagrad":
-        notes.append("optax adds Adagrad's epsilon inside the root, polyamp and torch outside of it")
+    notes += dict.fromkeys(found.notes)
     if "square_avg" in found.slots and "momentum" in found.slots and _has_rate_before_momentum(found.order):
         refused.append("optax.rmsprop's momentum, which holds learning rates (chain scale_by_rms, trace and the rate)")
     return OptimizerLayout(

@@ -13,26 +13,15 @@ from typing import Any, Final
 import jax
 
 from polyamp.porting.states.optimizer_layout import UpdateCount
+from polyamp.recipe.optimizer_spec import NativeOptimizer
+from polyamp.recipe.optimizers import SPECS
 from polyamp_jax.arrays import path_name
 
-_SLOTS: Final[Mapping[str, Mapping[str, str]]] = {
-    "ScaleByAdamState": {"mu": "exp_avg", "nu": "exp_avg_sq"},
-    "TraceState": {"trace": "momentum"},
-    "ScaleByRmsState": {"nu": "square_avg"},
-    "ScaleByRStdDevState": {"mu": "grad_avg", "nu": "square_avg"},
-    "ScaleByRssState": {"sum_of_squares": "sum"},
-    "ScaleByLionState": {"mu": "exp_avg"},
+_STATES: Final[Mapping[str, tuple[str, NativeOptimizer]]] = {
+    native.name.rpartition(".")[2]: (spec.tag, native) for spec in SPECS for native in spec.native.get("optax", ())
 }
-"""Class of an optax state -> its field -> the slot's name in polyamp's specs."""
-_KIND_BY_STATE: Final = {
-    "ScaleByAdamState": "adam",
-    "ScaleByRmsState": "rmsprop",
-    "ScaleByRStdDevState": "rmsprop",
-    "ScaleByRssState": "adagrad",
-    "ScaleByLionState": "lion",
-}
-_COUNTING_STATES: Final = ("ScaleByAdamState",)
-"""States whose count belongs to their parameters, for bias correction. Every other count belongs to a schedule."""
+"""Class of an optax state -> the spec's tag, and its description. A count that is not its parameters', for bias
+correction, belongs to a schedule."""
 
 
 @dataclasses.dataclass
@@ -45,6 +34,7 @@ class OptaxEntries:
         positions: arrays that count applied updates.
         kinds: kinds of optimizers, in the state's order.
         order: classes of states, in the state's order.
+        notes: how the formulas differ from polyamp's, a sentence each.
         refused: one phrase for each part with arrays that no other optimizer has.
     """
 
@@ -53,6 +43,7 @@ class OptaxEntries:
     positions: list[str] = dataclasses.field(default_factory=list)
     kinds: list[str] = dataclasses.field(default_factory=list)
     order: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
     refused: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -100,17 +91,18 @@ def _walk_state(node: Any, prefix: str, parameters: Sequence[str], found: OptaxE
     if kind == "MultiStepsState":
         found.refused.append("gradients that optax.MultiSteps has accumulated")
         return
-    known = _SLOTS.get(kind, {})
+    tag, native = _STATES.get(kind, ("", NativeOptimizer("", counts=False)))
     if fields is not None:
         found.order.append(kind)
-        if kind in _KIND_BY_STATE:
-            found.kinds.append(_KIND_BY_STATE[kind])
+        if tag not in ("", "sgd"):  # a trace alone is SGD, and a part of other optimizers
+            found.kinds.append(tag)
+            found.notes += [native.note] if native.note else []
     for name, part in _named_children(node):
         own = f"{prefix}/{name}"
-        if name in known:
-            _add_slot(known[name], part, own, parameters, found, f"{prefix}/count" if kind in _COUNTING_STATES else "")
+        if name in native.slots:
+            _add_slot(native.slots[name], part, own, parameters, found, f"{prefix}/count" if native.counts else "")
         elif name == "count" and fields is not None:
-            if kind not in _COUNTING_STATES:
+            if not native.counts:
                 found.positions.append(own)
         else:
             _walk_state(part, own, parameters, found)

@@ -1,7 +1,7 @@
 """Optimizer specs as optax transformations with PyTorch's formulas.
 
-A native optax optimizer is used unchanged. If optax has torch's formula, that is used too. Two optimizers differ, and
-a small transformation runs the spec's own formula for them:
+A native optax optimizer is used unchanged. SGD, RMSprop and Lion, for which optax has torch's formula, are chains of
+optax. A small transformation runs the spec's own formula for all others, of which optax has another one:
 
 - Adagrad: optax has epsilon inside the root and no decay of the rate.
 - Adam: optax computes the bias correction as `1 - b2**count` in float32, which is 1e-5 off at the first steps. This
@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from polyamp.errors import UnsupportedError
-from polyamp.recipe.optimizers import SGD, SPECS, Adagrad, Adam, AdamW, Lion, OptimizerSpec, RMSprop, is_spec
+from polyamp.recipe.optimizers import SGD, SPECS, Lion, OptimizerSpec, RMSprop, is_spec
 from polyamp.rules.group_members import GroupMembers
 from polyamp_jax.arrays import XP, conform_tree, materialize, select_if_finite
 from polyamp_jax.step.jax_only.optax_extra_arguments import NO_EXTRA_ARGUMENTS, OptaxExtraArguments, update_with_extra
@@ -71,7 +71,7 @@ def _transformation_from_spec(spec: OptimizerSpec) -> Any:
             parts = [_l2_transformation(spec.weight_decay), root, _momentum_transformation(spec.momentum)]
         case Lion():
             parts = [optax.scale_by_lion(*spec.betas), optax.add_decayed_weights(spec.weight_decay)]
-        case Adam() | AdamW() | Adagrad():
+        case _:
             return _Formula((spec,))
     return optax.chain(*parts, optax.scale_by_learning_rate(lambda count: spec.rate(count, XP)))
 
@@ -200,7 +200,7 @@ class _Formula(NamedTuple):
         slots = {
             slot: jax.tree.unflatten(
                 structure,
-                [jnp.full_like(leaf, spec.initial(slot)) for leaf, spec in zip(leaves, specs, strict=True)],
+                [_initial_slot(spec, slot, leaf) for leaf, spec in zip(leaves, specs, strict=True)],
             )
             for slot in self.specs[0].slots
         }
@@ -269,6 +269,12 @@ class _Formula(NamedTuple):
         columns = materialize([spec.corrections(XP, rate, taken) for spec, rate in rates.items()])
         own = dict(zip(rates, columns, strict=True))
         return [{name: column[n] for name, column in own[spec].items()} for n, spec in enumerate(specs)]
+
+
+def _initial_slot(spec: OptimizerSpec, slot: str, leaf: Any) -> Any:
+    if slot in spec.slot_shapes:
+        return jnp.full(spec.slot_shape(slot, leaf.shape), spec.initial(slot), leaf.dtype)
+    return jnp.full_like(leaf, spec.initial(slot))  # sharded as the parameter
 
 
 def _select_slots(finite: Any | None, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

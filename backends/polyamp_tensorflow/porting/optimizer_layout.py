@@ -7,58 +7,22 @@ it is divided by the rate of the next update, which makes that update the same i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import keras
 
 from polyamp.porting.states.optimizer_layout import OptimizerLayout, UpdateCount
 from polyamp.porting.states.recipe_comparison import member_settings
+from polyamp.recipe.optimizer_spec import NativeOptimizer
+from polyamp.recipe.optimizers import SPECS
 from polyamp_tensorflow.arrays import native_variable
 from polyamp_tensorflow.compat import rate_variable, slot_lists
 from polyamp_tensorflow.step.optimizers import SpecOptimizer, optimizer_variables
 
-
-class _OptimizerClass(NamedTuple):
-    """One class of `keras.optimizers`.
-
-    Attributes:
-        type: its name in polyamp.
-        slots: Keras's name of a slot -> polyamp's.
-        words: Keras's name of an option -> polyamp's.
-        note: how its formula differs from polyamp's; "" if it does not.
-    """
-
-    type: str
-    slots: Mapping[str, str]
-    words: Mapping[str, str]
-    note: str = ""
-
-
-_ADAM: Final = _OptimizerClass(
-    "adam",
-    {"momentums": "exp_avg", "velocities": "exp_avg_sq"},
-    {"epsilon": "eps"},
-    "Keras's Adam adds epsilon to the root before its bias correction, polyamp's and torch's behind it: at first as a "
-    "larger epsilon would",
-)
-_OPTIMIZER_CLASSES: Final[Mapping[str, _OptimizerClass]] = {
-    "SGD": _OptimizerClass("sgd", {"momentums": "momentum"}, {"momentum": "momentum", "nesterov": "nesterov"}),
-    "AdamW": _ADAM,
-    "Adam": _ADAM,
-    "RMSprop": _OptimizerClass(
-        "rmsprop",
-        {"velocities": "square_avg", "momentums": "momentum", "average_gradients": "grad_avg"},
-        {"rho": "alpha", "momentum": "momentum", "centered": "centered", "epsilon": "eps"},
-        "Keras's RMSprop adds epsilon inside the root, polyamp's and torch's outside of it",
-    ),
-    "Adagrad": _OptimizerClass(
-        "adagrad",
-        {"accumulators": "sum"},
-        {"epsilon": "eps", "initial_accumulator_value": "initial_accumulator_value"},
-        "Keras's Adagrad adds epsilon inside the root, polyamp's and torch's outside of it",
-    ),
-    "Lion": _OptimizerClass("lion", {"momentums": "exp_avg"}, {}),
+_NATIVES: Final[Mapping[str, tuple[str, NativeOptimizer]]] = {
+    native.name.rpartition(".")[2]: (spec.tag, native) for spec in SPECS for native in spec.native.get("keras", ())
 }
+"""Class of `keras.optimizers` -> the spec's tag, and its description. Keras's AdamW is a subclass of its Adam."""
 
 
 def read_optimizer_layout(optimizer: Any, parameters: Sequence[str]) -> OptimizerLayout:
@@ -74,37 +38,37 @@ def read_optimizer_layout(optimizer: Any, parameters: Sequence[str]) -> Optimize
     }
     if isinstance(optimizer, SpecOptimizer):
         return _spec_layout(optimizer, parameters)
-    kind = next(
-        (found for name, found in _OPTIMIZER_CLASSES.items() if isinstance(optimizer, getattr(keras.optimizers, name))),
-        None,
+    tag, native = next(
+        (found for name, found in _NATIVES.items() if isinstance(optimizer, getattr(keras.optimizers, name))),
+        ("", None),
     )
     called = f"keras.optimizers.{type(optimizer).__name__}"
     numbers = dict.fromkeys(parameters, 0)
-    if kind is None:
+    if native is None:
         refused = [f"it is trained by {called}, of which polyamp knows no formula"]
         return OptimizerLayout({}, {}, [{"type": called}], numbers, refused=refused)
     refused = _unsupported_settings(optimizer, called)
     if refused:
-        return OptimizerLayout({}, {}, [{"type": kind.type}], numbers, refused=refused)
+        return OptimizerLayout({}, {}, [{"type": tag}], numbers, refused=refused)
     slots = {
-        kind.slots[word]: {
+        native.slots[word]: {
             path: f"optimizer/{names[id(native_variable(variable))]}"
             for path, variable in zip(parameters, variables, strict=True)
         }
-        for word, variables in slot_lists(optimizer).items()
-        if word in kind.slots and variables
+        for word, variables in slot_lists(optimizer, native.slots).items()
+        if variables
     }
     iterations = f"optimizer/{names[id(native_variable(optimizer.iterations))]}"
-    counts = {path: UpdateCount(iterations) for path in parameters} if kind.type == "adam" else {}
-    factors, refused = _slot_factors(optimizer, kind, slots, called)
+    counts = {path: UpdateCount(iterations) for path in parameters} if native.counts else {}
+    factors, refused = _slot_factors(optimizer, tag, slots, called)
     return OptimizerLayout(
         slots,
         counts,
-        [_hyperparameters(optimizer, kind)],
+        [_hyperparameters(optimizer, tag, native)],
         numbers,
         [iterations],
         factors,
-        [kind.note] if kind.note else [],
+        [native.note] if native.note else [],
         refused,
     )
 
@@ -122,7 +86,7 @@ def _spec_layout(optimizer: SpecOptimizer, parameters: Sequence[str]) -> Optimiz
 
 
 def _slot_factors(
-    optimizer: Any, kind: _OptimizerClass, slots: Mapping[str, Any], called: str
+    optimizer: Any, tag: str, slots: Mapping[str, Any], called: str
 ) -> tuple[dict[str, float], list[str]]:
     """Return the factors from Keras's momentum to polyamp's, and the reasons why there is none."""
     if "momentum" not in slots:
@@ -131,20 +95,20 @@ def _slot_factors(
     if isinstance(rate_variable(optimizer), keras.optimizers.schedules.LearningRateSchedule) or rate == 0.0:
         why = "which is 0" if rate == 0.0 else "which follows a schedule"
         return {}, [f"the momentum of {called} holds the learning rate, {why}"]
-    return {"momentum": (-1.0 if kind.type == "sgd" else 1.0) / rate}, []
+    return {"momentum": (-1.0 if tag == "sgd" else 1.0) / rate}, []
 
 
-def _hyperparameters(optimizer: Any, kind: _OptimizerClass) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": kind.type}
+def _hyperparameters(optimizer: Any, tag: str, native: NativeOptimizer) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": tag}
     if not isinstance(rate_variable(optimizer), keras.optimizers.schedules.LearningRateSchedule):
         found["learning_rate"] = float(optimizer.learning_rate)
-    found |= {word: getattr(optimizer, own) for own, word in kind.words.items() if hasattr(optimizer, own)}
+    found |= {word: getattr(optimizer, own) for own, word in native.options.items() if hasattr(optimizer, own)}
     if hasattr(optimizer, "beta_1"):
         found["betas"] = [float(optimizer.beta_1), float(optimizer.beta_2)]
-    decay = optimizer.weight_decay
-    if kind.type in ("adam", "lion"):  # decoupled in all of Keras, as in AdamW and Lion
-        found["weight_decay"] = float(decay or 0.0)
-        found["type"] = "adamw" if decay and kind.type == "adam" else kind.type
+        decay = optimizer.weight_decay
+        found["weight_decay"] = float(decay or 0.0)  # decoupled in all of Keras, as in AdamW and Lion
+        if decay and tag == "adam":
+            found["type"] = "adamw"
     return found
 
 

@@ -88,7 +88,7 @@ class SpecOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Keras 
         self._slots = [
             {
                 slot: self.add_variable(
-                    shape=variable.shape,
+                    shape=self.spec.slot_shape(slot, tuple(variable.shape)),
                     initializer=keras.initializers.Constant(self._member(index).spec.initial(slot)),
                     dtype=at_least_float32(variable.dtype).name,
                     name=slot,

@@ -14,11 +14,13 @@ from torch import nn
 
 from polyamp.errors import ArgumentError, describe_value
 from polyamp.porting.states.optimizer_layout import OptimizerLayout
+from polyamp.recipe.optimizers import SPECS
 from polyamp.recipe.scaler import PRESETS, LossScaleState
 from polyamp_torch.arrays import from_numpy, to_numpy
 from polyamp_torch.own_loop.torch_only.scaler_state import STATE_DICT_KEYS
 from polyamp_torch.porting.optimizer_layout import read_optimizer_layout
 from polyamp_torch.precision.torch_only.module_paths import path_function
+from polyamp_torch.step.optimizers import native_class, torch_native
 from polyamp_torch.step.torch_only import optimizer_state
 
 Array = np.ndarray[Any, Any]
@@ -26,14 +28,6 @@ Array = np.ndarray[Any, Any]
 _CALL: Final = "training(model, optimizer, scaler)"
 _TRACKER: Final = STATE_DICT_KEYS[-1]
 """torch's key for the number of finite steps since the scale grew."""
-_CLASSES: Final[tuple[tuple[str, type[torch.optim.Optimizer]], ...]] = (
-    ("initial_accumulator_value", torch.optim.Adagrad),
-    ("centered", torch.optim.RMSprop),
-    ("amsgrad", torch.optim.Adam),
-    ("dampening", torch.optim.SGD),
-)
-"""An option that only one class of `torch.optim` saves -> the class; "decoupled_weight_decay" distinguishes AdamW from
-Adam."""
 
 
 class TorchTraining:
@@ -137,7 +131,8 @@ def _make_optimizer(model: nn.Module, given: Any) -> torch.optim.Optimizer:
             f"{describe_value(given)}."
         )
     groups = given["param_groups"]
-    kind: Any = next((known for option, known in _CLASSES if option in groups[0]), None)
+    natives = [native for native in map(torch_native, SPECS) if native is not None and native.mark]
+    kind: Any = next((native_class(native) for native in natives if native.mark in groups[0]), None)
     if kind is None or len(groups) != 1:
         what = "does not tell which optimizer it is of" if kind is None else f"has {len(groups)} parameter groups"
         raise ArgumentError(

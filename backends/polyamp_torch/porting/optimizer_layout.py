@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
 from polyamp.porting.states.optimizer_layout import OptimizerLayout, UpdateCount
-from polyamp_torch.step.optimizers import LionOptimizer, slot_name
+from polyamp.recipe.optimizer_spec import NativeOptimizer, Spec
+from polyamp.recipe.optimizers import SPECS
+from polyamp_torch.step.optimizers import native_class, slot_name, torch_native
 
-
-class _OptimizerClass(NamedTuple):
-    """One class of `torch.optim`.
-
-    Attributes:
-        type: polyamp's name of the optimizer.
-        slots: polyamp's names of its slots. `sometimes` adds slots that exist only if an option is set.
-        counts: whether it counts the updates of each parameter.
-    """
-
-    type: str
-    slots: tuple[str, ...]
-    sometimes: Mapping[str, str]
-    counts: bool = True
-
-
-_OPTIMIZER_CLASSES: Final[Mapping[type, _OptimizerClass]] = {
-    torch.optim.SGD: _OptimizerClass("sgd", (), {"momentum": "momentum"}, counts=False),
-    torch.optim.AdamW: _OptimizerClass("adamw", ("exp_avg", "exp_avg_sq"), {}),
-    torch.optim.Adam: _OptimizerClass("adam", ("exp_avg", "exp_avg_sq"), {}),
-    torch.optim.RMSprop: _OptimizerClass("rmsprop", ("square_avg",), {"momentum": "momentum", "centered": "grad_avg"}),
-    torch.optim.Adagrad: _OptimizerClass("adagrad", ("sum",), {}),
-    LionOptimizer: _OptimizerClass("lion", ("exp_avg",), {}, counts=False),
-}
-_HYPERPARAMETERS: Final = ("betas", "eps", "weight_decay", "momentum", "nesterov", "alpha", "centered", "lr_decay")
 _FORMULA_DEFAULTS: Final = {"amsgrad": False, "dampening": 0.0, "maximize": False}
 """Options that change the formula, and the value at which they have no effect."""
 
@@ -59,34 +36,42 @@ def read_optimizer_layout(optimizer: torch.optim.Optimizer, paths: Mapping[int, 
         optimizer: the optimizer; changes of its learning rates by schedulers are state of the schedulers.
         paths: id of a parameter -> path, for the trained parameters.
     """
-    kind = next((found for known, found in _OPTIMIZER_CLASSES.items() if isinstance(optimizer, known)), None)
+    kind, native = _spec_of(optimizer)
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    if kind is None:
+    if kind is None or native is None:
         refused = [f"it is trained by {name}, of which polyamp knows no formula"]
         return OptimizerLayout({}, {}, [{"type": name}], dict.fromkeys(paths.values(), 0), refused=refused)
     distinct, refused = [], []
     numbers: dict[str, int] = {}
-    slots = dict.fromkeys(kind.slots)
+    slots: dict[str, None] = {}
     for index, group in enumerate(optimizer.param_groups):
-        settings = _hyperparameters(kind.type, group)
+        settings = _hyperparameters(kind, native, group)
         distinct.append(settings)
         numbers |= {paths[id(p)]: index for p in group["params"] if id(p) in paths}
-        slots |= {slot: None for option, slot in kind.sometimes.items() if group.get(option)}
+        slots |= dict.fromkeys(kind.unchecked(group).slots)
         refused += [
             f"{option}={group[option]!r} in parameter group {index} of {name}"
             for option, plain in _FORMULA_DEFAULTS.items()
             if group.get(option, plain) != plain
         ]
-    named, counts = checkpoint_slots(paths.values(), slots, counts=kind.counts)
+    named, counts = checkpoint_slots(paths.values(), slots, counts=native.counts)
     return OptimizerLayout(named, counts, distinct, numbers, refused=refused)
 
 
-def _hyperparameters(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
+def _spec_of(optimizer: torch.optim.Optimizer) -> tuple[type[Spec] | None, NativeOptimizer | None]:
+    """Return the spec with the formula of a torch optimizer, and its description; AdamW is a subclass of Adam."""
+    for spec in reversed(SPECS):
+        native = torch_native(spec)
+        if native is not None and isinstance(optimizer, native_class(native)):
+            return spec, native
+    return None, None
+
+
+def _hyperparameters(spec: type[Spec], native: NativeOptimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     decoupled = group.get("decoupled_weight_decay")
-    if kind == "adam" and decoupled:
-        kind = "adamw"
+    kind = "adamw" if spec.tag == "adam" and decoupled else spec.tag
     found = {"type": kind, "learning_rate": float(group["lr"])}
-    for word in _HYPERPARAMETERS:
+    for word in native.options or spec.field_names[1:-1]:
         if word in group:
             value = group[word]
             found[word] = [float(item) for item in value] if isinstance(value, tuple | list) else value

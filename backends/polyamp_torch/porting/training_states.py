@@ -14,6 +14,7 @@ from polyamp.porting.states.optimizer_layout import NativeTraining, OptimizerLay
 from polyamp.porting.states.recipe_comparison import member_settings
 from polyamp.recipe.optimizers import is_spec
 from polyamp_torch.porting.optimizer_layout import checkpoint_slots, read_optimizer_layout
+from polyamp_torch.step.optimizers import keeps_counts
 
 
 class TorchStateConverter:
@@ -24,9 +25,7 @@ class TorchStateConverter:
         if not is_spec(state.recipe.optimizer):
             return read_optimizer_layout(state.optimizer, by_id)
         spec = state.recipe.optimizer
-        slots, counts = checkpoint_slots(
-            by_id.values(), spec.slots, counts=spec.tag in ("adam", "adamw", "rmsprop", "adagrad")
-        )
+        slots, counts = checkpoint_slots(by_id.values(), spec.slots, counts=keeps_counts(spec))
         distinct, numbers = member_settings(state.groups)
         moved = [] if state.rates is not None else _changed_learning_rates(state)
         return OptimizerLayout(slots, counts, distinct, numbers, notes=moved)

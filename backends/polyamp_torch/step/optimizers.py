@@ -1,7 +1,7 @@
 """`torch.optim` optimizers from specs, and one step of any torch optimizer under a finite flag.
 
 - SGD, Adam and AdamW use torch's fused kernels, which accept the flag and the divisor.
-- RMSprop, Adagrad and Lion run polyamp's own formulas over multi-tensor kernels, and select by the flag on the device.
+- All others run polyamp's own formulas over multi-tensor kernels, and select by the flag on the device.
 
 Neither synchronises with the host. The host reads the flag once a step for native optimizers without fused kernels or
 without their state yet, and for parameters that the fused kernels do not support.
@@ -9,13 +9,16 @@ without their state yet, and for parameters that the fused kernels do not suppor
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
+from polyamp.array_namespace import PYTHON
 from polyamp.errors import UnsupportedError
-from polyamp.recipe.optimizers import SGD, Adagrad, Adam, AdamW, Lion, RMSprop, is_spec
+from polyamp.recipe.optimizer_spec import NativeOptimizer, Spec
+from polyamp.recipe.optimizers import SPECS, is_spec
 from polyamp.rules.group_members import GroupHyperparameters, GroupMembers
 from polyamp_torch.arrays import HALF_TENSOR_DTYPES
 from polyamp_torch.compat import foreach_add, foreach_add_, foreach_copy_, has_found_inf_support, local_tensor_of
@@ -25,34 +28,41 @@ from polyamp_torch.step.torch_only.multi_tensor import TENSOR_LIST_XP, TensorLis
 from polyamp_torch.step.torch_only.optimizer_kernels import FusedKernels, make_step_counts
 
 ParameterList = list[torch.nn.Parameter]
-_TORCH_SLOT_NAMES: Final = {"momentum": "momentum_buffer"}
+_TORCH_SLOT_NAMES: Final = {
+    own: name for spec in SPECS for native in spec.native.get("torch", ()) for name, own in native.slots.items()
+}
 """Slot name in polyamp's formulas -> torch's name, if they differ."""
+_FORMULA_SPECS: Final = tuple(
+    spec for spec in SPECS if not any(native.is_fused for native in spec.native.get("torch", ()))
+)
 _MAX_ELEMENTS_AT_ONCE: Final = 2**25
 """Maximum number of elements per call of a formula; bounds the memory of its intermediate results."""
 
 
-class LionOptimizer(torch.optim.Optimizer):
-    """Lion optimizer (arxiv.org/abs/2302.06675) with decoupled weight decay, which torch.optim lacks."""
+class FormulaOptimizer(torch.optim.Optimizer):
+    """Optimizer that runs the formula of a spec for which torch.optim has no class, such as Lion.
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    Args:
+        params: parameters, or parameter groups with options.
+        spec_class: class of the spec.
+        options: the spec's hyperparameters, and its learning rate as `lr`.
+    """
+
+    def __init__(self, params: Iterable[Any], spec_class: type[Spec], **options: Any) -> None:
+        super().__init__(params, options)
+        self.spec_class = spec_class
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Run one update with multi-tensor kernels."""
         if closure is not None:
-            raise UnsupportedError("Lion takes no closure.")
+            raise UnsupportedError(f"{self.spec_class.__name__} takes no closure.")
         for group in self.param_groups:
+            named = {name: group[name] for name in self.spec_class.field_names if name in group}
+            spec = self.spec_class(group["lr"], **named)
             for p in group["params"]:
-                if p.grad is not None and "exp_avg" not in self.state[p]:
-                    self.state[p]["exp_avg"] = torch.zeros_like(p)
-            spec = Lion(group["lr"], betas=group["betas"], weight_decay=group["weight_decay"])
+                if p.grad is not None and not self.state[p]:
+                    _initialize_parameter(self, spec, p, p.device)
             _run_formula(self, group, spec, group["lr"], 0, None)
         return None
 
@@ -125,20 +135,13 @@ def _build_from_spec(groups: GroupMembers, named: Mapping[str, torch.nn.Paramete
     parts: Any = parameters
     if not groups.is_uniform:
         parts = [{"params": part, **_group_options(m)} for part, m in zip(held, groups.distinct, strict=True)]
+    native = torch_native(type(spec))
     made: torch.optim.Optimizer
-    match spec:
-        case SGD():
-            made = torch.optim.SGD(parts, **first, fused=fused)
-        case Adam() | AdamW():
-            made = (torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam)(parts, **first, fused=fused)
-        case RMSprop():
-            made = torch.optim.RMSprop(parts, **first)
-        case Adagrad():
-            made = torch.optim.Adagrad(parts, **first)
-        case Lion():
-            made = LionOptimizer(parts, **first)
-        case _:
-            raise UnsupportedError(f"the torch backend has no optimizer for {type(spec).__name__}.")
+    if native is None:
+        made = FormulaOptimizer(parts, type(spec), **first)
+    else:
+        kind = native_class(native)
+        made = kind(parts, **first, fused=fused) if native.is_fused else kind(parts, **first)
     _initialize_slots(made, groups, held, fused)
     return made
 
@@ -166,19 +169,30 @@ def _initialize_slots(
     It also avoids fused SGD's uninitialised momentum after a skipped first step."""
     parameters = [p for part in held for p in part]
     spec = groups.distinct[0].spec
-    counts = isinstance(spec, Adam | AdamW | RMSprop | Adagrad)
     together = fused and len({p.device for p in parameters}) == 1
     laid = iter(make_step_counts(len(parameters), parameters[0].device) if together else ())
     for part, member in zip(held, groups.distinct, strict=True):
         for p in part:
-            if counts:
-                device = p.device if fused or has_formula(spec) else torch.device("cpu")
-                own = torch.zeros((), dtype=torch.float32, device=device) if not together else next(laid)
-                optimizer.state[p]["step"] = own
-            for slot in spec.slots:
-                value: complex = member.spec.initial(slot)
-                value = complex(value, value) if p.is_complex() else value  # real and imaginary part
-                optimizer.state[p][slot_name(slot)] = torch.full_like(p, value, memory_format=torch.preserve_format)
+            count = None if not together else next(laid)
+            _initialize_parameter(optimizer, member.spec, p, p.device if fused or has_formula(spec) else "cpu", count)
+
+
+def _initialize_parameter(
+    optimizer: torch.optim.Optimizer, spec: Any, p: torch.Tensor, device: Any, count: torch.Tensor | None = None
+) -> None:
+    """Create the state arrays of one parameter, with its step count on `device`."""
+    state = optimizer.state[p]
+    if keeps_counts(spec):
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device) if count is None else count
+    for slot in spec.slots:
+        value: complex = spec.initial(slot)
+        if slot in spec.slot_shapes:
+            real = torch.promote_types(p.dtype.to_real(), torch.float32)
+            shape = spec.slot_shape(slot, tuple(p.shape))
+            state[slot_name(slot)] = torch.full(shape, value, dtype=real, device=p.device)
+        else:
+            value = complex(value, value) if p.is_complex() else value  # real and imaginary part
+            state[slot_name(slot)] = torch.full_like(p, value, memory_format=torch.preserve_format)
 
 
 def separate_step_counts(optimizer: torch.optim.Optimizer) -> None:
@@ -195,7 +209,23 @@ def slot_name(slot: str) -> str:
 
 def has_formula(spec: Any) -> bool:
     """Return whether a spec uses polyamp's formula, because torch's kernels for it accept no flag."""
-    return isinstance(spec, RMSprop | Adagrad | Lion)
+    return isinstance(spec, _FORMULA_SPECS)
+
+
+def torch_native(spec_class: type[Spec]) -> NativeOptimizer | None:
+    """Return the description of the class of `torch.optim` for a spec; None if there is none."""
+    return next(iter(spec_class.native.get("torch", ())), None)
+
+
+def native_class(native: NativeOptimizer) -> Any:
+    """Return the class that a spec names."""
+    return pkgutil.resolve_name(native.name)
+
+
+def keeps_counts(spec: Spec) -> bool:
+    """Return whether the torch optimizer of a spec counts the updates of each parameter."""
+    native = torch_native(type(spec))
+    return spec.counts_updates if native is None else native.counts
 
 
 def has_float64_parameters(optimizer: torch.optim.Optimizer) -> bool:
@@ -339,7 +369,7 @@ def _run_formula(
                 _to_float32([p.grad for p in parameters]),
                 {slot: _to_float32(tensors) for slot, tensors in old.items()},
                 _move_to_device(rate, device),
-                _update_count(spec, states, _move_to_device(count, device)),
+                _update_number(spec, _move_to_device(rate, device), states, _move_to_device(count, device)),
             )
             for before, after in [(parameters, new), *((old[slot], slots[slot]) for slot in old)]:
                 chosen = after if own is None else TENSOR_LIST_XP.where(own, after, TensorList(list(before)))
@@ -352,16 +382,18 @@ def _run_formula(
                     foreach_add_(steps, own.float(), alpha=1.0)  # without alpha torch reads the tensor
 
 
-def _update_count(spec: Any, states: list[dict[str, Any]], shared: Any) -> Any:
-    """Return the number of this update for a formula; per parameter if the counts can differ (S23)."""
-    if not isinstance(spec, Adagrad) or not spec.lr_decay:
-        return shared
-    taken = [state["step"] for state in states]
-    if can_read_without_sync(taken[0].device) and len(numbers := {count.item() for count in taken}) == 1:
-        return numbers.pop() + 1.0
-    if states[0]["sum"].dtype == torch.float64:
-        taken = [count.double() for count in taken]
-    return TensorList(list(foreach_add(taken, 1.0)))
+def _update_number(spec: Spec, rate: Any, states: list[dict[str, Any]], shared: Any) -> Any:
+    """Return the number of this update for a formula, or its corrections; per parameter if counts differ (S23)."""
+    number = shared
+    if spec.counts_updates:
+        taken = [state["step"] for state in states]
+        if can_read_without_sync(taken[0].device) and len(numbers := {count.item() for count in taken}) == 1:
+            number = numbers.pop() + 1.0
+        else:
+            if states[0][slot_name(spec.slots[0])].dtype == torch.float64:
+                taken = [count.double() for count in taken]
+            number = TensorList(list(foreach_add(taken, 1.0)))
+    return spec.corrections(PYTHON, rate, number) if isinstance(number, int | float) else number
 
 
 def check_group_options(optimizer: torch.optim.Optimizer, spec: Any, groups: GroupMembers) -> None:
@@ -376,12 +408,12 @@ def check_group_options(optimizer: torch.optim.Optimizer, spec: Any, groups: Gro
     for number, group in enumerate(optimizer.param_groups):
         if has_formula(spec):
             current_spec(group_spec(groups, number), group)
-        decoupled = group.get("decoupled_weight_decay", isinstance(spec, AdamW))
+        decoupled = group.get("decoupled_weight_decay", spec.decouples_decay)
         for name, differs in (
             ("amsgrad", group.get("amsgrad")),
-            ("decoupled_weight_decay", decoupled != isinstance(spec, AdamW)),
+            ("decoupled_weight_decay", decoupled != spec.decouples_decay),
         ):
-            if differs:
+            if differs and name not in spec.hyperparameters:
                 raise UnsupportedError(
                     f"{name}={group[name]} was written into the optimizer's param_groups; {type(spec).__name__} has no "
                     f"such option. Give the recipe torch.optim.{type(spec).__name__}(..., {name}={group[name]})."

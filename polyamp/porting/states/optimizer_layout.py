@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from polyamp.porting.layouts.lazy_array import Array
+from polyamp.recipe.optimizer_spec import Spec
+from polyamp.recipe.optimizers import SPECS
 
 if TYPE_CHECKING:
     from polyamp.porting.layouts.inventory import Inventory
@@ -62,6 +64,16 @@ class OptimizerLayout:
     def type(self) -> str:
         """Kind of optimizer, as in a recipe file: "adam"; "" if there is none."""
         return str(self.distinct[0].get("type", "")) if self.distinct else ""
+
+    def spec_at(self, leaf: str) -> Spec | None:
+        """Return the spec with the hyperparameters of a leaf; None for a kind that polyamp does not have."""
+        found = [spec for spec in SPECS if spec.tag == self.type]
+        return found[0].unchecked(self.distinct[self.numbers.get(leaf, 0)]) if found else None
+
+    def is_number(self, slot: str) -> bool:
+        """Return whether a slot is one number for each parameter."""
+        spec = self.spec_at("")
+        return spec is not None and slot in spec.slot_shapes and spec.slot_shape(slot, (2, 3)) == ()
 
     def plain(self) -> dict[str, Any]:
         """Return the layout as JSON data."""

@@ -72,7 +72,7 @@ def training(model: Any, optimizer: Any = None, scaler: Any = None, *, step: int
 
     | framework | `optimizer` | `scaler` |
     |---|---|---|
-    | torch | `torch.optim` SGD, Adam, AdamW, RMSprop, Adagrad, or (to read) a `state_dict()` | `GradScaler`; the same |
+    | torch | a `torch.optim` optimizer with a spec, or (to read) its `state_dict()` | `GradScaler`; the same |
     | Keras | Keras's, or a `LossScaleOptimizer` around it; None: the compiled model's | None: it is in the optimizer |
     | JAX | an optax state, better `(transformation, state)`, or flax's `TrainState` | `DynamicScale`, jmp's, or None |
 

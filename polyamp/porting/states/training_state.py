@@ -69,6 +69,9 @@ def canonical_state(own: TrainingSide, ways: Sequence[ArrayMapping]) -> Training
         held = {name: Lazy.of(own.arrays[own.leaves[leaf.name]]) for name, leaf in way.layer.leaves.items()}
         parameters |= _named_arrays(way, way.form.arrays(held))
         for slot in slots:
+            if own.optimizer.is_number(slot):
+                slots[slot] |= _canonical_numbers(own, slot, way)
+                continue
             kept = {name: _read_slot(own, slot, leaf) for name, leaf in way.layer.leaves.items()}
             there = {name: array for name, array in kept.items() if array is not None}
             slots[slot] |= _named_arrays(way, _available_native_rules(way.form, there).arrays(there, gradients=True))
@@ -100,6 +103,9 @@ def native_state_arrays(
             _write_values(new, own, way.layer.leaves[name], own.leaves[way.layer.leaves[name].name], array)
         for slot, names in own.optimizer.slots.items():
             values = transfer_arrays(way, given.slots.get(slot, {}))
+            if own.optimizer.is_number(slot):
+                fresh += _write_slot_numbers(new, own, slot, way, values, given.counts)
+                continue
             made = _available_canonical_rules(way.form, values).leaves(values, like, moments=True)
             for name, leaf in way.layer.leaves.items():
                 if leaf.tied is None and leaf.name in names:
@@ -157,11 +163,58 @@ def _read_slot(own: TrainingSide, slot: str, leaf: InventoryLeaf) -> Lazy | None
     return Lazy(array.shape, array.dtype, lambda: array * array.dtype.type(factor))
 
 
+def _canonical_numbers(own: TrainingSide, slot: str, way: ArrayMapping) -> dict[str, Lazy]:
+    """Return a slot that is a number, by canonical array: of several native arrays that of the most updates."""
+    found: dict[str, Lazy] = {}
+    for rule in way.form.rules:
+        known: list[tuple[int, Lazy]] = []
+        for leaf in (way.layer.leaves[name] for name in rule.native):
+            array = _read_slot(own, slot, leaf)
+            if array is not None:
+                known.append((_update_count(own, leaf.tied or leaf.name) or 0, array))
+        if known:
+            latest = max(known, key=lambda pair: pair[0])[1]
+            found |= {f"{way.path}/{name}": latest for name in rule.canonical}
+    return found
+
+
+def _write_slot_numbers(
+    new: dict[str, Array],
+    own: TrainingSide,
+    slot: str,
+    way: ArrayMapping,
+    values: Mapping[str, Lazy],
+    counts: Mapping[str, int],
+) -> list[str]:
+    """Write a slot that is a number, and return the leaves for which there is none.
+
+    Args:
+        new: the target's arrays.
+        own: the target.
+        slot: the slot.
+        way: the layer.
+        values: canonical array -> its number.
+        counts: canonical array with its path -> number of its updates.
+    """
+    fresh = []
+    for rule in way.form.rules:
+        known = [(counts.get(f"{way.path}/{name}", 0), values[name]) for name in rule.canonical if name in values]
+        for leaf in (way.layer.leaves[name] for name in rule.native):
+            array = own.optimizer.slots[slot].get(leaf.name)
+            if array is None or leaf.tied is not None:
+                continue
+            fresh += [] if known else [leaf.name]
+            number = max(known, key=lambda pair: pair[0])[1] if known else _initial_slot(own, slot, leaf)
+            _write_number(new, own, array, number.read().item())
+    return fresh
+
+
 def _initial_slot(own: TrainingSide, slot: str, leaf: InventoryLeaf) -> Lazy:
     """Return the initial value of a slot."""
-    number = own.optimizer.numbers.get(leaf.tied or leaf.name, 0)
-    start = own.optimizer.distinct[number].get("initial_accumulator_value", 0.0) if slot == "sum" else 0.0
-    shape, dtype = leaf.array.shape, np.dtype(np.float32)
+    spec = own.optimizer.spec_at(leaf.tied or leaf.name)
+    start = 0.0 if spec is None else spec.initial(slot)
+    shape = leaf.array.shape if spec is None else spec.slot_shape(slot, leaf.array.shape)
+    dtype = np.dtype(np.float32)
     return Lazy(shape, dtype, lambda: np.full(shape, start, dtype))
 
 
@@ -227,6 +280,6 @@ def _write_counts(new: dict[str, Array], own: TrainingSide, counts: Mapping[str,
     return said
 
 
-def _write_number(new: dict[str, Array], own: TrainingSide, name: str, number: int) -> None:
+def _write_number(new: dict[str, Array], own: TrainingSide, name: str, number: float) -> None:
     old = own.arrays.get(name)
     new[name] = np.full((), number, np.float32) if old is None else np.full(old.shape, number, old.dtype)

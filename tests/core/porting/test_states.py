@@ -68,6 +68,7 @@ OPTIMIZERS = {
     "rmsprop": polyamp.rmsprop(0.01, momentum=0.5, centered=True),
     "adagrad": polyamp.adagrad(0.1, initial_accumulator_value=0.5),
     "lion": polyamp.lion(1e-3),
+    "nadam": polyamp.nadam(0.01),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyamp import RecipeError, adagrad, adam, adamw, lion, rmsprop, schedules, sgd
+from polyamp import RecipeError, adagrad, adam, adamw, lion, nadam, rmsprop, schedules, sgd
 from polyamp.array_namespace import PYTHON
 from polyamp.recipe.optimizers import SPECS, is_spec
 from polyamp.reference.arrays import XP
@@ -58,6 +58,35 @@ def torch_adam(
         v = betas[1] * v + (1 - betas[1]) * g**2
         m_hat, v_hat = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
         param = param - lr * m_hat / (np.sqrt(v_hat) + eps)
+    return param
+
+
+def torch_nadam(
+    param: Array,
+    grads: list[Array],
+    lr: float,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    decay: float = 0.0,
+    momentum_decay: float = 4e-3,
+    decoupled: bool = False,
+) -> Array:
+    m, v, product = np.zeros_like(param), np.zeros_like(param), 1.0
+    for t, grad in enumerate(grads, start=1):
+        g = grad
+        if decoupled:
+            param = param - lr * decay * param
+        else:
+            g = grad + decay * param
+        mu = betas[0] * (1 - 0.5 * 0.96 ** (t * momentum_decay))
+        mu_next = betas[0] * (1 - 0.5 * 0.96 ** ((t + 1) * momentum_decay))
+        product *= mu
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g**2
+        denominator = np.sqrt(v / (1 - betas[1] ** t)) + eps
+        param = param - lr * (1 - mu) / (1 - product) * g / denominator
+        param = param - lr * mu_next / (1 - product * mu_next) * m / denominator
     return param
 
 
@@ -150,20 +179,33 @@ CASES: list[tuple[str, Any, Oracle]] = [
         partial(torch_adagrad, lr_decay=0.1, decay=0.1, start=0.5, eps=1e-3),
     ),
     ("lion", lion(RATE), paper_lion),
+    ("nadam", nadam(RATE), torch_nadam),
+    (
+        "nadam all",
+        nadam(RATE, betas=(0.8, 0.9), eps=1e-2, weight_decay=0.1, momentum_decay=1.0),
+        partial(torch_nadam, betas=(0.8, 0.9), eps=1e-2, decay=0.1, momentum_decay=1.0),
+    ),
+    (
+        "nadam decoupled",
+        nadam(RATE, weight_decay=0.1, decoupled_weight_decay=True),
+        partial(torch_nadam, decay=0.1, decoupled=True),
+    ),
     ("lion decay", lion(RATE, betas=(0.8, 0.95), weight_decay=0.1), partial(paper_lion, betas=(0.8, 0.95), decay=0.1)),
 ]
 
 
 def run(spec: Any, param: Any, grads: list[Any]) -> Any:
     """`spec`'s formula over NumPy, in the dtype of `param`."""
-    slots = {name: np.full_like(param, spec.initial(name)) for name in spec.slots}
+    shapes = {name: spec.slot_shape(name, param.shape) for name in spec.slots}
+    slots = {name: np.full(shape, spec.initial(name), param.dtype) for name, shape in shapes.items()}
     for number, grad in enumerate(grads, start=1):
         count = param.dtype.type(number)
         rate = spec.rate(count - 1, XP)
         param, slots = spec.update(XP, param, grad, slots, rate, count)
         assert tuple(slots) == spec.slots
         assert {array.dtype for array in [param, *slots.values()]} == {grads[0].dtype}
-        assert {array.shape for array in [param, *slots.values()]} == {grads[0].shape}
+        assert {name: array.shape for name, array in slots.items()} == shapes
+        assert param.shape == grads[0].shape
     return param
 
 
@@ -207,6 +249,17 @@ DEFAULTS: list[tuple[Any, dict[str, Any]]] = [
         {"learning_rate": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
     ),
     (lion(), {"learning_rate": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}),
+    (
+        nadam(),
+        {
+            "learning_rate": 2e-3,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "momentum_decay": 4e-3,
+            "decoupled_weight_decay": False,
+        },
+    ),
 ]
 
 
@@ -231,6 +284,7 @@ def test_every_spec_is_tested() -> None:
         (rmsprop(centered=True, momentum=0.5), ("square_avg", "grad_avg", "momentum")),
         (adagrad(), ("sum",)),
         (lion(), ("exp_avg",)),
+        (nadam(), ("exp_avg", "exp_avg_sq", "mu_product")),
     ],
 )
 def test_slots(spec: Any, slots: tuple[str, ...]) -> None:

@@ -1,6 +1,6 @@
 """Tensor lists that behave like one array, so that multi-tensor kernels run an optimizer formula over all parameters.
 
-Used for RMSprop, Adagrad and Lion, for which torch has no kernel that accepts the finite flag.
+Used for the specs for which torch has no kernel that accepts the finite flag.
 """
 
 from __future__ import annotations

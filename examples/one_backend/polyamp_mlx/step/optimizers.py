@@ -19,7 +19,9 @@ def initial_slots(groups: GroupMembers, parameters: Arrays) -> dict[str, Arrays]
     """Return the initial optimizer slots of each parameter, float32."""
 
     def made(spec: Any, value: mx.array) -> Arrays:
-        return {slot: mx.full(value.shape, spec.initial(slot), mx.float32) for slot in spec.slots}
+        return {
+            slot: mx.full(spec.slot_shape(slot, value.shape), spec.initial(slot), mx.float32) for slot in spec.slots
+        }
 
     return {path: made(groups.of(path).spec, value) for path, value in parameters.items()}
 

@@ -29,6 +29,7 @@ SPECS = {
     "adagrad": polyamp.adagrad(1e-1),
     "adagrad_decay": polyamp.adagrad(1e-1, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.5, eps=1e-3),
     "lion": polyamp.lion(1e-3, weight_decay=0.1),
+    "nadam": polyamp.nadam(1e-2, weight_decay=0.1),
     "scheduled": polyamp.adamw(polyamp.schedules.warmup_cosine(1e-2, 5, 20)),
     "stepped": polyamp.adagrad(polyamp.schedules.step(0.1, every=3, factor=0.5)),
 }
@@ -37,7 +38,10 @@ SPECS = {
 def oracle(spec: Any, params: dict[str, Any], grads: list[dict[str, Any]]) -> dict[str, Any]:
     """The spec's own formula in NumPy, in float64."""
     params = {name: value.astype(np.float64) for name, value in params.items()}
-    slots = {name: {s: np.full_like(v, spec.initial(s)) for s in spec.slots} for name, v in params.items()}
+    slots = {
+        name: {s: np.full(spec.slot_shape(s, v.shape), spec.initial(s)) for s in spec.slots}
+        for name, v in params.items()
+    }
     for count, grad in enumerate(grads):
         rate = np.float64(spec.rate(np.int64(count), NUMPY))
         for name in params:

@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, Any] = {
     "rmsprop": polyamp.rmsprop(WARM, momentum=0.9, centered=True, weight_decay=0.1),
     "adagrad": polyamp.adagrad(WARM, lr_decay=0.1, weight_decay=0.1),
     "lion": polyamp.lion(1e-2, weight_decay=0.1),
+    "nadam": polyamp.nadam(WARM, weight_decay=0.1),
     "optax": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.1)),
     "labels": optax.multi_transform(
         {"one": optax.adamw(1e-2, weight_decay=0.1), "other": optax.sgd(0.1, momentum=0.9)},

@@ -28,6 +28,7 @@ SPECS = [
     polyamp.adagrad(0.1, lr_decay=0.5),
     polyamp.rmsprop(0.1, momentum=0.9),
     polyamp.lion(0.1, weight_decay=0.1),
+    polyamp.nadam(0.1, weight_decay=0.1),
 ]
 LEFT = np.linspace(-1.0, 1.0, 3, dtype=np.float32)
 
@@ -78,7 +79,8 @@ def test_s23_what_is_not_used_stays_and_its_updates_are_counted_for_itself(spec:
     losses = [left, left, right, left, both, both]
     steps = {loss: polyamp.train_step(loss, recipe) for loss in (left, right, both)}
     values = {"left": LEFT, "right": -LEFT}
-    slots = {n: {slot: np.full(3, spec.initial(slot), np.float32) for slot in spec.slots} for n in values}
+    shapes = {slot: spec.slot_shape(slot, (3,)) for slot in spec.slots}
+    slots = {n: {s: np.full(shape, spec.initial(s), np.float32) for s, shape in shapes.items()} for n in values}
     taken = dict.fromkeys(values, 0)
     for number, loss in enumerate(losses):
         before = {name: exported(state, name) for name in values}

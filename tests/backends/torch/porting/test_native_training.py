@@ -21,6 +21,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     "adamw": (lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1), polyamp.adamw(1e-2, weight_decay=0.1)),
     "rmsprop": (lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5), polyamp.rmsprop(1e-3, momentum=0.5)),
     "adagrad": (lambda p: torch.optim.Adagrad(p, lr=0.02), polyamp.adagrad(0.02)),
+    "nadam": (lambda p: torch.optim.NAdam(p, lr=1e-2), polyamp.nadam(1e-2)),
 }
 
 
@@ -146,7 +147,7 @@ def test_what_differs_of_the_recipe_is_reported() -> None:
     [
         (lambda p: torch.optim.Adam(p, amsgrad=True), r"amsgrad=True in parameter group 0 of torch\.optim\.adam\.Adam"),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), r"dampening=0\.5 in parameter group 0"),
-        (lambda p: torch.optim.NAdam(p), r"it is trained by torch\.optim\.nadam\.NAdam, of which polyamp knows no"),
+        (lambda p: torch.optim.RAdam(p), r"it is trained by torch\.optim\.radam\.RAdam, of which polyamp knows no"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(make: Any, message: str) -> None:

@@ -117,6 +117,7 @@ SPECS = {
     "rmsprop": polyamp.rmsprop(0.01, momentum=0.5, centered=True),
     "adagrad": polyamp.adagrad(RATE, lr_decay=0.1),
     "lion": polyamp.lion(0.001),
+    "nadam": polyamp.nadam(0.01),
 }
 
 

@@ -1,0 +1,213 @@
+"""`Spec`, the base of the optimizer specs: what one optimizer is in every framework, in one place.
+
+A spec is frozen data that a recipe file can store. It has the hyperparameters as fields, the state arrays (`slots`)
+with their shapes, the formula (`step`) over an array namespace, and the native classes with the layout of their state.
+The reference and TensorFlow backends run the formula directly. torch and JAX use `torch.optim` and optax where these
+have it; the conformance suite compares their results with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+from polyamp.array_namespace import ArrayNamespace
+from polyamp.errors import RecipeError, plain_number_hint
+from polyamp.recipe.groups import check_groups
+from polyamp.records import Record
+from polyamp.schedules import Schedule, is_schedule
+
+Shape = tuple[int, ...]
+Slots = dict[str, Any]
+SlotSelector = Callable[[Slots], Slots]
+
+
+class NativeOptimizer(NamedTuple):
+    """Class of a framework that has an optimizer's state: for optax, the class of the state.
+
+    Attributes:
+        name: its dotted path, such as "torch.optim.Adam".
+        slots: its name of a state array -> the spec's name. In torch only the names that differ.
+        options: its name of an option -> the spec's name, where they differ or not all options are the spec's.
+        counts: whether it counts the updates of its parameters.
+        is_fused: torch: whether its kernels accept a finite flag and a divisor.
+        mark: torch: an option that no other class saves, by which a saved state is recognised.
+        note: how its formula differs from the spec's; "" if it does not.
+    """
+
+    name: str
+    slots: Mapping[str, str] = MappingProxyType({})
+    options: Mapping[str, str] = MappingProxyType({})
+    counts: bool = True
+    is_fused: bool = False
+    mark: str = ""
+    note: str = ""
+
+
+Framework = Literal["torch", "keras", "optax"]
+NativeOptimizers = Mapping[Framework, tuple[NativeOptimizer, ...]]
+
+
+def _keep_all_slots(slots: Slots) -> Slots:
+    return slots
+
+
+def scalar_shape(shape: Shape) -> Shape:
+    """Return the shape of a slot that is one number for each parameter."""
+    return ()
+
+
+class Spec(Record):
+    """Base class of the specs.
+
+    `groups`, the last field of each spec, has other hyperparameters for some parameters (S27).
+    `polyamp.rules.group_members` resolves them; the formula ignores them.
+    """
+
+    word: ClassVar[str] = "spec"
+    slot_shapes: ClassVar[Mapping[str, Callable[[Shape], Shape]]] = MappingProxyType({})
+    """Slot -> function from the parameter's shape to the slot's; a slot without one has the parameter's shape."""
+    native: ClassVar[NativeOptimizers] = MappingProxyType({})
+    """Library -> its classes that have this optimizer's state."""
+
+    learning_rate: float | Schedule
+
+    def __post_init__(self) -> None:
+        if not is_schedule(self.learning_rate):
+            _check_number("learning_rate", self.learning_rate, low=0.0)
+        for name in self.hyperparameters:
+            value, default = getattr(self, name), self.defaults[name]
+            if isinstance(default, bool):
+                if not isinstance(value, bool):
+                    raise RecipeError(f"{name} must be True or False. Received: {name}={value!r}.")
+            elif isinstance(default, tuple):
+                if not isinstance(value, tuple) or len(value) != 2:
+                    raise RecipeError(f"{name} must be a pair of numbers. Received: {name}={value!r}.")
+                for item in value:
+                    _check_number(name, item, low=0.0, below=1.0)
+            else:
+                _check_number(name, value, low=0.0, below=1.0 if name in ("momentum", "alpha") else math.inf)
+        groups: Any = getattr(self, "groups")  # noqa: B009  # the last field, declared in every subclass
+        if groups:
+            groups = check_groups(self, groups)
+        self._set_field("groups", tuple(groups))
+
+    @property
+    def hyperparameters(self) -> tuple[str, ...]:
+        """Names of the fields other than the rate and the groups."""
+        return self.field_names[1:-1]
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the per-parameter state arrays, which are at least float32."""
+        raise NotImplementedError  # every spec defines its own
+
+    @classmethod
+    def unchecked(cls, options: Mapping[str, Any]) -> Self:
+        """Return the spec with the options of a native optimizer, which may have values that a spec refuses."""
+        spec = cls.__new__(cls)
+        for name, default in cls.defaults.items():
+            spec._set_field(name, options.get(name, default))
+        return spec
+
+    def initial(self, slot: str) -> float:
+        """Return the initial value of a slot."""
+        return 0.0
+
+    def slot_shape(self, slot: str, shape: Shape) -> Shape:
+        """Return the shape of a slot of a parameter with this shape."""
+        rule = self.slot_shapes.get(slot)
+        return shape if rule is None else rule(shape)
+
+    @property
+    def decouples_decay(self) -> bool:
+        """Whether `weight_decay` shrinks the parameter, instead of being added to the gradient (L2)."""
+        return False
+
+    @property
+    def counts_updates(self) -> bool:
+        """Whether the formula depends on the number of the parameter's update (S23)."""
+        return False
+
+    def rate(self, count: Any, xp: ArrayNamespace) -> Any:
+        """Return the learning rate of the update after `count` applied ones, as a scalar of `count`'s framework, in its
+        dtype if that is floating."""
+        rate = self.learning_rate
+        return rate(count, xp) if callable(rate) else xp.asarray(rate, count * 1.0)
+
+    def corrections(self, xp: ArrayNamespace, rate: Any, count: Any) -> Slots:
+        """Return the quantities that depend on the update's number, by name: scalars, or vectors if `count` is a vector
+        over parameters. `update` computes them itself; a backend may compute those of all parameters at once."""
+        return {}
+
+    def update(
+        self,
+        xp: ArrayNamespace,
+        param: Any,
+        grad: Any,
+        slots: Slots,
+        rate: Any,
+        count: Any,
+        *,
+        keep: SlotSelector = _keep_all_slots,
+    ) -> tuple[Any, Slots]:
+        """Return the result of one update of one parameter.
+
+        Args:
+            xp: the framework's array namespace.
+            param: the parameter, float32, or float64 if it is stored so (S1).
+            grad: its gradient, of the same dtype and shape.
+            slots: this spec's state arrays for the parameter.
+            rate: learning rate, scalar of this dtype.
+            count: number of this update of this parameter (S23), starting at 1, as a scalar of this dtype; or the
+                `corrections` computed from it.
+            keep: selects the slots before the parameter is computed from them. A compiled step that skips by choosing
+                between old and new slots chooses here, so that no old slot is read after the new one.
+
+        Returns:
+            The new parameter and the new slots.
+        """
+        decay: float = getattr(self, "weight_decay")  # noqa: B009  # a field of every spec
+        if decay and self.decouples_decay:
+            param = param * (1.0 - rate * decay)
+        elif decay:
+            grad = grad + decay * param
+        numbers = count if isinstance(count, dict) else self.corrections(xp, rate, count)
+        change, new = self.step(xp, grad, slots, {"rate": rate, **numbers}, keep)
+        return param - change, new
+
+    def step(
+        self, xp: ArrayNamespace, grad: Any, slots: Slots, numbers: Slots, keep: SlotSelector
+    ) -> tuple[Any, Slots]:
+        """Return what is subtracted from the parameter, and the new slots.
+
+        Args:
+            xp, slots, keep: as in `update`.
+            grad: the gradient, with an L2 decay.
+            numbers: the learning rate as "rate", and the `corrections`.
+        """
+        raise NotImplementedError  # every spec defines its own
+
+
+def one_minus_power(base: float, exponent: Any, xp: ArrayNamespace) -> Any:
+    """Return 1 - base**exponent without cancellation (the plain form loses 4 digits in float32 at 0.999 and 1)."""
+    return -xp.expm1(exponent * math.log(base)) if base > 0.0 else xp.asarray(1.0, exponent)
+
+
+def _check_number(name: str, value: Any, *, low: float, below: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < below:
+        limit = f"of at least {low:g}" + (f" and below {below:g}" if below < math.inf else "")
+        schedule = " or a polyamp.schedules schedule" if name == "learning_rate" else ""
+        instead = plain_number_hint(value) or (_rate_hint(value) if name == "learning_rate" else "")
+        raise RecipeError(f"{name} must be a finite number {limit}{schedule}. Received: {name}={value!r}.{instead}")
+
+
+def _rate_hint(value: Any) -> str:
+    """Return a hint for a value that is no learning rate: "" or a sentence with a leading space."""
+    if hasattr(value, "__next__") or type(value) in (list, tuple, dict):
+        return " The parameters are the model's: polyamp.init(model, recipe) gives them to the optimizer."
+    if isinstance(value, type):
+        return f" That is the class {getattr(value, 'tag', '') or value.__name__}: call it with its arguments."
+    return " Write one of polyamp.schedules; another library's schedule is no data." if callable(value) else ""

@@ -1,0 +1,32 @@
+"""The guide that adds an optimizer shows the class as it stands, and lists every optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from polyamp.recipe.optimizer_spec import Spec
+from polyamp.recipe.optimizers import SPECS, NAdam
+
+PAGE = (Path(__file__).parents[3] / "docs/guides/add_an_optimizer.md").read_text(encoding="utf-8")
+
+
+def test_the_guide_shows_the_class() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert code == inspect.getsource(NAdam)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.tag)
+def test_the_guide_lists_every_optimizer(spec: type[Spec]) -> None:
+    rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
+    assert any(f"`{spec.tag}`" in row.split("|")[1] for row in rows)
+
+
+def test_the_guide_names_every_part() -> None:
+    table = PAGE.partition("## What the class has")[2].partition("##")[0]
+    named = set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE))
+    own = {name for name in vars(NAdam) if not name.startswith("_")} & set(vars(Spec))
+    assert named == own - {"defaults", "field_names", "keyword_only"} | {"tag"}
