@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.array_namespace import ArrayNamespace
-from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
-from polyamp.contract.casting_report import CastingReport
+from polyamp.contract.backend import Backend, BackendInfo, ValueAndGrad
 from polyamp.contract.harness import Harness
 from polyamp.contract.sharded_state import ShardedState
 from polyamp.errors import GradientError, PolyampError
@@ -21,16 +19,17 @@ from polyamp.float_formats import FLOAT_DTYPES
 from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
-from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
+from polyamp.results import Gradients, LossFunction, StepFunction
 from polyamp.rules import step_checks
 from polyamp.rules.refresh import RefreshPlan
-from polyamp.rules.update_decision import Skip
-from polyamp_jax.arrays import XP, cast, dtype_name, named_leaves, to_numpy
+from polyamp_jax import arrays
+from polyamp_jax.arrays import XP, dtype_name, named_leaves
 from polyamp_jax.losses import JaxLosses
 from polyamp_jax.models.library import adapt
 from polyamp_jax.models.random_keys import random_keys
 from polyamp_jax.own_loop.native_scaler import native_scaler
-from polyamp_jax.precision.autocast import autocast, explain
+from polyamp_jax.precision.autocast import autocast
+from polyamp_jax.precision.autocast import explain as explain_casts
 from polyamp_jax.precision.op_list import check_policy
 from polyamp_jax.precision.policy_module import is_policy_module, master_weights
 from polyamp_jax.step import error_hints, optimizer_metadata
@@ -56,13 +55,14 @@ class JaxBackend:
     def __reduce__(self) -> str:
         return "BACKEND"  # keeps the singleton when a state that refers to it is copied or pickled
 
-    @property
-    def xp(self) -> ArrayNamespace:
-        return XP
-
-    @property
-    def losses(self) -> LossFunctions:
-        return JaxLosses()
+    xp = XP
+    losses = JaxLosses()
+    to_numpy = staticmethod(arrays.to_numpy)
+    cast = staticmethod(arrays.cast)
+    explain = staticmethod(explain_casts)
+    apply_gradients = staticmethod(steps.apply_gradients)
+    export_state = staticmethod(states_.export_arrays)
+    import_state = staticmethod(states_.replace_arrays)
 
     def info(self) -> BackendInfo:
         return BackendInfo("jax", jax.__version__, tuple(f"{d.platform}:{d.id}" for d in jax.devices()))
@@ -73,14 +73,8 @@ class JaxBackend:
             return jax.device_put(scalar, scalar_placement(like))
         return scalar
 
-    def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
-        return to_numpy(array)
-
     def is_concrete(self, array: Any) -> bool:
         return not isinstance(array, jax.core.Tracer)
-
-    def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
-        return cast(tree, dtype, float64=float64)
 
     @property
     def porting(self) -> Converter:
@@ -113,9 +107,6 @@ class JaxBackend:
 
     def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
         return autocast(target, policy)
-
-    def explain(self, target: Any, policy: Policy, *inputs: Any, strict: bool = False) -> CastingReport:
-        return explain(target, policy, *inputs, strict=strict)
 
     def scale_loss(self, loss: Any, scale: Any | None) -> Any:
         return scale_loss_value(loss, scale, what="scale()")[0]
@@ -189,11 +180,6 @@ class JaxBackend:
         compiled, weight = options.get("compile", True), options.get("weight")
         return steps.value_and_grad(loss_fn, compiled=compiled, axis_name=axis_name, weight=weight)
 
-    def apply_gradients(
-        self, states: Sequence[Any], grads: Sequence[Gradients], skip: Skip
-    ) -> tuple[list[Any], list[StepResult]]:
-        return steps.apply_gradients(states, grads, skip)
-
     def named_gradients(self, gradients: Gradients) -> list[tuple[str, Any]]:
         return [(name, gather_array(leaf)) for name, leaf in named_leaves(gradients.values).items()]
 
@@ -201,12 +187,6 @@ class JaxBackend:
         from polyamp_jax.step.sharded_state import sharded_state
 
         return sharded_state(state)
-
-    def export_state(self, state: Any) -> dict[str, np.ndarray[Any, Any]]:
-        return states_.export_arrays(state)
-
-    def import_state(self, state: Any, arrays: Mapping[str, Any]) -> states_.JaxState:
-        return states_.replace_arrays(state, arrays)
 
     def optimizer_settings(self, state: Any) -> dict[str, Any]:
         return optimizer_metadata.optimizer_metadata(state.recipe.optimizer)

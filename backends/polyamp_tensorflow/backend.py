@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 import tensorflow as tf
 
-from polyamp.array_namespace import ArrayNamespace
-from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
+from polyamp.contract.backend import Backend, BackendInfo, ValueAndGrad
 from polyamp.contract.harness import Harness
 from polyamp.contract.sharded_state import ShardedState
 from polyamp.errors import PolyampError
 from polyamp.porting.layouts.converter import Converter
-from polyamp.recipe.policy import Policy
 from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
-from polyamp.rules.refresh import RefreshPlan
 from polyamp.rules.step_checks import check_options
 from polyamp.rules.update_decision import Skip
 from polyamp_tensorflow import arrays as conversions
@@ -51,51 +48,28 @@ class TensorFlowBackend:
     """`Backend` over TensorFlow and Keras."""
 
     name = "tensorflow"
-
-    @property
-    def xp(self) -> ArrayNamespace:
-        return conversions.XP
-
-    @property
-    def losses(self) -> LossFunctions:
-        return TensorFlowLosses()
+    xp = conversions.XP
+    losses = TensorFlowLosses()
+    scalar = staticmethod(conversions.scalar)
+    to_numpy = staticmethod(conversions.to_numpy)
+    cast = staticmethod(conversions.cast)
+    native_policy = staticmethod(policies.dtype_policy)
+    autocast = staticmethod(policies.autocast)
+    scale_loss = staticmethod(scaling.scale_loss)
+    unscale = staticmethod(scaling.unscale)
+    regularization = staticmethod(model_losses.regularization)
+    parameters = staticmethod(module_parameters)
+    refresh = staticmethod(refresh_state)
 
     def info(self) -> BackendInfo:
         devices = [device.name.rpartition("device:")[2] for device in tf.config.list_physical_devices()]
         return BackendInfo("tensorflow", tf.__version__, tuple(sorted(devices, key=lambda name: "CPU" in name)))
 
-    def scalar(self, value: float, dtype: str, *, like: Any = None) -> Any:
-        return conversions.scalar(value, dtype, like=like)
-
-    def to_numpy(self, array: Any) -> Array:
-        return conversions.to_numpy(array)
-
     def is_concrete(self, array: Any) -> bool:
         return hasattr(array, "numpy")
 
-    def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
-        return conversions.cast(tree, dtype, float64=float64)
-
-    def native_policy(self, policy: Policy) -> Any:
-        return policies.dtype_policy(policy)
-
     def native_scaler(self, scaler: LossScaler, **options: Any) -> LossScaleOptimizer:
         return native_scaler(scaler, **options)
-
-    def autocast(self, target: Any, policy: Policy) -> Callable[..., Any]:
-        return policies.autocast(target, policy)
-
-    def scale_loss(self, loss: Any, scale: Any | None) -> Any:
-        return scaling.scale_loss(loss, scale)
-
-    def unscale(self, grads: Any, scale: Any | None) -> tuple[Any, Any]:
-        return scaling.unscale(grads, scale)
-
-    def regularization(self, model: Any) -> Any:
-        return model_losses.regularization(model)
-
-    def parameters(self, model: Any) -> dict[str, Any]:
-        return module_parameters(model)
 
     def init(self, model: Any, recipe: Recipe, **options: Any) -> TensorFlowState:
         check_options(options, (), function="init", backend=self.name)
@@ -185,9 +159,6 @@ class TensorFlowBackend:
         from polyamp.porting.states.metadata import state_metadata_json
 
         return state_metadata_json(state, arrays, self.porting, self.porting_states)
-
-    def refresh(self, state: Any, model: Any, plan: RefreshPlan) -> TensorFlowState:
-        return refresh_state(state, model, plan)
 
     @property
     def porting(self) -> Converter:

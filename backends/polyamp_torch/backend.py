@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from polyamp.array_namespace import ArrayNamespace
-from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
+from polyamp.contract.backend import Backend, BackendInfo, ValueAndGrad
 from polyamp.contract.harness import Harness
 from polyamp.contract.sharded_state import ShardedState
 from polyamp.errors import GradientError, LossError, PolyampError, UnsupportedError
@@ -20,10 +19,10 @@ from polyamp.recipe.recipe import Recipe
 from polyamp.recipe.scaler import LossScaler
 from polyamp.results import Gradients, LossFunction, StepFunction, StepResult
 from polyamp.rules import step_checks
-from polyamp.rules.refresh import RefreshPlan
 from polyamp.rules.update_decision import Skip
 from polyamp.trees import leaves, map_tree
-from polyamp_torch.arrays import XP, cast_tree, dtype_name, to_numpy
+from polyamp_torch import arrays
+from polyamp_torch.arrays import XP, dtype_name
 from polyamp_torch.compat import foreach_mul
 from polyamp_torch.distributed.fsdp_mixed_precision import check_fsdp_precision
 from polyamp_torch.losses import TorchLosses
@@ -47,14 +46,12 @@ class TorchBackend:
     """`Backend` for PyTorch."""
 
     name = "torch"
-
-    @property
-    def xp(self) -> ArrayNamespace:
-        return XP
-
-    @property
-    def losses(self) -> LossFunctions:
-        return TorchLosses()
+    xp = XP
+    losses = TorchLosses()
+    to_numpy = staticmethod(arrays.to_numpy)
+    cast = staticmethod(arrays.cast_tree)
+    check_arrays = staticmethod(optimizer_metadata.list_load_problems)
+    refresh = staticmethod(refresh_state)
 
     @property
     def porting(self) -> Converter:
@@ -78,14 +75,8 @@ class TorchBackend:
         device = like.device if isinstance(like, torch.Tensor) else None
         return torch.full((), value, dtype=getattr(torch, dtype), device=device)
 
-    def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
-        return to_numpy(array)
-
     def is_concrete(self, array: Any) -> bool:
         return not torch.compiler.is_compiling()
-
-    def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
-        return cast_tree(tree, dtype, float64=float64)
 
     def native_policy(self, policy: Policy) -> Any:
         """Return a `torch.autocast` region for the default device; use `polyamp_torch.autocast` for another device."""
@@ -192,9 +183,6 @@ class TorchBackend:
     def setting_of(self, state: Any, name: str) -> str | None:
         return optimizer_metadata.optimizer_setting(state.recipe.optimizer, name)
 
-    def check_arrays(self, state: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> list[str]:
-        return optimizer_metadata.list_load_problems(state, arrays)
-
     def explain_error(self, error: Exception, states: Sequence[Any], batch: Any) -> PolyampError | None:
         return error_hints.explain_error(error)
 
@@ -208,9 +196,6 @@ class TorchBackend:
         from polyamp.porting.states.metadata import state_metadata_json
 
         return state_metadata_json(state, arrays, self.porting, self.porting_states)
-
-    def refresh(self, state: Any, model: Any, plan: RefreshPlan) -> TorchState:
-        return refresh_state(state, model, plan)
 
     def testing(self) -> Harness:
         from polyamp_torch.harness import TorchHarness

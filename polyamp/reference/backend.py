@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
-from polyamp.array_namespace import ArrayNamespace
-from polyamp.contract.backend import Backend, BackendInfo, LossFunctions, ValueAndGrad
+from polyamp.contract.backend import Backend, BackendInfo, ValueAndGrad
 from polyamp.contract.harness import Harness
 from polyamp.display import StateDisplayMixin
 from polyamp.errors import GradientError, ModelError, UnsupportedError
@@ -70,14 +69,9 @@ class ReferenceBackend:
 
     name = "reference"
     state_type: type[ReferenceState] = ReferenceState
-
-    @property
-    def xp(self) -> ArrayNamespace:
-        return XP
-
-    @property
-    def losses(self) -> LossFunctions:
-        return ReferenceLosses()
+    xp = XP
+    losses = ReferenceLosses()
+    cast = staticmethod(cast_tree)
 
     def info(self) -> BackendInfo:
         return BackendInfo("numpy", np.__version__, ("cpu",))
@@ -90,9 +84,6 @@ class ReferenceBackend:
 
     def is_concrete(self, array: Any) -> bool:
         return True
-
-    def cast(self, tree: Any, dtype: str, *, float64: bool = False) -> Any:
-        return cast_tree(tree, dtype, float64=float64)
 
     def native_policy(self, policy: Policy) -> Any:
         plan = policy.plan()
@@ -242,17 +233,10 @@ class ReferenceBackend:
         }
         counts = {name: arrays[f"optimizer/{name}/step"] for name in state.counts}
         scale_state = LossScaleState(*(arrays[f"loss_scale/{name}"] for name in LossScaleState._fields))
-        return self.state_type(
-            model=model,
-            recipe=state.recipe,
-            plan=state.plan,
-            groups=state.groups,
-            watch=state.watch,
-            slots=slots,
-            counts=counts,
-            scale_state=scale_state,
-            step=arrays["step"],
+        restored: ReferenceState = msgspec.structs.replace(
+            state, model=model, slots=slots, counts=counts, scale_state=scale_state, step=arrays["step"]
         )
+        return restored
 
     def refresh(self, state: Any, model: Any, plan: RefreshPlan) -> ReferenceState:
         if model is None:
