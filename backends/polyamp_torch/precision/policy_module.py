@@ -21,6 +21,7 @@ from polyamp.recipe.resolved_policy import ResolvedPolicy
 from polyamp_torch.arrays import cast_tree
 from polyamp_torch.compat import NULL_CONTEXT
 from polyamp_torch.precision.autocast import is_root_region_open, root_region
+from polyamp_torch.precision.cast_mode import ParameterCasts
 from polyamp_torch.precision.torch_only.autocast_regions import OPEN_BLOCKS, RegionBlock
 from polyamp_torch.precision.torch_only.float32_islands import islands
 from polyamp_torch.precision.torch_only.installation import InstallationBlock, PolicyInstallation
@@ -183,15 +184,17 @@ class PolicyModule:
         Returns:
             Each parameter that was written to, with its previous value.
         """
-        return self._installation.commit()
+        written: list[tuple[torch.Tensor, torch.Tensor]] = self._installation.apply_to_casts(ParameterCasts.commit)
+        return written
 
     def discard(self) -> None:
         """Drop what a forward pass wrote to casts of parameters, in mode "cast"."""
-        self._installation.discard()
+        self._installation.apply_to_casts(ParameterCasts.discard)
 
     def written(self) -> list[torch.Tensor]:
         """Return the parameters that `commit` will write to after a forward pass, in mode "cast"."""
-        return self._installation.written()
+        written: list[torch.Tensor] = self._installation.apply_to_casts(ParameterCasts.written)
+        return written
 
     @contextlib.contextmanager
     def _traced(self, *, kept: bool) -> Iterator[None]:

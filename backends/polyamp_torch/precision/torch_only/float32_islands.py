@@ -41,6 +41,8 @@ _AUTOCAST_DTYPES: Final = {*HALF_TENSOR_DTYPES, torch.float32}
 """The dtypes that autocast casts from and to."""
 _SEQUENCES: Final = (list, tuple)  # torch 2.7 cannot compile `list | tuple` in isinstance()
 _CONTAINERS: Final = (torch.Tensor, *_SEQUENCES)
+_RULES_OF_CALLERS: Final = ("enter", "unflatten", "function", "grad_mode")
+"""Rules of functions that are not sensitive themselves."""
 _FUNCTION_METHODS: Final = ("forward", "setup_context", "vmap", "jvp")
 """The methods of a `torch.autograd.Function` that run in the forward pass."""
 
@@ -73,57 +75,56 @@ class Islands(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _apply_rule(self, rule: OpRule, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        compiling = torch.compiler.is_compiling()
-        if rule not in ("widen", "statistics", "isolate", "lstm", "matmul", "product", "gather"):
-            return self._enter_function(rule, func, types, args, kwargs, compiling=compiling)
+        if rule in _RULES_OF_CALLERS:
+            return self._enter_function(rule, func, types, args, kwargs)
         if not self.acting or not torch.is_autocast_enabled(self.device_type):
             return func(*args, **kwargs)
         if rule in ("matmul", "product"):
-            return self._product(func, args, kwargs, compiling=compiling)
+            return self._product(func, args, kwargs)
         if rule == "gather":
             narrow = gather_source(func, args, kwargs)
             if narrow is None or narrow.device.type != self.device_type:
                 return func(*args, **kwargs)
-            if not compiling:
-                activation_checkpointing.carry_into_checkpoint(self.key, self._reopen)
+            self._carry_into_checkpoint()
             return gather_in_float32(func, args, kwargs, narrow)
         if rule == "lstm" and (self.device_type != "cpu" or torch.get_autocast_dtype("cpu") != torch.float16):
             return func(*args, **kwargs)
         if rule == "statistics" and _has_float32(args, kwargs):
             return func(*args, **kwargs)
-        if not compiling:
-            activation_checkpointing.carry_into_checkpoint(self.key, self._reopen)
+        self._carry_into_checkpoint()
         if _has_result_dtype(kwargs):
             return func(*args, **kwargs)
-        args = [self._widen(value) if isinstance(value, _CONTAINERS) else value for value in args]
-        kwargs = {name: self._widen(v) if isinstance(v, _CONTAINERS) else v for name, v in kwargs.items()}
-        if rule in ("isolate", "lstm"):
-            with TorchAutocast(self.device_type, enabled=False):
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        return self._call_in_float32(func, args, kwargs, autocast=rule not in ("isolate", "lstm"))
 
-    def _product(self, func: Any, args: Any, kwargs: dict[str, Any], *, compiling: bool) -> Any:
+    def _product(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an inner product in float32, a multiplication in its operands' dtype, a matrix product under autocast."""
         kind = None if _has_result_dtype(kwargs) else classify_product(func, args, kwargs)
-        if kind is None:
-            return func(*args, **kwargs)
-        operands = _flat_tensors((*args, *kwargs.values()))
+        operands = () if kind is None else _flat_tensors((*args, *kwargs.values()))
         dtypes = {operand.dtype for operand in operands}
-        if not dtypes <= _AUTOCAST_DTYPES or any(operand.device.type != self.device_type for operand in operands):
+        if kind is None or not dtypes <= _AUTOCAST_DTYPES or any(o.device.type != self.device_type for o in operands):
             return func(*args, **kwargs)
-        if not compiling:
-            activation_checkpointing.carry_into_checkpoint(self.key, self._reopen)
-        wanted = torch.float32 if kind == "sum" or len(dtypes) > 1 else next(iter(dtypes))
+        self._carry_into_checkpoint()
+        if kind == "sum" or len(dtypes) > 1:
+            return self._call_in_float32(func, args, kwargs, autocast=False)
         with TorchAutocast(self.device_type, enabled=False):
-            return func(
-                *[_cast_arguments(value, wanted) for value in args],
-                **{name: _cast_arguments(value, wanted) for name, value in kwargs.items()},
-            )
+            return func(*args, **kwargs)
 
-    def _enter_function(
-        self, rule: OpRule, func: Any, types: Any, args: Any, kwargs: dict[str, Any], *, compiling: bool
-    ) -> Any:
+    def _call_in_float32(self, func: Any, args: Any, kwargs: dict[str, Any], *, autocast: bool) -> Any:
+        """Call a function with its 16-bit tensors in float32; with `autocast=False` autocast is off inside."""
+        args = [self._widen(value) if isinstance(value, _CONTAINERS) else value for value in args]
+        kwargs = {name: self._widen(v) if isinstance(v, _CONTAINERS) else v for name, v in kwargs.items()}
+        if autocast:
+            return func(*args, **kwargs)
+        with TorchAutocast(self.device_type, enabled=False):
+            return func(*args, **kwargs)
+
+    def _carry_into_checkpoint(self) -> None:
+        if not torch.compiler.is_compiling():
+            activation_checkpointing.carry_into_checkpoint(self.key, self._reopen)
+
+    def _enter_function(self, rule: OpRule, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function that is not sensitive itself, but calls sensitive functions."""
+        compiling = torch.compiler.is_compiling()
         if rule == "unflatten":
             return torch.unflatten(*args, **kwargs)
         if rule == "grad_mode" and self.acting and not compiling and args == (False,):
@@ -178,14 +179,6 @@ def _flat_tensors(values: Any) -> list[torch.Tensor]:
     return found
 
 
-def _cast_arguments(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype)
-    if isinstance(value, _SEQUENCES) and value and isinstance(value[0], torch.Tensor | list | tuple):
-        return [_cast_arguments(item, dtype) for item in value]
-    return value
-
-
 def _has_float32(args: Any, kwargs: dict[str, Any]) -> bool:
     return any(isinstance(v, torch.Tensor) and v.dtype == torch.float32 for v in (*args, *kwargs.values()))
 
@@ -238,12 +231,12 @@ class AutocastState(NamedTuple):
     Attributes:
         regions: the state on each device type of this machine.
         cache: whether torch's weight cache is on.
-        ours: whether islands act on any device type, so that the region is polyamp's.
+        has_islands: whether islands act on any device type, so that the region is polyamp's.
     """
 
     regions: tuple[DeviceAutocastState, ...]
     cache: bool
-    ours: bool
+    has_islands: bool
 
 
 @functools.cache
@@ -268,7 +261,7 @@ def capture_autocast_state(kinds: tuple[str, ...] | None = None) -> AutocastStat
 def restore_autocast_state(state: AutocastState) -> Iterator[None]:
     """Context manager that restores a captured state, in any thread."""
     if not state.regions:
-        with eager_backward() if state.ours else NULL_CONTEXT:
+        with eager_backward() if state.has_islands else NULL_CONTEXT:
             yield
         return
     first, *others = state.regions

@@ -148,25 +148,12 @@ class PolicyInstallation:
                 found |= block.installation.masters
         return found
 
-    def commit(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Call `ParameterCasts.commit`."""
+    def apply_to_casts(self, function: Callable[[ParameterCasts], Any]) -> Any:
+        """Return `function` of the casts, while no other thread changes them; an empty list if there are none."""
         if self.casts is None:
             return []
         with self.lock:
-            return self.casts.commit()
-
-    def discard(self) -> None:
-        """Call `ParameterCasts.discard`."""
-        if self.casts is not None:
-            with self.lock:
-                self.casts.discard()
-
-    def written(self) -> list[torch.Tensor]:
-        """Call `ParameterCasts.written`."""
-        if self.casts is None:
-            return []
-        with self.lock:
-            return self.casts.written()
+            return function(self.casts)
 
     def _install(self, outer: dict[int, torch.Tensor]) -> None:
         self.casts = self.own_casts
